@@ -29,12 +29,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from nixl_tiers.cascade.cold_table import take_all
-from nixl_tiers.cascade.host import CPU
-from nixl_tiers.cascade.manager import Lookup, TierManager
-from nixl_tiers.cascade.types import TierSpec
-from nixl_tiers.chunk import Key, Outcome
-from nixl_tiers.policies import Eviction, Write
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.core.cold_table import take_all
+from nixl_tiers.core.host import CPU
+from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.types import TierSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACE = ROOT.parent / "shared" / "traces" / "mooncake_conversation.jsonl"

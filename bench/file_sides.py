@@ -22,7 +22,7 @@ import numpy as np
 
 from bench.pages import Unavailable
 from bench.rounds import Direction, Side, Took
-from nixl_tiers.chunk import Outcome
+from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import MAX_MOVES, Load, Store
 from nixl_tiers.tiers.base import Move

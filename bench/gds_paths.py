@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.engine_process import answer_requests, claim_stdout
-from nixl_tiers.chunk import Geometry, Outcome, align
+from nixl_tiers.base.chunk import Geometry, Outcome, align
 from nixl_tiers.mover.protocol import Load, Store
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import CudaError, Device, NoDriver, open_driver

@@ -30,7 +30,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import Device, Driver, open_driver
 from nixl_tiers.swap.plan import CopyPlan, Memory, Segment

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.swap import host
 from nixl_tiers.swap.host import HostSwap
 from nixl_tiers.swap.plan import CopyPlan, Segment

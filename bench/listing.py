@@ -22,16 +22,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from nixl_tiers.cascade.cold_table import take_all
-from nixl_tiers.cascade.manager import TierManager
-from nixl_tiers.cascade.types import TierSpec
-from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.base.chunk import Geometry, Namespace
+from nixl_tiers.base.policies import Write
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.tier import StorageConfig
-from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.core.cold_table import take_all
+from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.types import TierSpec
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Listed, decode_to_coordinator, encode
-from nixl_tiers.policies import Write
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, FinishedBatch, Move, StorageTier
 
 GEOMETRY = Geometry(1, 2000)

@@ -19,14 +19,14 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-from nixl_tiers.cascade.cold_table import take_all
-from nixl_tiers.cascade.host import Row
-from nixl_tiers.cascade.limits import Limits
-from nixl_tiers.cascade.manager import Lookup, TierManager
-from nixl_tiers.cascade.types import Job, TierSpec
-from nixl_tiers.chunk import Key, Outcome
-from nixl_tiers.policies import Eviction, Write
-from nixl_tiers.scheduler_calls import LOCATE_BATCH
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.core.cold_table import take_all
+from nixl_tiers.core.host import Row
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.types import Job, TierSpec
+from nixl_tiers.runtime.scheduler_calls import LOCATE_BATCH
 
 ROWS: Final = 100_000
 TIER_ROWS: Final = 200_000  # as Python objects; more do not change these figures

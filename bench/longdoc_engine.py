@@ -151,14 +151,14 @@ def _tokens(seed: int, count: int) -> list[int]:
 
 def flush_tiers(_worker: object, timeout_s: float) -> bool:
     """Runs in the engine's process, where the scheduler is as well."""
-    from nixl_tiers.coordinator import _coordinators
+    from nixl_tiers.runtime.coordinator import _coordinators
 
     return all(coordinator.flush(timeout_s) for coordinator in list(_coordinators))
 
 
 def ready_tiers(_worker: object, timeout_s: float) -> bool:
     """Also in the engine's process: whether all tiers are up."""
-    from nixl_tiers.coordinator import _coordinators
+    from nixl_tiers.runtime.coordinator import _coordinators
 
     def up(coordinator: Any) -> bool:
         return coordinator.wait_ready(timeout_s) and all(tier["up"] for tier in coordinator.counters().values())

@@ -23,13 +23,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
 
-from nixl_tiers.cascade.cold_table import take_all
-from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema
-from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.core.cold_table import take_all
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.row_table import Rows, RowTable
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm.manager import NixlTiersManager
 
 TOKENS: Final = 16

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nixl_tiers.chunk import Key
+from nixl_tiers.base.chunk import Key
 from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath
 from nixl_tiers.tiers.s3.key_set import KeySet
 from nixl_tiers.tiers.s3.listing import Run

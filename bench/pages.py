@@ -6,10 +6,10 @@ from typing import Final
 
 import numpy as np
 
-from nixl_tiers.chunk import PAGE, Geometry
+from nixl_tiers.base.chunk import PAGE, Geometry
+from nixl_tiers.base.policies import HugePages
 from nixl_tiers.memory.huge_pages import advice, mostly_huge
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.policies import HugePages
 
 PAGES: Final = {
     "4k": "4 KiB, as the kernel gives them",

@@ -48,7 +48,7 @@ from bench.lmcache_sides import lmcache_files, lmcache_s3
 from bench.machine import file_system, machine
 from bench.pages import PAGES, Unavailable, make_region
 from bench.rounds import DIRECTIONS, Side, Spread, Turn, kb_a_request, rates, ratio, take_turns
-from nixl_tiers.chunk import PAGE, Geometry
+from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.huge_pages import mostly_huge, transparent_setting
 from nixl_tiers.memory.region import HostRegion

@@ -29,14 +29,14 @@ from statistics import mean, quantiles
 from typing import Any, Final
 
 from bench.eviction import TRACE, read
-from nixl_tiers.cascade.chain_rows import Chain, Group
-from nixl_tiers.cascade.cold_table import take_all
-from nixl_tiers.cascade.limits import Limits
-from nixl_tiers.cascade.manager import TierManager
-from nixl_tiers.cascade.prefill import PrefillEstimate
-from nixl_tiers.cascade.types import Job, TierSpec
-from nixl_tiers.chunk import Key, Outcome
-from nixl_tiers.policies import Prefer, Write
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.policies import Prefer, Write
+from nixl_tiers.core.chain_rows import Chain, Group
+from nixl_tiers.core.cold_table import take_all
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.prefill import PrefillEstimate
+from nixl_tiers.core.types import Job, TierSpec
 
 OUT: Final = Path(__file__).resolve().parent.parent / "bench-out" / "queueing.json"
 CHUNK_TOKENS: Final = 512  # of the trace's blocks

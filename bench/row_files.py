@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.mover_memory import keys, private_bytes
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.rowfile.quota import FANOUT, RowPath

@@ -35,7 +35,7 @@ from botocore.config import Config
 from bench.memory_s3 import memory_server
 from bench.rounds import DIRECTIONS, Side, rates, ratio, rotations, take_turns
 from bench.slow_path import slow_path
-from nixl_tiers.chunk import Geometry, Outcome, object_name
+from nixl_tiers.base.chunk import Geometry, Outcome, object_name
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.testing.servers import moto_server, seaweedfs_server

@@ -44,11 +44,11 @@ from bench.listing import ListerConfig
 from bench.machine import machine
 from bench.mover_memory import INDEXES
 from bench.timed_lock import TimedLock
-from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Down, Listed, Opened
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab.journal import Journal
 
@@ -114,7 +114,7 @@ class Scheduler:
         config = configuration.load({"tiers": [cpu, tier]})
         self.lock = TimedLock()
         names = SimpleNamespace(**(vars(threading) | {"RLock": lambda: self.lock}))
-        with mock.patch("nixl_tiers.coordinator.threading", names):
+        with mock.patch("nixl_tiers.runtime.coordinator.threading", names):
             self.coordinator = Coordinator(config, Namespace.of({"name": "bench"}), self.region)
         self.link, self.core = self.coordinator._link, self.coordinator._core
         (self.tier,) = self.core.tiers

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.seal import Sealer
 
 KiB = 1 << 10

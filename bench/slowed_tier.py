@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from bench.slowed_file import SlowedFileConfig
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import FinishedBatch, Move
 from nixl_tiers.tiers.slab.tier import SlabTier

@@ -26,10 +26,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema
-from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm.arrivals import Arrivals
 from nixl_tiers.vllm.connector import NixlTiersConnector
 from nixl_tiers.vllm.manager import NixlTiersManager

@@ -3,7 +3,7 @@
 configuration.md    from the fields of the schema (`nixl_tiers/config/schema.py`)
 command-line.md     from the commands' options and docstrings (`nixl_tiers/cli/app.py`)
 python-api.md       from signatures and docstrings of what `nixl_tiers` exports
-metrics.md          from the table in `nixl_tiers/metrics.py`
+metrics.md          from the table in `nixl_tiers/base/metrics.py`
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 import nixl_tiers
+from nixl_tiers.base.metrics import INFO, INFO_LABELS, INFO_TEXT, METRICS, PREFIX, Kind
 from nixl_tiers.cli.app import app
 from nixl_tiers.config import fields
 from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, unset
-from nixl_tiers.metrics import INFO, INFO_LABELS, INFO_TEXT, METRICS, PREFIX, Kind
 
 WIDTH: Final = 100  # of help texts
 FOLDER: Final = Path(__file__).parent / "reference"

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
-from nixl_tiers.buffers import out_of, rows_of
-from nixl_tiers.chunk import Geometry, Key, Namespace, check_key
+from nixl_tiers.base.chunk import Geometry, Key, Namespace, check_key
+from nixl_tiers.base.manifest import Description
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.fields import shown
 from nixl_tiers.config.schema import ConfigError, TiersConfig
-from nixl_tiers.coordinator import CLOSE_TIMEOUT_S, Coordinator
-from nixl_tiers.interrupts import Interrupts
-from nixl_tiers.manifest import Description
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.stall_timeout import StallTimeout
+from nixl_tiers.runtime.buffers import out_of, rows_of
+from nixl_tiers.runtime.coordinator import CLOSE_TIMEOUT_S, Coordinator
+from nixl_tiers.runtime.interrupts import Interrupts
+from nixl_tiers.runtime.stall_timeout import StallTimeout
 from nixl_tiers.store_get import StoreGet
 
 if TYPE_CHECKING:

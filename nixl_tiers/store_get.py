@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Final
 
-from nixl_tiers.cascade.manager import Lookup
-from nixl_tiers.stall_timeout import StallTimeout
+from nixl_tiers.core.manager import Lookup
+from nixl_tiers.runtime.stall_timeout import StallTimeout
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from nixl_tiers.chunk import Key
-    from nixl_tiers.coordinator import Coordinator
+    from nixl_tiers.base.chunk import Key
+    from nixl_tiers.runtime.coordinator import Coordinator
 
 SLICE_KEYS: Final = 256  # that are looked up, and whose load is prepared, in one hold of the lock
 AHEAD_KEYS: Final = 4096  # that may come up at once

@@ -19,10 +19,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FUZZED = [
-    "tests/cascade/test_stateful.py",
-    "tests/cascade/test_spill.py",
-    "tests/cascade/test_eviction.py",
-    "tests/cascade/test_eviction_batches.py",
+    "tests/core/test_stateful.py",
+    "tests/core/test_spill.py",
+    "tests/core/test_eviction.py",
+    "tests/core/test_eviction_batches.py",
     "tests/memory/test_seal.py",
     "tests/memory/test_row_table.py",
     "tests/config/test_schema.py",

@@ -28,11 +28,11 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from nixl_tiers.cascade.limits import Limits
-from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.core.limits import Limits
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.config import with_faults
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 import nixl_tiers
-from nixl_tiers.metrics import INFO, INFO_LABELS, METRICS, PREFIX, Kind, TierTraits
+from nixl_tiers.base.metrics import INFO, INFO_LABELS, METRICS, PREFIX, Kind, TierTraits
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
 from tests.support.dashboard import DASHBOARD, ROOT, RULES, firing, panels, queries, rules, still_unchanged
 from tests.support.file_tier import file_tier

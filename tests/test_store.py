@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers.cascade.limits import Limits
-from nixl_tiers.cascade.types import Job
-from nixl_tiers.chunk import Geometry, Key, Namespace, Outcome
+from nixl_tiers.base.chunk import Geometry, Key, Namespace, Outcome
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.coordinator import POLL_S, Coordinator
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.types import Job
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.runtime.coordinator import POLL_S, Coordinator
 from nixl_tiers.store import TieredStore
 from nixl_tiers.store_get import SLICE_KEYS
 from tests.support.core import opened
@@ -147,7 +147,7 @@ class SlowTier:
         self._core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
         self._core.tiers[0].send_credits = len(keys)
         monkeypatch.setattr(self.coordinator.changed, "wait", self._wait)
-        monkeypatch.setattr("nixl_tiers.stall_timeout.time", SimpleNamespace(monotonic=self._monotonic))
+        monkeypatch.setattr("nixl_tiers.runtime.stall_timeout.time", SimpleNamespace(monotonic=self._monotonic))
 
     def _monotonic(self) -> float:
         return self.now + self._stopped_s

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import nixl_tiers
-from nixl_tiers import mover_link
 from nixl_tiers.mover.protocol import Store, ToMover, sendable
+from nixl_tiers.runtime import mover_link
 from nixl_tiers.testing.servers import MotoServer, S3Server
 from tests.support.file_tier import file_tier
 from tests.support.leaks import host_rows_in_use

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
+from nixl_tiers.base.manifest import Manifest, minor_release, salt_digest
 from nixl_tiers.cli.storage.reading import folders, manifest_in
 from nixl_tiers.config.schema import FileConfig, TiersConfig
-from nixl_tiers.manifest import Manifest, minor_release, salt_digest
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _PART = re.compile(r"part-\d+")

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
+from nixl_tiers.base.manifest import salt_digest
 from nixl_tiers.cli import FAILED, INCOMPLETE, OK
 from nixl_tiers.cli.inspect import whose
 from nixl_tiers.cli.output import InputError, Json, print_json, print_table, progress
 from nixl_tiers.cli.storage.base import Namespace, Storage, Unusable, Victims
 from nixl_tiers.cli.storage.places import ConfigFile, Endpoint, Place, storages
 from nixl_tiers.config.fields import format_size, parse_age
-from nixl_tiers.manifest import salt_digest
 
 MIN_DIGITS = 8
 

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import typer
 
+from nixl_tiers.base.metrics import CPU, METRICS, NO_TIER, PREFIX
 from nixl_tiers.cli import FAILED, INSTALL_EXTRA, OK
 from nixl_tiers.cli.output import InputError, Json, print_json, print_table
-from nixl_tiers.metrics import CPU, METRICS, NO_TIER, PREFIX
 
 TIMEOUT_S: Final = 10.0
 MAX_PAGE_BYTES: Final = 64 << 20

@@ -9,10 +9,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from nixl_tiers.base.mounts import make_private, nearest, not_mounted
 from nixl_tiers.config import fields
 from nixl_tiers.config.errors import ConfigError
 from nixl_tiers.config.tier import AbsolutePath, Age, Size, StorageConfig, when_unset
-from nixl_tiers.mounts import make_private, nearest, not_mounted
 
 
 class FileConfig(StorageConfig):

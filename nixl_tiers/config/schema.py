@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, Field, PlainValidator, TypeAdapter, ValidationError, model_validator
 
+from nixl_tiers.base.policies import DEFAULT_PROBE_S, DEFAULT_WAIT_S, Eviction, Prefer, Write
 from nixl_tiers.config import source as config_source
 from nixl_tiers.config.errors import ConfigError, refuse_secrets, sentence
 from nixl_tiers.config.fields import (
@@ -40,7 +41,6 @@ from nixl_tiers.config.tier import (
     unset,
     when_unset,
 )
-from nixl_tiers.policies import DEFAULT_PROBE_S, DEFAULT_WAIT_S, Eviction, Prefer, Write
 
 __all__ = [
     "MAX_CAPACITY_BYTES",

@@ -14,9 +14,9 @@ from typing import Annotated, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic.fields import FieldInfo
 
+from nixl_tiers.base.policies import Eviction, HugePages, Write
 from nixl_tiers.config import fields
 from nixl_tiers.config.errors import ConfigError
-from nixl_tiers.policies import Eviction, HugePages, Write
 
 Size = Annotated[int, BeforeValidator(fields.parse_size)]
 Seconds = Annotated[float, BeforeValidator(fields.parse_seconds)]  # a field adds its bounds

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from xxhash import xxh3_64_digest
 
-from nixl_tiers import native
+from nixl_tiers.base import native
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from nixl_tiers.chunk import Key
+from nixl_tiers.base.chunk import Key
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

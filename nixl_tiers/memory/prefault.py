@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from nixl_tiers.chunk import PAGE
+from nixl_tiers.base.chunk import PAGE
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14

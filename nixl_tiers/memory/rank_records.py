@@ -16,7 +16,7 @@ from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
-from nixl_tiers.chunk import NAMESPACE_BYTES
+from nixl_tiers.base.chunk import NAMESPACE_BYTES
 from nixl_tiers.memory.memfd import CHECK
 from nixl_tiers.memory.region_layout import RECORD_BYTES, RegionError
 

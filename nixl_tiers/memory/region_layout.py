@@ -12,7 +12,7 @@ from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
-from nixl_tiers.chunk import PAGE, Geometry, align
+from nixl_tiers.base.chunk import PAGE, Geometry, align
 from nixl_tiers.memory.huge_pages import HUGE_PAGE_BYTES, is_hugetlb
 from nixl_tiers.memory.memfd import CHECK, header_of
 

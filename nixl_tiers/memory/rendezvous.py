@@ -19,10 +19,10 @@ import time
 import weakref
 from typing import Final
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
+from nixl_tiers.base.policies import HugePages
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
-from nixl_tiers.policies import HugePages
 
 ADDRESS_PREFIX: Final = "nixl-tiers-"
 _ANSWER_S: Final = 2.0  # how long it waits for one of them to answer: a stopped one must not block the rest

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Final
 
-from nixl_tiers import native
-from nixl_tiers.chunk import Key
+from nixl_tiers.base import native
+from nixl_tiers.base.chunk import Key
 from nixl_tiers.memory.row_table_format import Layout
 
 ABI: Final = 1  # ROW_LOOKUP_ABI of csrc/row_lookup.c

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, Self
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from nixl_tiers.chunk import Key
+from nixl_tiers.base.chunk import Key
 from nixl_tiers.memory import row_lookup
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.memfd import SIZE_SEALS

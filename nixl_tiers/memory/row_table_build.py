@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from nixl_tiers.chunk import Key
+from nixl_tiers.base.chunk import Key
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.packed_sort import sorted_with_places
 from nixl_tiers.memory.row_table_format import (

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from nixl_tiers.chunk import PAGE, Key, align
+from nixl_tiers.base.chunk import PAGE, Key, align
+from nixl_tiers.base.zeroed import zeroed
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.memfd import CHECK, header_of, memfd
-from nixl_tiers.zeroed import zeroed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

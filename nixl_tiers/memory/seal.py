@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
-from nixl_tiers.chunk import MAX_KEY_BYTES, NAMESPACE_BYTES, Geometry, Key, check_key
+from nixl_tiers.base.chunk import MAX_KEY_BYTES, NAMESPACE_BYTES, Geometry, Key, check_key
 from nixl_tiers.memory.hash_copy import hash_copy
 
 if TYPE_CHECKING:

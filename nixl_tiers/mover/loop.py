@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
-from nixl_tiers.chunk import Outcome
+from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import missing_of

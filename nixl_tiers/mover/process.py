@@ -18,7 +18,7 @@ from typing import Final, NoReturn
 
 import msgspec
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import watchdog
 from nixl_tiers.mover.loop import POLL_S, Mover, run_loop

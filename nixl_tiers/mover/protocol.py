@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from nixl_tiers.manifest import Description
+from nixl_tiers.base.manifest import Description
 from nixl_tiers.tiers.base import Count, Entry, Move, RowKey, Tick
 
 MAX_PACKET: Final = 64 << 10

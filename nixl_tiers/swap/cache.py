@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from nixl_tiers.mounts import make_private
+from nixl_tiers.base.mounts import make_private
 
 
 def write_whole(path: Path, data: bytes) -> None:

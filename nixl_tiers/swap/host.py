@@ -9,7 +9,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from nixl_tiers import native
+from nixl_tiers.base import native
 from nixl_tiers.swap.plan import CopyPlan, Memory
 
 ABI: Final = 1  # SWAP_ABI of csrc/swap_cpu.c

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
 
 MAX_IDS: Final = 1 << 32  # blocks and places travel as 32-bit numbers
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers import native
+from nixl_tiers.base import native
 from nixl_tiers.swap.device_tables import DeviceTables, GroupTable
 from nixl_tiers.swap.driver import Driver
 from nixl_tiers.swap.kernels import CAPACITIES

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from nixl_tiers.chunk import MAX_KEY_BYTES, Geometry, Key, Namespace, Outcome
+from nixl_tiers.base.chunk import MAX_KEY_BYTES, Geometry, Key, Namespace, Outcome
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.testing.corruption import DAMAGES, OTHER_NAMESPACE, SMALL
 from nixl_tiers.testing.medium import NAMESPACE, Medium, Rig, content, keys

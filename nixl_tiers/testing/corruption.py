@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nixl_tiers.chunk import Geometry, Key
+from nixl_tiers.base.chunk import Geometry, Key
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.testing.medium import NAMESPACE, Medium, content
 

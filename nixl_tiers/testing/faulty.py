@@ -21,8 +21,8 @@ from typing import Final
 
 import msgspec
 
-from nixl_tiers.chunk import Geometry, Key, Outcome
-from nixl_tiers.manifest import Description
+from nixl_tiers.base.chunk import Geometry, Key, Outcome
+from nixl_tiers.base.manifest import Description
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.testing.config import FaultyConfig

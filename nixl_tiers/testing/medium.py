@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nixl_tiers.chunk import Geometry, Key, Outcome
+from nixl_tiers.base.chunk import Geometry, Key, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict, missing_of
 from nixl_tiers.tiers.base import Entry, Move, StorageTier, TierDown

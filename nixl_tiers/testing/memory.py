@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nixl_tiers.chunk import Geometry, Key, Outcome
+from nixl_tiers.base.chunk import Geometry, Key, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.testing.config import MemoryConfig

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers.chunk import MAX_KEY_BYTES, Outcome
-from nixl_tiers.manifest import Description
+from nixl_tiers.base.chunk import MAX_KEY_BYTES, Outcome
+from nixl_tiers.base.manifest import Description
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 

@@ -22,11 +22,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from nixl_tiers.chunk import PAGE
+from nixl_tiers.base.chunk import PAGE
+from nixl_tiers.base.mounts import is_mount, make_private, not_mounted
 from nixl_tiers.config.fields import format_size, min_free_bytes
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mounts import is_mount, make_private, not_mounted
 from nixl_tiers.tiers.base import StorageTier, TierDown, TierRefused
 from nixl_tiers.tiers.folder import Folder, fd_path
 from nixl_tiers.tiers.log_once import LogOnce

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from nixl_tiers.manifest import (
+from nixl_tiers.base.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     REFRESH_S,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
-from nixl_tiers.chunk import Outcome
+from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.tiers.base import FinishedBatch, Move
 from nixl_tiers.tiers.nixl_agent import Transfer, TransferState
 

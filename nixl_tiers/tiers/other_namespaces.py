@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from nixl_tiers.base.manifest import Manifest, minor_release
 from nixl_tiers.config.fields import format_size
-from nixl_tiers.manifest import Manifest, minor_release
 
 MAX_NAMED: Final = 3
 MAX_READ: Final = 16  # manifests

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.config.kinds import import_object, in_one_line
 from nixl_tiers.config.schema import ConfigError, StorageConfig, tier_from_dict
 from nixl_tiers.memory.region import HostRegion

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self
 
 import numpy as np
 
+from nixl_tiers.base.zeroed import zeroed
 from nixl_tiers.config.file import FileConfig
 from nixl_tiers.memory.huge_pages import HUGE_PAGE_BYTES, advice, mostly_huge
 from nixl_tiers.memory.prefault import populate
@@ -27,7 +28,6 @@ from nixl_tiers.tiers.base import Move, seal_row
 from nixl_tiers.tiers.moves import Steps
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration
 from nixl_tiers.tiers.staging_trial import Measured, Trial, recall, remember
-from nixl_tiers.zeroed import zeroed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

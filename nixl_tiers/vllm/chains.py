@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nixl_tiers.cascade.chain_rows import Chain, Group
-from nixl_tiers.cascade.chains import Scan
+from nixl_tiers.core.chain_rows import Chain, Group
+from nixl_tiers.core.chains import Scan
 from nixl_tiers.vllm.compat import LookupResult, OffloadKey, ReqContext, get_offload_group_idx, position_of
 
 Answers = dict[OffloadKey, LookupResult]

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from nixl_tiers.chunk import NAMESPACE_BYTES, Geometry, Namespace
+from nixl_tiers.base.chunk import NAMESPACE_BYTES, Geometry, Namespace
 from nixl_tiers.config.schema import TiersConfig
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.compat import CanonicalKVCaches, OffloadingConfig

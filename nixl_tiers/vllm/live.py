@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from nixl_tiers.metrics import INFO, INFO_TEXT, METRICS, PREFIX
+from nixl_tiers.base.metrics import INFO, INFO_TEXT, METRICS, PREFIX
 
 MEMFD: Final = "nixl-tiers-gauges"
 SLOT_BYTES: Final = 1 << 16  # of one engine

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from nixl_tiers.cascade.chains import Scan
-from nixl_tiers.cascade.manager import Lookup
-from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.core.chains import Scan
+from nixl_tiers.core.manager import Lookup
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.chains import Answers, RequestChain, RequestChains, answers_of
 from nixl_tiers.vllm.compat import LookupResult, OffloadKey, ReqContext, get_offload_group_idx, position_of

@@ -12,9 +12,9 @@ from typing import Any, Final
 import numpy as np
 from typing_extensions import override
 
-from nixl_tiers.cascade.line import Rank
 from nixl_tiers.config.schema import TiersConfig
-from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.core.line import Rank
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.compat import (
     LoadStoreSpec,

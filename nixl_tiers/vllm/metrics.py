@@ -1,4 +1,4 @@
-"""The coordinator's numbers as vLLM publishes them at /metrics; `nixl_tiers/metrics.py` says which, and their names."""
+"""The coordinator's numbers as vLLM publishes them at /metrics; `base/metrics.py` says which, and their names."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import nixl_tiers
+from nixl_tiers.base.metrics import CPU, INFO, INFO_LABELS, INFO_TEXT, METRICS, PREFIX, Kind, TierTraits, published
 from nixl_tiers.config.schema import TiersConfig, Write
-from nixl_tiers.metrics import CPU, INFO, INFO_LABELS, INFO_TEXT, METRICS, PREFIX, Kind, TierTraits, published
 from nixl_tiers.vllm.compat import (
     OffloadingConnectorStats,
     OffloadingCounterMetadata,

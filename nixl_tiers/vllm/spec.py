@@ -13,11 +13,11 @@ from typing import Any, Final
 
 from typing_extensions import override
 
-from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.base.chunk import Geometry, Namespace
+from nixl_tiers.base.manifest import Description
 from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.config.schema import ConfigError, FileConfig, S3Config, StorageConfig, TiersConfig, Write
 from nixl_tiers.config.source import without_vllm
-from nixl_tiers.manifest import Description
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
 from nixl_tiers.memory.rendezvous import rendezvous
@@ -105,7 +105,7 @@ class NixlTiersSpec(OffloadingSpec):
             raise RegionError(f"the weights' identity: {error}; with model_id set, no weight file is read") from None
 
     def _make_manager(self) -> OffloadingManager:
-        from nixl_tiers.coordinator import Coordinator
+        from nixl_tiers.runtime.coordinator import Coordinator
         from nixl_tiers.vllm.events import EventLog
         from nixl_tiers.vllm.live import LiveGauges
         from nixl_tiers.vllm.manager import PAUSE_S, NixlTiersManager

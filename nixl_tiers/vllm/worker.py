@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from nixl_tiers.lifetime import finalize_once
+from nixl_tiers.base.lifetime import finalize_once
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.host import HostSwap
 from nixl_tiers.swap.numa import place

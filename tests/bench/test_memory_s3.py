@@ -11,7 +11,7 @@ from botocore.exceptions import ClientError
 
 from bench.memory_s3 import memory_server
 from bench.s3_tier import Tier, filled
-from nixl_tiers.chunk import PAGE, Geometry
+from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.config.schema import S3Config
 
 BUCKET = "rows"

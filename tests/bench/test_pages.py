@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.pages import PAGES, Unavailable, make_region
-from nixl_tiers.chunk import PAGE, Geometry
+from nixl_tiers.base.chunk import PAGE, Geometry
 
 
 @pytest.mark.parametrize("pages", PAGES)

@@ -7,7 +7,7 @@ from statistics import mean
 import pytest
 
 from bench.queueing import CHUNK_TOKENS, ROW_BYTES, Arm, Machine, Medium, Request, Result, VirtualEngine
-from nixl_tiers.cascade.limits import Limits
+from nixl_tiers.core.limits import Limits
 
 HOST = 64
 WAITING = 64

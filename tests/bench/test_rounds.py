@@ -11,7 +11,7 @@ import pytest
 
 from bench.peers import Rows
 from bench.rounds import Side, Spread, Took, Turn, cpu_seconds, disk_requests, ratio, take_turns
-from nixl_tiers.chunk import PAGE, Geometry
+from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.memory.region import HostRegion
 
 

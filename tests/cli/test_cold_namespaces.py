@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers import cli
+from nixl_tiers.base.manifest import MANIFEST_NAME, Description, Manifest, salt_digest
 from nixl_tiers.cli.cold_namespaces import why_cold
-from nixl_tiers.manifest import MANIFEST_NAME, Description, Manifest, salt_digest
 from tests.support.file_tier import file_tier
 
 OLD = Manifest("a" * 32, Description("my/model", vllm="0.32.0"), 4096, last_used=1_700_000_000)

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers.chunk import Geometry, Outcome, object_name
+from nixl_tiers.base.chunk import Geometry, Outcome, object_name
+from nixl_tiers.base.manifest import Description
 from nixl_tiers.cli import BAD_INPUT, FAILED, INCOMPLETE, OK, main
 from nixl_tiers.cli.storage.base import Pace
 from nixl_tiers.cli.storage.rowfiles import RowFileStorage
-from nixl_tiers.manifest import Description
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers import manifest_keeper
 from nixl_tiers.tiers.slab.quota import SlabQuota

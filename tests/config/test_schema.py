@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_tiers import mounts
+from nixl_tiers.base import mounts
 from nixl_tiers.config import schema
 from nixl_tiers.config.fields import min_free_bytes
 from nixl_tiers.config.schema import ConfigError, FileConfig, S3Config, TiersConfig

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nixl_tiers.cascade.limits import Limits
-from nixl_tiers.chunk import Geometry, Key, Namespace
+from nixl_tiers.base.chunk import Geometry, Key, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.schema import StorageConfig
-from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.core.limits import Limits
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.config import with_faults
 from nixl_tiers.testing.faulty import FaultPlan

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.runtime.coordinator import Coordinator
 from tests.faults.interposer import Interposer
 from tests.faults.rig import HOST, TIMEOUT_S, FaultRig
 from tests.faults.test_mover import matrix

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.cascade.tier_index import Direction
-from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.core.tier_index import Direction
 from nixl_tiers.mover import child
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
 from tests.faults.rig import KILLS, LIMITS, TIMEOUT_S, FaultRig
 from tests.support.waiting import until

@@ -14,7 +14,7 @@ import pytest
 
 from bench.gds import Child
 from bench.gds_paths import Setup
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.cli.gds.report import Report, inspect
 from nixl_tiers.cli.gds.verdict import Kind
 from tests.mover.harness import MoverProcess

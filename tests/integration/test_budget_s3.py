@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 import nixl_tiers
-from nixl_tiers.chunk import Geometry, Namespace, object_name
+from nixl_tiers.base.chunk import Geometry, Namespace, object_name
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer
 from tests.integration.test_budget import use

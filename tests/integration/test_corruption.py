@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.seal import read
 from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers.s3.names import RowNames

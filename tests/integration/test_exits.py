@@ -23,7 +23,7 @@ BEGIN = """
 import gc, os, signal, subprocess, sys, threading, time
 import numpy as np
 import nixl_tiers
-from nixl_tiers.cascade.events import Events
+from nixl_tiers.core.events import Events
 from tests.support.waiting import serves, until
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a shell's background job

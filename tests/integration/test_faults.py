@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers.cascade.types import TierState
+from nixl_tiers.core.types import TierState
 from nixl_tiers.testing.servers import S3Server, free_ports, moto_server
 from tests.support.file_tier import file_tier
 from tests.support.waiting import serves, until, until_up

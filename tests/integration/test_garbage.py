@@ -15,11 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nixl_tiers.cascade.breaker import BreakerLimits
-from nixl_tiers.cascade.limits import Limits
-from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.core.breaker import BreakerLimits
+from nixl_tiers.core.limits import Limits
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.row_table import RowTableError
 from nixl_tiers.mover import backoff
@@ -40,6 +39,7 @@ from nixl_tiers.mover.protocol import (
     decode_to_coordinator,
     encode,
 )
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
 from nixl_tiers.tiers.base import Entry, Move
 from tests.support.file_tier import file_tier

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.chunk import PAGE
+from nixl_tiers.base.chunk import PAGE
 from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.rowfile.quota import FANOUT, MARGIN_BYTES, NAME_BYTES

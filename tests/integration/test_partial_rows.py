@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nixl_tiers.cascade.manager import Lookup
-from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.core.manager import Lookup
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import S3Server
 from tests.support.file_tier import file_tier

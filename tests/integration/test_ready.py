@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import nixl_tiers
-from nixl_tiers import tier_log
-from nixl_tiers.chunk import Geometry, Key, Namespace
+from nixl_tiers.base.chunk import Geometry, Key, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.runtime import tier_log
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import S3Server
 from tests.support.file_tier import file_tier

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers import mover_link
-from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Touch
+from nixl_tiers.runtime import mover_link
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.tiers.slab.shard import slots_within
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.support.core import opened

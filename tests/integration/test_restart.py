@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nixl_tiers.cascade.limits import Limits
-from nixl_tiers.cascade.manager import Lookup
-from nixl_tiers.chunk import Geometry, Key, Namespace
+from nixl_tiers.base.chunk import Geometry, Key, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.manager import Lookup
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import child
 from nixl_tiers.mover.index_builder import SINGLE_ROWS
+from nixl_tiers.runtime.coordinator import Coordinator
 from tests.support.waiting import serves, until
 
 GEOMETRY = Geometry(1, 2000)

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region_layout import RegionError
 from nixl_tiers.memory.rendezvous import rendezvous
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers.chunk import PAGE, Geometry
+from nixl_tiers.base.chunk import PAGE, Geometry
+from nixl_tiers.base.policies import HugePages
 from nixl_tiers.memory import huge_pages, region
 from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.memory.huge_pages import HUGE_PAGE_BYTES, advice, found, hugetlb_rooms, transparent_bytes
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import Layout, RegionError
-from nixl_tiers.policies import HugePages
 from tests.support.file_tier import file_tier
 from tests.support.machine import NR_HUGEPAGES, SHMEM_ENABLED, setting, tree
 from tests.support.waiting import until, until_up

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.chunk import PAGE, Geometry
+from nixl_tiers.base.chunk import PAGE, Geometry
+from nixl_tiers.base.policies import HugePages
 from nixl_tiers.memory import prefault
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.policies import HugePages
 from tests.support.pages import mapped
 from tests.support.waiting import until
 

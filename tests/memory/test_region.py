@@ -17,13 +17,13 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 import nixl_tiers
-from nixl_tiers.chunk import PAGE, Geometry
+from nixl_tiers.base.chunk import PAGE, Geometry
+from nixl_tiers.base.policies import HugePages
 from nixl_tiers.memory import prefault
 from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.memory.memfd import CHECK
 from nixl_tiers.memory.region import MAX_MISSING, STEPS_KEPT, HostRegion
 from nixl_tiers.memory.region_layout import HEADER, RegionError
-from nixl_tiers.policies import HugePages
 from tests.memory.descriptors import descriptors, is_open
 
 GEOMETRY = Geometry(cells=3, cell_payload=PAGE + 512, sub_blocks=4)

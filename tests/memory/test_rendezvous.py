@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 
 import nixl_tiers
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
+from nixl_tiers.base.policies import HugePages
 from nixl_tiers.memory import region as region_module
 from nixl_tiers.memory import rendezvous as rendezvous_module
 from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
 from nixl_tiers.memory.rendezvous import address_of, rendezvous
-from nixl_tiers.policies import HugePages
 
 GEOMETRY = Geometry(cells=2, cell_payload=8192, sub_blocks=4)
 ROWS = 6

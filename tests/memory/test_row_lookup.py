@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nixl_tiers.chunk import MAX_KEY_BYTES, PAGE
+from nixl_tiers.base.chunk import MAX_KEY_BYTES, PAGE
 from nixl_tiers.memory import row_lookup as module
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.row_table import Rows, RowTable

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 import nixl_tiers
-from nixl_tiers.chunk import MAX_KEY_BYTES, PAGE
+from nixl_tiers.base.chunk import MAX_KEY_BYTES, PAGE
 from nixl_tiers.memory import key_hash, row_table, row_table_build, row_table_format
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.memfd import CHECK

@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nixl_tiers.chunk import MAX_KEY_BYTES, PAGE, Geometry
+from nixl_tiers.base.chunk import MAX_KEY_BYTES, PAGE, Geometry
 from nixl_tiers.memory import seal
 from nixl_tiers.memory.seal import Sealer, Verdict
 

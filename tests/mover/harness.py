@@ -14,7 +14,7 @@ from typing import Self
 
 import numpy as np
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import (
     MAX_PACKET,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.config.kinds import import_object
 from nixl_tiers.config.schema import FileConfig, S3Config, Size, StorageConfig
 from nixl_tiers.memory.region import HostRegion

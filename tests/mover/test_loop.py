@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import (
     CheckExistence,
@@ -273,7 +273,7 @@ def test_the_watchdog_spares_a_process_that_was_stopped(tmp_path: Path) -> None:
 PARENT = """
     import os, sys, time
     from pathlib import Path
-    from nixl_tiers.chunk import Geometry
+    from nixl_tiers.base.chunk import Geometry
     from tests.mover.harness import MoverProcess
     from tests.support.file_tier import file_tier
 
@@ -322,7 +322,7 @@ def test_it_exits_at_start_if_the_parent_is_dead() -> None:
 
 
 def test_a_full_batch_of_entries_fits_a_packet() -> None:
-    from nixl_tiers.chunk import MAX_KEY_BYTES
+    from nixl_tiers.base.chunk import MAX_KEY_BYTES
     from nixl_tiers.mover.protocol import MAX_PACKET, MAX_TOUCHED, Touch, encode
     from nixl_tiers.tiers.base import MAX_ENTRIES
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.chunk import Geometry
-from nixl_tiers.clock import COUNTED_S, RunningClock
+from nixl_tiers.base.chunk import Geometry
+from nixl_tiers.base.clock import COUNTED_S, RunningClock
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.row_table import RowTable
 from nixl_tiers.mover import child

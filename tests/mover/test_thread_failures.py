@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import nixl_tiers
-from nixl_tiers.cascade.events import Events
-from nixl_tiers.chunk import Key
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.events import Events
 from nixl_tiers.mover.child import Child
 from nixl_tiers.mover.stderr import Stderr
 from nixl_tiers.store import TieredStore

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from nixl_tiers.cascade.cold_table import ColdTable
-from nixl_tiers.cascade.spill import NO_SLOT, SomeRows
-from nixl_tiers.chunk import Key
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.cold_table import ColdTable
+from nixl_tiers.core.spill import NO_SLOT, SomeRows
 
 
 def build_table(parts: Iterable[SomeRows], sources: Sequence[ColdTable]) -> PlainColdTable:

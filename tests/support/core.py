@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nixl_tiers.cascade.cold_table import take_all
-from nixl_tiers.cascade.manager import TierManager
-from nixl_tiers.chunk import Key
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.cold_table import take_all
+from nixl_tiers.core.manager import TierManager
 
 
 def opened(core: TierManager, tier: int, slots: int) -> None:

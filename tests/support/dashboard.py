@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import yaml
 
-from nixl_tiers.metrics import INFO, PREFIX
+from nixl_tiers.base.metrics import INFO, PREFIX
 from tests.support.prometheus import Prometheus
 
 ROOT: Final = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers.chunk import Key
+from nixl_tiers.base.chunk import Key
 from nixl_tiers.store import TieredStore
 
 _POISON: Final = 0xEE  # fills a buffer before each get, so that a hit without a copy is detected

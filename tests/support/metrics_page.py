@@ -1,4 +1,4 @@
-"""A store's numbers at /metrics without vLLM: the series of `nixl_tiers/metrics.py`, by prometheus_client as there."""
+"""A store's numbers at /metrics without vLLM: the series of `base/metrics.py`, by prometheus_client as there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from nixl_tiers.metrics import INFO, INFO_LABELS, METRICS, PREFIX, Kind, TierTraits, published
+from nixl_tiers.base.metrics import INFO, INFO_LABELS, METRICS, PREFIX, Kind, TierTraits, published
 
 ENGINE = {"model_name": "a model", "engine": "0"}
 """vLLM's own labels."""

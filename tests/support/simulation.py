@@ -14,21 +14,21 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from nixl_tiers.cascade.breaker import BreakerLimits, BreakerState
-from nixl_tiers.cascade.chain_rows import Chain, Group
-from nixl_tiers.cascade.cold_rows import MAX_TABLES
-from nixl_tiers.cascade.cold_table import Steps, take_all
-from nixl_tiers.cascade.existence import ExistenceCheck
-from nixl_tiers.cascade.host import Row, RowState
-from nixl_tiers.cascade.limits import Limits
-from nixl_tiers.cascade.manager import Lookup, TierManager
-from nixl_tiers.cascade.prefill import PrefillEstimate
-from nixl_tiers.cascade.spill import spill_steps
-from nixl_tiers.cascade.throughput import ENOUGH
-from nixl_tiers.cascade.tier_index import UNLIMITED, TierIndex
-from nixl_tiers.cascade.types import Direction, Entry, Job, TierSpec, TierState
-from nixl_tiers.chunk import Key, Outcome
-from nixl_tiers.policies import Eviction, Write
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.core.breaker import BreakerLimits, BreakerState
+from nixl_tiers.core.chain_rows import Chain, Group
+from nixl_tiers.core.cold_rows import MAX_TABLES
+from nixl_tiers.core.cold_table import Steps, take_all
+from nixl_tiers.core.existence import ExistenceCheck
+from nixl_tiers.core.host import Row, RowState
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.prefill import PrefillEstimate
+from nixl_tiers.core.spill import spill_steps
+from nixl_tiers.core.throughput import ENOUGH
+from nixl_tiers.core.tier_index import UNLIMITED, TierIndex
+from nixl_tiers.core.types import Direction, Entry, Job, TierSpec, TierState
 from tests.support.cold_table import PlainColdTable, build_table
 from tests.support.core import expire
 from tests.support.measuring import MeasurementJudge

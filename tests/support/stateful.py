@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from nixl_tiers.cascade import host
-from nixl_tiers.cascade.host import MAX_LOOKS
-from nixl_tiers.cascade.manager import TierManager
-from nixl_tiers.cascade.tier_index import UNLIMITED
-from nixl_tiers.chunk import Outcome
-from nixl_tiers.policies import Eviction, Write
+from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.core import host
+from nixl_tiers.core.host import MAX_LOOKS
+from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.tier_index import UNLIMITED
 from tests.support.simulation import MANY_TURNS, SOME_ROOM, Scan, Simulation
 
 TIERS = st.integers(0, 1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nixl_tiers.cascade.manager import TierManager
-from nixl_tiers.cascade.tier_index import TierIndex
-from nixl_tiers.cascade.types import Direction, Job, TierState
-from nixl_tiers.chunk import Key
-from nixl_tiers.policies import Write
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.base.policies import Write
+from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.types import Direction, Job, TierState
 
 
 @dataclass

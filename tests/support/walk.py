@@ -14,9 +14,9 @@ from typing import ClassVar, Final
 
 from hypothesis.stateful import RULE_MARKER
 
-from nixl_tiers.cascade.existence import ExistenceCheck
-from nixl_tiers.cascade.tier_index import UNLIMITED
-from nixl_tiers.chunk import Key, Outcome
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.core.existence import ExistenceCheck
+from nixl_tiers.core.tier_index import UNLIMITED
 from tests.support.simulation import MANY_TURNS, SOME_ROOM, Scan, SimulatedJob, Simulation, Uses
 from tests.support.stateful import ROWS, SLOTS, WRITES, CascadeStateMachine
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.swap.plan import CopyPlan, Segment
 
 Bytes = NDArray[np.uint8]

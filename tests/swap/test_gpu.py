@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from nixl_tiers.chunk import Geometry  # noqa: E402
+from nixl_tiers.base.chunk import Geometry  # noqa: E402
 from nixl_tiers.memory.region import HostRegion  # noqa: E402
 from nixl_tiers.swap.cuda import CudaSwap  # noqa: E402
 from nixl_tiers.swap.plan import CopyPlan, Segment  # noqa: E402

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.swap.driver import Device
 from nixl_tiers.swap.numa import node_of, place
 from nixl_tiers.swap.pinned import PinnedRegion

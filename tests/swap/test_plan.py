@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.swap.plan import CopyPlan, Gap, Segment
 
 GEOMETRY = Geometry(cells=2, cell_payload=4 * 3000, sub_blocks=4)

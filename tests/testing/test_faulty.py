@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.chunk import Geometry, Key, Outcome
+from nixl_tiers.base.chunk import Geometry, Key, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.testing.conformance import NOT_OURS, SMALL, StorageTierTests
 from nixl_tiers.testing.faulty import Fault, FaultPlan, FaultyTier, Rule, Way

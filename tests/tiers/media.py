@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from nixl_tiers.chunk import Geometry, Key, object_name
+from nixl_tiers.base.chunk import Geometry, Key, object_name
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.testing.config import MemoryConfig

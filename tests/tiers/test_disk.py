@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers import mounts
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base import mounts
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Heartbeat
 from nixl_tiers.tiers.base import TierDown

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Down, Open, Opened, Refused
 from tests.mover.harness import NAMESPACE, MoverProcess, shard_dir, wait_until
 from tests.support.disks import disk_bytes

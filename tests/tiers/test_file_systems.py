@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.chunk import Outcome
+from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.mover.protocol import Down, Opened
 from nixl_tiers.tiers.base import GONE
 from tests.mover.harness import MoverProcess, wait_until

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.chunk import Outcome
+from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move, TierDown, TierRefused
 from nixl_tiers.tiers.slab.tier import SlabTier

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.chunk import Outcome
-from nixl_tiers.manifest import MANIFEST_NAME, REFRESH_S, Description, Manifest
+from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.base.manifest import MANIFEST_NAME, REFRESH_S, Description, Manifest
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers import manifest_keeper
 from nixl_tiers.tiers.manifest_keeper import ManifestKeeper

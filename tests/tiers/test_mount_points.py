@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from nixl_tiers.base.mounts import is_mount
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mounts import is_mount
 from nixl_tiers.mover.protocol import Configure, Opened, decode_to_coordinator, decode_to_mover, encode
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.rowfile.directory import RowDirectory

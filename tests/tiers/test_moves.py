@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from nixl_tiers.chunk import Outcome
+from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.tiers.base import FinishedBatch, Move
 from nixl_tiers.tiers.moves import (
     FIRST_POLL,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.folder import fd_path
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, TransferState

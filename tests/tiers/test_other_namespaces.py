@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from nixl_tiers.chunk import Outcome
-from nixl_tiers.manifest import Description, Manifest
+from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.base.manifest import Description, Manifest
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.other_namespaces import MAX_READ, Other, OtherNamespaces, differences, sentence
 from tests.tiers.file_tiers import make_tier, store

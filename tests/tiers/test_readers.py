@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.chunk import Outcome
+from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Down, Open, Opened
 from nixl_tiers.tiers.base import Entry, Move, TierDown

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers.chunk import Outcome
+from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory import seal
 from nixl_tiers.memory.hash_copy import hash_copy
 from nixl_tiers.memory.region import HostRegion

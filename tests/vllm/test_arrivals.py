@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from nixl_tiers.chunk import Key
+from nixl_tiers.base.chunk import Key
 from nixl_tiers.vllm.arrivals import Arrivals
 from nixl_tiers.vllm.connector import NixlTiersConnector
 from tests.support.file_tier import file_tier

@@ -15,12 +15,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as
 from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 
 from bench.lookups import TOKENS, VllmLookups, hashes
-from nixl_tiers.cascade.chain_rows import Chain, Group
-from nixl_tiers.cascade.cold_table import take_all
-from nixl_tiers.chunk import Geometry, Key, Namespace, Outcome
+from nixl_tiers.base.chunk import Geometry, Key, Namespace, Outcome
 from nixl_tiers.config import schema
-from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.core.chain_rows import Chain, Group
+from nixl_tiers.core.cold_table import take_all
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm.manager import NixlTiersManager, _publish
 from tests.support.core import put
 from tests.support.file_tier import file_tier

@@ -8,7 +8,7 @@ import pytest
 
 from bench.file_sides import Vllm
 from bench.peers import Rows
-from nixl_tiers.chunk import PAGE, Geometry
+from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.memory.region import HostRegion
 
 

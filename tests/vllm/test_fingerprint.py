@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.vllm import fingerprint
 from nixl_tiers.vllm.fingerprint import Fingerprint

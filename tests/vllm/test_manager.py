@@ -16,13 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _c
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from nixl_tiers.cascade.chain_rows import Chain
-from nixl_tiers.cascade.chains import Scan
-from nixl_tiers.cascade.manager import Lookup
-from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as tiers_config
-from nixl_tiers.coordinator import Coordinator
+from nixl_tiers.core.chain_rows import Chain
+from nixl_tiers.core.chains import Scan
+from nixl_tiers.core.manager import Lookup
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm.events import EventLog
 from nixl_tiers.vllm.manager import PAUSE_S, SHUTDOWN_S, NixlTiersManager
 from tests.support.file_tier import file_tier, files_tier

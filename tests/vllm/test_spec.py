@@ -24,11 +24,11 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.base.chunk import Geometry, Namespace
+from nixl_tiers.base.policies import HugePages
 from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.policies import HugePages
 from nixl_tiers.vllm import compat, fingerprint
 from nixl_tiers.vllm.spec import NixlTiersSpec, agreed_namespace, description_of, refuse_nodes
 from tests.support.file_tier import file_tier
@@ -189,7 +189,7 @@ def test_the_configuration_may_be_a_file(offloading_config: Build, tmp_path: Pat
 
 def test_log_lines_go_where_vllms_go(offloading_config: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where vLLM configures its logger only later."""
-    ours, theirs = logging.getLogger("nixl_tiers.coordinator"), logging.getLogger("vllm")
+    ours, theirs = logging.getLogger("nixl_tiers.runtime.coordinator"), logging.getLogger("vllm")
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("theirs: %(levelname)s %(message)s"))

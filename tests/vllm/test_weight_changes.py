@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.vllm.weight_changes import CALLS, STARTS, watch_weights
 

@@ -12,8 +12,8 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
-from nixl_tiers.cascade.manager import Lookup
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
+from nixl_tiers.core.manager import Lookup
 from nixl_tiers.vllm.weights_gate import WeightsGate
 from tests.vllm.test_manager import STEP, ManagerRig, ScriptedCoordinator, keys_of, scripted_manager
 

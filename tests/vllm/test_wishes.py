@@ -16,10 +16,10 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.v1.kv_hints import KvHintsEnvelope
 from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext
 
-from nixl_tiers.chunk import Geometry, Namespace
+from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema
-from nixl_tiers.coordinator import Coordinator
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.vllm.manager import NixlTiersManager
 from nixl_tiers.vllm.wishes import Scope, Wishes, WishReader

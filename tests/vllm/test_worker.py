@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.vllm.copy_jobs import PolledJobs, ThreadedJobs
 from nixl_tiers.vllm.transfer import RowsSpec

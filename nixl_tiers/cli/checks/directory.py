@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from nixl_tiers.base.mounts import nearest
 from nixl_tiers.cli.checks.disk_room import DiskRoom, used_bytes
 from nixl_tiers.cli.checks.finding import Finding, advise, broken, not_tried, ok, warning
 from nixl_tiers.cli.checks.scratch import SCRATCH, SCRATCH_PREFIX, STALE_S
@@ -24,7 +25,6 @@ from nixl_tiers.config.errors import ConfigError
 from nixl_tiers.config.fields import format_size
 from nixl_tiers.config.file import FileConfig
 from nixl_tiers.config.warnings import device_of, file_systems
-from nixl_tiers.mounts import nearest
 from nixl_tiers.tiers.disk import INCOMING, SLAB_LOCK, direct_works
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab.parts import LOCK, part_number

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from nixl_tiers.base.mounts import nearest
 from nixl_tiers.config.fields import format_size, min_free_bytes
 from nixl_tiers.config.file import FileConfig
-from nixl_tiers.mounts import nearest
 
 _WALK_S: Final = 5.0
 

@@ -11,7 +11,8 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 from pathlib import Path
 from typing import Final
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
+from nixl_tiers.base.policies import HugePages
 from nixl_tiers.cli.checks.finding import Finding, advise, broken, not_tried, ok, warning
 from nixl_tiers.config.fields import format_size
 from nixl_tiers.config.schema import TiersConfig
@@ -19,7 +20,6 @@ from nixl_tiers.memory.cgroup import rooms, shortage
 from nixl_tiers.memory.hash_copy import compiled
 from nixl_tiers.memory.huge_pages import HUGE_PAGE_BYTES, advice, hugetlb_rooms, transparent_bytes, transparent_setting
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.policies import HugePages
 from nixl_tiers.swap import kernels, numa, self_check, submit
 from nixl_tiers.swap.driver import CudaError, NoDriver, open_driver
 from nixl_tiers.swap.host import backend

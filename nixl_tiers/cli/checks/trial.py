@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from nixl_tiers.chunk import NAMESPACE_BYTES, Geometry, Outcome
+from nixl_tiers.base.chunk import NAMESPACE_BYTES, Geometry, Outcome
 from nixl_tiers.cli.checks.finding import Finding, advise, broken, ok
 from nixl_tiers.cli.gds.findings import say
 from nixl_tiers.config.schema import StorageConfig

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from nixl_tiers.manifest import Manifest
+from nixl_tiers.base.manifest import Manifest
 
 Layout = Literal["slabs", "files", "s3"]
 Step = Callable[[int], None]

@@ -12,8 +12,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers.chunk import PAGE, align
-from nixl_tiers.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
+from nixl_tiers.base.chunk import PAGE, align
+from nixl_tiers.base.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 

@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
-from nixl_tiers.chunk import PAGE, key_of_object
+from nixl_tiers.base.chunk import PAGE, key_of_object
+from nixl_tiers.base.manifest import MANIFEST_NAME, REFRESH_S, Manifest
 from nixl_tiers.cli.storage.base import Checked, Namespace, Pace, Problems, Step, Storage, Unusable, Victims
 from nixl_tiers.cli.storage.reading import RowBuffer, folders, manifest_in
 from nixl_tiers.cli.storage.seals import defect
-from nixl_tiers.manifest import MANIFEST_NAME, REFRESH_S, Manifest
 from nixl_tiers.tiers.foreign import taken_bytes
 
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")

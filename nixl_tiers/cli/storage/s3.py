@@ -12,11 +12,11 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from botocore.exceptions import ClientError
 
-from nixl_tiers.chunk import Key, key_of_object
+from nixl_tiers.base.chunk import Key, key_of_object
+from nixl_tiers.base.manifest import MANIFEST_NAME, Manifest
 from nixl_tiers.cli.storage.base import Checked, Namespace, Pace, Problems, Step, Storage, Unusable, Victims
 from nixl_tiers.cli.storage.seals import defect
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.manifest import MANIFEST_NAME, Manifest
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3 import janitor, lease
 from nixl_tiers.tiers.s3.aws_region import configured_region

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers.chunk import PAGE, Geometry, Key
+from nixl_tiers.base.chunk import PAGE, Geometry, Key
 from nixl_tiers.memory import seal
 from nixl_tiers.memory.seal import Sealer, SealHeader, Verdict
 

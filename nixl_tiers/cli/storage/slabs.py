@@ -14,7 +14,7 @@ from typing import Final, Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers.chunk import PAGE, Geometry
+from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.cli.storage.base import Checked, Namespace, Pace, Problems, Step, Storage, Unusable, Victims
 from nixl_tiers.cli.storage.reading import RowBuffer, folders, manifest_in, open_file, read_small
 from nixl_tiers.cli.storage.seals import defect, find_seal

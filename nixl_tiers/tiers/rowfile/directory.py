@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
 
-from nixl_tiers.manifest import MANIFEST_NAME
+from nixl_tiers.base.manifest import MANIFEST_NAME
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import READ_ONLY, Folder, Found, NotOwned
 from nixl_tiers.tiers.manifest_keeper import read_manifest

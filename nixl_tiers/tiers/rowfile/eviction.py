@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from nixl_tiers.chunk import PAGE
+from nixl_tiers.base.chunk import PAGE
 from nixl_tiers.memory.seal import read as read_seal
 from nixl_tiers.tiers.expiry import expired, has_expired
 from nixl_tiers.tiers.log_once import LogOnce

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from nixl_tiers.chunk import Outcome
+from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.tiers.disk import describe, direct_reads, fallocate
 from nixl_tiers.tiers.folder import fd_path
 from nixl_tiers.tiers.log_once import LogOnce

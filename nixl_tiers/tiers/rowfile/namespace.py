@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from nixl_tiers.chunk import Key
+from nixl_tiers.base.chunk import Key
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.disk import HealthMonitor
 from nixl_tiers.tiers.rowfile.packed_rows import (

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from nixl_tiers.chunk import Key, align
+from nixl_tiers.base.chunk import Key, align
+from nixl_tiers.base.zeroed import zeroed
 from nixl_tiers.memory.row_table_format import LENGTHS
-from nixl_tiers.zeroed import zeroed
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from nixl_tiers.chunk import PAGE, Key, align, object_name
-from nixl_tiers.manifest import MAX_MANIFEST_BYTES
+from nixl_tiers.base.chunk import PAGE, Key, align, object_name
+from nixl_tiers.base.manifest import MAX_MANIFEST_BYTES
 from nixl_tiers.tiers.rowfile.packed_rows import (
     MAX_AGE_FROM,
     SERVABLE,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from nixl_tiers.chunk import MAX_KEY_BYTES
+from nixl_tiers.base.chunk import MAX_KEY_BYTES
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import Folder, NotOwned, fd_path
 from nixl_tiers.tiers.foreign import ForeignTrees

@@ -20,9 +20,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final, ParamSpec, TypeVar
 
-from nixl_tiers.chunk import PAGE, Geometry, Key
+from nixl_tiers.base.chunk import PAGE, Geometry, Key
+from nixl_tiers.base.manifest import MANIFEST_NAME, Description, Manifest
 from nixl_tiers.config.schema import FileConfig
-from nixl_tiers.manifest import MANIFEST_NAME, Description, Manifest
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import (

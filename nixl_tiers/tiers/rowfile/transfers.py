@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final
 
-from nixl_tiers.chunk import Outcome
+from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Verdict
 from nixl_tiers.tiers.base import Move

@@ -20,7 +20,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
+from nixl_tiers.base.zeroed import zeroed
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.prefault import populate
 from nixl_tiers.memory.region import HostRegion
@@ -30,7 +31,6 @@ from nixl_tiers.tiers.priority import at_low_priority
 from nixl_tiers.tiers.s3.concurrency import FIRST
 from nixl_tiers.tiers.s3.credentials import Credentials
 from nixl_tiers.tiers.s3.tls import trusted_certificates
-from nixl_tiers.zeroed import zeroed
 
 LANE_TRANSFERS: Final = 24
 STAGING_BYTES: Final = 256 << 20  # at most, but never fewer than MIN_STAGING_ROWS

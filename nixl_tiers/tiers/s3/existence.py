@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from nixl_tiers.chunk import Key
+from nixl_tiers.base.chunk import Key
 
 MAX_CONCURRENT: Final = 16  # requests of one wave, and threads
 TIMEOUT_S: Final = 5.0  # of a check; keys that are not known by then stay unknown

@@ -24,7 +24,7 @@ from typing import Any, Final
 from botocore.exceptions import ClientError
 from botocore.parsers import ResponseParserError
 
-from nixl_tiers.chunk import NAMESPACE_BYTES
+from nixl_tiers.base.chunk import NAMESPACE_BYTES
 from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.s3.conditional import (
     CONDITIONS,

@@ -13,7 +13,7 @@ from functools import lru_cache
 from struct import Struct
 from typing import Final
 
-from nixl_tiers.chunk import Key
+from nixl_tiers.base.chunk import Key
 
 LEAF_KEYS: Final = 64  # at most 255, since a leaf begins with their number in one byte
 

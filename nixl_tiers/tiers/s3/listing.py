@@ -19,7 +19,7 @@ import numpy as np
 from botocore.exceptions import BotoCoreError
 from botocore.parsers import ResponseParserError
 
-from nixl_tiers.chunk import Key
+from nixl_tiers.base.chunk import Key
 from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry
 from nixl_tiers.tiers.s3.conditional import answered_at_s
 from nixl_tiers.tiers.s3.key_set import LEAF_KEYS, KeySet, Place, pack, place_in, place_of, unpack

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final
 
-from nixl_tiers.chunk import NAMESPACE_BYTES, Key, key_of_object, object_name
-from nixl_tiers.manifest import MANIFEST_NAME
+from nixl_tiers.base.chunk import NAMESPACE_BYTES, Key, key_of_object, object_name
+from nixl_tiers.base.manifest import MANIFEST_NAME
 
 WRITE_TEST_NAME: Final = ".probe"
 """Below the prefix: a small object that is written to find out whether uploads are allowed and conditional writes

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from nixl_tiers.chunk import Key
+from nixl_tiers.base.chunk import Key
 from nixl_tiers.tiers.s3.key_set import KeySet, Place, place_of
 from nixl_tiers.tiers.s3.names import RowNames
 

@@ -10,7 +10,7 @@ import sys
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 
-from nixl_tiers.chunk import Key, Outcome
+from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, ExistenceAnswer
 from nixl_tiers.tiers.s3.control import S3Control

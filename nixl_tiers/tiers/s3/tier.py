@@ -15,9 +15,9 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from nixl_tiers.chunk import Geometry, Key
+from nixl_tiers.base.chunk import Geometry, Key
+from nixl_tiers.base.manifest import Description
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.manifest import Description
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import (
     MAX_SLOTS,

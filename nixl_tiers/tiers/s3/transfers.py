@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from nixl_tiers.chunk import Geometry, Key, Outcome
+from nixl_tiers.base.chunk import Geometry, Key, Outcome
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from nixl_tiers.chunk import PAGE
+from nixl_tiers.base.chunk import PAGE
 from nixl_tiers.tiers.disk import FileIdentity, fallocate
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab.journal_record import RECORD, RECORD_BYTES, Records, decode

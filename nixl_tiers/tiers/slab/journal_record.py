@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from nixl_tiers.chunk import MAX_KEY_BYTES
+from nixl_tiers.base.chunk import MAX_KEY_BYTES
 
 RECORD: Final = np.dtype(
     [

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from nixl_tiers.manifest import Manifest
+from nixl_tiers.base.manifest import Manifest
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.disk import SLAB_LOCK, FileIdentity, FreeSpace, describe
 from nixl_tiers.tiers.expiry import has_expired

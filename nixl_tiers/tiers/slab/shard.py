@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers.chunk import PAGE, Geometry
-from nixl_tiers.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
+from nixl_tiers.base.chunk import PAGE, Geometry
+from nixl_tiers.base.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, MAX_SLOTS, Entry, TierDown
 from nixl_tiers.tiers.disk import HealthMonitor, describe, probe_name

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.chunk import Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.nixl_agent import Agent, TransferState
 from tests.support.no_gpu import counters

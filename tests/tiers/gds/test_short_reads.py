@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Down, Opened
 from tests.mover.harness import NAMESPACE, MoverProcess, shard_dir
 from tests.support.file_tier import LAYOUTS

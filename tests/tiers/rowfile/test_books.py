@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from nixl_tiers.chunk import Geometry, object_name
+from nixl_tiers.base.chunk import Geometry, object_name
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.disk import INCOMING, HealthMonitor
 from nixl_tiers.tiers.folder import Folder

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.chunk import Outcome
+from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Entry
 from nixl_tiers.tiers.disk import INCOMING

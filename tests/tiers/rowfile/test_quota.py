@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Delete, Heartbeat, Open, Refused
 from nixl_tiers.tiers.base import MAX_SLOTS
 from nixl_tiers.tiers.rowfile.quota import SCAN_ROWS, SCAN_SHARE

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.chunk import object_name
+from nixl_tiers.base.chunk import object_name
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.log_once import LogOnce

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nixl_tiers.chunk import Geometry, Outcome, object_name
+from nixl_tiers.base.chunk import Geometry, Outcome, object_name
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.protocol import Delete, Listed, Open, Refused, Store

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.chunk import Outcome
+from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers import staging
 from nixl_tiers.tiers.folder import Folder

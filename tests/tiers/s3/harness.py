@@ -15,9 +15,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import numpy as np
 
-from nixl_tiers.chunk import Geometry, Outcome, object_name
+from nixl_tiers.base.chunk import Geometry, Outcome, object_name
+from nixl_tiers.base.manifest import MANIFEST_NAME
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.manifest import MANIFEST_NAME
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Entry, Move, TierDown, TierRefused

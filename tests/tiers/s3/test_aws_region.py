@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierRefused
 from nixl_tiers.tiers.s3.aws_region import Region, configured_region

@@ -10,10 +10,10 @@ import pytest
 from botocore.client import BaseClient
 from botocore.exceptions import ClientError
 
-from nixl_tiers.chunk import Geometry, Outcome, object_name
+from nixl_tiers.base.chunk import Geometry, Outcome, object_name
+from nixl_tiers.base.manifest import Description, Manifest
 from nixl_tiers.cli import FAILED, INCOMPLETE, OK, main
 from nixl_tiers.cli.storage import s3 as storage
-from nixl_tiers.manifest import Description, Manifest
 from nixl_tiers.testing.servers import S3Server, SeaweedServer
 from nixl_tiers.tiers.s3 import janitor, lease
 from nixl_tiers.tiers.s3 import tier as tier_module

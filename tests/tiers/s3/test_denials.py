@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import boto3
 import pytest
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.tiers.s3 import control, denials
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.lease import PrefixLease

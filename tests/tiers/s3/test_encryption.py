@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.tiers.base import TierDown

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.tiers.s3.client import endpoint_of
 from tests.tiers.s3.harness import FaultyS3, TierDriver
 

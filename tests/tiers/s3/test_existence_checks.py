@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.tiers.base import GONE, ExistenceAnswer
 from nixl_tiers.tiers.s3 import connection, existence
 from tests.tiers.s3.harness import FaultyS3, Request, TierDriver, hold_requests, is_listing, key_of, wait_until

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers.base import GONE
 from nixl_tiers.tiers.s3 import control, transfers

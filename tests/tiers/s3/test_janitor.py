@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import EndpointConnectionError
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, S3Server
 from nixl_tiers.tiers.base import GONE

@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.tiers.base import GONE
 from nixl_tiers.tiers.s3 import lease as lease_module
@@ -470,7 +470,7 @@ class TestWithoutALease:
 ENGINE = """
     import json, sys, time
     from tests.mover.harness import MoverProcess, key_of
-    from nixl_tiers.chunk import Geometry
+    from nixl_tiers.base.chunk import Geometry
     from nixl_tiers.mover.protocol import Store
     from nixl_tiers.tiers.base import Move
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.chunk import Geometry, Outcome
-from nixl_tiers.manifest import Description, Manifest
+from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.base.manifest import Description, Manifest
 from nixl_tiers.testing.servers import MotoServer
 from nixl_tiers.tiers.s3 import tier as tier_module
 from nixl_tiers.tiers.s3.conditional import small_object

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Down, Open, Opened, Refused
 from nixl_tiers.testing.servers import SECRET_KEY, MotoServer, S3Server, SeaweedServer
 from nixl_tiers.tiers.priority import STORE_NICE

@@ -18,7 +18,7 @@ from botocore.exceptions import ClientError, EndpointConnectionError
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nixl_tiers.chunk import Geometry, Key
+from nixl_tiers.base.chunk import Geometry, Key
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import GONE, Entry, Move

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nixl_tiers.chunk import Geometry, Outcome, object_name
+from nixl_tiers.base.chunk import Geometry, Outcome, object_name
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers import moves as moves_module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Down, Heartbeat, Open, Opened, Refused, Store
 from nixl_tiers.tiers.base import Move
 from tests.mover.harness import NAMESPACE, MoverProcess, key_of, payload, shard_dir, wait_until

@@ -6,7 +6,7 @@ import random
 import time
 from pathlib import Path
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Delete, Load, Store
 from nixl_tiers.tiers.base import Move

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Delete, Listed, Slots
 from nixl_tiers.tiers.base import GONE
 from tests.mover.harness import MoverProcess, key_of, wait_until

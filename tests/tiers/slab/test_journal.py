@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nixl_tiers.chunk import MAX_KEY_BYTES
+from nixl_tiers.base.chunk import MAX_KEY_BYTES
 from nixl_tiers.testing.medium import folder_bytes
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry
 from nixl_tiers.tiers.folder import Folder, NotOwned

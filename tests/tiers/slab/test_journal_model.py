@@ -22,7 +22,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nixl_tiers.chunk import PAGE
+from nixl_tiers.base.chunk import PAGE
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab import journal as journal_module
 from nixl_tiers.tiers.slab import journal_file

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Delete, Touch
 from nixl_tiers.tiers.base import Entry
 from tests.mover.harness import MoverProcess, key_of

@@ -1,0 +1,187 @@
+"""The cold tables of one tier: rows that were not used for long, or not since the medium listed them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import or_
+from typing import Final
+
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.cold_table import ColdTable, Retired, Steps
+from nixl_tiers.core.counters import Counters
+from nixl_tiers.core.slots import SlotCount, Slots
+
+SLOTS_A_STEP: Final = 1 << 17
+SPARSE_ROWS: Final = 1 << 16
+MAX_TABLES: Final = 3  # a look-up searches each of them
+
+
+class ColdRows:
+    """`tables`, of which the first was added first. When a tier is opened again, those it has already are stale: they
+    still serve until the medium has listed their rows again.
+
+    A table that is empty or stale is retired: `take_retired` hands it to who can release its memory without a lock.
+    """
+
+    def __init__(self, slots: SlotCount, counters: Counters) -> None:
+        self.tables: list[ColdTable] = []
+        self._retired: list[Retired] = []
+        self._stale = 0  # how many of `tables`, from the first
+        self._slots = slots
+        self._counters = counters
+        self.clears = 0
+        """How often they were cleared."""
+        self._merging: list[ColdTable] = []
+        self._changes: list[Key] = []  # rows that were removed from these since the merge began
+
+    def has(self, key: Key) -> bool:
+        """As `in`, which takes longer to get here."""
+        for table in self.tables:  # noqa: SIM110 (a generator takes longer than a table)
+            if table.find(key) is not None:
+                return True
+        return False
+
+    __contains__ = has
+
+    def has_many(self, keys: Sequence[Key]) -> list[bool]:
+        """Of each key, whether it is here."""
+        if not self.tables:
+            return [False] * len(keys)
+        found = self.tables[0].has_many(keys)
+        for table in self.tables[1:]:
+            found = list(map(or_, found, table.has_many(keys)))
+        return found
+
+    def __len__(self) -> int:
+        return sum(map(len, self.tables))
+
+    def replace_stale(self, table: ColdTable | None, clears: int | None = None) -> Steps:
+        """The medium has listed the rows of the stale tables again, if it still holds them: in `table`, or not in any.
+
+        In a tier of physical slots, rows in slots that are taken are removed from it; elsewhere the tier may be over
+        its limit afterwards. If the tier has been cleared since there were `clears` (None: since the first step),
+        `table` is retired.
+        """
+        clears = self.clears if clears is None else clears
+        stale = self._detach_stale()
+        tables = stale if table is None else [*stale, table]
+        if isinstance(self._slots, Slots):
+            for each in tables:
+                yield each.prepare_slots
+            for start in range(0, max((each.slots_end for each in tables), default=0), SLOTS_A_STEP):
+                if self.clears == clears:
+                    self._slots.exchange(stale, table, start, start + SLOTS_A_STEP)
+                    yield None
+            if table is not None:
+                limit = self._slots.limit
+                yield lambda: table.drop_unclaimed(limit)
+        elif self.clears == clears:
+            self._slots.adjust_used((0 if table is None else len(table)) - sum(map(len, stale)))
+        self._retired += stale
+        if table is not None:
+            if self.clears == clears:
+                self._counters.found += len(table)
+                self.tables.append(table)
+                self.retire_empty()
+            else:
+                self._retired.append(table)
+
+    def remove(self, key: Key) -> tuple[int, int] | None:
+        """(slot, tick of last use) of the key's row, which is the caller's from now on, and its slot too."""
+        for table in self.tables:
+            found = table.remove(key)
+            if found is not None:
+                if table in self._merging:
+                    self._changes.append(key)
+                if not len(table):
+                    self.retire_empty()
+                return found
+        return None
+
+    def coldest(self, count: int, before: int | None = None) -> list[tuple[Key, int]]:
+        """Remove up to `count` rows of all tables, the least recently used first: (key, slot). With `before`: only
+        those that were last used at that tick or earlier."""
+        victims: list[tuple[Key, int]] = []
+        while len(victims) < count:
+            ticks = [(tick, n) for n, table in enumerate(self.tables) if (tick := table.coldest_tick()) is not None]
+            if not ticks:
+                break
+            (tick, number), *others = sorted(ticks)
+            limit = before
+            if others:  # of equal ticks, those of the first table go first
+                until = others[0][0] - (others[0][1] < number)
+                limit = until if before is None else min(before, until)
+            some = self.tables[number].coldest(count - len(victims), limit)
+            if not some:
+                break
+            victims += some
+            if self.tables[number] in self._merging:
+                self._changes += (key for key, _ in some)
+        self.retire_empty()
+        return victims
+
+    @property
+    def needs_merge(self) -> bool:
+        """Whether there are too many tables, or much memory is held for rows that are not here any more."""
+        return len(self.tables) > MAX_TABLES or any(map(_is_sparse, self.tables))
+
+    def begin_merge(self, count: int, changes: list[Key]) -> list[ColdTable]:
+        """The tables to make one of, together with `count` other rows: the small ones, so that a row is copied seldom,
+        and as many as must go so that there are not too many. Rows that leave them are noted in `changes`."""
+        self._merging, self._changes = [], changes
+        left = len(self.tables)
+        for table in sorted(self.tables[self._stale :], key=len):
+            if len(table) <= 2 * count or left >= MAX_TABLES or _is_sparse(table):
+                self._merging.append(table)
+                count += len(table)
+                left -= 1
+        return self._merging
+
+    def serve(self, table: ColdTable, sources: Sequence[ColdTable]) -> None:
+        """A table of all rows of `sources` serves in their place; of others, the slots are allocated already."""
+        self._retired += (each for each in self.tables if each in sources)
+        self.tables = [each for each in self.tables if each not in sources] + [table]
+        self.retire_empty()
+
+    def end_merge(self) -> None:
+        self._merging, self._changes = [], []
+
+    def mark_stale(self) -> None:
+        """The tier was opened again: it is going to list its rows again."""
+        self._stale = len(self.tables)
+
+    def retire_empty(self) -> None:
+        for number in reversed(range(len(self.tables))):
+            if not len(self.tables[number]):
+                self._retired.append(self.tables.pop(number))
+                self._stale -= number < self._stale
+
+    def clear(self) -> None:
+        """Retire all of them, after the slots were cleared."""
+        self._retired += self.tables
+        self.tables.clear()
+        self._stale = 0
+        self.clears += 1
+
+    def retire(self, what: Retired) -> None:
+        self._retired.append(what)
+
+    @property
+    def has_retired(self) -> bool:
+        return bool(self._retired)
+
+    def take_retired(self) -> list[Retired]:
+        """What was retired, for the caller to close. That releases much memory: do it without a lock."""
+        retired, self._retired = self._retired, []
+        return retired
+
+    def _detach_stale(self) -> list[ColdTable]:
+        """The stale tables, which no longer serve. Their slots are still allocated."""
+        stale, self.tables = self.tables[: self._stale], self.tables[self._stale :]
+        self._stale = 0
+        self._counters.relisted += sum(map(len, stale))
+        return stale
+
+
+def _is_sparse(table: ColdTable) -> bool:
+    return table.built_rows > 2 * len(table) + SPARSE_ROWS

@@ -1,0 +1,243 @@
+"""Copies: the host's rows that an engine's workers, or threads, read (loads) and write (stores)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.host import CPU, Generation, Row, RowState
+from nixl_tiers.core.promotion import Promotion
+from nixl_tiers.core.request_index import RequestIndex
+from nixl_tiers.core.savings import Load, Savings
+from nixl_tiers.core.state import CascadeState
+from nixl_tiers.core.writeback import WriteBack
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """What prepare_store accepted: `keys[i]` goes into host row `rows[i]`; workers mark it with `store_seq`."""
+
+    keys: list[Key]
+    rows: list[int]
+    store_seq: int
+    evicted: list[Key] = field(default_factory=list)
+
+
+class Copies:
+    """Keeps the rows that are being copied from eviction and from reuse, until their copy has ended.
+
+    Two kinds of callers use host rows. A vLLM scheduler reports the keys that its workers are done with, and reports
+    nothing of jobs that began before a reset. A thread that uses the store without an engine (`call`) ends its call by
+    name: its rows are released then and not before, whatever was reset meanwhile.
+    """
+
+    def __init__(
+        self,
+        state: CascadeState,
+        requests: RequestIndex,
+        promotion: Promotion,
+        writeback: WriteBack,
+        savings: Savings,
+    ) -> None:
+        self._state = state
+        self._host = state.host
+        self._tiers = state.tiers
+        self._requests = requests
+        self._promotion = promotion
+        self._writeback = writeback
+        self._savings = savings
+        self._calls: dict[str, list[Row]] = {}  # the rows that each call reads or writes
+        self._store_seq = 0
+
+    # --- loads -------------------------------------------------------------------------------------------------
+
+    def prepare_load(
+        self,
+        keys: Sequence[Key],
+        name: str,
+        *,
+        call: bool = False,
+        tokens: Sequence[int] = (),
+        load: Load | None = None,
+    ) -> list[int]:
+        """Pin the rows of `keys`, all of them hits of this step; returns them in order. `tokens`: how many each key
+        saves the engine from computing, and `load`: which ones they are and when their copy began, for the metrics.
+
+        They are pinned until complete_load or, if a `call` is to read them, end_call.
+        """
+        request = self._requests.get(name)
+        tick = self._state.tick_of(request)
+        rows = []
+        for place, key in enumerate(keys):
+            row = self._host.index[key]
+            assert row.state is RowState.READY, "load of a row that is not ready"
+            self._reference(row, name, call)
+            self._use(row, name, tick)
+            counters = self._state.counters_of(row.source)
+            counters.hits += 1
+            if tokens:
+                counters.hit_tokens += tokens[place]
+                if load is not None:
+                    load.tokens[row.source] = load.tokens.get(row.source, 0) + tokens[place]
+            for tier in self._tiers:
+                tier.touch(key, tick)
+            rows.append(row.index)
+        waited = self._promotion.observe_wait(request, loaded=True)
+        if load is not None:
+            load.waited = waited
+            self._savings.load_began(name, load)
+        self._promotion.release(request)
+        request.rearm()
+        return rows
+
+    def partial(self, keys: Sequence[Key]) -> dict[int, int]:
+        """Of the host's rows of `keys`, those that lack sub-blocks: place in `keys` -> how many at the beginning."""
+        missing = (self._host.index[key].missing for key in keys)
+        return {place: count for place, count in enumerate(missing) if count}
+
+    def complete_load(self, keys: Collection[Key]) -> None:
+        """Workers are done reading these rows."""
+        for key in keys:
+            row = self._host.index.get(key)
+            if row is not None and row.worker_refs:
+                row.worker_refs -= 1
+                self._count_read(row)
+                self._flushed_before(row.generation)
+
+    def fail_load(self, keys: Collection[Key], name: str) -> None:
+        """Workers are done with these rows and could not read them: they are misses, and so is every key to `name` from
+        now on. Otherwise it would hit the same row, and fail, again and again."""
+        request = self._requests.by_name.get(name)
+        if request is not None:
+            request.load_failed = True
+        rows = (self._host.index.get(key) for key in keys)
+        read = [row for row in rows if row is not None and row.worker_refs]
+        for row in sorted(read, key=lambda row: row.order):  # `keys` may be a set
+            row.worker_refs -= 1
+            row.source = CPU
+            self._flushed_before(row.generation)
+            self._host.counters.failed_loads += 1
+            if not row.worker_refs:  # else another load reads it too, and has its own end
+                self._host.counters.unreadable += row.state is RowState.READY
+                self._host.invalidate(row)
+
+    def copied(self, rows: int, seconds: float, now: float, *, at_most: bool = False) -> None:
+        """Workers have taken so long to copy these rows to the engine, and the engine to take notice. `at_most`: or
+        less, as it took notice only when it had computed something else; that says nothing unless it is quicker than
+        expected. No rows say nothing either."""
+        if not rows:
+            return
+        if not at_most or seconds < self._state.price_of_copies(now).seconds(rows):
+            self._state.copies.record(rows * self._state.row_bytes, seconds, now)
+
+    # --- stores ------------------------------------------------------------------------------------------------
+
+    def prepare_store(self, keys: Sequence[Key], name: str, *, call: bool = False) -> StorePlan:
+        """Rows for those of `keys` (in prefix order) that the host does not hold; for their prefix if it is full.
+
+        They are written until complete_store or, if a `call` is to write them, end_call.
+        """
+        fresh = [key for key in keys if key not in self._host.index]
+        tick = self._state.tick_of(self._requests.get(name))
+        if len(fresh) < len(keys):
+            for key in keys:
+                if (row := self._host.index.get(key)) is not None:
+                    self._use(row, name, tick)
+        room = self._state.make_room(len(fresh))
+        self._store_seq += 1
+        plan = StorePlan(fresh[:room], [], self._store_seq)
+        for key in plan.keys:
+            row = self._host.insert(key, RowState.FILLING, tick)
+            self._reference(row, name, call)
+            row.host_only = name in self._requests.host_only
+            row.store_seq = self._store_seq
+            plan.rows.append(row.index)
+        self._host.counters.dropped_no_room += len(fresh) - room
+        plan.evicted.extend(self._host.take_evicted())
+        return plan
+
+    def rows_being_filled(self, keys: Iterable[Key]) -> list[Row]:
+        """The rows of `keys` that workers fill now, in prefix order (`keys` may be a set)."""
+        rows = (self._host.index.get(key) for key in keys)
+        filling = (r for r in rows if r is not None and r.worker_refs and r.state is RowState.FILLING)
+        return sorted(filling, key=lambda r: r.order)
+
+    def complete_store(self, rows: Iterable[Row], failed: Collection[Key], incomplete: Collection[Key] = ()) -> None:
+        """Workers are done writing these rows. Those of `failed` hold nothing usable; those of `incomplete` lack their
+        first sub-blocks, so that no load can use them."""
+        rows = list(rows)
+        for row in rows:
+            row.worker_refs = 0
+        filled = self._filled(rows, failed, incomplete)
+        for generation in dict.fromkeys(row.generation for row in filled):
+            self._flushed_before(generation)
+        self._writeback.write_through(filled, self._tiers)
+        self._writeback.clean()
+
+    def drop_store(self, rows: Iterable[Row]) -> None:
+        """Workers are done writing these rows, and nobody is to read them."""
+        for row in rows:
+            row.worker_refs = 0
+            self._host.invalidate(row)
+            self._flushed_before(row.generation)
+
+    def rows_being_filled_by_call(self, name: str) -> list[Row]:
+        """The rows that a call fills now and that a look-up could find afterwards, in prefix order."""
+        return [row for row in self._calls.get(name, ()) if row.state is RowState.FILLING and not row.invalidated]
+
+    def end_call(self, name: str, failed: Collection[Key], incomplete: Collection[Key] = ()) -> None:
+        """A call has ended, well or not: it neither reads nor writes any row from now on, and its request is finished.
+        Of the rows that it was to fill, `failed` and `incomplete` are as in complete_store."""
+        written = []
+        for row in self._calls.pop(name, ()):
+            row.call_refs -= 1
+            if row.invalidated:
+                self._host.reclaim(row)
+            elif row.state is not RowState.FILLING:
+                self._count_read(row)
+            else:
+                written.append(row)
+        self._writeback.write_through(self._filled(written, failed, incomplete), self._tiers)
+        self._writeback.clean()
+        self._requests.finish(name)
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _use(self, row: Row, name: str, tick: int) -> None:
+        self._host.touch(row.key, tick)
+        if row.host_only and name not in self._requests.host_only:
+            self._writeback.allow(row)
+
+    def _reference(self, row: Row, name: str, call: bool) -> None:
+        """A worker, or a call, is going to read or write this row."""
+        if call:
+            row.call_refs += 1
+            self._calls.setdefault(name, []).append(row)
+        else:
+            row.worker_refs += 1
+
+    def _filled(self, rows: list[Row], failed: Collection[Key], incomplete: Collection[Key]) -> list[Row]:
+        """Of rows that nobody writes any more, those that are hits from now on; the others are invalidated."""
+        good, counters = rows, self._host.counters
+        if failed or incomplete:
+            good = [row for row in rows if row.key not in failed and row.key not in incomplete]
+            for row in rows:
+                if row.key in failed or row.key in incomplete:
+                    counters.failed_stores += row.key in failed
+                    counters.incomplete += row.key not in failed
+                    self._host.invalidate(row)
+        for row in good:
+            row.state = RowState.READY
+        counters.stored += len(good)
+        counters.bytes_written += len(good) * self._state.row_bytes
+        return good
+
+    def _count_read(self, row: Row) -> None:
+        row.source = CPU
+        self._host.counters.bytes_read += self._state.row_bytes
+
+    def _flushed_before(self, generation: Generation) -> None:
+        """A job of `generation` has ended: an engine flushes jobs of before a reset ahead of those that began after."""
+        if self._host.has_unflushed and generation is self._host.generation:
+            self._host.flushed()

@@ -1,0 +1,325 @@
+"""Events: what movers report of their tiers and jobs, and the jobs and existence checks that they get."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final
+
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.core.cold_table import ColdTable, Steps, take_all
+from nixl_tiers.core.engine_hits import EngineHits
+from nixl_tiers.core.existence import ExistenceCheck, ExistenceChecks
+from nixl_tiers.core.health import Health
+from nixl_tiers.core.listing import add_table, begin_listing, end_listing
+from nixl_tiers.core.measurements import Measurements
+from nixl_tiers.core.promotion import Promotion
+from nixl_tiers.core.promotion_jobs import PromotionJobs
+from nixl_tiers.core.state import CascadeState
+from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.types import Direction, Job, TierState
+from nixl_tiers.core.writeback import WriteBack
+
+_LISTING: Final = TierState.LISTING  # members of an enum are found by a slow attribute look-up before Python 3.12
+PAUSE_SHARE: Final = 0.5  # of the time that a tier needs for what it is moving
+MAX_LISTED_TICK: Final = 1 << 39  # a higher one, which only a defect makes, must not use up the numbers of a journal
+
+
+class Events:
+    """The movers' side of the core. `tier` is a tier's number in the cascade, from 0; `now` is in seconds."""
+
+    def __init__(
+        self,
+        state: CascadeState,
+        checks: ExistenceChecks,
+        promotion: Promotion,
+        promotion_jobs: PromotionJobs,
+        writeback: WriteBack,
+        *,
+        health: Health,
+        measurements: Measurements,
+        engine_hits: EngineHits,
+    ) -> None:
+        self._state = state
+        self._checks = checks
+        self._promotion = promotion
+        self._promotion_jobs = promotion_jobs
+        self._writeback = writeback
+        self._health = health
+        self._measurements = measurements
+        self._engine_hits = engine_hits
+        self._plan_put_off = False
+
+    # --- tiers -------------------------------------------------------------------------------------------------
+
+    def opened(self, tier: int, slots: int) -> Steps:
+        """A mover serves this tier (again), with room for `slots` rows, perhaps fewer than before; the rows that it
+        holds are listed next. Nothing of the tier is a hit, and nothing is planned for it, before the last step."""
+        return begin_listing(self._state.tiers[tier], slots)
+
+    def resized(self, tier: int, slots: int) -> None:
+        """The tier has room for more or fewer rows, while it is open. Rows beyond it are listed as removed."""
+        self._state.tiers[tier].set_limit(slots)
+
+    def listed(self, tier: int, entries: Iterable[tuple[int, Key, int]], last: bool) -> None:
+        """Rows that the medium holds: (slot, key, tick), or removed ones: a negative slot. They are verified when they
+        are loaded. `last`: the listing is complete."""
+        index = self._state.tiers[tier]
+        for slot, key, tick in entries:
+            index.add_listed(slot, key, tick)
+            self._listed_tick(index, tick)
+        if last:
+            take_all(self.listing_ends(tier))
+            if index.state is TierState.LISTING:
+                index.state = TierState.UP
+
+    def table_listed(self, tier: int, table: ColdTable, newest: int) -> Steps:
+        """The same for many rows, the most recent of which was used at tick `newest`; the core owns `table` from now
+        on. No other event of this tier may come before the last step."""
+        index = self._state.tiers[tier]
+        self._listed_tick(index, newest)
+        return add_table(index, table)
+
+    def listing_ends(self, tier: int) -> Steps:
+        """To be done before the last `listed`, if that is not to take long: rows of before the tier was opened again
+        are retired."""
+        return end_listing(self._state.tiers[tier])
+
+    def existence_checked(self, tier: int, check: int, absent: Collection[Key], now: float) -> None:
+        """An existence check was answered: what it found was listed before this, `absent` is not there."""
+        self._checks.answered(tier, check, absent, now)
+
+    def down(self, tier: int, now: float) -> None:
+        """The tier's medium does not answer. Its rows are misses until it is opened again."""
+        index = self._state.tiers[tier]
+        self._state.begin_slice()
+        index.state = TierState.DOWN
+        index.clear_deletes()
+        self._checks.lost(tier)
+        self._writeback.drop_stores(index)
+        self._promotion_jobs.requeue(index, now)
+
+    # --- movers ------------------------------------------------------------------------------------------------
+
+    def killed(self, tier: int, now: float) -> None:
+        """The tier's mover was sent a kill. It may still write to its rows: these stay in quarantine until `lost`."""
+        index = self._state.tiers[tier]
+        index.counters.kills += 1
+        self.down(tier, now)
+        self._health.mover_killed(index, now)
+        self._work(now)
+
+    def lost(self, tier: int, now: float) -> None:
+        """The tier's mover is dead and reaped: nothing writes to its rows any more. All its jobs have failed."""
+        index = self._state.tiers[tier]
+        index.counters.deaths += 1
+        self.down(tier, now)
+        self._health.mover_died(index, now)
+        self._work(now)
+
+    def work(self, now: float) -> None:
+        """One slice of the work that concerns many rows or requests; what is left is done at the next turns."""
+        self._state.begin_slice()
+        self._work(now)
+
+    # --- jobs --------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether deadlines run, or jobs could be planned without any other event."""
+        return (
+            self.urgent
+            or self.can_start
+            or any(tier.jobs or (tier.to_store and tier.writable) for tier in self._state.tiers)
+        )
+
+    @property
+    def can_start(self) -> bool:
+        """Whether a turn might start something now for which no request waits: write-back, deletions, measurements,
+        uses to be noted."""
+        return bool(self._engine_hits.waiting or self._measurements.busy) or any(
+            tier.to_delete
+            or tier.to_demote
+            or (tier.to_store and (tier.refuses_stores or self._writeback.has_room(tier)))
+            or (tier.writable and self._writeback.rows_to_clean(tier) > 0)
+            for tier in self._state.tiers
+        )
+
+    @property
+    def urgent(self) -> bool:
+        """Whether anything is to be done, or is under way, for which a request may wait."""
+        host = self._state.host
+        if (
+            self._promotion.busy
+            or self._promotion_jobs.under_way
+            or self._checks.busy
+            or host.has_old
+            or host.searching
+        ):
+            return True
+        for tier in self._state.tiers:  # `any` of these costs each step of the engine more
+            # Loads that no request waits for, too: their end measures the tier.
+            if tier.rows_loading or tier.dead or tier.former or tier.trials_running:
+                return True
+            if tier.trials and tier.readable:
+                return True
+        return False
+
+    @property
+    def wants_turn(self) -> tuple[bool, bool]:
+        """Whether a turn is of use now, and whether it must not wait for the end of a pause."""
+        urgent = self.urgent
+        work = urgent or self.can_start
+        # Stores that have ended in a pause are room, too, though none can be started before that is known.
+        at_once = urgent or any(
+            (work or tier.rows_storing) and self._writeback.short_of_room(tier) for tier in self._state.tiers
+        )
+        return work or at_once, at_once
+
+    @property
+    def short_of_room(self) -> bool:
+        """Whether allocations would soon wait for rows to be written."""
+        return any(self._writeback.short_of_room(tier) for tier in self._state.tiers)
+
+    @property
+    def pause_s(self) -> float:
+        """How long the ends of jobs may wait, so that one turn applies several: 0 unless only write-back is under way
+        and no allocation waits for it. No tier idles meanwhile for want of jobs that could be planned now, and no
+        thread that waits for its writes waits for much longer; what is stored in a pause may wait for its end."""
+        running, idles = [], self._writeback.awaited > 0
+        for tier in self._state.tiers:
+            if tier.state is _LISTING:
+                return 0.0
+            if tier.jobs:
+                running.append(tier)
+            if tier.to_store or tier.parked or tier.to_demote:
+                idles = True
+        if not running or self.urgent or self.short_of_room:
+            return 0.0
+        pause_s = self._state.limits.pause_s
+        return min(pause_s, *(PAUSE_SHARE * self._state.running_s(tier) for tier in running)) if idles else pause_s
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the last turn (`TierManager.turn`) left work that can be done at once."""
+        return self._state.unfinished
+
+    def expire(self, now: float) -> None:
+        """Apply the deadlines of jobs, and do a slice of what is left to do."""
+        self._state.begin_slice()
+        if not self._state.unfinished:
+            self._state.host.no_victims = False
+        self._health.watch(now)
+        self._work(now)
+        self._promotion.expire(now)
+        self._state.unfinished = self._state.slice_used_up
+
+    def turn(self, received_s: float, now: float) -> list[Job]:
+        """`expire` and `plan`, as one hold of the lock: jobs are planned at the next turn if the slice was used up.
+        Deadlines are judged by `received_s`: what movers had sent by then has been handled."""
+        self.expire(received_s)
+        self._plan_put_off = self._state.slice_used_up and not self._plan_put_off
+        return [] if self._plan_put_off else self.plan(now)
+
+    def plan(self, now: float) -> list[Job]:
+        """The jobs to start now, within every bound and one slice; promotions of all tiers first. Demotions and stores
+        keep out of their way (`store_hold.py`).
+
+        Loads may be sent before the keys to delete (`TierIndex.delete_batches`); stores must be sent after them.
+        """
+        jobs: list[Job] = []
+        self._state.begin_slice()
+        self._writeback.clean(now)
+        known = [tier for tier in self._state.tiers if not tier.dead]  # of a dead mover the suspects are not known yet
+        for tier in known:
+            if tier.readable and tier.to_load:
+                jobs.extend(self._promotion_jobs.plan(tier, now))
+        for tier in self._promotion_jobs.feed_line(now):
+            jobs.extend(self._promotion_jobs.plan(tier, now))
+        for tier in known:
+            jobs.extend(self._measurements.plan(tier, now))
+        self._writeback.hold.begin(self._promotion_jobs.under_way, now)
+        for tier in known:  # before other tiers seal these rows, whose end may be that they leave the host
+            if not tier.writable and tier.store_credits > 0:
+                jobs.extend(self._health.plan_store_probe(tier, now))
+        for tier in known:
+            if tier.readable and tier.to_demote:
+                jobs.extend(self._writeback.plan_demotions(tier, now))
+            if tier.writable and tier.to_store:
+                jobs.extend(self._writeback.plan_stores(tier, now))
+            if (tier.trials or not tier.readable) and tier.store_credits > 0:
+                jobs.extend(self._health.plan_trials(tier, now))
+        self._state.unfinished |= self._state.slice_used_up
+        return jobs
+
+    def plan_checks(self, now: float) -> list[ExistenceCheck]:
+        """The existence checks to send now."""
+        return self._checks.plan(now)
+
+    def finished(
+        self,
+        tier: int,
+        job_id: int,
+        outcomes: Sequence[Outcome],
+        now: float,
+        partial: Sequence[tuple[int, int]] = (),
+        *,
+        seconds: float | None = None,
+    ) -> None:
+        """A job has ended: its mover is done with the rows. An id of no open job is ignored. `seconds`: how long the
+        mover took, if that is known; a pause may lie between its end and `now`.
+
+        `partial`: of the rows that were loaded, those that lack sub-blocks: (place in the job, how many). Raises
+        ValueError for a report that does not fit the job; it stays open then, until its mover is dead.
+        """
+        index = self._state.tiers[tier]
+        job = index.jobs.get(job_id)
+        if job is None:
+            return
+        places = range(len(job.moves))
+        if len(outcomes) != len(places) or any(place not in places for place, _ in partial):
+            raise ValueError(f"an end of job {job_id} that does not fit its {len(places)} moves")
+        self._state.begin_slice()
+        for place, missing in partial:
+            job.moves[place].row.missing = missing
+        took_s = now - job.started_s
+        if seconds is not None and job.direction is Direction.STORE:  # a request waits for a load until `now`
+            took_s = min(took_s, seconds)
+        self._health.job_ended(index, job, outcomes, now, took_s)
+        self._state.take(len(job.moves))
+        self._end_moves(index, job, outcomes, now)
+        self._promotion_jobs.retry(now)
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _work(self, now: float) -> None:
+        for tier in self._state.tiers:
+            while (job := self._health.next_to_end(tier, now)) is not None:
+                self._end_moves(tier, job, [Outcome.FAILED] * len(job.moves), now)
+                if tier.state is TierState.DOWN:
+                    tier.clear_deletes()  # the next mover lists what is there
+            while tier.former and self._state.take():
+                tier.return_victims(1)
+        self._promotion_jobs.retry(now)
+        host = self._state.host
+        while host.has_old and self._state.take():
+            host.reclaim_old(1)
+        if host.searching and self._state.take(self._state.limits.rows_per_slice):
+            found = host.look_on()
+            host.no_victims = not (found or host.searching)
+        self._engine_hits.work()
+
+    def _listed_tick(self, index: TierIndex, tick: int) -> None:
+        """Ticks go on from the newest that any process has given, so that recency survives restarts."""
+        tick = min(tick, MAX_LISTED_TICK)
+        index.newest_listed = max(index.newest_listed, tick)
+        self._state.tick = max(self._state.tick, tick + 1)
+
+    def _end_moves(self, tier: TierIndex, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
+        tier.loose += reversed(job.moves)
+        tier.jobs.pop(job.id, None)
+        self._state.job_ended(tier, job)
+        if job.direction is Direction.LOAD:
+            for move, outcome in zip(job.moves, outcomes, strict=True):
+                self._promotion_jobs.load_ended(tier, move, outcome, now)
+            return
+        self._writeback.stores_ended(tier, job.moves, outcomes)

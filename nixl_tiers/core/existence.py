@@ -1,0 +1,253 @@
+"""Existence checks: asking a shared medium for unknown keys, which another engine may have stored a moment ago.
+
+A request that meets an unknown key waits for the answer, for a fraction of a second in all its life. Only that key is
+checked first: an entirely new prompt costs one more look-up and one round trip. If the key is there, the next scan
+collects the rest of the chain, which is checked at once. Absent keys are remembered for a while (a negative cache) and
+cost nothing. No request waits for a tier that answered late, or about no key, until it has answered again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.garbage import Garbage
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.requests import Request
+from nixl_tiers.core.tier_index import TierIndex
+
+
+@dataclass(frozen=True, slots=True)
+class ExistenceCheck:
+    """Ask a tier's medium for `keys`; `chain`: each is worth nothing without those before it."""
+
+    id: int
+    tier: int
+    keys: list[Key]
+    chain: bool
+
+
+@dataclass(eq=False, slots=True)
+class _OpenCheck:
+    """A check that was sent, and the requests that wait for its answer."""
+
+    question: ExistenceCheck
+    sent_s: float
+    requests: list[Request] = field(default_factory=list)
+
+
+class _TierChecks:
+    """The open checks of one tier, and its negative cache."""
+
+    def __init__(self, tier: TierIndex, limits: Limits) -> None:
+        self.tier = tier
+        self.open: dict[int, _OpenCheck] = {}
+        self.by_first: dict[Key, _OpenCheck] = {}
+        self.slow = False
+        self.retry_at_s = 0.0  # while slow: no check before
+        self._limits = limits
+        self._absent: OrderedDict[Key, float] = OrderedDict()  # key -> until when, the oldest first
+
+    @property
+    def absent_count(self) -> int:
+        return len(self._absent)
+
+    def is_absent(self, key: Key, now: float) -> bool:
+        return self._absent.get(key, now) > now
+
+    def has_room(self, now: float) -> bool:
+        """Whether one more check may be sent now; to a slow tier: one at a time, every retry_s."""
+        if not self.tier.readable:
+            return False
+        return len(self.open) < self._limits.max_checks if not self.slow else not self.open and now >= self.retry_at_s
+
+    def remember_absent(self, absent: Collection[Key], now: float) -> None:
+        for key in absent:
+            self._absent.pop(key, None)
+            self._absent[key] = now + self._limits.absent_s
+        for _ in range(2 * len(absent)):  # a bounded part of what is too old
+            oldest = next(iter(self._absent))
+            if len(self._absent) <= self._limits.absent_keys and self._absent[oldest] > now:
+                return
+            del self._absent[oldest]
+
+    def mark_slow(self, now: float) -> None:
+        """It answered late, or about no key."""
+        self.slow = True
+        self.retry_at_s = now + self._limits.retry_s
+
+    def start(self, check: _OpenCheck) -> None:
+        self.open[check.question.id] = self.by_first[check.question.keys[0]] = check
+
+    def end(self, check: _OpenCheck) -> None:
+        """The check was answered, or is given up."""
+        del self.open[check.question.id]
+        if self.by_first.get(check.question.keys[0]) is check:
+            del self.by_first[check.question.keys[0]]
+        for request in check.requests:
+            request.open_checks -= 1
+
+    def clear(self, garbage: Garbage) -> None:
+        for check in list(self.open.values()):
+            self.end(check)
+        self.slow = False
+        garbage.add(self._absent)
+        self._absent = OrderedDict()
+
+
+class ExistenceChecks:
+    """The checks of all tiers whose medium other engines store to."""
+
+    def __init__(self, tiers: Sequence[TierIndex], limits: Limits) -> None:
+        self._limits = limits
+        shared = [tier for tier in tiers if tier.spec.existence_checks and limits.check_timeout_s > 0]
+        self.tiers = {tier.number: _TierChecks(tier, limits) for tier in shared}
+        self._scanning: list[Request] = []  # requests that have met unknown keys in this step
+        self._asking: list[Request] = []  # the same of earlier steps
+        self._ready: list[ExistenceCheck] = []
+        self._id = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._asking or self._ready) or any(shared.open for shared in self.tiers.values())
+
+    def should_wait(self, key: Key, request: Request, now: float) -> bool:
+        """Whether `request` waits for a check of `key`, which no tier index has; O(1). Notes the key for that check."""
+        if not self.tiers:
+            return False
+        until_s = request.check_deadline_s
+        if until_s is None:  # counted from when it began to wait for anything
+            since_s = now if request.deadline_s is None else request.deadline_s - self._limits.wait_s
+            until_s = since_s + self._limits.check_timeout_s
+        if now > until_s:
+            return False
+        if key in request.unknown:
+            return request.check_queued or request.open_checks > 0
+        if request.open_checks or not request.first_scan:
+            return False
+        # If the first key of a chain is absent, the others need no check.
+        most = 1 if request.ascending and not request.first_key_found else self._limits.keys_per_check
+        if request.check_queued and len(request.unknown) >= most:
+            return False
+        if not sum(self._worth(shared, key, now) for shared in self._open_to(request)):
+            return False
+        request.check_deadline_s = until_s
+        if not request.check_queued:
+            request.check_queued = True
+            request.unknown.clear()
+            self._scanning.append(request)
+        request.unknown[key] = None
+        return True
+
+    def known_absent(self, tier: int, key: Key, now: float) -> bool:
+        """Whether a recent check found `key` absent from the tier's medium."""
+        return tier in self.tiers and self.tiers[tier].is_absent(key, now)
+
+    def end_step(self) -> None:
+        """This step's scans are complete: their checks may be sent."""
+        self._asking += self._scanning
+        self._scanning.clear()
+
+    def plan(self, now: float) -> list[ExistenceCheck]:
+        """The checks to send now, within every bound."""
+        for request in self._asking:
+            request.check_queued = False
+            if not request.expired:
+                for shared in self._open_to(request):
+                    self._ask(shared, request, now)
+        self._asking.clear()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def answered(self, tier: int, number: int, absent: Collection[Key], now: float) -> None:
+        """A check was answered: what it found was listed before this; `absent` is not there."""
+        shared = self.tiers.get(tier)
+        check = shared.open.get(number) if shared is not None else None
+        if shared is None or check is None:
+            return
+        shared.end(check)
+        shared.remember_absent(absent, now)
+        # A chain without its first key is useless; requests that share a check have the first key in common.
+        asked = check.question.keys[:1] if check.question.chain else check.question.keys
+        found = any(key in shared.tier for key in asked)
+        if now - check.sent_s > self._limits.check_timeout_s or not (found or absent):
+            shared.mark_slow(now)
+        else:
+            shared.slow = False
+        if found:
+            for request in check.requests:
+                # Its next scan collects what was found, and checks what follows.
+                request.first_key_found = request.rescan = True
+
+    def mark_absent(self, tier: int, key: Key, now: float) -> None:
+        """The row was corrupt, or missing after all: another check would find the same object again."""
+        if tier in self.tiers:
+            self.tiers[tier].remember_absent([key], now)
+
+    def expire(self, now: float) -> None:
+        for shared in self.tiers.values():
+            for check in list(shared.open.values()):
+                late_s = now - check.sent_s
+                if late_s > self._limits.check_timeout_s and not shared.slow:
+                    shared.mark_slow(now)
+                if late_s > self._limits.hard_deadline_min_s:
+                    shared.mark_slow(now)
+                    shared.end(check)
+
+    def lost(self, tier: int) -> None:
+        """The open checks of this tier will not be answered."""
+        if tier in self.tiers:
+            for check in list(self.tiers[tier].open.values()):
+                self.tiers[tier].end(check)
+
+    def reset(self, garbage: Garbage) -> None:
+        """Drop all: keys that are absent from one namespace may be in another."""
+        for request in [*self._scanning, *self._asking]:
+            request.check_queued = False
+        self._scanning.clear()
+        self._asking.clear()
+        self._ready.clear()
+        for shared in self.tiers.values():
+            shared.clear(garbage)
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _open_to(self, request: Request) -> Iterator[_TierChecks]:
+        return (s for s in self.tiers.values() if request.allowed is None or s.tier.number in request.allowed)
+
+    def _worth(self, shared: _TierChecks, key: Key, now: float) -> bool:
+        """Whether to wait for a check of this tier. A slow tier is checked without waiting."""
+        if not shared.tier.readable or key in shared.tier or shared.is_absent(key, now):
+            return False
+        if shared.slow:
+            if shared.has_room(now):
+                self._send(shared, [key], chain=True, now=now)
+            return False
+        return shared.has_room(now) or key in shared.by_first
+
+    def _ask(self, shared: _TierChecks, request: Request, now: float) -> None:
+        first = next((key for key in request.unknown if request.ascending or not shared.is_absent(key, now)), None)
+        if first is None or shared.slow or shared.is_absent(first, now):
+            return
+        check = shared.by_first.get(first)
+        if check is None and shared.has_room(now):
+            keys: list[Key] = []
+            for key in request.unknown:
+                if not shared.is_absent(key, now):
+                    keys.append(key)
+                elif request.ascending:
+                    break
+            check = self._send(shared, keys, chain=request.ascending, now=now)
+        if check is not None:
+            check.requests.append(request)
+            request.open_checks += 1
+
+    def _send(self, shared: _TierChecks, keys: list[Key], *, chain: bool, now: float) -> _OpenCheck:
+        self._id += 1
+        check = _OpenCheck(ExistenceCheck(self._id, shared.tier.number, keys, chain), now)
+        shared.start(check)
+        shared.tier.counters.probes += 1
+        self._ready.append(check.question)
+        return check

@@ -1,0 +1,221 @@
+"""Health: deadlines of jobs, breakers of tiers, suspects and their trials, and when a mover must be killed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.core.probes import row_to_load, row_to_store
+from nixl_tiers.core.promotion_jobs import PromotionJobs
+from nixl_tiers.core.state import CascadeState
+from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.types import DeadJobs, Direction, Job, TierState
+from nixl_tiers.core.writeback import WriteBack
+
+
+class Health:
+    """Keeps requests away from tiers and keys that fail or hang, and finds out when they work again.
+
+    A job has two deadlines. After the soft one it is abandoned: its keys are misses, the mover is left alone. After the
+    hard one its mover must be killed, since nothing else ends its access to the host rows.
+    """
+
+    def __init__(self, state: CascadeState, promotion_jobs: PromotionJobs, writeback: WriteBack) -> None:
+        self._state = state
+        self._promotion_jobs = promotion_jobs
+        self._writeback = writeback
+
+    # --- deadlines ---------------------------------------------------------------------------------------------
+
+    def watch(self, now: float) -> None:
+        """Call at every turn: abandons late jobs, and drops what is queued for a tier that is down or whose circuit has
+        opened, as much as the slice has room for."""
+        self.abandon_late_jobs(now)
+        for tier in self._state.tiers:
+            for breaker in tier.breakers.values():
+                breaker.watch(now)
+            if (tier.to_load or tier.to_demote) and not tier.readable:
+                self._promotion_jobs.requeue(tier, now)
+            if (tier.to_store or tier.parked) and tier.refuses_stores:
+                self._writeback.drop_stores(tier)
+
+    def abandon_late_jobs(self, now: float) -> None:
+        """Jobs after their soft deadline: their keys are suspects, and rows of loads are quarantined (not allocated)
+        until the mover is done with them, or dead. The mover is left alone."""
+        for tier in self._state.tiers:
+            for job in tier.jobs.values():
+                if not job.abandoned and now > job.soft_deadline_s:
+                    if not self._state.take(len(job.moves)):
+                        return
+                    if job.direction is Direction.LOAD:
+                        tier.denylist.suspect((move.key for move in job.moves), now)
+                    self._abandon(tier, job, now)
+
+    def overdue(self, now: float) -> dict[int, str]:
+        """Tiers whose movers must be killed, and why: a job after its hard deadline, or too many rows in quarantine."""
+        killed: dict[int, str] = {}
+        most = max(1, int(self._state.load_window * self._state.limits.quarantine_share))
+        for tier in self._state.tiers:
+            if any(job.hard_deadline_s < now for job in tier.jobs.values()):
+                killed[tier.number] = "a job is overdue"
+            elif tier.readable and tier.quarantined > most:
+                loads = [job for job in tier.jobs.values() if job.abandoned and job.direction is Direction.LOAD]
+                if any(now > 2 * job.soft_deadline_s - job.started_s for job in loads):
+                    killed[tier.number] = "too many rows are stuck"
+        return killed
+
+    # --- what movers report ------------------------------------------------------------------------------------
+
+    def job_ended(self, tier: TierIndex, job: Job, outcomes: Sequence[Outcome], now: float, took_s: float) -> None:
+        """Learn from the end of a job: about the tier's speed, its circuit, and the keys that were moved."""
+        moved = outcomes.count(Outcome.OK)
+        failed = outcomes.count(Outcome.FAILED) if moved < len(outcomes) else 0
+        beside = self._state.leave_burst(job)
+        if moved:
+            tier.throughput[job.direction].record(job.nbytes, took_s)
+            self._observe(tier, job, moved, now, took_s)
+            if job.direction is Direction.LOAD:
+                rows = tier.loaded - job.loaded_before + len(job.moves)
+                if not beside:
+                    tier.loads.record(rows * self._state.row_bytes, took_s, now)
+        if job.abandoned:
+            return  # it was a failure when it was abandoned
+        for move, outcome in zip(job.moves, outcomes, strict=True) if tier.denylist.keys or failed else ():
+            if outcome is Outcome.OK:
+                # Try the rest of its batch unasked: the request asks for one of them at a time.
+                batch = tier.denylist.clear(move.key)
+                tier.trials.update((key, None) for key in batch if tier.denylist.is_suspect(key))
+            elif outcome is Outcome.FAILED and (job.direction is Direction.LOAD or tier.denylist.is_suspect(move.key)):
+                tier.denylist.record_failure(move.key, now)
+        # A full medium is not a failing one: it refuses at once, and works again when there is room.
+        full = not moved and outcomes.count(Outcome.NO_SPACE) == len(outcomes)
+        if not full or job.probe_episode is not None:
+            self._record(tier, job, 2 * failed < len(outcomes), now)
+
+    def mover_killed(self, tier: TierIndex, now: float) -> None:
+        """The tier's mover was sent a kill: its circuits open, its jobs are abandoned and have no deadline any more."""
+        for breaker in tier.breakers.values():
+            breaker.trip(now)
+        self._bury(tier, now, reaped=False)
+
+    def mover_died(self, tier: TierIndex, now: float) -> None:
+        """The tier's mover is dead: a failure for both of its circuits, and for its open probes."""
+        for breaker in tier.breakers.values():
+            breaker.record(False, now)
+        for job in tier.jobs.values():
+            if job.is_trial and job.probe_episode is not None:
+                tier.breakers[job.direction].end_probe(job.probe_episode, False, now)
+        for dead in tier.dead:
+            dead.reaped = True
+        self._bury(tier, now, reaped=True)
+
+    def next_to_end(self, tier: TierIndex, now: float) -> Job | None:
+        """Work off the tier's dead jobs while the slice has room. Returns one that has ended, for the caller to end its
+        moves; None if there is none, or no room."""
+        while tier.dead and not (dead := tier.dead[0]).idle:
+            if dead.to_suspect:
+                if not self._state.take(len(dead.to_suspect[0].moves)):
+                    return None
+                suspect = dead.to_suspect.popleft()
+                tier.denylist.suspect((move.key for move in suspect.moves), dead.since_s, dead.batch)
+            elif dead.to_abandon:
+                if not self._state.take(len(dead.to_abandon[0].moves)):
+                    return None
+                if not (job := dead.to_abandon.popleft()).abandoned:
+                    self._abandon(tier, job, now)
+            elif not dead.to_end:
+                tier.dead.popleft()
+            elif self._state.take(len(dead.to_end[0].moves)):
+                return dead.to_end.popleft()
+            else:
+                return None
+        return None
+
+    # --- trials ------------------------------------------------------------------------------------------------
+
+    def plan_trials(self, tier: TierIndex, now: float) -> list[Job]:
+        """A load of one suspect that was asked for, or a probe of a half-open circuit: no request waits for it."""
+        jobs: list[Job] = []
+        loads = tier.breakers[Direction.LOAD]
+        if tier.readable and not tier.trials_running:
+            while tier.trials and not jobs:
+                key, _ = tier.trials.popitem(last=False)
+                entry = tier.open_for_trial(key)
+                if entry is not None and not entry.readers and tier.denylist.trial_due(key, now):
+                    jobs = self._start_trial_load(tier, key, now)
+        elif tier.state is not TierState.DOWN and loads.wants_probe:
+            suspects = (key for key in tier.trials if tier.denylist.trial_due(key, now))
+            candidate = row_to_load(tier) or next(suspects, None)
+            if candidate is not None and tier.open_for_trial(candidate) is not None:
+                jobs = self._start_trial_load(tier, candidate, now)
+                for job in jobs:
+                    job.probe_episode = loads.begin_probe()
+            elif not len(tier.slots):  # no load can fail; and no existence check was sent while it was not readable
+                loads.end_probe(loads.begin_probe(), True, now)
+        return jobs
+
+    def plan_store_probe(self, tier: TierIndex, now: float) -> list[Job]:
+        """A store of one row, if the circuit is half-open and the host has any that the tier lacks."""
+        stores = tier.breakers[Direction.STORE]
+        row = row_to_store(tier, self._state.host) if tier.state is TierState.UP and stores.wants_probe else None
+        if row is None:
+            return []
+        moves = self._writeback.start_stores(tier, [(row, row.tick)])
+        probes = self._state.start_trials(tier, Direction.STORE, moves, now)
+        for job in probes:
+            job.probe_episode = stores.begin_probe()
+        return probes
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _bury(self, tier: TierIndex, now: float, *, reaped: bool) -> None:
+        """The tier's open jobs are dead. The keys that most likely made its mover hang or die are suspects: those of
+        overdue jobs, or else of a trial, or else of abandoned jobs, or else of all of them."""
+        loose = self._state.loose_jobs(tier, now)
+        if not (tier.jobs or loose):
+            return
+        jobs, tier.jobs = tier.jobs, {}
+        suspects = (
+            deque(job for job in jobs.values() if job.hard_deadline_s < now)
+            or deque(job for job in jobs.values() if job.is_trial)
+            or deque(job for job in jobs.values() if job.abandoned)
+            or deque(jobs.values())
+        )
+        dead = [*jobs.values(), *loose]
+        tier.dead.append(DeadJobs(suspects, deque(() if reaped else dead), deque(dead), now, reaped))
+
+    def _abandon(self, tier: TierIndex, job: Job, now: float) -> None:
+        job.abandoned = True
+        self._record(tier, job, False, now)
+        if job.direction is Direction.STORE:
+            return  # its rows are hits as before, and pinned
+        self._state.leave_burst(job)
+        tier.quarantined += len(job.moves)
+        tier.counters.late += len(job.moves)
+        for move in job.moves:
+            if tier.index.get(move.key) is move.entry:
+                tier.cancel_eviction(move.key, self._state.tick)
+            self._promotion_jobs.give_up(tier, move.row)
+
+    def _record(self, tier: TierIndex, job: Job, good: bool, now: float) -> None:
+        """Record it in the breaker. The failure of a suspect that was tried alone says nothing about its tier."""
+        breaker = tier.breakers[job.direction]
+        if job.probe_episode is not None:
+            breaker.end_probe(job.probe_episode, good, now)
+        elif good or not job.is_trial:
+            breaker.record(good, now)
+
+    def _observe(self, tier: TierIndex, job: Job, moved: int, now: float, took_s: float) -> None:
+        name, samples = tier.spec.name, self._state.samples
+        samples.observe(name, f"{job.direction.value}_seconds", took_s)
+        samples.observe(name, f"{job.direction.value}_bytes", moved * self._state.row_bytes)
+        if job.direction is Direction.LOAD and (since_s := self._promotion_jobs.waited_since(job)) is not None:
+            samples.observe(name, "promotion_seconds", now - since_s)
+
+    def _start_trial_load(self, tier: TierIndex, key: Key, now: float) -> list[Job]:
+        """A load into a scratch row, which no look-up finds; it may evict a row of a full host."""
+        if not self._state.make_room(1):
+            return []
+        move = tier.start_load(self._state.host.allocate_scratch(key))
+        return self._state.start_trials(tier, Direction.LOAD, [move], now)

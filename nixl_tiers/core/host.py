@@ -1,0 +1,357 @@
+"""The host tier's index: which row of the region holds which chunk, and what pins it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum
+from itertools import islice
+from typing import Final
+
+import msgspec
+
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.counters import Counters
+from nixl_tiers.core.eviction.base import EvictionPolicy
+from nixl_tiers.core.garbage import Garbage
+from nixl_tiers.core.gone_keys import HOST, Gone, GoneKeys, tag_of
+from nixl_tiers.core.slots import Slots
+
+CPU = "cpu"
+_EVICTED: Final = tag_of(HOST, Gone.EVICTED)
+MAX_LOOKS: Final = 256  # pinned rows that one search for victims passes over
+MAX_JUDGED: Final = 256  # rows from before a reset that are judged beyond what is needed
+
+
+class RowState(IntEnum):
+    FILLING = 0  # workers are writing it
+    LOADING = 1  # a mover is writing it
+    READY = 2
+
+
+class Generation:
+    """The rows that were inserted between two resets: it ends for all of them at once.
+
+    `stuck`: how many of them are pinned by requests that wait for more rows; one of two requests counts twice.
+    """
+
+    __slots__ = ("ended", "flushed", "stuck")
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.stuck = 0
+        self.flushed = False  # workers have ended every job of it
+
+
+class Row(msgspec.Struct, gc=False, eq=False):
+    """One chunk in the host region. Refcounts: `worker_refs`, `mover_refs`: open jobs of workers and movers on its
+    bytes; `call_refs`: calls of threads that use the store without an engine; `request_pins`: requests that wait and
+    need it. `evicting`: a victim that is written below first. `host_only`: not written below, since only requests that
+    forbid it have used it. `invalidated`: no look-up finds it any more, since it was `removed` or its generation has
+    ended, and it is free as soon as no job uses it.
+
+    Hidden from Python's garbage collector, which would otherwise traverse hundreds of thousands of rows at a time in
+    the scheduler's thread. So a row must never refer to anything that may refer to a row.
+    """
+
+    key: Key
+    index: int
+    order: int  # rows of one prefix are inserted in its order
+    state: RowState
+    generation: Generation
+    worker_refs: int = 0
+    mover_refs: int = 0
+    call_refs: int = 0
+    request_pins: int = 0
+    store_seq: int = 0
+    tick: int = 0  # of its last use: lower copies are as recent as that
+    step: int = -1
+    sealed: bool = False
+    sealing: bool = False
+    removed: bool = False
+    evicting: bool = False
+    host_only: bool = False
+    source: str = CPU
+    missing: int = 0  # sub-blocks at its beginning that hold nothing
+
+    @property
+    def invalidated(self) -> bool:
+        return self.removed or self.generation.ended
+
+    @property
+    def referenced(self) -> bool:
+        """Whether a job or a call reads or writes it."""
+        return bool(self.worker_refs or self.mover_refs or self.call_refs)
+
+
+class HostTier:
+    """Rows by key. A row is allocated again only when no job of a worker or mover reads or writes it.
+
+    A reset ends all rows at once; `reclaim_old` frees them in slices, and those that workers still use at `flushed`.
+    """
+
+    def __init__(self, rows: int, policy: Callable[[], EvictionPolicy], gone: GoneKeys | None = None) -> None:
+        self.rows = rows
+        self.generation = Generation()
+        self.index: dict[Key, Row] = {}
+        self.counters = Counters()
+        self._gone = gone or GoneKeys()
+        # Keys, for a publisher of events; bounded, since there may be none.
+        self.evicted: deque[Key] = deque(maxlen=4 * rows)
+        self.evicting: dict[Key, Row] = {}
+        self.step = 0
+        self._make_policy = policy
+        self._policy = policy()
+        self._slots = Slots(rows)
+        self._inserted = 0
+        self._old: deque[dict[int, Row] | dict[Key, Row]] = deque()  # of generations that have ended, not yet judged
+        self._unflushed: OrderedDict[int, Row] = OrderedDict()  # by index: judged, and workers may still use them
+        self._ended: list[Generation] = []  # and not flushed
+        self._unseen = 0  # rows that a search for victims has not looked at
+        self.no_victims = False  # a search through all rows has just ended without any: do not begin the next at once
+        self._gave_up = False  # whether the last one looked at some of the rows only
+
+    @property
+    def used(self) -> int:
+        """Rows that are not free: found by a key, or still used by a job."""
+        return len(self._slots)
+
+    @property
+    def free(self) -> int:
+        return self._slots.free
+
+    def make_room(self, count: int) -> list[Row]:
+        """Evict until `count` rows are free, or all that are left are pinned, or `searching`; returns the victims."""
+        if count > self._slots.free and self._old:
+            self.reclaim_old(count + MAX_JUDGED)
+        missing = count - self._slots.free
+        victims: list[Row] = []
+        if missing > 0:
+            victims = self._unpinned_evicting(missing)
+            victims += self._take_victims(missing - len(victims))
+            for row in victims:
+                self._remove(row)
+            if len(victims) == missing or not (self._gave_up or len(self.evicting) > MAX_LOOKS):
+                self._unseen = 0
+                self.no_victims = False
+            elif not self._unseen and not self.no_victims:
+                self._unseen = max(len(self._policy), len(self.evicting))
+        return victims
+
+    @property
+    def searching(self) -> bool:
+        """Whether there may be victims among rows that the last `make_room` has not looked at; `look_on` does."""
+        return self._unseen > 0
+
+    def look_on(self) -> bool:
+        """Pass over some of the pinned rows that are next to be evicted, so that an eviction need not; whether one is
+        behind them that can be evicted."""
+        self._unseen = max(0, self._unseen - MAX_LOOKS)
+        found = self._take_victims(1)
+        for row in found:
+            self._policy.add(row.key, row.tick)
+        if found or self._unpinned_evicting(1):
+            self._unseen = 0
+            return True
+        return False
+
+    def select_victims(self, count: int) -> list[Row]:
+        """Start the eviction of the `count` least valuable rows: still hits, until `finish_eviction` is called."""
+        rows = self._take_victims(count)
+        for row in rows:
+            row.evicting = True
+            self.evicting[row.key] = row
+        return rows
+
+    def finish_eviction(self, row: Row) -> None:
+        """Evict a victim now, unless its eviction was cancelled. One that is pinned stays: it is selected again."""
+        if row.evicting and self._is_pinned(row.key):
+            self.cancel_eviction(row, row.tick)
+        elif row.evicting:
+            self._remove(row)
+
+    def evict(self, row: Row) -> None:
+        """Evict a row that a look-up finds now, unless it is pinned."""
+        if not self._is_pinned(row.key):
+            if not row.evicting:
+                self._policy.remove(row.key)
+            self._remove(row)
+
+    def cancel_eviction(self, row: Row, tick: int) -> None:
+        """A victim was used again, or cannot be written below: the policy gets it back."""
+        if row.evicting:
+            row.evicting = False
+            del self.evicting[row.key]
+            self._policy.add(row.key, tick)
+
+    def insert(self, key: Key, state: RowState, tick: int) -> Row:
+        """A free row for `key`; call make_room first."""
+        index = self._slots.allocate()
+        assert index is not None, "insert without room"
+        self._inserted += 1
+        row = self.index[key] = Row(key, index, self._inserted, state, self.generation)
+        row.tick = tick
+        self._policy.add(key, tick)
+        return row
+
+    def in_slices(self, count: int) -> Iterator[list[Row]]:
+        """All rows that a look-up finds, those of a prefix in its order, `count` at a time. If rows come or go between
+        two slices, the next one is the last, and has all of them."""
+        rows, unchanged = iter(self.index.values()), (self._inserted, len(self.index))
+        while part := list(islice(rows, count)):
+            yield part
+            if (self._inserted, len(self.index)) != unchanged:
+                yield list(self.index.values())
+                return
+
+    def allocate_scratch(self, key: Key) -> Row:
+        """A row that no look-up finds; `reclaim` frees it. Call make_room first."""
+        index = self._slots.allocate()
+        assert index is not None, "allocate_scratch without room"
+        return Row(key, index, order=0, state=RowState.LOADING, generation=self.generation, removed=True)
+
+    def touch(self, key: Key, tick: int) -> None:
+        row = self.index[key]
+        row.tick = max(row.tick, tick)  # not older by a request that began before the last one that used it
+        if row.evicting:
+            self.cancel_eviction(row, tick)
+        else:
+            self._policy.touch(key, tick)
+
+    def invalidate(self, row: Row) -> None:
+        """No look-up finds this row from now on; it is free once no job uses it."""
+        if not row.invalidated:
+            row.removed = True
+            del self.index[row.key]
+            if row.evicting:
+                del self.evicting[row.key]
+            else:
+                self._policy.remove(row.key)
+            self.evicted.append(row.key)
+        self.reclaim(row)
+
+    def reclaim(self, row: Row) -> None:
+        """Call when a job on `row` has ended: frees an invalidated row after its last job."""
+        if row.invalidated and not row.referenced and row.index >= 0:
+            self._slots.release(row.index)
+            row.index = -1
+
+    # --- resets ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_old(self) -> bool:
+        """Whether `reclaim_old` has rows to judge."""
+        return bool(self._old)
+
+    @property
+    def has_unflushed(self) -> bool:
+        """Whether workers may still use rows from before a reset."""
+        return bool(self._ended)
+
+    def reset(self, garbage: Garbage) -> None:
+        """No row of before is found any more. O(1)."""
+        self.counters.reset += self.counters.rows
+        self.generation.ended = True
+        self._ended.append(self.generation)
+        self.generation = Generation()
+        self._old.append(self.index)
+        garbage.add(self.evicting, self._policy)
+        self.index, self.evicting, self._policy = {}, {}, self._make_policy()
+        self._unseen = 0
+        self.no_victims = False
+
+    def reclaim_old(self, most: int) -> None:
+        """Judge up to `most` rows from before a reset: free those that no job uses."""
+        while self._old and most > 0:
+            rows = self._old[0]
+            while rows and most > 0:
+                most -= 1
+                row = rows.popitem()[1]
+                if row.worker_refs and not row.generation.flushed:
+                    self._unflushed[row.index] = row
+                else:
+                    row.worker_refs = 0
+                    self.reclaim(row)
+            if not rows:
+                self._old.popleft()
+
+    def flushed(self) -> None:
+        """Workers have ended every job that was open at the last reset: frees their rows, the rest in slices."""
+        for generation in self._ended:
+            generation.flushed = True
+        self._ended.clear()
+        if self._unflushed:
+            self._old.append(self._unflushed)
+            self._unflushed = OrderedDict()
+        self.reclaim_old(MAX_JUDGED)
+
+    def take_evicted(self) -> list[Key]:
+        """Keys of the rows that were evicted or invalidated since the last call."""
+        evicted = list(self.evicted)
+        self.evicted.clear()
+        return evicted
+
+    def unflushed_stores(self, most: int) -> list[Row]:
+        """Rows from before a reset that workers filled and may still write to. Looks at `most` rows, at others each
+        time."""
+        self.reclaim_old(most)
+        rows = list(islice(self._unflushed.values(), most))
+        for row in rows:
+            self._unflushed.move_to_end(row.index)
+        return [row for row in rows if row.state is RowState.FILLING]
+
+    def release_unflushed(self, rows: Iterable[Row]) -> None:
+        """Workers have turned out to be done with these."""
+        for row in rows:
+            if self._unflushed.pop(row.index, None) is not None:
+                row.worker_refs = 0
+                self.reclaim(row)
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _remove(self, row: Row) -> None:
+        del self.index[row.key]
+        self.evicting.pop(row.key, None)
+        self._slots.release(row.index)
+        self.counters.evictions += 1
+        self._gone.note(row.key, _EVICTED)
+        self.counters.unused += row.source != CPU  # no load has read it since it was promoted
+        self.evicted.append(row.key)
+
+    def _unpinned_evicting(self, count: int) -> list[Row]:
+        """Up to `count` victims that can leave before they are written below. Passes over so many pinned ones, which
+        are the last to be looked at again, and no more."""
+        found: list[Row] = []
+        for row in list(islice(self.evicting.values(), MAX_LOOKS + count)):
+            if len(found) == count:
+                break
+            if self._is_pinned(row.key):
+                self.evicting[row.key] = self.evicting.pop(row.key)
+            else:
+                found.append(row)
+        return found
+
+    def _take_victims(self, count: int) -> list[Row]:
+        """Up to `count` rows that the policy evicts; looks at so many rows that are pinned, and no more."""
+        before, most = len(self._policy), MAX_LOOKS + count
+        left = most
+
+        def is_pinned(key: Key) -> bool:
+            nonlocal left
+            left -= 1
+            return left >= 0 and self._is_pinned(key)  # give up: the policy takes the next ones for victims
+
+        rows = [self.index[key] for key in self._policy.evict(count, is_pinned)]
+        self._gave_up = left < 0 or (len(rows) < count and most - left < before)
+        if left >= 0:
+            return rows
+        pinned = {row.key for row in rows if self._is_pinned(row.key)}
+        for row in reversed(rows):
+            if row.key in pinned:
+                self._policy.add(row.key, row.tick)
+        return [row for row in rows if row.key not in pinned]
+
+    def _is_pinned(self, key: Key) -> bool:
+        row = self.index[key]
+        # A hit of this step must still be there when the same step prepares its load.
+        return bool(row.referenced or row.request_pins or row.state is not RowState.READY or row.step == self.step)

@@ -1,0 +1,59 @@
+"""Limits: timeouts, windows and batch sizes that keep storage out of the requests' way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from nixl_tiers.base.policies import DEFAULT_PROBE_S, DEFAULT_WAIT_S
+from nixl_tiers.core.breaker import BreakerLimits
+
+PIN_MARGIN_S: Final = 20.0  # beyond `wait_s`: what a scheduler may take to load what was promoted
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds, rows, and shares of a tier's rows."""
+
+    wait_s: float = DEFAULT_WAIT_S  # of the configuration: a request waits so long for promotions, then recomputes
+    pin_s: float = DEFAULT_WAIT_S + PIN_MARGIN_S  # rows promoted for a request that never comes back are unpinned then
+    # A job's soft deadline is a multiple of the time that the tier's throughput lets expect, at least
+    # `soft_deadline_min_s`, at most `wait_s`: its requests recompute then. The hard deadline, after which the mover is
+    # killed, is four times as long, with bounds of its own.
+    soft_deadline_min_s: float = 5.0
+    hard_deadline_min_s: float = 30.0
+    hard_deadline_max_s: float = 120.0
+    assumed_bytes_per_s: float = 4e6  # of a tier without samples
+    retry_s: float = 5.0  # back-off of a row whose load failed; doubles each time
+    retry_max_s: float = 600.0
+    check_timeout_s: float = DEFAULT_PROBE_S  # `probe_s` of the configuration: a request waits so long for checks
+    max_checks: int = 4  # open existence checks of one tier
+    keys_per_check: int = 512
+    absent_s: float = 30.0  # negative cache: an absent key is not checked again sooner
+    absent_keys: int = 65536  # of one tier's negative cache
+    clean_wait_s: float = 0.25  # a promotion waits so long for write-back to free a row; then it evicts one unwritten
+    store_hold_s: float = 0.5  # promotions hold up a tier's stores so long; then a window of them goes (store_hold.py)
+    hold_share: float = 0.25  # of the host rows: with more to write to a tier, promotions do not hold that up
+    load_share: float = 0.10  # of the host rows: what may be under promotion at once
+    store_share: float = 0.05
+    quarantine_share: float = 0.75  # of the load window: how many rows may be stuck before the mover is killed
+    line_share: float = 0.5  # of the host rows: what requests may hold that wait for their turn (line.py)
+    line_requests: int = 32  # of those that wait, so many are next
+    ahead_s: float = 0.25  # promotions for them keep a request whose turn comes waiting no longer than about that
+    reserve_share: float = 0.05  # of a tier whose evictions are written below: kept free ahead of need
+    hot_rows: int = 1 << 16  # of a tier, as Python objects at most; with `lru`, and without victims that wait
+    burst_s: float = 0.02  # loads that start within it are measured by the last of them to end (types.py)
+    measure_s: float = 5.0  # a tier whose rows are declined for its speed is measured again so often,
+    measure_share: float = 0.125  # with so much of a job's rows, or more, by turns, for which no request waits,
+    measure_time: float = 0.05  # and which take so much of its time, or seldom enough for that
+    measure_again_s: float = 1.0  # so soon, and twice as many, if it was clearly faster than before
+    measure_busy_s: float = 1.0  # later, if requests are alive until then: while none is, it takes nothing from them
+    moves_per_job: int = 64
+    rows_per_slice: int = 64  # work that concerns many rows is done in slices of so many, each one hold of the lock
+    deletes_per_batch: int = 256  # rows to delete in one message; not fewer than moves_per_job
+    job_bytes: int = 16 << 20  # small jobs keep a window full: a row is free, or a hit, when its own job ends
+    # Each turn of the supervisor, and each job, costs it the interpreter's lock that the engine's step needs. So while
+    # only write-back is under way, turns are as seldom as this; and a job of stores, for which nobody waits, is up to
+    # four times as large as one of loads, on a tier that stores so much in this time.
+    pause_s: float = 0.2
+    breaker: BreakerLimits = field(default_factory=BreakerLimits)

@@ -1,0 +1,366 @@
+"""TierManager: what a scheduler calls. Decides what is stored, promoted, written back and evicted; no I/O or clock.
+
+Callers report what happened (a look-up, a finished job, a dead mover) and when (`now`, in seconds of any monotonic
+clock), and carry out the jobs that it plans. The same code runs in the engine, in the stateful tests and in trace
+replays. Rows come up in `promotion.py` and `promotion_jobs.py`, go down in `writeback.py`, and are copied to and from
+the engine in `copies.py`, whose own hits `engine_hits.py` has; movers report to `events.py`; `health.py` keeps what
+fails or hangs out of the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from functools import partial
+
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.base.policies import Eviction, Prefer, Write
+from nixl_tiers.core.breaker import BreakerState
+from nixl_tiers.core.chain_rows import Chain
+from nixl_tiers.core.chains import Chains, Scan
+from nixl_tiers.core.copies import Copies
+from nixl_tiers.core.counters import TierStats
+from nixl_tiers.core.engine_hits import EngineHits
+from nixl_tiers.core.events import Events
+from nixl_tiers.core.eviction import make_policy
+from nixl_tiers.core.existence import ExistenceChecks
+from nixl_tiers.core.garbage import Garbage
+from nixl_tiers.core.gone_keys import GoneKeys
+from nixl_tiers.core.health import Health
+from nixl_tiers.core.host import CPU, HostTier, Row, RowState
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.line import Rank
+from nixl_tiers.core.measurements import Measurements
+from nixl_tiers.core.misses import Misses
+from nixl_tiers.core.prefill import PrefillEstimate
+from nixl_tiers.core.promotion import Promotion
+from nixl_tiers.core.promotion_jobs import PromotionJobs
+from nixl_tiers.core.request_index import RequestIndex
+from nixl_tiers.core.savings import Savings
+from nixl_tiers.core.state import CascadeState
+from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.types import Job, TierSpec, TierState
+from nixl_tiers.core.writeback import WriteBack
+
+
+class Lookup(Enum):
+    HIT = "hit"
+    PENDING = "pending"
+    MISS = "miss"
+
+
+class TierManager:
+    """The cascade over one host tier of `rows` rows of `row_bytes` bytes and any number of storage tiers, in order.
+
+    A scheduler asks it what can be hit, `copies` for host rows to load from and to store to, and movers report to
+    `events`.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        row_bytes: int,
+        tiers: Sequence[TierSpec],
+        limits: Limits | None = None,
+        policy: Eviction = "lru",
+        *,
+        prefill: PrefillEstimate | None = None,
+        prefer: Prefer = "latency",
+    ) -> None:
+        gone = GoneKeys()
+        self.host = HostTier(rows, partial(make_policy, policy, rows), gone)
+        self.garbage = Garbage()
+        self.limits = limits or Limits()
+        self.tiers = [TierIndex(spec, number, self.limits, self.garbage, gone) for number, spec in enumerate(tiers)]
+        self.checks = ExistenceChecks(self.tiers, self.limits)
+        self.prefill = prefill or PrefillEstimate()
+        self._state = CascadeState(
+            self.host,
+            self.tiers,
+            self.limits,
+            row_bytes,
+            self.garbage,
+            prefill=self.prefill,
+            gone=gone,
+            prefer=prefer,
+        )
+        self._misses = Misses(self._state)
+        self._writeback = WriteBack(self._state)
+        self._promotion = Promotion(self._state, self.checks)
+        self._promotion_jobs = PromotionJobs(self._state, self.checks, self._writeback, self._promotion)
+        self.savings = Savings(self.prefill, self._state.counters_of)
+        self._requests = RequestIndex(self.host, self._promotion, self.savings)
+        self._measurements = Measurements(self._state, self._requests, self._promotion_jobs)
+        self.engine_hits = EngineHits(self._state, self._requests, self._writeback)
+        self.health = Health(self._state, self._promotion_jobs, self._writeback)
+        self.events = Events(
+            self._state,
+            self.checks,
+            self._promotion,
+            self._promotion_jobs,
+            self._writeback,
+            health=self.health,
+            measurements=self._measurements,
+            engine_hits=self.engine_hits,
+        )
+        self.copies = Copies(self._state, self._requests, self._promotion, self._writeback, self.savings)
+        self._chains = Chains(self._state, self.checks, self._promotion, self._requests, self._measurements)
+
+    # --- requests ----------------------------------------------------------------------------------------------
+
+    def lookup(
+        self, key: Key, name: str, position: int | None, now: float, first: int = 0, *, check: bool = True
+    ) -> Lookup:
+        """Is `key` a hit for request `name`? O(1). PENDING is answered within the request's deadline.
+
+        `first`: the first sub-block that the load is going to read; a row that lacks it is a miss. `check`: whether the
+        existence of an unknown key may be checked.
+        """
+        request = self._requests.looked_up(name, now)
+        if request.load_failed:
+            return Lookup.MISS
+        waits = request.begin(self.host.step, position)
+        if request.answered:
+            return Lookup.MISS
+        if waits and self._promotion.still_waits(request, position, first, now):
+            request.answered = True
+            return Lookup.PENDING
+        row = self.host.index.get(key)
+        if row is not None and row.state is RowState.READY:
+            if row.missing > first:
+                return Lookup.MISS
+            row.step = self.host.step
+            if request.waiting:
+                request.pin(row)
+            else:
+                request.scan_hits.append(row)
+            return Lookup.HIT
+        if request.stopped or self._promotion.has_expired(request, now):
+            return Lookup.MISS
+        if row is not None and row.state is RowState.LOADING and not row.mover_refs:
+            self.host.invalidate(row)  # an error has ended its load
+            row = None
+        if (
+            row is not None
+            or request.asked.get(key, False)
+            or self._promotion.enqueue(key, request, now)
+            or (check and self.checks.should_wait(key, request, now))
+            or (request.waits_for_listing and self._promotion.may_be_listed(key, request, now))
+        ):
+            self._promotion.wait(request, now)
+            request.note_missing(key)
+            return Lookup.PENDING
+        if request.waiting and not request.pinned and not request.asked:
+            self._promotion.release(request)  # it has waited for an existence check, which found nothing
+        return Lookup.MISS
+
+    def scan(self, name: str, chain: Chain, start: int, now: float, first: int = 0) -> Scan:
+        """All look-ups of a request in this step at once, of its chain from token `start` on: what of it the request
+        loads, and whether it waits for that. Instead of `lookup` for each key; keys of windowed groups are looked up
+        besides, after it in the same step. `first`: as in `lookup`, of each chunk."""
+        request = self._requests.looked_up(name, now)
+        if request.load_failed:
+            return Scan(False, start)
+        return self._chains.scan(request, chain, start, first, now)
+
+    def is_being_loaded(self, key: Key) -> bool:
+        """Whether a worker is copying this row to the engine."""
+        row = self.host.index.get(key)
+        return row is not None and row.state is RowState.READY and row.worker_refs > 0
+
+    def still_waits(self, name: str, now: float) -> bool:
+        """Whether a request that waited in the step before waits in this one too, and need not be scanned for that: a
+        long queue of such requests is looked up at every step."""
+        request = self._requests.by_name.get(name)
+        if request is None or request.load_failed or request.generation is not self.host.generation:
+            return False
+        return self._chains.still_waits(request, now)
+
+    def queue(self, name: str) -> None:
+        """A new request waits for its turn: its first look-up, or that it begins (`end_step`). It waits, too, while
+        another one computes."""
+        if self.tiers:
+            self._requests.queued.add(name)
+
+    def anticipate(self, name: str, keys: Sequence[Key], rank: Rank) -> None:
+        """A new request waits for its turn: its first look-up, which comes the sooner, the lower its `rank` is. Until
+        then its chain is promoted in the background, up to the first key that no tier holds, behind what is promoted
+        for requests whose turn has come, and kept for it as far as these leave room. `keys`: of its full-attention
+        groups, in the order of their end tokens, from the first that the engine itself has not cached."""
+        request = self._requests.get(name)
+        if self.tiers and keys and request.step < 0 and not request.in_line:
+            self._promotion.line.join(request, keys, rank)
+
+    def line_has_room(self, rank: Rank) -> bool:
+        """Whether a request of this rank would be one of the next in line: for others `anticipate` brings nothing."""
+        return self._promotion.line.has_room(rank)
+
+    def is_queued(self, name: str) -> bool:
+        """Whether the request still waits for its turn."""
+        return name in self._requests.queued
+
+    def prefetch(self, keys: Sequence[Key]) -> None:
+        """Promote those of `keys` that storage tiers hold, in this order, behind all that requests wait for. Rows that
+        have come are ordinary rows of the host tier; of those that `line_share` of it has no room for nothing comes."""
+        if self.tiers and keys:
+            self._promotion.line.prefetch(keys)
+
+    def set_allowed_tiers(self, name: str, tiers: Iterable[int]) -> None:
+        """Let a new request load from these storage tiers only, until it is finished. Host memory is always a hit."""
+        self._requests.allowed[name] = frozenset(tiers)
+
+    def keep_in_host(self, name: str) -> None:
+        """Write nothing that a new request stores to storage tiers, on its behalf, until it is finished. A chunk that
+        another request, without this, stores or uses too is written like any other from then on."""
+        self._requests.host_only.add(name)
+
+    def wait_for_listing(self, name: str) -> None:
+        """Let this request wait for unknown keys while a tier is being listed that may hold them."""
+        self._requests.get(name).waits_for_listing = True
+
+    def rows_to_come(self, names: Iterable[str]) -> list[int]:
+        """How many rows each of these requests has asked for, and waits for, of storage tiers. O(1) for each."""
+        return [self._requests.get(name).to_come for name in names]
+
+    def wait_on(self, names: Iterable[str], until_s: float) -> None:
+        """Those of these requests that wait have this deadline from now on."""
+        for name in names:
+            request = self._requests.get(name)
+            if request.deadline_s is not None:
+                request.deadline_s = until_s
+
+    def source(self, key: Key) -> str:
+        """The tier that the bytes of a hit came from."""
+        row = self.host.index.get(key)
+        return CPU if row is None else row.source
+
+    def count_misses(self, keys: Iterable[Key], name: str, now: float) -> None:
+        """Count why the request has to compute these chunks, in prefix order from its first miss. Once a chunk."""
+        self._misses.count(keys, self._requests.get(name), now)
+
+    def end_step(self, began: Iterable[str] = (), preempted: Iterable[str] = ()) -> None:
+        """The scheduler's step is over: its hits that it did not load may be evicted again. `began`: requests that
+        compute from now on; `preempted`: those that lost what they had computed, and come back."""
+        self.host.step += 1
+        self.checks.end_step()
+        for name in began:
+            self._requests.queued.discard(name)
+            request = self._requests.by_name.get(name)
+            if request is None:
+                continue
+            if request.in_line:  # without a look-up: the engine's own cache had all of it
+                self._promotion.line.leave(request)
+            if request.pending:  # it loads nothing: it gave up, or the engine's own cache has what it waited for
+                self._promotion.observe_wait(request, loaded=False)
+                self._promotion.release(request)
+        for name in sorted(preempted):  # a set, in vLLM
+            if (request := self._requests.by_name.get(name)) is not None:
+                self._promotion.observe_wait(request, loaded=False)  # a later one begins anew
+                self._promotion.release(request)
+                request.rearm()  # what it computed is stored by now: it is weighed anew
+
+    def pin(self, keys: Iterable[Key], name: str) -> None:
+        """Pin the rows of `keys` until request `name` ends, if no tier below can take them: a put of more than the host
+        holds would otherwise evict its own beginning, without which the rest is worth little."""
+        if any(tier.writable and tier.spec.write is not Write.OFF for tier in self.tiers):
+            return
+        request = self._requests.get(name)
+        for key in keys:
+            if (row := self.host.index.get(key)) is not None:
+                request.pin(row)
+
+    def finish_request(self, name: str) -> None:
+        """The request has ended: unpin its rows."""
+        self._requests.finish(name)
+
+    # --- writes to storage tiers -------------------------------------------------------------------------------
+
+    def demote(self, rows: Iterable[Row]) -> None:
+        """The engine shuts down: queue those of the host's rows that the tier below it lacks."""
+        self._writeback.demote(rows)
+
+    def await_writes(self, threads: int) -> None:
+        """So many more threads wait for rows to be written (fewer, if negative)."""
+        self._writeback.awaited += threads
+
+    def backlog(self) -> int:
+        """Rows queued for or being written to the tier that is furthest behind."""
+        return self._writeback.backlog()
+
+    def pressure(self) -> int:
+        """The same of the tiers that are writable now."""
+        return self._writeback.pressure()
+
+    # --- resets and time ---------------------------------------------------------------------------------------
+
+    def reset(self, keep_tiers: bool, now: float = 0.0) -> None:
+        """The bytes may no longer match the weights. Rows in use are quarantined (invalid, not yet free), all others
+        become free in slices, and when they are needed. Those of workers become free after `flushed`, or when a job
+        that began after the reset completes; those of a call when it ends. Storage tiers are emptied (of this epoch)
+        unless `keep_tiers`, until `events.opened`. `take_evicted` does not return the keys that a reset removes.
+        """
+        self.savings.reset()
+        self._promotion_jobs.reset(self.garbage)
+        self._promotion.reset(self.garbage)
+        self._measurements.reset()
+        self.engine_hits.reset(self.garbage)
+        self._state.gone.clear()
+        self.checks.reset(self.garbage)
+        self.host.reset(self.garbage)
+        for tier in self.tiers:
+            tier.drop_queues()
+            if not keep_tiers:
+                tier.clear()
+        self.events.work(now)
+
+    def flushed(self) -> None:
+        """Workers have ended every job that was open at the last reset."""
+        self.host.flushed()
+
+    def turn(self, received_s: float, now: float) -> list[Job]:
+        """Apply what has timed out by `received_s` (jobs, existence checks, rows that were promoted for nothing), and
+        plan the jobs to start now; one slice of that (`Events.turn`)."""
+        self.checks.expire(received_s)
+        return self.events.turn(received_s, now)
+
+    # --- what is where -----------------------------------------------------------------------------------------
+
+    def take_evicted(self) -> list[Key]:
+        """Keys that have left the host tier since the last call."""
+        return self.host.take_evicted()
+
+    def where(self, key: Key, now: float) -> str | None:
+        """The first tier in which `key` could be hit now."""
+        row = self.host.index.get(key)
+        if row is not None and row.state is RowState.READY:
+            return CPU
+        return next((tier.spec.name for tier in self.tiers if tier.can_load(key, now)), None)
+
+    def counters(self) -> Mapping[str, TierStats]:
+        """By tier, including the host's."""
+        host = self.host.counters
+        stats = {CPU: TierStats(host, host.rows, self.host.used, True, BreakerState.CLOSED, 0)}
+        for tier in self.tiers:
+            stats[tier.spec.name] = TierStats(
+                tier.counters,
+                tier.counters.rows,
+                len(tier.slots),
+                tier.state is not TierState.DOWN,
+                tier.circuit,
+                tier.quarantined,
+                queued_loads=len(tier.to_load),
+                queued_stores=len(tier.to_store) + len(tier.parked),
+                loading=tier.rows_loading,
+                storing=tier.rows_storing,
+                listing=tier.state is TierState.LISTING,
+            )
+        return stats
+
+    def take_samples(self) -> dict[tuple[str, str], list[float]]:
+        """Of histograms, since the last call: (tier, number) -> samples."""
+        return self._state.samples.take()
+
+    @property
+    def waiting_requests(self) -> int:
+        """Requests that wait for promotions."""
+        return self._promotion.waiting_count

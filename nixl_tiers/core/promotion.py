@@ -1,0 +1,207 @@
+"""Promotion (prefetch): which rows come up from storage tiers, and how long requests wait for them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.existence import ExistenceChecks
+from nixl_tiers.core.garbage import Garbage
+from nixl_tiers.core.host import RowState
+from nixl_tiers.core.line import Line
+from nixl_tiers.core.requests import Request
+from nixl_tiers.core.state import CascadeState
+from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.types import Direction, TierState
+
+PINS_PER_ROW: Final = 8  # that are released in the time that other work on one row takes
+EXPIRE_EVERY_S: Final = 1.0
+MAX_ARRIVED: Final = 1024  # rows that have come for one request; for more, it looks all of them up again
+
+
+class Promotion:
+    """Queues keys for the tiers that hold them (`enqueue`), and keeps the waits of requests: `wait` and `has_expired`
+    their deadline, `release` their end. `PromotionJobs` loads what is queued.
+    """
+
+    def __init__(self, state: CascadeState, checks: ExistenceChecks) -> None:
+        self._state = state
+        self._host = state.host
+        self._checks = checks
+        self.line = Line(state)
+        self._waiting: dict[str, Request] = {}  # requests that wait, or for which rows were promoted and pinned
+        self._overdue: set[str] = set()  # those of them that have waited too long, and only keep what has come
+        self._look_again_s = float("-inf")  # for requests that never came back
+        self.crowded = False  # promotions wait for others to unpin rows of a full host
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits, or has pinned rows."""
+        return bool(self._waiting or self.line.busy)
+
+    # --- for requests ------------------------------------------------------------------------------------------
+
+    def enqueue(self, key: Key, request: Request, now: float) -> bool:
+        """Queue a stored key for promotion on the request's behalf; False if no tier can load it now."""
+        if request.expired or (key in request.asked and not request.asked[key]):
+            return False
+        for tier in self._state.tiers:
+            if (request.allowed is None or tier.number in request.allowed) and tier.can_load(key, now):
+                tier.queue_load(request, key)
+                if not request.asked.get(key):
+                    request.ask((key,))
+                request.lowest = max(request.lowest, tier.number)
+                return True
+            self._note_refused(tier, key, now)
+        request.withdraw(key)
+        return False
+
+    def note_refused(self, key: Key, now: float) -> None:
+        """A request would load this row, which no tier can load now: that is what is tried first."""
+        for tier in self._state.tiers:
+            self._note_refused(tier, key, now)
+
+    def wait(self, request: Request, now: float) -> None:
+        """The request waits: arm its deadline if none runs, and pin the hits of this scan."""
+        if request.in_line:
+            self.turn_comes(request, now)
+        if request.deadline_s is None:
+            request.deadline_s = now + self._state.limits.wait_s
+        if request.waited_since_s is None:
+            request.waited_since_s = now
+        if not request.pending:
+            request.begin_wait()
+            self._waiting[request.name] = request
+            for row in request.scan_hits:
+                if not row.invalidated:
+                    request.pin(row)
+        request.stopped = not request.first_scan and request.ascending
+
+    def turn_comes(self, request: Request, now: float) -> None:
+        """A request of the line is looked up for the first time: what came up for it is kept as for any that waits."""
+        self.line.leave(request)
+        if request.pending:
+            request.deadline_s = now + self._state.limits.wait_s
+            self._waiting[request.name] = request
+
+    def has_expired(self, request: Request, now: float) -> bool:
+        """Whether the request's deadline has passed. What is pinned for it stays so: it may load that."""
+        if not request.expired and request.deadline_s is not None and now > request.deadline_s:
+            self._end_wait(request)
+            self._blame_slow_tiers(request, now)
+        return request.expired
+
+    def give_up_waiting(self, request: Request) -> None:
+        """To compute what the request still waits for is quicker than to wait on: it loads what has come. What is
+        queued for it is not promoted any more. No tier is to blame, so no breaker records it."""
+        self._end_wait(request)
+
+    def still_waits(self, request: Request, position: int | None, first: int, now: float) -> bool:
+        """Whether the request, whose scan begins at `position`, would find that some of what it waits for is missing.
+        Then it need not look up all that is there at every step. What has come meanwhile is judged once.
+        """
+        for _ in range(min(len(request.missing), MAX_ARRIVED)):
+            place, key = request.missing[0]
+            row = self._host.index.get(key)
+            if row is not None and row.state is RowState.READY:
+                if row.missing > first:
+                    return False
+                request.pin(row)
+            elif place is None or position is None or place >= position:
+                known = key in request.unknown
+                return not self.has_expired(request, now) and (
+                    row is not None
+                    or request.asked.get(key, False)
+                    or (known and self._checks.should_wait(key, request, now))
+                )
+            request.missing.popleft()
+        return False
+
+    def may_be_listed(self, key: Key, request: Request, now: float) -> bool:
+        """Whether a tier that is still being listed may turn out to hold `key`."""
+        return any(
+            tier.state is TierState.LISTING
+            and tier.readable
+            and key not in tier
+            and (request.allowed is None or tier.number in request.allowed)
+            and not self._checks.known_absent(tier.number, key, now)
+            for tier in self._state.tiers
+        )
+
+    def release(self, request: Request) -> None:
+        """The request waits no longer: unpin its rows, forget what it asked for."""
+        request.release()
+        self._waiting.pop(request.name, None)
+        self._overdue.discard(request.name)
+
+    def observe_wait(self, request: Request, *, loaded: bool) -> tuple[str, float] | None:
+        """The request's wait, if there was one, has ended: `loaded`, or it computes all. Returns the lowest tier that
+        it asked, and the seconds."""
+        waited: tuple[str, float] | None = None
+        if request.waited_since_s is not None and self._state.tiers:
+            outcome = "vain" if not loaded else "partial" if request.expired else "loaded"
+            tier = self._state.tiers[request.lowest]
+            waited = tier.spec.name, request.seen_s - request.waited_since_s
+            self._state.samples.observe(waited[0], f"wait_{outcome}", waited[1])
+            tier.counters.lost_vain_s += 0.0 if loaded else waited[1]
+        request.waited_since_s, request.lowest = None, 0
+        return waited
+
+    @property
+    def waiting_count(self) -> int:
+        """How many requests wait. O(1): it is asked at each step, whatever the length of the queue."""
+        return len(self._waiting) - len(self._overdue)
+
+    def reset(self, garbage: Garbage) -> None:
+        """Requests go on, keep their deadlines, and wait for nothing (`Request.belongs_to`)."""
+        garbage.add(self._waiting, self._overdue)
+        self._waiting, self._overdue = {}, set()
+        self.line.clear()
+
+    def expire(self, now: float) -> None:
+        """Unpin rows that were promoted for requests that never came back for them. Looks for such requests once in a
+        while, as it is called at every turn, and many may wait."""
+        if now < self._look_again_s:
+            return
+        limit = now - self._state.limits.pin_s
+        for request in [r for r in self._waiting.values() if r.deadline_s is None or r.deadline_s < limit]:
+            if not self._state.take(1 + len(request.pinned) // PINS_PER_ROW):
+                return
+            request.expire()
+            self.release(request)
+        self._look_again_s = now + EXPIRE_EVERY_S
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _note_refused(self, tier: TierIndex, key: Key, now: float) -> None:
+        trial, is_open = tier.denylist.trial_due(key, now), not tier.breakers[Direction.LOAD].closed
+        if (trial or is_open) and key in tier:  # seldom: that takes longest
+            if trial:
+                tier.trials[key] = None
+            else:
+                tier.last_refused = key
+
+    def _end_wait(self, request: Request) -> None:
+        """It keeps what has come, and gets nothing more."""
+        request.expire()
+        if request.name in self._waiting:
+            self._overdue.add(request.name)
+        self._count_late(request)
+
+    def _count_late(self, request: Request) -> None:
+        """What the request waited for has not come in time."""
+        rows = self._host.index
+        late = [key for _, key in request.missing if (row := rows.get(key)) is None or row.state is not RowState.READY]
+        for tier in self._state.tiers:
+            here = tier.has_many(late) if late else []
+            tier.counters.missed_late += sum(here)
+            late = [key for key, held in zip(late, here, strict=True) if not held]
+
+    def _blame_slow_tiers(self, request: Request, now: float) -> None:
+        """A request has expired: a failure for the breaker of each tier that it waited for, even if none of that tier's
+        jobs is late."""
+        sources = {row.source for row in request.pinned.values() if row.state is RowState.LOADING}
+        queued = request.to_come and not self.crowded  # then it waited for room, and not for a tier
+        for tier in self._state.tiers:
+            if tier.spec.name in sources or (queued and not sources and tier.to_load):
+                tier.breakers[Direction.LOAD].record(False, now)

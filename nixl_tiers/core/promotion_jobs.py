@@ -1,0 +1,278 @@
+"""Promotion jobs: the loads that bring rows up for the requests that wait for them, and what comes of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from typing import Final
+
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.core.existence import ExistenceChecks
+from nixl_tiers.core.garbage import Garbage
+from nixl_tiers.core.gone_keys import Gone, tag_of
+from nixl_tiers.core.host import Row, RowState
+from nixl_tiers.core.promotion import Promotion
+from nixl_tiers.core.requests import Request
+from nixl_tiers.core.state import CascadeState
+from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.types import Direction, Job, PlannedMove
+from nixl_tiers.core.writeback import WriteBack
+
+FRONT: Final = 64  # keys of a queue that are looked at for whose they are
+
+
+class PromotionJobs:
+    """Plans loads of what `Promotion` has queued, as the windows and the host have room, and ends them.
+
+    `plan` starts a key's load into a host row in state LOADING, and `load_ended` makes the row READY, or has its
+    requests ask the next tier.
+    """
+
+    def __init__(
+        self, state: CascadeState, checks: ExistenceChecks, writeback: WriteBack, promotion: Promotion
+    ) -> None:
+        self._state = state
+        self._host = state.host
+        self._checks = checks
+        self._writeback = writeback
+        self._promotion = promotion
+        self._line = promotion.line
+        self._loading_for: dict[int, list[Request]] = {}  # by Row.order, of rows in state LOADING
+        self._retries: deque[tuple[Row, list[Request]]] = deque()  # rows that failed, and who waited for them
+        self._host_full_since_s: float | None = None  # when promotions began to wait for a write-back
+
+    @property
+    def under_way(self) -> bool:
+        """Whether rows are queued to be promoted, or are being loaded, for requests."""
+        return bool(self._loading_for or self._retries or any(tier.to_load for tier in self._state.tiers))
+
+    def waited_since(self, job: Job) -> float | None:
+        """When the first of the requests that wait for the job's first row began to; None if there is none."""
+        requests = self._loading_for.get(job.moves[0].row.order, ())
+        since = [request.waited_since_s for request in requests if request.waited_since_s is not None]
+        return min(since, default=None)
+
+    def reset(self, garbage: Garbage) -> None:
+        """Nothing waits for rows of before."""
+        garbage.add(self._retries)
+        self._retries = deque()
+
+    # --- planning ----------------------------------------------------------------------------------------------
+
+    def feed_line(self, now: float) -> list[TierIndex]:
+        """Queue promotions for requests that wait for their turn, as far as those whose turn has come leave room, to
+        the tiers that it returns."""
+        if self._promotion.crowded and not any(tier.to_load for tier in self._state.tiers):
+            self._promotion.crowded = False  # nobody waits for room any more
+        return self._line.feed(now) if self._line.busy and not self._promotion.crowded else []
+
+    def plan(self, tier: TierIndex, now: float) -> list[Job]:
+        """Load jobs for the keys at the front of the tier's queue, as many as its window, mover and the host take."""
+        if self._promotion.crowded:
+            room = self._state.make_room(1)
+            if not room and self._turn_has_come(tier) and self._line.give_way(1):
+                room = self._state.make_room(1)
+            self._promotion.crowded = not room and self._waits_for_others()
+            if self._promotion.crowded:
+                return []
+        most = min(self._state.load_window - tier.rows_loading, tier.send_credits * self._state.rows_per_job)
+        if self._waits_for_writeback(now):
+            most = min(most, self._host.free)
+        wanted = self._take_queued(tier, most, now)
+        room = self._state.make_room(len(wanted))
+        if room < len(wanted) and self._line_gives_way(wanted, room):
+            wanted = _still_wanted(wanted)
+            room = self._state.make_room(len(wanted))
+        self._promotion.crowded = room < len(wanted) and (room > 0 or self._waits_for_others())
+        moves: list[PlannedMove] = []
+        put_off: list[tuple[Request, Key]] = []
+        for key, requests in wanted.items():
+            if len(moves) == room:
+                put_off += self._without_room(key, requests)
+                continue
+            row = self._host.insert(key, RowState.LOADING, self._state.tick_of(requests[0]))
+            row.source = tier.spec.name
+            moves.append(tier.start_load(row))
+            self._loading_for[row.order] = requests
+            for request in requests:
+                request.pin(row)
+        tier.to_load.extendleft(reversed(put_off))
+        return self._state.start_jobs(tier, Direction.LOAD, moves, now, min(len(tier.to_load), most - len(wanted)))
+
+    def load_unasked(self, tier: TierIndex, keys: Sequence[Key], now: float) -> list[Job]:
+        """A job that loads these rows although no request waits for them; fewer where the host has no room. What host
+        memory has, or is about to get, is loaded into a row that no look-up finds."""
+        loadable = [key for key in keys if tier.can_load(key, now)]
+        most = min(len(loadable), self._state.load_window - tier.rows_loading)
+        room = self._make_room_unasked(most) if tier.send_credits else 0
+        if room <= 0 or not self._state.take(room):  # without room there is no work that is left
+            return []
+        moves: list[PlannedMove] = []
+        for key in loadable[:room]:
+            tier.open_for_load(key, now)
+            if key in self._host.index:
+                row = self._host.allocate_scratch(key)
+            else:
+                row = self._host.insert(key, RowState.LOADING, 0)
+                row.source = tier.spec.name
+                self._loading_for[row.order] = []
+            moves.append(tier.start_load(row))
+        return self._state.start_jobs(tier, Direction.LOAD, moves, now)
+
+    # --- ends --------------------------------------------------------------------------------------------------
+
+    def load_ended(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:
+        """A mover is done with this load: its row is a hit, or its requests ask the next tier."""
+        tier.end_load(move)
+        try:
+            self._judge(tier, move, outcome, now)
+        finally:  # or an error would hold up stores for ever
+            self._loading_for.pop(move.row.order, None)
+        self._host.reclaim(move.row)
+
+    def give_up(self, tier: TierIndex, row: Row) -> None:
+        """A row's load has failed, or is late: invalidate the row; its requests ask the next tier."""
+        if row.invalidated:
+            return
+        self._host.invalidate(row)
+        self._retry(tier, row)
+
+    def requeue(self, tier: TierIndex, now: float) -> None:
+        """Nothing can be loaded from this tier now: its victims stay, and requests in its queue ask the next tier; as
+        many as the slice has room for."""
+        tier.trials.clear()
+        self._writeback.drop_demotions(tier)
+        while tier.to_load and self._state.take():
+            request, key = tier.to_load.popleft()
+            if request.waiting and request.asked.get(key):
+                self._promotion.enqueue(key, request, now)
+
+    def retry(self, now: float) -> None:
+        """Have the requests that waited for rows which failed ask the next tier, as many as the slice has room for."""
+        while self._retries:
+            row, requests = self._retries[0]
+            while requests:
+                if not self._state.take():
+                    return
+                request = requests.pop()
+                if request.pinned.get(row.key) is row:
+                    request.unpin(row)
+                    request.withdraw(row.key)
+                    self._promotion.enqueue(row.key, request, now)
+            self._retries.popleft()
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _make_room_unasked(self, count: int) -> int:
+        """How many of `count` rows are free, after the coldest were evicted that no tier is still to be written."""
+        # A tier that is written when the host evicts would lose what is evicted now: `clean` keeps some rows free.
+        if self._state.below_host is None and (missing := count - self._host.free) > 0:
+            for row in self._host.select_victims(missing):
+                if any(row.key in tier.to_store or row.key in tier.parked for tier in self._state.tiers):
+                    self._host.cancel_eviction(row, row.tick)
+                else:
+                    self._host.finish_eviction(row)
+        return min(count, self._host.free)
+
+    def _take_queued(self, tier: TierIndex, most: int, now: float) -> dict[Key, list[Request]]:
+        """Up to `most` keys from the front of the tier's queue that are to be loaded, and the requests that wait."""
+        wanted: dict[Key, list[Request]] = {}
+        while tier.to_load and len(wanted) < most and self._state.take():
+            request, key = tier.to_load.popleft()
+            if not (request.waiting and request.asked.get(key)):
+                continue  # it has loaded, expired or ended since it asked
+            row = self._host.index.get(key)
+            if row is None and tier.open_for_load(key, now) is not None:
+                wanted.setdefault(key, []).append(request)
+            elif row is None:
+                request.withdraw(key)
+            else:
+                request.pin(row)
+                if row.state is RowState.LOADING:
+                    self._loading_for.setdefault(row.order, []).append(request)
+                else:
+                    request.has_come(key)
+        return wanted
+
+    def _judge(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:
+        row = move.row
+        if outcome is Outcome.OK:
+            tier.counters.bytes_read += self._state.row_bytes
+            if not row.invalidated:
+                row.state = RowState.READY
+                row.sealed = True
+                self._host.counters.promoted += 1
+                for request in self._loading_for.get(row.order, ()):
+                    request.has_come(row.key)
+                if tier.staged.get(move.key) is row:
+                    self._writeback.demotion_loaded(tier, move.key)
+                else:
+                    self._writeback.write_through((row,), self._state.tiers[: tier.number])
+        else:
+            if outcome in (Outcome.FAILED, Outcome.NO_SPACE):
+                tier.counters.failed_loads += 1
+                if tier.index.get(move.key) is move.entry:
+                    tier.cancel_eviction(move.key, self._state.tick)
+            elif tier.invalidate(move.key, move.entry):
+                tier.counters.corrupt += outcome is Outcome.CORRUPT
+                tier.counters.missing += outcome is Outcome.MISSING
+                tier.gone.note(move.key, tag_of(tier.number, Gone.LOST))
+                self._checks.mark_absent(tier.number, move.key, now)
+            self.give_up(tier, row)
+
+    def _retry(self, tier: TierIndex, row: Row) -> None:
+        key = row.key
+        if tier.staged.get(key) is row:
+            del tier.staged[key]
+        if requests := self._loading_for.pop(row.order, None):
+            requests.reverse()
+            self._retries.append((row, requests))
+
+    def _without_room(self, key: Key, requests: Sequence[Request]) -> list[tuple[Request, Key]]:
+        """The host has no room for this row: what of it to queue again."""
+        put_off = []
+        for request in requests:
+            if request.in_line:
+                self._line.find_no_room(request, key)
+            elif self._promotion.crowded:
+                put_off.append((request, key))
+            else:  # the host is full of rows of requests that wait for more of them: this prefix ends here
+                request.refuse(key)
+        return put_off
+
+    def _line_gives_way(self, wanted: dict[Key, list[Request]], room: int) -> bool:
+        """Whether requests in line have unpinned rows for those whose turn has come."""
+        missing = sum(any(not request.in_line for request in requests) for requests in wanted.values()) - room
+        return missing > 0 and self._line.give_way(missing)
+
+    def _turn_has_come(self, tier: TierIndex) -> bool:
+        """Whether a request at the front of the tier's queue is not in line."""
+        front = (request for request, _ in islice(tier.to_load, FRONT))
+        return any(request.waiting and not request.in_line for request in front)
+
+    def _waits_for_writeback(self, now: float) -> bool:
+        """Whether promotions wait for host rows that write-back frees, rather than evict unwritten ones. Only for
+        clean_wait_s, so that a slow or hanging tier below delays no request much."""
+        if self._state.below_host is None or not (self._host.free or self._host.evicting):
+            return False
+        if self._host.free:
+            self._host_full_since_s = None
+            return True
+        if self._host_full_since_s is None:
+            self._host_full_since_s = now
+        return now - self._host_full_since_s < self._state.limits.clean_wait_s
+
+    def _waits_for_others(self) -> bool:
+        """Whether some rows of the full host may turn out not to be pinned, or will be unpinned though no request that
+        waits for room gives up: those of loads and stores under way, and those of requests that have all they asked
+        for. Loading more after them is quicker than computing, and their requests end it by their deadlines. O(1)."""
+        if self._host.searching or any(tier.rows_loading for tier in self._state.tiers):
+            return True
+        return self._host.generation.stuck < self._host.used
+
+
+def _still_wanted(wanted: dict[Key, list[Request]]) -> dict[Key, list[Request]]:
+    """Without the requests that ask for nothing any more, as they have given way."""
+    asking = {key: [request for request in requests if request.asked.get(key)] for key, requests in wanted.items()}
+    return {key: requests for key, requests in asking.items() if requests}

@@ -1,0 +1,237 @@
+"""A request that waits for promotions: what it asked for, what it has pinned, how long it may wait."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.host import Generation, Row
+
+NEVER: Final = float("-inf")
+
+
+@dataclass(slots=True)
+class Wait:
+    """What a request that waits for a part of its chain goes by. Positions are in tokens of the request."""
+
+    began_s: float
+    expected_s: float  # when all that it waits for is expected to be in host memory
+    step_tokens: int
+    end: int  # of its chain
+    places: list[tuple[int, int]]  # the tiers, by number, and the place of its last row in the queue of each
+
+
+class Request:
+    """Scheduler-side state of one request, from its first look-up to its end.
+
+    Its scan of a step goes up the prefix, key by key. The first scan that meets stored rows collects all of them, so
+    that they can be promoted together; later scans of the same wait stop at the first key that is not there yet.
+    """
+
+    __slots__ = (
+        "_stuck",
+        "allowed",
+        "answered",
+        "ascending",
+        "asked",
+        "check_deadline_s",
+        "check_queued",
+        "chosen",
+        "deadline_s",
+        "expired",
+        "first_key_found",
+        "first_scan",
+        "generation",
+        "idle_until_s",
+        "in_line",
+        "load_failed",
+        "lowest",
+        "missing",
+        "name",
+        "open_checks",
+        "pending",
+        "pinned",
+        "position",
+        "rescan",
+        "scan_hits",
+        "seen_s",
+        "step",
+        "stopped",
+        "tick",
+        "to_come",
+        "unknown",
+        "wait",
+        "waited_since_s",
+        "waits_for_listing",
+    )
+
+    def __init__(self, name: str, generation: Generation, allowed: frozenset[int] | None = None) -> None:
+        self.name = name
+        self.generation = generation
+        self.allowed = allowed  # the storage tiers that it may load from; None: all
+        self.tick: int | None = None
+        # One deadline for all that it waits for: armed at its first PENDING, and again only after a load was prepared.
+        self.deadline_s: float | None = None
+        # For metrics: when its wait began, when it last looked up while it waited, and the lowest tier that it asked.
+        self.waited_since_s: float | None = None
+        self.seen_s = 0.0
+        self.lowest = 0
+        self.pending = False  # it waits for promotions, or has rows pinned
+        self.in_line = False  # and it was not looked up yet (line.py)
+        self.expired = False  # its deadline has passed: nothing is promoted on its behalf any more
+        self.waits_for_listing = False  # also for tiers that are still being listed
+        self.load_failed = False  # one of its loads failed: it computes everything itself
+        # Keys queued for promotion on its behalf: True until they have come, False once the host had no room.
+        self.asked: dict[Key, bool] = {}
+        self.to_come = 0  # how many of them are True
+        self.pinned: dict[Key, Row] = {}
+        self._stuck = 0  # what of Generation.stuck it accounts for
+        self.scan_hits: list[Row] = []  # hits of the scan so far, to be pinned if the request turns out to wait
+        self.step = -1
+        self.position: int | None = None
+        self.ascending = True
+        self.first_scan = True
+        self.stopped = False
+        self.answered = False  # this step's scan had its answer at its first key
+        self.missing: deque[tuple[int | None, Key]] = deque()  # positions and keys that it waits for, in prefix order
+        # Existence checks (existence.py): the unknown keys, and how many open checks it waits for.
+        self.unknown: dict[Key, None] = {}
+        self.check_queued = False
+        self.open_checks = 0
+        self.check_deadline_s: float | None = None
+        self.first_key_found = False
+        self.rescan = False
+        # Load or recompute (chains.py): nothing is loaded beyond this token, whatever turns up there meanwhile.
+        self.chosen: int | None = None
+        self.wait: Wait | None = None  # what its wait is judged by
+        self.idle_until_s = NEVER  # its wait need not be judged before, unless its last row comes
+
+    @property
+    def waiting(self) -> bool:
+        return self.pending and not self.expired
+
+    def begin(self, step: int, position: int | None) -> bool:
+        """A look-up at `position` (the key's end token) in `step`; a new step is a new scan. Returns whether it is the
+        first look-up of a scan that only has to find out whether all that it waits for is there."""
+        new = step != self.step
+        if new:
+            if self.step >= 0:
+                self.first_scan = not self.pending or self.rescan
+                self.rescan = False
+            self.step = step
+            self.stopped = self.answered = False
+            self.scan_hits.clear()
+            if self.first_scan:
+                self.missing.clear()
+        elif position is None or (self.position is not None and position <= self.position):
+            # A windowed group is scanned from its end: stopping early would lose the hit.
+            self.ascending = False
+        self.position = position
+        return new and self.ascending and not self.first_scan and self.waiting
+
+    def ask(self, keys: Collection[Key]) -> None:
+        """Rows of `keys` are queued to be promoted on its behalf. It asks for none of them already."""
+        self.asked.update(dict.fromkeys(keys, True))
+        self.to_come += len(keys)
+        self._count()
+
+    def has_come(self, key: Key) -> None:
+        """This row is in host memory: it asks for it no more."""
+        self.to_come -= self.asked.pop(key, False)
+        self._count()
+
+    def withdraw(self, key: Key) -> None:
+        """It asks for this row no more: its tier cannot load it now."""
+        self.has_come(key)
+        self.idle_until_s = NEVER
+
+    def refuse(self, key: Key) -> None:
+        """The host has no room for a row that it asked for, and will not have any."""
+        self.withdraw(key)
+        self.asked[key] = False
+
+    def begin_wait(self) -> None:
+        """From now on rows are pinned for it."""
+        self.pending = True
+        self._count()
+
+    def expire(self) -> None:
+        """Nothing is promoted on its behalf any more."""
+        self.expired = True
+        self._count()
+
+    def join_line(self) -> None:
+        self.in_line = True
+        self._count()
+
+    def leave_line(self) -> None:
+        self.in_line = False
+        self._count()
+
+    def pin(self, row: Row) -> None:
+        """Keep `row` from eviction until the request loads it, ends, or expires."""
+        if (old := self.pinned.get(row.key)) is None or old.invalidated:
+            self.pinned[row.key] = row
+            row.request_pins += 1
+            self._count()
+
+    def pin_all(self, rows: Sequence[Row]) -> None:
+        """The same of many rows, none of which is invalidated."""
+        if self.pinned:
+            for row in rows:
+                self.pin(row)
+            return
+        for row in rows:
+            self.pinned[row.key] = row
+            row.request_pins += 1
+        self._count()
+
+    def unpin(self, row: Row) -> None:
+        """The row that it waited for will not be ready."""
+        del self.pinned[row.key]
+        row.request_pins -= 1
+        self.idle_until_s = NEVER
+        self._count()
+
+    def rearm(self) -> None:
+        """Its load is prepared: if it comes back after a preemption, it may wait again."""
+        self.deadline_s = None
+        self.expired = False
+        self.chosen = self.wait = None
+        self._count()
+
+    def note_missing(self, key: Key) -> None:
+        """A look-up of `key` was answered with PENDING."""
+        if self.first_scan or not self.missing:
+            self.missing.append((self.position, key))
+
+    def belongs_to(self, generation: Generation) -> None:
+        """If there was a reset since its last use, it waits for nothing, and no row of before needs to be unpinned."""
+        if self.generation is not generation:
+            self.generation = generation
+            self.pending = False
+            self.chosen = self.wait = None
+            for collection in (self.pinned, self.scan_hits, self.asked):
+                collection.clear()
+            self.to_come = self._stuck = 0
+
+    def release(self) -> None:
+        """It waits no longer: unpin its rows, forget what it asked for."""
+        self.pending = False
+        for row in self.pinned.values():
+            row.request_pins -= 1
+        self.pinned.clear()
+        self.scan_hits.clear()
+        self.asked.clear()
+        self.to_come = 0
+        self._count()
+
+    def _count(self) -> None:
+        """What it pins is stuck for as long as it waits for more."""
+        stuck = len(self.pinned) if self.to_come and self.waiting and not self.in_line else 0
+        if stuck != self._stuck:
+            self.generation.stuck += stuck - self._stuck
+            self._stuck = stuck

@@ -1,0 +1,147 @@
+"""Slots: one row each. Where they are places on the medium, they are allocated lowest first, so that it fills from its
+start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from nixl_tiers.base.zeroed import zeroed
+from nixl_tiers.core.cold_table import ColdTable
+
+
+class SlotCount:
+    """`limit` slots that only count: rows are found by key, and every slot is number 0."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = 0
+
+    def __len__(self) -> int:
+        return self._used
+
+    @property
+    def limit(self) -> int:
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        """Slots beyond a smaller limit stay allocated until their rows are evicted."""
+        self._limit = limit
+
+    @property
+    def free(self) -> int:
+        """How many more rows fit the budget; below zero while a smaller limit is being kept."""
+        return self._limit - self._used
+
+    def allocate(self) -> int | None:
+        """A free slot, or None if there is none, or if rows beyond the limit still use up the budget."""
+        if self._used >= self._limit:
+            return None
+        self._used += 1
+        return 0
+
+    def claim(self, slot: int) -> bool:
+        """Allocate this very slot, for a row that the medium lists; False if it is taken or beyond the limit."""
+        return self.allocate() is not None
+
+    def release(self, slot: int) -> None:
+        """Free a slot."""
+        assert self._used, "a free slot is released"
+        self._used -= 1
+
+    def adjust_used(self, count: int) -> None:
+        """Count `count` more slots as used (fewer if negative). This may pass the limit."""
+        self._used += count
+
+    def clear(self) -> None:
+        """No slots any more: the limit is 0."""
+        self._limit = self._used = 0
+
+
+class Slots(SlotCount):
+    """`limit` slots numbered from 0. A byte of memory for each up to the highest one in use, however many there are:
+    the map's pages come when they are touched, since to grow it for a high slot took 8 ms at ten million slots.
+
+    The budget holds because a slot is only got from `allocate` (the lowest free one) or `claim`."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self._map = zeroed(limit)
+        self._end = 0
+        self._searched = 0  # each free slot below this one is in `_freed`
+        self._freed: list[int] = []  # a heap of slots that were freed; those that are taken by now are dropped when met
+
+    @property
+    def limit(self) -> int:
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        if limit > len(self._map):
+            larger = zeroed(limit)
+            larger[: self._end] = self._map[: self._end]
+            self._map = larger
+        self._limit = limit
+        self._search_from(0)  # slots beyond a smaller limit have been dropped
+
+    @property
+    def end(self) -> int:
+        """No slot from this one on was ever used."""
+        return self._end
+
+    def allocate(self) -> int | None:
+        if self._used >= self._limit:
+            return None
+        while self._freed:
+            slot = heappop(self._freed)
+            if slot < self._limit and not self._map[slot]:
+                break
+        else:
+            slot = self._map.find(b"\0", self._searched, self._end) if self._searched < self._end else -1
+            slot = self._end if slot < 0 else slot
+            if slot >= self._limit:
+                return None
+            self._end = max(self._end, slot + 1)
+            self._searched = slot + 1
+        self._map[slot] = 1
+        self._used += 1
+        return slot
+
+    def claim(self, slot: int) -> bool:
+        if not 0 <= slot < self._limit:
+            return False
+        if self._map[slot]:
+            return False
+        self._end = max(self._end, slot + 1)
+        self._map[slot] = 1
+        self._used += 1
+        return True
+
+    def release(self, slot: int) -> None:
+        assert self._map[slot], "a free slot is released"
+        self._map[slot] = 0
+        self._used -= 1
+        if slot < self._searched:
+            heappush(self._freed, slot)
+
+    def exchange(self, old: Sequence[ColdTable], new: ColdTable | None, start: int, stop: int) -> None:
+        """Of the slots from `start` to `stop`: free those of the rows of `old`, then allocate those of `new`, as far as
+        they are free and below the limit."""
+        for table in old:
+            self._used -= table.release(memoryview(self._map), start, stop)
+        if new is not None:
+            stop = min(stop, self._limit, new.slots_end)
+            self._end = max(self._end, stop)
+            self._used += new.claim(memoryview(self._map), start, stop)
+        self._search_from(start)
+
+    def clear(self) -> None:
+        super().clear()
+        self._map = zeroed(0)
+        self._end = 0
+        self._search_from(0)
+
+    def _search_from(self, slot: int) -> None:
+        if slot < self._searched or self._freed:
+            self._searched, self._freed = min(slot, self._searched), []

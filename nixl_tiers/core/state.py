@@ -1,0 +1,238 @@
+"""What promotion, write-back, health and events share: the host tier, the tier indexes, windows, ticks and job ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from nixl_tiers.base.policies import Prefer, Write
+from nixl_tiers.core.counters import Counters
+from nixl_tiers.core.garbage import Garbage
+from nixl_tiers.core.gone_keys import GoneKeys
+from nixl_tiers.core.host import HostTier, RowState
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.prefill import PrefillEstimate
+from nixl_tiers.core.pricing import FREE, TierPrice
+from nixl_tiers.core.requests import Request
+from nixl_tiers.core.samples import Samples
+from nixl_tiers.core.throughput import TransferEstimate
+from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.types import Burst, Direction, Job, PlannedMove, TierState
+
+STORE_JOBS: Final = 4  # a job of stores is at most so many times as large as one of loads
+JOBS_A_WINDOW: Final = 4  # and leaves room for so many in a window
+COPIES_KNOWN: Final = 3  # copies to the engine: with fewer, one that was slow by accident is all that is known
+COPIES_HALVE_S: Final = 30.0  # as long without one that was measured halves their price
+
+
+class CascadeState:
+    """The tiers of one cascade, in order, and what every flow between them needs.
+
+    Windows are in rows, for each tier and direction: how many may be under way at once (back-pressure).
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        tiers: Sequence[TierIndex],
+        limits: Limits,
+        row_bytes: int,
+        garbage: Garbage,
+        *,
+        prefill: PrefillEstimate,
+        gone: GoneKeys,
+        prefer: Prefer = "latency",
+    ) -> None:
+        self.host = host
+        self.tiers = list(tiers)
+        self.limits = limits
+        self.row_bytes = row_bytes
+        self.garbage = garbage
+        self.prefill = prefill
+        self.samples = Samples()
+        self.gone = gone
+        self.prefer = prefer
+        self.copies = TransferEstimate()  # from the host to the engine
+        self.tick = 0  # logical clock of use: one tick a request
+        self.last_job_id = 0
+        self.unfinished = False  # whether the last turn left work that could be done at once
+        self.slice_left = limits.rows_per_slice
+        """How many more rows the slice has room for (`begin_slice`); zero or less: it is used up."""
+        few = max(1, min(4, host.rows // 4))  # so that a small host tier still moves
+        tier_count = max(1, len(self.tiers))
+        self.load_window = max(few, int(host.rows * limits.load_share) // tier_count)
+        self.store_window = max(few, int(host.rows * limits.store_share) // tier_count)
+        # Rows that come up only to be written further down keep their host rows until they are written, however slow
+        # that is. So they have a small window of their own.
+        self.demote_window = max(1, min(self.store_window, self.load_window // 2))
+        self.rows_per_job = max(1, min(limits.moves_per_job, limits.job_bytes // row_bytes))
+        self.below_host: TierIndex | None = None  # the tier that is written when the host evicts
+        self._below: dict[int, TierIndex] = {}
+        self._above: dict[int, TierIndex | None] = {}
+        above: TierIndex | None = None
+        for tier in self.tiers:
+            if tier.spec.write is Write.ON_EVICT:
+                self._above[tier.number] = above
+                if above is None:
+                    self.below_host = tier
+                else:
+                    self._below[above.number] = tier
+            if tier.spec.write is not Write.OFF:
+                above = tier
+
+    def counters_of(self, name: str) -> Counters:
+        """Of the storage tier of this name, or of the host."""
+        for tier in self.tiers:
+            if tier.spec.name == name:
+                return tier.counters
+        return self.host.counters
+
+    def price_of(self, tier: TierIndex) -> TierPrice:
+        """What loads from this tier cost now. While nothing was loaded from it, nothing: it is tried."""
+        row_s = tier.loads.s_per_byte * self.row_bytes
+        return TierPrice(tier.loads.latency_s, row_s, len(tier.to_load) + tier.rows_loading)
+
+    def price_of_copies(self, now: float) -> TierPrice:
+        """What rows cost to be copied from host memory to the engine: nothing before a few copies were measured, and
+        the less, the longer none was. What is declined for their price is not copied, and nothing else measures it."""
+        copies = self.copies
+        if copies.last_s is None or copies.transfers < COPIES_KNOWN:
+            return FREE
+        kept = 0.5 ** ((now - copies.last_s) / COPIES_HALVE_S)
+        return TierPrice(kept * copies.latency_s, kept * copies.s_per_byte * self.row_bytes, 0)
+
+    def begin_slice(self) -> None:
+        """What follows holds the lock for as long as about `rows_per_slice` rows take; the next turn goes on."""
+        self.slice_left = self.limits.rows_per_slice
+
+    def take(self, rows: int = 1) -> bool:
+        """Whether the slice has room for work on so many rows. Nothing follows in this slice once it has not."""
+        if self.slice_left < min(rows, self.limits.rows_per_slice):
+            self.slice_left = 0
+            return False
+        self.slice_left -= rows
+        return True
+
+    @property
+    def slice_used_up(self) -> bool:
+        return self.slice_left <= 0
+
+    def below(self, tier: TierIndex) -> TierIndex | None:
+        """The tier that is written when `tier` evicts, if there is one."""
+        return self._below.get(tier.number)
+
+    def above(self, tier: TierIndex) -> TierIndex | None:
+        """The tier whose evictions are written to `tier`, which is written on eviction; None: the host."""
+        return self._above[tier.number]
+
+    def room_above(self, target: TierIndex) -> tuple[int, int]:
+        """Of the tier whose evictions are written to `target`: how many rows are free, and how many should be so that
+        it need not wait for a write. (0, 0) if there is none, or it is not readable."""
+        if target.spec.write is not Write.ON_EVICT:
+            return 0, 0
+        source, share = self.above(target), self.limits.reserve_share
+        if source is None:
+            return self.host.free, max(1, int(self.host.rows * share))
+        if source.state is not TierState.UP or not source.readable:
+            return 0, 0
+        # Demotion goes through the host: more than all of it cannot be brought up at once.
+        return source.slots.free, max(1, min(int(source.slots.limit * share), self.host.rows))
+
+    def running_s(self, tier: TierIndex) -> float:
+        """How long the rows that are being moved to and from this tier take it, as far as is known."""
+        loads, stores = tier.throughput[Direction.LOAD], tier.throughput[Direction.STORE]
+        return loads.seconds(tier.rows_loading * self.row_bytes) + stores.seconds(tier.rows_storing * self.row_bytes)
+
+    def tick_of(self, request: Request) -> int:
+        """The request's tick; it gets one at its first use of any row."""
+        if request.tick is None:
+            request.tick = self.tick
+            self.tick += 1
+        return request.tick
+
+    def make_room(self, count: int) -> int:
+        """Evict host rows until `count` are free, or all that are left are pinned; returns how many of `count` are.
+        Victims that the tier below should have got, and has not, are counted as dropped there."""
+        victims = self.host.make_room(count)
+        below = self.below_host
+        if below is not None:
+            for row in victims:
+                below.to_store.pop(row.key, None)
+                below.counters.dropped_evicted += not row.host_only and row.key not in below
+        return min(count, self.host.free)
+
+    def start_jobs(
+        self, tier: TierIndex, direction: Direction, moves: list[PlannedMove], now: float, soon: int = 0
+    ) -> list[Job]:
+        """Jobs of so many rows as are best for their direction, with their deadlines; call after the tier counts
+        `moves`. `soon`: how many more rows the next slices start, beside which these jobs run."""
+        if not moves:  # as at most turns: the estimates below sort their samples
+            tier.loose.clear()
+            return []
+        limits, throughput = self.limits, tier.throughput[direction]
+        nbytes = self.row_bytes * (soon + (tier.rows_loading if direction is Direction.LOAD else tier.rows_storing))
+        soft_s = throughput.timeout_s(nbytes, min(limits.soft_deadline_min_s, limits.wait_s), limits.wait_s)
+        hard_s = throughput.timeout_s(4 * nbytes, limits.hard_deadline_min_s, limits.hard_deadline_max_s)
+        jobs = []
+        most = self.rows_per_job if direction is Direction.LOAD else self._rows_per_store_job(tier)
+        for start in range(0, len(moves), most):
+            self.last_job_id += 1
+            part = moves[start : start + most]
+            jobs.append(Job(self.last_job_id, tier.number, direction, part, nbytes, now, now + soft_s, now + hard_s))
+        for job in jobs:
+            job.loaded_before = tier.loaded
+        if direction is Direction.LOAD:
+            self._join_burst(tier, jobs, now)
+        started = {job.id: job for job in jobs}
+        tier.jobs.update(started)
+        tier.loose.clear()
+        tier.send_credits -= len(jobs)
+        return jobs
+
+    def _rows_per_store_job(self, tier: TierIndex) -> int:
+        limits = self.limits
+        fast = int(tier.throughput[Direction.STORE].bytes_per_s * limits.pause_s) // self.row_bytes
+        # Several jobs fill a window, whatever their size: else the tier idles between two of them.
+        largest = min(STORE_JOBS * self.rows_per_job, limits.moves_per_job, self.store_window // JOBS_A_WINDOW)
+        return max(self.rows_per_job, min(fast, largest))
+
+    def _join_burst(self, tier: TierIndex, jobs: list[Job], now: float) -> None:
+        burst = tier.burst
+        if burst is None or burst.ended or now - burst.began_s > self.limits.burst_s:
+            burst = tier.burst = Burst(now)
+        for job in jobs:
+            job.burst = burst
+            burst.rows += len(job.moves)
+
+    def leave_burst(self, job: Job) -> int:
+        """A load was abandoned, or has ended: how many rows of its burst still run."""
+        burst, job.burst = job.burst, None
+        if burst is None:
+            return 0
+        burst.rows -= len(job.moves)
+        burst.ended = True
+        return burst.rows
+
+    def loose_jobs(self, tier: TierIndex, now: float) -> list[Job]:
+        """Jobs of the moves that an error left without one, for them to be ended."""
+        moves, tier.loose = tier.loose, []
+        jobs = []
+        for move in moves:
+            self.last_job_id += 1
+            direction = Direction.LOAD if move.row.state is RowState.LOADING else Direction.STORE
+            jobs.append(Job(self.last_job_id, tier.number, direction, [move], 0, now, now, now))
+        return jobs
+
+    def start_trials(self, tier: TierIndex, direction: Direction, moves: list[PlannedMove], now: float) -> list[Job]:
+        """The same for at most one row that is moved alone: a suspect, or a breaker's probe."""
+        jobs = self.start_jobs(tier, direction, moves, now)
+        for job in jobs:
+            job.is_trial = True
+            tier.trials_running += 1
+        return jobs
+
+    def job_ended(self, tier: TierIndex, job: Job) -> None:
+        """The mover is done with this job, or is dead: it holds nothing back any more."""
+        tier.trials_running -= job.is_trial
+        if job.abandoned and job.direction is Direction.LOAD:
+            tier.quarantined -= len(job.moves)

@@ -1,0 +1,105 @@
+"""Values that the parts of the core share: a tier's specification and state, entries, moves and jobs."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+import msgspec
+
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.core.host import Row
+
+
+class TierState(Enum):
+    DOWN = "down"  # no mover, or its medium does not answer: every look-up misses, stores are dropped
+    LISTING = "listing"  # rows that are listed already are hits; stores wait until all are listed
+    UP = "up"
+
+
+class Direction(Enum):
+    STORE = "store"
+    LOAD = "load"
+
+
+@dataclass(frozen=True)
+class TierSpec:
+    """What the core must know of a storage tier. `physical_slots`: a slot is a place on the medium, no mere count."""
+
+    name: str
+    write: Write
+    physical_slots: bool
+    policy: Eviction = "lru"
+    existence_checks: bool = False  # other engines store to it, and unknown keys can be checked
+
+
+class Entry(msgspec.Struct, gc=False, eq=False):
+    """A key's slot in a storage tier. `stored` is False while its first write is under way; `evicting`: a victim that
+    is written to the tier below first; `spilled_at`: its place in the spill that moves it, -1 if none does. Hidden from
+    the garbage collector, as Row is."""
+
+    slot: int
+    stored: bool
+    evicting: bool = False
+    readers: int = 0
+    spilled_at: int = -1
+
+
+class PlannedMove(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """One row's part of a job; hidden from the garbage collector, as what it refers to is."""
+
+    row: Row
+    entry: Entry
+    key: Key
+    tick: int = 0
+    seal: bool = False
+
+
+@dataclass(slots=True)
+class Burst:
+    """Loads of one tier that started at about the same time. Where they share the medium, the first to end looks
+    several times as slow as it is: what the others have got meanwhile is in none of the tier's books. `rows`: of those
+    that still run; `ended`: whether some have ended, so that none joins any more."""
+
+    began_s: float
+    rows: int = 0
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class Job:
+    """One batch of row moves of one direction. Times are of the caller's monotonic clock, in seconds."""
+
+    id: int
+    tier: int
+    direction: Direction
+    moves: list[PlannedMove]
+    nbytes: int  # under way in its direction when it started, its own included
+    started_s: float
+    soft_deadline_s: float  # no request waits for it after that
+    hard_deadline_s: float  # its mover is killed then
+    is_trial: bool = False  # of one row that no request waits for: a suspect, or a breaker's probe
+    probe_episode: int | None = None  # the breaker's number of its probe, if it is one
+    abandoned: bool = False
+    loaded_before: int = 0  # rows of its tier whose loads had ended when it started
+    burst: Burst | None = None  # of a load, until it is abandoned or has ended
+
+
+@dataclass(slots=True)
+class DeadJobs:
+    """Open jobs of a mover that was killed or has died, which are worked off in slices: first their suspects enter the
+    denylist, then requests cease to wait for them, then, once their mover is reaped, their rows are free."""
+
+    to_suspect: deque[Job]
+    to_abandon: deque[Job]
+    to_end: deque[Job]
+    since_s: float
+    reaped: bool
+    batch: list[Key] = field(default_factory=list)  # all suspects: shared by their records in the denylist
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing can be done now: its mover may still write to the rows."""
+        return not (self.to_suspect or self.to_abandon or self.reaped)

@@ -1,0 +1,343 @@
+"""Write-back: how rows come down, written through when they are complete or demoted when the tier above evicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.policies import Write
+from nixl_tiers.core.host import CPU, Row, RowState
+from nixl_tiers.core.state import CascadeState
+from nixl_tiers.core.store_hold import StoreHold
+from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.types import Direction, Job, PlannedMove
+
+MAX_VICTIMS_PER_PASS: Final = 256
+_READY: Final = RowState.READY  # members of an enum are found by a slow attribute look-up before Python 3.12
+CLEAN_AGAIN_S: Final = 0.05  # others are selected so long after victims of which none could be written
+
+
+class WriteBack:
+    """Queues rows for the tiers below, plans their stores, and ends the evictions that waited for these."""
+
+    def __init__(self, state: CascadeState) -> None:
+        self._state = state
+        self._host = state.host
+        self.hold = StoreHold(state)
+        self.awaited = 0
+        """How many threads wait for rows to be written."""
+        self._now = 0.0
+        # By tier: when victims that wait for it were kept, and none has moved since.
+        self._kept_s: dict[int, float] = {}
+
+    # --- queueing ----------------------------------------------------------------------------------------------
+
+    def write_through(self, rows: Sequence[Row], tiers: Iterable[TierIndex]) -> None:
+        """Queue complete rows for those of `tiers` that are written through and lack them."""
+        for tier in tiers:
+            if tier.spec.write is Write.THROUGH:
+                lacking = [row for row in rows if not row.host_only and row.key not in tier]
+                room = 0 if tier.refuses_stores else max(0, self._host.rows - len(tier.to_store))
+                dropped = max(0, len(lacking) - room)
+                if tier.refuses_stores:
+                    tier.counters.dropped_refused += dropped
+                else:
+                    tier.counters.dropped_behind += dropped
+                tier.to_store.update((row.key, row.tick) for row in lacking[:room])
+
+    def allow(self, row: Row) -> None:
+        """A request that stores to all tiers uses this host-only row: from now on it is written like any other."""
+        row.host_only = False
+        if row.state is RowState.READY:
+            self.write_through((row,), self._state.tiers)
+
+    def demote(self, rows: Iterable[Row]) -> None:
+        """The engine shuts down, and no request waits any more: queue those of these rows that are ready and that the
+        tier below the host lacks."""
+        self.hold.closing = True
+        target = self._state.below_host
+        if target is not None and target.writable:
+            for row in rows:
+                is_here = row.state is RowState.READY and self._host.index.get(row.key) is row
+                if is_here and not row.host_only and row.key not in target:
+                    target.to_store.setdefault(row.key, row.tick)
+
+    def clean(self, now: float | None = None) -> None:
+        """Select victims ahead of need in every tier whose evictions are written below, so that a reserve of rows is
+        free and an allocation need not wait for a write. `now`: None if no time is known to have passed."""
+        self._now = self._now if now is None else now
+        for target in self._state.tiers:
+            if target.spec.write is Write.ON_EVICT and target.writable:
+                self._clean(target)
+
+    def rows_to_clean(self, target: TierIndex) -> int:
+        """How many more rows must leave the tier above `target` so that its reserve is free, as far as `target` has
+        slots that nothing is moving to or from; zero or less: none."""
+        free, reserve = self._state.room_above(target)
+        if not reserve:
+            return 0
+        source = self._state.above(target)
+        if source is not None and source.former:
+            return 0  # they are to be selected again, and not others
+        missing = reserve - free - len(self._host.evicting if source is None else source.evicting)
+        # A victim without a slot would be dropped, and selected again at the next turn.
+        return min(missing, target.slots.limit - target.rows_loading - target.rows_to_write)
+
+    def has_room(self, tier: TierIndex) -> bool:
+        """Whether stores to this tier can be started, as far as promotions do not hold them up."""
+        return tier.writable and tier.rows_storing < self._state.store_window and tier.store_credits > 0
+
+    def short_of_room(self, target: TierIndex) -> bool:
+        """Whether the tier above `target` has used up half of its reserve: with less, promotions and stores of the
+        engine would wait for write-back."""
+        free, reserve = self._state.room_above(target)
+        return 2 * free < reserve
+
+    def backlog(self) -> int:
+        """Rows queued for or being written to the tier that is furthest behind."""
+        return max((tier.rows_to_write for tier in self._state.tiers), default=0)
+
+    def pressure(self) -> int:
+        """The backlog of the tiers that are writable now: waiting for any other does not help."""
+        return max((tier.rows_to_write for tier in self._state.tiers if tier.writable), default=0)
+
+    # --- jobs --------------------------------------------------------------------------------------------------
+
+    def plan_stores(self, tier: TierIndex, now: float) -> list[Job]:
+        """Store jobs for the rows at the front of the tier's queue, as many as promotions, its window and its mover
+        leave room for."""
+        rows: list[tuple[Row, int]] = []
+        suspect: list[tuple[Row, int]] = []
+        most = min(
+            self.hold.room(tier),
+            self._state.store_window - tier.rows_storing,
+            tier.store_credits * self._state.rows_per_job,
+        )
+        looks = self._state.slice_left
+        while tier.to_store and len(rows) < most and looks > 0:
+            looks -= 1
+            key, tick = tier.to_store.popitem(last=False)
+            row = self._host.index.get(key)
+            if key in tier:
+                self._finish_eviction_above(tier, key, written=True)
+            elif row is None or row.state is not _READY or row.host_only:
+                tier.counters.dropped_evicted += 1
+                self._give_up(tier, key)
+            elif tier.denylist.is_suspect(key):
+                if not suspect and not tier.trials_running and tier.denylist.trial_due(key, now):
+                    suspect = [(row, tick)]
+                else:
+                    tier.counters.dropped_failed += 1
+                    self._give_up(tier, key)
+            elif row.sealing:
+                tier.parked[key] = tick  # one sealer at a time
+            else:
+                rows.append((row, tick))
+        self._state.slice_left = looks
+        self.hold.started(tier, len(rows) + len(suspect))
+        if rows:
+            self._kept_s.pop(tier.number, None)
+        soon = min(len(tier.to_store), most - len(rows))
+        jobs = self._state.start_jobs(tier, Direction.STORE, self.start_stores(tier, rows), now, soon)
+        if suspect:
+            jobs += self._state.start_trials(tier, Direction.STORE, self.start_stores(tier, suspect), now)
+        return jobs
+
+    def start_stores(self, tier: TierIndex, rows: Sequence[tuple[Row, int]]) -> list[PlannedMove]:
+        """Reserve a slot and pin the row for each of `rows` (row, tick); those that find no slot are dropped."""
+        self._count_unwritten(tier, tier.make_room(len(rows)))
+        moves: list[PlannedMove] = []
+        listed = tier.newest_listed
+        for row, last_used in rows:
+            tick = max(listed, last_used)  # its request may have begun before the listing ended
+            entry = tier.reserve(row.key, tick)
+            if entry is None:
+                tier.counters.dropped_no_room += 1
+                self._give_up(tier, row.key)
+                continue
+            move = PlannedMove(row, entry, row.key, tick, not row.sealed)
+            row.mover_refs += 1
+            row.sealing = move.seal
+            tier.rows_storing += 1
+            tier.loose.append(move)
+            moves.append(move)
+        return moves
+
+    def plan_demotions(self, tier: TierIndex, now: float) -> list[Job]:
+        """Load jobs for the tier's victims, to write them below: in the room that requests leave in the windows."""
+        target = self._state.below(tier)
+        if target is None or not target.writable:
+            self.drop_demotions(tier)
+            return []
+        if not self.hold.room(target):
+            return []
+        most = min(
+            self._state.load_window - tier.rows_loading,
+            self._state.demote_window - len(tier.staged),
+            tier.send_credits * self._state.rows_per_job,
+        )
+        if self._state.below_host is not None:
+            most = min(most, self._host.free)  # not at the cost of the host's own unwritten rows
+        if most > 0 and not self._state.make_room(1):
+            return []  # they wait: to cancel them would be to select them again at the next turn
+        victims: list[Key] = []
+        while tier.to_demote and len(victims) < most and self._state.take():
+            key = tier.to_demote.popleft()
+            if key not in tier.evicting or self._needs_no_load(tier, target, key):
+                continue
+            if key not in self._host.index and tier.open_for_load(key, now) is not None:
+                victims.append(key)
+            else:
+                tier.cancel_eviction(key, self._state.tick)  # promoted for a request meanwhile, or not loadable now
+                self._kept_s[target.number] = now
+        if victims:
+            self._kept_s.pop(target.number, None)
+        room = self._state.make_room(len(victims))
+        for key in victims[room:]:
+            tier.cancel_eviction(key, self._state.tick)
+        moves: list[PlannedMove] = []
+        for key in victims[:room]:
+            row = self._host.insert(key, RowState.LOADING, 0)  # tick 0: the next victim again
+            row.source = tier.spec.name
+            moves.append(tier.start_load(row))
+            row.request_pins += 1
+            tier.staged[key] = row
+        return self._state.start_jobs(tier, Direction.LOAD, moves, now)
+
+    # --- ends --------------------------------------------------------------------------------------------------
+
+    def stores_ended(self, tier: TierIndex, moves: Sequence[PlannedMove], outcomes: Sequence[Outcome]) -> None:
+        """A mover is done with these stores, which are in `tier.loose`, the first one last; their rows and slots are no
+        longer pinned by them."""
+        loose, index, counters, ok = tier.loose, tier.index, tier.counters, Outcome.OK
+        row_bytes, reclaim = self._state.row_bytes, self._host.reclaim
+        on_evict = tier.spec.write is Write.ON_EVICT
+        for move, outcome in zip(moves, outcomes, strict=True):
+            row, entry, key = move.row, move.entry, move.key
+            loose.pop()
+            tier.rows_storing -= 1
+            row.mover_refs -= 1
+            if move.seal:
+                row.sealing = False
+                row.sealed = outcome is ok
+            current = index.get(key) is entry
+            if outcome is ok:
+                entry.stored = True
+                counters.bytes_written += row_bytes
+                if current:
+                    counters.stored += 1
+                    if on_evict:
+                        self._finish_eviction_above(tier, key, written=True)
+            else:
+                counters.failed_stores += 1
+                tier.invalidate(key, entry)
+                if current:
+                    counters.dropped_failed += 1
+                    self._give_up(tier, key)
+            reclaim(row)
+        self._unpark(moves)
+
+    def _unpark(self, moves: Sequence[PlannedMove]) -> None:
+        """These stores have ended, and the sealing of their rows: they are next in the queues of the other tiers."""
+        for tier in self._state.tiers:
+            for move in reversed(moves if tier.parked else ()):
+                if (tick := tier.parked.pop(move.key, None)) is not None:
+                    tier.to_store.setdefault(move.key, tick)
+                    tier.to_store.move_to_end(move.key, last=False)
+
+    def demotion_loaded(self, tier: TierIndex, key: Key) -> None:
+        """A victim of `tier` has come up: queue it for the tier below."""
+        target = self._state.below(tier)
+        if target is not None and target.writable:
+            target.to_store[key] = self._state.tick
+        else:
+            self._finish_demotion(tier, key, written=False)
+
+    def drop_stores(self, tier: TierIndex) -> None:
+        """Nothing can be written to this tier now: drop its queue, as much as the slice has room for."""
+        while (queue := tier.to_store or tier.parked) and self._state.take():
+            tier.counters.dropped_refused += 1
+            self._give_up(tier, queue.popitem()[0])
+
+    def drop_demotions(self, tier: TierIndex) -> None:
+        """The tier's victims cannot be brought up, or not be written below, now: they stay. As many as the
+        slice has room for."""
+        while tier.to_demote and self._state.take():
+            tier.cancel_eviction(tier.to_demote.popleft(), self._state.tick)
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _clean(self, target: TierIndex) -> None:
+        missing = min(self.rows_to_clean(target), MAX_VICTIMS_PER_PASS)
+        if missing <= 0 or self._now - self._kept_s.get(target.number, -CLEAN_AGAIN_S) < CLEAN_AGAIN_S:
+            return
+        source = self._state.above(target)
+        if source is None:
+            for row in self._host.select_victims(missing):
+                if row.host_only or row.key in target:
+                    self._host.finish_eviction(row)
+                else:
+                    target.to_store[row.key] = row.tick
+            return
+        for key in source.select_victims(missing):
+            if not self._needs_no_load(source, target, key):
+                source.to_demote.append(key)
+
+    def _needs_no_load(self, source: TierIndex, target: TierIndex, key: Key) -> bool:
+        """Whether a victim of `source` is in `target` or in the host already: then it is evicted, or queued, here."""
+        row = self._host.index.get(key)
+        if key in target:
+            source.finish_eviction(key, self._state.tick)
+        elif row is not None and row.state is RowState.READY:
+            row.host_only = False  # a storage tier has it from elsewhere
+            target.to_store[key] = row.tick
+        else:
+            return False
+        return True
+
+    def _give_up(self, tier: TierIndex, key: Key) -> None:
+        """`key` is dropped: it is not written to this tier, for now, and the tier above keeps it."""
+        self._finish_eviction_above(tier, key, written=False)
+
+    def _finish_eviction_above(self, tier: TierIndex, key: Key, written: bool) -> None:
+        """If the tier above evicts `key` and only waited for its write to `tier`: finish that, or cancel it."""
+        if tier.spec.write is not Write.ON_EVICT:
+            return
+        if written:
+            self._kept_s.pop(tier.number, None)
+        else:
+            self._kept_s[tier.number] = self._now
+        above = self._state.above(tier)
+        if above is not None:
+            self._finish_demotion(above, key, written)
+            return
+        row = self._host.index.get(key)
+        if row is not None and row.evicting:
+            if written:
+                self._host.finish_eviction(row)
+            else:
+                self._host.cancel_eviction(row, self._state.tick)
+
+    def _finish_demotion(self, tier: TierIndex, key: Key, written: bool) -> None:
+        """A demotion out of `tier` has ended: unpin its host row, and free its slot if it was `written` below."""
+        row = tier.staged.pop(key, None)
+        if row is not None:
+            row.request_pins -= 1
+            row.source = CPU  # no request asked for it
+            unused = not (row.tick or row.invalidated)
+            if written and unused and self._state.below_host is not None:  # the host would write it to `tier` again
+                self._host.evict(row)
+        if written:
+            tier.finish_eviction(key, self._state.tick)
+        else:
+            tier.cancel_eviction(key, self._state.tick)
+
+    def _count_unwritten(self, tier: TierIndex, evicted: Iterable[Key]) -> None:
+        """Count what `tier` had to evict before it was written to the tier below."""
+        below = self._state.below(tier)
+        if below is not None:
+            waiting = (below.to_store, below.parked)
+            below.counters.dropped_evicted += sum(
+                key not in below and not any(key in keys for keys in waiting) for key in evicted
+            )

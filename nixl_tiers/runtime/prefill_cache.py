@@ -1,0 +1,47 @@
+"""The prefill estimate between starts: samples in the user's cache directory, per namespace (the model with all that
+shapes its bytes) and device. So the first request after a restart is priced too."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Final
+
+from nixl_tiers.base.chunk import Namespace
+from nixl_tiers.core.prefill import Sample
+from nixl_tiers.swap.cache import cache_folder, write_whole
+
+log = logging.getLogger(__name__)
+
+_VERSION: Final = 1
+
+
+class PrefillCache:
+    """One file. Without a cache directory nothing is kept, and the speed is learned again."""
+
+    def __init__(self, namespace: Namespace, device: str) -> None:
+        """`device`: the name of what computes, with whatever else its speed depends on."""
+        folder = cache_folder()
+        digest = hashlib.sha256(f"{_VERSION}:{namespace.digest.hex()}:{device}".encode()).hexdigest()[:16]
+        self.device = device
+        self.path: Path | None = folder / f"prefill-{digest}.json" if folder else None
+
+    def recall(self) -> list[Sample]:
+        """What was kept; empty if nothing was, or it cannot be read. May wait for the medium."""
+        try:
+            found = json.loads(self.path.read_bytes()) if self.path else {"samples": []}
+            return [(int(tokens), float(context), float(seconds)) for tokens, context, seconds in found["samples"]]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            log.info("nixl_tiers: the prefill speed is learned anew, because %s cannot be read: %s", self.path, error)
+            return []
+
+    def remember(self, samples: list[Sample]) -> None:
+        """For `recall`. May wait for the medium."""
+        with contextlib.suppress(OSError):
+            if self.path:
+                write_whole(self.path, json.dumps({"device": self.device, "samples": samples}).encode())

@@ -1,0 +1,179 @@
+"""Loading and computing in virtual time: a request takes hardly longer than by the better of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.policies import Write
+from nixl_tiers.core.chains import Chain, Group, Scan
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.prefill import PrefillEstimate
+from nixl_tiers.core.types import Job, TierSpec
+from tests.support.core import opened, put
+
+TOKENS = 128
+ROW_BYTES = 2_950_000
+TOKENS_PER_S = 3000.0
+LATENCY_S = 0.006
+STEP_S = 0.001
+LENGTHS = (3, 11, 27)  # chunks
+
+
+class Engine:
+    """One request at a time, over one tier whose jobs share the medium (as S3's connections do) or have it one after
+    the other (as a disk's)."""
+
+    def __init__(self, *, shared: bool, latency_s: float = LATENCY_S, step_s: float = 0.0) -> None:
+        """`step_s`: what a step of the engine takes beside its tokens. The last one of a prompt is needed in any case:
+        for its last token, or for all that was not loaded."""
+        self.shared = shared
+        self.bytes_per_s, self.latency_s, self.step_s = 20e6, latency_s, step_s
+        prefill = PrefillEstimate()
+        prefill.limit_step(8192)
+        prefill.restore([(tokens, tokens / 2, step_s + tokens / TOKENS_PER_S) for tokens in (1, 64, 512, 4096)])
+        specs = [TierSpec("s3", Write.THROUGH, physical_slots=False)]
+        self.core = TierManager(400, ROW_BYTES, specs, Limits(wait_s=120.0), prefill=prefill)
+        opened(self.core, 0, 1000)
+        self.chains = {length: [b"%d of %d" % (place, length) for place in range(length)] for length in LENGTHS}
+        keys = [key for chain in self.chains.values() for key in chain]
+        self.core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
+        self.now = 0.0
+        self.asked = 0
+        self._running: dict[int, tuple[Job, float, list[float]]] = {}  # when its bytes begin to flow, how many are left
+
+    def better_s(self, length: int, held: int) -> float:
+        """By the better of loading all and loading nothing but what the host holds."""
+        load_s = self.latency_s + (length - held) * ROW_BYTES / self.bytes_per_s
+        return self.step_s + min(load_s, (length - held) * TOKENS / TOKENS_PER_S)
+
+    def ask(self, length: int, held: int = 0, pause_s: float = 1.5) -> float:
+        """Seconds until the chain is loaded or computed, with nothing in the host but its first `held` chunks. The next
+        request comes `pause_s` after it."""
+        self.core.reset(True, self.now)
+        self.core.flushed()
+        keys = self.chains[length]
+        put(self.core, keys[:held])
+        self.asked += 1
+        name, began_s = f"r{self.asked}", self.now
+        self.core.queue(name)
+        self.core.anticipate(name, keys, (0.0,))
+        self._advance(self.now)  # the supervisor may be quicker than the scheduler
+        while (scan := self._scan(name, keys)).waits:
+            self._advance(self.now + STEP_S)
+        loaded = scan.end // TOKENS
+        self._advance(self.now + self.step_s + (length - loaded) * TOKENS / TOKENS_PER_S)
+        took_s = self.now - began_s
+        self.core.copies.complete_load(keys[:loaded])
+        self.core.copies.complete_store(self.core.copies.rows_being_filled(keys), set())
+        self.core.finish_request(name)
+        self._advance(self.now + pause_s)
+        return took_s
+
+    def _scan(self, name: str, keys: Sequence[Key]) -> Scan:
+        """A step. What it computes is stored: it gets its host rows before the supervisor's next turn."""
+        scan = self.core.scan(name, Chain((Group(keys, TOKENS),)), 0, self.now)
+        if not scan.waits:
+            loaded = scan.end // TOKENS
+            self.core.copies.prepare_load(keys[:loaded], name)
+            self.core.copies.prepare_store(keys[loaded:], name)
+        self.core.end_step([] if scan.waits else [name])
+        return scan
+
+    def _advance(self, until_s: float) -> None:
+        self._plan()
+        while self.now < until_s:
+            flowing = [each for each in self._running.values() if each[1] <= self.now]
+            flowing = flowing if self.shared else flowing[:1]
+            steps = [until_s - self.now, *(each[1] - self.now for each in self._running.values() if each[1] > self.now)]
+            steps += [each[2][0] * len(flowing) / self.bytes_per_s for each in flowing]
+            step_s = min(steps)
+            self.now = until_s if step_s == steps[0] else self.now + step_s
+            for job, _, left in flowing:
+                left[0] -= step_s * self.bytes_per_s / len(flowing)
+                if left[0] < 1.0:
+                    del self._running[job.id]
+                    self.core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), self.now)
+            self._plan()
+
+    def _plan(self) -> None:
+        while jobs := self.core.turn(self.now, self.now):
+            for job in jobs:
+                self._running[job.id] = job, self.now + self.latency_s, [float(len(job.moves) * ROW_BYTES)]
+
+
+def worst(engine: Engine) -> float:
+    """The largest ratio to the better, after some seconds of requests that ask for the tier's rows."""
+    for _ in range(6):
+        engine.ask(LENGTHS[0])
+    asked = [(length, held) for length in LENGTHS for held in (0, length // 2)] * 3
+    return max(engine.ask(length, held) / engine.better_s(length, held) for length, held in asked)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("megabytes_per_s", [5, 20, 50, 60, 70, 80, 100, 1000])  # as fast as computing at 69
+def test_request_takes_hardly_longer_than_by_the_better_way(megabytes_per_s: int, shared: bool) -> None:
+    engine = Engine(shared=shared)
+    engine.bytes_per_s = megabytes_per_s * 1e6
+    assert worst(engine) <= 1.1
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("megabytes_per_s", [20, 60, 80, 100])
+def test_steps_that_take_long_whatever_they_compute(megabytes_per_s: int, shared: bool) -> None:
+    """As on a GPU, where a prompt of some hundred tokens takes hardly longer than one token."""
+    engine = Engine(shared=shared, step_s=0.1)
+    engine.bytes_per_s = megabytes_per_s * 1e6
+    assert worst(engine) <= 1.1
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_better_way_is_found_again_after_a_change_of_speed(shared: bool) -> None:
+    engine = Engine(shared=shared)
+    for megabytes_per_s in (20, 100, 1000, 100, 20, 5, 100):
+        engine.bytes_per_s = megabytes_per_s * 1e6
+        assert worst(engine) <= 1.15, megabytes_per_s
+
+
+# An S3 server behind a proxy: MB/s, and the latency of an object, whatever else is loaded.
+BENCH = ((20, 0.045), (100, 0.05), (500, 0.015), (100, 0.05), (500, 0.015))
+EVERY_S = 1.0  # a request: between the changes
+ROUNDS = 5
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_points_of_the_bench(shared: bool) -> None:
+    """bench.crossover: a speed after the other, some seconds of short prompts, then prompts of three and of eleven
+    chunks, from S3 alone and with their first half in host memory."""
+    engine = Engine(shared=shared)
+    for megabytes_per_s, engine.latency_s in BENCH:
+        engine.bytes_per_s = megabytes_per_s * 1e6
+        until_s = engine.now + 20.0
+        while engine.now < until_s:
+            engine.ask(3, pause_s=EVERY_S)
+        for length, held in ((3, 0), (3, 1), (11, 0), (11, 5)):
+            taken_s = sorted(engine.ask(length, held, pause_s=2 * EVERY_S) for _ in range(ROUNDS))
+            point = f"{megabytes_per_s} MB/s, {length} chunks, {held} in host memory"
+            assert taken_s[ROUNDS // 2] <= 1.1 * engine.better_s(length, held), point
+            assert taken_s[-1] <= 1.05 * length * TOKENS / TOKENS_PER_S, f"{point}: off is faster"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("before", "after"), [((100, 0.05), (500, 0.015)), ((20, 0.045), (500, 0.015))])
+def test_tier_that_has_become_fast_is_loaded_from_within_seconds(
+    length: int, before: tuple[float, float], after: tuple[float, float], shared: bool
+) -> None:
+    """While it was slow its rows were declined, so that only measurements can show it."""
+    engine = Engine(shared=shared)
+    for megabytes_per_s, engine.latency_s in (before, after):
+        engine.bytes_per_s = megabytes_per_s * 1e6
+        began_s, late_s = engine.now, 0.0
+        while engine.now < began_s + 30.0:
+            at_s, chunks = engine.now, LENGTHS[0] if engine.latency_s == before[1] else length
+            if engine.ask(chunks, pause_s=EVERY_S) > 1.1 * engine.better_s(chunks, 0):
+                late_s = at_s - began_s
+    assert late_s <= 7.5

@@ -1,0 +1,420 @@
+"""Write-back: tiers that are written when the tier above evicts. No writable row is lost, no store waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.types import Job, TierSpec
+from tests.support.core import expire, opened
+
+
+def manager(rows: int, writes: Sequence[Write], slots: Sequence[int]) -> TierManager:
+    specs = [TierSpec(f"tier{n}", write, physical_slots=True) for n, write in enumerate(writes)]
+    core = TierManager(rows, 4096, specs, Limits(load_share=1.0, store_share=1.0, reserve_share=0.25))
+    for tier, count in enumerate(slots):
+        opened(core, tier, count)
+        core.events.listed(tier, [], last=True)
+    return core
+
+
+def put(core: TierManager, key: Key, now: float) -> None:
+    plan = core.copies.prepare_store([key], key.decode())
+    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), set())
+    core.finish_request(key.decode())
+    core.end_step()
+
+
+def settle(core: TierManager, outcome: Outcome = Outcome.OK) -> None:
+    """Movers that keep up."""
+    for _ in range(50):
+        jobs = core.events.plan(0.0)
+        if not jobs:
+            return
+        for job in jobs:
+            core.events.finished(job.tier, job.id, [outcome] * len(job.moves), 0.0)
+    raise AssertionError("write-back never ends")
+
+
+def turns(core: TierManager, now: float) -> list[Job]:
+    """What the supervisor does until nothing is left to do at once."""
+    jobs: list[Job] = []
+    for _ in range(100):
+        jobs += core.turn(now, now)
+        if not core.events.unfinished:
+            return jobs
+    raise AssertionError("work is left for ever")
+
+
+def keys(count: int) -> list[Key]:
+    return [b"%03d" % n for n in range(count)]
+
+
+@pytest.mark.parametrize("writes", [(Write.ON_EVICT,), (Write.OFF, Write.ON_EVICT)])
+def test_host_victims_are_written_to_the_tier_below(writes: tuple[Write, ...]) -> None:
+    core = manager(8, writes, [100] * len(writes))
+    for key in keys(40):
+        put(core, key, 0.0)
+        settle(core)
+    assert all(core.where(key, 0.0) for key in keys(40))
+    assert core.tiers[-1].counters.dropped == 0
+    assert len(core.tiers[-1].index) <= 40 - 8 + 3  # lazily: what still fits the host was not written
+
+
+def test_no_more_victims_are_selected_than_the_tier_below_can_take() -> None:
+    """All its slots are in use: victims beyond that were dropped, and selected again, at every turn and at once."""
+    core = manager(16, (Write.ON_EVICT,), (2,))
+    for key in keys(16):
+        put(core, key, 0.0)
+    jobs = [job for _ in range(5) for job in core.events.plan(0.0)]
+    assert sum(len(job.moves) for job in jobs) == len(core.host.evicting) == 2
+    assert core.tiers[0].counters.dropped == 0
+    for job in jobs:
+        core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    assert core.host.free == 2
+    assert sum(len(job.moves) for job in core.events.plan(0.0)) == 2
+
+
+def test_victims_wait_while_the_host_is_full_of_pinned_rows() -> None:
+    """They were cancelled and selected again at every turn, which used up its slice, so that the next came at once."""
+    specs = [TierSpec("above", Write.THROUGH, physical_slots=True), TierSpec("below", Write.ON_EVICT, True)]
+    core = TierManager(8, 4096, specs, Limits(load_share=1.0, store_share=1.0, reserve_share=0.25, rows_per_slice=1))
+    for tier in range(2):
+        opened(core, tier, 4)
+        core.events.listed(tier, [], last=True)
+    for key in keys(3):
+        put(core, key, 0.0)
+        settle(core)
+    filling = [b"filling-%d" % number for number in range(8)]
+    assert len(core.copies.prepare_store(filling, "request").keys) == 8
+    core.events.resized(0, 3)
+    for _ in range(20):
+        assert core.turn(0.0, 0.0) == []
+    assert list(core.tiers[0].evicting) == keys(1)
+    assert not core.events.unfinished
+    core.copies.complete_store(core.copies.rows_being_filled(filling), ())
+    assert [move.key for _ in range(20) for job in core.turn(1.0, 1.0) for move in job.moves if job.tier == 0]
+
+
+def test_nothing_is_written_back_while_the_host_has_room() -> None:
+    core = manager(8, (Write.ON_EVICT,), (100,))
+    for key in keys(5):
+        put(core, key, 0.0)
+        settle(core)
+    assert core.tiers[0].counters.bytes_written == 0
+
+
+@pytest.mark.parametrize("first", [Write.THROUGH, Write.ON_EVICT])
+def test_victims_of_a_storage_tier_are_demoted_further_down(first: Write) -> None:
+    core = manager(8, (first, Write.ON_EVICT), (12, 100))
+    for key in keys(60):
+        put(core, key, 0.0)
+        settle(core)
+    assert all(core.where(key, 0.0) for key in keys(60))
+    assert [tier.counters.dropped for tier in core.tiers] == [0, 0]
+    assert len(core.tiers[0].slots) <= 12
+    rows = core.host.index.values()
+    assert not any(row.request_pins or row.mover_refs for row in rows)
+
+
+def test_store_never_waits_for_writeback() -> None:
+    core = manager(4, (Write.ON_EVICT,), (100,))
+    for key in keys(20):
+        put(core, key, 0.0)  # no mover ever answers
+        core.events.plan(0.0)
+    # Rows that a mover reads are pinned, others are evicted unwritten, the oldest first, and each is counted.
+    lost = [key for key in keys(20) if core.where(key, 0.0) is None]
+    assert core.where(keys(20)[-1], 0.0) == "cpu"
+    assert core.tiers[0].counters.dropped == len(lost) > 0
+
+
+def test_victims_that_cannot_be_written_stay() -> None:
+    core = manager(8, (Write.ON_EVICT,), (100,))
+    for key in keys(7):
+        put(core, key, 0.0)
+    for job in core.events.plan(0.0):
+        core.events.finished(job.tier, job.id, [Outcome.NO_SPACE] * len(job.moves), 0.0)
+    core.events.down(0, 0.0)
+    assert all(core.where(key, 0.0) == "cpu" for key in keys(7))
+    assert not core.host.evicting
+
+
+def test_victim_that_is_used_again_is_not_evicted_when_its_write_ends() -> None:
+    core = manager(8, (Write.ON_EVICT,), (100,))
+    for key in keys(8):
+        put(core, key, 0.0)
+    jobs = core.events.plan(0.0)
+    victim = next(iter(core.host.evicting))
+    core.lookup(victim, "again", 0, 0.0)
+    core.copies.prepare_load([victim], "again")
+    core.copies.complete_load([victim])
+    core.end_step()
+    for job in jobs:
+        core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    assert core.where(victim, 0.0) == "cpu"
+
+
+def test_victim_that_is_pinned_when_its_write_ends_does_not_count_as_one_for_ever() -> None:
+    """Nothing was going to end its eviction any more, and the reserve was smaller by it."""
+    core = manager(8, (Write.ON_EVICT,), (100,))
+    for key in keys(8):
+        put(core, key, 0.0)
+    jobs = core.events.plan(0.0)
+    victim = next(iter(core.host.evicting))
+    assert core.lookup(victim, "again", 0, 0.0) is Lookup.HIT
+    for job in jobs:
+        core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    assert core.where(victim, 0.0) == "cpu"
+    core.finish_request("again")  # it does not load it
+    core.end_step()
+    settle(core)
+    assert core.host.free == 2
+    assert not core.host.evicting
+
+
+def test_shutdown_can_write_all_dirty_rows() -> None:
+    core = manager(8, (Write.ON_EVICT,), (100,))
+    for key in keys(6):
+        put(core, key, 0.0)
+    core.demote(list(core.host.index.values()))
+    settle(core)
+    assert set(core.tiers[0].index) == set(keys(6))
+
+
+def test_promotions_are_planned_before_demotions() -> None:
+    core = manager(8, (Write.THROUGH, Write.ON_EVICT), (20, 100))
+    core.events.listed(0, [(slot, key, slot) for slot, key in enumerate(keys(20))], last=True)
+    assert core.lookup(keys(20)[-1], "request", 0, 0.0) is Lookup.PENDING
+    first, *others = core.events.plan(0.0)
+    assert [move.key for move in first.moves] == [keys(20)[-1]], "in a job of its own"
+    assert [move.key for job in others for move in job.moves] == keys(2), "of five that leave, a quarter of the host"
+
+
+def test_victims_are_not_loaded_if_the_tier_below_is_down() -> None:
+    core = manager(8, (Write.THROUGH, Write.ON_EVICT), (20, 100))
+    core.events.listed(0, [(slot, key, slot) for slot, key in enumerate(keys(20))], last=True)
+    (job,) = core.events.plan(0.0)
+    core.events.down(1, 0.0)
+    assert core.events.plan(0.0) == []
+    core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    tier = core.tiers[0]
+    assert not any((tier.evicting, tier.to_demote, tier.staged))
+    assert not any(row.request_pins for row in core.host.index.values())
+    assert core.tiers[1].counters.dropped == 0
+
+
+def test_victims_evicted_unwritten_are_counted_as_dropped() -> None:
+    core = manager(8, (Write.THROUGH, Write.ON_EVICT), (8, 100))
+    for key in keys(24):
+        put(core, key, 0.0)
+        for job in core.events.plan(0.0):  # of the tier below, no mover ever answers
+            if job.tier == 0:
+                core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    nowhere = [key for key in keys(24) if core.where(key, 0.0) is None]
+    assert nowhere
+    under_way = {move.key for job in core.tiers[1].jobs.values() for move in job.moves}
+    lost = [key for key in keys(24) if key not in core.tiers[0] and key not in under_way]
+    queued = [key for key in lost if key in core.tiers[1].to_store]
+    assert core.tiers[1].counters.dropped == len(lost) - len(queued)
+
+
+@pytest.mark.parametrize("slots", [2, 100], ids=["small", "large"])
+def test_row_that_came_up_to_be_demoted_is_not_written_to_the_tier_it_came_from(slots: int) -> None:
+    """Its host row was the next to be evicted, to the tier above the one that it had just been written to. Without room
+    for all of them below, rows went round through all tiers for ever."""
+    core = manager(8, (Write.ON_EVICT, Write.ON_EVICT), (12, slots))
+    for key in keys(60):
+        put(core, key, 0.0)
+        settle(core)
+    first = core.tiers[0].counters
+    assert first.bytes_written == 4096 * len({key for key in keys(60) if key not in core.host.index})
+    assert core.tiers[1].counters.stored == first.evictions > 0
+
+
+def test_row_that_is_used_while_it_is_demoted_stays_in_the_host() -> None:
+    core = manager(8, (Write.ON_EVICT, Write.ON_EVICT), (8, 100))
+    for key in keys(12):
+        put(core, key, 0.0)
+        settle(core)
+    put(core, b"one more", 0.0)
+    (store,) = core.events.plan(0.0)
+    (load,) = core.events.plan(0.0)
+    key = load.moves[0].key
+    core.events.finished(load.tier, load.id, [Outcome.OK], 0.0)
+    assert core.lookup(key, "request", 0, 0.0) is Lookup.HIT
+    core.copies.prepare_load([key], "request")
+    core.copies.complete_load([key])
+    core.finish_request("request")
+    core.end_step()
+    core.events.finished(store.tier, store.id, [Outcome.OK], 0.0)
+    settle(core)
+    assert key in core.tiers[1]
+    assert core.where(key, 0.0) == "cpu"
+
+
+def test_victims_that_cannot_be_demoted_now_are_not_selected_again_at_once() -> None:
+    """Workers write the same chunks to the host: they were cancelled and selected again at every turn, which used up
+    its slice, so that the next came at once."""
+    specs = [TierSpec("above", Write.THROUGH, physical_slots=True), TierSpec("below", Write.ON_EVICT, True)]
+    core = TierManager(8, 4096, specs, Limits(load_share=1.0, store_share=1.0, reserve_share=0.25, rows_per_slice=1))
+    for tier in range(2):
+        opened(core, tier, 4)
+        core.events.listed(tier, [(slot, key, 1) for slot, key in enumerate(keys(4 - 4 * tier))], last=True)
+    core.copies.prepare_store(keys(4), "request")
+    assert not turns(core, 0.0)
+    core.copies.complete_store(core.copies.rows_being_filled(keys(4)), ())
+    assert [job.tier for job in turns(core, 1.0)] == [1]
+
+
+def test_suspects_are_not_selected_again_at_once() -> None:
+    """They are not written before their back-off has passed."""
+    specs = [TierSpec("below", Write.ON_EVICT, physical_slots=True)]
+    core = TierManager(4, 4096, specs, Limits(store_share=1.0, reserve_share=0.25, rows_per_slice=1))
+    opened(core, 0, 100)
+    core.events.listed(0, [], last=True)
+    core.tiers[0].denylist.suspect(keys(4), 0.0)
+    for key in keys(4):
+        put(core, key, 0.0)
+    assert not turns(core, 0.0)
+    assert sum(len(job.moves) for job in turns(core, core.limits.retry_s)) == 1
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
+def test_victims_from_before_a_reset_that_keeps_the_tiers_are_written_after_it(policy: Eviction) -> None:
+    """As many victims as there had been were given up, the newest first. The others waited for ever for somebody to
+    write them, and what was stored next took the slots of rows that had been written nowhere."""
+    specs = [TierSpec("above", Write.THROUGH, True, policy=policy), TierSpec("below", Write.ON_EVICT, True)]
+    core = TierManager(300, 4096, specs, Limits(reserve_share=0.25, rows_per_slice=16))
+    for tier, slots in enumerate((1000, 2000)):
+        opened(core, tier, slots)
+        held = keys(slots if tier == 0 else 0)
+        core.events.listed(tier, [(slot, key, slot) for slot, key in enumerate(held)], last=True)
+    above, below = core.tiers
+    before = turns(core, 0.0)
+    assert before
+    assert len(above.evicting) == 250
+    core.reset(keep_tiers=True)
+    for job in before:  # movers know nothing of it
+        core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    while jobs := turns(core, 0.0):
+        for job in jobs:
+            core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    assert above.slots.free == 250
+    assert not above.evicting
+    assert all(key in above or key in below for key in keys(1000))
+    if policy == "lru":
+        assert all(key in below for key in keys(250)), "those that were used longest ago"
+
+
+def test_room_is_made_of_victims_from_before_a_reset() -> None:
+    """Nothing else is in the tier, and there was no turn yet."""
+    core = manager(64, (Write.THROUGH, Write.ON_EVICT), (16, 100))
+    core.events.listed(0, [(slot, key, slot) for slot, key in enumerate(keys(16))], last=True)
+    above = core.tiers[0]
+    assert len(above.select_victims(16)) == 16
+    for _ in range(2):
+        above.drop_queues()
+    used = keys(1)[0]
+    above.touch(used, 100)
+    gone = above.make_room(4)
+    assert len(set(gone)) == len(gone) == 4
+    assert used not in gone
+    gone += above.make_room(16)
+    assert sorted(gone) == keys(16)
+    assert gone[-1] == used
+
+
+class SlowTierBelow:
+    """A small host over a file tier of 600 rows, whose evictions go to a server that takes 0.4 s for a PUT.
+
+    The file tier takes a millisecond a row. Media never fail; time passes by the millisecond.
+    """
+
+    def __init__(self, write: Write, put_s: float = 0.4, rows: int = 20, file: Write = Write.THROUGH) -> None:
+        specs = [TierSpec("file", file, physical_slots=True), TierSpec("s3", write, physical_slots=False)]
+        self.core = TierManager(rows, 1 << 21, specs)
+        self.took_s = (0.001, put_s)
+        self.now = 0.0
+        self.ends: list[tuple[float, Job]] = []
+        self.most_pinned = 0
+        for tier, slots in enumerate((600, 100_000)):
+            opened(self.core, tier, slots)
+            self.core.events.listed(tier, [], last=True)
+
+    def passes(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.001
+            for end in [end for end in self.ends if end[0] <= self.now]:
+                self.ends.remove(end)
+                job = end[1]
+                self.core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), self.now)
+            expire(self.core, self.now)
+            for job in self.core.events.plan(self.now):
+                self.ends.append((self.now + self.took_s[job.tier] * len(job.moves), job))
+            pinned = sum(bool(row.request_pins or row.mover_refs) for row in self.core.host.index.values())
+            self.most_pinned = max(self.most_pinned, pinned)
+
+    def put(self, chunks: Sequence[Key]) -> int:
+        plan = self.core.copies.prepare_store(chunks, "put")
+        self.core.copies.complete_store(self.core.copies.rows_being_filled(plan.keys), set())
+        self.core.finish_request("put")
+        self.core.end_step()
+        return len(plan.keys)
+
+    def get(self, chunks: Sequence[Key]) -> int:
+        while True:
+            answers = [self.core.lookup(key, "get", place, self.now) for place, key in enumerate(chunks)]
+            if Lookup.PENDING not in answers:
+                break
+            self.core.end_step()
+            self.passes(0.005)
+        self.core.end_step()
+        self.core.finish_request("get")
+        return answers.count(Lookup.HIT)
+
+    def life(self) -> tuple[int, int, float]:
+        """274 prompts of 8 chunks, and 27 times an older one again: chunks accepted, chunks hit, seconds."""
+        prompts = [[b"%d-%d" % (prompt, chunk) for chunk in range(8)] for prompt in range(274)]
+        accepted = hits = 0
+        for number, prompt in enumerate(prompts):
+            accepted += self.put(prompt)
+            self.passes(0.05)
+            if number % 10 == 9:
+                hits += self.get(prompts[number - min(number, 40)])
+        return accepted, hits, self.now
+
+
+@pytest.mark.parametrize("put_s", [0.4, 1e9], ids=["slow", "hanging"])
+def test_demotion_to_a_slow_tier_does_not_slow_puts_and_gets(put_s: float) -> None:
+    through, on_evict = SlowTierBelow(Write.THROUGH, put_s), SlowTierBelow(Write.ON_EVICT, put_s)
+    expected, found = through.life(), on_evict.life()
+    assert expected[:2] == (2192, 216)
+    assert found[:2] == expected[:2]
+    assert found[2] <= 1.1 * expected[2]
+    assert on_evict.most_pinned <= through.most_pinned
+
+
+@pytest.mark.parametrize("put_s", [0.01, 2.0, 1e9], ids=["quick", "slow", "hanging"])
+def test_promotion_waits_for_writeback_only_briefly(put_s: float) -> None:
+    """The host's own rows are written on eviction, and the tier that is only read works well."""
+    life = SlowTierBelow(Write.ON_EVICT, put_s, file=Write.OFF)
+    old = [b"old-%d" % number for number in range(100)]
+    life.core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(old)], last=True)
+    hits, waited_s = 0, 0.0
+    for number in range(0, len(old), 2):
+        assert life.put([b"new-%d" % number]) == 1
+        life.passes(0.25)
+        began_s = life.now
+        hits += life.get(old[number : number + 2])
+        waited_s = max(waited_s, life.now - began_s)
+        life.passes(0.05)
+    assert hits == len(old)
+    assert waited_s < 2 * life.core.limits.clean_wait_s
+    lost = life.core.tiers[1].counters.dropped
+    assert lost == 0 if put_s < 0.1 else lost > 0, "rows are lost for what comes up where the cleaner keeps up"

@@ -1,0 +1,102 @@
+"""Every chunk that is not written to a tier is counted there, once and by reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.base.policies import Write
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.types import Direction, TierSpec
+from tests.support.core import opened, put
+
+
+def cascade(slots: int = 100, rows: int = 4) -> TierManager:
+    """A host of `rows` rows over a file tier of `slots`."""
+    core = TierManager(rows, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)], Limits())
+    opened(core, 0, slots)
+    core.events.listed(0, [], last=True)
+    return core
+
+
+def settle(core: TierManager, outcome: Outcome = Outcome.OK) -> None:
+    for job in core.events.plan(0.0):
+        core.events.finished(0, job.id, [outcome] * len(job.moves), 0.0)
+
+
+def no_room() -> TierManager:
+    core = cascade(slots=1, rows=16)
+    put(core, [b"one", b"two"])  # two stores at once
+    core.events.plan(0.0)
+    return core
+
+
+def behind() -> TierManager:
+    core = cascade()
+    for number in range(5):  # four wait to be written, and no mover takes them
+        put(core, [b"%d" % number])
+    return core
+
+
+def evicted() -> TierManager:
+    core = cascade()
+    put(core, [b"one"])
+    core._state.make_room(4)  # before it was written
+    settle(core)
+    return core
+
+
+def refused() -> TierManager:
+    core = cascade()
+    put(core, [b"one"])
+    core.events.down(0, 0.0)
+    return core
+
+
+def failed() -> TierManager:
+    core = cascade()
+    put(core, [b"one"])
+    settle(core, Outcome.FAILED)
+    return core
+
+
+def suspected() -> TierManager:
+    core = cascade()
+    core.tiers[0].denylist.suspect([b"one"], 0.0)
+    put(core, [b"one"])
+    settle(core)
+    return core
+
+
+def circuit_open() -> TierManager:
+    core = cascade()
+    core.tiers[0].breakers[Direction.STORE].trip(0.0)
+    put(core, [b"one"])
+    return core
+
+
+@pytest.mark.parametrize(
+    ("drop", "reason"),
+    [
+        (no_room, "no_room"),
+        (behind, "behind"),
+        (evicted, "evicted"),
+        (refused, "refused"),
+        (circuit_open, "refused"),
+        (failed, "failed"),
+        (suspected, "failed"),
+    ],
+)
+def test_a_drop_is_counted_once_and_by_its_reason(drop: Callable[[], TierManager], reason: str) -> None:
+    counters = drop().counters()["file"].counters
+    assert getattr(counters, f"dropped_{reason}") == counters.dropped == 1
+
+
+def test_a_chunk_without_room_in_the_host_is_counted_there() -> None:
+    core = cascade()
+    put(core, [b"%d" % number for number in range(6)])
+    counters = core.counters()["cpu"].counters
+    assert counters.dropped_no_room == counters.dropped == 2

@@ -1,0 +1,127 @@
+"""An error in the middle of the supervisor's work: its movers are killed, and what it had begun ends with them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.policies import Write
+from nixl_tiers.core.host import RowState
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.types import Job, TierSpec
+from tests.support.core import opened
+
+ROWS, LISTED = 16, 6
+PLANNERS = tuple(f"core/{name}.py" for name in ("events", "health", "promotion", "writeback", "state"))
+
+
+class UnexpectedError(Exception):
+    pass
+
+
+def fails_at_call(number: int, call: Callable[[], object]) -> bool:
+    """Make the call, in which the nth call of a planner's code raises; whether there was such a one."""
+    left = number
+
+    def trace(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal left
+        caller = frame.f_back
+        planned = caller is not None and caller.f_code.co_filename.endswith(PLANNERS)
+        if event == "call" and planned and frame.f_code.co_name != "<genexpr>":  # which ignores it while it is closed
+            left -= 1
+            if left == 0:
+                raise UnexpectedError
+
+    sys.settrace(trace)
+    try:
+        call()
+    except UnexpectedError:
+        pass
+    finally:
+        sys.settrace(None)
+    return left <= 0
+
+
+def opens(core: TierManager) -> None:
+    for tier, slots in enumerate((10, 100)):
+        opened(core, tier, slots)
+        core.events.listed(tier, [(slot, b"listed-%d" % slot, 0) for slot in range(LISTED)], last=True)
+
+
+def busy_core(write: Write) -> TierManager:
+    """It has rows to store into both tiers, and a request that waits for rows of the first."""
+    specs = [TierSpec("file", write, physical_slots=True), TierSpec("s3", Write.THROUGH, physical_slots=False)]
+    core = TierManager(ROWS, 4096, specs, Limits(load_share=0.5, store_share=0.5, moves_per_job=3))
+    opens(core)
+    store(core, [b"row-%d" % number for number in range(ROWS - 2)])
+    for position in range(LISTED):
+        assert core.lookup(b"listed-%d" % position, "waits", position, 0.0) is not Lookup.MISS
+    core.end_step()
+    return core
+
+
+def store(core: TierManager, keys: list[Key]) -> int:
+    plan = core.copies.prepare_store(keys, "store")
+    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())
+    core.finish_request("store")
+    core.end_step()
+    return len(plan.keys)
+
+
+def finish(core: TierManager, jobs: list[Job], now: float) -> None:
+    for job in jobs:
+        core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), now)
+
+
+def turns(core: TierManager, now: float) -> None:
+    for _ in range(30):
+        finish(core, core.turn(now, now), now)
+
+
+def kill_and_reap(core: TierManager) -> None:
+    for report in (core.events.killed, core.events.lost):
+        for tier in core.tiers:
+            report(tier.number, 1.0)
+        turns(core, 1.0)
+
+
+@pytest.mark.parametrize("write", [Write.THROUGH, Write.ON_EVICT])
+@pytest.mark.parametrize("what", ["turn", "finished"])
+def test_error_at_any_call_leaves_nothing_pinned_after_the_movers_death(what: str, write: Write) -> None:
+    number, later = 0, 2000.0  # when no circuit is open any more
+    while True:
+        number += 1
+        core = busy_core(write)
+        call = partial(core.turn, 0.0, 0.0) if what == "turn" else partial(finish, core, core.turn(0.0, 0.0), 0.5)
+        if not fails_at_call(number, call):
+            break
+        kill_and_reap(core)
+        for tier in core.tiers:
+            assert not any((tier.rows_loading, tier.rows_storing, tier.trials_running, tier.quarantined, tier.loose))
+            assert not any(entry.readers for entry in tier.index.values())
+        assert not any(row.referenced or row.sealing for row in core.host.index.values())
+        assert core.host.used == len(core.host.index) == len({row.index for row in core.host.index.values()})
+        # The tiers come up again, and serve all requests.
+        opens(core)
+        turns(core, later)
+        for position in range(LISTED):
+            core.lookup(b"listed-%d" % position, "again", position, later)
+        core.end_step()
+        turns(core, later)
+        for key in [b"listed-%d" % position for position in range(LISTED)]:
+            assert core.lookup(key, "again", None, later) is Lookup.HIT
+        core.finish_request("waits")
+        core.finish_request("again")
+        core.end_step()
+        assert store(core, [b"new-%d" % place for place in range(ROWS)]) == ROWS
+        turns(core, later)
+        assert all(row.state is RowState.READY and not row.request_pins for row in core.host.index.values())
+        assert core.backlog() == 0
+    assert number > 60

@@ -1,0 +1,47 @@
+"""Rows are not tracked by Python's garbage collector: a full collection stops the scheduler."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.types import TierSpec
+from tests.support.core import opened
+
+ROWS = 4096
+CHUNKS = 16  # a request
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
+def test_garbage_collector_does_not_track_rows(policy: Eviction) -> None:
+    core = TierManager(ROWS, 4096, [TierSpec("file", Write.THROUGH, True, policy)], policy=policy)
+    opened(core, 0, ROWS)
+    core.events.listed(0, [], last=True)
+    before, walked_before = tracked(), walked()
+    for number in range(ROWS // CHUNKS):
+        keys = [b"%d %d" % (number, chunk) for chunk in range(CHUNKS)]
+        plan = core.copies.prepare_store(keys, f"{number}")
+        core.copies.complete_store(core.copies.rows_being_filled(plan.keys), set())
+        core.finish_request(f"{number}")
+        core.end_step()
+        for job in core.events.plan(0.0):
+            core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    del job, keys, plan
+    core.take_samples()  # of histograms, which a scheduler takes in every step
+    assert core.host.used == len(core.tiers[0].index) == ROWS
+    assert tracked() - before < 100
+    assert walked() - walked_before < ROWS // 2, "a container that the collector walks over has all rows"
+
+
+def tracked() -> int:
+    gc.collect()
+    return len(gc.get_objects())
+
+
+def walked() -> int:
+    """What a full collection looks at."""
+    return sum(len(gc.get_referents(one)) for one in gc.get_objects())

@@ -1,0 +1,132 @@
+"""Health: how circuits close again after a mover was killed, and suspects are tried."""
+
+from __future__ import annotations
+
+import pytest
+
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.policies import Write
+from nixl_tiers.core.breaker import BreakerState
+from nixl_tiers.core.chain_rows import Chain, Group
+from nixl_tiers.core.cold_table import take_all
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.types import Direction, TierSpec
+from tests.support.cold_table import PlainColdTable
+from tests.support.core import opened, put
+
+
+def killed(write: Write, rows: list[tuple[int, Key, int]]) -> TierManager:
+    """A core with one shared tier whose mover was killed, and which was opened again with these rows."""
+    core = TierManager(4, 4096, [TierSpec("s3", write, physical_slots=False, existence_checks=True)])
+    for _ in range(2):
+        opened(core, 0, 10)
+        core.events.listed(0, rows, last=True)
+        if not core.tiers[0].counters.kills:
+            core.events.killed(0, 0.0)
+            core.events.lost(0, 0.0)
+    assert core.tiers[0].circuit is BreakerState.OPEN
+    return core
+
+
+@pytest.mark.parametrize("rows", [[], [(0, b"a", 1)]], ids=["empty", "with a row"])
+def test_circuit_of_a_tier_that_is_only_read_closes(rows: list[tuple[int, Key, int]]) -> None:
+    """No store probes it; and a medium that held nothing yet has no row to probe with either."""
+    core = killed(Write.OFF, rows)
+    for now in range(1, 5):
+        for job in core.turn(now, now):
+            assert rows
+            core.events.finished(0, job.id, [Outcome.OK], now)
+    assert core.tiers[0].circuit is BreakerState.CLOSED
+    assert core.lookup(b"b", "request", None, 5.0) is Lookup.PENDING, "another engine may have stored it meanwhile"
+
+
+def test_stores_of_an_empty_tier_are_probed() -> None:
+    core = killed(Write.THROUGH, [])
+    for now in range(1, 5):
+        assert core.turn(now, now) == []
+    assert core.tiers[0].readable
+    assert core.tiers[0].circuit is BreakerState.HALF_OPEN
+
+
+def test_suspect_probes_a_circuit_if_no_other_row_is_known() -> None:
+    core = killed(Write.OFF, [(0, b"a", 1)])
+    tier, now = core.tiers[0], core.limits.retry_s
+    tier.denylist.suspect([b"a"], 0.0)
+    core.turn(now, now)
+    assert tier.circuit is BreakerState.HALF_OPEN
+    assert core.lookup(b"a", "request", None, now) is Lookup.MISS
+    (job,) = core.turn(now, now)
+    assert [move.key for move in job.moves] == [b"a"]
+    core.events.finished(0, job.id, [Outcome.OK], now)
+    assert not tier.denylist.keys
+
+
+def whose_s3_was_killed(rows: int, write: Write, limits: Limits | None = None) -> TierManager:
+    """A file and an S3 tier, both without rows; the mover of the second has been replaced."""
+    specs = [TierSpec(name, write, physical_slots=name == "file") for name in ("file", "s3")]
+    core = TierManager(rows, 4096, specs, limits or Limits())
+    for tier in range(2):
+        opened(core, tier, 10)
+        core.events.listed(tier, [], last=True)
+    core.events.killed(1, 0.0)
+    core.events.lost(1, 0.0)
+    opened(core, 1, 10)
+    core.events.listed(1, [], last=True)
+    return core
+
+
+def test_row_that_leaves_the_host_once_it_is_written_above_probes_stores() -> None:
+    """Else a small host, each row of which is written to the tier above as it comes, would never have one."""
+    core = whose_s3_was_killed(2, Write.ON_EVICT, Limits(reserve_share=1.0))
+    core.turn(1.0, 1.0)
+    assert core.tiers[1].circuit is BreakerState.HALF_OPEN
+    for key in (b"a", b"b"):
+        put(core, [key])
+        stored = []
+        while jobs := core.turn(2.0, 2.0):
+            stored += [job.tier for job in jobs if job.direction is Direction.STORE]
+            for job in jobs:
+                core.events.finished(job.tier, job.id, [Outcome.OK], 2.0)
+        assert stored == [1, 0]
+        assert not core.host.index
+    assert core.tiers[1].circuit is BreakerState.CLOSED
+
+
+def test_sealed_row_probes_stores_before_one_that_another_tier_is_about_to_seal() -> None:
+    core = whose_s3_was_killed(4, Write.THROUGH)
+    put(core, [b"sealed"])
+    (job,) = core.turn(0.5, 0.5)
+    core.events.finished(0, job.id, [Outcome.OK], 0.5)
+    put(core, [b"new"])
+    jobs = core.turn(1.0, 1.0)
+    assert {(job.tier, move.key) for job in jobs for move in job.moves} == {(1, b"sealed"), (0, b"new")}
+
+
+def test_cold_row_probes_loads_though_no_request_asks_for_it() -> None:
+    """All rows are cold after the tier was opened again: else the first request for them would find it closed."""
+    core = killed(Write.THROUGH, [])
+    tier = core.tiers[0]
+    opened(core, 0, 10)
+    table = PlainColdTable([(slot, key, slot) for slot, key in enumerate([b"suspect", b"a", b"b"])])
+    take_all(core.events.table_listed(0, table, 2))
+    core.events.listed(0, [], last=True)
+    tier.denylist.suspect([b"suspect"], 0.0)
+    for _ in range(2):
+        (job,) = core.turn(1.0, 1.0)
+        assert [move.key for move in job.moves] != [b"suspect"]
+        core.events.finished(0, job.id, [Outcome.OK], 1.0)
+    assert tier.readable
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_suspect_of_any_full_attention_group_is_tried_again(groups: int) -> None:
+    core = TierManager(4, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)])
+    opened(core, 0, 10)
+    keys = [b"%d" % number for number in range(groups)]
+    core.events.listed(0, [(slot, key, 1) for slot, key in enumerate(keys)], last=True)
+    core.tiers[0].denylist.suspect(keys[-1:], 0.0)
+    now = core.limits.retry_s
+    assert not core.scan("request", Chain([Group([key], 16) for key in keys]), 0, now).waits
+    (job,) = core.turn(now, now)
+    assert [move.key for move in job.moves] == keys[-1:]

@@ -1,0 +1,461 @@
+"""Requests that wait for their turn, and prefetches: what comes up for them, and what gives way to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.core.line import MAX_PREFETCHES
+from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.types import Direction
+from tests.core.test_manager import HIT, MISS, PENDING, manager, run, scan
+from tests.support.core import put
+
+FIRST = (0.0,)
+
+
+def chain(name: str, length: int = 4) -> list[Key]:
+    return [f"{name}{number}".encode() for number in range(length)]
+
+
+def stored(*chains: Sequence[Key], rows: int, **limits: float) -> TierManager:
+    """A core whose one tier holds these chains and whose host holds nothing."""
+    core = manager(rows, **limits)
+    keys = [key for each in chains for key in each]
+    core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
+    return core
+
+
+def wait_in_line(core: TierManager, name: str, keys: Sequence[Key], rank: tuple[float, ...]) -> None:
+    """The request arrives, and a step passes it over."""
+    core.anticipate(name, keys, rank)
+    core.end_step()
+
+
+def come_up(core: TierManager, outcome: Outcome = Outcome.OK) -> list[Key]:
+    """All promotions that are planned one after the other, carried out: their keys in order."""
+    keys = []
+    while jobs := core.events.plan(0.0):
+        keys += [move.key for job in jobs for move in job.moves if job.direction is Direction.LOAD]
+        run(core, jobs, outcome)
+    return keys
+
+
+def in_host(core: TierManager, keys: Sequence[Key]) -> int:
+    return sum(core.where(key, 0.0) == "cpu" for key in keys)
+
+
+def test_request_finds_its_rows_in_host_memory_when_its_turn_comes() -> None:
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=16)
+    wait_in_line(core, "b", b, (1.0,))
+    wait_in_line(core, "a", a, FIRST)
+    assert come_up(core) == [*a, *b], "in the order of their turns"
+    assert scan(core, a, "a") == [HIT] * 4
+    core.copies.prepare_load(a, "a")
+    core.copies.complete_load(a)
+    core.end_step()
+    assert scan(core, b, "b", now=1e6) == [HIT] * 4, "its time in the queue is no waiting"
+    assert not core._promotion.line.busy
+
+
+def test_request_whose_turn_comes_at_once_gets_nothing_before_it_is_looked_up() -> None:
+    """It may well choose to compute: its look-up weighs that, and a promotion before it would be in vain."""
+    a = chain("a")
+    core = stored(a, rows=16)
+    core.anticipate("a", a, FIRST)
+    assert core.events.plan(0.0) == []
+    assert not core.events.busy, "nothing wakes the supervisor either"
+    core.end_step()
+    assert core.events.busy
+    assert come_up(core) == a, "a step has passed it over"
+
+
+def test_request_waits_for_the_rest_of_what_is_coming_up() -> None:
+    a = chain("a")
+    core = stored(a, rows=8)
+    wait_in_line(core, "a", a, FIRST)
+    jobs = core.events.plan(0.0)
+    assert scan(core, a, "a") == [PENDING] * 4
+    run(core, jobs)
+    core.end_step()
+    assert scan(core, a, "a", now=core.limits.wait_s) == [HIT] * 4
+
+
+def test_request_whose_turn_has_come_goes_before_the_line() -> None:
+    a, b = chain("a", 8), chain("b", 2)
+    core = stored(a, b, rows=32, ahead_s=4 * 4096 / 4e6)
+    wait_in_line(core, "a", a, FIRST)
+    jobs = core.events.plan(0.0)
+    assert sum(len(job.moves) for job in jobs) == 4, "no more than the tier moves in ahead_s"
+    assert core.events.plan(0.0) == []
+    assert scan(core, b, "b") == [PENDING] * 2
+    assert [move.key for job in core.events.plan(0.0) for move in job.moves] == b
+
+
+def test_of_those_with_one_rank_the_first_to_arrive_comes_first() -> None:
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=16)
+    wait_in_line(core, "b", b, FIRST)
+    wait_in_line(core, "a", a, FIRST)
+    assert come_up(core) == [*b, *a]
+
+
+def test_line_queues_no_more_than_the_window_of_loads() -> None:
+    """However fast the tier is: one whose turn comes is next when these have come."""
+    a, b = chain("a", 16), chain("b", 2)
+    core = stored(a, b, rows=64, ahead_s=1e3)
+    core._state.load_window = 4
+    wait_in_line(core, "a", a, FIRST)
+    jobs = core.events.plan(0.0)
+    assert scan(core, b, "b") == [PENDING] * 2
+    run(core, jobs)
+    assert come_up(core)[:2] == b
+
+
+def test_line_holds_its_share_of_the_host_and_no_more() -> None:
+    a, b, c = chain("a"), chain("b"), chain("c")
+    core = stored(a, b, c, rows=12)
+    for number, keys in enumerate((a, b, c)):
+        wait_in_line(core, f"r{number}", keys, (number,))
+    assert come_up(core) == [*a, *b[:2]]
+    other = chain("other", 12)
+    put(core, other)
+    assert (in_host(core, a), in_host(core, b), in_host(core, other)) == (4, 2, 6), "and keeps them"
+    core.finish_request("r0")
+    assert come_up(core) == [*b[2:], *c[:2]]
+
+
+def test_rows_that_are_in_host_memory_are_kept_for_the_line() -> None:
+    a, b = chain("a"), chain("b", 16)
+    core = stored(a, rows=16)
+    put(core, a)
+    wait_in_line(core, "a", a, FIRST)
+    assert come_up(core) == []
+    put(core, b)
+    assert (in_host(core, a), in_host(core, b)) == (4, 12)
+
+
+def test_rows_come_up_for_the_requests_that_are_next_only() -> None:
+    a, b, c = chain("a"), chain("b"), chain("c")
+    core = stored(a, b, c, rows=64, line_requests=2)
+    for number, keys in enumerate((a, b, c)):
+        wait_in_line(core, f"r{number}", keys, (number,))
+    assert come_up(core) == [*a, *b]
+    core.finish_request("r0")
+    assert come_up(core) == c
+
+
+def test_last_in_line_gives_way_to_one_that_comes_before_it() -> None:
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=8)
+    wait_in_line(core, "b", b, (2.0,))
+    assert come_up(core) == b
+    wait_in_line(core, "a", a, (1.0,))
+    assert come_up(core) == a
+    put(core, chain("other", 8))
+    assert (in_host(core, a), in_host(core, b)) == (4, 0)
+    assert core.host.counters.unused == 4
+
+
+def test_line_gives_way_to_a_request_whose_turn_has_come() -> None:
+    a, b = chain("a"), chain("b", 8)
+    core = stored(a, b, rows=8)
+    wait_in_line(core, "a", a, FIRST)
+    come_up(core)
+    assert scan(core, b, "b") == [PENDING] * 8
+    jobs = core.events.plan(0.0)
+    assert [move.key for job in jobs for move in job.moves] == b, "all at once"
+    run(core, jobs)
+    core.end_step()
+    assert scan(core, b, "b") == [HIT] * 8
+    core.finish_request("b")
+    core.end_step()
+    assert scan(core, a, "a") == [PENDING] * 4, "it gets them at its turn"
+
+
+def test_chain_ends_at_its_first_hole() -> None:
+    a = chain("a")
+    core = stored(a[:2], a[3:], rows=8)
+    wait_in_line(core, "a", a, FIRST)
+    assert come_up(core) == a[:2]
+
+
+def test_line_asks_only_the_tiers_that_a_request_may_load_from() -> None:
+    a = chain("a")
+    core = stored(a, rows=8)
+    core.set_allowed_tiers("a", [])
+    wait_in_line(core, "a", a, FIRST)
+    assert come_up(core) == []
+    assert scan(core, a, "a") == [MISS]
+
+
+def test_row_that_fails_to_come_up_is_looked_up_at_its_turn() -> None:
+    a = chain("a")
+    core = stored(a, rows=8)
+    wait_in_line(core, "a", a, FIRST)
+    come_up(core, Outcome.CORRUPT)
+    assert scan(core, a, "a") == [MISS]
+    core.finish_request("a")
+    assert not any(row.request_pins for row in core.host.index.values())
+
+
+def test_aborted_request_leaves_the_line_and_unpins_its_rows() -> None:
+    a = chain("a")
+    core = stored(a, rows=8)
+    wait_in_line(core, "a", a, FIRST)
+    come_up(core)
+    core.finish_request("a")
+    assert not any(row.request_pins for row in core.host.index.values())
+    assert not core._promotion.busy
+
+
+def test_reset_empties_the_line() -> None:
+    a = chain("a")
+    core = stored(a, rows=8)
+    wait_in_line(core, "a", a, FIRST)
+    core.events.plan(0.0)
+    core.reset(keep_tiers=True)
+    assert come_up(core) == []
+    assert scan(core, a, "a") == [PENDING] * 4
+
+
+def test_prefetch_brings_rows_up_and_leaves_them_unpinned() -> None:
+    a = chain("a")
+    core = stored(a, rows=8)
+    core.prefetch([a[0], b"nowhere", *a[1:]])
+    assert come_up(core) == a
+    assert not any(row.request_pins for row in core.host.index.values())
+    assert not core._promotion.busy
+    assert scan(core, a, "get") == [HIT] * 4
+
+
+def test_prefetch_of_more_than_the_share_brings_its_beginning() -> None:
+    a = chain("a", 20)
+    core = stored(a, rows=16)
+    core.prefetch(a)
+    assert come_up(core) == a[:8]
+    assert not core._promotion.busy
+
+
+def test_prefetch_goes_behind_every_request_in_line() -> None:
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=16)
+    core.prefetch(b)
+    wait_in_line(core, "a", a, (1e9,))
+    assert come_up(core) == [*a, *b]
+
+
+def test_rows_that_were_loaded_are_not_counted_as_promoted_in_vain() -> None:
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=8)
+    wait_in_line(core, "a", a, FIRST)
+    come_up(core)
+    core.prefetch(b)
+    assert come_up(core) == [], "others hold the line's share"
+    assert [core.lookup(key, "a", place, 0.0) for place, key in enumerate(a)] == [Lookup.HIT] * 4
+    core.copies.prepare_load(a, "a")
+    core.copies.complete_load(a)
+    core.finish_request("a")
+    core.end_step()
+    assert come_up(core) == b
+    put(core, chain("other", 8))
+    assert in_host(core, [*a, *b]) == 0
+    assert core.host.counters.unused == 4
+
+
+def test_request_that_begins_without_a_look_up_leaves_the_line() -> None:
+    """The engine's own cache had all of its prompt when its turn came."""
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=8, line_requests=1)
+    wait_in_line(core, "a", a, FIRST)
+    wait_in_line(core, "b", b, (1.0,))
+    assert come_up(core) == a
+    core.end_step(began=["a"])
+    assert come_up(core) == b, "the next is no longer behind it"
+    put(core, chain("other", 4))
+    assert (in_host(core, a), in_host(core, b)) == (0, 4)
+
+
+def test_line_gives_way_although_promotions_wait_for_room() -> None:
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=8, line_share=1.0)
+    core.copies.prepare_store(chain("filling", 5), "filling")
+    wait_in_line(core, "b", b, (1.0,))
+    run(core, core.events.plan(0.0))
+    assert core._promotion.crowded
+    assert scan(core, a, "a")[0] is PENDING
+    assert a[0] in come_up(core)
+
+
+def test_request_that_has_given_way_gets_nothing_that_was_queued_for_it() -> None:
+    line, turn = chain("line", 2), chain("turn", 1)
+    core = stored(line[1:], turn, rows=8)
+    put(core, line[:1])
+    wait_in_line(core, "line", line, FIRST)
+    core.tiers[0].send_credits = 0
+    assert core.events.plan(0.0) == []
+    assert len(core.tiers[0].to_load) == 1, "its mover takes nothing now"
+    assert len(core.copies.prepare_store(chain("busy", 7), "busy").rows) == 7
+    assert scan(core, turn, "turn") == [PENDING]
+    core.tiers[0].send_credits = 10
+    loads = [job for job in core.events.plan(0.0) if job.direction is Direction.LOAD]
+    assert [move.key for job in loads for move in job.moves] == turn
+    run(core, loads)
+    assert not any(row.request_pins for row in core.host.index.values() if row.key not in turn)
+
+
+def test_line_without_anything_left_to_promote_is_not_busy() -> None:
+    a = chain("a")
+    core = stored(a, rows=8)
+    wait_in_line(core, "a", [*a[:2], b"nowhere", *a[2:]], FIRST)
+    come_up(core)
+    assert not core._promotion.line.busy
+    assert scan(core, a[:2], "a") == [HIT] * 2
+
+
+def test_line_that_can_only_wait_leaves_no_work() -> None:
+    """The supervisor would go on at once with work that is left, and take a core."""
+    chains = [chain(name) for name in "abcdef"]
+    core = stored(*chains, rows=32, rows_per_slice=2, ahead_s=0.0)  # so that nothing is queued behind the first row
+    for place, keys in enumerate(chains):
+        wait_in_line(core, f"r{place}", keys, (float(place),))
+    turns = 0
+    while core.events.turn(0.0, 0.0) or core.events.unfinished:
+        turns += 1
+        assert turns < 100, "it never rests"
+    assert core.events.busy, "and there is something to promote when a load has ended"
+
+
+def test_request_waits_for_room_beside_one_that_has_got_all_it_will_get() -> None:
+    """The rows of that one become free as soon as it has loaded them: to wait for that is quicker than to compute."""
+    a, b = chain("a", 5), chain("b")
+    core = stored(a, b, rows=4)
+    assert scan(core, a, "a")[0] is PENDING
+    assert come_up(core) == a[:4]
+    core.end_step()
+    assert scan(core, a, "a") == [HIT] * 4 + [MISS], "for the last one there was no room"
+    assert scan(core, b, "b")[0] is PENDING
+    assert come_up(core) == []
+    core.copies.prepare_load(a[:4], "a")
+    core.copies.complete_load(a[:4])
+    core.finish_request("a")
+    core.end_step()
+    assert scan(core, b, "b")[0] is PENDING
+    assert come_up(core) == b
+
+
+def test_prefetch_that_found_no_room_ends_and_unpins_its_rows() -> None:
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=8, line_share=0.5)
+    core.copies.prepare_store(chain("filling", 5), "filling")
+    core.prefetch(a)
+    assert come_up(core) == a[:3]
+    assert not any(row.request_pins for row in core.host.index.values())
+    core.copies.complete_store(core.copies.rows_being_filled(chain("filling", 5)), ())
+    core.prefetch(b)
+    assert come_up(core) == b, "and the line goes on"
+
+
+def test_turn_with_a_host_full_of_pinned_rows_walks_over_no_queue() -> None:
+    """Every turn asks, on the thread that starts the loads, and hundreds of requests may wait."""
+
+    class Unwalked(dict):  # type: ignore[type-arg]
+        def __iter__(self) -> NoReturn:
+            raise AssertionError("a walk over all requests that wait")
+
+        values = items = keys = __iter__  # type: ignore[assignment]
+
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=8)
+    core.copies.prepare_store(chain("filling", 8), "filling")
+    assert scan(core, a, "a")[0] is PENDING
+    assert scan(core, b, "b")[0] is PENDING
+    assert core.turn(0.0, 0.0) == []
+    core._promotion._waiting = Unwalked(core._promotion._waiting)
+    assert core.turn(0.5, 0.5) == []
+    assert core._promotion.crowded, "what is being stored will be unpinned"
+    core.copies.complete_store(core.copies.rows_being_filled(chain("filling", 8)), ())
+    assert come_up(core) == [*a, *b]
+
+
+def test_line_has_room_for_those_that_would_be_next() -> None:
+    a, b = chain("a"), chain("b")
+    core = stored(a, b, rows=8, line_requests=2)
+    assert core.line_has_room(FIRST)
+    core.queue("a")
+    core.anticipate("a", a, FIRST)
+    core.anticipate("b", b, (1.0,))
+    assert [core.line_has_room((rank,)) for rank in (-1.0, 0.5, 1.0, 2.0)] == [True, True, False, False]
+    assert core.is_queued("a")
+    scan(core, a, "a")
+    assert not core.is_queued("a")
+    assert core.line_has_room((2.0,))
+
+
+def test_many_prefetches_of_one_key_each_come_up_together() -> None:
+    a, b = chain("a", 20), chain("b", 80)
+    core = stored(a, b, rows=400, ahead_s=1e3, rows_per_slice=1000, line_requests=8)
+    jobs = []
+    for key in a:
+        core.prefetch([key])
+        jobs += core.events.plan(0.0)
+    assert 0 < len(jobs) <= 8
+    for key in b:
+        core.prefetch([key])
+    rounds = 0
+    while jobs:
+        run(core, jobs)
+        jobs = core.events.plan(0.0)
+        rounds += 1
+    assert in_host(core, [*a, *b]) == 100
+    assert rounds == 2, "those that were under way, and all others"
+    assert not core._promotion.busy
+
+
+def test_prefetches_that_hold_nothing_make_way_within_a_slice() -> None:
+    a = chain("a")
+    core = stored(a, rows=64, line_requests=2)
+    for number in range(10):
+        core.prefetch([b"%d nowhere %d" % (number, place) for place in range(32)])
+    core.prefetch(a)
+    assert core.events.plan(0.0) == []
+    assert core.events.unfinished, "a slice is bounded"
+    turns = 0
+    while not (jobs := core.events.plan(0.0)):
+        turns += 1
+        assert turns < 10
+    assert [move.key for job in jobs for move in job.moves] == a
+
+
+def test_line_of_prefetches_is_bounded() -> None:
+    core = stored(rows=8)
+    for number in range(1000):
+        core.prefetch([b"%d-%d" % (number, place) for place in range(4)])
+    assert len(core._promotion.line._places) == MAX_PREFETCHES
+
+
+def test_request_in_line_gets_the_beginning_of_its_chain_when_a_full_host_has_room() -> None:
+    a = chain("a", 8)
+    core = stored(a, rows=16, line_share=1.0)
+    core.copies.prepare_store(chain("filling", 13), "filling")
+    wait_in_line(core, "a", a, FIRST)
+    assert come_up(core) == a[:3]
+    core.copies.complete_store(core.copies.rows_being_filled(chain("filling", 13)), ())
+    core.end_step()
+    assert come_up(core) == a[3:], "from where there was no room"
+    assert core._promotion.line._of["a"].held == sum(row.request_pins for row in core.host.index.values()) == 8
+    assert scan(core, a, "a") == [HIT] * 8
+
+
+def test_line_rests_while_the_host_has_no_room() -> None:
+    a = chain("a", 8)
+    core = stored(a, rows=8)
+    core.copies.prepare_store(chain("filling", 8), "filling")
+    wait_in_line(core, "a", a, FIRST)
+    for _ in range(5):
+        core.turn(0.0, 0.0)
+    assert not core._promotion.line.busy, "until a step has passed"
+    core.end_step()
+    assert core._promotion.line.busy

@@ -1,0 +1,616 @@
+"""TierManager's decisions, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.policies import Write
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.types import Direction, Job, TierSpec
+from tests.support.core import expire, opened, put, touched
+
+HIT, PENDING, MISS = Lookup.HIT, Lookup.PENDING, Lookup.MISS
+CHAIN = [bytes([n]) * 8 for n in range(1, 9)]
+
+
+def manager(rows: int = 8, tiers: Sequence[str] = ("file",), **limits: float) -> TierManager:
+    specs = [TierSpec(name, Write.THROUGH, physical_slots=name == "file") for name in tiers]
+    core = TierManager(rows, 4096, specs, Limits(load_share=1.0, store_share=1.0, **limits))  # type: ignore[arg-type]
+    for tier in range(len(specs)):
+        opened(core, tier, 100)
+        core.events.listed(tier, [], last=True)
+    return core
+
+
+def run(core: TierManager, jobs: Sequence[Job], outcome: Outcome = Outcome.OK) -> None:
+    for job in jobs:
+        core.events.finished(job.tier, job.id, [outcome] * len(job.moves), 0.0)
+
+
+def only_stored(keys: Sequence[Key], rows: int = 8, tiers: Sequence[str] = ("file",)) -> TierManager:
+    """A core whose tier tiers hold `keys` and whose host holds nothing."""
+    core = manager(rows, tiers)
+    for tier in range(len(tiers)):
+        core.events.listed(tier, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
+    return core
+
+
+def scan(core: TierManager, keys: Sequence[Key], request: str, now: float = 0.0) -> list[Lookup]:
+    """What a full-attention group does: up the prefix, until a miss."""
+    answers = []
+    for position, key in enumerate(keys):
+        answers.append(core.lookup(key, request, position, now))
+        if answers[-1] is MISS:
+            break
+    return answers
+
+
+def test_deepest_chunk_of_the_oldest_prefix_is_evicted_first() -> None:
+    core = manager(rows=6, tiers=())
+    put(core, CHAIN[:3], "old")
+    put(core, CHAIN[3:6], "new")
+    put(core, CHAIN[6:8], "newer")
+    assert core.take_evicted() == []  # prepare_store has returned them
+    assert [core.where(key, 0.0) is not None for key in CHAIN] == [True, False, False, True, True, True, True, True]
+
+
+def test_used_prefix_outlives_a_newer_one() -> None:
+    core = manager(rows=6, tiers=())
+    put(core, CHAIN[:3], "old")
+    put(core, CHAIN[3:6], "new")
+    assert scan(core, CHAIN[:3], "again") == [HIT] * 3
+    core.copies.prepare_load(CHAIN[:3], "again")
+    core.copies.complete_load(CHAIN[:3])
+    core.end_step()
+    put(core, CHAIN[6:8], "newer")
+    assert [core.where(key, 0.0) is not None for key in CHAIN[:6]] == [True, True, True, True, False, False]
+
+
+def test_full_host_accepts_a_prefix_of_a_store() -> None:
+    core = manager(rows=4, tiers=())
+    first = core.copies.prepare_store(CHAIN[:3], "a")
+    assert len(first.keys) == 3
+    second = core.copies.prepare_store(CHAIN[3:6], "b")
+    assert second.keys == CHAIN[3:4]
+    assert core.copies.prepare_store(CHAIN[6:8], "c").keys == []
+
+
+def test_first_scan_collects_and_later_scans_stop_at_the_first_pending_key() -> None:
+    core = only_stored(CHAIN)
+    assert scan(core, CHAIN, "r") == [PENDING] * 8
+    core.end_step()
+    assert scan(core, CHAIN, "r") == [PENDING, MISS]
+    jobs = core.events.plan(0.0)
+    assert sum(len(job.moves) for job in jobs) == 8
+    run(core, jobs[:1])
+    core.end_step()
+    assert scan(core, CHAIN, "r") == [HIT] * 8
+
+
+def test_windowed_group_gets_no_miss_while_it_waits() -> None:
+    core = only_stored(CHAIN)
+    for _ in range(3):
+        answers = [core.lookup(CHAIN[i], "r", i, 0.0) for i in reversed(range(8))]
+        assert answers == [PENDING] * 8
+        core.end_step()
+
+
+def test_request_has_one_deadline_for_all_keys() -> None:
+    core = only_stored(CHAIN)
+    assert scan(core, CHAIN, "r", now=0.0)[0] is PENDING
+    core.events.plan(0.0)
+    core.end_step()
+    assert scan(core, CHAIN, "r", now=core.limits.wait_s)[0] is PENDING
+    core.end_step()
+    assert scan(core, CHAIN, "r", now=core.limits.wait_s + 0.1) == [MISS]
+
+
+def test_hit_is_not_evicted_before_its_step_ends() -> None:
+    core = only_stored(CHAIN[2:3], rows=2)
+    put(core, CHAIN[:1], "oldest")
+    put(core, CHAIN[1:2], "newer")
+    run(core, core.events.plan(0.0))
+    assert core.lookup(CHAIN[0], "r", 0, 0.0) is HIT
+    assert core.lookup(CHAIN[2], "other", 0, 0.0) is PENDING
+    assert [move.key for job in core.events.plan(0.0) for move in job.moves] == [CHAIN[2]]
+    assert core.where(CHAIN[0], 0.0) == "cpu"  # although it was the oldest
+    assert len(core.copies.prepare_load(CHAIN[:1], "r")) == 1
+
+
+def test_promotions_do_not_evict_rows_pinned_by_their_request() -> None:
+    core = only_stored(CHAIN[2:6], rows=4)
+    put(core, CHAIN[:2], "first")
+    run(core, core.events.plan(0.0))
+    assert scan(core, CHAIN[:6], "r") == [HIT, HIT, PENDING, PENDING, PENDING, PENDING]
+    run(core, core.events.plan(0.0))
+    assert core.events.plan(0.0) == []
+    core.end_step()
+    assert scan(core, CHAIN[:6], "r") == [HIT, HIT, HIT, HIT, MISS]  # the host has four rows
+
+
+def waiting_and_loading(core: TierManager, prefixes: dict[str, list[Key]], steps: int) -> dict[str, int]:
+    """What requests with these prefixes hit, in turns of a step, a turn of the supervisor and the movers. Each request
+    loads as soon as it waits for nothing, and its copy ends a step later."""
+    hits: dict[str, int] = {}
+    for _ in range(steps):
+        loaded: list[Key] = []
+        for name, keys in prefixes.items():
+            if name in hits:
+                continue
+            answers = scan(core, keys, name)
+            if PENDING not in answers:
+                hits[name] = answers.count(HIT)
+                loaded += keys[: hits[name]]
+                core.copies.prepare_load(keys[: hits[name]], name)
+        core.end_step()
+        run(core, core.events.plan(0.0))
+        core.events.plan(0.0)
+        core.copies.complete_load(loaded)
+    return hits
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_promotions_wait_until_other_requests_have_loaded_from_a_full_host(length: int) -> None:
+    """Computing what is stored would take longer."""
+    stored = [bytes([number]) * 8 for number in range(1, 8 * length + 1)]
+    core = only_stored(stored, rows=4)
+    prefixes = {str(n): stored[n * length : (n + 1) * length] for n in range(8)}
+    assert waiting_and_loading(core, prefixes, steps=30) == dict.fromkeys(prefixes, length)
+
+
+def test_prefix_that_is_longer_than_the_host_ends_without_waiting() -> None:
+    core = only_stored(CHAIN, rows=4)
+    assert waiting_and_loading(core, {"r": CHAIN}, steps=3) == {"r": 4}
+
+
+def test_requests_whose_rows_fill_the_host_do_not_wait_for_each_other() -> None:
+    """Neither has all that it asked for, and neither can have it while the other one waits."""
+    core = only_stored(CHAIN, rows=4, tiers=("file",))
+    for step in range(2):  # rows of both, in turns
+        for name, keys in (("a", CHAIN[:4]), ("b", CHAIN[4:])):
+            core.lookup(keys[step], name, step, 0.0)
+        run(core, core.events.plan(0.0))
+        core.end_step()
+    hits = waiting_and_loading(core, {"a": CHAIN[:4], "b": CHAIN[4:]}, steps=5)
+    assert sum(hits.values()) >= 4
+    assert len(hits) == 2
+
+
+def test_waiting_for_room_is_no_failure_of_a_tier() -> None:
+    core = only_stored(CHAIN, rows=4)
+    others = [f"other-{number}" for number in range(30)]
+    assert scan(core, CHAIN[:4], "a") == [PENDING] * 4
+    run(core, core.events.plan(0.0))
+    for _ in range(3):
+        assert all(scan(core, CHAIN[4:], name)[0] is PENDING for name in others)
+        core.end_step()
+        assert core.events.plan(0.0) == []
+        assert scan(core, CHAIN[:4], "a") == [HIT] * 4
+    late = core.limits.wait_s + 1.0
+    assert all(scan(core, CHAIN[4:], name, late) == [MISS] for name in others)
+    assert core.tiers[0].breakers[Direction.LOAD].closed
+
+
+def test_hit_counts_once_for_the_tier_it_was_promoted_from() -> None:
+    core = only_stored(CHAIN[:1])
+    scan(core, CHAIN[:1], "r")
+    run(core, core.events.plan(0.0))
+    core.end_step()
+    assert scan(core, CHAIN[:1], "r") == [HIT]
+    core.copies.prepare_load(CHAIN[:1], "r")
+    assert core.source(CHAIN[0]) == "file"
+    core.copies.complete_load(CHAIN[:1])
+    assert core.source(CHAIN[0]) == "cpu"
+    assert core.tiers[0].counters.hits == 1
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.MISSING, Outcome.FAILED])
+def test_failed_promotion_falls_back_to_the_next_tier_then_misses(outcome: Outcome) -> None:
+    core = only_stored(CHAIN[:1], tiers=("file", "s3"))
+    assert scan(core, CHAIN[:1], "r") == [PENDING]
+    (first,) = core.events.plan(0.0)
+    assert first.tier == 0
+    run(core, [first], outcome)
+    core.end_step()
+    assert scan(core, CHAIN[:1], "r") == [PENDING]
+    (second,) = core.events.plan(0.0)
+    assert second.tier == 1
+    run(core, [second], outcome)
+    core.end_step()
+    assert scan(core, CHAIN[:1], "r") == [MISS]
+    assert core.events.plan(0.0) == []
+    expected = None if outcome is not Outcome.FAILED else "file"
+    assert core.where(CHAIN[0], core.limits.retry_s + 1) == expected
+
+
+def test_row_is_sealed_once_and_the_second_tier_waits() -> None:
+    core = manager(tiers=("file", "s3"))
+    put(core, CHAIN[:2])
+    (first,) = core.events.plan(0.0)
+    assert (first.tier, [move.seal for move in first.moves]) == (0, [True, True])
+    assert core.events.plan(0.0) == []
+    run(core, [first])
+    (second,) = core.events.plan(0.0)
+    assert (second.tier, [move.seal for move in second.moves]) == (1, [False, False])
+
+
+def test_next_tier_seals_if_the_first_store_fails() -> None:
+    core = manager(tiers=("file", "s3"))
+    put(core, CHAIN[:1])
+    run(core, core.events.plan(0.0), Outcome.NO_SPACE)
+    (second,) = core.events.plan(0.0)
+    assert (second.tier, second.moves[0].seal) == (1, True)
+
+
+def test_write_through_keeps_prefix_order() -> None:
+    core = manager()
+    plan = core.copies.prepare_store(CHAIN, "r")
+    core.copies.complete_store(core.copies.rows_being_filled(set(plan.keys)), set())
+    assert [move.key for job in core.events.plan(0.0) for move in job.moves] == CHAIN
+
+
+def test_promoted_row_is_written_to_the_tiers_above_its_source() -> None:
+    core = manager(tiers=("file", "s3"))
+    core.events.listed(1, [(0, CHAIN[0], 0)], last=True)
+    scan(core, CHAIN[:1], "r")
+    (load,) = core.events.plan(0.0)
+    assert load.direction is Direction.LOAD
+    run(core, [load])
+    (store,) = core.events.plan(0.0)
+    assert (store.tier, store.direction, store.moves[0].seal) == (0, Direction.STORE, False)
+
+
+def test_tier_that_is_down_misses_at_once_and_keeps_its_rows() -> None:
+    core = only_stored(CHAIN[:2])
+    core.events.down(0, 0.0)
+    assert scan(core, CHAIN[:2], "r") == [MISS]
+    put(core, CHAIN[4:5])
+    assert core.events.plan(0.0) == []
+    assert core.tiers[0].counters.dropped == 1
+    opened(core, 0, 100)
+    core.events.listed(0, [], last=True)
+    assert scan(core, CHAIN[:2], "again") == [PENDING, PENDING]
+
+
+def test_trial_success_of_one_suspect_starts_trials_of_its_batch() -> None:
+    core = only_stored(CHAIN[:4])
+    assert scan(core, CHAIN[:4], "r") == [PENDING] * 4
+    jobs = core.events.plan(0.0)
+    core.health.watch(6.0)
+    run(core, jobs)
+    core.finish_request("r")
+    assert scan(core, CHAIN[:4], "too early", 7.0) == [MISS]
+    assert core.events.plan(7.0) == []
+    assert scan(core, CHAIN[:4], "other", 12.0) == [MISS]
+    tried = []
+    while jobs := core.events.plan(12.0):
+        tried += [[move.key for move in job.moves] for job in jobs]
+        for job in jobs:
+            bad = job.moves[0].key == CHAIN[2]
+            core.events.finished(0, job.id, [Outcome.FAILED if bad else Outcome.OK], 12.0)
+    assert sorted(tried) == [[key] for key in CHAIN[:4]], "each of them once, alone"
+    core.finish_request("other")
+    assert scan(core, CHAIN[:4], "again", 13.0) == [PENDING, PENDING, MISS]
+
+
+def test_failing_storage_behaves_like_a_host_only_cascade() -> None:
+    bare, failing = manager(rows=4, tiers=()), manager(rows=4, tiers=("file", "s3"))
+    for n, keys in enumerate([CHAIN[:3], CHAIN[2:6], CHAIN[:2], CHAIN[5:8], CHAIN[:4]]):
+        answers = [scan(core, keys, f"scan{n}") for core in (bare, failing)]
+        assert answers[0] == answers[1]
+        for core in (bare, failing):
+            core.finish_request(f"scan{n}")
+            put(core, keys, f"put{n}")
+            run(core, core.events.plan(float(n)), Outcome.FAILED)
+        assert sorted(bare.host.index) == sorted(failing.host.index)
+    assert not failing.tiers[0].index
+
+
+def test_results_of_unknown_jobs_are_ignored() -> None:
+    core = manager()
+    put(core, CHAIN[:1])
+    (job,) = core.events.plan(0.0)
+    core.events.lost(0, 0.0)
+    run(core, [job])
+    assert core.where(CHAIN[0], 0.0) == "cpu"
+    assert CHAIN[0] not in core.tiers[0].index
+    assert core.host.index[CHAIN[0]].mover_refs == 0
+
+
+def test_smaller_budget_evicts_the_excess() -> None:
+    core = only_stored(CHAIN)
+    opened(core, 0, 3)
+    assert len(core.tiers[0].index) == 3
+    assert len(core.tiers[0].to_delete) == 5
+
+
+def test_root_touched_by_the_engine_outlives_older_leaves() -> None:
+    core = manager(rows=6, tiers=())
+    put(core, CHAIN[:4], "first")
+    put(core, CHAIN[4:6], "other")
+    touched(core, CHAIN[:2], "again")  # hits in the engine's own memory
+    assert scan(core, CHAIN[2:4], "again") == [HIT, HIT]
+    core.copies.prepare_load(CHAIN[2:4], "again")
+    core.copies.complete_load(CHAIN[2:4])
+    core.end_step()
+    put(core, CHAIN[6:8], "new")
+    assert [core.where(key, 0.0) is not None for key in CHAIN] == [True] * 4 + [False] * 2 + [True] * 2
+    put(core, [b"one more"], "newer")
+    assert core.where(CHAIN[3], 0.0) is None  # the leaf
+    assert core.where(CHAIN[0], 0.0) == "cpu"
+
+
+def test_row_listed_as_removed_is_a_miss_unless_it_is_being_read() -> None:
+    core = only_stored(CHAIN[:2])
+    scan(core, CHAIN[:1], "r")
+    (job,) = core.events.plan(0.0)
+    core.events.listed(0, [(-1, key, 0) for key in (*CHAIN[:2], b"never heard of")], last=False)
+    assert core.tiers[0].slots.free == core.tiers[0].slots.limit - 1
+    assert core.where(CHAIN[1], 0.0) is None
+    run(core, [job], Outcome.MISSING)
+    assert core.where(CHAIN[0], 0.0) is None
+    core.events.listed(0, [(0, CHAIN[1], 5)], last=False)  # and it may come again
+    assert core.where(CHAIN[1], 0.0) == "file"
+
+
+def test_request_whose_load_failed_gets_no_more_hits() -> None:
+    core = manager(tiers=())
+    put(core, CHAIN[:3])
+    assert scan(core, CHAIN[:2], "r") == [HIT, HIT]
+    core.copies.prepare_load(CHAIN[:2], "r")
+    core.copies.fail_load({*CHAIN[:2]}, "r")
+    core.end_step()
+    assert scan(core, CHAIN[2:3], "r") == [MISS], "a request that was computed once is not tried again"
+    assert scan(core, CHAIN[:1], "other") == [MISS]
+    assert scan(core, CHAIN[2:3], "other") == [HIT]
+    assert core.host.counters.failed == 2
+    assert core.host.used == 1
+    core.finish_request("r")
+    assert scan(core, CHAIN[2:3], "r") == [HIT], "a name that comes again is another request"
+
+
+def test_row_whose_load_failed_stays_while_another_load_reads_it() -> None:
+    core = manager(tiers=())
+    put(core, CHAIN[:1])
+    for request in ("bad", "good"):
+        core.lookup(CHAIN[0], request, 0, 0.0)
+        core.copies.prepare_load(CHAIN[:1], request)
+    core.copies.fail_load(set(CHAIN[:1]), "bad")
+    core.copies.complete_load(set(CHAIN[:1]))
+    core.end_step()
+    core.reset(keep_tiers=False)
+    assert core.host.used == 0
+
+
+def test_request_loads_from_its_allowed_tiers_only() -> None:
+    core = only_stored(CHAIN[:2], tiers=("file", "s3"))
+    core.set_allowed_tiers("far", [1])
+    core.set_allowed_tiers("none", [])
+    assert scan(core, CHAIN[:2], "none") == [MISS]
+    assert scan(core, CHAIN[:1], "far") == [PENDING]
+    assert [job.tier for job in core.events.plan(0.0)] == [1]
+    core.reset(keep_tiers=True)  # which forgets requests, but not what they asked for
+    assert scan(core, CHAIN[1:2], "none") == [MISS]
+    core.finish_request("none")
+    assert scan(core, CHAIN[1:2], "none") == [PENDING]
+    assert [job.tier for job in core.events.plan(0.0)] == [0]
+    put(core, CHAIN[2:3])
+    core.set_allowed_tiers("host", [])
+    assert core.lookup(CHAIN[2], "host", 0, 0.0) is HIT
+
+
+def stored_keys(core: TierManager) -> set[Key]:
+    """Of the first tier, once every write has ended."""
+    while jobs := core.events.plan(0.0):
+        run(core, jobs)
+    return {key for key in CHAIN if key in core.tiers[0]}
+
+
+def test_chunks_of_a_host_only_request_are_hits_and_are_not_written() -> None:
+    core = manager()
+    core.keep_in_host("private")
+    put(core, CHAIN[:2], "private")
+    assert stored_keys(core) == set()
+    assert scan(core, CHAIN[:2], "r") == [HIT, HIT]
+    put(core, CHAIN[:3], "private")
+    assert stored_keys(core) == {*CHAIN[:3]}, "a name that comes again is another request"
+
+
+@pytest.mark.parametrize("use", ["store", "load", "touch"])
+def test_use_by_another_request_lifts_host_only(use: str) -> None:
+    core = manager()
+    core.keep_in_host("private")
+    put(core, CHAIN[:2], "private")
+    for other in ("private too", "other"):
+        if other == "private too":
+            core.keep_in_host(other)
+        if use == "store":
+            core.copies.prepare_store(CHAIN[:1], other)
+        elif use == "touch":
+            touched(core, CHAIN[:1], other)
+        else:
+            assert scan(core, CHAIN[:1], other) == [HIT]
+            core.copies.prepare_load(CHAIN[:1], other)
+            core.copies.complete_load(CHAIN[:1])
+        assert stored_keys(core) == (set() if other == "private too" else {CHAIN[0]})
+
+
+def test_host_only_row_that_is_still_being_filled_is_written_if_another_request_stores_it() -> None:
+    core = manager()
+    core.keep_in_host("private")
+    plan = core.copies.prepare_store(CHAIN[:2], "private")
+    assert core.copies.prepare_store(CHAIN[:1], "other").keys == []
+    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), set())
+    assert stored_keys(core) == {CHAIN[0]}
+
+
+def test_host_only_rows_are_no_probes_of_a_tier_whose_circuit_is_open() -> None:
+    core = manager()
+    core.keep_in_host("private")
+    put(core, CHAIN[:2], "private")
+    breaker = core.tiers[0].breakers[Direction.STORE]
+    breaker.trip(0.0)
+    expire(core, 100.0)
+    assert breaker.wants_probe
+    assert core.events.plan(100.0) == []
+    put(core, CHAIN[2:3])
+    assert [move.key for job in core.events.plan(100.0) for move in job.moves] == [CHAIN[2]]
+
+
+def test_host_only_rows_are_evicted_without_a_write() -> None:
+    core = TierManager(4, 4096, [TierSpec("file", Write.ON_EVICT, physical_slots=True)], Limits(reserve_share=0.5))
+    opened(core, 0, 100)
+    core.events.listed(0, [], last=True)
+    core.keep_in_host("private")
+    put(core, CHAIN[:2], "private")
+    core.demote(core.host.index.values())
+    put(core, CHAIN[2:6])
+    assert stored_keys(core) & {*CHAIN[:2]} == set()
+    assert core.tiers[0].counters.dropped == 0
+    assert all(core.where(key, 0.0) is None for key in CHAIN[:2])
+
+
+def test_open_tier_is_resized_without_losing_rows() -> None:
+    core = only_stored(CHAIN[:6])
+    core.events.resized(0, 4)
+    assert scan(core, CHAIN[:6], "r") == [PENDING] * 6  # what stands beyond is there until it is said to be gone
+    core.finish_request("r")
+    tier = core.tiers[0]
+    beyond = [key for key in CHAIN[:6] if (entry := tier.index.get(key)) is not None and entry.slot >= 4]
+    assert len(beyond) == 2
+    core.events.listed(0, [(-1, key, 0) for key in beyond], last=False)
+    put(core, CHAIN[6:8], "new")
+    stores = core.events.plan(0.0)
+    assert {move.entry.slot for job in stores for move in job.moves} <= set(range(4))
+    run(core, stores)
+    assert sum(tier.can_load(key, 0.0) for key in CHAIN) == 4
+    core.events.resized(0, 8)
+    put(core, beyond, "again")
+    run(core, core.events.plan(0.0))
+    assert sum(tier.can_load(key, 0.0) for key in CHAIN) == 6
+
+
+# --- one deadline a request ----------------------------------------------------------------------------------------
+
+
+def pending_s(
+    core: TierManager, keys: Sequence[Key], request: str, step_s: float = 0.5, most_s: float = 3600.0
+) -> float:
+    """How long a request is pending that comes back every `step_s`, on movers that do nothing."""
+    now = 0.0
+    while PENDING in scan(core, keys, request, now):
+        assert now < most_s, "it never ends"
+        core.end_step()
+        now += step_s
+        expire(core, now)
+        core.events.plan(now)
+    return now
+
+
+def test_no_request_waits_beyond_its_deadline_for_a_row_being_filled() -> None:
+    core = manager(wait_s=2.0)
+    core.copies.prepare_store(CHAIN[:1], "writer")  # whose workers never end
+    assert pending_s(core, CHAIN[:2], "reader") <= 2.5
+
+
+def test_no_request_waits_beyond_its_deadline_for_a_tier_that_hangs() -> None:
+    """Of a tier that freezes, what was asked for first is given up first; the rest was never begun."""
+    core = manager(rows=4, wait_s=2.0)
+    core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(CHAIN)], last=True)
+    now = 0.0
+    while PENDING in [core.lookup(key, "reader", None, now) for key in CHAIN]:
+        core.end_step()
+        now += 0.5
+        expire(core, now)
+        core.events.plan(now)
+        assert now <= 2.5
+
+
+@pytest.mark.parametrize("keep_tiers", [True, False])
+def test_reset_does_not_rearm_the_deadline(keep_tiers: bool) -> None:
+    core = manager(wait_s=2.0)
+    for half_second in range(6):
+        core.copies.prepare_store(CHAIN[:1], "writer")  # whose workers never end
+        late = half_second > 4
+        assert scan(core, CHAIN[:1], "reader", now=half_second / 2) == [MISS if late else PENDING]
+        core.end_step()
+        core.reset(keep_tiers)
+    core.finish_request("reader")
+    core.copies.prepare_store(CHAIN[:1], "writer")
+    assert scan(core, CHAIN[:1], "reader", now=3.0) == [PENDING]
+
+
+def test_preempted_request_may_wait_again_after_a_load() -> None:
+    core = only_stored(CHAIN)
+    assert scan(core, CHAIN[:2], "r") == [PENDING, PENDING]
+    run(core, core.events.plan(0.0))
+    core.end_step()
+    assert scan(core, CHAIN[:2], "r", now=1.0) == [HIT, HIT]
+    core.copies.prepare_load(CHAIN[:2], "r")
+    core.copies.complete_load(CHAIN[:2])
+    core.end_step()
+    late = 10 * core.limits.wait_s
+    assert scan(core, CHAIN[2:4], "r", now=late) == [PENDING, PENDING]
+    core.end_step()
+    assert scan(core, CHAIN[2:4], "r", now=late + core.limits.wait_s + 1) == [MISS]
+
+
+def test_expired_request_waits_again_only_after_a_load() -> None:
+    core = only_stored(CHAIN)
+    put(core, [b"root"])
+    late = 2 * core.limits.wait_s
+    chain = [b"root", *CHAIN[:2]]
+    assert scan(core, chain, "r") == [HIT, PENDING, PENDING]
+    core.end_step()
+    assert scan(core, chain, "r", now=late) == [HIT, MISS]
+    core.end_step()
+    assert scan(core, chain, "r", now=late + 1) == [HIT, MISS]
+    core.copies.prepare_load([b"root"], "r")
+    core.copies.complete_load([b"root"])
+    core.end_step()
+    core.tiers[0].to_store.clear()
+    assert core.events.plan(late + 2) == [], "what it asked for before is no longer promoted"
+    assert scan(core, chain, "r", now=late + 3) == [HIT, PENDING, PENDING]
+
+
+def test_rows_of_jobs_before_a_reset_are_released_by_later_jobs() -> None:
+    """vLLM up to 0.32: the first job of after a reset that ends says that all of before it have ended, too."""
+    core = manager(rows=12, tiers=())
+    for number in range(1000):
+        chain = [b"%d-%d" % (number, place) for place in range(8)]
+        put(core, chain[:3], f"ready-{number}")
+        assert scan(core, chain[:3], f"load-{number}") == [HIT] * 3
+        core.copies.prepare_load(chain[:3], f"load-{number}")
+        assert core.copies.prepare_store(chain[3:], f"store-{number}").rows
+        core.reset(keep_tiers=False)
+        assert core.host.used == 8, "a row is given away before the engine can know that it is quiet"
+    put(core, CHAIN[:1])
+    assert core.host.used == 1
+
+
+def test_end_of_a_call_does_not_release_rows_of_others() -> None:
+    core = manager(tiers=())
+    by_workers = core.copies.prepare_store(CHAIN[:2], "workers")
+    by_call = core.copies.prepare_store(CHAIN[2:4], "before", call=True)
+    core.reset(keep_tiers=False)
+    core.copies.prepare_store(CHAIN[2:3], "after", call=True)
+    core.copies.end_call("after", set())
+    assert core.host.used == len(by_workers.rows) + len(by_call.rows) + 1
+    put(core, CHAIN[4:5])  # ends the workers' jobs
+    assert core.host.used == len(by_call.rows) + 2
+    core.copies.end_call("before", set())
+    assert core.host.used == 2
+    assert scan(core, CHAIN[2:4], "who") == [HIT, MISS]
+
+
+def test_down_tier_after_mover_death_leaves_the_core_idle() -> None:
+    core = manager()
+    put(core, CHAIN[:4])
+    assert core.events.plan(0.0)
+    core.events.killed(0, 1.0)
+    core.events.lost(0, 1.0)
+    assert not core.events.busy

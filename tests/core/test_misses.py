@@ -1,0 +1,194 @@
+"""The reason of every miss, counted at the tier that it is about; and the bounded memory of what has left a tier."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.policies import Write
+from nixl_tiers.core.counters import MISSED
+from nixl_tiers.core.gone_keys import HOST, TABLE_BITS, Gone, GoneKeys, tag_of, tier_and_reason
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.types import Direction, TierSpec
+from tests.support.core import opened, put
+
+ONE, TWO = b"one", b"two"
+
+
+def cascade(*held: Key, rows: int = 8) -> TierManager:
+    """A host over an s3 tier that holds `held`."""
+    core = TierManager(rows, 4096, [TierSpec("s3", Write.OFF, physical_slots=False)], Limits(wait_s=10.0))
+    opened(core, 0, 4)
+    core.events.listed(0, [(0, key, 0) for key in held], last=True)
+    return core
+
+
+def missed(core: TierManager) -> dict[tuple[str, str], int]:
+    """(tier, reason) -> how many, of those that are not 0."""
+    found = {(name, each): getattr(stats.counters, each) for name, stats in core.counters().items() for each in MISSED}
+    return {(tier, each.removeprefix("missed_")): count for (tier, each), count in found.items() if count}
+
+
+def miss(core: TierManager, *keys: Key, now: float = 0.0) -> dict[tuple[str, str], int]:
+    """Look `keys` up, which must not wait, and count the misses among them from the first on."""
+    answers = [core.lookup(key, "get", place, now) for place, key in enumerate(keys)]
+    assert Lookup.PENDING not in answers
+    core.count_misses(keys[answers.index(Lookup.MISS) :], "get", now)
+    core.finish_request("get")
+    core.end_step()
+    return missed(core)
+
+
+def test_a_new_chunk_was_never_stored() -> None:
+    assert miss(cascade(), ONE, TWO) == {("cpu", "never_stored"): 2}
+
+
+def test_a_chunk_that_the_host_evicted_is_counted_there() -> None:
+    core = cascade(rows=1)
+    put(core, [ONE])
+    put(core, [TWO])
+    assert miss(core, ONE) == {("cpu", "evicted"): 1}
+
+
+def test_a_chunk_that_was_last_in_storage_is_counted_there() -> None:
+    core = cascade(ONE)
+    core.tiers[0].set_limit(0)
+    core.tiers[0].evict(ONE)
+    assert miss(core, ONE) == {("s3", "evicted"): 1}
+
+
+def test_a_chunk_that_the_medium_has_removed_is_expired() -> None:
+    core = cascade(ONE)
+    core.events.listed(0, [(-1, ONE, 0)], last=False)
+    assert miss(core, ONE) == {("s3", "expired"): 1}
+
+
+def test_a_corrupt_chunk_has_failed_there() -> None:
+    core = cascade(ONE)
+    assert core.lookup(ONE, "get", 0, 0.0) is Lookup.PENDING
+    core.end_step()
+    (job,) = core.events.plan(0.0)
+    core.events.finished(0, job.id, [Outcome.CORRUPT], 0.0)
+    assert miss(core, ONE) == {("s3", "failed"): 1}
+
+
+def test_a_chunk_whose_load_has_just_failed_is_counted_as_failed() -> None:
+    core = cascade(ONE)
+    core.tiers[0].denylist.record_failure(ONE, 0.0)
+    assert miss(core, ONE) == {("s3", "failed"): 1}
+
+
+def test_a_chunk_of_a_tier_that_is_down_is_counted_there() -> None:
+    core = cascade(ONE)
+    core.events.down(0, 0.0)
+    assert miss(core, ONE, TWO) == {("s3", "down"): 1, ("cpu", "never_stored"): 1}
+
+
+def test_a_chunk_behind_an_open_circuit_is_counted_there() -> None:
+    core = cascade(ONE)
+    core.tiers[0].breakers[Direction.LOAD].trip(0.0)
+    assert miss(core, ONE) == {("s3", "open"): 1}
+
+
+def test_a_chunk_that_may_still_be_listed() -> None:
+    core = cascade()
+    opened(core, 0, 4)
+    assert miss(core, ONE) == {("s3", "listing"): 1}
+
+
+def test_a_chunk_of_a_tier_that_the_request_excludes() -> None:
+    core = cascade(ONE)
+    core.set_allowed_tiers("get", ())
+    assert miss(core, ONE) == {("s3", "excluded"): 1}
+
+
+def test_a_chunk_that_comes_too_late() -> None:
+    core = cascade(ONE, TWO)
+    assert core.lookup(ONE, "get", 0, 0.0) is core.lookup(TWO, "get", 1, 0.0) is Lookup.PENDING
+    core.end_step()
+    assert miss(core, ONE, TWO, now=11.0) == {("s3", "late"): 2}
+
+
+def test_a_chunk_that_the_host_has_no_room_for() -> None:
+    """It is full of what the request itself waits with for more."""
+    core = cascade(ONE, TWO, rows=1)
+    assert core.lookup(ONE, "get", 0, 0.0) is core.lookup(TWO, "get", 1, 0.0) is Lookup.PENDING
+    core.end_step()
+    while jobs := core.events.plan(0.0):
+        for job in jobs:
+            core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    assert miss(core, ONE, TWO) == {("cpu", "no_room"): 1}
+
+
+def test_a_chunk_that_is_there_behind_a_miss_has_the_reason_of_that_miss() -> None:
+    core = cascade(TWO, rows=1)
+    put(core, [ONE])
+    put(core, [b"another"])
+    answer = core.lookup(ONE, "get", 0, 0.0)
+    assert answer is Lookup.MISS
+    core.count_misses([ONE, TWO], "get", 0.0)
+    assert missed(core) == {("cpu", "evicted"): 2}
+
+
+def test_what_is_there_behind_a_miss_has_its_reason_up_to_the_next_miss() -> None:
+    keys = [b"%d" % number for number in range(6)]
+    core = cascade(keys[2], keys[3], keys[5], rows=1)
+    put(core, [keys[4]])
+    put(core, [b"another"])
+    core.count_misses(keys, "get", 0.0)
+    assert missed(core) == {("cpu", "never_stored"): 4, ("cpu", "evicted"): 2}
+
+
+def test_after_a_reset_nothing_was_ever_stored() -> None:
+    core = cascade(rows=1)
+    put(core, [ONE])
+    put(core, [TWO])
+    core.reset(keep_tiers=True)
+    core.flushed()
+    assert miss(core, ONE) == {("cpu", "never_stored"): 1}
+
+
+@pytest.mark.parametrize("why", Gone)
+@pytest.mark.parametrize("tier", [HOST, 0, 7])
+def test_a_key_that_has_left_is_remembered_with_its_tier_and_the_reason(tier: int, why: Gone) -> None:
+    gone = GoneKeys()
+    gone.note(ONE, tag_of(3, Gone.EVICTED))
+    gone.note(ONE, tag_of(tier, why))
+    assert tier_and_reason(gone.find(ONE)) == (tier, why)
+    assert not gone.find(TWO)
+    gone.clear()
+    assert not gone.find(ONE)
+
+
+def test_many_keys_are_found_as_each_of_them() -> None:
+    gone = GoneKeys()
+    for _ in range(2):
+        keys = [b"key %d" % number for number in range(300)]
+        for number, key in enumerate(keys[::3]):
+            gone.note(key, tag_of(number % 60 - 1, Gone.EXPIRED))
+        assert gone.find_many(keys) == [gone.find(key) for key in keys]
+        assert sum(tag != 0 for tag in gone.find_many(keys)) == 100
+        gone.clear()
+
+
+def test_most_of_the_last_keys_are_remembered_and_no_other_key_is_named() -> None:
+    gone = GoneKeys()
+    count = 1 << (TABLE_BITS - 5)
+    for number in range(count):
+        gone.note(b"key %d" % number, tag_of(2, Gone.EVICTED))
+    known = sum(gone.find(b"key %d" % number) == tag_of(2, Gone.EVICTED) for number in range(count))
+    assert known > 0.95 * count
+    assert sum(gone.find(b"other %d" % number) != 0 for number in range(count)) <= 2
+
+
+def test_a_miss_costs_about_a_microsecond() -> None:
+    """The exact figure belongs to the benches; this finds an accidental walk over rows."""
+    core = cascade()
+    keys = [b"key %d" % number for number in range(20_000)]
+    begun = time.thread_time()
+    core.count_misses(keys, "get", 0.0)
+    assert time.thread_time() - begun < 20e-6 * len(keys)
+    assert missed(core) == {("cpu", "never_stored"): len(keys)}

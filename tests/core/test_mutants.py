@@ -1,0 +1,599 @@
+"""Mutation test of the state machine: each of these planted bugs must violate an invariant."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from functools import partialmethod
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
+
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.core import manager
+from nixl_tiers.core.chains import Chains
+from nixl_tiers.core.cold_table import ColdTable, Steps
+from nixl_tiers.core.copies import Copies
+from nixl_tiers.core.engine_hits import EngineHits
+from nixl_tiers.core.events import Events
+from nixl_tiers.core.health import Health
+from nixl_tiers.core.host import HostTier, Row, RowState
+from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.measurements import Measurements
+from nixl_tiers.core.promotion import Promotion
+from nixl_tiers.core.promotion_jobs import PromotionJobs
+from nixl_tiers.core.requests import Request
+from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.types import Job, PlannedMove
+from nixl_tiers.core.writeback import WriteBack
+from tests.support.simulation import SimulatedJob, SimulatedMover, Simulation
+from tests.support.stateful import CascadeStateMachine
+
+pytestmark = pytest.mark.timeout(900)
+
+MANY = settings(
+    max_examples=5000,  # the shyest are caught after 150 on average, which luck makes 450 now and then
+    stateful_step_count=80,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,  # the first violation is enough
+    suppress_health_check=list(HealthCheck),
+)
+
+
+class BudgetOffByOne(Events):
+    def opened(self, tier: int, slots: int) -> Steps:
+        return super().opened(tier, slots + 1)
+
+
+class RowReusedAfterReset(TierManager):
+    """Rows of workers are free at once after a reset."""
+
+    def reset(self, keep_tiers: bool, now: float = 0.0) -> None:
+        for row in self.host.index.values():
+            row.worker_refs = 0
+        super().reset(keep_tiers, now)
+
+
+class CallsRowsFlushed(Copies):
+    """A call that ends after a reset releases the rows of all calls from before it, as workers' jobs do."""
+
+    def end_call(self, name: str, failed: Collection[Key]) -> None:
+        super().end_call(name, failed)
+        for row in [row for rows in self._calls.values() for row in rows if row.invalidated]:
+            row.call_refs = 0
+            self._host.reclaim(row)
+
+
+class CallEndsByKey(Copies):
+    """A call from before a reset ends the rows that have the same keys after it."""
+
+    def end_call(self, name: str, failed: Collection[Key]) -> None:
+        rows = self._calls.get(name, [])
+        rows[:] = [self._host.index.get(row.key, row) for row in rows]
+        super().end_call(name, failed)
+
+
+class InterruptedCallIsAHit(Copies):
+    def end_call(self, name: str, failed: Collection[Key]) -> None:
+        super().end_call(name, set())
+
+
+class HostOnlyRowIsWritten(WriteBack):
+    def write_through(self, rows: Sequence[Row], tiers: Iterable[TierIndex]) -> None:
+        for row in rows:
+            row.host_only = False
+        super().write_through(rows, tiers)
+
+
+class RowFreedWhileMoved(TierManager):
+    def reset(self, keep_tiers: bool, now: float = 0.0) -> None:
+        rows = list(self.host.index.values())
+        super().reset(keep_tiers, now)
+        for row in rows:
+            if row.mover_refs and row.index >= 0:
+                self.host._slots.release(row.index)
+                row.index = -1
+
+
+class SlotFreedWhileWritten(Events):
+    """A row that is still being written counts as evictable in its tier."""
+
+    def plan(self, now: float) -> list:  # type: ignore[type-arg]
+        for tier in self._state.tiers:
+            for entry in tier.index.values():
+                entry.stored = True
+                entry.readers = 0
+        return super().plan(now)
+
+
+class PinsIgnored(Events):
+    def plan(self, now: float) -> list:  # type: ignore[type-arg]
+        self._state.host._is_pinned = lambda key: self._state.host.index[key].state is not RowState.READY  # type: ignore[method-assign]
+        return super().plan(now)
+
+
+class FailedLoadIsAHit(PromotionJobs):
+    def load_ended(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:
+        super().load_ended(tier, move, Outcome.OK, now)
+
+
+class FailedCopyIsAHit(Copies):
+    def complete_store(self, rows: Iterable[Row], failed: Iterable[Key]) -> None:
+        super().complete_store(rows, set())
+
+
+class RequestNeverExpires(Promotion):
+    def has_expired(self, request: Request, now: float) -> bool:
+        return False
+
+
+class DeadlineRearmedByARelease(Promotion):
+    """A request that was released waits again with a new deadline."""
+
+    def release(self, request: Request) -> None:
+        super().release(request)
+        request.deadline_s = None
+
+
+class DeadlineRearmedByARetry(PromotionJobs):
+    """A request whose promotion failed waits for the next tier with a new deadline."""
+
+    def retry(self, now: float) -> None:
+        for row, requests in self._retries:
+            for request in requests:
+                if request.pinned.get(row.key) is row:
+                    request.deadline_s = now + self._state.limits.wait_s
+        super().retry(now)
+
+
+class DeadlineIgnoredForRowsBeingFilled(Promotion):
+    def has_expired(self, request: Request, now: float) -> bool:
+        filling = any(row.state is RowState.FILLING for row in self._state.host.index.values())
+        return not filling and super().has_expired(request, now)
+
+
+class DemotionWithoutBounds(WriteBack):
+    """Demotions have no window of their own."""
+
+    def plan_demotions(self, tier: TierIndex, now: float) -> list[Job]:
+        self._state.demote_window = self._state.load_window = self._state.host.rows
+        return super().plan_demotions(tier, now)
+
+
+class DemotedRowStaysPinned(WriteBack):
+    def _finish_demotion(self, tier: TierIndex, key: Key, written: bool) -> None:
+        tier.staged.pop(key, None)
+        super()._finish_demotion(tier, key, written)
+
+
+class EvictionsOfTheHostUncounted(Events):
+    def plan(self, now: float) -> list:  # type: ignore[type-arg]
+        self._state.host.counters.evictions = 0
+        return super().plan(now)
+
+
+class BadRowCountedTwice(PromotionJobs):
+    """A row that a late load and then another one find corrupt is counted twice."""
+
+    def load_ended(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:
+        before = tier.counters.corrupt
+        super().load_ended(tier, move, outcome, now)
+        tier.counters.corrupt = before + (outcome is Outcome.CORRUPT)
+
+
+class VictimsOfBeforeAResetStay(TierManager):
+    """What was to be written below before a reset is queued for nobody after it."""
+
+    def reset(self, keep_tiers: bool, now: float = 0.0) -> None:
+        victims = [dict(tier.evicting) for tier in self.tiers]
+        super().reset(keep_tiers, now)
+        for tier, keys in zip(self.tiers if keep_tiers else (), victims, strict=False):
+            tier.former.clear()
+            tier.evicting.update(keys)
+
+
+class PinnedVictimStaysOne(HostTier):
+    """A victim that is pinned when its write ends is never selected again."""
+
+    def finish_eviction(self, row: Row) -> None:
+        if not self._is_pinned(row.key):
+            super().finish_eviction(row)
+
+
+class EngineHitIsWritten(EngineHits):
+    """A request that may not write a row to storage tiers has it written by using the engine's own copy."""
+
+    def _touch(self, keys, hits):  # type: ignore[no-untyped-def]
+        hits.host_only = False
+        super()._touch(keys, hits)
+
+
+class EngineHitsForgotten(EngineHits):
+    """What does not fit into a slice is forgotten."""
+
+    def work(self) -> None:
+        super().work()
+        self._queue.clear()
+        self.waiting = 0
+
+
+class ResetUncounted(TierManager):
+    def reset(self, keep_tiers: bool, now: float = 0.0) -> None:
+        super().reset(keep_tiers, now)
+        for tier in self.tiers:
+            tier.counters.reset = 0
+
+
+class PinForgotten(Copies):
+    def complete_load(self, keys) -> None:  # type: ignore[no-untyped-def]
+        super().complete_load(list(keys)[1:])
+
+
+class OldEpochSurvives(TierManager):
+    def reset(self, keep_tiers: bool, now: float = 0.0) -> None:
+        ready = {
+            key: row for key, row in self.host.index.items() if row.state is RowState.READY and not row.worker_refs
+        }
+        super().reset(keep_tiers, now)
+        for row in ready.values():
+            if row.index < 0 and self.host.free:
+                kept = self.host.insert(row.key, RowState.READY, 0)
+                assert kept
+
+
+class ListedRowHasTwoOwners(Events):
+    """A row that is indexed is still in the cold table."""
+
+    def table_listed(self, tier: int, table: ColdTable, newest: int) -> Steps:
+        table.remove = table.find  # type: ignore[method-assign]
+        return super().table_listed(tier, table, newest)
+
+
+class ListedSlotsStayFree(Events):
+    """A slot that holds a cold row is allocated to another one."""
+
+    def table_listed(self, tier: int, table: ColdTable, newest: int) -> Steps:
+        table.claim = lambda taken, start, stop: 0  # type: ignore[method-assign]
+        return super().table_listed(tier, table, newest)
+
+
+class OverdueLivesOn(Health):
+    """The hard deadline is off."""
+
+    def overdue(self, now: float) -> dict[int, str]:
+        return {}
+
+
+class LateIsWaitedFor(Health):
+    """The soft deadline is off."""
+
+    def abandon_late_jobs(self, now: float) -> None:
+        pass
+
+
+class GenerationIgnored(Events):
+    """A new mover's jobs have the same ids as those of the one before it."""
+
+    def lost(self, tier: int, now: float) -> None:
+        index = self._state.tiers[tier]
+        open_jobs = [*index.jobs, *(job.id for dead in index.dead for job in dead.to_end)]
+        super().lost(tier, now)
+        self._state.last_job_id = min(open_jobs, default=self._state.last_job_id + 1) - 1
+
+
+class CircuitNeverCloses(Health):
+    def _record(self, tier: TierIndex, job: Job, good: bool, now: float) -> None:
+        super()._record(tier, job, good and job.probe_episode is None, now)
+
+
+class ReusedBeforeReap(Events):
+    """A killed mover is treated as reaped."""
+
+    def killed(self, tier: int, now: float) -> None:
+        super().killed(tier, now)
+        super().lost(tier, now)
+
+
+class ChecksAbsentKeysAgain(Events):
+    def plan_checks(self, now: float) -> list:  # type: ignore[type-arg]
+        for shared in self._checks.tiers.values():
+            shared._absent.clear()
+        return super().plan_checks(now)
+
+
+class WaitsForLateChecks(TierManager):
+    def lookup(self, key, name, position, now):  # type: ignore[no-untyped-def]
+        self._requests.get(name).check_deadline_s = float("inf")
+        return super().lookup(key, name, position, now)
+
+    def scan(self, name, chain, start, now):  # type: ignore[no-untyped-def]
+        self._requests.get(name).check_deadline_s = float("inf")
+        return super().scan(name, chain, start, now)
+
+
+class PriceForgetsDeadline(Chains):
+    """A request whose wait is cheap waits for ever."""
+
+    def scan(self, request, chain, start, first, now):  # type: ignore[no-untyped-def]
+        request.deadline_s = None
+        return super().scan(request, chain, start, first, now)
+
+
+class WaitIsNotJudgedAgain(Chains):
+    """A request that waits is not looked at again."""
+
+    def still_waits(self, request, now):  # type: ignore[no-untyped-def]
+        return request.waiting
+
+
+class HitsAreNotKept(Chains):
+    """What is in host memory is not kept for the request that waits for the rest of its chain."""
+
+    def _ask(self, look, chosen):  # type: ignore[no-untyped-def]
+        waits = super()._ask(look, chosen)
+        for row in list(look.request.pinned.values()):
+            look.request.unpin(row)
+            row.step = -1
+        return waits
+
+
+class UnreadyIsAHit(Chains):
+    """A chain's end is a hit though some of it is still being loaded."""
+
+    def _ready_end(self, look, chosen):  # type: ignore[no-untyped-def]
+        return look.chain.end
+
+
+class ChecksBadRowsAgain(PromotionJobs):
+    def load_ended(self, tier, move, outcome, now):  # type: ignore[no-untyped-def]
+        self._checks.mark_absent = lambda *_: None  # type: ignore[method-assign]
+        super().load_ended(tier, move, outcome, now)
+
+
+class ChecksWithoutBounds(Events):
+    def plan_checks(self, now: float) -> list:  # type: ignore[type-arg]
+        for shared in self._checks.tiers.values():
+            shared.has_room = lambda now: True  # type: ignore[method-assign]
+        return super().plan_checks(now)
+
+
+class CreditsIgnored(Events):
+    """A mover without send credits gets jobs."""
+
+    def plan(self, now: float) -> list:  # type: ignore[type-arg]
+        full = [tier for tier in self._state.tiers if not tier.send_credits]
+        for tier in full:
+            tier.send_credits = 100
+        jobs = super().plan(now)
+        for tier in full:
+            tier.send_credits -= 100
+        return jobs
+
+
+class StoresOvertakeDeletes(Events):
+    def plan(self, now: float) -> list:  # type: ignore[type-arg]
+        hidden = [(s, s.to_delete) for s in self._state.tiers]
+        for tier in self._state.tiers:
+            tier.to_delete, tier.send_credits = [], tier.send_credits + 6
+        jobs = super().plan(now)
+        for tier, drops in hidden:
+            tier.to_delete[:0] = drops
+            tier.send_credits -= 6
+        return jobs
+
+
+class MissesWhileListing(TierManager):
+    def wait_for_listing(self, name: str) -> None:
+        pass
+
+
+class StoredOlderThanListed(WriteBack):
+    """A row of a request that began before the listing ended is stored with the request's tick."""
+
+    def start_stores(self, tier: TierIndex, rows: Sequence[tuple[Row, int]]) -> list[PlannedMove]:
+        tier.newest_listed = 0
+        return super().start_stores(tier, rows)
+
+
+class StoresBesidePromotions(Events):
+    """Stores do not keep out of the way of promotions."""
+
+    def plan(self, now: float) -> list:  # type: ignore[type-arg]
+        self._writeback.hold.begin = lambda promoting, now: None  # type: ignore[method-assign]
+        return super().plan(now)
+
+
+class RunningPromotionsUncounted(PromotionJobs):
+    """Stores keep out of the way of promotions that are queued, and not of those that run."""
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._retries) or any(tier.to_load for tier in self._state.tiers)
+
+
+class MeasuresBesideRequests(Measurements):
+    """As soon as something is declined, whether requests are alive or not."""
+
+    def plan(self, tier: TierIndex, now: float) -> list[Job]:
+        self._plans[tier.number].due_s = now
+        return super().plan(tier, now)
+
+
+class MeasuresBesideLoads(Measurements):
+    """While the tier loads for requests."""
+
+    def plan(self, tier: TierIndex, now: float) -> list[Job]:
+        (queue, tier.to_load), (loading, tier.rows_loading) = (tier.to_load, deque()), (tier.rows_loading, 0)
+        try:
+            return super().plan(tier, now)
+        finally:
+            tier.to_load = queue
+            tier.rows_loading += loading
+
+
+class MeasuresLongAfter(Measurements):
+    """With what was declined however long ago."""
+
+    def plan(self, tier: TierIndex, now: float) -> list[Job]:
+        self._plans[tier.number].until_s = now
+        return super().plan(tier, now)
+
+
+class MeasurementEvictsUnwritten(PromotionJobs):
+    def _make_room_unasked(self, count: int) -> int:
+        return self._state.make_room(count)
+
+
+class MeasuresIntoRowsInUse(PromotionJobs):
+    """What the host has is loaded over it, and not into a row that no look-up finds."""
+
+    def load_unasked(self, tier: TierIndex, keys: Sequence[Key], now: float) -> list[Job]:
+        jobs = super().load_unasked(tier, keys, now)
+        for move in (move for job in jobs for move in job.moves):
+            if move.row.removed:
+                move.row.index = self._host.index[move.key].index
+        return jobs
+
+
+class MeasuredRowCountsAsUnderWay(PromotionJobs):
+    """A load that no request waited for holds up stores for ever."""
+
+    def load_ended(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:
+        unasked = self._loading_for.get(move.row.order) == []
+        super().load_ended(tier, move, outcome, now)
+        if unasked:
+            self._loading_for[move.row.order] = []
+
+
+class MeasurementWithoutRoomIsWorkLeft(PromotionJobs):
+    def load_unasked(self, tier: TierIndex, keys: Sequence[Key], now: float) -> list[Job]:
+        return super().load_unasked(tier, keys, now) if self._state.take(self._state.limits.rows_per_slice) else []
+
+
+MUTANTS = [
+    MeasuresBesideRequests,
+    MeasuresBesideLoads,
+    MeasuresLongAfter,
+    MeasurementEvictsUnwritten,
+    MeasuresIntoRowsInUse,
+    MeasuredRowCountsAsUnderWay,
+    MeasurementWithoutRoomIsWorkLeft,
+    ListedRowHasTwoOwners,
+    ListedSlotsStayFree,
+    ChecksAbsentKeysAgain,
+    ChecksBadRowsAgain,
+    BadRowCountedTwice,
+    BudgetOffByOne,
+    CallEndsByKey,
+    CallsRowsFlushed,
+    CircuitNeverCloses,
+    DeadlineRearmedByARelease,
+    DeadlineRearmedByARetry,
+    DeadlineIgnoredForRowsBeingFilled,
+    DemotedRowStaysPinned,
+    DemotionWithoutBounds,
+    EvictionsOfTheHostUncounted,
+    GenerationIgnored,
+    HostOnlyRowIsWritten,
+    LateIsWaitedFor,
+    MissesWhileListing,
+    OverdueLivesOn,
+    StoredOlderThanListed,
+    ReusedBeforeReap,
+    FailedCopyIsAHit,
+    FailedLoadIsAHit,
+    InterruptedCallIsAHit,
+    OldEpochSurvives,
+    PinForgotten,
+    PinsIgnored,
+    CreditsIgnored,
+    ChecksWithoutBounds,
+    ResetUncounted,
+    VictimsOfBeforeAResetStay,
+    PinnedVictimStaysOne,
+    EngineHitIsWritten,
+    EngineHitsForgotten,
+    RowFreedWhileMoved,
+    RowReusedAfterReset,
+    SlotFreedWhileWritten,
+    RunningPromotionsUncounted,
+    StoresBesidePromotions,
+    StoresOvertakeDeletes,
+    RequestNeverExpires,
+    HitsAreNotKept,
+    WaitIsNotJudgedAgain,
+    PriceForgetsDeadline,
+    UnreadyIsAHit,
+    WaitsForLateChecks,
+]
+
+
+# The whole machine finds these too, but may take minutes: one that does little else than what shows them.
+_OFTEN = ("request", "traffic", "come_back", "worker_finishes", "mover_works", "deliver", "end_step")
+FOCUS: dict[type, tuple[str, ...]] = {
+    DeadlineRearmedByARetry: ("medium_stalls", "time_passes", "running_request_is_preempted", "mover_dies"),
+    ChecksBadRowsAgain: ("traffic_hits_corrupt_row", "another_engine_stores", "medium_rots"),
+    HitsAreNotKept: ("another_engine_stores", "time_passes"),
+    HostOnlyRowIsWritten: ("catch_up",),
+    EngineHitIsWritten: ("engine_has_the_beginning", "catch_up"),
+    EngineHitsForgotten: ("engine_has_the_beginning",),
+    PinnedVictimStaysOne: ("catch_up", "time_passes"),
+    VictimsOfBeforeAResetStay: ("reset",),
+    LateIsWaitedFor: ("medium_stalls", "mover_hangs", "time_passes"),
+    MeasuresBesideLoads: ("slow_tier_is_declined", "another_engine_stores"),
+    MeasurementEvictsUnwritten: ("slow_tier_is_declined", "traffic"),
+    MeasuredRowCountsAsUnderWay: ("slow_tier_is_declined", "another_engine_stores"),
+    MissesWhileListing: ("engine_comes_back", "engine_crashes", "call", "call_ends", "call_comes_back"),
+}
+
+
+def machine_for(mutant: type) -> type[CascadeStateMachine]:
+    members: dict[str, object] = {"core": mutant} if issubclass(mutant, TierManager) else {}
+    if mutant in FOCUS:
+        rules = {name: member for name, member in vars(CascadeStateMachine).items() if hasattr(member, RULE_MARKER)}
+        assert set(FOCUS[mutant]) <= set(rules)
+        others = set(rules) - set(FOCUS[mutant]) - set(_OFTEN)
+        members |= {name: partialmethod(rules[name]) for name in others}  # for other rules to call, and no rule itself
+    return type("Machine", (CascadeStateMachine,), members)
+
+
+def original_of(mutant: type) -> type:
+    """The part of the core that a mutant replaces: TierManager, or one of those that it is made of."""
+    (original,) = mutant.__bases__
+    return original
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_planted_bug_in_the_core_is_caught(mutant: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not issubclass(mutant, TierManager):
+        monkeypatch.setattr(manager, original_of(mutant).__name__, mutant)
+    machine = machine_for(mutant)
+    with pytest.raises((AssertionError, KeyError)):
+        run_state_machine_as_test(machine, settings=MANY)
+
+
+def test_mover_that_skips_the_seal_check_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unchecked(self: Simulation, mover: SimulatedMover, work: SimulatedJob, outcome: Outcome) -> None:
+        honest(self, mover, work, outcome)
+        if work.done[-1] is Outcome.CORRUPT:
+            work.done[-1] = Outcome.OK
+
+    honest = Simulation._move
+    monkeypatch.setattr(Simulation, "_move", unchecked)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(CascadeStateMachine, settings=MANY)
+
+
+def test_mutants_override_existing_methods() -> None:
+    for mutant in MUTANTS:
+        original = original_of(mutant)
+        assert original is TierManager or getattr(manager, original.__name__) is original
+        for name in vars(mutant):
+            if not name.startswith("__"):
+                assert hasattr(original, name), f"{mutant.__name__}.{name} overrides nothing"
+    assert hasattr(HostTier, "_is_pinned")
+    assert hasattr(TierIndex, "is_pinned")

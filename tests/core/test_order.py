@@ -1,0 +1,84 @@
+"""What the core does depends on what happened to it, and not on the order in which a set of keys gives them.
+
+That order is another in each process (PYTHONHASHSEED), so that no run could be repeated, and no failure either.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.base.policies import Write
+from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.types import TierSpec
+from tests.support import walk
+from tests.support.core import opened, put
+
+STEPS = 4000
+HASH_SEEDS = ("1", "2", "3")
+
+
+def traces(seed: int) -> list[list[str]]:
+    """Of the same walk under several hash seeds."""
+    command = [sys.executable, "-m", walk.__name__, str(seed), str(STEPS)]
+    root = Path(__file__).parents[2]
+    walks = [
+        subprocess.Popen(
+            command, env={**os.environ, "PYTHONHASHSEED": each}, stdout=subprocess.PIPE, text=True, cwd=root
+        )
+        for each in HASH_SEEDS
+    ]
+    outputs = [each.communicate()[0] for each in walks]
+    assert [each.returncode for each in walks] == [0] * len(walks)
+    return [output.splitlines() for output in outputs]
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_a_walk_is_the_same_under_every_hash_seed(seed: int) -> None:
+    first, *others = traces(seed)
+    assert sum(" STORE " in line for line in first) > 100
+    assert sum(" LOAD " in line for line in first) > 100
+    for other in others:
+        differs = [place for place, lines in enumerate(zip(first, other, strict=False)) if lines[0] != lines[1]]
+        assert not differs, "\n".join(["-", *first[: differs[0] + 1][-3:], "+", *other[: differs[0] + 1][-3:]])
+        assert len(first) == len(other)
+
+
+def test_victims_leave_a_tier_in_the_order_in_which_they_were_selected() -> None:
+    index = TierIndex(TierSpec("file", Write.THROUGH, physical_slots=True), 0)
+    index.set_limit(32)
+    keys = [b"%03d" % number for number in range(32)]
+    for slot, key in enumerate(keys):
+        index.add_listed(slot, key, tick=slot)
+    assert index.select_victims(24) == keys[:24]
+    assert index.make_room(16) == keys[:16]
+
+
+def test_rows_that_could_not_be_copied_leave_in_prefix_order() -> None:
+    keys = [b"a", b"ab", b"abc"]
+    for order in permutations(keys):
+        core = TierManager(8, 4096, [])
+        put(core, keys)
+        core.copies.prepare_load(keys, "request")
+        core.copies.fail_load(order, "request")
+        assert core.take_evicted() == keys
+
+
+def test_waits_of_preempted_requests_are_samples_in_the_order_of_their_names() -> None:
+    for order in permutations(["a", "b", "c"]):
+        core = TierManager(8, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)])
+        opened(core, 0, 8)
+        core.events.listed(0, [(slot, key, 0) for slot, key in enumerate([b"a", b"b", b"c"])], last=True)
+        for began_s, name in enumerate(["a", "b", "c"]):
+            assert core.lookup(name.encode(), name, 0, float(began_s)) is Lookup.PENDING
+        core.end_step()
+        for name in ["a", "b", "c"]:
+            core.lookup(name.encode(), name, 0, 3.0)
+        core.end_step(preempted=order)
+        assert core.take_samples()["file", "wait_vain"] == [3.0, 2.0, 1.0]

@@ -1,0 +1,380 @@
+"""Work that concerns many rows or requests is done in slices: one call touches a bounded number of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.core.garbage import Garbage
+from nixl_tiers.core.host import MAX_LOOKS, HostTier
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.promotion import Promotion
+from nixl_tiers.core.types import Job, TierSpec, TierState
+from tests.support.core import expire, opened
+
+SLICE = 4
+ROWS = 1000
+CHAIN = [b"key-%d" % number for number in range(60)]
+MOST = SLICE
+
+
+def manager(rows: int = ROWS) -> TierManager:
+    specs = [TierSpec(f"tier{number}", Write.THROUGH, physical_slots=False) for number in range(2)]
+    core = TierManager(rows, 4096, specs, Limits(rows_per_slice=SLICE, moves_per_job=SLICE, load_share=0.5))
+    for tier in range(2):
+        opened(core, tier, 10_000)
+        core.events.listed(tier, [(0, key, 0) for key in CHAIN], last=True)
+    return core
+
+
+def turns(core: TierManager, now: float = 0.0) -> list[Job]:
+    """What the supervisor does until nothing is left to do at once."""
+    jobs: list[Job] = []
+    for _ in range(5000):
+        expire(core, now)
+        jobs += core.events.plan(now)
+        if not core.events.unfinished:
+            return jobs
+    raise AssertionError("work is left for ever")
+
+
+def scan(core: TierManager, name: str, now: float = 0.0) -> list[Lookup]:
+    """One step's look-ups, as vLLM makes them: up to the first miss."""
+    answers = []
+    for position, key in enumerate(CHAIN):
+        answers.append(core.lookup(key, name, position, now))
+        if answers[-1] is Lookup.MISS:
+            break
+    core.end_step()
+    return answers
+
+
+def fill(core: TierManager, count: int) -> None:
+    keys = [b"filled-%d" % number for number in range(count)]
+    core.copies.prepare_store(keys, "filler")
+    core.copies.complete_store(core.copies.rows_being_filled(keys), ())
+    core.finish_request("filler")
+
+
+@pytest.fixture
+def most_work(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs a call and says how many rows were freed or invalidated, and requests retried, in it."""
+    done = 0
+
+    def count(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(*arguments: Any) -> Any:
+            nonlocal done
+            done += 1
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(HostTier, "invalidate")
+    count(HostTier, "reclaim")
+    count(Promotion, "enqueue")
+
+    def measure(call: Callable[..., Any], *arguments: Any) -> int:
+        nonlocal done
+        done = 0
+        call(*arguments)
+        return done
+
+    return measure
+
+
+def test_kill_is_worked_off_in_slices(most_work: Callable[..., int]) -> None:
+    core = manager()
+    for number in range(20):
+        scan(core, f"request-{number}")
+    assert sum(len(job.moves) for job in turns(core)) == len(CHAIN)
+    assert most_work(core.events.killed, 0, 1.0) <= 3 * MOST
+    while core.tiers[0].dead[0].to_abandon or core._promotion_jobs._retries:
+        assert most_work(expire, core, 1.0) <= 3 * MOST
+    assert core.tiers[0].quarantined == len(CHAIN), "rows are quarantined until their mover is reaped"
+    assert most_work(core.events.lost, 0, 1.0) <= 3 * MOST
+    while core.tiers[0].dead:
+        assert most_work(expire, core, 1.0) <= 3 * MOST
+    assert not core.tiers[0].quarantined
+    retried = [move.key for job in turns(core, 1.0) for move in job.moves if job.tier == 1]
+    assert sorted(retried) == sorted(CHAIN), "the requests did not ask the next tier"
+
+
+def test_work_and_planning_take_turns_while_slices_are_used_up() -> None:
+    core = manager()
+    for number in range(20):
+        scan(core, f"request-{number}")
+    turns(core)
+    core.events.killed(0, 1.0)
+    core.events.lost(0, 1.0)
+    planned: list[int] = []
+    while core.tiers[0].dead or core._promotion_jobs._retries:
+        planned.append(sum(len(job.moves) for job in core.turn(1.0, 1.0)))
+        assert planned[-1] <= SLICE
+    assert any(planned), "planning waits for all of the work"
+    assert all(0 in pair for pair in pairwise(planned[:-1])), "a hold of two slices"
+    turns(core, 1.0)
+
+
+def test_requests_of_a_failed_job_retry_in_later_slices(most_work: Callable[..., int]) -> None:
+    core = manager()
+    for number in range(20):
+        scan(core, f"request-{number}")
+    job = turns(core)[0]
+    failed = [Outcome.FAILED] * len(job.moves)
+    assert most_work(core.events.finished, 0, job.id, failed, 1.0) <= 3 * len(job.moves), "it retries too"
+    retried = [move.key for job in turns(core, 1.0) for move in job.moves if job.tier == 1]
+    assert sorted(retried) == sorted(move.key for move in job.moves)
+
+
+def test_memory_of_an_emptied_dict_is_freed_without_the_lock() -> None:
+    garbage = Garbage()
+    emptied = Emptied.fromkeys(range(1000))
+    emptied.clear()
+    garbage.add(emptied)
+    freed = weakref.ref(emptied)
+    del emptied
+    assert freed() is not None
+    garbage.drop(1)
+    assert freed() is None
+    assert not garbage
+
+
+class Emptied(dict[int, None]):
+    """A dict that can be referred to weakly."""
+
+
+def test_mover_that_is_reaped_while_its_kill_is_worked_off_loses_no_row() -> None:
+    core = manager()
+    scan(core, "request")
+    turns(core)
+    core.events.killed(0, 1.0)
+    core.events.lost(0, 1.0)
+    opened(core, 0, 10_000)
+    core.events.listed(0, [], last=True)
+    assert not [job for job in core.events.plan(1.0) if job.tier == 0], "suspects are not known yet"
+    core.finish_request("request")
+    turns(core, 1.0)
+    assert not core.tiers[0].dead
+    assert core.tiers[0].denylist.is_suspect(CHAIN[0])
+    assert core.tiers[0].rows_loading == 0
+
+
+def test_reset_while_a_kill_is_worked_off_leaves_no_suspects() -> None:
+    core = manager()
+    scan(core, "request")
+    turns(core)
+    core.events.killed(0, 1.0)
+    assert core.tiers[0].dead[0].to_suspect
+    core.reset(keep_tiers=False, now=1.0)
+    turns(core, 1.0)
+    assert not len(core.tiers[0].denylist)
+
+
+def test_result_of_a_dead_job_is_ignored() -> None:
+    core = manager()
+    scan(core, "request")
+    jobs = turns(core)
+    core.events.killed(0, 1.0)
+    last = jobs[-1]
+    core.events.finished(0, last.id, [Outcome.OK] * len(last.moves), 1.0)
+    assert core.lookup(last.moves[-1].key, "other", 0, 1.0) is not Lookup.HIT
+
+
+def test_plan_starts_a_slice_of_moves() -> None:
+    core = manager()
+    scan(core, "request")
+    while jobs := core.events.plan(0.0):
+        assert sum(len(job.moves) for job in jobs) <= SLICE
+        assert core.events.unfinished
+    assert core.tiers[0].rows_loading == len(CHAIN)
+
+
+def test_jobs_of_later_slices_count_for_the_deadlines_of_the_first() -> None:
+    core = manager()
+    scan(core, "request")
+    assert {job.nbytes for job in turns(core)} == {len(CHAIN) * 4096}
+
+
+def test_reset_touches_a_slice_of_rows(most_work: Callable[..., int]) -> None:
+    core = manager()
+    fill(core, ROWS)
+    assert most_work(core.reset, False, 0.0) <= 3 * MOST
+    assert core.host.used >= ROWS - MOST
+    assert not core.host.index
+    assert core.tiers[0].state is TierState.DOWN
+    assert core.counters()["cpu"].rows == 0
+    while core.host.has_old:
+        assert most_work(expire, core, 0.0) <= 3 * MOST
+    assert core.host.used == 0
+
+
+def test_rows_of_before_a_reset_are_free_as_soon_as_they_are_needed() -> None:
+    core = manager()
+    fill(core, ROWS)
+    core.reset(False, 0.0)
+    assert len(core.copies.prepare_store(CHAIN, "new").rows) == len(CHAIN)
+
+
+def test_row_in_use_at_a_reset_is_not_free_before_it_is_flushed() -> None:
+    core = manager(rows=100)
+    keys = [b"open-%d" % number for number in range(60)]
+    core.copies.prepare_store(keys, "store")
+    core.reset(False, 0.0)
+    assert len(core.copies.prepare_store(CHAIN, "new").rows) == 40
+    core.flushed()
+    turns(core)
+    assert core.host.used == 40
+
+
+def test_scan_of_a_waiting_request_ends_at_its_first_key() -> None:
+    core = manager()
+    assert scan(core, "request") == [Lookup.PENDING] * len(CHAIN)
+    jobs = turns(core)
+    for job in jobs[:-1]:
+        assert scan(core, "request") == [Lookup.PENDING, Lookup.MISS]
+        core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    assert scan(core, "request") == [Lookup.PENDING, Lookup.MISS]
+    core.events.finished(0, jobs[-1].id, [Outcome.OK] * len(jobs[-1].moves), 0.0)
+    assert scan(core, "request") == [Lookup.HIT] * len(CHAIN)
+
+
+def test_scan_of_a_waiting_request_is_whole_after_its_deadline() -> None:
+    core = manager()
+    scan(core, "request")
+    jobs = turns(core)
+    for job in jobs[:5]:
+        core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    hits = 5 * SLICE
+    assert scan(core, "request", core.limits.wait_s) == [Lookup.PENDING, Lookup.MISS]
+    assert scan(core, "request", core.limits.wait_s + 0.1) == [Lookup.HIT] * hits + [Lookup.MISS]
+
+
+def test_scan_that_begins_behind_what_was_missing_finds_the_rest() -> None:
+    """The engine has computed the first chunks itself."""
+    core = manager()
+    scan(core, "request")
+    first, *jobs = turns(core)
+    for job in jobs:
+        core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    begins = len(first.moves)
+    answers = [core.lookup(key, "request", begins + place, 0.0) for place, key in enumerate(CHAIN[begins:])]
+    assert answers == [Lookup.HIT] * (len(CHAIN) - begins)
+
+
+def test_scan_of_a_waiting_request_goes_on_to_the_next_tier() -> None:
+    core = manager()
+    scan(core, "request")
+    first = turns(core)[0]
+    core.events.finished(0, first.id, [Outcome.MISSING] * len(first.moves), 0.0)
+    assert scan(core, "request") == [Lookup.PENDING, Lookup.MISS]
+    retried = [move.key for job in turns(core) for move in job.moves if job.tier == 1]
+    assert retried == CHAIN[: len(first.moves)]
+
+
+@contextmanager
+def counted_looks() -> Iterator[Counter[bytes]]:
+    """How often the host looks whether a row is pinned, by key."""
+    looks: Counter[bytes] = Counter()
+    is_pinned = HostTier._is_pinned
+
+    def counted(host: HostTier, key: bytes) -> bool:
+        looks[key] += 1
+        return is_pinned(host, key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostTier, "_is_pinned", counted)
+        yield looks
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
+def test_eviction_passes_over_a_bounded_number_of_pinned_rows(policy: Eviction) -> None:
+    rows = 6 * MAX_LOOKS
+    core = TierManager(rows, 4096, [], policy=policy)
+    keys = [b"row-%d" % number for number in range(rows)]
+    core.copies.prepare_store(keys, "store")
+    core.copies.complete_store(core.copies.rows_being_filled(keys), ())
+    held = keys[::-1][: rows - 10]  # those that are evicted first
+    core.end_step()
+    core.copies.prepare_load(held, "load")
+    with counted_looks() as looks:
+        core.copies.prepare_store([b"new"], "new")
+        assert looks.total() <= MAX_LOOKS + 4
+        for _ in range(rows):
+            if not core.events.busy:
+                break
+            looks.clear()
+            expire(core, 0.0)
+            assert looks.total() <= MAX_LOOKS + 4
+    assert not core.events.busy, "it looks on for ever"
+    assert len(core.copies.prepare_store([b"other"], "other").rows) == 1, "rows behind the pinned ones were not found"
+
+
+def test_eviction_passes_over_a_bounded_number_of_pinned_rows_that_wait_for_their_write() -> None:
+    rows = 6 * MAX_LOOKS
+    specs = [TierSpec("file", Write.ON_EVICT, physical_slots=True)]
+    core = TierManager(rows, 4096, specs, Limits(reserve_share=1.0))
+    opened(core, 0, 10_000)
+    core.events.listed(0, [], last=True)
+    fill(core, rows)
+    core.end_step()
+    for _ in range(rows):
+        core.copies.complete_store((), ())  # selects victims ahead of need
+    assert len(core.host.evicting) == rows
+    for key in list(core.host.evicting)[: rows - 10]:
+        assert core.lookup(key, "reader", None, 0.0) is Lookup.HIT  # so they stay for this step
+    with counted_looks() as looks:
+        core.copies.prepare_store([b"new"], "new")
+        assert looks.total() <= 2 * MAX_LOOKS
+        for _ in range(rows):
+            if not core.host.searching:
+                break
+            looks.clear()
+            core.host.look_on()
+            assert looks.total() <= 2 * MAX_LOOKS
+    assert len(core.copies.prepare_store([b"other"], "other").rows) == 1, "rows behind the pinned ones were not found"
+
+
+def test_search_for_victims_in_a_host_of_pinned_rows_ends() -> None:
+    rows = 3 * MAX_LOOKS
+    core = manager(rows)
+    fill(core, rows)
+    pinned = [b"filled-%d" % number for number in range(rows)]
+    for key in pinned:
+        assert core.lookup(key, "reader", None, 0.0) is Lookup.HIT
+    core.copies.prepare_load(pinned, "reader")
+    core.end_step()
+    for queue in (tier.to_store for tier in core.tiers):
+        queue.clear()
+    assert Lookup.PENDING in scan(core, "waits")
+    for _ in range(20):
+        assert not turns(core)  # there is an end to what is done at once
+    assert Lookup.PENDING in scan(core, "waits")  # for the reader's rows
+    core.copies.complete_load(pinned)
+    for _ in range(20):
+        if turns(core):
+            return
+    raise AssertionError("no load, though all rows of the host can be evicted")
+
+
+def test_requests_whose_deadlines_pass_together_are_released_in_slices() -> None:
+    core = manager()
+    for number in range(20):
+        scan(core, f"request-{number}")
+    turns(core)
+    late = core.limits.pin_s + core.limits.wait_s + 1
+    expire(core, late)
+    waiting = len(core._promotion._waiting)
+    turns(core, late)
+    assert not core._promotion._waiting
+    assert waiting >= 20 - MOST

@@ -1,0 +1,215 @@
+"""Write-back keeps out of the way of promotions, and is not starved by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.policies import Write
+from nixl_tiers.core.host import RowState
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.store_hold import StoreHold
+from nixl_tiers.core.tier_index import UNLIMITED, TierIndex
+from nixl_tiers.core.types import Direction, Job, TierSpec
+from tests.support.core import opened
+
+ROWS = 100
+LIMITS = Limits(store_hold_s=0.5, hold_share=0.25, load_share=0.2, store_share=0.1, reserve_share=0.1)
+WINDOW = 5  # a tenth of the host's rows, shared by two tiers
+STORED = [b"stored-%d" % number for number in range(200)]
+RESERVE = 10
+TURN_S = 0.05
+
+
+class Driver:
+    """Two tiers, the lower of which holds many rows; movers that do nothing until a test ends their jobs."""
+
+    def __init__(self, writes: tuple[Write, Write] = (Write.THROUGH, Write.THROUGH), rows: int = ROWS) -> None:
+        specs = [TierSpec(f"tier{number}", write, physical_slots=False) for number, write in enumerate(writes)]
+        self.core = TierManager(rows, 4096, specs, LIMITS)
+        self.now = 0.0
+        self.jobs: list[Job] = []
+        for tier, listed in enumerate(([], STORED)):
+            opened(self.core, tier, 1000)
+            self.core.events.listed(tier, [(0, key, 0) for key in listed], last=True)
+
+    def put(self, *keys: Key) -> None:
+        plan = self.core.copies.prepare_store(keys, "put")
+        assert len(plan.keys) == len(keys)
+        self.core.copies.complete_store(self.core.copies.rows_being_filled(plan.keys), ())
+        self.core.finish_request("put")
+        self.core.end_step()
+
+    def ask(self, key: Key, request: str | None = None) -> None:
+        assert self.core.lookup(key, request or f"asks for {key!r}", 0, self.now) is Lookup.PENDING
+        self.core.end_step()
+
+    def turn(self) -> list[Job]:
+        """The jobs that begin."""
+        begun = self.core.turn(self.now, self.now)
+        self.jobs += begun
+        return begun
+
+    def stored(self) -> list[Key]:
+        """The keys of the stores that begin, whose jobs end at once."""
+        keys = []
+        for job in [job for job in self.turn() if job.direction is Direction.STORE]:
+            keys += [move.key for move in job.moves]
+            self.end(job)
+        return keys
+
+    def end(self, job: Job) -> None:
+        self.jobs.remove(job)
+        self.core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), self.now)
+
+    def end_loads(self) -> None:
+        for job in [job for job in self.jobs if job.direction is Direction.LOAD]:
+            self.end(job)
+
+
+def new_keys(number: int) -> list[Key]:
+    return [b"new-%d" % each for each in range(number)]
+
+
+def test_no_store_of_any_tier_begins_while_a_promotion_is_queued_or_running() -> None:
+    driver = Driver()
+    driver.put(b"new")
+    driver.core.tiers[1].send_credits = 0
+    driver.ask(STORED[0])
+    assert driver.turn() == []
+    assert driver.core.tiers[1].to_load, "queued: its mover takes no more messages"
+    driver.core.tiers[1].send_credits = UNLIMITED
+    (load,) = driver.turn()
+    assert load.direction is Direction.LOAD
+    assert driver.turn() == []
+    driver.end(load)
+    # Each tier gets the row that it lacks; one at a time seals it.
+    assert set(driver.stored()) == {b"new", STORED[0]}
+    assert driver.stored() == [b"new"]
+
+
+def test_load_that_fails_holds_stores_up_no_longer() -> None:
+    driver = Driver()
+    driver.put(b"new")
+    driver.ask(STORED[0])
+    (load,) = driver.turn()
+    driver.core.events.finished(load.tier, load.id, [Outcome.FAILED], driver.now)
+    assert driver.stored() == [b"new"]
+
+
+def test_promotion_that_hangs_holds_stores_up_until_it_is_late() -> None:
+    driver = Driver()
+    driver.put(b"new")
+    driver.ask(STORED[0])
+    driver.turn()
+    driver.now = LIMITS.store_hold_s / 2
+    assert driver.stored() == []
+    driver.now = LIMITS.soft_deadline_min_s + 1.0
+    driver.put(*(b"later-%d" % each for each in range(2 * WINDOW)))  # more than go in spite of a promotion
+    written = [key for _ in range(6) for key in driver.stored()]
+    assert len(written) == 2 * (1 + 2 * WINDOW)
+
+
+def steady_stream(driver: Driver, seconds: float) -> Iterator[list[Key]]:
+    """Each turn's stores, while one promotion ends and another begins all the time."""
+    for number in range(round(seconds / TURN_S)):
+        driver.now = number * TURN_S
+        driver.ask(STORED[number], f"asks-{number}")
+        yield driver.stored()
+        driver.core.finish_request(f"asks-{number - 1}")
+        driver.end_loads()
+
+
+def written_beside_promotions() -> int:
+    """How many rows are written to the lower tier in 2.5 s."""
+    driver = Driver((Write.OFF, Write.THROUGH))
+    driver.put(*new_keys(20))
+    began: list[tuple[float, int]] = []
+    for keys in steady_stream(driver, 2.5):
+        began += [(driver.now, len(keys))] if keys else []
+    assert all(rows <= WINDOW for _, rows in began)
+    assert all(later - earlier >= LIMITS.store_hold_s - 1e-6 for (earlier, _), (later, _) in pairwise(began))
+    return sum(rows for _, rows in began)
+
+
+def test_steady_stream_of_promotions_does_not_starve_stores() -> None:
+    assert written_beside_promotions() == 20
+
+
+@pytest.mark.parametrize("bug", ["never", "always"])
+def test_planted_bug_in_the_bound_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    room: dict[str, Callable[[StoreHold, TierIndex], int]] = {
+        "never": lambda hold, _: 0 if hold._promoting else UNLIMITED,
+        "always": lambda *_: WINDOW,
+    }
+    monkeypatch.setattr(StoreHold, "room", room[bug])
+    with pytest.raises(AssertionError):
+        assert written_beside_promotions() == 20
+
+
+def test_tier_that_is_far_behind_is_not_held_up() -> None:
+    driver = Driver((Write.OFF, Write.THROUGH))
+    driver.ask(STORED[0])
+    driver.turn()
+    driver.put(*new_keys(25))
+    assert driver.stored() == []
+    driver.put(b"one more")
+    assert driver.stored() == new_keys(WINDOW)
+    assert driver.stored() == []
+
+
+def test_promotions_do_not_wait_for_stores_that_wait_for_them() -> None:
+    driver = Driver((Write.ON_EVICT, Write.OFF))
+    driver.put(*new_keys(ROWS))
+    assert driver.core.host.free == 0, "and no row is written"
+    for key in STORED[:RESERVE]:
+        driver.ask(key)
+    for _ in range(8):
+        driver.stored()
+        driver.end_loads()
+    rows = driver.core.host.index
+    assert all(key in rows and rows[key].state is RowState.READY for key in STORED[:RESERVE])
+    assert driver.core.tiers[0].counters.dropped == 0, "no row was evicted unwritten"
+
+
+def test_half_of_the_reserve_is_left_for_promotions() -> None:
+    driver = Driver((Write.ON_EVICT, Write.OFF))
+    driver.put(*new_keys(ROWS - RESERVE // 2 - 1))
+    assert driver.core.tiers[0].to_store, "the other half is to be free too"
+    driver.ask(STORED[0])
+    (load,) = driver.turn()
+    assert load.direction is Direction.LOAD
+    assert driver.stored() == []
+    driver.ask(STORED[1])
+    assert Direction.STORE in [job.direction for job in driver.turn()]
+    assert driver.core.host.free < RESERVE / 2
+
+
+def test_victims_of_a_storage_tier_wait_too() -> None:
+    driver = Driver((Write.THROUGH, Write.ON_EVICT))
+    core = driver.core
+    core.events.resized(0, 20)
+    listed = [b"upper-%d" % number for number in range(14)]
+    core.events.listed(0, [(0, key, 0) for key in listed], last=True)
+    driver.ask(STORED[0])
+    (load,) = driver.turn()
+    assert load.tier == 1
+    core.events.listed(0, [(0, b"upper-%d" % number, 0) for number in range(14, 19)], last=True)
+    core._writeback.clean()
+    assert core.tiers[0].to_demote
+    assert driver.turn() == []
+    driver.end(load)
+    assert [(job.tier, job.direction) for job in driver.turn()][:1] == [(0, Direction.LOAD)]
+
+
+def test_shutdown_does_not_wait_for_promotions() -> None:
+    driver = Driver((Write.ON_EVICT, Write.OFF))
+    driver.put(*new_keys(WINDOW))
+    driver.ask(STORED[0])
+    driver.turn()
+    driver.core.demote(list(driver.core.host.index.values()))
+    assert driver.stored() == new_keys(WINDOW)

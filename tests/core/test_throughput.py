@@ -1,0 +1,132 @@
+"""Estimates of a tier's speed: they follow a change, and do not follow noise."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_tiers.core.throughput import TransferEstimate
+
+MB = 10**6
+
+
+def test_estimate_tells_latency_from_speed() -> None:
+    estimate = TransferEstimate()
+    for megabytes in (1, 4, 16, 2):
+        estimate.record(megabytes * 10**6, 0.05 + 0.01 * megabytes, now=0.0)
+    assert estimate.latency_s == pytest.approx(0.05)
+    assert estimate.seconds(100 * 10**6) == pytest.approx(1.05)
+
+
+def test_estimate_follows_a_tier_that_has_become_slower() -> None:
+    estimate = TransferEstimate()
+    for second in range(100):
+        estimate.record(MB, 0.01, now=second)
+    for second in range(20):
+        estimate.record(10**6, 1.0, now=100 + second)
+    assert estimate.seconds(10**6) > 0.8
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e-6, 100.0)), min_size=1, max_size=30))
+def test_estimate_is_never_free_and_never_negative(transfers: list[tuple[int, float]]) -> None:
+    estimate = TransferEstimate()
+    for nbytes, seconds in transfers:
+        estimate.record(nbytes, seconds, now=0.0)
+    assert estimate.latency_s >= -1e-9
+    assert estimate.s_per_byte > 0
+
+
+class Tier:
+    """Transfers one after the other, of a tier with a latency and a bandwidth."""
+
+    def __init__(self, s_per_mb: float, latency_s: float = 0.0) -> None:
+        self.s_per_mb, self.latency_s = s_per_mb, latency_s
+        self.estimate = TransferEstimate()
+        self.now = 0.0
+
+    def transfer(self, megabytes: int, times: float = 1.0) -> None:
+        seconds = times * (self.latency_s + self.s_per_mb * megabytes)
+        self.now += seconds
+        self.estimate.record(megabytes * MB, seconds, self.now)
+
+    def error(self, megabytes: int) -> float:
+        """The expected time of a transfer, in times of what it takes."""
+        return self.estimate.seconds(megabytes * MB) / (self.latency_s + self.s_per_mb * megabytes)
+
+
+@pytest.mark.parametrize("megabytes", [1, 2, 16])
+def test_two_transfers_show_that_a_tier_has_become_faster(megabytes: int) -> None:
+    """Small ones too, although what was seen before were large ones."""
+    tier = Tier(s_per_mb=0.05)
+    for _ in range(100):
+        tier.transfer(64)
+    tier.s_per_mb = 0.0005
+    tier.transfer(megabytes)
+    assert tier.estimate.contradictions == 1
+    tier.transfer(megabytes)
+    assert tier.error(64) == pytest.approx(1.0, rel=0.1)
+    assert tier.estimate.contradictions == 0
+
+
+@pytest.mark.parametrize("before", [[3], [3, 3, 6, 3]])
+def test_measurements_that_grow_do_not_look_like_a_latency(before: list[int]) -> None:
+    """A tier in doubt is measured again with twice as many rows, and what the first were taken for is no evidence."""
+    tier = Tier(s_per_mb=0.05, latency_s=0.006)
+    for megabytes in before:
+        tier.transfer(megabytes)
+    tier.s_per_mb = 0.01
+    for megabytes in (3, 6, 12):
+        tier.transfer(megabytes)
+    assert tier.error(3) == pytest.approx(1.0, abs=0.15)
+    assert tier.error(33) == pytest.approx(1.0, abs=0.15)
+
+
+def test_three_transfers_show_that_a_tier_has_become_slower() -> None:
+    tier = Tier(s_per_mb=0.0005)
+    for _ in range(100):
+        tier.transfer(64)
+    tier.s_per_mb = 0.05
+    for _ in range(3):
+        tier.transfer(64)
+    assert tier.error(64) == pytest.approx(1.0, rel=0.1)
+
+
+def test_one_stall_of_many_transfers_side_by_side_is_noise() -> None:
+    tier = Tier(s_per_mb=0.01)
+    for _ in range(100):
+        tier.transfer(4)
+    for _ in range(4):
+        tier.estimate.record(4 * MB, 2.0, tier.now + 2.0)
+    assert tier.error(4) < 1.6
+    tier.now += 2.0
+    for _ in range(3):
+        tier.transfer(4)
+    assert tier.estimate.contradictions == 0
+
+
+def test_small_transfers_that_show_the_latency_do_not_make_large_ones_look_slow() -> None:
+    tier = Tier(s_per_mb=0.001, latency_s=0.03)
+    for _ in range(50):
+        tier.transfer(16)
+    for _ in range(10):
+        tier.transfer(1)
+    assert tier.error(16) == pytest.approx(1.0, abs=0.1)
+    assert tier.error(1) == pytest.approx(1.0, abs=0.1)
+
+
+def test_noise_does_not_make_the_estimate_flap() -> None:
+    """One in three takes a third more or less; one in fifty ten times as long."""
+    draw = Random(13)
+    tier = Tier(s_per_mb=0.01, latency_s=0.02)
+    errors = []
+    for number in range(5000):
+        stall = 10.0 if draw.random() < 0.02 else 1.0
+        tier.transfer(draw.choice([1, 2, 4, 8, 16, 16, 16]), stall * draw.lognormvariate(0.0, 0.3))
+        if number >= 20:
+            errors.append(tier.error(16))
+    assert sum(0.67 < error < 1.5 for error in errors) > 0.97 * len(errors)
+    assert min(errors) > 0.4
+    assert max(errors) < 2.5

@@ -1,0 +1,193 @@
+"""Ctrl-C at any moment of a put or a get: the call is interrupted, and no row is leaked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nixl_tiers
+from nixl_tiers.runtime.interrupts import SAME_S, Interrupts
+from tests.support.leaks import host_rows_in_use
+
+SIZE = 4 << 10
+ROWS = 8
+
+
+@pytest.fixture
+def store() -> Iterator[nixl_tiers.TieredStore]:
+    config = {"tiers": [{"type": "cpu", "capacity": ROWS * 2 * SIZE}]}  # a page for the seal
+    with nixl_tiers.open(config, SIZE, "interrupts") as store:
+        yield store
+
+
+@pytest.fixture(autouse=True)
+def python_s_own_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def at_line(line: int, call: Callable[[], Any]) -> bool:
+    """Make `call`, with a SIGINT when it comes to its `line`-th line of ours; False if it has fewer."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if "nixl_tiers" not in frame.f_code.co_filename or "tests" in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            count += 1
+            if count == line:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count >= line
+
+
+def interrupted_at(line: int, call: Callable[[], Any]) -> bool:
+    try:
+        assert not at_line(line, call), "the interrupt was lost"
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def test_a_put_or_get_interrupted_at_any_line_leaks_no_row(store: nixl_tiers.TieredStore) -> None:
+    rows = np.arange(3 * ROWS // 4, dtype=np.uint8)[:, None].repeat(SIZE, 1)
+    out = np.zeros_like(rows)
+    put_ends = get_ends = False
+    line = 0
+    while not (put_ends and get_ends):
+        line += 1
+        keys = [b"%d-%d" % (line, n) for n in range(len(rows))]
+        put_ends = put_ends or not interrupted_at(line, lambda keys=keys: store.put(keys, rows))
+        assert store.put(keys, rows) == len(rows), line
+        get_ends = get_ends or not interrupted_at(line, lambda keys=keys: store.get(keys, out))
+        out[:] = 0xEE
+        assert store.get(keys, out) == [True] * len(keys)
+        assert np.array_equal(out, rows)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert line > 50
+    store.reset()
+    assert host_rows_in_use(store) == 0
+
+
+def test_a_reset_interrupted_at_any_line_is_complete(store: nixl_tiers.TieredStore) -> None:
+    rows = np.zeros((ROWS // 2, SIZE), np.uint8)
+    line, ends = 0, False
+    while not ends:
+        line += 1
+        assert store.put([b"%d-%d" % (line, n) for n in range(len(rows))], rows) == len(rows)
+        ends = not interrupted_at(line, store.reset)
+        left = host_rows_in_use(store)
+        assert left in {0, len(rows)}, f"half of a reset at line {line}"
+        store.reset()
+        assert host_rows_in_use(store) == 0
+    assert line > 20
+
+
+def test_a_wait_for_writes_that_is_interrupted_as_it_begins_has_ended(
+    store: nixl_tiers.TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the core would have the supervisor look for its writes for ever."""
+
+    def interrupted(*, at_once: bool) -> None:
+        assert store.coordinator._core._writeback.awaited == 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store.coordinator._link, "wake", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.flush(120)
+    assert store.coordinator._core._writeback.awaited == 0
+
+
+def test_a_flush_may_be_interrupted(store: nixl_tiers.TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    def backlog() -> int:
+        nonlocal asked
+        asked += 1
+        if asked == 1:  # not before: a timer may be faster than this thread, and the interrupt would end the tests
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return 1
+
+    monkeypatch.setattr(store.coordinator, "backlog", backlog)
+    with pytest.raises(KeyboardInterrupt):
+        store.flush(120)
+    assert not store.flush(0.01)
+
+
+def test_partly_filled_rows_are_misses(store: nixl_tiers.TieredStore) -> None:
+    write = store._write
+
+    def with_a_bad_row(chunk_of: Any, interrupts: Any) -> Any:
+        return write({**chunk_of, b"b": np.zeros(5, np.uint8)}, interrupts)  # numpy raises when it comes to the second
+
+    store._write = with_a_bad_row  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="could not broadcast"):
+        store.put([b"a", b"b"], np.zeros((2, SIZE), np.uint8))
+    assert store.locate([b"a", b"b"]) == [None, None]
+    assert host_rows_in_use(store) == 0
+
+
+def test_an_interrupt_is_deferred_to_a_point_and_a_second_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0  # it passes when the test says so: two interrupts are one only within SAME_S
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with Interrupts() as interrupts:
+        interrupts.point()
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.point()
+        interrupts.point()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # a launcher has passed it on, too
+        now += SAME_S + 0.1
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_handler_that_does_not_raise_interrupts_nothing(store: nixl_tiers.TieredStore) -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    rows = np.arange(4, dtype=np.uint8)[:, None].repeat(SIZE, 1)
+    keys = [b"%d" % n for n in range(4)]
+    out = np.zeros_like(rows)
+    line = 0
+    while len(heard) == line:
+        line += 1
+        at_line(line, lambda: (store.put(keys, rows), store.get(keys, out)))
+        assert np.array_equal(out, rows)
+        out[:] = 0
+    assert line > 50
+
+
+def test_other_threads_keep_their_handler() -> None:
+    handlers = []
+
+    def elsewhere() -> None:
+        with Interrupts() as interrupts:
+            handlers.append(signal.getsignal(signal.SIGINT))
+            interrupts.point()
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join(60)
+    assert handlers == [signal.default_int_handler]

@@ -1,0 +1,157 @@
+"""What movers report, applied under the coordinator's lock."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from nixl_tiers.base.chunk import Geometry, Namespace
+from nixl_tiers.config import schema as configuration
+from nixl_tiers.core.host import Row
+from nixl_tiers.core.types import Direction
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.protocol import Down, Heartbeat, Listed, Opened, Refused
+from nixl_tiers.runtime.coordinator import Coordinator
+from nixl_tiers.runtime.mover_link import MoverLink
+from tests.support.file_tier import file_tier
+
+GEOMETRY = Geometry(1, 60_000)
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+    """Over a file tier without a mover."""
+    cpu = {"type": "cpu", "capacity": 4 * GEOMETRY.row_bytes}
+    tier = file_tier(tmp_path, "16MiB")
+    config = configuration.load({"tiers": [cpu, tier]})
+    with mock.patch("nixl_tiers.runtime.mover_link.Supervisor"):
+        coordinator = Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, 4))
+    yield coordinator
+    coordinator._end()
+
+
+class _Blocked(logging.Handler):
+    """What standard error is while nobody reads it: calls of the scheduler must go on meanwhile."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.held_up: list[str] = []
+        self._coordinator = coordinator
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        scheduler = threading.Thread(target=self._coordinator.lookup, args=(b"key", "request"), daemon=True)
+        scheduler.start()
+        scheduler.join(10.0)  # a fraction of a millisecond, if nothing holds it up
+        if scheduler.is_alive():
+            self.held_up.append(record.getMessage())
+
+
+def _opens_a_circuit(link: MoverLink) -> None:
+    link.on_message(0, Opened(0, 10))
+    link._core.tiers[0].breakers[Direction.LOAD].trip(0.0)
+    link.on_tick(0.0, [0])
+
+
+def test_next_mover_is_told_the_mount_point(coordinator: Coordinator) -> None:
+    link = coordinator._link
+    link.on_message(0, Opened(0, 10, b"/mnt/kv"))
+    supervisor = link.supervisor
+    assert isinstance(supervisor, mock.Mock)
+    supervisor.expect_mount.assert_called_with(0, b"/mnt/kv")
+
+
+LOGGED: dict[str, Callable[[MoverLink], object]] = {
+    "down: no disk": lambda link: link.on_message(0, Down("no disk")),
+    "down: no such path": lambda link: link.on_message(0, Refused("no such path")),
+    "down: its mover is killed": lambda link: link.on_problem(0, "its mover is killed"),
+    "0 rows found": lambda link: link.on_message(0, Listed(0, [], last=True)),
+    "may not be read": lambda link: link.on_message(0, Heartbeat(0, {"get": "objects may not be read"}, 0)),
+    "mover: a line": lambda link: link.on_log_line(0, logging.WARNING, "a line"),
+    "loads from the file tier fail": _opens_a_circuit,
+}
+
+
+@pytest.mark.parametrize("line", LOGGED)
+def test_no_line_is_logged_with_the_lock_held(
+    coordinator: Coordinator, caplog: pytest.LogCaptureFixture, line: str
+) -> None:
+    caplog.set_level(logging.INFO, "nixl_tiers")
+    handler = _Blocked(coordinator)
+    logger = logging.getLogger("nixl_tiers")
+    logger.addHandler(handler)
+    try:
+        LOGGED[line](coordinator._link)
+    finally:
+        logger.removeHandler(handler)
+    assert line in " ".join(handler.lines)
+    assert not handler.held_up
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_store_after_a_reset_gets_all_rows_whose_jobs_the_workers_have_ended(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """Where vLLM does not say that they are flushed: else no new job could begin in a host full of them."""
+    monkeypatch.setattr("nixl_tiers.runtime.scheduler_calls.LOCATE_BATCH", 1)
+    monkeypatch.setattr("nixl_tiers.core.host.MAX_JUDGED", 0)
+    coordinator._core._state.limits = replace(coordinator._core.limits, rows_per_slice=1)
+    plan = coordinator.prepare_store([b"a", b"b", b"c", b"d"], "before")
+    assert len(plan.rows) == 4
+    coordinator.reset()
+    if not first:  # a worker may still write to them
+        assert coordinator.prepare_store([b"e", b"f", b"g", b"h"], "after").rows == []
+    coordinator.region.mark(plan.rows[:3], 0, plan.store_seq, ok=True)
+    coordinator.region.mark(plan.rows[3:], 0, plan.store_seq, ok=False)
+    assert len(coordinator.prepare_store([b"e", b"f", b"g", b"h"], "after").rows) == 4
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["at rest", "while rows come and go"])
+def test_rows_are_demoted_at_exit_in_slices_and_in_prefix_order(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, changes: bool
+) -> None:
+    monkeypatch.setattr("nixl_tiers.runtime.scheduler_calls.LOCATE_BATCH", 2)
+    core = coordinator._core
+    for keys in ([b"old", b"a"], [b"b", b"c"]):
+        core.copies.prepare_store(keys, "request")
+        core.copies.complete_store(core.copies.rows_being_filled(keys), ())
+    core.end_step()
+    core.host.invalidate(core.host.index[b"old"])
+    core.copies.prepare_store([b"d"], "request")  # in the place that has become free
+    slices: list[list[bytes]] = []
+    monkeypatch.setattr(core, "demote", lambda rows: slices.append([row.key for row in rows]))
+    if changes:
+        in_slices = core.host.in_slices
+
+        def changing(count: int) -> Iterator[list[Row]]:
+            for part in in_slices(count):
+                yield part
+                if b"a" in core.host.index:  # one goes and one comes
+                    core.host.invalidate(core.host.index[b"a"])
+                    core.copies.prepare_store([b"e"], "request")
+
+        monkeypatch.setattr(core.host, "in_slices", changing)
+    coordinator.demote_all()
+    assert max(map(len, slices)) == 2
+    expected = [b"a", b"b", b"b", b"c", b"d", b"e"] if changes else [b"a", b"b", b"c", b"d"]
+    assert [key for keys in slices for key in keys] == expected
+
+
+def test_an_error_of_a_logging_handler_costs_its_line_only(coordinator: Coordinator) -> None:
+    handler = logging.Handler()
+    logger = logging.getLogger("nixl_tiers")
+    logger.addHandler(handler)
+    try:
+        with mock.patch.object(handler, "emit", side_effect=ZeroDivisionError) as emit:
+            coordinator._link.on_message(0, Down("no disk"))
+    finally:
+        logger.removeHandler(handler)
+    assert emit.called
+    assert "no disk" in coordinator.problems()["file"]

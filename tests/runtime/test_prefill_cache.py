@@ -1,0 +1,94 @@
+"""The prefill estimate survives a restart."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.base.chunk import Geometry, Namespace
+from nixl_tiers.config import schema
+from nixl_tiers.core.prefill import MIN_SAMPLES
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.runtime.coordinator import Coordinator
+from nixl_tiers.runtime.prefill_cache import PrefillCache
+from tests.support.waiting import until
+
+GEOMETRY = Geometry(cells=1, cell_payload=8192)
+ONE, OTHER = Namespace.of({"model": 1}), Namespace.of({"model": 2})
+Start = Callable[..., Coordinator]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def make(namespace: Namespace = ONE, device: str | None = "GPU", **fields: object) -> Coordinator:
+        config = schema.load({"tiers": [{"type": "cpu", "capacity": 4 * GEOMETRY.row_bytes}], **fields})
+        return Coordinator.open(config, namespace, HostRegion.create(GEOMETRY, 4), device=device)
+
+    return make
+
+
+def learn(coordinator: Coordinator, steps: int = 8) -> None:
+    for _ in range(steps):
+        coordinator.observe_prefill(1000, 500.0, 2.0)
+
+
+def speed(coordinator: Coordinator) -> float:
+    found = coordinator.counters()["cpu"]["prefill_tokens_per_s"]
+    coordinator.close()
+    return found
+
+
+def test_speed_is_known_after_a_restart_of_the_same_model_on_the_same_device(start: Start) -> None:
+    first = start()
+    assert first.counters()["cpu"]["prefill_tokens_per_s"] == 0
+    learn(first)
+    learned = speed(first)
+    assert learned == pytest.approx(500, rel=0.1)
+    assert speed(start()) == pytest.approx(learned, rel=0.01)
+    assert speed(start(OTHER)) == 0
+    assert speed(start(device="another GPU")) == 0
+
+
+def test_engine_that_is_killed_has_kept_its_speed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written while it runs, as soon as a speed is known, since vLLM kills the engine of a server that gets a SIGTERM;
+    and not by the thread that reports steps."""
+    threads: list[str] = []
+    remember = PrefillCache.remember
+    monkeypatch.setattr(
+        PrefillCache, "remember", lambda *a: (threads.append(threading.current_thread().name), remember(*a))[1]
+    )
+    killed = start()
+    learn(killed, MIN_SAMPLES)
+    until(lambda: PrefillCache(ONE, "GPU").recall(), "the samples are kept")
+    assert threads
+    assert threading.current_thread().name not in threads
+    monkeypatch.undo()
+
+
+def test_speed_that_is_set_is_neither_learned_nor_kept(start: Start) -> None:
+    fixed = start(prefill_tokens_per_s=1234)
+    learn(fixed)
+    assert speed(fixed) == 1234
+    assert PrefillCache(ONE, "GPU").recall() == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"samples": [[1, 2]]}', '{"samples": [["a", 1, 1]]}', "\xff"])
+def test_damaged_file_is_learned_anew(start: Start, text: str) -> None:
+    path = PrefillCache(ONE, "GPU").path
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    path.write_bytes(text.encode("latin1"))
+    assert speed(start()) == 0
+
+
+def test_without_a_cache_directory_it_is_learned_at_every_start(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nixl_tiers.runtime.prefill_cache.cache_folder", lambda: None)
+    learner = start()
+    learn(learner)
+    assert speed(learner) > 0
+    assert speed(start()) == 0
