@@ -216,7 +216,7 @@ def test_a_put_of_many_parts_above_a_stopped_mover_waits_once(monkeypatch: pytes
         return False
 
     with nixl_tiers.open({"tiers": [{"type": "cpu", "capacity": "2MiB"}], "wait_s": 1.0}, SIZE, "n") as store:
-        for module in ("store", "stall_timeout"):
+        for module in ("store", "runtime.stall_timeout"):
             monkeypatch.setattr(f"nixl_tiers.{module}.time", SimpleNamespace(monotonic=lambda: now))
         monkeypatch.setattr(threading.Condition, "wait", wait)
         monkeypatch.setattr(store.coordinator, "pressure", lambda: 1000)

@@ -25,8 +25,7 @@ def copy(tmp_path: Path) -> Path:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=built)
     (tmp_path / "nixl_tiers" / "memory").mkdir()  # where the other library goes
     (tmp_path / "nixl_tiers" / "__init__.py").touch()
-    for name in ("chunk.py", "native.py"):
-        shutil.copy(ROOT / "nixl_tiers" / name, tmp_path / "nixl_tiers")
+    shutil.copytree(ROOT / "nixl_tiers" / "base", tmp_path / "nixl_tiers" / "base", ignore=built)
     shutil.copy(ROOT / "setup.py", tmp_path)
     return tmp_path
 
