@@ -96,7 +96,7 @@ def test_each_kind_of_wrong_wish_is_logged_once(caplog: pytest.LogCaptureFixture
 
 
 def test_example_in_the_guide_is_understood(caplog: pytest.LogCaptureFixture) -> None:
-    guide = (Path(__file__).parents[2] / "docs/guide/vllm.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs/guide/requests.md").read_text()
     bodies = re.findall(r"```bash\ncurl \S+/v1/completions .*? -d '(.*?)'\n```", guide, re.DOTALL)
     requests = [CompletionRequest.model_validate_json(body) for body in bodies]
     params = [request.kv_transfer_params for request in requests]
