@@ -1,4 +1,4 @@
-"""README and guide: examples are read without a warning, defaults and quoted lines are those of the code."""
+"""README and guide: examples are read without a warning, quoted lines are those of the code."""
 
 from __future__ import annotations
 
@@ -26,13 +26,7 @@ GUIDE: Final = ROOT / "docs/guide"
 PAGES: Final = [ROOT / "README.md", *sorted(GUIDE.glob("*.md"))]
 CPU: Final = {"type": "cpu", "capacity": "1GiB"}
 POINTED: Final = "/etc/kv/tiers.yaml"  # the file that examples name instead of tiers
-MODELS: Final = {
-    "top level": TiersConfig,
-    "file": FileConfig,
-    "s3": S3Config,
-    "file, s3": S3Config,
-    "every tier": S3Config,
-}
+MODELS: Final = (CpuConfig, TiersConfig, FileConfig, S3Config)
 
 
 def examples(text: str) -> Iterator[str]:
@@ -59,16 +53,14 @@ def test_every_example_is_read_and_not_warned_of(page: Path, tmp_path: Path) -> 
 
 
 def test_examples_are_found() -> None:
-    assert len(list(examples(PAGES[0].read_text()))) == 6
-    assert sum(len(list(examples(page.read_text()))) for page in PAGES) >= 17
+    assert len(list(examples(PAGES[0].read_text()))) == 1
+    assert sum(len(list(examples(page.read_text()))) for page in PAGES) >= 16
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", ROOT / "docs/reference/python-api.md"], ids=lambda page: page.stem
-)
-def test_python_example_runs_when_pasted(page: Path, tmp_path: Path) -> None:
+def test_python_example_runs_when_pasted(tmp_path: Path) -> None:
     """As it is printed, but for the directory and the sizes."""
-    (code,) = re.findall(r"```python\n(import .*?)```", page.read_text(), re.DOTALL)
+    page = (ROOT / "docs/reference/python-api.md").read_text()
+    (code,) = re.findall(r"```python\n(import .*?)```", page, re.DOTALL)
     code, changed = re.subn(
         r'"/[\w/]+", "capacity": "10GiB"', f'"{tmp_path}/kv", "capacity": "64MiB", "min_free": 0', code
     )
@@ -101,23 +93,9 @@ def test_server_without_a_gpu_is_that_of_the_demo() -> None:
     assert shlex.split(words) == vllm_cpu.serve_command(Path("$MODEL"))[1:]
 
 
-def test_defaults_in_the_readme_are_those_of_the_schema() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| ([\w, 0-9]+) \| (.*?) \|", PAGES[0].read_text(), re.MULTILINE)
-    assert len(rows) == 20
-    for name, owner, default in rows:
-        field = MODELS[owner].model_fields[name]
-        if field.is_required():
-            assert default == "required"
-        elif default.startswith("`"):
-            assert default.strip("`") == str(field.default).lower()
-        else:
-            assert default.startswith("none")
-            assert field.default in (None, "")
-
-
-def test_every_field_is_in_the_readme_or_the_guide() -> None:
+def test_every_field_is_in_the_guide() -> None:
     listed = set(re.findall(r"[`{ ](\w+)[`:]", "\n".join(page.read_text() for page in PAGES)))
-    for model in (CpuConfig, *MODELS.values()):
+    for model in MODELS:
         assert set(model.model_fields) <= listed
 
 
@@ -136,7 +114,7 @@ def test_every_line_that_troubleshooting_quotes_is_in_the_code() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
-    fields = [field for model in (CpuConfig, *MODELS.values()) for field in model.model_fields]
+    fields = [field for model in MODELS for field in model.model_fields]
     known = "\n".join([*texts, *fields, *map(os.strerror, errno.errorcode)])
     found = list(quotes())
     assert len(found) > 80
