@@ -31,7 +31,7 @@ from typing import get_args
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Eviction, Write
-from nixl_tiers.core.cold_table import take_all
+from nixl_tiers.core.cold_rows import take_all
 from nixl_tiers.core.host import CPU
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.types import TierSpec

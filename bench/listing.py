@@ -26,7 +26,7 @@ from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.base.policies import Write
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.tier import StorageConfig
-from nixl_tiers.core.cold_table import take_all
+from nixl_tiers.core.cold_rows import take_all
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import TierSpec
 from nixl_tiers.memory.region import HostRegion

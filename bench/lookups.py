@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, Schedu
 
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema
-from nixl_tiers.core.cold_table import take_all
+from nixl_tiers.core.cold_rows import take_all
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.row_table import Rows, RowTable

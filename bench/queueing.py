@@ -32,7 +32,7 @@ from bench.eviction import TRACE, read
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Prefer, Write
 from nixl_tiers.core.chain_rows import Chain, Group
-from nixl_tiers.core.cold_table import take_all
+from nixl_tiers.core.cold_rows import take_all
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
@@ -229,7 +229,7 @@ class VirtualEngine:
             for tier in self.core.tiers:
                 for _ in tier.delete_batches(256):
                     pass
-            self.core.garbage.drop(1000)
+            self.core.deferred_free.drop(1000)
             if not self.core.events.unfinished:
                 return
 

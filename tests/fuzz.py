@@ -22,7 +22,7 @@ FUZZED = [
     "tests/core/test_stateful.py",
     "tests/core/test_spill.py",
     "tests/core/test_eviction.py",
-    "tests/core/test_eviction_batches.py",
+    "tests/core/test_eviction.py",
     "tests/memory/test_seal.py",
     "tests/memory/test_row_table.py",
     "tests/config/test_schema.py",

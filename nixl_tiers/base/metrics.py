@@ -158,7 +158,7 @@ METRICS: Final[Mapping[str, Metric]] = {
     "kv_hint_requests": Metric(
         Kind.COUNTER, "Requests that carried vLLM's kv_hints, which are ignored.", {"kv_hints": Series(host)}, ()
     ),
-    # --- what it brought (core/savings.py) ------------------------------------------------------------------
+    # --- what it brought (core/stats.py) ------------------------------------------------------------------
     "saved_first_token_seconds": _counter(
         "Seconds by which first tokens came earlier: expected time to compute what was loaded, less the time that "
         "loading took, waiting included.",

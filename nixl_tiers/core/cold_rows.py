@@ -1,15 +1,89 @@
-"""The cold tables of one tier: rows that were not used for long, or not since the medium listed them."""
+"""Cold rows: rows of a storage tier in a compact form, so that millions of them cost little memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import or_
-from typing import Final
+from typing import Final, Protocol
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.cold_table import ColdTable, Retired, Steps
-from nixl_tiers.core.counters import Counters
-from nixl_tiers.core.slots import SlotCount, Slots
+from nixl_tiers.core.slots import SlotCount, SlotOwner, Slots
+from nixl_tiers.core.stats import Counters
+
+Steps = Iterator[Callable[[], object] | None]
+"""What would take too long at once. Each step is taken with the core's lock held, and takes well below a millisecond;
+what it yields, if anything, is to be called without the lock before the next one."""
+
+
+def take_all(steps: Steps) -> None:
+    """Take all steps at once."""
+    for work in steps:
+        if work is not None:
+            work()
+
+
+def remove_all(table: ColdTable, keys: Iterable[Key]) -> None:
+    for key in keys:
+        table.remove(key)
+
+
+def replay(table: ColdTable, changes: list[Key], batch: int) -> Steps:
+    """Remove all of `changes` from `table`, to which keys are added meanwhile: the last of them when the last step is
+    taken."""
+    replayed = 0
+    while len(changes) > replayed + batch:
+        some = changes[replayed:]
+        replayed += len(some)
+        yield partial(remove_all, table, some)
+    remove_all(table, changes[replayed:])
+
+
+class Retired(Protocol):
+    """What holds much memory and is not used any more."""
+
+    def close(self) -> None:
+        """Release the memory. Takes long: do it without a lock."""
+
+
+class ColdTable(SlotOwner, Protocol):
+    """Rows that only become fewer: one that is used moves into the TierIndex, the coldest are evicted.
+
+    memory.row_table.RowTable is one; tests have PlainColdTable.
+    """
+
+    def __len__(self) -> int: ...
+
+    @property
+    def built_rows(self) -> int:
+        """How many rows it was built with: what its memory is proportional to."""
+
+    def find(self, key: Key) -> tuple[int, int] | None:
+        """(slot, tick of last use) of the key's row, or None."""
+
+    def has_many(self, keys: Sequence[Key]) -> list[bool]:
+        """Of each key, whether `find` finds it."""
+
+    def remove(self, key: Key) -> tuple[int, int] | None:
+        """As find, and remove the row: its slot is the caller's."""
+
+    def coldest_tick(self) -> int | None:
+        """When the least recently used row was used, or earlier; None if there is none."""
+
+    def coldest(self, count: int, before: int | None = None) -> list[tuple[Key, int]]:
+        """Remove up to `count` rows, the least recently used first: (key, slot). With `before`: only those that were
+        last used at that tick or earlier. Fewer, also none, if it has passed over many removed rows: call it again."""
+
+    def prepare_slots(self) -> None:
+        """Call before `claim` or `release`, without a lock. No row may be removed from now until `drop_unclaimed`, or
+        the last `release`."""
+
+    def drop_unclaimed(self, limit: int) -> None:
+        """Remove the rows whose slots were left out, or are not below `limit`. Call it without a lock."""
+
+    def close(self) -> None:
+        """Release the memory."""
+
 
 SLOTS_A_STEP: Final = 1 << 17
 SPARSE_ROWS: Final = 1 << 16
@@ -17,7 +91,9 @@ MAX_TABLES: Final = 3  # a look-up searches each of them
 
 
 class ColdRows:
-    """`tables`, of which the first was added first. When a tier is opened again, those it has already are stale: they
+    """The cold tables of one tier: rows that were not used for long, or not since the medium listed them.
+
+    `tables`, of which the first was added first. When a tier is opened again, those it has already are stale: they
     still serve until the medium has listed their rows again.
 
     A table that is empty or stale is retired: `take_retired` hands it to who can release its memory without a lock.

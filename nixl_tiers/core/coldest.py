@@ -8,7 +8,7 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.types import Entry
 
 if TYPE_CHECKING:
-    from nixl_tiers.core.tier_index import TierIndex
+    from nixl_tiers.core.tier import TierIndex
 
 
 def take_coldest(tier: TierIndex, count: int) -> list[Key]:

@@ -1,16 +1,18 @@
-"""Copies: the host's rows that an engine's workers, or threads, read (loads) and write (stores)."""
+"""What the engine uses: host rows that its workers, or threads, read (loads) and write (stores), and its own hits."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.deferred_free import Garbage
 from nixl_tiers.core.host import CPU, Generation, Row, RowState
-from nixl_tiers.core.promotion import Promotion
-from nixl_tiers.core.request_index import RequestIndex
-from nixl_tiers.core.savings import Load, Savings
+from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.state import CascadeState
+from nixl_tiers.core.stats import Load, Savings
 from nixl_tiers.core.writeback import WriteBack
 
 
@@ -241,3 +243,82 @@ class Copies:
         """A job of `generation` has ended: an engine flushes jobs of before a reset ahead of those that began after."""
         if self._host.has_unflushed and generation is self._host.generation:
             self._host.flushed()
+
+
+MAX_KEYS: Final = 1 << 18  # that wait; the uses that were reported first are forgotten
+
+
+@dataclass(slots=True)
+class _Hits:
+    """One request's. `request_tick`: of what it loads and stores; `done`: how many of `keys` have been touched."""
+
+    keys: Sequence[Key]
+    tick: int
+    request_tick: int
+    host_only: bool
+    done: int = 0
+
+
+class EngineHits:
+    """The chunks that the engine uses from its own memory are as recent here as what it loads.
+
+    A scheduler reports the whole prefix of a request at once: `add` queues it, `work` touches some of its chunks in
+    each slice.
+
+    What the same request loads or stores is deeper, and must be evicted first, or the root of the prefix would go
+    before its leaves. That may be touched before the root by now: so the root has a tick of its own, which is later.
+    """
+
+    def __init__(self, state: CascadeState, requests: RequestIndex, writeback: WriteBack) -> None:
+        self._state = state
+        self._requests = requests
+        self._writeback = writeback
+        self._queue: deque[_Hits] = deque()
+        self.waiting = 0
+        """How many keys are to be touched."""
+
+    def add(self, keys: Sequence[Key], name: str) -> None:
+        """The engine used these chunks, in prefix order, for a request. Looks at none of them; nobody may change
+        `keys` from now on."""
+        request_tick = self._state.tick_of(self._requests.get(name))
+        tick = self._state.tick
+        self._state.tick += 1
+        self._queue.append(_Hits(keys, tick, request_tick, name in self._requests.host_only))
+        self.waiting += len(keys)
+        while self.waiting > MAX_KEYS:
+            self._drop_first()
+
+    def work(self) -> None:
+        """Touch as many of them as the slice has room for."""
+        while self._queue and not self._state.slice_used_up:
+            hits = self._queue[0]
+            some = hits.keys[hits.done : hits.done + self._state.slice_left]
+            self._state.slice_left -= len(some)
+            self.waiting -= len(some)
+            hits.done += len(some)
+            self._touch(some, hits)
+            if hits.done == len(hits.keys):
+                self._queue.popleft()
+
+    def reset(self, garbage: Garbage) -> None:
+        """Other bytes belong to these keys from now on."""
+        garbage.add(self._queue)
+        self._queue = deque()
+        self.waiting = 0
+
+    def _touch(self, keys: Sequence[Key], hits: _Hits) -> None:
+        host, tiers = self._state.host, self._state.tiers
+        for key in keys:
+            row = host.index.get(key)
+            if row is not None:
+                if row.tick == hits.request_tick:
+                    continue  # it has loaded or stored it too: the uses of one request count once
+                host.touch(key, hits.tick)
+                if row.host_only and not hits.host_only:
+                    self._writeback.allow(row)
+            for tier in tiers:
+                tier.touch(key, hits.tick)
+
+    def _drop_first(self) -> None:
+        hits = self._queue.popleft()
+        self.waiting -= len(hits.keys) - hits.done

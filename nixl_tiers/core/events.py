@@ -6,16 +6,15 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.core.cold_table import ColdTable, Steps, take_all
-from nixl_tiers.core.engine_hits import EngineHits
+from nixl_tiers.core.cold_rows import ColdTable, Steps, take_all
+from nixl_tiers.core.copies import EngineHits
 from nixl_tiers.core.existence import ExistenceCheck, ExistenceChecks
 from nixl_tiers.core.health import Health
 from nixl_tiers.core.listing import add_table, begin_listing, end_listing
-from nixl_tiers.core.measurements import Measurements
 from nixl_tiers.core.promotion import Promotion
-from nixl_tiers.core.promotion_jobs import PromotionJobs
+from nixl_tiers.core.promotion_jobs import Measurements, PromotionJobs
 from nixl_tiers.core.state import CascadeState
-from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.tier import TierIndex
 from nixl_tiers.core.types import Direction, Job, TierState
 from nixl_tiers.core.writeback import WriteBack
 

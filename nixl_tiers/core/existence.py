@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.garbage import Garbage
+from nixl_tiers.core.deferred_free import Garbage
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.requests import Request
-from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.tier import TierIndex
 
 
 @dataclass(frozen=True, slots=True)

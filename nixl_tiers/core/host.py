@@ -11,11 +11,10 @@ from typing import Final
 import msgspec
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.counters import Counters
-from nixl_tiers.core.eviction.base import EvictionPolicy
-from nixl_tiers.core.garbage import Garbage
-from nixl_tiers.core.gone_keys import HOST, Gone, GoneKeys, tag_of
+from nixl_tiers.core.deferred_free import Garbage
+from nixl_tiers.core.eviction import EvictionPolicy
 from nixl_tiers.core.slots import Slots
+from nixl_tiers.core.stats import HOST, Counters, Gone, GoneKeys, tag_of
 
 CPU = "cpu"
 _EVICTED: Final = tag_of(HOST, Gone.EVICTED)

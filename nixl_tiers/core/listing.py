@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.cold_table import ColdTable, Steps, remove_all, replay
+from nixl_tiers.core.cold_rows import ColdTable, Steps, remove_all, replay
 from nixl_tiers.core.slots import Slots
 from nixl_tiers.core.spill import settle_steps
-from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.tier import TierIndex
 from nixl_tiers.core.types import TierState
 
 EVICTED_A_STEP: Final = 256

@@ -3,8 +3,7 @@
 Callers report what happened (a look-up, a finished job, a dead mover) and when (`now`, in seconds of any monotonic
 clock), and carry out the jobs that it plans. The same code runs in the engine, in the stateful tests and in trace
 replays. Rows come up in `promotion.py` and `promotion_jobs.py`, go down in `writeback.py`, and are copied to and from
-the engine in `copies.py`, whose own hits `engine_hits.py` has; movers report to `events.py`; `health.py` keeps what
-fails or hangs out of the way.
+the engine in `copies.py`; movers report to `events.py`; `health.py` keeps what fails or hangs out of the way.
 """
 
 from __future__ import annotations
@@ -17,28 +16,23 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Eviction, Prefer, Write
 from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.chain_rows import Chain
-from nixl_tiers.core.chains import Chains, Scan
-from nixl_tiers.core.copies import Copies
-from nixl_tiers.core.counters import TierStats
-from nixl_tiers.core.engine_hits import EngineHits
+from nixl_tiers.core.copies import Copies, EngineHits
+from nixl_tiers.core.deferred_free import Garbage
 from nixl_tiers.core.events import Events
 from nixl_tiers.core.eviction import make_policy
 from nixl_tiers.core.existence import ExistenceChecks
-from nixl_tiers.core.garbage import Garbage
-from nixl_tiers.core.gone_keys import GoneKeys
 from nixl_tiers.core.health import Health
 from nixl_tiers.core.host import CPU, HostTier, Row, RowState
 from nixl_tiers.core.limits import Limits
-from nixl_tiers.core.line import Rank
-from nixl_tiers.core.measurements import Measurements
+from nixl_tiers.core.lookup import Chains, Scan
 from nixl_tiers.core.misses import Misses
+from nixl_tiers.core.prefetch_queue import Rank
 from nixl_tiers.core.prefill import PrefillEstimate
-from nixl_tiers.core.promotion import Promotion
-from nixl_tiers.core.promotion_jobs import PromotionJobs
-from nixl_tiers.core.request_index import RequestIndex
-from nixl_tiers.core.savings import Savings
+from nixl_tiers.core.promotion import Promotion, RequestIndex
+from nixl_tiers.core.promotion_jobs import Measurements, PromotionJobs
 from nixl_tiers.core.state import CascadeState
-from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.stats import GoneKeys, Savings, TierStats
+from nixl_tiers.core.tier import TierIndex
 from nixl_tiers.core.types import Job, TierSpec, TierState
 from nixl_tiers.core.writeback import WriteBack
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from nixl_tiers.core.gone_keys import HOST, Gone, tier_and_reason
+from nixl_tiers.core.stats import HOST, Gone, tier_and_reason
 from nixl_tiers.core.types import Direction, TierState
 
 if TYPE_CHECKING:

@@ -1,17 +1,21 @@
-"""Promotion (prefetch): which rows come up from storage tiers, and how long requests wait for them."""
+"""Promotion (prefetch): which rows come up from storage tiers, and how long requests wait for them.
+
+`RequestIndex` has the requests by name, and ends their waits.
+"""
 
 from __future__ import annotations
 
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.deferred_free import Garbage
 from nixl_tiers.core.existence import ExistenceChecks
-from nixl_tiers.core.garbage import Garbage
-from nixl_tiers.core.host import RowState
-from nixl_tiers.core.line import Line
+from nixl_tiers.core.host import HostTier, RowState
+from nixl_tiers.core.prefetch_queue import Line
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.state import CascadeState
-from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.stats import Savings
+from nixl_tiers.core.tier import TierIndex
 from nixl_tiers.core.types import Direction, TierState
 
 PINS_PER_ROW: Final = 8  # that are released in the time that other work on one row takes
@@ -205,3 +209,50 @@ class Promotion:
         for tier in self._state.tiers:
             if tier.spec.name in sources or (queued and not sources and tier.to_load):
                 tier.breakers[Direction.LOAD].record(False, now)
+
+
+class RequestIndex:
+    """The requests that have looked up, loaded or stored and have not ended, by name.
+
+    It makes a request's state at its first use, and lets go of all that it holds at its end.
+    """
+
+    def __init__(self, host: HostTier, promotion: Promotion, savings: Savings) -> None:
+        self._host = host
+        self._promotion = promotion
+        self._savings = savings
+        self.by_name: dict[str, Request] = {}
+        self.allowed: dict[str, frozenset[int]] = {}  # requests that may not load from every storage tier
+        self.queued: set[str] = set()  # requests that wait for their turn
+        self.host_only: set[str] = set()  # requests on whose behalf nothing is written to storage tiers
+
+    def get(self, name: str) -> Request:
+        request = self.by_name.get(name)
+        if request is None:
+            request = self.by_name[name] = Request(name, self._host.generation, self.allowed.get(name))
+        request.belongs_to(self._host.generation)
+        return request
+
+    def looked_up(self, name: str, now: float) -> Request:
+        """The request, whose turn has come if it was in line."""
+        self.queued.discard(name)
+        request = self.get(name)
+        if request.in_line:
+            self._promotion.turn_comes(request, now)
+        if not request.expired:
+            request.seen_s = now
+        return request
+
+    def finish(self, name: str) -> None:
+        """The request has ended: unpin its rows."""
+        self.allowed.pop(name, None)
+        self.host_only.discard(name)
+        self.queued.discard(name)
+        self._savings.forget(name)
+        request = self.by_name.pop(name, None)
+        if request is not None:
+            if request.in_line:
+                self._promotion.line.leave(request)
+            self._promotion.observe_wait(request, loaded=False)
+            request.expire()
+            self._promotion.release(request)

@@ -5,9 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from typing import Protocol
 
 from nixl_tiers.base.zeroed import zeroed
-from nixl_tiers.core.cold_table import ColdTable
+
+
+class SlotOwner(Protocol):
+    """A table of rows in slots."""
+
+    @property
+    def slots_end(self) -> int:
+        """One more than the highest slot, after `prepare_slots`."""
+
+    def claim(self, taken: memoryview | bytearray, start: int, stop: int) -> int:
+        """Mark the slots of its rows from `start` to `stop` in a map of one byte a slot; returns how many. Those that
+        are marked already are left out."""
+
+    def release(self, taken: memoryview | bytearray, start: int, stop: int) -> int:
+        """Unmark the slots of its rows from `start` to `stop`; returns how many."""
 
 
 class SlotCount:
@@ -125,7 +140,7 @@ class Slots(SlotCount):
         if slot < self._searched:
             heappush(self._freed, slot)
 
-    def exchange(self, old: Sequence[ColdTable], new: ColdTable | None, start: int, stop: int) -> None:
+    def exchange(self, old: Sequence[SlotOwner], new: SlotOwner | None, start: int, stop: int) -> None:
         """Of the slots from `start` to `stop`: free those of the rows of `old`, then allocate those of `new`, as far as
         they are free and below the limit."""
         for table in old:

@@ -17,12 +17,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.cold_table import ColdTable, Steps, replay
+from nixl_tiers.core.cold_rows import ColdTable, Steps, replay
 from nixl_tiers.core.eviction.lru import LeafFirstLru
 from nixl_tiers.core.types import Entry
 
 if TYPE_CHECKING:
-    from nixl_tiers.core.tier_index import TierIndex
+    from nixl_tiers.core.tier import TierIndex
 
 SomeRows = tuple[Sequence[Key], Sequence[int], Sequence[int]]
 """Keys, slots and ticks."""

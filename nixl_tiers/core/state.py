@@ -6,17 +6,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from nixl_tiers.base.policies import Prefer, Write
-from nixl_tiers.core.counters import Counters
-from nixl_tiers.core.garbage import Garbage
-from nixl_tiers.core.gone_keys import GoneKeys
+from nixl_tiers.core.deferred_free import Garbage
 from nixl_tiers.core.host import HostTier, RowState
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.prefill import PrefillEstimate
-from nixl_tiers.core.pricing import FREE, TierPrice
+from nixl_tiers.core.pricing import FREE, TierPrice, TransferEstimate
 from nixl_tiers.core.requests import Request
-from nixl_tiers.core.samples import Samples
-from nixl_tiers.core.throughput import TransferEstimate
-from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.stats import Counters, GoneKeys, Samples
+from nixl_tiers.core.tier import TierIndex
 from nixl_tiers.core.types import Burst, Direction, Job, PlannedMove, TierState
 
 STORE_JOBS: Final = 4  # a job of stores is at most so many times as large as one of loads

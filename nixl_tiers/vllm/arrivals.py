@@ -12,7 +12,7 @@ from heapq import heappop, heappush, merge
 from itertools import count, islice
 from typing import Any
 
-from nixl_tiers.core.line import Rank
+from nixl_tiers.core.prefetch_queue import Rank
 from nixl_tiers.vllm.compat import OffloadKey
 
 

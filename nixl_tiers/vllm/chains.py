@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nixl_tiers.core.chain_rows import Chain, Group
-from nixl_tiers.core.chains import Scan
+from nixl_tiers.core.lookup import Scan
 from nixl_tiers.vllm.compat import LookupResult, OffloadKey, ReqContext, get_offload_group_idx, position_of
 
 Answers = dict[OffloadKey, LookupResult]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from nixl_tiers.core.chains import Scan
+from nixl_tiers.core.lookup import Scan
 from nixl_tiers.core.manager import Lookup
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm import compat

@@ -13,7 +13,7 @@ import numpy as np
 from typing_extensions import override
 
 from nixl_tiers.config.schema import TiersConfig
-from nixl_tiers.core.line import Rank
+from nixl_tiers.core.prefetch_queue import Rank
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.compat import (

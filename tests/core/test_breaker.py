@@ -5,9 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_tiers.core.breaker import Breaker, BreakerLimits, BreakerState
-from nixl_tiers.core.denylist import MAX_KEYS, Denylist
-from nixl_tiers.core.throughput import ThroughputEstimate
+from nixl_tiers.core.breaker import MAX_KEYS, Breaker, BreakerLimits, BreakerState, Denylist
+from nixl_tiers.core.pricing import ThroughputEstimate
 
 EVENTS = st.lists(
     st.tuples(st.sampled_from(["good", "bad", "trip", "probe good", "probe bad"]), st.floats(0, 100)), max_size=60

@@ -9,10 +9,10 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.cold_table import take_all
+from nixl_tiers.core.cold_rows import take_all
 from nixl_tiers.core.listing import EVICTED_A_STEP
 from nixl_tiers.core.manager import Lookup, TierManager
-from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.tier import TierIndex
 from nixl_tiers.core.types import Direction, TierSpec, TierState
 from tests.support.cold_table import PlainColdTable
 from tests.support.core import opened, touched

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Eviction
-from nixl_tiers.core.eviction import make_policy
+from nixl_tiers.core.eviction import EvictionPolicy, make_policy
 from nixl_tiers.core.eviction.arc import Arc
-from nixl_tiers.core.eviction.base import EvictionPolicy
-from nixl_tiers.core.eviction.lru import LeafFirstLru
+from nixl_tiers.core.eviction.lru import LeafFirstLru, UpwardBatches
 from nixl_tiers.core.eviction.s3fifo import S3Fifo
 
 NAMES: tuple[Eviction, ...] = get_args(Eviction)
@@ -314,3 +313,41 @@ def test_arc_ghosts_shrink_as_its_first_list_grows() -> None:
     add(policy, new[:3], 1)
     assert list(policy._once_ghosts) == [old[4]]
     check_ghosts(policy, 8)
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["leaf", "root", "move", "remove", "pop"]), st.integers(0, 2), st.integers(0, 30))
+)
+
+
+@given(steps=STEPS)
+def test_keys_are_popped_by_batch_and_leaf_first(steps: list[tuple[str, int, int]]) -> None:
+    batches = UpwardBatches()
+    model: dict[int, list[bytes]] = {}
+    for count, (step, number, pick) in enumerate(steps):
+        key = b"%d" % count
+        here = [(key, number) for number, keys in model.items() for key in keys]
+        if step == "leaf":
+            batches.add(key, number)
+            model.setdefault(number, []).append(key)
+        elif step == "root":
+            batches.add_root(key, number)
+            model.setdefault(number, []).insert(0, key)
+        elif here and step == "remove":
+            key, place = here[pick % len(here)]
+            batches.remove(key)
+            model[place].remove(key)
+        elif here and step == "move":
+            key, place = here[pick % len(here)]
+            assert batches.move(key, number)
+            if place < number:
+                model[place].remove(key)
+                model.setdefault(number, []).append(key)
+            assert not batches.move(b"unknown", number)
+        elif here:
+            first = min(number for number, keys in model.items() if keys)
+            assert batches.pop() == (model[first].pop(), first)
+        assert len(batches) == sum(map(len, model.values()))
+    while len(batches):
+        number = min(number for number, keys in model.items() if keys)
+        assert batches.pop() == (model[number].pop(), number)

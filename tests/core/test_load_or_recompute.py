@@ -14,8 +14,8 @@ from nixl_tiers.base.policies import Prefer, Write
 from nixl_tiers.core import pricing
 from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.chain_rows import Chain, Group
-from nixl_tiers.core.chains import Scan
 from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.lookup import Scan
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import HOST, Run, TierPrice, choose

@@ -8,10 +8,9 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.counters import MISSED
-from nixl_tiers.core.gone_keys import HOST, TABLE_BITS, Gone, GoneKeys, tag_of, tier_and_reason
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.stats import HOST, MISSED, TABLE_BITS, Gone, GoneKeys, tag_of, tier_and_reason
 from nixl_tiers.core.types import Direction, TierSpec
 from tests.support.core import opened, put
 
@@ -28,7 +27,7 @@ def cascade(*held: Key, rows: int = 8) -> TierManager:
 
 def missed(core: TierManager) -> dict[tuple[str, str], int]:
     """(tier, reason) -> how many, of those that are not 0."""
-    found = {(name, each): getattr(stats.counters, each) for name, stats in core.counters().items() for each in MISSED}
+    found = {(name, each): getattr(stats.counters, each) for name, stats in core.stats().items() for each in MISSED}
     return {(tier, each.removeprefix("missed_")): count for (tier, each), count in found.items() if count}
 
 

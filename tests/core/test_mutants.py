@@ -12,19 +12,17 @@ from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core import manager
-from nixl_tiers.core.chains import Chains
-from nixl_tiers.core.cold_table import ColdTable, Steps
-from nixl_tiers.core.copies import Copies
-from nixl_tiers.core.engine_hits import EngineHits
+from nixl_tiers.core.cold_rows import ColdTable, Steps
+from nixl_tiers.core.copies import Copies, EngineHits
 from nixl_tiers.core.events import Events
 from nixl_tiers.core.health import Health
 from nixl_tiers.core.host import HostTier, Row, RowState
+from nixl_tiers.core.lookup import Chains
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.measurements import Measurements
 from nixl_tiers.core.promotion import Promotion
-from nixl_tiers.core.promotion_jobs import PromotionJobs
+from nixl_tiers.core.promotion_jobs import Measurements, PromotionJobs
 from nixl_tiers.core.requests import Request
-from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.tier import TierIndex
 from nixl_tiers.core.types import Job, PlannedMove
 from nixl_tiers.core.writeback import WriteBack
 from tests.support.simulation import SimulatedJob, SimulatedMover, Simulation

@@ -15,7 +15,7 @@ import pytest
 
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.manager import Lookup, TierManager
-from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.tier import TierIndex
 from nixl_tiers.core.types import TierSpec
 from tests.support import walk
 from tests.support.core import opened, put

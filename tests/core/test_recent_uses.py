@@ -5,7 +5,7 @@ from __future__ import annotations
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.recent_uses import MAX_USES, RecentUses
-from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.tier import TierIndex
 from nixl_tiers.core.types import Entry, TierSpec
 from tests.support.core import opened, touched
 

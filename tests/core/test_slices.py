@@ -13,7 +13,7 @@ import pytest
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Eviction, Write
-from nixl_tiers.core.garbage import Garbage
+from nixl_tiers.core.deferred_free import Garbage
 from nixl_tiers.core.host import MAX_LOOKS, HostTier
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup, TierManager
@@ -213,7 +213,7 @@ def test_reset_touches_a_slice_of_rows(most_work: Callable[..., int]) -> None:
     assert core.host.used >= ROWS - MOST
     assert not core.host.index
     assert core.tiers[0].state is TierState.DOWN
-    assert core.counters()["cpu"].rows == 0
+    assert core.stats()["cpu"].rows == 0
     while core.host.has_old:
         assert most_work(expire, core, 0.0) <= 3 * MOST
     assert core.host.used == 0

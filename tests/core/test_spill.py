@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core import spill
-from nixl_tiers.core.cold_rows import MAX_TABLES
-from nixl_tiers.core.cold_table import ColdTable, Steps, take_all
+from nixl_tiers.core.cold_rows import MAX_TABLES, ColdTable, Steps, take_all
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import add_table, begin_listing, end_listing
 from nixl_tiers.core.spill import Build, Spill, cancel_steps, spill_steps
-from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.tier import TierIndex
 from nixl_tiers.core.types import Entry, TierSpec, TierState
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.row_table import Rows, RowTable

@@ -8,10 +8,10 @@ from unittest import mock
 import pytest
 
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.cold_table import take_all
+from nixl_tiers.core.cold_rows import take_all
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import begin_listing
-from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.tier import TierIndex
 from nixl_tiers.core.types import TierSpec, TierState
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.row_table import RowTable, RowTableError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.cold_table import take_all
+from nixl_tiers.core.cold_rows import take_all
 from nixl_tiers.core.manager import TierManager
 
 
@@ -30,6 +30,6 @@ def expire(core: TierManager, now: float) -> None:
 
 def touched(core: TierManager, keys: Sequence[Key], request: str) -> None:
     """The engine has used these chunks from its own memory, and that has been noted."""
-    core.engine_hits.add(keys, request)
-    while core.engine_hits.waiting:
+    core.copies.add(keys, request)
+    while core.copies.waiting:
         core.events.work(0.0)

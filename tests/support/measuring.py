@@ -8,7 +8,7 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.host import RowState
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.tier import TierIndex
 from nixl_tiers.core.types import Job, TierState
 
 ROUNDING_S = 1e-9  # a deadline less the time from which it was counted differs from its span in the last digit

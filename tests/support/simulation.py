@@ -18,16 +18,15 @@ from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Eviction, Write
 from nixl_tiers.core.breaker import BreakerLimits, BreakerState
 from nixl_tiers.core.chain_rows import Chain, Group
-from nixl_tiers.core.cold_rows import MAX_TABLES
-from nixl_tiers.core.cold_table import Steps, take_all
+from nixl_tiers.core.cold_rows import MAX_TABLES, Steps, take_all
 from nixl_tiers.core.existence import ExistenceCheck
 from nixl_tiers.core.host import Row, RowState
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
+from nixl_tiers.core.pricing import ENOUGH
 from nixl_tiers.core.spill import spill_steps
-from nixl_tiers.core.throughput import ENOUGH
-from nixl_tiers.core.tier_index import UNLIMITED, TierIndex
+from nixl_tiers.core.tier import UNLIMITED, TierIndex
 from nixl_tiers.core.types import Direction, Entry, Job, TierSpec, TierState
 from tests.support.cold_table import PlainColdTable, build_table
 from tests.support.core import expire
@@ -291,7 +290,7 @@ class Simulation:
         else:
             self.allowed.update(chain)
         used = chain[:own]
-        self.core.engine_hits.add(used, name)
+        self.core.copies.add(used, name)
         entries = {
             (index.number, key): index.index[key]
             for index, mover in zip(self.core.tiers, self.movers, strict=True)
@@ -369,7 +368,7 @@ class Simulation:
         """What the supervisor does, as often as it has time for: at once again where work is left."""
         for _ in range(self.turns):
             self._turn()
-            if not (self.core.events.unfinished or self.core.garbage or self._steps):
+            if not (self.core.events.unfinished or self.core.deferred_free or self._steps):
                 return
         require(self.turns < MANY_TURNS, "work is left for ever")
 
@@ -412,7 +411,7 @@ class Simulation:
         for tier, index in enumerate(self.core.tiers):
             for batch in index.delete_batches(self.limits.deletes_per_batch):
                 self._send(tier, batch)
-            self.core.garbage.drop(4)
+            self.core.deferred_free.drop(4)
             require(index.send_credits >= 0, "more is sent than there is room for")
             stores = any(job.tier == tier for job in jobs[loads:])
             require(not (stores and index.to_delete), "a store overtakes what goes before it")
@@ -821,7 +820,7 @@ class Simulation:
                 require(not job.is_trial or len(job.moves) == 1, "a trial of more than one row")
 
         self._check_victims()
-        if not core.engine_hits.waiting:
+        if not core.copies.waiting:
             self._check_uses()
         promotion = core._promotion
         waiting = sum(request.waiting for request in promotion._waiting.values())
@@ -892,7 +891,7 @@ class Simulation:
         require(not any(row.referenced or row.request_pins for row in rows), "a row stays pinned for ever")
         require(self.core.host.used == len(rows), "a row is lost")
         require(not self.core.checks.busy, "a check never ends")
-        require(not self.core.engine_hits.waiting, "a use by the engine is never noted")
+        require(not self.core.copies.waiting, "a use by the engine is never noted")
         require(not any(index.former for index in self.core.tiers), "a victim from before a reset stays one")
         require(not any(index.staged for index in self.core.tiers), "a demotion never ends")
         self._end_spills()

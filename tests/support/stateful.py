@@ -10,7 +10,7 @@ from nixl_tiers.base.policies import Eviction, Write
 from nixl_tiers.core import host
 from nixl_tiers.core.host import MAX_LOOKS
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.tier_index import UNLIMITED
+from nixl_tiers.core.tier import UNLIMITED
 from tests.support.simulation import MANY_TURNS, SOME_ROOM, Scan, Simulation
 
 TIERS = st.integers(0, 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.tier import TierIndex
 from nixl_tiers.core.types import Direction, Job, TierState
 
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RULE_MARKER
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core.existence import ExistenceCheck
-from nixl_tiers.core.tier_index import UNLIMITED
+from nixl_tiers.core.tier import UNLIMITED
 from tests.support.simulation import MANY_TURNS, SOME_ROOM, Scan, SimulatedJob, Simulation, Uses
 from tests.support.stateful import ROWS, SLOTS, WRITES, CascadeStateMachine
 
@@ -126,7 +126,7 @@ def trace(seed: int, steps: int) -> Iterator[str]:
         core = machine.simulation.core
         yield f"evicted {core.take_evicted()}"
         yield f"samples {core.take_samples()}"
-        yield from (f"{name} {stats}" for name, stats in core.counters().items())
+        yield from (f"{name} {stats}" for name, stats in core.stats().items())
     if machine is not None:
         machine.teardown()
 

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 import prometheus_client
 
 from nixl_tiers.base.metrics import METRICS, PREFIX, Kind, TierTraits, published
-from nixl_tiers.core.counters import Counters
+from nixl_tiers.core.stats import Counters
 from nixl_tiers.vllm.metrics import Levels, Reporter, definitions
 
 CPU = TierTraits("cpu")

@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from collections.abc import Callable
+from typing import Protocol, get_args
 
+from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Eviction
 from nixl_tiers.core.eviction.arc import Arc
-from nixl_tiers.core.eviction.base import EvictionPolicy
 from nixl_tiers.core.eviction.lru import LeafFirstLru
 from nixl_tiers.core.eviction.s3fifo import S3Fifo
+
+
+class EvictionPolicy(Protocol):
+    """Orders the keys of one tier. `tick` is a logical time: all uses by one request have one tick.
+
+    The tier keeps the budget: it calls `evict` before it calls `add`. A policy only selects victims.
+    """
+
+    def add(self, key: Key, tick: int) -> None:
+        """Insert a new key. Keys of one tick come in prefix order."""
+
+    def touch(self, key: Key, tick: int) -> None:
+        """A known key was used. A second use at the tick of the last one is by the same request, and does not count."""
+
+    def remove(self, key: Key) -> None:
+        """A known key was removed for another reason than eviction."""
+
+    def evict(self, count: int, is_pinned: Callable[[Key], bool]) -> list[Key]:
+        """Remove and return up to `count` victims, the least valuable first, skipping pinned keys.
+
+        Returns fewer only where every key that is left is pinned, or after a bounded number of steps (more than a
+        thousand), behind which the next call goes on. Amortised, a victim costs a constant number of
+        steps, however many pinned keys are before it.
+        """
+
+    def coldest_tick(self, is_pinned: Callable[[Key], bool]) -> int | None:
+        """When the least recently used key that is not pinned was used last, if victims are chosen by that alone; None:
+        keys in cold tables are victims first. Of many keys that were pinned before, it looks at a few only."""
+
+    def resize(self, rows: int) -> None:
+        """The tier has room for `rows` keys from now on. Evicts nothing; ghost lists shrink."""
+
+    def __len__(self) -> int: ...
 
 
 def make_policy(name: Eviction, rows: int) -> EvictionPolicy:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.eviction.batches import UpwardBatches
+from nixl_tiers.core.eviction.lru import UpwardBatches
 
 MOST_USES: Final = 3
 USES_TO_STAY: Final = 2

@@ -17,7 +17,7 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.host import RowState
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.state import CascadeState
-from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.tier import TierIndex
 from nixl_tiers.core.types import Direction
 
 Rank = tuple[float, ...]

@@ -12,9 +12,9 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.host import RowState
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup, TierManager
-from nixl_tiers.core.store_hold import StoreHold
-from nixl_tiers.core.tier_index import UNLIMITED, TierIndex
+from nixl_tiers.core.tier import UNLIMITED, TierIndex
 from nixl_tiers.core.types import Direction, Job, TierSpec
+from nixl_tiers.core.writeback import StoreHold
 from tests.support.core import opened
 
 ROWS = 100

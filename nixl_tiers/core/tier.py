@@ -11,23 +11,20 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.breaker import Breaker, BreakerState
+from nixl_tiers.core.breaker import Breaker, BreakerState, Denylist
 from nixl_tiers.core.cold_rows import ColdRows
 from nixl_tiers.core.coldest import take_coldest
-from nixl_tiers.core.counters import Counters
-from nixl_tiers.core.denylist import Denylist
-from nixl_tiers.core.eviction import make_policy
-from nixl_tiers.core.eviction.base import EvictionPolicy
+from nixl_tiers.core.deferred_free import Garbage
+from nixl_tiers.core.eviction import EvictionPolicy, make_policy
 from nixl_tiers.core.eviction.lru import LeafFirstLru
-from nixl_tiers.core.garbage import Garbage
-from nixl_tiers.core.gone_keys import Gone, GoneKeys, tag_of
 from nixl_tiers.core.host import Row
 from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.pricing import ThroughputEstimate, TransferEstimate
 from nixl_tiers.core.recent_uses import RecentUses
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.slots import SlotCount, Slots
 from nixl_tiers.core.spill import Spill
-from nixl_tiers.core.throughput import ThroughputEstimate, TransferEstimate
+from nixl_tiers.core.stats import Counters, Gone, GoneKeys, tag_of
 from nixl_tiers.core.types import Burst, DeadJobs, Direction, Entry, Job, PlannedMove, TierSpec, TierState
 
 UNLIMITED: Final = 1 << 62

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.core.line import MAX_PREFETCHES
 from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.prefetch_queue import MAX_PREFETCHES
 from nixl_tiers.core.types import Direction
 from tests.core.test_manager import HIT, MISS, PENDING, manager, run, scan
 from tests.support.core import put

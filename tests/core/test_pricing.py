@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_tiers.core.throughput import TransferEstimate
+from nixl_tiers.core.pricing import TransferEstimate
 
 MB = 10**6
 

@@ -1,0 +1,367 @@
+"""Counters: each one counts, and every row that came into a tier is there or has left it for a counted reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import pytest
+
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.policies import Write
+from nixl_tiers.core.cold_rows import take_all
+from nixl_tiers.core.host import CPU
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.prefill import PrefillEstimate
+from nixl_tiers.core.stats import MAX_SAMPLES, Counters, Load, Samples, Savings
+from nixl_tiers.core.types import Direction, TierSpec
+from tests.support.cold_table import PlainColdTable
+from tests.support.core import expire, opened
+
+ROW_BYTES = 4096
+OUT = ("evictions", "corrupt", "missing", "unreadable", "removed", "relisted", "reset")
+
+
+class CountedCascade:
+    """A host of four rows over a file tier of six and a shared tier of a hundred, with movers that work on demand."""
+
+    def __init__(self) -> None:
+        specs = [
+            TierSpec("file", Write.THROUGH, physical_slots=True),
+            TierSpec("s3", Write.ON_EVICT, physical_slots=False, existence_checks=True),
+        ]
+        self.core = TierManager(4, ROW_BYTES, specs, Limits(reserve_share=0.01))
+        self.now = 0.0
+        self.opened()
+
+    def opened(self) -> None:
+        for tier, slots in enumerate((6, 100)):
+            opened(self.core, tier, slots)
+            self.core.events.listed(tier, [], last=True)
+
+    def put(self, *keys: Key, failed: Sequence[Key] = (), incomplete: Sequence[Key] = ()) -> None:
+        plan = self.core.copies.prepare_store(keys, "put")
+        self.core.copies.complete_store(self.core.copies.rows_being_filled(plan.keys), failed, incomplete)
+        self.ends("put")
+
+    def scan(self, key: Key) -> Lookup:
+        answer = self.core.lookup(key, "get", 0, self.now)
+        self.core.end_step()
+        return answer
+
+    def get(self, key: Key, outcome: Outcome = Outcome.OK, *, copied: bool = True) -> bool:
+        """Look a key up until it is a hit or a miss, on movers that end loads with `outcome`; then load it."""
+        for _ in range(20):
+            if self.scan(key) is not Lookup.PENDING:
+                break
+            self.settle(outcome)
+            for probe in self.core.events.plan_checks(self.now):
+                self.core.events.existence_checked(probe.tier, probe.id, probe.keys, self.now)
+        found = self.core.lookup(key, "get", 0, self.now) is Lookup.HIT
+        if found:
+            self.core.copies.prepare_load([key], "get", tokens=[16])
+            if copied:
+                self.core.copies.complete_load([key])
+            else:
+                self.core.copies.fail_load([key], "get")
+        self.ends("get")
+        return found
+
+    def settle(self, outcome: Outcome = Outcome.OK) -> None:
+        for _ in range(20):
+            for job in self.core.events.plan(self.now):
+                outcomes = [outcome if job.direction is Direction.LOAD else Outcome.OK] * len(job.moves)
+                self.core.events.finished(job.tier, job.id, outcomes, self.now)
+                self.check()
+
+    def ends(self, name: str) -> None:
+        self.core.finish_request(name)
+        self.core.end_step()
+        self.check()
+
+    def check(self) -> None:
+        held = {"cpu": len(self.core.host.index)}
+        for tier in self.core.tiers:
+            unwritten = sum(not entry.stored for entry in tier.index.values())
+            held[tier.spec.name] = len(tier.slots) - unwritten
+        for name, stats in self.core.stats().items():
+            numbers = asdict(stats.counters)
+            came = numbers["stored"] + numbers["promoted"] + numbers["found"]
+            assert came == stats.rows + sum(numbers[reason] for reason in OUT), name
+            assert stats.rows == held[name], name
+
+    def __getitem__(self, name: str) -> Counters:
+        return self.core.stats()[name].counters
+
+
+def test_every_counter_counts_what_it_says() -> None:
+    life = CountedCascade()
+    cpu, file, s3 = life["cpu"], life["file"], life["s3"]
+
+    life.put(b"a", b"b", b"c", b"d", b"bad", failed=[b"d"])
+    assert (cpu.stored, cpu.bytes_written) == (3, 3 * ROW_BYTES)
+    assert (cpu.failed, cpu.dropped, cpu.incomplete) == (1, 1, 0), "a host of four rows"
+    life.settle()
+    assert (file.stored, file.bytes_written) == (3, 3 * ROW_BYTES)
+    assert life.get(b"a")
+    assert (cpu.hits, cpu.hit_tokens, cpu.bytes_read) == (1, 16, ROW_BYTES)
+
+    life.put(b"hole", incomplete=[b"hole"])
+    assert (cpu.incomplete, cpu.failed) == (1, 1), "a chunk that the engine has not all of is no failure"
+
+    for key in (b"e", b"f", b"g", b"h", b"i"):
+        life.put(key)
+        life.settle()
+    assert cpu.evictions == 8 + cpu.promoted - 4
+    assert file.evictions == s3.stored == 3, "one of the file tier's six places is kept free"
+    assert s3.bytes_written == 3 * ROW_BYTES
+    assert cpu.promoted == file.bytes_read // ROW_BYTES, "what was brought up to be written below"
+
+    demoted = next(key for key in life.core.tiers[1].index if key not in life.core.host.index)
+    promoted = cpu.promoted
+    assert life.get(demoted)
+    assert (s3.hits, s3.bytes_read) == (1, ROW_BYTES)
+    assert cpu.promoted > promoted
+    assert not life.get(b"nowhere")
+    assert s3.probes == 1
+
+    assert life.get(demoted, copied=False)
+    assert (cpu.unreadable, cpu.failed) == (1, 2)
+    for count, (outcome, reason) in enumerate([(Outcome.CORRUPT, "corrupt"), (Outcome.MISSING, "missing")]):
+        life.core.events.listed(1, [(count, b"other %d" % count, 0)], last=False)
+        assert s3.found == count + 1
+        assert not life.get(b"other %d" % count, outcome)
+        assert getattr(s3, reason) == 1
+    life.core.events.listed(1, [(2, b"third", 0)], last=False)
+    life.core.events.listed(1, [(-1, b"third", 0)], last=False)
+    assert s3.removed == 1
+    life.check()
+
+    take_all(life.core.events.table_listed(1, PlainColdTable([(0, b"cold", 0), (1, b"colder", 0)]), newest=0))
+    assert s3.found == 5
+    life.core.events.lost(1, life.now)
+    opened(life.core, 1, 100)
+    take_all(life.core.events.table_listed(1, PlainColdTable([(0, b"cold", 0)]), newest=0))
+    life.core.events.listed(1, [], last=True)
+    assert (s3.deaths, s3.relisted, s3.found) == (1, 2, 6)
+    life.check()
+
+    assert life.scan(b"cold") is Lookup.PENDING
+    assert life.core.events.plan(life.now)
+    life.now += life.core.limits.wait_s + 1
+    expire(life.core, life.now)
+    assert s3.late == 1
+    life.core.events.killed(1, life.now)
+    life.core.events.lost(1, life.now)
+    assert (s3.kills, s3.deaths, s3.failed) == (1, 2, 1)
+    life.ends("get")
+
+    held = {name: stats.rows for name, stats in life.core.stats().items()}
+    life.core.reset(keep_tiers=False)
+    assert held == {"cpu": cpu.reset, "file": file.reset, "s3": s3.reset}
+    life.check()
+
+    life.opened()
+    life.core.tiers[1].breakers[Direction.STORE].trip(life.now)
+    for number in range(8):
+        life.put(b"late %d" % number)
+        life.settle()
+    assert s3.dropped + s3.stored - 3 == file.evictions - 3, "what leaves the file tier was written, or is counted"
+    assert s3.dropped
+
+    for name in asdict(Counters()):
+        if name.startswith(("dropped_", "missed_", "saved_", "lost_", "unused")):
+            continue  # test_drops.py, test_misses.py, test_savings.py, test_line.py
+        assert any(getattr(counters, name) for counters in (cpu, file, s3)), f"nothing counts {name}"
+
+
+KEYS = [b"one", b"two", b"three"]
+
+
+def cascade(*stored: Key) -> TierManager:
+    specs = [TierSpec("file", Write.THROUGH, physical_slots=True), TierSpec("s3", Write.OFF, physical_slots=False)]
+    core = TierManager(32, ROW_BYTES, specs, Limits(wait_s=10.0))
+    for tier, keys in enumerate(([], stored)):
+        opened(core, tier, 100)
+        core.events.listed(tier, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
+    return core
+
+
+def scan(core: TierManager, now: float) -> list[Lookup]:
+    answers = [core.lookup(key, "request", place, now) for place, key in enumerate(KEYS)]
+    core.end_step()
+    return answers
+
+
+def test_a_job_is_one_sample_of_its_tier() -> None:
+    core = cascade()
+    plan = core.copies.prepare_store(KEYS, "put")
+    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())
+    (job,) = core.events.plan(5.0)
+    core.events.finished(0, job.id, [Outcome.OK, Outcome.OK, Outcome.FAILED], 5.5)
+    assert core.take_samples() == {("file", "store_seconds"): [0.5], ("file", "store_bytes"): [2 * ROW_BYTES]}
+    assert core.take_samples() == {}
+
+
+def test_a_job_without_any_row_moved_is_no_sample() -> None:
+    core = cascade()
+    plan = core.copies.prepare_store(KEYS, "put")
+    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())
+    (job,) = core.events.plan(5.0)
+    core.events.finished(0, job.id, [Outcome.FAILED] * 3, 5.5)
+    assert core.take_samples() == {}
+
+
+def test_time_to_compute_is_no_wait_of_a_request_that_is_preempted() -> None:
+    core = cascade(*KEYS)
+    assert scan(core, 1.0) == [Lookup.PENDING] * 3
+    (job,) = core.events.plan(2.0)
+    assert scan(core, 11.5)[0] is Lookup.MISS, "its deadline has passed, so it computes"
+    core.events.finished(1, job.id, [Outcome.OK] * 3, 12.0)
+    core.end_step(preempted=["request"])
+    assert scan(core, 50.0) == [Lookup.HIT] * 3
+    core.copies.prepare_load(KEYS, "request")
+    samples = core.take_samples()
+    assert samples["s3", "wait_vain"] == [10.5]
+    assert ("s3", "wait_loaded") not in samples
+
+
+def test_a_wait_is_one_sample_of_the_lowest_tier_that_was_asked() -> None:
+    core = cascade(*KEYS)
+    assert scan(core, 1.0) == [Lookup.PENDING] * 3
+    (job,) = core.events.plan(2.0)
+    core.events.finished(1, job.id, [Outcome.OK] * 3, 3.0)
+    assert scan(core, 3.5) == [Lookup.HIT] * 3
+    core.copies.prepare_load(KEYS, "request")
+    core.finish_request("request")
+    samples = core.take_samples()
+    assert samples["s3", "wait_loaded"] == [2.5]
+    assert samples["s3", "promotion_seconds"] == [2.0], "queue and load"
+    assert samples["s3", "load_seconds"] == [1.0]
+    assert len(samples) == 4
+
+
+def test_a_wait_after_which_nothing_was_loaded_was_in_vain() -> None:
+    core = cascade(*KEYS)
+    scan(core, 1.0)
+    scan(core, 11.5)
+    scan(core, 20.0)
+    core.finish_request("request")
+    assert core.take_samples() == {("s3", "wait_vain"): [10.5]}
+
+
+def test_a_request_that_never_waited_is_no_sample() -> None:
+    core = cascade()
+    assert scan(core, 1.0) == [Lookup.MISS] * 3
+    core.finish_request("request")
+    assert core.take_samples() == {}
+
+
+def test_samples_between_two_reports_are_bounded() -> None:
+    samples = Samples()
+    for number in range(2 * MAX_SAMPLES):
+        samples.observe("file", "load_seconds", number)
+    assert samples.take() == {("file", "load_seconds"): list(range(MAX_SAMPLES))}
+    assert samples.take() == {}
+
+
+SPEED = 1000  # tokens a second
+
+
+class Books:
+    def __init__(self, prefill: PrefillEstimate | None = None) -> None:
+        self.tiers = {name: Counters() for name in (CPU, "file", "s3")}
+        self.savings = Savings(prefill or PrefillEstimate(SPEED), self.tiers.__getitem__)
+
+    def load(self, tokens: dict[str, int], took_s: float, waited: tuple[str, float] | None = None) -> None:
+        start = 100
+        load = Load(start, start + sum(tokens.values()), 50.0, waited, tokens)
+        self.savings.load_began("r", load)
+        self.savings.load_ended("r", 50.0 + took_s)
+
+    def of(self, name: str) -> tuple[float, float, float, float]:
+        found = self.tiers[name]
+        seconds = (found.saved_prefill_s, found.saved_first_token_s, found.lost_slower_s, found.lost_vain_s)
+        return tuple(pytest.approx(value) for value in seconds)  # type: ignore[return-value]
+
+
+@pytest.fixture
+def books() -> Books:
+    return Books()
+
+
+def test_first_token_comes_earlier_by_what_loading_did_not_take(books: Books) -> None:
+    books.load({"file": 4000}, 0.5, ("file", 1.5))
+    assert books.of("file") == (4.0, 2.0, 0.0, 0.0)
+
+
+def test_load_that_took_longer_than_computing_is_a_loss_and_still_prefill_not_spent(books: Books) -> None:
+    books.load({"s3": 1000}, 0.5, ("s3", 3.0))
+    assert books.of("s3") == (1.0, 0.0, 2.5, 0.0)
+
+
+def test_wait_is_the_lower_tiers_and_the_copy_is_shared_by_tokens(books: Books) -> None:
+    books.load({CPU: 3000, "s3": 1000}, 0.4, ("s3", 0.5))
+    assert books.of(CPU) == (3.0, 2.7, 0.0, 0.0)
+    assert books.of("s3") == (1.0, 0.4, 0.0, 0.0)
+    assert books.of("file") == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_wait_for_a_tier_that_brought_nothing_is_its_loss(books: Books) -> None:
+    books.load({CPU: 3000}, 0.0, ("s3", 2.0))
+    assert books.of(CPU) == (3.0, 3.0, 0.0, 0.0)
+    assert books.of("s3") == (0.0, 0.0, 2.0, 0.0)
+
+
+def test_load_that_fails_saves_nothing_and_its_time_is_lost_in_vain(books: Books) -> None:
+    books.savings.load_began("r", Load(0, 4000, 50.0, ("file", 1.0), {"file": 4000}))
+    books.savings.load_failed("r", 50.5)
+    assert books.of("file") == (0.0, 0.0, 0.0, 1.5)
+    books.savings.load_ended("r", 60.0)
+    assert books.of("file") == (0.0, 0.0, 0.0, 1.5)
+
+
+def test_nothing_is_counted_while_the_speed_is_unknown() -> None:
+    books = Books(PrefillEstimate())
+    books.load({"file": 4000}, 0.5, ("file", 1.0))
+    assert books.of("file") == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_end_of_a_long_prompt_is_worth_more_than_its_beginning() -> None:
+    learned = PrefillEstimate()
+    for start in (0, 2000, 4000, 6000) * 3:
+        learned.observe(2000, start + 1000.0, 2000 * (1e-3 + 1e-6 * (start + 1000)))
+    early, late = Books(learned), Books(learned)
+    early.savings.load_began("r", Load(0, 2000, 0.0, None, {CPU: 2000}))
+    late.savings.load_began("r", Load(6000, 8000, 0.0, None, {CPU: 2000}))
+    for books in (early, late):
+        books.savings.load_ended("r", 0.0)
+    assert early.tiers[CPU].saved_prefill_s == pytest.approx(4.0, rel=0.05)
+    assert late.tiers[CPU].saved_prefill_s == pytest.approx(16.0, rel=0.05)
+
+
+def stored(core: TierManager, *keys: bytes) -> None:
+    plan = core.copies.prepare_store(keys, "writer")
+    core.copies.complete_store(core.copies.rows_being_filled(keys), ())
+    assert plan.keys == list(keys)
+
+
+def test_load_of_a_request_that_ended_or_of_before_a_reset_is_not_counted() -> None:
+    for end in (lambda core: core.finish_request("r"), lambda core: core.reset(True)):
+        core = TierManager(8, 4096, [], prefill=PrefillEstimate(SPEED))
+        stored(core, b"a", b"b")
+        assert [core.lookup(key, "r", None, 1.0) for key in (b"a", b"b")] == [Lookup.HIT, Lookup.HIT]
+        core.copies.prepare_load((b"a", b"b"), "r", tokens=(64, 64), load=Load(0, 128, 1.0))
+        end(core)
+        core.stats.load_ended("r", 2.0)
+        assert core.host.counters.saved_prefill_s == 0
+
+
+def test_tokens_of_a_load_are_those_of_the_tier_that_they_came_from() -> None:
+    core = TierManager(8, 4096, [], prefill=PrefillEstimate(SPEED))
+    stored(core, b"a", b"b")
+    core.copies.prepare_load((b"a", b"b"), "r", tokens=(64, 64), load=Load(0, 128, 1.0))
+    core.stats.load_ended("r", 1.028)
+    assert core.host.counters.saved_prefill_s == pytest.approx(0.128)
+    assert core.host.counters.saved_first_token_s == pytest.approx(0.1)
