@@ -229,7 +229,7 @@ class VirtualEngine:
             for tier in self.core.tiers:
                 for _ in tier.delete_batches(256):
                     pass
-            self.core.deferred_free.drop(1000)
+            self.core.garbage.drop(1000)
             if not self.core.events.unfinished:
                 return
 

@@ -141,7 +141,7 @@ class Scheduler:
     def working(self) -> bool:
         """Whether these threads have something to do."""
         tier = self.tier
-        return tier.needs_spill or tier.spill is not None or tier.cold.has_retired or bool(self.core.deferred_free)
+        return tier.needs_spill or tier.spill is not None or tier.cold.has_retired or bool(self.core.garbage)
 
     def figures(self) -> Figures:
         """Until now; look-ups are measured after that."""

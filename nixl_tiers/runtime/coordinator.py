@@ -249,7 +249,7 @@ class Coordinator(SchedulerCalls):
                     "storing": float(tier.storing),
                     **gauges[name],
                 }
-                for name, tier in self._core.stats().items()
+                for name, tier in self._core.counters().items()
             }
 
     def after_tick(self, callback: Callable[[], None]) -> None:

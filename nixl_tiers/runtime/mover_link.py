@@ -272,7 +272,7 @@ class MoverLink:
             unfinished, pause_s = self._core.events.unfinished, self._core.events.pause_s
             busy = pause_s > 0 or self._core.events.busy
         messages += self._touches(now)
-        garbage = self._core.deferred_free
+        garbage = self._core.garbage
         garbage.drop(DROPPED_PER_TURN)
         if self.after_tick is not None:
             self.after_tick()

@@ -191,13 +191,13 @@ class SchedulerCalls:
         with self._lock:
             self._core.end_step(began, preempted)
             work, at_once = self._core.events.wants_turn
-            work = work or bool(self._core.deferred_free)
+            work = work or bool(self._core.garbage)
             if work and not self._tiers:
                 self._turns(self._clock())
         if work and self._tiers:
             self._link.wake(at_once)
         elif work:
-            self._core.deferred_free.drop(DROPPED_PER_TURN)
+            self._core.garbage.drop(DROPPED_PER_TURN)
 
     def prepare_load(
         self,
@@ -226,14 +226,14 @@ class SchedulerCalls:
         """Workers are done reading these rows. `request`: which loaded them, for the metrics."""
         with self._lock:
             self._copies.complete_load(keys)
-            self._core.stats.load_ended(request, self._clock())
+            self._core.savings.load_ended(request, self._clock())
             self._open_loads.end(len(keys))
 
     def fail_load(self, keys: Collection[Key], request: str) -> None:
         """Instead of complete_load, if a worker could not copy all of them: `request` gets no more hits."""
         with self._lock:
             self._copies.fail_load(keys, request)
-            self._core.stats.load_failed(request, self._clock())
+            self._core.savings.load_failed(request, self._clock())
             self._open_loads.end(len(keys))
 
     def prepare_store(self, keys: Sequence[Key], request: str, *, call: bool = False) -> StorePlan:
@@ -316,7 +316,7 @@ class SchedulerCalls:
         """vLLM used these chunks (in prefix order) from its own cache: they are marked as used within the next turns.
         Nobody may change `keys` from now on."""
         with self._lock:
-            self._core.copies.add(keys, request)
+            self._core.engine_hits.add(keys, request)
 
     def finish_request(self, request: str) -> None:
         with self._lock:

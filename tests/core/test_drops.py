@@ -98,5 +98,5 @@ def test_a_drop_is_counted_once_and_by_its_reason(drop: Callable[[], TierManager
 def test_a_chunk_without_room_in_the_host_is_counted_there() -> None:
     core = cascade()
     put(core, [b"%d" % number for number in range(6)])
-    counters = core.stats()["cpu"].counters
+    counters = core.counters()["cpu"].counters
     assert counters.dropped_no_room == counters.dropped == 2

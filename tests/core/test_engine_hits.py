@@ -52,16 +52,16 @@ def core_of(*, rows: int = len(KEYS), policy: Eviction = "lru", stored: int = 0)
 def test_a_report_looks_at_no_key_and_is_worked_off_in_slices() -> None:
     core = core_of(stored=100)
     hits = Unread(KEYS[:40])
-    core.copies.add(hits, "request")
+    core.engine_hits.add(hits, "request")
     core.finish_request("request")
     assert core.events.wants_turn == (True, False)
     hits.readable = True
     turns = 0
-    while core.copies.waiting:
-        before = core.copies.waiting
+    while core.engine_hits.waiting:
+        before = core.engine_hits.waiting
         core.turn(0.0, 0.0)
-        assert 0 < before - core.copies.waiting <= LIMITS.rows_per_slice
-        assert core.events.unfinished or not core.copies.waiting
+        assert 0 < before - core.engine_hits.waiting <= LIMITS.rows_per_slice
+        assert core.events.unfinished or not core.engine_hits.waiting
         turns += 1
     assert turns == 3
     assert not core.events.can_start
@@ -71,9 +71,9 @@ def test_a_report_looks_at_no_key_and_is_worked_off_in_slices() -> None:
 
 def test_of_several_reports_the_last_one_counts() -> None:
     core = core_of(stored=6)
-    core.copies.add(KEYS[:2], "first")
-    core.copies.add(KEYS[2:4], "second")
-    core.copies.add(KEYS[:1], "third")
+    core.engine_hits.add(KEYS[:2], "first")
+    core.engine_hits.add(KEYS[2:4], "second")
+    core.engine_hits.add(KEYS[:1], "third")
     core.events.work(0.0)
     assert core.tiers[0].select_victims(6) == [KEYS[4], KEYS[5], KEYS[1], KEYS[3], KEYS[2], KEYS[0]]
 
@@ -82,7 +82,7 @@ def test_of_several_reports_the_last_one_counts() -> None:
 def test_a_root_leaves_after_what_its_request_stores_behind_it(later: bool) -> None:
     core = core_of(rows=8)
     put(core, KEYS[:4], "another")
-    core.copies.add(KEYS[:4], "request")
+    core.engine_hits.add(KEYS[:4], "request")
     if not later:
         core.events.work(0.0)
     put(core, KEYS[4:8], "request")
@@ -106,9 +106,9 @@ def test_what_a_request_has_stored_and_then_hits_was_used_once() -> None:
 
 def test_a_reset_forgets_what_was_reported() -> None:
     core = core_of()
-    core.copies.add(Unread(KEYS[:40]), "request")
+    core.engine_hits.add(Unread(KEYS[:40]), "request")
     core.reset(keep_tiers=True)
-    assert core.copies.waiting == 0
+    assert core.engine_hits.waiting == 0
     core.turn(0.0, 0.0)
 
 
@@ -116,11 +116,11 @@ def test_reports_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "MAX_KEYS", 50)
     core = core_of(stored=100)
     for start in range(0, 100, 20):
-        core.copies.add(KEYS[start : start + 20], f"request {start}")
-        assert core.copies.waiting <= 50
+        core.engine_hits.add(KEYS[start : start + 20], f"request {start}")
+        assert core.engine_hits.waiting <= 50
     touched(core, [], "none")
     assert core.tiers[0].select_victims(60) == KEYS[:60]
-    assert core.copies.waiting == 0
+    assert core.engine_hits.waiting == 0
 
 
 def test_without_storage_tiers_steps_work_them_off() -> None:
@@ -131,7 +131,7 @@ def test_without_storage_tiers_steps_work_them_off() -> None:
         put(core, KEYS[:8], "first")
         coordinator.touch(KEYS[:4] * 100, "request")
         coordinator.end_step()
-        assert core.copies.waiting == 0
+        assert core.engine_hits.waiting == 0
         core.host.make_room(4)
         assert list(core.host.index) == KEYS[:4]
         coordinator.close(0.0)

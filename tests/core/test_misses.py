@@ -27,7 +27,7 @@ def cascade(*held: Key, rows: int = 8) -> TierManager:
 
 def missed(core: TierManager) -> dict[tuple[str, str], int]:
     """(tier, reason) -> how many, of those that are not 0."""
-    found = {(name, each): getattr(stats.counters, each) for name, stats in core.stats().items() for each in MISSED}
+    found = {(name, each): getattr(stats.counters, each) for name, stats in core.counters().items() for each in MISSED}
     return {(tier, each.removeprefix("missed_")): count for (tier, each), count in found.items() if count}
 
 

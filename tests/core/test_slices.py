@@ -213,7 +213,7 @@ def test_reset_touches_a_slice_of_rows(most_work: Callable[..., int]) -> None:
     assert core.host.used >= ROWS - MOST
     assert not core.host.index
     assert core.tiers[0].state is TierState.DOWN
-    assert core.stats()["cpu"].rows == 0
+    assert core.counters()["cpu"].rows == 0
     while core.host.has_old:
         assert most_work(expire, core, 0.0) <= 3 * MOST
     assert core.host.used == 0

@@ -85,14 +85,14 @@ class CountedCascade:
         for tier in self.core.tiers:
             unwritten = sum(not entry.stored for entry in tier.index.values())
             held[tier.spec.name] = len(tier.slots) - unwritten
-        for name, stats in self.core.stats().items():
+        for name, stats in self.core.counters().items():
             numbers = asdict(stats.counters)
             came = numbers["stored"] + numbers["promoted"] + numbers["found"]
             assert came == stats.rows + sum(numbers[reason] for reason in OUT), name
             assert stats.rows == held[name], name
 
     def __getitem__(self, name: str) -> Counters:
-        return self.core.stats()[name].counters
+        return self.core.counters()[name].counters
 
 
 def test_every_counter_counts_what_it_says() -> None:
@@ -157,7 +157,7 @@ def test_every_counter_counts_what_it_says() -> None:
     assert (s3.kills, s3.deaths, s3.failed) == (1, 2, 1)
     life.ends("get")
 
-    held = {name: stats.rows for name, stats in life.core.stats().items()}
+    held = {name: stats.rows for name, stats in life.core.counters().items()}
     life.core.reset(keep_tiers=False)
     assert held == {"cpu": cpu.reset, "file": file.reset, "s3": s3.reset}
     life.check()
@@ -354,7 +354,7 @@ def test_load_of_a_request_that_ended_or_of_before_a_reset_is_not_counted() -> N
         assert [core.lookup(key, "r", None, 1.0) for key in (b"a", b"b")] == [Lookup.HIT, Lookup.HIT]
         core.copies.prepare_load((b"a", b"b"), "r", tokens=(64, 64), load=Load(0, 128, 1.0))
         end(core)
-        core.stats.load_ended("r", 2.0)
+        core.savings.load_ended("r", 2.0)
         assert core.host.counters.saved_prefill_s == 0
 
 
@@ -362,6 +362,6 @@ def test_tokens_of_a_load_are_those_of_the_tier_that_they_came_from() -> None:
     core = TierManager(8, 4096, [], prefill=PrefillEstimate(SPEED))
     stored(core, b"a", b"b")
     core.copies.prepare_load((b"a", b"b"), "r", tokens=(64, 64), load=Load(0, 128, 1.0))
-    core.stats.load_ended("r", 1.028)
+    core.savings.load_ended("r", 1.028)
     assert core.host.counters.saved_prefill_s == pytest.approx(0.128)
     assert core.host.counters.saved_first_token_s == pytest.approx(0.1)

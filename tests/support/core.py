@@ -30,6 +30,6 @@ def expire(core: TierManager, now: float) -> None:
 
 def touched(core: TierManager, keys: Sequence[Key], request: str) -> None:
     """The engine has used these chunks from its own memory, and that has been noted."""
-    core.copies.add(keys, request)
-    while core.copies.waiting:
+    core.engine_hits.add(keys, request)
+    while core.engine_hits.waiting:
         core.events.work(0.0)

@@ -290,7 +290,7 @@ class Simulation:
         else:
             self.allowed.update(chain)
         used = chain[:own]
-        self.core.copies.add(used, name)
+        self.core.engine_hits.add(used, name)
         entries = {
             (index.number, key): index.index[key]
             for index, mover in zip(self.core.tiers, self.movers, strict=True)
@@ -368,7 +368,7 @@ class Simulation:
         """What the supervisor does, as often as it has time for: at once again where work is left."""
         for _ in range(self.turns):
             self._turn()
-            if not (self.core.events.unfinished or self.core.deferred_free or self._steps):
+            if not (self.core.events.unfinished or self.core.garbage or self._steps):
                 return
         require(self.turns < MANY_TURNS, "work is left for ever")
 
@@ -411,7 +411,7 @@ class Simulation:
         for tier, index in enumerate(self.core.tiers):
             for batch in index.delete_batches(self.limits.deletes_per_batch):
                 self._send(tier, batch)
-            self.core.deferred_free.drop(4)
+            self.core.garbage.drop(4)
             require(index.send_credits >= 0, "more is sent than there is room for")
             stores = any(job.tier == tier for job in jobs[loads:])
             require(not (stores and index.to_delete), "a store overtakes what goes before it")
@@ -820,7 +820,7 @@ class Simulation:
                 require(not job.is_trial or len(job.moves) == 1, "a trial of more than one row")
 
         self._check_victims()
-        if not core.copies.waiting:
+        if not core.engine_hits.waiting:
             self._check_uses()
         promotion = core._promotion
         waiting = sum(request.waiting for request in promotion._waiting.values())
@@ -891,7 +891,7 @@ class Simulation:
         require(not any(row.referenced or row.request_pins for row in rows), "a row stays pinned for ever")
         require(self.core.host.used == len(rows), "a row is lost")
         require(not self.core.checks.busy, "a check never ends")
-        require(not self.core.copies.waiting, "a use by the engine is never noted")
+        require(not self.core.engine_hits.waiting, "a use by the engine is never noted")
         require(not any(index.former for index in self.core.tiers), "a victim from before a reset stays one")
         require(not any(index.staged for index in self.core.tiers), "a demotion never ends")
         self._end_spills()

@@ -126,7 +126,7 @@ def trace(seed: int, steps: int) -> Iterator[str]:
         core = machine.simulation.core
         yield f"evicted {core.take_evicted()}"
         yield f"samples {core.take_samples()}"
-        yield from (f"{name} {stats}" for name, stats in core.stats().items())
+        yield from (f"{name} {stats}" for name, stats in core.counters().items())
     if machine is not None:
         machine.teardown()
 
