@@ -124,7 +124,8 @@ def command_line() -> str:
     for name, command in sorted(group.commands.items()):
         command.rich_markup_mode = None
         context = typer.Context(command, info_name=f"{app.info.name} {name}", terminal_width=WIDTH)
-        texts.append(f"### `{app.info.name} {name}`\n\n```text\n{command.get_help(context)}\n```\n")
+        shown = re.sub(r"\n +--help +Show this message and exit\.$", "", command.get_help(context))  # alike everywhere
+        texts.append(f"### `{app.info.name} {name}`\n\n```text\n{shown}\n```\n")
     return "\n".join(texts)
 
 
