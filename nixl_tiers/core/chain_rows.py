@@ -156,7 +156,7 @@ class RowFinder:
         """Note in `stored` which tier holds the keys at places that the host lacks. Returns the first place of one that
         none does, or where the host had no room for a row that was asked for: the chain ends there."""
         stop = len(keys)
-        if request.to_come < len(request.asked):
+        if request.rows_awaited < len(request.asked):
             stop = next((place for place in absent if not request.asked.get(keys[place], True)), stop)
         for tier in self._tiers:
             if request.allowed is not None and tier.number not in request.allowed:

@@ -213,7 +213,7 @@ class ColdRows:
                 left -= 1
         return self._merging
 
-    def serve(self, table: ColdTable, sources: Sequence[ColdTable]) -> None:
+    def install(self, table: ColdTable, sources: Sequence[ColdTable]) -> None:
         """A table of all rows of `sources` serves in their place; of others, the slots are allocated already."""
         self._retired += (each for each in self.tables if each in sources)
         self.tables = [each for each in self.tables if each not in sources] + [table]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.deferred_free import Garbage
+from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import CPU, Generation, Row, RowState
 from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.state import CascadeState
@@ -300,7 +300,7 @@ class EngineHits:
             if hits.done == len(hits.keys):
                 self._queue.popleft()
 
-    def reset(self, garbage: Garbage) -> None:
+    def reset(self, garbage: DeferredFree) -> None:
         """Other bytes belong to these keys from now on."""
         garbage.add(self._queue)
         self._queue = deque()

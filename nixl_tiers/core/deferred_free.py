@@ -12,7 +12,7 @@ _CONTAINERS = (dict, set, list, deque)
 SMALL: Final = 64  # entries that are freed at once
 
 
-class Garbage:
+class DeferredFree:
     """`add` with the lock held, `drop` without it, by one thread at a time."""
 
     def __init__(self) -> None:

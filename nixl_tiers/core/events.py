@@ -190,7 +190,7 @@ class Events:
                 return 0.0
             if tier.jobs:
                 running.append(tier)
-            if tier.to_store or tier.parked or tier.to_demote:
+            if tier.to_store or tier.waiting_for_seal or tier.to_demote:
                 idles = True
         if not running or self.urgent or self.short_of_room:
             return 0.0
@@ -232,7 +232,7 @@ class Events:
         for tier in known:
             if tier.readable and tier.to_load:
                 jobs.extend(self._promotion_jobs.plan(tier, now))
-        for tier in self._promotion_jobs.feed_line(now):
+        for tier in self._promotion_jobs.queue_prefetches(now):
             jobs.extend(self._promotion_jobs.plan(tier, now))
         for tier in known:
             jobs.extend(self._measurements.plan(tier, now))
@@ -314,7 +314,7 @@ class Events:
         self._state.tick = max(self._state.tick, tick + 1)
 
     def _end_moves(self, tier: TierIndex, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
-        tier.loose += reversed(job.moves)
+        tier.ending_moves += reversed(job.moves)
         tier.jobs.pop(job.id, None)
         self._state.job_ended(tier, job)
         if job.direction is Direction.LOAD:

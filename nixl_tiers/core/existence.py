@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.deferred_free import Garbage
+from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.tier import TierIndex
@@ -89,7 +89,7 @@ class _TierChecks:
         for request in check.requests:
             request.open_checks -= 1
 
-    def clear(self, garbage: Garbage) -> None:
+    def clear(self, garbage: DeferredFree) -> None:
         for check in list(self.open.values()):
             self.end(check)
         self.slow = False
@@ -202,7 +202,7 @@ class ExistenceChecks:
             for check in list(self.tiers[tier].open.values()):
                 self.tiers[tier].end(check)
 
-    def reset(self, garbage: Garbage) -> None:
+    def reset(self, garbage: DeferredFree) -> None:
         """Drop all: keys that are absent from one namespace may be in another."""
         for request in [*self._scanning, *self._asking]:
             request.check_queued = False

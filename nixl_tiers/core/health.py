@@ -14,7 +14,7 @@ from nixl_tiers.core.host import HostTier, Row, RowState
 from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import TierIndex
-from nixl_tiers.core.types import DeadJobs, Direction, Job, TierState
+from nixl_tiers.core.types import Direction, Job, OrphanedJobs, TierState
 from nixl_tiers.core.writeback import WriteBack
 
 
@@ -41,7 +41,7 @@ class Health:
                 breaker.watch(now)
             if (tier.to_load or tier.to_demote) and not tier.readable:
                 self._promotion_jobs.requeue(tier, now)
-            if (tier.to_store or tier.parked) and tier.refuses_stores:
+            if (tier.to_store or tier.waiting_for_seal) and tier.refuses_stores:
                 self._writeback.drop_stores(tier)
 
     def abandon_late_jobs(self, now: float) -> None:
@@ -176,8 +176,8 @@ class Health:
     def _bury(self, tier: TierIndex, now: float, *, reaped: bool) -> None:
         """The tier's open jobs are dead. The keys that most likely made its mover hang or die are suspects: those of
         overdue jobs, or else of a trial, or else of abandoned jobs, or else of all of them."""
-        loose = self._state.loose_jobs(tier, now)
-        if not (tier.jobs or loose):
+        ending = self._state.jobs_of_ending_moves(tier, now)
+        if not (tier.jobs or ending):
             return
         jobs, tier.jobs = tier.jobs, {}
         suspects = (
@@ -186,8 +186,8 @@ class Health:
             or deque(job for job in jobs.values() if job.abandoned)
             or deque(jobs.values())
         )
-        dead = [*jobs.values(), *loose]
-        tier.dead.append(DeadJobs(suspects, deque(() if reaped else dead), deque(dead), now, reaped))
+        dead = [*jobs.values(), *ending]
+        tier.dead.append(OrphanedJobs(suspects, deque(() if reaped else dead), deque(dead), now, reaped))
 
     def _abandon(self, tier: TierIndex, job: Job, now: float) -> None:
         job.abandoned = True

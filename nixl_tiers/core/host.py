@@ -11,10 +11,10 @@ from typing import Final
 import msgspec
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.deferred_free import Garbage
+from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.eviction import EvictionPolicy
 from nixl_tiers.core.slots import Slots
-from nixl_tiers.core.stats import HOST, Counters, Gone, GoneKeys, tag_of
+from nixl_tiers.core.stats import HOST, Counters, EvictionHistory, Gone, tag_of
 
 CPU = "cpu"
 _EVICTED: Final = tag_of(HOST, Gone.EVICTED)
@@ -31,14 +31,15 @@ class RowState(IntEnum):
 class Generation:
     """The rows that were inserted between two resets: it ends for all of them at once.
 
-    `stuck`: how many of them are pinned by requests that wait for more rows; one of two requests counts twice.
+    `pinned_by_waiting`: how many of them are pinned by requests that wait for more rows; one of two requests counts
+    twice.
     """
 
-    __slots__ = ("ended", "flushed", "stuck")
+    __slots__ = ("ended", "flushed", "pinned_by_waiting")
 
     def __init__(self) -> None:
         self.ended = False
-        self.stuck = 0
+        self.pinned_by_waiting = 0
         self.flushed = False  # workers have ended every job of it
 
 
@@ -89,12 +90,12 @@ class HostTier:
     A reset ends all rows at once; `reclaim_old` frees them in slices, and those that workers still use at `flushed`.
     """
 
-    def __init__(self, rows: int, policy: Callable[[], EvictionPolicy], gone: GoneKeys | None = None) -> None:
+    def __init__(self, rows: int, policy: Callable[[], EvictionPolicy], gone: EvictionHistory | None = None) -> None:
         self.rows = rows
         self.generation = Generation()
         self.index: dict[Key, Row] = {}
         self.counters = Counters()
-        self._gone = gone or GoneKeys()
+        self._gone = gone or EvictionHistory()
         # Keys, for a publisher of events; bounded, since there may be none.
         self.evicted: deque[Key] = deque(maxlen=4 * rows)
         self.evicting: dict[Key, Row] = {}
@@ -247,7 +248,7 @@ class HostTier:
         """Whether workers may still use rows from before a reset."""
         return bool(self._ended)
 
-    def reset(self, garbage: Garbage) -> None:
+    def reset(self, garbage: DeferredFree) -> None:
         """No row of before is found any more. O(1)."""
         self.counters.reset += self.counters.rows
         self.generation.ended = True

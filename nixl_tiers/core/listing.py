@@ -7,7 +7,7 @@ from typing import Final
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.cold_rows import ColdTable, Steps, remove_all, replay
 from nixl_tiers.core.slots import Slots
-from nixl_tiers.core.spill import settle_steps
+from nixl_tiers.core.spill import end_spill_steps
 from nixl_tiers.core.tier import TierIndex
 from nixl_tiers.core.types import TierState
 
@@ -52,19 +52,19 @@ def add_table(index: TierIndex, table: ColdTable) -> Steps:
 
 
 def _add(index: TierIndex, table: ColdTable, clears: int) -> Steps:
-    yield from settle_steps(index)
+    yield from end_spill_steps(index)
     if not index.spec.physical_slots:  # where slots are places, rows in slots that are taken are left out
-        warmed = index.warmed = []
+        moved = index.moved_from_cold = []
         yield lambda: remove_all(table, list(index.index))  # a list of a dict is made in one go: it needs no lock
-        yield from replay(table, warmed, index.limits.rows_per_slice)
-        index.warmed = None
+        yield from replay(table, moved, index.limits.rows_per_slice)
+        index.moved_from_cold = None
     yield from index.cold.replace_stale(table, clears)
     yield from _evict_surplus(index)
 
 
 def end_listing(index: TierIndex) -> Steps:
     """All has been listed: what the medium listed before it was opened again, and not since, is gone."""
-    yield from settle_steps(index)
+    yield from end_spill_steps(index)
     yield from index.cold.replace_stale(None)
 
 

@@ -17,7 +17,7 @@ from nixl_tiers.base.policies import Eviction, Prefer, Write
 from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.chain_rows import Chain
 from nixl_tiers.core.copies import Copies, EngineHits
-from nixl_tiers.core.deferred_free import Garbage
+from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.events import Events
 from nixl_tiers.core.eviction import make_policy
 from nixl_tiers.core.existence import ExistenceChecks
@@ -31,7 +31,7 @@ from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.promotion_jobs import Measurements, PromotionJobs
 from nixl_tiers.core.state import CascadeState
-from nixl_tiers.core.stats import GoneKeys, Savings, TierStats
+from nixl_tiers.core.stats import EvictionHistory, Savings, TierStats
 from nixl_tiers.core.tier import TierIndex
 from nixl_tiers.core.types import Job, TierSpec, TierState
 from nixl_tiers.core.writeback import WriteBack
@@ -61,9 +61,9 @@ class TierManager:
         prefill: PrefillEstimate | None = None,
         prefer: Prefer = "latency",
     ) -> None:
-        gone = GoneKeys()
+        gone = EvictionHistory()
         self.host = HostTier(rows, partial(make_policy, policy, rows), gone)
-        self.garbage = Garbage()
+        self.garbage = DeferredFree()
         self.limits = limits or Limits()
         self.tiers = [TierIndex(spec, number, self.limits, self.garbage, gone) for number, spec in enumerate(tiers)]
         self.checks = ExistenceChecks(self.tiers, self.limits)
@@ -182,12 +182,12 @@ class TierManager:
         for requests whose turn has come, and kept for it as far as these leave room. `keys`: of its full-attention
         groups, in the order of their end tokens, from the first that the engine itself has not cached."""
         request = self._requests.get(name)
-        if self.tiers and keys and request.step < 0 and not request.in_line:
-            self._promotion.line.join(request, keys, rank)
+        if self.tiers and keys and request.step < 0 and not request.in_prefetch_queue:
+            self._promotion.prefetch_queue.join(request, keys, rank)
 
     def line_has_room(self, rank: Rank) -> bool:
         """Whether a request of this rank would be one of the next in line: for others `anticipate` brings nothing."""
-        return self._promotion.line.has_room(rank)
+        return self._promotion.prefetch_queue.has_room(rank)
 
     def is_queued(self, name: str) -> bool:
         """Whether the request still waits for its turn."""
@@ -197,7 +197,7 @@ class TierManager:
         """Promote those of `keys` that storage tiers hold, in this order, behind all that requests wait for. Rows that
         have come are ordinary rows of the host tier; of those that `line_share` of it has no room for nothing comes."""
         if self.tiers and keys:
-            self._promotion.line.prefetch(keys)
+            self._promotion.prefetch_queue.prefetch(keys)
 
     def set_allowed_tiers(self, name: str, tiers: Iterable[int]) -> None:
         """Let a new request load from these storage tiers only, until it is finished. Host memory is always a hit."""
@@ -214,7 +214,7 @@ class TierManager:
 
     def rows_to_come(self, names: Iterable[str]) -> list[int]:
         """How many rows each of these requests has asked for, and waits for, of storage tiers. O(1) for each."""
-        return [self._requests.get(name).to_come for name in names]
+        return [self._requests.get(name).rows_awaited for name in names]
 
     def wait_on(self, names: Iterable[str], until_s: float) -> None:
         """Those of these requests that wait have this deadline from now on."""
@@ -242,8 +242,8 @@ class TierManager:
             request = self._requests.by_name.get(name)
             if request is None:
                 continue
-            if request.in_line:  # without a look-up: the engine's own cache had all of it
-                self._promotion.line.leave(request)
+            if request.in_prefetch_queue:  # without a look-up: the engine's own cache had all of it
+                self._promotion.prefetch_queue.leave(request)
             if request.pending:  # it loads nothing: it gave up, or the engine's own cache has what it waited for
                 self._promotion.observe_wait(request, loaded=False)
                 self._promotion.release(request)
@@ -343,7 +343,7 @@ class TierManager:
                 tier.circuit,
                 tier.quarantined,
                 queued_loads=len(tier.to_load),
-                queued_stores=len(tier.to_store) + len(tier.parked),
+                queued_stores=len(tier.to_store) + len(tier.waiting_for_seal),
                 loading=tier.rows_loading,
                 storing=tier.rows_storing,
                 listing=tier.state is TierState.LISTING,

@@ -1,4 +1,4 @@
-"""Line: requests that wait for their turn, whose rows come up before it (prefetch).
+"""Prefetch queue: requests that wait for their turn, whose rows come up before it (prefetch).
 
 A scheduler looks a request up when its turn comes, so without this the time for storage would follow the time in the
 queue. Promotions for the line are a second class. They are queued only while few rows are under way, so that a request
@@ -25,16 +25,16 @@ AFTER_ALL: Final[Rank] = (float("inf"),)  # of keys for which no request waits y
 MAX_PREFETCHES: Final = 64  # places of such keys: of more, the last would evict the first
 
 
-class Place:
+class QueuedPrefetch:
     """A request's place in the line.
 
     `keys`: of its chain, from the first that the engine lacks, of which `at` are dealt with; `held`: so many of them
     are in host memory, or on their way there, and pinned for it; `queued`: where in the chain those are that were
     queued. `step`: in which it joined, and `full_step` in which it last found no room. A `prefetch` is no request: it
-    ends when its rows have come, of which `come` are known to have.
+    ends when its rows have come, of which `arrived` are known to have.
     """
 
-    __slots__ = ("at", "come", "full_step", "held", "keys", "order", "prefetch", "queued", "request", "step")
+    __slots__ = ("arrived", "at", "full_step", "held", "keys", "order", "prefetch", "queued", "request", "step")
 
     def __init__(self, request: Request, keys: Sequence[Key], rank: Rank, number: int, step: int) -> None:
         self.request = request
@@ -42,23 +42,23 @@ class Place:
         self.step = step
         self.order = (rank, number)
         self.prefetch = rank is AFTER_ALL
-        self.at = self.held = self.come = 0
+        self.at = self.held = self.arrived = 0
         self.full_step = -1
         self.queued: dict[Key, int] = {}
 
-    def __lt__(self, other: Place) -> bool:
+    def __lt__(self, other: QueuedPrefetch) -> bool:
         return self.order < other.order
 
 
-class Line:
+class PrefetchQueue:
     """Requests in the order of their turns. `feed` queues promotions for those that are next."""
 
     def __init__(self, state: CascadeState) -> None:
         self._state = state
         self._host = state.host
-        self._places: list[Place] = []
-        self._holding: list[Place] = []  # those that hold rows, in the same order
-        self._of: dict[str, Place] = {}
+        self._places: list[QueuedPrefetch] = []
+        self._holding: list[QueuedPrefetch] = []  # those that hold rows, in the same order
+        self._of: dict[str, QueuedPrefetch] = {}
         self._joined = 0
         self._share = int(state.host.rows * state.limits.line_share)  # rows that all of them may hold
 
@@ -76,8 +76,8 @@ class Line:
     def join(self, request: Request, keys: Sequence[Key], rank: Rank) -> None:
         """A new request waits for its turn; the lower its `rank`, the sooner that comes. Nobody may change `keys`."""
         self._joined += 1
-        place = self._of[request.name] = Place(request, keys, rank, self._joined, self._host.step)
-        request.join_line()
+        place = self._of[request.name] = QueuedPrefetch(request, keys, rank, self._joined, self._host.step)
+        request.join_prefetch_queue()
         insort(self._places, place)
 
     def prefetch(self, keys: Sequence[Key]) -> None:
@@ -105,7 +105,7 @@ class Line:
 
     def leave(self, request: Request) -> None:
         """Its turn has come, or it has ended. What it holds stays pinned."""
-        request.leave_line()
+        request.leave_prefetch_queue()
         place = self._of.pop(request.name)
         del self._places[bisect_left(self._places, place)]
         if place.held:
@@ -114,7 +114,7 @@ class Line:
     def clear(self) -> None:
         """After a reset there is nothing to promote, and what was pinned ends with its generation."""
         for place in self._places:
-            place.request.leave_line()
+            place.request.leave_prefetch_queue()
         self._places, self._holding, self._of = [], [], {}
 
     def feed(self, now: float) -> list[TierIndex]:
@@ -163,11 +163,11 @@ class Line:
             if not self._state.take():
                 return
 
-    def _is_waiting(self, place: Place) -> bool:
+    def _is_waiting(self, place: QueuedPrefetch) -> bool:
         """Whether a step has passed it over: its turn was not to come at once, or there may be room again."""
         return place.prefetch or place.step != self._host.step
 
-    def _advance(self, place: Place, now: float) -> bool:
+    def _advance(self, place: QueuedPrefetch, now: float) -> bool:
         """Keep the next row of its chain, or queue it to be promoted; False: not now."""
         request, key = place.request, place.keys[place.at]
         row = self._host.index.get(key)
@@ -210,7 +210,7 @@ class Line:
         ahead = int(tier.throughput[Direction.LOAD].bytes_per_s * self._state.limits.ahead_s) // self._state.row_bytes
         return len(tier.to_load) + tier.rows_loading < min(self._state.load_window, max(1, ahead))
 
-    def _last_gives(self, before: Place | None) -> int:
+    def _last_gives(self, before: QueuedPrefetch | None) -> int:
         """The last that holds rows, if it comes after `before`, unpins them, and gets no others: how many."""
         if not self._holding or (before is not None and not before < self._holding[-1]):
             return 0
@@ -219,14 +219,14 @@ class Line:
         last.request.release()
         return given
 
-    def _has_ended(self, place: Place) -> bool:
+    def _has_ended(self, place: QueuedPrefetch) -> bool:
         """Whether nothing more is promoted for this prefetch, and what was has come, or will not."""
         if place.at < len(place.keys) and place.held < self._share:
             return False
-        while place.come < min(place.at, len(place.keys)):
-            key = place.keys[place.come]
+        while place.arrived < min(place.at, len(place.keys)):
+            key = place.keys[place.arrived]
             row = self._host.index.get(key)
             if place.request.asked.get(key) and (row is None or row.state is RowState.LOADING):
                 return False
-            place.come += 1
+            place.arrived += 1
         return True

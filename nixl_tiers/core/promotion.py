@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.deferred_free import Garbage
+from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.host import HostTier, RowState
-from nixl_tiers.core.prefetch_queue import Line
+from nixl_tiers.core.prefetch_queue import PrefetchQueue
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Savings
@@ -32,16 +32,16 @@ class Promotion:
         self._state = state
         self._host = state.host
         self._checks = checks
-        self.line = Line(state)
+        self.prefetch_queue = PrefetchQueue(state)
         self._waiting: dict[str, Request] = {}  # requests that wait, or for which rows were promoted and pinned
         self._overdue: set[str] = set()  # those of them that have waited too long, and only keep what has come
         self._look_again_s = float("-inf")  # for requests that never came back
-        self.crowded = False  # promotions wait for others to unpin rows of a full host
+        self.host_full = False  # promotions wait for others to unpin rows of a full host
 
     @property
     def busy(self) -> bool:
         """Whether a request waits, or has pinned rows."""
-        return bool(self._waiting or self.line.busy)
+        return bool(self._waiting or self.prefetch_queue.busy)
 
     # --- for requests ------------------------------------------------------------------------------------------
 
@@ -67,8 +67,8 @@ class Promotion:
 
     def wait(self, request: Request, now: float) -> None:
         """The request waits: arm its deadline if none runs, and pin the hits of this scan."""
-        if request.in_line:
-            self.turn_comes(request, now)
+        if request.in_prefetch_queue:
+            self.first_looked_up(request, now)
         if request.deadline_s is None:
             request.deadline_s = now + self._state.limits.wait_s
         if request.waited_since_s is None:
@@ -81,9 +81,9 @@ class Promotion:
                     request.pin(row)
         request.stopped = not request.first_scan and request.ascending
 
-    def turn_comes(self, request: Request, now: float) -> None:
+    def first_looked_up(self, request: Request, now: float) -> None:
         """A request of the line is looked up for the first time: what came up for it is kept as for any that waits."""
-        self.line.leave(request)
+        self.prefetch_queue.leave(request)
         if request.pending:
             request.deadline_s = now + self._state.limits.wait_s
             self._waiting[request.name] = request
@@ -156,11 +156,11 @@ class Promotion:
         """How many requests wait. O(1): it is asked at each step, whatever the length of the queue."""
         return len(self._waiting) - len(self._overdue)
 
-    def reset(self, garbage: Garbage) -> None:
+    def reset(self, garbage: DeferredFree) -> None:
         """Requests go on, keep their deadlines, and wait for nothing (`Request.belongs_to`)."""
         garbage.add(self._waiting, self._overdue)
         self._waiting, self._overdue = {}, set()
-        self.line.clear()
+        self.prefetch_queue.clear()
 
     def expire(self, now: float) -> None:
         """Unpin rows that were promoted for requests that never came back for them. Looks for such requests once in a
@@ -205,7 +205,7 @@ class Promotion:
         """A request has expired: a failure for the breaker of each tier that it waited for, even if none of that tier's
         jobs is late."""
         sources = {row.source for row in request.pinned.values() if row.state is RowState.LOADING}
-        queued = request.to_come and not self.crowded  # then it waited for room, and not for a tier
+        queued = request.rows_awaited and not self.host_full  # then it waited for room, and not for a tier
         for tier in self._state.tiers:
             if tier.spec.name in sources or (queued and not sources and tier.to_load):
                 tier.breakers[Direction.LOAD].record(False, now)
@@ -237,8 +237,8 @@ class RequestIndex:
         """The request, whose turn has come if it was in line."""
         self.queued.discard(name)
         request = self.get(name)
-        if request.in_line:
-            self._promotion.turn_comes(request, now)
+        if request.in_prefetch_queue:
+            self._promotion.first_looked_up(request, now)
         if not request.expired:
             request.seen_s = now
         return request
@@ -251,8 +251,8 @@ class RequestIndex:
         self._savings.forget(name)
         request = self.by_name.pop(name, None)
         if request is not None:
-            if request.in_line:
-                self._promotion.line.leave(request)
+            if request.in_prefetch_queue:
+                self._promotion.prefetch_queue.leave(request)
             self._promotion.observe_wait(request, loaded=False)
             request.expire()
             self._promotion.release(request)

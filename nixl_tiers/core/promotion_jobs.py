@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Final
 
 from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.core.deferred_free import Garbage
+from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.host import Row, RowState
 from nixl_tiers.core.promotion import Promotion, RequestIndex
@@ -38,7 +38,7 @@ class PromotionJobs:
         self._checks = checks
         self._writeback = writeback
         self._promotion = promotion
-        self._line = promotion.line
+        self._prefetch_queue = promotion.prefetch_queue
         self._loading_for: dict[int, list[Request]] = {}  # by Row.order, of rows in state LOADING
         self._retries: deque[tuple[Row, list[Request]]] = deque()  # rows that failed, and who waited for them
         self._host_full_since_s: float | None = None  # when promotions began to wait for a write-back
@@ -54,38 +54,38 @@ class PromotionJobs:
         since = [request.waited_since_s for request in requests if request.waited_since_s is not None]
         return min(since, default=None)
 
-    def reset(self, garbage: Garbage) -> None:
+    def reset(self, garbage: DeferredFree) -> None:
         """Nothing waits for rows of before."""
         garbage.add(self._retries)
         self._retries = deque()
 
     # --- planning ----------------------------------------------------------------------------------------------
 
-    def feed_line(self, now: float) -> list[TierIndex]:
+    def queue_prefetches(self, now: float) -> list[TierIndex]:
         """Queue promotions for requests that wait for their turn, as far as those whose turn has come leave room, to
         the tiers that it returns."""
-        if self._promotion.crowded and not any(tier.to_load for tier in self._state.tiers):
-            self._promotion.crowded = False  # nobody waits for room any more
-        return self._line.feed(now) if self._line.busy and not self._promotion.crowded else []
+        if self._promotion.host_full and not any(tier.to_load for tier in self._state.tiers):
+            self._promotion.host_full = False  # nobody waits for room any more
+        return self._prefetch_queue.feed(now) if self._prefetch_queue.busy and not self._promotion.host_full else []
 
     def plan(self, tier: TierIndex, now: float) -> list[Job]:
         """Load jobs for the keys at the front of the tier's queue, as many as its window, mover and the host take."""
-        if self._promotion.crowded:
+        if self._promotion.host_full:
             room = self._state.make_room(1)
-            if not room and self._turn_has_come(tier) and self._line.give_way(1):
+            if not room and self._serves_looked_up(tier) and self._prefetch_queue.give_way(1):
                 room = self._state.make_room(1)
-            self._promotion.crowded = not room and self._waits_for_others()
-            if self._promotion.crowded:
+            self._promotion.host_full = not room and self._waits_for_others()
+            if self._promotion.host_full:
                 return []
         most = min(self._state.load_window - tier.rows_loading, tier.send_credits * self._state.rows_per_job)
         if self._waits_for_writeback(now):
             most = min(most, self._host.free)
         wanted = self._take_queued(tier, most, now)
         room = self._state.make_room(len(wanted))
-        if room < len(wanted) and self._line_gives_way(wanted, room):
+        if room < len(wanted) and self._prefetches_give_way(wanted, room):
             wanted = _still_wanted(wanted)
             room = self._state.make_room(len(wanted))
-        self._promotion.crowded = room < len(wanted) and (room > 0 or self._waits_for_others())
+        self._promotion.host_full = room < len(wanted) and (room > 0 or self._waits_for_others())
         moves: list[PlannedMove] = []
         put_off: list[tuple[Request, Key]] = []
         for key, requests in wanted.items():
@@ -170,7 +170,7 @@ class PromotionJobs:
         # A tier that is written when the host evicts would lose what is evicted now: `clean` keeps some rows free.
         if self._state.below_host is None and (missing := count - self._host.free) > 0:
             for row in self._host.select_victims(missing):
-                if any(row.key in tier.to_store or row.key in tier.parked for tier in self._state.tiers):
+                if any(row.key in tier.to_store or row.key in tier.waiting_for_seal for tier in self._state.tiers):
                     self._host.cancel_eviction(row, row.tick)
                 else:
                     self._host.finish_eviction(row)
@@ -193,7 +193,7 @@ class PromotionJobs:
                 if row.state is RowState.LOADING:
                     self._loading_for.setdefault(row.order, []).append(request)
                 else:
-                    request.has_come(key)
+                    request.row_arrived(key)
         return wanted
 
     def _judge(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:
@@ -205,7 +205,7 @@ class PromotionJobs:
                 row.sealed = True
                 self._host.counters.promoted += 1
                 for request in self._loading_for.get(row.order, ()):
-                    request.has_come(row.key)
+                    request.row_arrived(row.key)
                 if tier.staged.get(move.key) is row:
                     self._writeback.demotion_loaded(tier, move.key)
                 else:
@@ -234,23 +234,23 @@ class PromotionJobs:
         """The host has no room for this row: what of it to queue again."""
         put_off = []
         for request in requests:
-            if request.in_line:
-                self._line.find_no_room(request, key)
-            elif self._promotion.crowded:
+            if request.in_prefetch_queue:
+                self._prefetch_queue.find_no_room(request, key)
+            elif self._promotion.host_full:
                 put_off.append((request, key))
             else:  # the host is full of rows of requests that wait for more of them: this prefix ends here
                 request.refuse(key)
         return put_off
 
-    def _line_gives_way(self, wanted: dict[Key, list[Request]], room: int) -> bool:
+    def _prefetches_give_way(self, wanted: dict[Key, list[Request]], room: int) -> bool:
         """Whether requests in line have unpinned rows for those whose turn has come."""
-        missing = sum(any(not request.in_line for request in requests) for requests in wanted.values()) - room
-        return missing > 0 and self._line.give_way(missing)
+        missing = sum(any(not request.in_prefetch_queue for request in requests) for requests in wanted.values()) - room
+        return missing > 0 and self._prefetch_queue.give_way(missing)
 
-    def _turn_has_come(self, tier: TierIndex) -> bool:
+    def _serves_looked_up(self, tier: TierIndex) -> bool:
         """Whether a request at the front of the tier's queue is not in line."""
         front = (request for request, _ in islice(tier.to_load, FRONT))
-        return any(request.waiting and not request.in_line for request in front)
+        return any(request.waiting and not request.in_prefetch_queue for request in front)
 
     def _waits_for_writeback(self, now: float) -> bool:
         """Whether promotions wait for host rows that write-back frees, rather than evict unwritten ones. Only for
@@ -270,7 +270,7 @@ class PromotionJobs:
         for. Loading more after them is quicker than computing, and their requests end it by their deadlines. O(1)."""
         if self._host.searching or any(tier.rows_loading for tier in self._state.tiers):
             return True
-        return self._host.generation.stuck < self._host.used
+        return self._host.generation.pinned_by_waiting < self._host.used
 
 
 def _still_wanted(wanted: dict[Key, list[Request]]) -> dict[Key, list[Request]]:

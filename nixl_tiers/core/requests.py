@@ -32,7 +32,7 @@ class Request:
     """
 
     __slots__ = (
-        "_stuck",
+        "_counted_as_waiting",
         "allowed",
         "answered",
         "ascending",
@@ -46,7 +46,7 @@ class Request:
         "first_scan",
         "generation",
         "idle_until_s",
-        "in_line",
+        "in_prefetch_queue",
         "load_failed",
         "lowest",
         "missing",
@@ -56,12 +56,12 @@ class Request:
         "pinned",
         "position",
         "rescan",
+        "rows_awaited",
         "scan_hits",
         "seen_s",
         "step",
         "stopped",
         "tick",
-        "to_come",
         "unknown",
         "wait",
         "waited_since_s",
@@ -80,15 +80,15 @@ class Request:
         self.seen_s = 0.0
         self.lowest = 0
         self.pending = False  # it waits for promotions, or has rows pinned
-        self.in_line = False  # and it was not looked up yet (line.py)
+        self.in_prefetch_queue = False  # and it was not looked up yet (line.py)
         self.expired = False  # its deadline has passed: nothing is promoted on its behalf any more
         self.waits_for_listing = False  # also for tiers that are still being listed
         self.load_failed = False  # one of its loads failed: it computes everything itself
         # Keys queued for promotion on its behalf: True until they have come, False once the host had no room.
         self.asked: dict[Key, bool] = {}
-        self.to_come = 0  # how many of them are True
+        self.rows_awaited = 0  # how many of them are True
         self.pinned: dict[Key, Row] = {}
-        self._stuck = 0  # what of Generation.stuck it accounts for
+        self._counted_as_waiting = 0  # what of Generation.pinned_by_waiting it accounts for
         self.scan_hits: list[Row] = []  # hits of the scan so far, to be pinned if the request turns out to wait
         self.step = -1
         self.position: int | None = None
@@ -135,17 +135,17 @@ class Request:
     def ask(self, keys: Collection[Key]) -> None:
         """Rows of `keys` are queued to be promoted on its behalf. It asks for none of them already."""
         self.asked.update(dict.fromkeys(keys, True))
-        self.to_come += len(keys)
+        self.rows_awaited += len(keys)
         self._count()
 
-    def has_come(self, key: Key) -> None:
+    def row_arrived(self, key: Key) -> None:
         """This row is in host memory: it asks for it no more."""
-        self.to_come -= self.asked.pop(key, False)
+        self.rows_awaited -= self.asked.pop(key, False)
         self._count()
 
     def withdraw(self, key: Key) -> None:
         """It asks for this row no more: its tier cannot load it now."""
-        self.has_come(key)
+        self.row_arrived(key)
         self.idle_until_s = NEVER
 
     def refuse(self, key: Key) -> None:
@@ -163,12 +163,12 @@ class Request:
         self.expired = True
         self._count()
 
-    def join_line(self) -> None:
-        self.in_line = True
+    def join_prefetch_queue(self) -> None:
+        self.in_prefetch_queue = True
         self._count()
 
-    def leave_line(self) -> None:
-        self.in_line = False
+    def leave_prefetch_queue(self) -> None:
+        self.in_prefetch_queue = False
         self._count()
 
     def pin(self, row: Row) -> None:
@@ -216,7 +216,7 @@ class Request:
             self.chosen = self.wait = None
             for collection in (self.pinned, self.scan_hits, self.asked):
                 collection.clear()
-            self.to_come = self._stuck = 0
+            self.rows_awaited = self._counted_as_waiting = 0
 
     def release(self) -> None:
         """It waits no longer: unpin its rows, forget what it asked for."""
@@ -226,12 +226,12 @@ class Request:
         self.pinned.clear()
         self.scan_hits.clear()
         self.asked.clear()
-        self.to_come = 0
+        self.rows_awaited = 0
         self._count()
 
     def _count(self) -> None:
-        """What it pins is stuck for as long as it waits for more."""
-        stuck = len(self.pinned) if self.to_come and self.waiting and not self.in_line else 0
-        if stuck != self._stuck:
-            self.generation.stuck += stuck - self._stuck
-            self._stuck = stuck
+        """What it pins counts as pinned by a waiting request for as long as it waits for more."""
+        counted = len(self.pinned) if self.rows_awaited and self.waiting and not self.in_prefetch_queue else 0
+        if counted != self._counted_as_waiting:
+            self.generation.pinned_by_waiting += counted - self._counted_as_waiting
+            self._counted_as_waiting = counted

@@ -3,7 +3,7 @@
     collect    the coldest rows leave the eviction policy's order, a few at a time; they stay in the index
     build      without the lock: a table of them and of the smallest tables that there are
     replay     rows that were used, evicted or deleted meanwhile are removed from the new table, which serves then
-    settle     the rows leave the index, a few at a time
+    leave      the rows leave the index, a few at a time
 
 Until the last step the index has precedence, so look-ups notice nothing of it. A row that is used before it has left
 the index stays there (`TierIndex` calls `keep`), and the log of these is all that has to be replayed.
@@ -100,15 +100,15 @@ class Spill:
                 self._batch, self._offset = self._batch + 1, 0
         return self.keys[self._batch][self._offset], self.ticks[self._coldest]
 
-    def serve(self, table: ColdTable, sources: Sequence[ColdTable]) -> None:
+    def install(self, table: ColdTable, sources: Sequence[ColdTable]) -> None:
         """The new table serves from now on in place of `sources`, unless the spill was cancelled."""
         if self.cancelled:
             self._index.cold.retire(table)
         else:
             self.table = table
-            self._index.cold.serve(table, sources)
+            self._index.cold.install(table, sources)
 
-    def settle(self) -> bool:
+    def leave_index(self) -> bool:
         """A batch of rows leave the index for the new table; or they stay, if there is none. Whether there are more:
         else the spill has ended. A spill that is neither cancelled nor has a table is left alone."""
         index = self._index
@@ -169,9 +169,9 @@ def spill_steps(index: TierIndex, build: Build) -> Steps:
     yield lambda: built.append(build(spill.rows(), sources))
     (table,) = built
     yield from replay(table, spill.changes, batch)
-    spill.serve(table, sources)
+    spill.install(table, sources)
     index.cold.end_merge()
-    while spill.settle():
+    while spill.leave_index():
         yield None
     yield spill.free
 
@@ -181,10 +181,10 @@ def cancel_steps(index: TierIndex) -> Steps:
     index.cold.end_merge()
     if index.spill is not None:
         index.spill.cancelled = True
-    yield from settle_steps(index)
+    yield from end_spill_steps(index)
 
 
-def settle_steps(index: TierIndex) -> Steps:
+def end_spill_steps(index: TierIndex) -> Steps:
     """End a spill whose table serves, or that was cancelled; one whose table is being built is left alone."""
-    while index.spill is not None and index.spill.settle():
+    while index.spill is not None and index.spill.leave_index():
         yield None

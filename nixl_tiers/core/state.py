@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from nixl_tiers.base.policies import Prefer, Write
-from nixl_tiers.core.deferred_free import Garbage
+from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import HostTier, RowState
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import FREE, TierPrice, TransferEstimate
 from nixl_tiers.core.requests import Request
-from nixl_tiers.core.stats import Counters, GoneKeys, Samples
+from nixl_tiers.core.stats import Counters, EvictionHistory, Samples
 from nixl_tiers.core.tier import TierIndex
 from nixl_tiers.core.types import Burst, Direction, Job, PlannedMove, TierState
 
@@ -34,10 +34,10 @@ class CascadeState:
         tiers: Sequence[TierIndex],
         limits: Limits,
         row_bytes: int,
-        garbage: Garbage,
+        garbage: DeferredFree,
         *,
         prefill: PrefillEstimate,
-        gone: GoneKeys,
+        gone: EvictionHistory,
         prefer: Prefer = "latency",
     ) -> None:
         self.host = host
@@ -164,7 +164,7 @@ class CascadeState:
         """Jobs of so many rows as are best for their direction, with their deadlines; call after the tier counts
         `moves`. `soon`: how many more rows the next slices start, beside which these jobs run."""
         if not moves:  # as at most turns: the estimates below sort their samples
-            tier.loose.clear()
+            tier.ending_moves.clear()
             return []
         limits, throughput = self.limits, tier.throughput[direction]
         nbytes = self.row_bytes * (soon + (tier.rows_loading if direction is Direction.LOAD else tier.rows_storing))
@@ -182,7 +182,7 @@ class CascadeState:
             self._join_burst(tier, jobs, now)
         started = {job.id: job for job in jobs}
         tier.jobs.update(started)
-        tier.loose.clear()
+        tier.ending_moves.clear()
         tier.send_credits -= len(jobs)
         return jobs
 
@@ -210,9 +210,9 @@ class CascadeState:
         burst.ended = True
         return burst.rows
 
-    def loose_jobs(self, tier: TierIndex, now: float) -> list[Job]:
+    def jobs_of_ending_moves(self, tier: TierIndex, now: float) -> list[Job]:
         """Jobs of the moves that an error left without one, for them to be ended."""
-        moves, tier.loose = tier.loose, []
+        moves, tier.ending_moves = tier.ending_moves, []
         jobs = []
         for move in moves:
             self.last_job_id += 1

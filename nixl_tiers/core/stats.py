@@ -229,7 +229,7 @@ class Gone(IntEnum):
     LOST = 2  # corrupt, missing, or it could not be copied
 
 
-class GoneKeys:
+class EvictionHistory:
     """The tier that each key has left last, and why: 4 bytes a key, 4 MiB for a million keys, which the kernel gives
     when they are touched. O(1), and no object for Python's garbage collector.
 

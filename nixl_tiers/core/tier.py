@@ -14,7 +14,7 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.breaker import Breaker, BreakerState, Denylist
 from nixl_tiers.core.cold_rows import ColdRows
 from nixl_tiers.core.coldest import take_coldest
-from nixl_tiers.core.deferred_free import Garbage
+from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.eviction import EvictionPolicy, make_policy
 from nixl_tiers.core.eviction.lru import LeafFirstLru
 from nixl_tiers.core.host import Row
@@ -24,8 +24,8 @@ from nixl_tiers.core.recent_uses import RecentUses
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.slots import SlotCount, Slots
 from nixl_tiers.core.spill import Spill
-from nixl_tiers.core.stats import Counters, Gone, GoneKeys, tag_of
-from nixl_tiers.core.types import Burst, DeadJobs, Direction, Entry, Job, PlannedMove, TierSpec, TierState
+from nixl_tiers.core.stats import Counters, EvictionHistory, Gone, tag_of
+from nixl_tiers.core.types import Burst, Direction, Entry, Job, OrphanedJobs, PlannedMove, TierSpec, TierState
 
 UNLIMITED: Final = 1 << 62
 # Members of an enum are found by a slow attribute look-up before Python 3.12.
@@ -44,21 +44,23 @@ class TierIndex:
     spec: TierSpec
     number: int  # its place in the cascade, from 0
     limits: Limits = field(default_factory=Limits)
-    garbage: Garbage = field(default_factory=Garbage)
-    gone: GoneKeys = field(default_factory=GoneKeys)
+    garbage: DeferredFree = field(default_factory=DeferredFree)
+    gone: EvictionHistory = field(default_factory=EvictionHistory)
     state: TierState = TierState.DOWN
     index: dict[Key, Entry] = field(default_factory=dict)
     policy: EvictionPolicy = field(init=False)
     slots: SlotCount = field(init=False)
     spill: Spill | None = None  # the one that is under way
-    warmed: list[Key] | None = None  # while a listed table is added: rows that moved from older ones into `index`
+    moved_from_cold: list[Key] | None = None  # into `index`, while a listed table is added
     jobs: dict[int, Job] = field(default_factory=dict)
-    loose: list[PlannedMove] = field(default_factory=list)  # that pin rows and are in no job: only inside a call
-    dead: deque[DeadJobs] = field(default_factory=deque)  # of movers that were killed or have died, the oldest first
+    ending_moves: list[PlannedMove] = field(default_factory=list)  # they pin rows and are in no job: only in a call
+    dead: deque[OrphanedJobs] = field(
+        default_factory=deque
+    )  # of movers that were killed or have died, the oldest first
     trials_running: int = 0  # open jobs that are trials of a suspect, or probes
     quarantined: int = 0  # host rows that cannot be allocated since its mover may still write to them
     to_store: OrderedDict[Key, int] = field(default_factory=OrderedDict)  # key -> tick, first in, first out
-    parked: dict[Key, int] = field(default_factory=dict)  # the same while another tier's mover seals the row
+    waiting_for_seal: dict[Key, int] = field(default_factory=dict)  # the same while another tier's mover seals the row
     to_load: deque[tuple[Request, Key]] = field(default_factory=deque)
     queued: int = 0  # rows that were ever put there
     loaded: int = 0  # rows whose load has ended, however
@@ -116,7 +118,7 @@ class TierIndex:
     @property
     def rows_to_write(self) -> int:
         """Rows queued for or being written to this tier."""
-        return len(self.to_store) + len(self.parked) + self.rows_storing
+        return len(self.to_store) + len(self.waiting_for_seal) + self.rows_storing
 
     def __contains__(self, key: Key) -> bool:
         return key in self.index or (bool(self.cold.tables) and key in self.cold)
@@ -291,12 +293,12 @@ class TierIndex:
         entry.readers += 1
         row.mover_refs = 1
         self.rows_loading += 1
-        self.loose.append(move)
+        self.ending_moves.append(move)
         return move
 
     def end_load(self, move: PlannedMove) -> None:
-        """Unpin both: the mover is done with them. The move is the last of `loose`."""
-        self.loose.pop()
+        """Unpin both: the mover is done with them. The move is the last of `ending_moves`."""
+        self.ending_moves.pop()
         move.entry.readers -= 1
         move.row.mover_refs -= 1
         self.rows_loading -= 1
@@ -304,8 +306,8 @@ class TierIndex:
 
     def drop_queues(self) -> None:
         """Drop all that is queued for this tier. So nobody writes its victims: `return_victims` to the policy. O(1)."""
-        self.garbage.add(self.to_load, self.to_store, self.parked, self.to_demote, self.staged)
-        self.to_load, self.to_store, self.parked = deque(), OrderedDict(), {}
+        self.garbage.add(self.to_load, self.to_store, self.waiting_for_seal, self.to_demote, self.staged)
+        self.to_load, self.to_store, self.waiting_for_seal = deque(), OrderedDict(), {}
         self.to_demote, self.staged = deque(), {}
         if self.evicting:
             self.former.append(self.evicting)
@@ -370,7 +372,7 @@ class TierIndex:
         """The entry of a row that is used or judged by itself: it is in `index`, and the policy has it, from now on."""
         entry = self.index.get(key)
         if entry is None:
-            return self._warm(key)
+            return self._take_from_cold(key)
         if entry.spilled_at >= 0 and self.spill is not None:
             self.policy.add(key, self.spill.keep(key, entry))
         return entry
@@ -397,14 +399,14 @@ class TierIndex:
         self.send_credits -= len(batches)
         return batches
 
-    def _warm(self, key: Key) -> Entry | None:
+    def _take_from_cold(self, key: Key) -> Entry | None:
         """Move a cold row into `index`, because it is used or judged by itself; returns its entry."""
         found = self.cold.remove(key) if self.cold.tables else None
         if found is None:
             return None
         slot, tick = found
-        if self.warmed is not None:
-            self.warmed.append(key)
+        if self.moved_from_cold is not None:
+            self.moved_from_cold.append(key)
         entry = self.index[key] = Entry(slot, stored=True)
         self.policy.add(key, tick)
         return entry

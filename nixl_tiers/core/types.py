@@ -88,7 +88,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class DeadJobs:
+class OrphanedJobs:
     """Open jobs of a mover that was killed or has died, which are worked off in slices: first their suspects enter the
     denylist, then requests cease to wait for them, then, once their mover is reaped, their rows are free."""
 

@@ -1,6 +1,6 @@
 """Write-back: how rows come down, written through when they are complete or demoted when the tier above evicts.
 
-`StoreHold` keeps it out of the way of promotions, which requests wait for.
+`StoreThrottle` keeps it out of the way of promotions, which requests wait for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class WriteBack:
     def __init__(self, state: CascadeState) -> None:
         self._state = state
         self._host = state.host
-        self.hold = StoreHold(state)
+        self.hold = StoreThrottle(state)
         self.awaited = 0
         """How many threads wait for rows to be written."""
         self._now = 0.0
@@ -133,7 +133,7 @@ class WriteBack:
                     tier.counters.dropped_failed += 1
                     self._give_up(tier, key)
             elif row.sealing:
-                tier.parked[key] = tick  # one sealer at a time
+                tier.waiting_for_seal[key] = tick  # one sealer at a time
             else:
                 rows.append((row, tick))
         self._state.slice_left = looks
@@ -162,7 +162,7 @@ class WriteBack:
             row.mover_refs += 1
             row.sealing = move.seal
             tier.rows_storing += 1
-            tier.loose.append(move)
+            tier.ending_moves.append(move)
             moves.append(move)
         return moves
 
@@ -210,14 +210,14 @@ class WriteBack:
     # --- ends --------------------------------------------------------------------------------------------------
 
     def stores_ended(self, tier: TierIndex, moves: Sequence[PlannedMove], outcomes: Sequence[Outcome]) -> None:
-        """A mover is done with these stores, which are in `tier.loose`, the first one last; their rows and slots are no
-        longer pinned by them."""
-        loose, index, counters, ok = tier.loose, tier.index, tier.counters, Outcome.OK
+        """A mover is done with these stores, which are in `tier.ending_moves`, the first one last; their rows and slots
+        are no longer pinned by them."""
+        ending, index, counters, ok = tier.ending_moves, tier.index, tier.counters, Outcome.OK
         row_bytes, reclaim = self._state.row_bytes, self._host.reclaim
         on_evict = tier.spec.write is Write.ON_EVICT
         for move, outcome in zip(moves, outcomes, strict=True):
             row, entry, key = move.row, move.entry, move.key
-            loose.pop()
+            ending.pop()
             tier.rows_storing -= 1
             row.mover_refs -= 1
             if move.seal:
@@ -238,13 +238,13 @@ class WriteBack:
                     counters.dropped_failed += 1
                     self._give_up(tier, key)
             reclaim(row)
-        self._unpark(moves)
+        self._seals_ended(moves)
 
-    def _unpark(self, moves: Sequence[PlannedMove]) -> None:
+    def _seals_ended(self, moves: Sequence[PlannedMove]) -> None:
         """These stores have ended, and the sealing of their rows: they are next in the queues of the other tiers."""
         for tier in self._state.tiers:
-            for move in reversed(moves if tier.parked else ()):
-                if (tick := tier.parked.pop(move.key, None)) is not None:
+            for move in reversed(moves if tier.waiting_for_seal else ()):
+                if (tick := tier.waiting_for_seal.pop(move.key, None)) is not None:
                     tier.to_store.setdefault(move.key, tick)
                     tier.to_store.move_to_end(move.key, last=False)
 
@@ -258,7 +258,7 @@ class WriteBack:
 
     def drop_stores(self, tier: TierIndex) -> None:
         """Nothing can be written to this tier now: drop its queue, as much as the slice has room for."""
-        while (queue := tier.to_store or tier.parked) and self._state.take():
+        while (queue := tier.to_store or tier.waiting_for_seal) and self._state.take():
             tier.counters.dropped_refused += 1
             self._give_up(tier, queue.popitem()[0])
 
@@ -339,13 +339,13 @@ class WriteBack:
         """Count what `tier` had to evict before it was written to the tier below."""
         below = self._state.below(tier)
         if below is not None:
-            waiting = (below.to_store, below.parked)
+            waiting = (below.to_store, below.waiting_for_seal)
             below.counters.dropped_evicted += sum(
                 key not in below and not any(key in keys for keys in waiting) for key in evicted
             )
 
 
-class StoreHold:
+class StoreThrottle:
     """How many rows may be handed to a tier's mover now, to be written. None while any row of any tier is being
     promoted, or queued for it: stores take the processors, the memory bandwidth and the medium that loads need.
 

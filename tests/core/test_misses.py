@@ -10,7 +10,7 @@ from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup, TierManager
-from nixl_tiers.core.stats import HOST, MISSED, TABLE_BITS, Gone, GoneKeys, tag_of, tier_and_reason
+from nixl_tiers.core.stats import HOST, MISSED, TABLE_BITS, EvictionHistory, Gone, tag_of, tier_and_reason
 from nixl_tiers.core.types import Direction, TierSpec
 from tests.support.core import opened, put
 
@@ -153,7 +153,7 @@ def test_after_a_reset_nothing_was_ever_stored() -> None:
 @pytest.mark.parametrize("why", Gone)
 @pytest.mark.parametrize("tier", [HOST, 0, 7])
 def test_a_key_that_has_left_is_remembered_with_its_tier_and_the_reason(tier: int, why: Gone) -> None:
-    gone = GoneKeys()
+    gone = EvictionHistory()
     gone.note(ONE, tag_of(3, Gone.EVICTED))
     gone.note(ONE, tag_of(tier, why))
     assert tier_and_reason(gone.find(ONE)) == (tier, why)
@@ -163,7 +163,7 @@ def test_a_key_that_has_left_is_remembered_with_its_tier_and_the_reason(tier: in
 
 
 def test_many_keys_are_found_as_each_of_them() -> None:
-    gone = GoneKeys()
+    gone = EvictionHistory()
     for _ in range(2):
         keys = [b"key %d" % number for number in range(300)]
         for number, key in enumerate(keys[::3]):
@@ -174,7 +174,7 @@ def test_many_keys_are_found_as_each_of_them() -> None:
 
 
 def test_most_of_the_last_keys_are_remembered_and_no_other_key_is_named() -> None:
-    gone = GoneKeys()
+    gone = EvictionHistory()
     count = 1 << (TABLE_BITS - 5)
     for number in range(count):
         gone.note(b"key %d" % number, tag_of(2, Gone.EVICTED))

@@ -57,7 +57,7 @@ def test_request_finds_its_rows_in_host_memory_when_its_turn_comes() -> None:
     core.copies.complete_load(a)
     core.end_step()
     assert scan(core, b, "b", now=1e6) == [HIT] * 4, "its time in the queue is no waiting"
-    assert not core._promotion.line.busy
+    assert not core._promotion.prefetch_queue.busy
 
 
 def test_request_whose_turn_comes_at_once_gets_nothing_before_it_is_looked_up() -> None:
@@ -284,7 +284,7 @@ def test_line_gives_way_although_promotions_wait_for_room() -> None:
     core.copies.prepare_store(chain("filling", 5), "filling")
     wait_in_line(core, "b", b, (1.0,))
     run(core, core.events.plan(0.0))
-    assert core._promotion.crowded
+    assert core._promotion.host_full
     assert scan(core, a, "a")[0] is PENDING
     assert a[0] in come_up(core)
 
@@ -311,7 +311,7 @@ def test_line_without_anything_left_to_promote_is_not_busy() -> None:
     core = stored(a, rows=8)
     wait_in_line(core, "a", [*a[:2], b"nowhere", *a[2:]], FIRST)
     come_up(core)
-    assert not core._promotion.line.busy
+    assert not core._promotion.prefetch_queue.busy
     assert scan(core, a[:2], "a") == [HIT] * 2
 
 
@@ -375,7 +375,7 @@ def test_turn_with_a_host_full_of_pinned_rows_walks_over_no_queue() -> None:
     assert core.turn(0.0, 0.0) == []
     core._promotion._waiting = Unwalked(core._promotion._waiting)
     assert core.turn(0.5, 0.5) == []
-    assert core._promotion.crowded, "what is being stored will be unpinned"
+    assert core._promotion.host_full, "what is being stored will be unpinned"
     core.copies.complete_store(core.copies.rows_being_filled(chain("filling", 8)), ())
     assert come_up(core) == [*a, *b]
 
@@ -433,7 +433,7 @@ def test_line_of_prefetches_is_bounded() -> None:
     core = stored(rows=8)
     for number in range(1000):
         core.prefetch([b"%d-%d" % (number, place) for place in range(4)])
-    assert len(core._promotion.line._places) == MAX_PREFETCHES
+    assert len(core._promotion.prefetch_queue._places) == MAX_PREFETCHES
 
 
 def test_request_in_line_gets_the_beginning_of_its_chain_when_a_full_host_has_room() -> None:
@@ -445,7 +445,9 @@ def test_request_in_line_gets_the_beginning_of_its_chain_when_a_full_host_has_ro
     core.copies.complete_store(core.copies.rows_being_filled(chain("filling", 13)), ())
     core.end_step()
     assert come_up(core) == a[3:], "from where there was no room"
-    assert core._promotion.line._of["a"].held == sum(row.request_pins for row in core.host.index.values()) == 8
+    assert (
+        core._promotion.prefetch_queue._of["a"].held == sum(row.request_pins for row in core.host.index.values()) == 8
+    )
     assert scan(core, a, "a") == [HIT] * 8
 
 
@@ -456,6 +458,6 @@ def test_line_rests_while_the_host_has_no_room() -> None:
     wait_in_line(core, "a", a, FIRST)
     for _ in range(5):
         core.turn(0.0, 0.0)
-    assert not core._promotion.line.busy, "until a step has passed"
+    assert not core._promotion.prefetch_queue.busy, "until a step has passed"
     core.end_step()
-    assert core._promotion.line.busy
+    assert core._promotion.prefetch_queue.busy

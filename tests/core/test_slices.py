@@ -13,7 +13,7 @@ import pytest
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Eviction, Write
-from nixl_tiers.core.deferred_free import Garbage
+from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import MAX_LOOKS, HostTier
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup, TierManager
@@ -138,7 +138,7 @@ def test_requests_of_a_failed_job_retry_in_later_slices(most_work: Callable[...,
 
 
 def test_memory_of_an_emptied_dict_is_freed_without_the_lock() -> None:
-    garbage = Garbage()
+    garbage = DeferredFree()
     emptied = Emptied.fromkeys(range(1000))
     emptied.clear()
     garbage.add(emptied)

@@ -14,7 +14,7 @@ from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.tier import UNLIMITED, TierIndex
 from nixl_tiers.core.types import Direction, Job, TierSpec
-from nixl_tiers.core.writeback import StoreHold
+from nixl_tiers.core.writeback import StoreThrottle
 from tests.support.core import opened
 
 ROWS = 100
@@ -142,11 +142,11 @@ def test_steady_stream_of_promotions_does_not_starve_stores() -> None:
 
 @pytest.mark.parametrize("bug", ["never", "always"])
 def test_planted_bug_in_the_bound_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    room: dict[str, Callable[[StoreHold, TierIndex], int]] = {
+    room: dict[str, Callable[[StoreThrottle, TierIndex], int]] = {
         "never": lambda hold, _: 0 if hold._promoting else UNLIMITED,
         "always": lambda *_: WINDOW,
     }
-    monkeypatch.setattr(StoreHold, "room", room[bug])
+    monkeypatch.setattr(StoreThrottle, "room", room[bug])
     with pytest.raises(AssertionError):
         assert written_beside_promotions() == 20
 

@@ -772,7 +772,7 @@ class Simulation:
         require(
             core.host.counters.rows == ready, f"the host holds {ready} rows, and {core.host.counters} say otherwise"
         )
-        line = core._promotion.line
+        line = core._promotion.prefetch_queue
         held = sum(place.held for place in line._holding)
         require(held <= int(self.limits.line_share * self.rows), "requests that wait for their turn hold too much")
         pinned = sum(sum(not row.invalidated for row in place.request.pinned.values()) for place in line._places)
@@ -829,13 +829,13 @@ class Simulation:
         )
         for request in promotion._waiting.values():
             asked = sum(request.asked.values())
-            require(request.to_come == asked, f"{asked} rows are to come, and {request.to_come} are counted")
+            require(request.rows_awaited == asked, f"{asked} rows are to come, and {request.rows_awaited} are counted")
         stuck = sum(
             len(request.pinned)
             for request in promotion._waiting.values()
-            if request.waiting and not request.in_line and any(request.asked.values())
+            if request.waiting and not request.in_prefetch_queue and any(request.asked.values())
         )
-        counted = core.host.generation.stuck
+        counted = core.host.generation.pinned_by_waiting
         require(counted == stuck, f"requests that wait for more hold {stuck} rows, and {counted} are counted")
         for shared in core.checks.tiers.values():
             require(len(shared.open) <= self.limits.max_checks, "too many open checks")
@@ -849,7 +849,7 @@ class Simulation:
             source = core.host if index is None else index
             written = set()
             if below is not None:
-                written |= {*below.to_store, *below.parked}
+                written |= {*below.to_store, *below.waiting_for_seal}
                 jobs = [*below.jobs.values(), *(job for dead in below.dead for job in dead.to_end)]
                 written |= {move.key for job in jobs if job.direction is Direction.STORE for move in job.moves}
             if index is not None:

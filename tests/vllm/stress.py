@@ -84,7 +84,7 @@ def main(plan: dict[str, Any]) -> dict[str, Any]:
 
 def count_promotions_at_arrival(store: TieredStore) -> Counter[str]:
     """Rows that are queued from now on for requests whose turn has not come."""
-    line, counts = store.coordinator._core._promotion.line, Counter[str]()
+    line, counts = store.coordinator._core._promotion.prefetch_queue, Counter[str]()
     advance = line._advance
 
     def counted(place: Any, now: float) -> bool:
