@@ -37,7 +37,7 @@ from bench.machine import machine
 from bench.rounds import Spread
 
 THREADS = 16
-NICE = 10  # nixl_tiers/tiers/priority.py
+NICE = 10  # nixl_tiers/tiers/nixl_agent.py
 HOST = 16  # the host holds so many times what is asked for
 CASCADE = 3  # what is put beside it is so many times as much
 

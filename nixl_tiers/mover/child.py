@@ -1,14 +1,17 @@
-"""One mover process as the supervisor sees it: a child process, its pidfd, and a non-blocking socket."""
+"""One mover process as the supervisor sees it: a child process, its pidfd, a non-blocking socket, and its standard
+error in lines, with secrets redacted."""
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import socket
 import subprocess
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -28,8 +31,6 @@ from nixl_tiers.mover.protocol import (
     decode_to_coordinator,
     encode,
 )
-from nixl_tiers.mover.redaction import Redactor, secrets_of
-from nixl_tiers.mover.stderr import Stderr
 
 START_TIMEOUT_S: Final = 60.0  # to the first message: imports and mapping the region
 HEARTBEAT_TIMEOUT_S: Final = 20 * HEARTBEAT_S
@@ -225,3 +226,98 @@ def _read(packet: memoryview, fds: list[int]) -> tuple[ToCoordinator, RowTable |
     finally:
         for fd in fds:
             os.close(fd)
+
+
+# --- its standard error -----------------------------------------------------------------------------------------------
+
+READ_BYTES: Final = 64 << 10  # in one call
+LINE_BYTES: Final = 2000  # longer lines are cut
+LAST_LINES: Final = 20  # errors, and what is not in our log format (LOG_FORMAT): kept to explain the mover's death
+
+_OURS: Final = re.compile(r"nixl_tiers mover\[[^\]]*\] ([A-Z]+): (.*)")
+_SECRET_FIELD: Final = re.compile(
+    r"((?:secret|token|passw|credential|signature|authorization|access.?key)[\w-]*[\"']?\s*[=:]\s*).*", re.IGNORECASE
+)
+
+
+class Stderr:
+    """The reading end of the pipe. `last`: the last LAST_LINES lines that are errors, without their tracebacks, or not
+    in our log format (libraries)."""
+
+    def __init__(self, fd: int, redact: Redactor) -> None:
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self.eof = False
+        self.last: deque[str] = deque(maxlen=LAST_LINES)
+        self._redact = redact
+        self._partial = b""
+        self._skipping = False  # the rest of a line that was too long
+
+    def read(self) -> list[tuple[int, str]]:
+        """(level, text) of the lines that have come; tracebacks and lines of libraries are DEBUG."""
+        try:
+            raw = os.read(self.fd, READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            raw = b""
+        self.eof = not raw
+        *lines, self._partial = (self._partial + (raw or b"\n")).split(b"\n")
+        if self._skipping and lines:
+            del lines[0]
+            self._skipping = False
+        if len(self._partial) > LINE_BYTES:
+            if not self._skipping:
+                lines.append(self._partial)
+            self._skipping, self._partial = True, b""
+        return [self._parse(line) for line in lines if line.strip()]
+
+    def _parse(self, line: bytes) -> tuple[int, str]:
+        text = self._redact(line.decode(errors="replace"))
+        if len(line) > LINE_BYTES:  # it may end with the beginning of a secret
+            text = text[: max(0, LINE_BYTES - self._redact.longest)]
+        ours = _OURS.fullmatch(text)
+        level = logging.getLevelNamesMapping().get(ours[1]) if ours else None
+        if ours and level is not None:
+            if level >= logging.ERROR:
+                self.last.append(ours[2].partition(" | ")[0])
+            return level, ours[2]
+        text = _SECRET_FIELD.sub(r"\1***", text)
+        self.last.append(text)
+        return logging.DEBUG, text
+
+
+# --- secrets, which are replaced before anything is logged or reported ------------------------------------------------
+
+_SECRET_NAME: Final = re.compile(
+    r"SECRET|TOKEN|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|(PASS|AUTH|KEYS?)(_|$)", re.IGNORECASE
+)
+_PLACE_NAME: Final = re.compile(r"_(FILE|PATH|DIR)$", re.IGNORECASE)  # and not _URL: some URLs are secrets
+_USER_OF_URL: Final = re.compile(r"://[^/@\s]+@")
+_SHORT: Final = 8  # shorter values are ordinary words
+
+
+def secrets_of(environment: Mapping[str, str], names: Iterable[str]) -> list[str]:
+    """Values to be redacted: of variables whose names look secret, and of these `names`."""
+    named = set(names)
+    return [
+        value
+        for name, value in environment.items()
+        if name in named or (_SECRET_NAME.search(name) and not _PLACE_NAME.search(name))
+    ]
+
+
+class Redactor:
+    """Replaces secrets, and each line of a secret that has several, such as a private key; what is shorter than 8
+    characters is left. `longest`: of what is replaced, in characters."""
+
+    def __init__(self, secrets: Iterable[str]) -> None:
+        lines = {line.strip() for secret in secrets for line in secret.splitlines()}
+        known = sorted((line for line in lines if len(line) >= _SHORT), key=len, reverse=True)
+        self.longest = len(known[0]) if known else 0
+        self._secrets = re.compile("|".join(map(re.escape, known))) if known else None
+
+    def __call__(self, text: str) -> str:
+        if self._secrets is not None:
+            text = self._secrets.sub("***", text)
+        return _USER_OF_URL.sub("://***@", text)

@@ -6,9 +6,11 @@ not take yet are queued. So a missing heartbeat means that this process is stuck
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import select
+import signal
 import socket
 import time
 from collections import deque
@@ -20,9 +22,7 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import missing_of
-from nixl_tiers.mover import watchdog
-from nixl_tiers.mover.index_builder import IndexBuilder
-from nixl_tiers.mover.index_publisher import IndexPublisher
+from nixl_tiers.mover.listing import IndexBuilder, IndexPublisher
 from nixl_tiers.mover.protocol import (
     HEARTBEAT_S,
     MAX_DENIALS,
@@ -40,6 +40,7 @@ from nixl_tiers.mover.protocol import (
     Open,
     Opened,
     Refused,
+    SendQueue,
     Slots,
     Stop,
     Store,
@@ -48,7 +49,6 @@ from nixl_tiers.mover.protocol import (
     decode_to_mover,
     sendable_text,
 )
-from nixl_tiers.mover.send_queue import SendQueue
 from nixl_tiers.tiers.base import MAX_ENTRIES, StorageTier, TierDown, TierRefused
 
 POLL_S: Final = 0.0003  # at least, while transfers run; tighter burns a core and gains nothing, measured
@@ -289,7 +289,7 @@ def run_loop(mover: Mover, end: socket.socket, events: select.poll, ends: set[in
     while True:
         now = time.monotonic()
         if now >= rearm_at_s:
-            watchdog.rearm()
+            rearm_watchdog()
             rearm_at_s = now + HEARTBEAT_S
         try:
             mover.step(now)
@@ -333,3 +333,30 @@ def _receive(mover: Mover, end: socket.socket) -> bool:
             return False
         mover.receive(decode_to_mover(packet))
     return True
+
+
+# --- the watchdog: the kernel ends a mover whose main loop is stuck ---------------------------------------------------
+
+# When a call into NIXL does not return, and keeps the interpreter's lock, no thread of the mover can end it; and the
+# coordinator that would kill it may be dead.
+
+WATCHDOG_S: Final = 120.0  # longer than a living coordinator waits for a heartbeat
+
+_libc = ctypes.CDLL(None)
+
+
+def rearm_watchdog() -> None:
+    """Have SIGALRM end this process after WATCHDOG_S, unless this is called again.
+
+    The timer also runs while the process is stopped (SIGSTOP, a frozen cgroup, a suspended machine), and would end it
+    as soon as it is continued. So the first alarm only sets another one: its handler is alarm(2) itself, called with
+    the signal's number, 14, and thus good for 14 s. It is called once, then SIGALRM is deadly again.
+    """
+    _libc.sysv_signal(signal.SIGALRM, ctypes.cast(_libc.alarm, ctypes.c_void_p))
+    signal.setitimer(signal.ITIMER_REAL, WATCHDOG_S)
+
+
+def limit_exit(timeout_s: float) -> None:
+    """Have SIGALRM end this process after `timeout_s`, at the latest."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)

@@ -20,13 +20,17 @@ import msgspec
 
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover import watchdog
-from nixl_tiers.mover.loop import POLL_S, Mover, run_loop
-from nixl_tiers.mover.protocol import MAX_PACKET, Configure, Refused, decode_to_mover, sendable_text
-from nixl_tiers.mover.send_queue import SendQueue
-from nixl_tiers.mover.stderr import FORMAT
-from nixl_tiers.tiers.base import TierRefused
-from nixl_tiers.tiers.registry import make_tier
+from nixl_tiers.mover.loop import POLL_S, Mover, limit_exit, rearm_watchdog, run_loop
+from nixl_tiers.mover.protocol import (
+    LOG_FORMAT,
+    MAX_PACKET,
+    Configure,
+    Refused,
+    SendQueue,
+    decode_to_mover,
+    sendable_text,
+)
+from nixl_tiers.tiers.base import TierRefused, make_tier
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +85,7 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
     if configure is None:
         return
     _set_up_logging(str(configure.tier.get("type", "?")))
-    watchdog.rearm()
+    rearm_watchdog()
     region = HostRegion.attach(region_fd)
     region.map_pages()
     try:
@@ -122,7 +126,7 @@ def _receive_configure(end: socket.socket, events: select.poll, ends: set[int]) 
 
 def _exit(mover: Mover, *, orphaned: bool) -> None:
     """Finish what runs and write the journal; without a coordinator, only as far as that is quick."""
-    watchdog.limit_exit(ORPHAN_EXIT_S if orphaned else STOP_EXIT_S)
+    limit_exit(ORPHAN_EXIT_S if orphaned else STOP_EXIT_S)
     if orphaned:
         mover.abandon()
         # The results are not read any more, but rows that are written now are found after a restart.
@@ -136,7 +140,7 @@ def _exit(mover: Mover, *, orphaned: bool) -> None:
 
 def _set_up_logging(name: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine(FORMAT % name))
+    handler.setFormatter(_OneLine(LOG_FORMAT % name))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("botocore").setLevel(logging.WARNING)  # at INFO it logs every search for credentials
 

@@ -26,8 +26,16 @@ from nixl_tiers.base.manifest import Description
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.testing.config import FaultyConfig
-from nixl_tiers.tiers.base import Entry, ExistenceAnswer, FinishedBatch, Move, StorageTier, TierRefused, seal_row
-from nixl_tiers.tiers.registry import implement
+from nixl_tiers.tiers.base import (
+    Entry,
+    ExistenceAnswer,
+    FinishedBatch,
+    Move,
+    StorageTier,
+    TierRefused,
+    implement,
+    seal_row,
+)
 
 MakeTier = Callable[[Geometry, HostRegion], StorageTier]
 

@@ -16,8 +16,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers.base.chunk import MAX_KEY_BYTES, Outcome
+from nixl_tiers.base.chunk import MAX_KEY_BYTES, Geometry, Outcome
 from nixl_tiers.base.manifest import Description
+from nixl_tiers.config.kinds import import_object, in_one_line
+from nixl_tiers.config.schema import ConfigError, StorageConfig, tier_from_dict
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 
@@ -264,3 +266,58 @@ class StorageTier(ABC):
     @abstractmethod
     def used_bytes(self) -> int:
         """What this tier takes on its medium now."""
+
+
+# --- expiry (`max_age`), by the time in a seal: when it was made, by the clock of the writer --------------------------
+
+# Clocks differ and jump. A seal that is ahead of the reader's clock counts as made when it was first seen, until the
+# clock has caught up with it. So nothing expires early, and such a row lives for at most one `max_age` longer.
+
+SWEEP_S: Final = 60.0
+SWEEPS_PER_AGE: Final = 10
+
+
+def has_expired(sealed_at: float, now_s: float, max_age_s: float | None) -> bool:
+    """Whether a row sealed then is too old now (Unix seconds). A seal without a time (0) is, if there is a maximum."""
+    return max_age_s is not None and sealed_at <= now_s - max_age_s
+
+
+def expired(sealed_at: NDArray[np.uint32], now_s: float, max_age_s: float) -> NDArray[np.bool_]:
+    """`has_expired` for many rows, as flags."""
+    flags: NDArray[np.bool_] = sealed_at <= now_s - max_age_s
+    return flags
+
+
+def sweep_s(max_age_s: float) -> float:
+    """How often to sweep for expired rows, in seconds."""
+    return min(SWEEP_S, max_age_s / SWEEPS_PER_AGE)
+
+
+# --- from a configuration to its tier: imported here, in the mover, and nowhere else ----------------------------------
+
+
+def make_tier(tier: Mapping[str, object], geometry: Geometry, region: HostRegion) -> StorageTier:
+    """The tier of a configuration as `tier_to_dict` gives it. Raises TierRefused."""
+    try:
+        config = tier_from_dict(tier)
+    except ConfigError as error:
+        if not str(error).startswith("type: "):
+            raise TierRefused(str(error)) from error
+        # The scheduler's process could read it, so its path has something that a mover's has not.
+        what = f'type: "{tier.get("type")}" cannot be imported by its mover process, so its package must be installed'
+        raise TierRefused(f"{what} ({str(error).removeprefix('type: ')})") from error
+    return implement(config, geometry, region)
+
+
+def implement(config: StorageConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
+    """A tier of the class, or from the function, that `config.implementation` names. Raises TierRefused."""
+    # One tier a process: the libraries of the others are not loaded.
+    try:
+        make = import_object(config.implementation)
+    except Exception as error:
+        where = f'its implementation "{config.implementation}" cannot be imported by its mover process'
+        raise TierRefused(f'type: "{config.type}": {where} ({in_one_line(error)})') from error
+    tier = make(config, geometry, region)
+    if not isinstance(tier, StorageTier):
+        raise TierRefused(f'type: "{config.type}": its implementation "{config.implementation}" makes no StorageTier')
+    return tier

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Final
 
 from nixl_tiers.base.chunk import PAGE
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.mounts import is_mount, make_private, not_mounted
 from nixl_tiers.config.fields import format_size, min_free_bytes
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import StorageTier, TierDown, TierRefused
 from nixl_tiers.tiers.folder import Folder, fd_path
-from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration
 
 SLAB_LOCK: Final = ".ledger"

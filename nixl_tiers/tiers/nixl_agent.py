@@ -13,12 +13,14 @@ import importlib
 import importlib.util
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers.log_once import LogOnce
 
 logger = logging.getLogger(__name__)
 
@@ -192,3 +194,23 @@ def _import_nixl() -> Any:
     hundreds of megabytes in every mover. Where only one flavour is installed there is nothing to choose."""
     flavours = [name for name in ("nixl_cu13", "nixl_cu12") if importlib.util.find_spec(name)]
     return importlib.import_module(f"{flavours[0] if len(flavours) == 1 else 'nixl'}._api")
+
+
+# --- threads that only store ------------------------------------------------------------------------------------------
+
+STORE_NICE: Final = 10  # a tenth of the weight of a thread with 0
+
+T = TypeVar("T")
+
+
+def at_low_priority(start: Callable[[], T]) -> T:
+    """Call `start` on a thread that ends with it: native threads that it starts have low CPU priority for all their
+    life, so that a busy machine serves first whom requests wait for. Returns or raises what it does.
+
+    Linux has a nice value for each thread. A thread inherits that of the one that starts it, may raise it, and cannot
+    lower it again without a right (CAP_SYS_NICE, RLIMIT_NICE). So a thread that also loads must never have it. Nor must
+    one that runs Python code: while it holds the interpreter lock and is not scheduled, the mover's loop waits for the
+    lock (priority inversion).
+    """
+    with ThreadPoolExecutor(1, initializer=lambda: os.nice(STORE_NICE)) as thread:
+        return thread.submit(start).result()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.config.fields import shown
-from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.compat import ReqContext
 

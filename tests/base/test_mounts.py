@@ -12,10 +12,10 @@ from unittest.mock import Mock
 import pytest
 
 from nixl_tiers.base import mounts
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.config.file import FileConfig
 from nixl_tiers.swap.cache import write_whole
 from nixl_tiers.tiers.disk import MountGuard, prepare_path
-from nixl_tiers.tiers.log_once import LogOnce
 
 
 def _config(path: Path) -> FileConfig:

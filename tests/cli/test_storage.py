@@ -24,7 +24,7 @@ from nixl_tiers.cli import BAD_INPUT, FAILED, INCOMPLETE, OK, main
 from nixl_tiers.cli.storage.base import Pace
 from nixl_tiers.cli.storage.rowfiles import RowFileStorage
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers import manifest_keeper
+from nixl_tiers.tiers import manifests
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from tests.support.file_tier import file_tier
 from tests.tiers.file_tiers import FileTier, load, make_tier, store
@@ -43,7 +43,7 @@ def region() -> Iterator[HostRegion]:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest_keeper, "RETRY_S", 0.0)
+    monkeypatch.setattr(manifests, "RETRY_S", 0.0)
     monkeypatch.setattr("nixl_tiers.tiers.disk.CHECK_INTERVAL_S", 0.01)
     monkeypatch.setattr("nixl_tiers.cli.storage.slabs._PAUSE_S", 0.01)
 

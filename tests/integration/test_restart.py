@@ -18,7 +18,7 @@ from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import child
-from nixl_tiers.mover.index_builder import SINGLE_ROWS
+from nixl_tiers.mover.listing import SINGLE_ROWS
 from nixl_tiers.runtime.coordinator import Coordinator
 from tests.support.waiting import serves, until
 

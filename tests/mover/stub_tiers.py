@@ -262,9 +262,9 @@ class ShortWatchdog(InstantTier):
     """Its mover's watchdog has a short timeout."""
 
     def open(self, namespace: bytes, epoch: int) -> int:
-        from nixl_tiers.mover import watchdog
+        from nixl_tiers.mover import loop
 
-        watchdog.TIMEOUT_S = 1.5  # type: ignore[misc]
+        loop.WATCHDOG_S = 1.5  # type: ignore[misc]
         return super().open(namespace, epoch)
 
 
@@ -272,9 +272,9 @@ class HangsWithInterpreterLock(InstantTier):
     """Some time after a store, and at close, it makes a call that never returns and holds the interpreter's lock."""
 
     def store(self, moves: Sequence[Move]) -> int:
-        from nixl_tiers.mover import watchdog
+        from nixl_tiers.mover import loop
 
-        watchdog.TIMEOUT_S = 2.0  # type: ignore[misc]
+        loop.WATCHDOG_S = 2.0  # type: ignore[misc]
         self._hang_at_s = time.monotonic() + 1.0
         return 1
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nixl_tiers.mover.redaction import Redactor, secrets_of
-from nixl_tiers.mover.stderr import FORMAT, LAST_LINES, LINE_BYTES, Stderr
+from nixl_tiers.mover.child import LAST_LINES, LINE_BYTES, Redactor, Stderr, secrets_of
+from nixl_tiers.mover.protocol import LOG_FORMAT
 
 SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
 
@@ -26,7 +26,7 @@ def pipe() -> Iterator[tuple[Stderr, int]]:
 def test_log_lines_have_their_level_and_others_are_kept(pipe: tuple[Stderr, int]) -> None:
     stderr, write_fd = pipe
     assert stderr.read() == []
-    line = FORMAT % "file" % {"levelname": "WARNING", "message": "no room"}
+    line = LOG_FORMAT % "file" % {"levelname": "WARNING", "message": "no room"}
     os.write(write_fd, f"{line}\nTraceback\n\nhalf".encode())
     assert stderr.read() == [(logging.WARNING, "no room"), (logging.DEBUG, "Traceback")]
     os.write(write_fd, b" a line\n" * 3)
@@ -101,7 +101,7 @@ def test_a_secret_longer_than_a_line_is_never_shown_in_part() -> None:
 def test_password_in_a_url_is_redacted(pipe: tuple[Stderr, int]) -> None:
     """Of a proxy, whose variable's name sounds like no secret."""
     stderr, write_fd = pipe
-    line = FORMAT % "s3" % {"levelname": "WARNING", "message": "no answer of http://me:hunter2@proxy:3128 in 3 s"}
+    line = LOG_FORMAT % "s3" % {"levelname": "WARNING", "message": "no answer of http://me:hunter2@proxy:3128 in 3 s"}
     os.write(write_fd, f"{line}\n".encode())
     assert stderr.read() == [(logging.WARNING, "no answer of http://***@proxy:3128 in 3 s")]
 

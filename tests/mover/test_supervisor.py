@@ -19,7 +19,7 @@ from nixl_tiers.base.clock import COUNTED_S, RunningClock
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.row_table import RowTable
 from nixl_tiers.mover import child
-from nixl_tiers.mover.backoff import KILLS_AN_HOUR, RestartBackoff
+from nixl_tiers.mover.child import Redactor
 from nixl_tiers.mover.protocol import (
     MAX_PACKET,
     CheckExistence,
@@ -36,8 +36,7 @@ from nixl_tiers.mover.protocol import (
     ToMover,
     encode,
 )
-from nixl_tiers.mover.redaction import Redactor
-from nixl_tiers.mover.supervisor import IDLE_S, Supervisor, Turn
+from nixl_tiers.mover.supervisor import IDLE_S, KILLS_AN_HOUR, RestartBackoff, Supervisor, Turn
 from tests.mover.harness import KEY_HASH, NAMESPACE
 from tests.support.waiting import until
 

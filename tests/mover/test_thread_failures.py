@@ -19,8 +19,7 @@ import pytest
 import nixl_tiers
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.events import Events
-from nixl_tiers.mover.child import Child
-from nixl_tiers.mover.stderr import Stderr
+from nixl_tiers.mover.child import Child, Stderr
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import S3Server
 from tests.mover.stub_tiers import FailingFileConfig, FailingS3Config

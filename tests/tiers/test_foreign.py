@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.mover.protocol import Down, decode_to_coordinator, encode, sendable_text
-from nixl_tiers.tiers.foreign import REMEASURE_S, ForeignTrees, tree_bytes
-from nixl_tiers.tiers.log_once import LogOnce
+from nixl_tiers.tiers.folder import REMEASURE_S, ForeignTrees, tree_bytes
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
 from nixl_tiers.tiers.rowfile.quota import DirQuota

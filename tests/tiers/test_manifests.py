@@ -18,8 +18,8 @@ import pytest
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.manifest import MANIFEST_NAME, REFRESH_S, Description, Manifest
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers import manifest_keeper
-from nixl_tiers.tiers.manifest_keeper import ManifestKeeper
+from nixl_tiers.tiers import manifests
+from nixl_tiers.tiers.manifests import ManifestKeeper
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.quota import MANIFEST_BYTES, MARGIN_BYTES, DirQuota
 from nixl_tiers.tiers.slab.quota import ShardDir
@@ -35,7 +35,7 @@ OK = Outcome.OK
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A manifest that could not be written is tried again at once."""
-    monkeypatch.setattr(manifest_keeper, "RETRY_S", 0.0)
+    monkeypatch.setattr(manifests, "RETRY_S", 0.0)
     monkeypatch.setattr("nixl_tiers.tiers.disk.CHECK_INTERVAL_S", 0.01)
 
 

@@ -13,7 +13,7 @@ import pytest
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.manifest import Description, Manifest
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers.other_namespaces import MAX_READ, Other, OtherNamespaces, differences, sentence
+from nixl_tiers.tiers.manifests import MAX_READ, Other, OtherNamespaces, differences, sentence
 from tests.tiers.file_tiers import make_tier, store
 from tests.tiers.test_manifests import LAYOUTS, run_until
 

@@ -15,8 +15,7 @@ from nixl_tiers.cli.checks.finding import Finding, advise, broken, ok
 from nixl_tiers.cli.gds.findings import say
 from nixl_tiers.config.schema import StorageConfig
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers.base import Move, StorageTier, TierDown, TierRefused
-from nixl_tiers.tiers.registry import implement
+from nixl_tiers.tiers.base import Move, StorageTier, TierDown, TierRefused, implement
 
 NAME: Final = "write, read, verify"
 GEOMETRY: Final = Geometry(cells=1, cell_payload=1 << 20)

@@ -16,7 +16,7 @@ from nixl_tiers.base.manifest import MANIFEST_NAME, REFRESH_S, Manifest
 from nixl_tiers.cli.storage.base import Checked, Namespace, Pace, Problems, Step, Storage, Unusable, Victims
 from nixl_tiers.cli.storage.reading import RowBuffer, folders, manifest_in
 from nixl_tiers.cli.storage.seals import defect
-from nixl_tiers.tiers.foreign import taken_bytes
+from nixl_tiers.tiers.folder import taken_bytes
 
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _FANOUT: Final = re.compile(r"[0-9a-f]{2}")

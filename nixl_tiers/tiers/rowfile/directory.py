@@ -17,7 +17,7 @@ from typing import Final, ParamSpec, TypeVar
 from nixl_tiers.base.manifest import MANIFEST_NAME
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import READ_ONLY, Folder, Found, NotOwned
-from nixl_tiers.tiers.manifest_keeper import read_manifest
+from nixl_tiers.tiers.manifests import read_manifest
 from nixl_tiers.tiers.rowfile.packed_rows import KnownRow
 from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath, age_from
 from nixl_tiers.tiers.rowfile.server_time import ServerTime

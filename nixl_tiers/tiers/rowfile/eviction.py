@@ -12,9 +12,9 @@ from typing import Final
 import numpy as np
 
 from nixl_tiers.base.chunk import PAGE
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.memory.seal import read as read_seal
-from nixl_tiers.tiers.expiry import expired, has_expired
-from nixl_tiers.tiers.log_once import LogOnce
+from nixl_tiers.tiers.base import expired, has_expired
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.packed_rows import PRESENT, KnownRow, decoded
 from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath, age_from

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Final, Literal
 
 from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.tiers.disk import describe, direct_reads, fallocate
 from nixl_tiers.tiers.folder import fd_path
-from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration
 from nixl_tiers.tiers.rowfile.directory import RowDirectory, TempFile
 from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath, age_from

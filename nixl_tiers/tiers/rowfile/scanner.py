@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from nixl_tiers.base.chunk import MAX_KEY_BYTES
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.tiers.disk import INCOMING
-from nixl_tiers.tiers.folder import Folder, NotOwned, fd_path
-from nixl_tiers.tiers.foreign import ForeignTrees
-from nixl_tiers.tiers.log_once import LogOnce
+from nixl_tiers.tiers.folder import Folder, ForeignTrees, NotOwned, fd_path
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
 from nixl_tiers.tiers.rowfile.packed_rows import (

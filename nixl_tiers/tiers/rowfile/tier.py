@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import Final, ParamSpec, TypeVar
 
 from nixl_tiers.base.chunk import PAGE, Geometry, Key
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.manifest import MANIFEST_NAME, Description, Manifest
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
@@ -35,6 +36,7 @@ from nixl_tiers.tiers.base import (
     StorageTier,
     TierDown,
     TierRefused,
+    sweep_s,
 )
 from nixl_tiers.tiers.disk import (
     FileIdentity,
@@ -48,11 +50,8 @@ from nixl_tiers.tiers.disk import (
     open_error,
     prepare_path,
 )
-from nixl_tiers.tiers.expiry import sweep_s
-from nixl_tiers.tiers.log_once import LogOnce
-from nixl_tiers.tiers.manifest_keeper import CLOSE_S, ManifestAuthor, ManifestKeeper
+from nixl_tiers.tiers.manifests import CLOSE_S, ManifestAuthor, ManifestKeeper, OtherNamespaces
 from nixl_tiers.tiers.nixl_agent import Registration
-from nixl_tiers.tiers.other_namespaces import OtherNamespaces
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
 from nixl_tiers.tiers.rowfile.io import RowFileIo

@@ -8,11 +8,10 @@ from concurrent.futures import Future
 from typing import Final
 
 from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Verdict
-from nixl_tiers.tiers.base import Move
-from nixl_tiers.tiers.expiry import has_expired
-from nixl_tiers.tiers.log_once import LogOnce
+from nixl_tiers.tiers.base import Move, has_expired
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, finished
 from nixl_tiers.tiers.nixl_agent import Agent, Span
 from nixl_tiers.tiers.rowfile.directory import RowDirectory

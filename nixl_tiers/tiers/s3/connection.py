@@ -14,9 +14,9 @@ from typing import Any, Final
 from botocore.exceptions import ClientError
 from botocore.parsers import ResponseParserError
 
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown
-from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.s3.aws_region import configured_region, settled_region
 from nixl_tiers.tiers.s3.client import endpoint_of, make_client
 from nixl_tiers.tiers.s3.conditional import answered_at_s

@@ -18,10 +18,10 @@ from typing import Any, Final
 
 from botocore.exceptions import BotoCoreError, ClientError
 
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.manifest import RETRY_S
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
-from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS
 from nixl_tiers.tiers.s3.connection import S3Connection
 from nixl_tiers.tiers.s3.credentials import Credentials

@@ -26,8 +26,7 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.prefault import populate
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import TierDown, TierRefused
-from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration, Transfer, TransferState
-from nixl_tiers.tiers.priority import at_low_priority
+from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration, Transfer, TransferState, at_low_priority
 from nixl_tiers.tiers.s3.concurrency import FIRST
 from nixl_tiers.tiers.s3.credentials import Credentials
 from nixl_tiers.tiers.s3.tls import trusted_certificates

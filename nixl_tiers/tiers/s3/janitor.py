@@ -25,7 +25,7 @@ from botocore.exceptions import ClientError
 from botocore.parsers import ResponseParserError
 
 from nixl_tiers.base.chunk import NAMESPACE_BYTES
-from nixl_tiers.tiers.log_once import LogOnce
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.tiers.s3.conditional import (
     CONDITIONS,
     REQUEST_ERRORS,

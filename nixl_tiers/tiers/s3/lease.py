@@ -34,7 +34,7 @@ from typing import Any, Final, Self
 
 from botocore.exceptions import ClientError
 
-from nixl_tiers.tiers.log_once import LogOnce
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.tiers.s3.conditional import (
     CONDITIONS,
     REQUEST_ERRORS,

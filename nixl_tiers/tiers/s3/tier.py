@@ -27,8 +27,7 @@ from nixl_tiers.tiers.base import (
     Move,
     StorageTier,
 )
-from nixl_tiers.tiers.manifest_keeper import ManifestAuthor, ManifestKeeper
-from nixl_tiers.tiers.other_namespaces import OtherNamespaces
+from nixl_tiers.tiers.manifests import ManifestAuthor, ManifestKeeper, OtherNamespaces
 from nixl_tiers.tiers.s3.conditional import small_object
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.existence import ExistenceChecker

@@ -18,8 +18,7 @@ from nixl_tiers.base.chunk import Geometry, Key, Outcome
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.tiers.base import FinishedBatch, Move, seal_row
-from nixl_tiers.tiers.expiry import has_expired
+from nixl_tiers.tiers.base import FinishedBatch, Move, has_expired, seal_row
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit
 from nixl_tiers.tiers.nixl_agent import TransferState
 from nixl_tiers.tiers.s3.concurrency import PollPace, TransferLimit

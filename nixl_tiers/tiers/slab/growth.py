@@ -16,9 +16,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.tiers.base import Entry
 from nixl_tiers.tiers.disk import describe
-from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.slab.shard import Shard
 from nixl_tiers.tiers.slab.slabs import NoSpace
 

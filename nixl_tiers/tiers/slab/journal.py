@@ -19,10 +19,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, PackedEntries
 from nixl_tiers.tiers.disk import describe
 from nixl_tiers.tiers.folder import Folder
-from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.slab.journal_file import CHUNK_RECORDS, JournalFile
 from nixl_tiers.tiers.slab.journal_listing import Listing, by_tick, older_duplicates, repeated
 from nixl_tiers.tiers.slab.journal_record import MAX_TICK, RECORD, decode, encode, tag_of, tags_of

@@ -21,13 +21,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from nixl_tiers.base.manifest import Manifest
-from nixl_tiers.tiers.base import TierDown
+from nixl_tiers.tiers.base import TierDown, has_expired
 from nixl_tiers.tiers.disk import SLAB_LOCK, FileIdentity, FreeSpace, describe
-from nixl_tiers.tiers.expiry import has_expired
-from nixl_tiers.tiers.folder import Folder, Found, NotOwned
-from nixl_tiers.tiers.foreign import ForeignTrees, tree_bytes
-from nixl_tiers.tiers.manifest_keeper import read_manifest
-from nixl_tiers.tiers.other_namespaces import OtherNamespaces
+from nixl_tiers.tiers.folder import Folder, ForeignTrees, Found, NotOwned, tree_bytes
+from nixl_tiers.tiers.manifests import OtherNamespaces, read_manifest
 from nixl_tiers.tiers.slab.parts import (
     DELETING,
     DESCRIPTION,

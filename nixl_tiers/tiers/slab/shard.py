@@ -16,14 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.base.chunk import PAGE, Geometry
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from nixl_tiers.memory.seal import Sealer
-from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, MAX_SLOTS, Entry, TierDown
+from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, MAX_SLOTS, Entry, TierDown, expired, has_expired, sweep_s
 from nixl_tiers.tiers.disk import HealthMonitor, describe, probe_name
-from nixl_tiers.tiers.expiry import expired, has_expired, sweep_s
 from nixl_tiers.tiers.folder import Folder
-from nixl_tiers.tiers.log_once import LogOnce
-from nixl_tiers.tiers.manifest_keeper import CLOSE_S, ManifestKeeper, read_manifest
+from nixl_tiers.tiers.manifests import CLOSE_S, ManifestKeeper, read_manifest
 from nixl_tiers.tiers.nixl_agent import Agent
 from nixl_tiers.tiers.slab.journal import Journal
 from nixl_tiers.tiers.slab.journal_file import journal_bytes

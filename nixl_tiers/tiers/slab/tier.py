@@ -16,18 +16,16 @@ from contextlib import suppress
 from typing import Final
 
 from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.manifest import Description
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused
+from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused, sweep_s
 from nixl_tiers.tiers.disk import SLAB_LOCK, FreeSpace, MountGuard, describe, open_agent, open_error, prepare_path
-from nixl_tiers.tiers.expiry import sweep_s
-from nixl_tiers.tiers.log_once import LogOnce
-from nixl_tiers.tiers.manifest_keeper import ManifestAuthor, ManifestKeeper
+from nixl_tiers.tiers.manifests import ManifestAuthor, ManifestKeeper, OtherNamespaces
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit
 from nixl_tiers.tiers.nixl_agent import AgentError, Registration, Span, Transfer
-from nixl_tiers.tiers.other_namespaces import OtherNamespaces
 from nixl_tiers.tiers.slab.growth import GROWTH_S, OVERDUE_S, Growth
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
 from nixl_tiers.tiers.slab.shard import Shard, slots_within

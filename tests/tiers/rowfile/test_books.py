@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from nixl_tiers.base.chunk import Geometry, object_name
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.disk import INCOMING, HealthMonitor
 from nixl_tiers.tiers.folder import Folder
-from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
 from nixl_tiers.tiers.rowfile.namespace import NamespaceRows

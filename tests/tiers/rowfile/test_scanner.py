@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from nixl_tiers.base.chunk import object_name
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import Folder
-from nixl_tiers.tiers.log_once import LogOnce
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
 from nixl_tiers.tiers.rowfile.quota import DirQuota, Reservation, RowPath, age_from

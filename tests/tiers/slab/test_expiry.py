@@ -11,8 +11,7 @@ import pytest
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Listed, Load
-from nixl_tiers.tiers.base import Entry, Move
-from nixl_tiers.tiers.expiry import expired, has_expired, sweep_s
+from nixl_tiers.tiers.base import Entry, Move, expired, has_expired, sweep_s
 from nixl_tiers.tiers.slab import shard, slabs
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import NAMESPACE, MoverProcess, key_of, payload, shard_dir, wait_until

@@ -13,12 +13,10 @@ import pytest
 
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.row_table import RowTable, RowTableError
-from nixl_tiers.mover import index_builder as module
+from nixl_tiers.mover import listing as module
 from nixl_tiers.mover.child import _read
-from nixl_tiers.mover.index_builder import BuiltTable, IndexBuilder
-from nixl_tiers.mover.index_publisher import IDLE_S, MAX_TABLES, POLL_S, IndexPublisher
-from nixl_tiers.mover.protocol import MAX_PACKET, Finished, Listed, ListedTable, ToCoordinator, encode
-from nixl_tiers.mover.send_queue import SendQueue
+from nixl_tiers.mover.listing import IDLE_S, MAX_TABLES, POLL_S, BuiltTable, IndexBuilder, IndexPublisher
+from nixl_tiers.mover.protocol import MAX_PACKET, Finished, Listed, ListedTable, SendQueue, ToCoordinator, encode
 from nixl_tiers.tiers.base import GONE, Entry, PackedEntries
 from tests.mover.stub_tiers import InstantTier
 from tests.support.waiting import until
