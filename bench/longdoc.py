@@ -45,7 +45,7 @@ from bench.engine_process import EngineProcess
 from bench.longdoc_engine import FULL, KINDS, QUICK, WAYS, Plan, Workload
 from bench.machine import file_system, machine
 from bench.ttft import rotations
-from nixl_tiers.memory.huge_pages import transparent_setting
+from nixl_tiers.memory.pages import transparent_setting
 from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.testing.servers import S3Server, seaweedfs_server
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.base.policies import HugePages
-from nixl_tiers.memory.huge_pages import advice, mostly_huge
+from nixl_tiers.memory.pages import advice, mostly_huge
 from nixl_tiers.memory.region import HostRegion
 
 PAGES: Final = {

@@ -50,7 +50,7 @@ from bench.pages import PAGES, Unavailable, make_region
 from bench.rounds import DIRECTIONS, Side, Spread, Turn, kb_a_request, rates, ratio, take_turns
 from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.memory.huge_pages import mostly_huge, transparent_setting
+from nixl_tiers.memory.pages import mostly_huge, transparent_setting
 from nixl_tiers.memory.region import HostRegion
 
 ROWS: Final = [64 << 10, 256 << 10, 1 << 20, 2880 << 10, 8 << 20]

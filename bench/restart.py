@@ -42,7 +42,7 @@ from bench.longdoc_engine import FLUSH_S, WAYS, Plan, Workload, flush_tiers, rea
 from bench.machine import file_system, machine
 from bench.rounds import Spread, cpu_seconds, rotations
 from bench.ttft import drop_page_cache
-from nixl_tiers.memory.huge_pages import transparent_setting
+from nixl_tiers.memory.pages import transparent_setting
 from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.testing.servers import S3Server, seaweedfs_server
 

@@ -30,7 +30,7 @@ from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
-from nixl_tiers.vllm.arrivals import Arrivals
+from nixl_tiers.vllm.chains import Arrivals
 from nixl_tiers.vllm.connector import NixlTiersConnector
 from nixl_tiers.vllm.manager import NixlTiersManager
 from tests.support.vllm_scheduler import offloading_scheduler

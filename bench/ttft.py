@@ -61,7 +61,7 @@ from bench.engine_process import EngineProcess
 from bench.machine import file_system, gpu, machine
 from bench.rounds import rotations
 from bench.ttft_engine import BATCH_PROMPTS, KINDS, MODELS, Plan
-from nixl_tiers.memory.huge_pages import transparent_setting
+from nixl_tiers.memory.pages import transparent_setting
 
 WARM_SEED: Final = 2_000_000
 BATCH_TURNS: Final = 3

@@ -24,8 +24,10 @@ from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.base.policies import HugePages
 from nixl_tiers.memory.cgroup import Room, shortage
 from nixl_tiers.memory.cgroup import rooms as rooms_of_this_process
-from nixl_tiers.memory.huge_pages import (
+from nixl_tiers.memory.memfd import SIZE_SEALS, memfd
+from nixl_tiers.memory.pages import (
     HUGE_PAGE_BYTES,
+    Prefault,
     advice,
     found,
     hugetlb_memfd,
@@ -33,10 +35,16 @@ from nixl_tiers.memory.huge_pages import (
     is_hugetlb,
     transparent_bytes,
 )
-from nixl_tiers.memory.memfd import SIZE_SEALS, memfd
-from nixl_tiers.memory.prefault import Prefault
-from nixl_tiers.memory.rank_records import RankRecords
-from nixl_tiers.memory.region_layout import HELD_UNTIL_AT, HUGE_BYTES_AT, STEPS_AT, Layout, RegionError, checked, header
+from nixl_tiers.memory.region_layout import (
+    HELD_UNTIL_AT,
+    HUGE_BYTES_AT,
+    STEPS_AT,
+    Layout,
+    RankRecords,
+    RegionError,
+    checked,
+    header,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

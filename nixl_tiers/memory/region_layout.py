@@ -1,20 +1,28 @@
-"""Where the parts of the host region lie, and what its header says.
+"""Where the parts of the host region lie, what its header says, and what the ranks publish in it.
 
-A header page (identity, sizes, what pages there are, the times of the last steps), one fingerprint record per cell, one
-for all ranks and one for the revision, one control word per (row, cell), and from a 2 MiB boundary on the rows.
+A header page (identity, sizes, what pages there are, the times of the last steps), one record per cell, one for all
+ranks and one for the revision, one control word per (row, cell), and from a 2 MiB boundary on the rows.
+
+`RankRecords`: a rank's record holds the fingerprint of its layout and weights, the NUMA node of its GPU, and how often
+its weights have been changed since. The record for all holds what only one rank has to find out.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import mmap
 import os
 import struct
+import time
+from collections.abc import Callable
 from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
-from nixl_tiers.base.chunk import PAGE, Geometry, align
-from nixl_tiers.memory.huge_pages import HUGE_PAGE_BYTES, is_hugetlb
+from nixl_tiers.base.chunk import NAMESPACE_BYTES, PAGE, Geometry, align
 from nixl_tiers.memory.memfd import CHECK, header_of
+from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, is_hugetlb
 
 _MAGIC: Final = b"nixlregn"
 _VERSION: Final = 1
@@ -66,3 +74,120 @@ def checked(fd: int) -> tuple[Geometry, int, bool, bytes]:
     if rows < 1 or size != expected:
         raise RegionError(f"the region behind descriptor {fd} has {size} bytes where its header needs {expected}")
     return geometry, rows, transparent, identity
+
+
+# Of a record: check word, length of the note, digest, note; how often the weights changed; and a NUMA node.
+_RECORD: Final = struct.Struct("<H16s")
+_NODE: Final = struct.Struct("<H")  # 0: not published, 1: not known, else the node's number + 2
+_NODE_AT: Final = RECORD_BYTES - _NODE.size
+_WEIGHTS: Final = struct.Struct("Q")  # counts the beginnings and the ends of changes: odd while one runs
+_WEIGHTS_AT: Final = RECORD_BYTES - 16
+MAX_NOTE_BYTES: Final = 400
+
+
+class RankRecords:
+    """Of one region. A record is read whole or not at all."""
+
+    def __init__(self, region: mmap.mmap, fd: int, at: int, cells: int) -> None:
+        """`at`: of the first record in the region, which `fd` stands for. One record a cell, and two more."""
+        self._map = region
+        self._fd = fd
+        self._at = at
+        self._cells = cells
+        self._weights_at = [at + cell * RECORD_BYTES + _WEIGHTS_AT for cell in range(cells)]
+
+    def publish(self, cell: int, digest: bytes, note: str = "") -> None:
+        """Publish the fingerprint of this cell's rank (16 bytes) to the scheduler, with a note cut to 400 bytes."""
+        self._write_record(self._record(cell), digest, note)
+
+    def published(self) -> list[tuple[bytes, str] | None]:
+        """(fingerprint, note) of each cell, None where its rank has not published yet."""
+        return [self._read_record(self._record(cell)) for cell in range(self._cells)]
+
+    def publish_node(self, cell: int, node: int | None) -> None:
+        """Publish the NUMA node of this rank's GPU to the other ranks; None: not known."""
+        _NODE.pack_into(self._map, self._record(cell) + _NODE_AT, 1 if node is None else node + 2)
+
+    def wait_for_nodes(self, timeout_s: float) -> set[int]:
+        """The NUMA nodes of all ranks' GPUs, as far as they are known; after `timeout_s` those of some."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            at = (self._record(cell) + _NODE_AT for cell in range(self._cells))
+            words = [_NODE.unpack_from(self._map, place)[0] for place in at]
+            if all(words) or time.monotonic() >= deadline:
+                return {word - 2 for word in words if word >= 2}
+            time.sleep(0.005)
+
+    def publish_weights(self, cell: int, *, changing: bool) -> None:
+        """Publish to the scheduler that this rank's weights begin to change, or that this change has ended."""
+        at = self._weights_at[cell]
+        with contextlib.suppress(ValueError):  # unmapped: nobody reads it any more
+            (word,) = _WEIGHTS.unpack_from(self._map, at)
+            if word % 2 != changing:
+                _WEIGHTS.pack_into(self._map, at, word + 1)
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """One number a rank, odd while its weights are being changed. Equal to an earlier answer only if nothing has
+        changed since."""
+        return tuple([_WEIGHTS.unpack_from(self._map, at)[0] for at in self._weights_at])
+
+    def shared_by_ranks(self, find: Callable[[], tuple[bytes, str]], timeout_s: float) -> tuple[bytes, str]:
+        """What `find` (a digest of 16 bytes, a note) returns in the rank that comes first. The others wait for its
+        result, and one of them takes over if that rank dies. RegionError if this takes longer than `timeout_s`."""
+        at = self._at + self._cells * RECORD_BYTES
+        deadline = time.monotonic() + timeout_s
+        while (found := self._read_record(at)) is None:
+            # A POSIX lock, because the kernel takes it from a process that dies. Its byte is never written to.
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise RegionError(f"another rank did not publish it within {timeout_s:g} s") from None
+                time.sleep(0.01)
+                continue
+            try:
+                if self._read_record(at) is None:
+                    self._write_record(at, *find())
+            finally:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
+        return found
+
+    def publish_revision(self, revision: str) -> None:
+        """Publish the model's revision to the scheduler, whose process is not told it."""
+        self._write_record(self._revision, bytes(NAMESPACE_BYTES), revision)
+
+    @property
+    def revision(self) -> str:
+        """What a rank has published; empty: nothing."""
+        found = self._read_record(self._revision)
+        return "" if found is None else found[1]
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _record(self, cell: int) -> int:
+        if not 0 <= cell < self._cells:
+            raise ValueError(f"cell {cell} is not one of the {self._cells} of a row")
+        return self._at + cell * RECORD_BYTES
+
+    @property
+    def _revision(self) -> int:
+        return self._at + (self._cells + 1) * RECORD_BYTES
+
+    def _write_record(self, at: int, digest: bytes, note: str) -> None:
+        if len(digest) != NAMESPACE_BYTES:
+            raise ValueError(f"a fingerprint has {NAMESPACE_BYTES} bytes, this one has {len(digest)}")
+        text = note.encode()[:MAX_NOTE_BYTES].decode(errors="ignore").encode()
+        record = _RECORD.pack(len(text), digest) + text
+        # The check word last: a half-written record does not pass for one.
+        self._map[at + 8 : at + 8 + len(record)] = record
+        self._map[at : at + 8] = CHECK.pack(xxh3_64_intdigest(record))
+
+    def _read_record(self, at: int) -> tuple[bytes, str] | None:
+        raw = self._map[at : at + RECORD_BYTES]
+        (check,) = CHECK.unpack_from(raw)
+        length, digest = _RECORD.unpack_from(raw, CHECK.size)
+        note = raw[CHECK.size + _RECORD.size :][:length]
+        if not check or check != xxh3_64_intdigest(raw[CHECK.size : CHECK.size + _RECORD.size] + note):
+            return None
+        return digest, note.decode(errors="replace")

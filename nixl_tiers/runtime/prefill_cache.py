@@ -10,9 +10,9 @@ import logging
 from pathlib import Path
 from typing import Final
 
+from nixl_tiers.base.cache import cache_folder, write_whole
 from nixl_tiers.base.chunk import Namespace
 from nixl_tiers.core.prefill import Sample
-from nixl_tiers.swap.cache import cache_folder, write_whole
 
 log = logging.getLogger(__name__)
 

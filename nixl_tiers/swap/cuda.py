@@ -16,13 +16,13 @@ from contextlib import ExitStack
 from numpy.typing import ArrayLike
 
 from nixl_tiers.swap import kernels as images
-from nixl_tiers.swap.device_tables import DeviceTables
 from nixl_tiers.swap.driver import CudaError, Device, Driver, open_driver
 from nixl_tiers.swap.kernels import Kernels
 from nixl_tiers.swap.pinned import PinnedRegion
 from nixl_tiers.swap.plan import CopyPlan
 from nixl_tiers.swap.self_check import choose
 from nixl_tiers.swap.stream import CopyStream, Events, Transfer
+from nixl_tiers.swap.submit import DeviceTables
 
 
 class CudaSwap:

@@ -16,13 +16,13 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers.swap.device_tables import DeviceTables
 from nixl_tiers.swap.driver import CudaError, Device
 from nixl_tiers.swap.kernels import Kernels
 from nixl_tiers.swap.pinned import PinnedRegion
 from nixl_tiers.swap.plan import CopyPlan, Memory, Segment
 from nixl_tiers.swap.strategies import BLACKWELL, NAMES
 from nixl_tiers.swap.stream import CopyStream, Events
+from nixl_tiers.swap.submit import DeviceTables
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers.swap.device_tables import DeviceTables
 from nixl_tiers.swap.driver import CudaError, Device
 from nixl_tiers.swap.kernels import CAPACITIES, Kernels
 from nixl_tiers.swap.pinned import PinnedRegion
 from nixl_tiers.swap.strategies import SLOT_BYTES, STAGE_BLOCKS, may_batch
-from nixl_tiers.swap.submit import COPY_ENGINE, SLOTS, STAGED, Request, Submitter
+from nixl_tiers.swap.submit import COPY_ENGINE, SLOTS, STAGED, DeviceTables, Request, Submitter
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ import numpy as np
 
 from nixl_tiers.base.zeroed import zeroed
 from nixl_tiers.config.file import FileConfig
-from nixl_tiers.memory.huge_pages import HUGE_PAGE_BYTES, advice, mostly_huge
-from nixl_tiers.memory.prefault import populate
+from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, advice, mostly_huge, populate
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import Move, seal_row

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from nixl_tiers.swap.cache import cache_folder, write_whole
+from nixl_tiers.base.cache import cache_folder, write_whole
 
 GAIN: Final = 1.1
 WINDOW_BYTES: Final = 64 << 20

@@ -1,19 +1,26 @@
-"""Which keys a request is going to look up, out of what vLLM hands over with its first look-up.
+"""Which keys a request is going to look up: at its arrival, and out of what vLLM hands over later.
 
 vLLM looks up full-attention groups from the first chunk on, up to the first miss, and then windowed groups (sliding
 windows, recurrent states) from the end on, and last the tail of a chunk, in all groups. NixlTiersConnector says which
 group is what. With vLLM's own connector that is learned from the order of look-ups of whole chunks, and the length of a
 window from what is loaded.
+
+At a request's arrival, long before it is scheduled, its chain is read from vLLM's own state. Rows of windowed groups
+are left out: which of them a load needs depends on where the hit ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush, merge
+from itertools import count, islice
 from typing import Any
 
 from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.lookup import Scan
+from nixl_tiers.core.prefetch_queue import Rank
 from nixl_tiers.vllm.compat import LookupResult, OffloadKey, ReqContext, get_offload_group_idx, position_of
 
 Answers = dict[OffloadKey, LookupResult]
@@ -195,3 +202,57 @@ def _whole(
     tokens = tokens or min(positions[key] for key in keys)
     whole = sorted((key for key in keys if positions[key] % tokens == 0), key=positions.__getitem__)
     return (whole, tokens) if whole and positions[whole[-1]] == tokens * len(whole) else None
+
+
+class Arrivals:
+    """Requests that are not next in line yet, in the order of their turns. Only their names are kept: thousands may
+    wait, each with hundreds of keys."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Rank, int, str]] = []  # a heap
+        self._count = 0
+
+    def add(self, request: str, rank: Rank) -> None:
+        self._count += 1
+        heappush(self._waiting, (rank, self._count, request))
+
+    def take(self, has_room: Callable[[Rank], bool]) -> Iterator[tuple[str, Rank]]:
+        """Those that are next by now, and are kept here no more. `has_room`: whether a request of this rank is."""
+        while self._waiting and has_room(self._waiting[0][0]):
+            rank, _, request = heappop(self._waiting)
+            yield request, rank
+
+
+def chain_at_arrival(scheduler: Any, pool: Any, name: str) -> list[OffloadKey]:
+    """The keys of the chunks of full-attention groups that a load of this request could bring, by their end tokens.
+
+    scheduler: vLLM's OffloadingConnectorScheduler, which knows the request. pool: vLLM's BlockPool, or None. Raises
+    AttributeError, KeyError or TypeError for a vLLM that keeps this in another way.
+    """
+    status = scheduler._req_status[name]  # noqa: SLF001 - no vLLM shows it in another way
+    request = status.req
+    if request.skip_reading_prefix_cache:
+        return []
+    status.update_offload_keys()
+    chains: list[tuple[int, int, list[OffloadKey]]] = []
+    for config, state in zip(scheduler.config.kv_group_configs, status.group_states, strict=True):
+        if config.sliding_window_size_in_chunks is not None:
+            continue
+        tokens, keys = config.tokens_per_chunk, state.offload_keys
+        cached = _cached_chunks(pool, request.block_hashes, config, len(keys))
+        end = len(keys)
+        if status.max_load_tokens is not None:
+            end = min(end, cached + status.max_load_tokens // tokens)
+        chains.append((cached, tokens, keys[cached:end]))
+    if len(chains) == 1:
+        return chains[0][2]
+    ends = (zip(count(tokens * (cached + 1), tokens), keys, strict=False) for cached, tokens, keys in chains)
+    return [key for _, key in merge(*ends)]
+
+
+def _cached_chunks(pool: Any, hashes: Any, config: Any, chunks: int) -> int:
+    """How many chunks of the request the engine's own prefix cache has. It evicts a prefix from its end."""
+    if pool is None:
+        return 0
+    ends = list(islice(hashes, config.hashes_per_chunk - 1, None, config.hashes_per_chunk))[:chunks]
+    return bisect_left(ends, True, key=lambda each: pool.get_cached_block(each, [config.group_idx]) is None)

@@ -16,7 +16,7 @@ from typing import Any
 from typing_extensions import override
 
 from nixl_tiers.vllm import compat
-from nixl_tiers.vllm.arrivals import Arrivals, chain_at_arrival
+from nixl_tiers.vllm.chains import Arrivals, chain_at_arrival
 from nixl_tiers.vllm.compat import UnsupportedVllm, beginning, scheduled_tokens
 from nixl_tiers.vllm.fingerprint import current_vllm_config
 from nixl_tiers.vllm.manager import NixlTiersManager

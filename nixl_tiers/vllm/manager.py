@@ -30,15 +30,14 @@ from nixl_tiers.vllm.compat import (
     get_offload_group_idx,
     position_of,
 )
+from nixl_tiers.vllm.copy_jobs import RowsSpec
 from nixl_tiers.vllm.events import EventLog
 from nixl_tiers.vllm.live import LiveGauges
-from nixl_tiers.vllm.look_ups import LookUps
+from nixl_tiers.vllm.lookups import Lookups
 from nixl_tiers.vllm.metrics import Levels, Reporter, info_labels, traits
 from nixl_tiers.vllm.prefill_meter import PrefillMeter, Scheduled
-from nixl_tiers.vllm.store_gate import StoreGate
-from nixl_tiers.vllm.transfer import RowsSpec
-from nixl_tiers.vllm.weights_gate import WeightsGate
-from nixl_tiers.vllm.wishes import Scope, WishReader
+from nixl_tiers.vllm.request_options import RequestOptionsReader, Scope
+from nixl_tiers.vllm.store_gate import StoreGate, WeightsGate
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class NixlTiersManager(OffloadingManager):
         self._place = {group: place for place, group in enumerate(groups)}
         self._sources = _sources(config)
         self._has_storage = bool(config.storage)
-        self._wishes = WishReader(config.names, [tier.locality for tier in config.storage])
+        self._options = RequestOptionsReader(config.names, [tier.locality for tier in config.storage])
         self._store_none: set[str] = set()  # requests nothing of which is stored
         self._promote_none: set[str] = set()  # requests that may not load from storage
         self._chunk_tokens = chunk_tokens or [0] * len(groups)
@@ -101,7 +100,7 @@ class NixlTiersManager(OffloadingManager):
         self._weights = WeightsGate(lambda: coordinator.region.ranks.weights, kept=kept)
         self._meter = PrefillMeter(coordinator.observe_prefill)
         tokens = {group: each for group, each in zip(groups, chunk_tokens, strict=False) if each}
-        self._look_ups = LookUps(coordinator, len(groups), self._gate, self._meter, tokens)
+        self._lookups = Lookups(coordinator, len(groups), self._gate, self._meter, tokens)
         self._closed = False
 
     def times_are_published(self, step_tokens: int) -> None:
@@ -114,11 +113,11 @@ class NixlTiersManager(OffloadingManager):
     def windows_are_known(self, windows: Mapping[int, int | None]) -> None:
         """NixlTiersConnector calls it: of each KV group, by vLLM's number, how many chunks before its end a load needs;
         None: all."""
-        self._look_ups.chains.know(windows)
+        self._lookups.chains.know(windows)
 
     def bound_load(self, request: str, tokens: int | None) -> None:
         """NixlTiersConnector calls it before look-ups: vLLM loads no more than so many tokens; None: all."""
-        self._look_ups.chains.bound(request, tokens)
+        self._lookups.chains.bound(request, tokens)
 
     def scheduled(self, requests: Iterable[Scheduled]) -> int:
         """What the step computes that on_schedule_end has just ended the planning of; returns its number."""
@@ -140,16 +139,16 @@ class NixlTiersManager(OffloadingManager):
         request = req_context.req_id
         self._requests.add(request)
         self._coordinator.queue(request)
-        wishes = self._wishes.read(req_context)
-        if wishes.tiers is not None:
-            self._coordinator.set_allowed_tiers(request, wishes.tiers)
-        if not (wishes.loads and (wishes.tiers is None or wishes.tiers)):
+        options = self._options.read(req_context)
+        if options.tiers is not None:
+            self._coordinator.set_allowed_tiers(request, options.tiers)
+        if not (options.loads and (options.tiers is None or options.tiers)):
             self._promote_none.add(request)
-        if not wishes.loads:
-            self._look_ups.load_none.add(request)
-        if wishes.store is not Scope.ALL:
+        if not options.loads:
+            self._lookups.load_none.add(request)
+        if options.store is not Scope.ALL:
             self._coordinator.keep_in_host(request)
-        if wishes.store is Scope.NONE:
+        if options.store is Scope.NONE:
             self._store_none.add(request)
         return RequestOffloadingContext()
 
@@ -177,20 +176,20 @@ class NixlTiersManager(OffloadingManager):
         self._gate.ended(request)
         self._weights.ended(request)
         self._meter.positions.forget(request)
-        self._look_ups.ended(req_context)
+        self._lookups.ended(req_context)
         self._coordinator.finish_request(request)
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        answers = self._look_ups.answers.get(req_context.req_id)
+        answers = self._lookups.answers.get(req_context.req_id)
         if answers is None:
             self._look_at_weights()  # not later in the same look-up: vLLM may load what it has found by then
-            answers = self._look_ups.begin(key, req_context)
+            answers = self._lookups.begin(key, req_context)
         answer = answers.get(key)
         if answer is None:
-            answer = self._look_ups.alone(key, req_context, answers)
+            answer = self._lookups.alone(key, req_context, answers)
         if answer is LookupResult.MISS:
-            self._look_ups.count_misses(key, req_context)
+            self._lookups.count_misses(key, req_context)
         elif self._events is not None and answer is LookupResult.HIT:
             self._events.present(key)
         return answer
@@ -208,7 +207,7 @@ class NixlTiersManager(OffloadingManager):
         rows = self._coordinator.prepare_load(ordered, req_context.req_id, tokens=tokens, end=end)
         self._loading[req_context.req_id] = self._coordinator.running_s(), len(rows)
         for group, place in self._place.items():
-            self._look_ups.chains.note_load(group, counts[place])
+            self._lookups.chains.note_load(group, counts[place])
         self._prepared_load = True
         self._gate.load_began(req_context.req_id)
         self._weights.load_began(req_context.req_id)
@@ -282,7 +281,7 @@ class NixlTiersManager(OffloadingManager):
         self._gate.end_step(context)
         for request in context.preempted_req_ids:
             self._meter.positions.forget(request)
-            self._look_ups.chains.ended(request)
+            self._lookups.chains.ended(request)
         self._meter.begin(time.monotonic())
         if self._loading and (context.new_req_ids or not self._idle()):
             self._beside.update(self._loading)
@@ -293,7 +292,7 @@ class NixlTiersManager(OffloadingManager):
         if self._pause_s and not context.new_req_ids and self._can_only_wait():
             with self._coordinator.changed:
                 self._coordinator.changed.wait(self._pause_s)
-        self._look_ups.end_step()
+        self._lookups.end_step()
         self._prepared_load = False
 
     @override
@@ -318,9 +317,9 @@ class NixlTiersManager(OffloadingManager):
         is to be found or stored."""
         if self._weights.look():
             self._gate.weights_changed()
-            self._look_ups.reset()
+            self._lookups.reset()
         self._begin_epoch()
-        self._look_ups.closed = self._weights.closed
+        self._lookups.closed = self._weights.closed
 
     def _begin_epoch(self) -> bool:
         """Once a change of the weights has ended, and with it every copy of before: vLLM goes on with them, and reports
@@ -332,7 +331,7 @@ class NixlTiersManager(OffloadingManager):
         return True
 
     def _forget(self, *, changed: bool = False) -> None:
-        self._look_ups.reset()
+        self._lookups.reset()
         self._coordinator.reset(changed=changed)
         self._meter.reset()
         if self._events is not None:
@@ -353,7 +352,7 @@ class NixlTiersManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         self._meter.end(time.monotonic())  # vLLM asks once for each step whose output it processes
         totals = self._coordinator.counters()
-        totals["cpu"]["kv_hints"] = float(self._wishes.hints)
+        totals["cpu"]["kv_hints"] = float(self._options.hints)
         return self._reporter.report(totals, self._coordinator.take_samples())
 
     @override
@@ -376,11 +375,11 @@ class NixlTiersManager(OffloadingManager):
         vLLM does not say which requests a step computes, apart from new ones. Of those that were new in a step before,
         it can be any that neither waits nor loads.
         """
-        return not self._prepared_load and bool(self._look_ups.waiting or self._loading) and self._idle()
+        return not self._prepared_load and bool(self._lookups.waiting or self._loading) and self._idle()
 
     def _idle(self) -> bool:
         """Whether no request that has begun can be computing in this step."""
-        waiting = self._look_ups.waiting
+        waiting = self._lookups.waiting
         return all(request in waiting or request in self._loading for request in self._begun)
 
     def _note_position(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:

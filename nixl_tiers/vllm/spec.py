@@ -30,7 +30,6 @@ from nixl_tiers.vllm.compat import (
     OffloadingSpec,
     OffloadingWorker,
 )
-from nixl_tiers.vllm.logs import log_as_vllm
 
 log = logging.getLogger(__name__)
 
@@ -292,3 +291,15 @@ def agreed_namespace(region: HostRegion, tiers: TiersConfig, timeout_s: float) -
     if len({digest for digest, _ in known}) > 1:
         raise ValueError("the workers of this engine do not run the same model with the same options")
     return Namespace.of({"worker": known[0][0].hex()})
+
+
+def log_as_vllm() -> None:
+    """Make our loggers descend from vLLM's, which it configures by itself and keeps apart from the root logger.
+
+    Otherwise our INFO lines would be dropped, and warnings come without time and level. A logger `nixl_tiers` that has
+    handlers or a level of its own is left as it is.
+    """
+    ours = logging.getLogger("nixl_tiers")
+    if not ours.handlers and ours.propagate:
+        ours.parent = logging.getLogger("vllm")
+        ours.setLevel(ours.level)  # loggers remember which levels are enabled; this has them look again

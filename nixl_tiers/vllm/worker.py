@@ -8,10 +8,12 @@ request recomputed; with vLLM's own connector the engine stops.
 
 from __future__ import annotations
 
+import functools
 import logging
+import weakref
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -19,9 +21,9 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from nixl_tiers.base.lifetime import finalize_once
+from nixl_tiers.memory.pages import place
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.host import HostSwap
-from nixl_tiers.swap.numa import place
 from nixl_tiers.swap.plan import CopyPlan, Segment
 from nixl_tiers.vllm.compat import (
     CanonicalKVCaches,
@@ -36,14 +38,20 @@ from nixl_tiers.vllm.copy_jobs import (
     Finish,
     Job,
     Moved,
+    Part,
     PolledJobs,
+    RowsSpec,
     Started,
     ThreadedJobs,
     Transfer,
+    split_load,
+    split_store,
 )
-from nixl_tiers.vllm.sleep import drain_before_sleep
 from nixl_tiers.vllm.step_clock import EventClock, HostClock, NoClock, StepClock
-from nixl_tiers.vllm.transfer import Part, RowsSpec, split_load, split_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +82,9 @@ def worker_over(
         return NixlTiersWorker(region, plan, HostSwap(plan), cell, last_block_only, jobs=ThreadedJobs())
     if device.type != "cuda" or torch.version.hip:
         raise ValueError(f"nixl_tiers copies KV blocks of CUDA GPUs and CPUs, not of {device.type} devices")
+    from nixl_tiers.memory.pages import node_of
     from nixl_tiers.swap.cuda import CudaSwap
     from nixl_tiers.swap.driver import open_driver
-    from nixl_tiers.swap.numa import node_of
 
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     place_region(region, cell, node_of(open_driver().pci_address(ordinal)))
@@ -301,3 +309,36 @@ class NixlTiersWorker(OffloadingWorker):
 def _end(jobs: CopyJobs, region: HostRegion) -> None:
     if jobs.stop():
         region.close()
+
+
+_swaps: weakref.WeakSet[Any] = weakref.WeakSet()
+_patched: set[type] = set()
+
+
+class Drained(Protocol):
+    """What copies in the background."""
+
+    def drain(self) -> None:
+        """Return when nothing is queued or in flight."""
+
+
+def drain_before_sleep(swap: Drained, worker: Any = None) -> None:
+    """Have the process's vLLM worker wait for `swap` whenever it is put to sleep. `worker`: its class."""
+    if worker is None:
+        from vllm.v1.worker.gpu_worker import Worker
+
+        worker = Worker
+    _swaps.add(swap)
+    if worker not in _patched:
+        _patched.add(worker)
+        worker.sleep = _drained_first(worker.sleep)
+
+
+def _drained_first(sleep: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(sleep)
+    def drained(*how: Any, **named: Any) -> Any:
+        for swap in list(_swaps):
+            swap.drain()
+        return sleep(*how, **named)
+
+    return drained

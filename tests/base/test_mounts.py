@@ -12,9 +12,9 @@ from unittest.mock import Mock
 import pytest
 
 from nixl_tiers.base import mounts
+from nixl_tiers.base.cache import write_whole
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.config.file import FileConfig
-from nixl_tiers.swap.cache import write_whole
 from nixl_tiers.tiers.disk import MountGuard, prepare_path
 
 

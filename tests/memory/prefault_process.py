@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import sys
 
-from nixl_tiers.memory import prefault
+from nixl_tiers.memory import pages
 from nixl_tiers.memory.region import HostRegion
 
-populate = prefault.Prefault._populate_part
+populate = pages.Prefault._populate_part
 
 
 def main() -> None:
-    prefault._CHUNK_BYTES = 1 << 20
+    pages._CHUNK_BYTES = 1 << 20
     region = HostRegion.attach(int(sys.argv[1]))
     share = region.nbytes // region.geometry.cells
 
-    def stopping(self: prefault.Prefault, address: int, size: int) -> int:
+    def stopping(self: pages.Prefault, address: int, size: int) -> int:
         if self.populated_bytes == share:
             print("share", flush=True)
             sys.stdin.readline()
         return populate(self, address, size)
 
-    prefault.Prefault._populate_part = stopping  # type: ignore[method-assign]
+    pages.Prefault._populate_part = stopping  # type: ignore[method-assign]
     running = region.prefault(1, cell=int(sys.argv[2]))
     running.wait()
     assert running.populated_bytes == region.nbytes

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_digest
 
-from nixl_tiers.memory import hash_copy as module
-from nixl_tiers.memory.hash_copy import hash_copy
+from nixl_tiers.memory import seal as module
+from nixl_tiers.memory.seal import hash_copy
 from tests.support.compiled import shared_library
 
 PAST_END = 256  # bytes behind the target that must stay as they are

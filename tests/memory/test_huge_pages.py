@@ -13,9 +13,9 @@ import pytest
 import nixl_tiers
 from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.base.policies import HugePages
-from nixl_tiers.memory import huge_pages, region
+from nixl_tiers.memory import pages, region
 from nixl_tiers.memory.cgroup import Room
-from nixl_tiers.memory.huge_pages import HUGE_PAGE_BYTES, advice, found, hugetlb_rooms, transparent_bytes
+from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, advice, found, hugetlb_rooms, transparent_bytes
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import Layout, RegionError
 from tests.support.file_tier import file_tier
@@ -87,7 +87,7 @@ def test_pages_that_are_denied_only_when_they_are_taken_fall_back_with_a_sentenc
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As by a cgroup: the pool has reserved them by then, and a page that is missing later is a SIGBUS."""
-    monkeypatch.setattr(huge_pages, "populate", lambda *_: errno.EFAULT)
+    monkeypatch.setattr(pages, "populate", lambda *_: errno.EFAULT)
     with setting(NR_HUGEPAGES, str(PAGES)), HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.HUGETLB) as made:
         assert not made.hugetlb
         made.rows_view[:] = 1
@@ -96,7 +96,7 @@ def test_pages_that_are_denied_only_when_they_are_taken_fall_back_with_a_sentenc
 
 
 def test_all_pages_are_taken_on_a_kernel_that_cannot_populate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "populate", lambda *_: errno.EINVAL)
+    monkeypatch.setattr(pages, "populate", lambda *_: errno.EINVAL)
     with setting(NR_HUGEPAGES, str(PAGES)), HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.HUGETLB) as made:
         assert made.hugetlb
         assert free_pages() == 0
@@ -109,7 +109,7 @@ def test_a_kernel_without_huge_pages_falls_back(
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(region, "hugetlb_rooms", list)
-    monkeypatch.setattr(huge_pages, "memfd", refuse)
+    monkeypatch.setattr(pages, "memfd", refuse)
     with HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.HUGETLB) as made:
         made.rows_view[:] = 1
     assert "Invalid argument" in caplog.text

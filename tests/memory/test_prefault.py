@@ -16,7 +16,7 @@ import pytest
 
 from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.base.policies import HugePages
-from nixl_tiers.memory import prefault
+from nixl_tiers.memory import pages
 from nixl_tiers.memory.region import HostRegion
 from tests.support.pages import mapped
 from tests.support.waiting import until
@@ -79,7 +79,7 @@ def test_rank_allocates_the_share_of_one_that_died() -> None:
 
 
 def test_other_process_maps_pages_once_they_are_allocated_and_allocates_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefault, "_ALLOCATED_POLL_S", 0.001)
+    monkeypatch.setattr(pages, "_ALLOCATED_POLL_S", 0.001)
     looked = 0
 
     def is_prefaulted(self: HostRegion) -> bool | None:
@@ -107,7 +107,7 @@ def test_other_process_stops_to_wait_for_pages_whose_allocation_has_failed(
 ) -> None:
     """It looked five times a second for as long as the engine lived."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(prefault, "_ALLOCATED_POLL_S", 0.001)
+    monkeypatch.setattr(pages, "_ALLOCATED_POLL_S", 0.001)
     with (
         HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.OFF) as region,
         HostRegion.attach(os.dup(region.fd)) as other,
@@ -115,7 +115,7 @@ def test_other_process_stops_to_wait_for_pages_whose_allocation_has_failed(
     ):
         waiting = other.map_pages()
         with monkeypatch.context() as patch:
-            patch.setattr(prefault.Prefault, "_populate_part", lambda *_: errno.ENOMEM)
+            patch.setattr(pages.Prefault, "_populate_part", lambda *_: errno.ENOMEM)
             region.prefault(2).wait(120)
         for mapping in (waiting, later.map_pages()):
             assert mapping.wait(120)
@@ -137,10 +137,8 @@ def test_region_closes_while_its_pages_are_not_allocated() -> None:
 @pytest.mark.parametrize("rank", range(3))
 def test_every_part_is_populated_once_whatever_the_sizes(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[tuple[int, int]] = []
-    monkeypatch.setattr(prefault, "_CHUNK_BYTES", MiB)
-    monkeypatch.setattr(
-        prefault.Prefault, "_populate_part", lambda _, address, size: parts.append((address, size)) or 0
-    )
+    monkeypatch.setattr(pages, "_CHUNK_BYTES", MiB)
+    monkeypatch.setattr(pages.Prefault, "_populate_part", lambda _, address, size: parts.append((address, size)) or 0)
     with HostRegion.create(Geometry(3, 700_000), 5) as region:
         assert region.prefault(1, cell=rank).wait(120)
         begin = region.address + region.nbytes * rank // 3

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 import nixl_tiers
 from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.base.policies import HugePages
-from nixl_tiers.memory import prefault
+from nixl_tiers.memory import pages
 from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.memory.memfd import CHECK
 from nixl_tiers.memory.region import MAX_MISSING, STEPS_KEPT, HostRegion
@@ -348,8 +348,8 @@ def resident_bytes(of: HostRegion) -> int:
 @pytest.mark.parametrize("old_kernel", [False, True])
 def test_prefaulting_allocates_all_pages_and_changes_no_byte(old_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if old_kernel:
-        monkeypatch.setattr(prefault, "_MADV_POPULATE_WRITE", 0xFFFF)
-    monkeypatch.setattr(prefault, "_CHUNK_BYTES", MiB)
+        monkeypatch.setattr(pages, "_MADV_POPULATE_WRITE", 0xFFFF)
+    monkeypatch.setattr(pages, "_CHUNK_BYTES", MiB)
     # In small pages: tests beside this one change for a moment what the machine gives to all shared memory.
     with HostRegion.create(Geometry(1, MiB), 33, huge_pages=HugePages.OFF) as made:
         made.rows_view[7, 5] = 123
@@ -364,12 +364,12 @@ def test_prefaulting_allocates_all_pages_and_changes_no_byte(old_kernel: bool, m
 
 
 def test_closing_ends_prefaulting_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(self: prefault.Prefault, address: int, size: int) -> int:
+    def slow(self: pages.Prefault, address: int, size: int) -> int:
         assert self._stopping.wait(120)
         return 0
 
-    monkeypatch.setattr(prefault, "_CHUNK_BYTES", MiB)
-    monkeypatch.setattr(prefault.Prefault, "_populate_part", slow)
+    monkeypatch.setattr(pages, "_CHUNK_BYTES", MiB)
+    monkeypatch.setattr(pages.Prefault, "_populate_part", slow)
     made = HostRegion.create(Geometry(1, MiB), 64)
     running = made.prefault(2)
     made.close()
@@ -378,7 +378,7 @@ def test_closing_ends_prefaulting_first(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_failed_prefault_ends_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    running = prefault.Prefault(PAGE, 4 * PAGE, 2)  # where no kernel maps anything
+    running = pages.Prefault(PAGE, 4 * PAGE, 2)  # where no kernel maps anything
     assert running.wait(120)
     assert running.populated_bytes == 0
     assert "prefaulting ends at 0 bytes" in caplog.text

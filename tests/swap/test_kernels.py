@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nixl_tiers.swap import kernels, nvrtc
-from nixl_tiers.swap.cache import cache_folder
-from nixl_tiers.swap.device_tables import TILE_BYTES, first_parts, parts_of
-from nixl_tiers.swap.kernels import CAPACITIES, THREADS
-from nixl_tiers.swap.nvrtc import CompileError, Nvrtc
+from nixl_tiers.base.cache import cache_folder
+from nixl_tiers.swap import kernels
+from nixl_tiers.swap.kernels import CAPACITIES, THREADS, CompileError, Nvrtc
+from nixl_tiers.swap.submit import TILE_BYTES, first_parts, parts_of
 from tests.swap.conftest import ROOT
 from tests.swap.scenario import assert_same, random_scenario, scenario_of
 from tests.swap.test_sanitized import SANITIZE
@@ -147,7 +146,7 @@ def test_nvcc_compiles_the_kernels_without_spilling(tmp_path: Path, arch: str) -
 
 @pytest.fixture(scope="module")
 def compiler() -> Nvrtc:
-    found = nvrtc.open_nvrtc(os.environ.get("NIXL_TIERS_TEST_NVRTC"))
+    found = kernels.open_nvrtc(os.environ.get("NIXL_TIERS_TEST_NVRTC"))
     if found is None:
         pytest.skip("no NVRTC here (the wheel nvidia-cuda-nvrtc has one; NIXL_TIERS_TEST_NVRTC may name its library)")
     return found
@@ -188,10 +187,10 @@ def test_nvrtc_is_never_newer_than_the_driver(monkeypatch: pytest.MonkeyPatch) -
                 raise CompileError(name)
             self.version = (int(name), 4)
 
-    monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda name: name)
-    monkeypatch.setattr(nvrtc, "Nvrtc", Found)
-    monkeypatch.setattr(nvrtc, "_candidates", lambda: ["broken", "13", "12"])
-    opened = [nvrtc.open_nvrtc.__wrapped__(newest=major) for major in (None, 14, 13, 12, 11)]
+    monkeypatch.setattr(kernels.ctypes, "CDLL", lambda name: name)
+    monkeypatch.setattr(kernels, "Nvrtc", Found)
+    monkeypatch.setattr(kernels, "_candidates", lambda: ["broken", "13", "12"])
+    opened = [kernels.open_nvrtc.__wrapped__(newest=major) for major in (None, 14, 13, 12, 11)]
     assert [found and found.version[0] for found in opened] == [13, 13, 13, 12, None]
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from nixl_tiers.base.chunk import Geometry
+from nixl_tiers.memory.pages import node_of, place
 from nixl_tiers.swap.driver import Device
-from nixl_tiers.swap.numa import node_of, place
 from nixl_tiers.swap.pinned import PinnedRegion
 from nixl_tiers.swap.plan import CopyPlan
 from tests.swap.fake_gpu import FakeGpu

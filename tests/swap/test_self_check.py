@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nixl_tiers.swap import device_tables, kernels, self_check, submit
+from nixl_tiers.swap import kernels, self_check, submit
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import Device, Driver
 from nixl_tiers.swap.kernels import Kernels
@@ -69,7 +69,7 @@ def test_a_strategy_that_copies_wrong_bytes_is_not_used(
     start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Here the kernels think that tiles are of half their size, so that they leave out the second half of each row."""
-    monkeypatch.setattr(device_tables, "first_parts", lambda parts: np.zeros(1, np.uint32))
+    monkeypatch.setattr(submit, "first_parts", lambda parts: np.zeros(1, np.uint32))
     here = scenario()
     fake = start(here)
     with caplog.at_level(logging.WARNING), parts(fake, here) as (device, pinned, loaded):

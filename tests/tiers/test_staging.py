@@ -16,9 +16,8 @@ import pytest
 import nixl_tiers
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory import seal
-from nixl_tiers.memory.hash_copy import hash_copy
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.seal import Sealer, Verdict
+from nixl_tiers.memory.seal import Sealer, Verdict, hash_copy
 from nixl_tiers.tiers import staging as module
 from nixl_tiers.tiers import staging_trial
 from nixl_tiers.tiers.base import Move

@@ -12,12 +12,12 @@ import pytest
 pytest.importorskip("vllm")
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.vllm.arrivals import Arrivals
+from nixl_tiers.vllm.chains import Arrivals
 from nixl_tiers.vllm.connector import NixlTiersConnector
 from tests.support.file_tier import file_tier
 from tests.support.vllm_scheduler import BLOCK, ConnectorScheduler, keys_of
 from tests.support.waiting import until
-from tests.vllm.test_wishes import STEP, Rig, hashes_of
+from tests.vllm.test_request_options import STEP, Rig, hashes_of
 
 
 class BlockPool:

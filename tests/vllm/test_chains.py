@@ -274,7 +274,7 @@ def test_local_hit_behind_the_end_of_a_group_of_larger_chunks(engine: Engine) ->
     """Such a key is looked up by itself: the chain ends where the last whole chunk of all groups does."""
     chain = Chain((Group(keys_of(hashes(5)), TOKENS), Group(keys_of(hashes(1), 1), 4 * TOKENS)))
     context = engine.vllm.request("r", hashes(5)).req_context
-    chains = engine.manager._look_ups.chains
+    chains = engine.manager._lookups.chains
     key = next(iter(context._offload_key_positions))
     assert chains.of(key, context, TOKENS) is not None
     chains.get("r").chain = chain  # type: ignore[union-attr]
@@ -356,7 +356,7 @@ def test_tails_of_chunks_do_not_tell_what_kind_a_group_is(
     found = [engine.found(name, halves, tokens) for name, tokens in (("first", 76), ("again", 76), ("longer", 140))]
     engine.manager.shutdown()
     assert found == [4 * TOKENS, 4 * TOKENS, 8 * TOKENS]
-    learned = engine.manager._look_ups.chains._windows
+    learned = engine.manager._lookups.chains._windows
     assert learned.get(full) is None
     assert learned.get(recurrent, 1) == 1
 
@@ -411,7 +411,7 @@ def test_local_hit_within_a_chunk_does_not_make_a_group_windowed(engine: Engine)
     engine.step(other)
     engine.load_all()
     assert engine.step(other) == CHUNKS * TOKENS
-    assert engine.manager._look_ups.chains.get("other") is not None, "resolved at once"
+    assert engine.manager._lookups.chains.get("other") is not None, "resolved at once"
 
 
 def test_waiting_request_whose_local_hit_has_grown_still_waits(engine: Engine) -> None:

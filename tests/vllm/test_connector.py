@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 
 from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.vllm import plugin
-from nixl_tiers.vllm.arrivals import Arrivals
+from nixl_tiers.vllm.chains import Arrivals
 from nixl_tiers.vllm.connector import NixlTiersConnector, refuse
 from tests.support.file_tier import files_tier
 

@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 
-from nixl_tiers.vllm.sleep import drain_before_sleep
+from nixl_tiers.vllm.worker import drain_before_sleep
 
 
 class Copies:

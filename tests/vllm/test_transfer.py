@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from nixl_tiers.vllm.transfer import RowsSpec, split_load, split_store
+from nixl_tiers.vllm.copy_jobs import RowsSpec, split_load, split_store
 
 
 def rows_of(*rows: int, counts: tuple[int, ...], store_seq: int = 0) -> RowsSpec:

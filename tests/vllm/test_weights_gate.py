@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.core.manager import Lookup
-from nixl_tiers.vllm.weights_gate import WeightsGate
+from nixl_tiers.vllm.store_gate import WeightsGate
 from tests.vllm.test_manager import STEP, ManagerRig, ScriptedCoordinator, keys_of, scripted_manager
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS

@@ -24,8 +24,7 @@ from vllm.v1.kv_offload.base import (
 
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.vllm.copy_jobs import PolledJobs, ThreadedJobs
-from nixl_tiers.vllm.transfer import RowsSpec
+from nixl_tiers.vllm.copy_jobs import PolledJobs, RowsSpec, ThreadedJobs
 from nixl_tiers.vllm.worker import NixlTiersWorker, segments_of, worker_over
 
 BLOCKS = 12

@@ -21,8 +21,7 @@ from nixl_tiers.swap import kernels
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.plan import CopyPlan, Segment
 from nixl_tiers.vllm import worker as worker_module
-from nixl_tiers.vllm.copy_jobs import PolledJobs
-from nixl_tiers.vllm.transfer import RowsSpec
+from nixl_tiers.vllm.copy_jobs import PolledJobs, RowsSpec
 from nixl_tiers.vllm.worker import NixlTiersWorker, place_region
 from tests.swap.fake_gpu import FakeGpu
 

@@ -16,11 +16,12 @@ from nixl_tiers.base.policies import HugePages
 from nixl_tiers.cli.checks.finding import Finding, advise, broken, not_tried, ok, warning
 from nixl_tiers.config.fields import format_size
 from nixl_tiers.config.schema import TiersConfig
+from nixl_tiers.memory import pages
 from nixl_tiers.memory.cgroup import rooms, shortage
-from nixl_tiers.memory.hash_copy import compiled
-from nixl_tiers.memory.huge_pages import HUGE_PAGE_BYTES, advice, hugetlb_rooms, transparent_bytes, transparent_setting
+from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, advice, hugetlb_rooms, transparent_bytes, transparent_setting
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.swap import kernels, numa, self_check, submit
+from nixl_tiers.memory.seal import compiled
+from nixl_tiers.swap import kernels, self_check, submit
 from nixl_tiers.swap.driver import CudaError, NoDriver, open_driver
 from nixl_tiers.swap.host import backend
 from nixl_tiers.tiers import staging_trial
@@ -164,7 +165,7 @@ def _gpus() -> Iterator[Finding]:
         yield advise("driver", f"{cuda}, copies one by one", change, cuda=driver.version)
     for ordinal in range(count):
         capability, address = driver.capability(ordinal), driver.pci_address(ordinal)
-        arch, node = "sm_{}{}".format(*capability), numa.node_of(address)
+        arch, node = "sm_{}{}".format(*capability), pages.node_of(address)
         origins = [origin for origin, _ in kernels.images(arch, driver.version // 1000)]
         usable = bool(origins) and capability >= kernels.MIN_CAPABILITY
         found = origins[0] if usable else "none (copy engine only)"

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.base.zeroed import zeroed
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.memory.prefault import populate
+from nixl_tiers.memory.pages import populate
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration, Transfer, TransferState, at_low_priority

@@ -22,74 +22,82 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.vllm.manager import NixlTiersManager
-from nixl_tiers.vllm.wishes import Scope, Wishes, WishReader
+from nixl_tiers.vllm.request_options import RequestOptions, RequestOptionsReader, Scope
 from tests.support.file_tier import files_tier
 from tests.support.vllm_scheduler import BLOCK, ConnectorScheduler
 from tests.support.waiting import until
 
 GEOMETRY = Geometry(cells=1, cell_payload=8192)
 STEP = ScheduleEndContext((), ())
-ALL = Wishes()
+ALL = RequestOptions()
 FILE, S3 = 0, 1
 
 
-def wishes_of(own: Any, **params: Any) -> Wishes:
-    reader = WishReader(["file", "s3"], ["LOCAL", "REMOTE"])
+def options_of(own: Any, **params: Any) -> RequestOptions:
+    reader = RequestOptionsReader(["file", "s3"], ["LOCAL", "REMOTE"])
     return reader.read(ReqContext("r", kv_transfer_params={**params, "nixl_tiers": own}))
 
 
 @pytest.mark.parametrize(
-    ("own", "wishes"),
+    ("own", "options"),
     [
         (None, ALL),
         ({}, ALL),
         ({"store": "all", "load": "all"}, ALL),
-        ({"store": "host"}, Wishes(store=Scope.HOST)),
-        ({"store": "none"}, Wishes(store=Scope.NONE)),
-        ({"load": "host"}, Wishes(tiers=frozenset())),
-        ({"load": "none"}, Wishes(loads=False)),
-        ({"load": ["s3"]}, Wishes(tiers=frozenset({S3}))),
-        ({"load": ["cpu", "file", "s3"]}, Wishes(tiers=frozenset({FILE, S3}))),
-        ({"load": []}, Wishes(tiers=frozenset())),
-        ({"store": "none", "load": "none"}, Wishes(store=Scope.NONE, loads=False)),
+        ({"store": "host"}, RequestOptions(store=Scope.HOST)),
+        ({"store": "none"}, RequestOptions(store=Scope.NONE)),
+        ({"load": "host"}, RequestOptions(tiers=frozenset())),
+        ({"load": "none"}, RequestOptions(loads=False)),
+        ({"load": ["s3"]}, RequestOptions(tiers=frozenset({S3}))),
+        ({"load": ["cpu", "file", "s3"]}, RequestOptions(tiers=frozenset({FILE, S3}))),
+        ({"load": []}, RequestOptions(tiers=frozenset())),
+        ({"store": "none", "load": "none"}, RequestOptions(store=Scope.NONE, loads=False)),
     ],
 )
-def test_wishes_of_a_request(own: Any, wishes: Wishes, caplog: pytest.LogCaptureFixture) -> None:
-    assert wishes_of(own) == wishes
+def test_options_of_a_request(own: Any, options: RequestOptions, caplog: pytest.LogCaptureFixture) -> None:
+    assert options_of(own) == options
     assert caplog.messages == []
 
 
 @pytest.mark.parametrize(
-    ("own", "wishes", "sentence"),
+    ("own", "options", "sentence"),
     [
-        ("none", Wishes(store=Scope.NONE), 'is "none", not a table: nothing of such requests is stored'),
-        ([], Wishes(store=Scope.NONE), "is a list, not a table: nothing of such requests is stored"),
-        ({"stroe": "none"}, Wishes(store=Scope.NONE), 'has the unknown field "stroe": nothing of such requests is'),
-        ({"store": "None"}, Wishes(store=Scope.NONE), 'has store "None", not "all", "host" or "none": nothing of them'),
-        ({"store": None}, Wishes(store=Scope.NONE), "has store None, not"),
-        ({"store": ["all"]}, Wishes(store=Scope.NONE), "has store a list, not"),
-        ({"store": "x" * 99}, Wishes(store=Scope.NONE), "has store that value, not"),
+        ("none", RequestOptions(store=Scope.NONE), 'is "none", not a table: nothing of such requests is stored'),
+        ([], RequestOptions(store=Scope.NONE), "is a list, not a table: nothing of such requests is stored"),
+        (
+            {"stroe": "none"},
+            RequestOptions(store=Scope.NONE),
+            'has the unknown field "stroe": nothing of such requests is',
+        ),
+        (
+            {"store": "None"},
+            RequestOptions(store=Scope.NONE),
+            'has store "None", not "all", "host" or "none": nothing of them',
+        ),
+        ({"store": None}, RequestOptions(store=Scope.NONE), "has store None, not"),
+        ({"store": ["all"]}, RequestOptions(store=Scope.NONE), "has store a list, not"),
+        ({"store": "x" * 99}, RequestOptions(store=Scope.NONE), "has store that value, not"),
         ({"load": "nothing"}, ALL, 'has load "nothing", not "all", "host", "none" or a list of tiers: they load from'),
         ({"load": {}}, ALL, "has load a dict, not"),
         (
             {"load": ["nvme", "s3", 3]},
-            Wishes(tiers=frozenset({S3})),
+            RequestOptions(tiers=frozenset({S3})),
             'has "nvme" in load, and the tiers are cpu, file, s3: nothing is loaded from it',
         ),
-        ({"load": [["s3"]]}, Wishes(tiers=frozenset()), "has a list in load"),
+        ({"load": [["s3"]]}, RequestOptions(tiers=frozenset()), "has a list in load"),
     ],
 )
-def test_wishes_that_cannot_be_understood(
-    own: Any, wishes: Wishes, sentence: str, caplog: pytest.LogCaptureFixture
+def test_options_that_cannot_be_understood(
+    own: Any, options: RequestOptions, sentence: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They store nothing, which they may have been meant to forbid, and load, since every hit has the right bytes."""
-    assert wishes_of(own) == wishes
+    assert options_of(own) == options
     (message,) = caplog.messages
     assert message.startswith('nixl_tiers: "nixl_tiers" in kv_transfer_params of a request ' + sentence)
 
 
 def test_each_kind_of_wrong_wish_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    reader = WishReader([], [])
+    reader = RequestOptionsReader([], [])
     for value in (1, 2, 3):
         reader.read(ReqContext("r", kv_transfer_params={"nixl_tiers": {"store": value, "load": value}}))
     assert len(caplog.messages) == 2
@@ -100,9 +108,9 @@ def test_example_in_the_guide_is_understood(caplog: pytest.LogCaptureFixture) ->
     bodies = re.findall(r"```bash\ncurl \S+/v1/completions .*? -d '(.*?)'\n```", guide, re.DOTALL)
     requests = [CompletionRequest.model_validate_json(body) for body in bodies]
     params = [request.kv_transfer_params for request in requests]
-    reader = WishReader(["file", "s3"], ["LOCAL", "REMOTE"])
-    wishes = [reader.read(ReqContext("r", kv_transfer_params=each)) for each in params]
-    assert wishes == [Wishes(store=Scope.HOST, tiers=frozenset({FILE}))]
+    reader = RequestOptionsReader(["file", "s3"], ["LOCAL", "REMOTE"])
+    options = [reader.read(ReqContext("r", kv_transfer_params=each)) for each in params]
+    assert options == [RequestOptions(store=Scope.HOST, tiers=frozenset({FILE}))]
     assert caplog.messages == []
 
 
@@ -110,8 +118,9 @@ def test_example_in_the_guide_is_understood(caplog: pytest.LogCaptureFixture) ->
 def test_what_another_connector_brings_comes_from_no_storage_tier(own: Any) -> None:
     """A request of an engine that decodes what another one has prefilled."""
     params = {"do_remote_prefill": True, "nixl_tiers": own}
-    assert WishReader(["file"], ["LOCAL"]).read(ReqContext("r", kv_transfer_params=params)).tiers == frozenset()
-    assert WishReader(["file"], ["LOCAL"]).read(ReqContext("r", kv_transfer_params={"do_remote_prefill": False})) == ALL
+    reader = RequestOptionsReader(["file"], ["LOCAL"])
+    assert reader.read(ReqContext("r", kv_transfer_params=params)).tiers == frozenset()
+    assert reader.read(ReqContext("r", kv_transfer_params={"do_remote_prefill": False})) == ALL
 
 
 def test_a_tier_must_be_allowed_by_both_parameters() -> None:
@@ -121,13 +130,13 @@ def test_a_tier_must_be_allowed_by_both_parameters() -> None:
         for own, tiers in (({}, {FILE}), ({"load": ["s3"]}, set()), ({"load": ["file", "s3"]}, {FILE})):
             rig.scheduler.request("r", [], {"kv_load_tiers": local, "nixl_tiers": own})
             context = rig.scheduler.scheduler._req_status["r"].req_context
-            assert WishReader(["file", "s3"], ["LOCAL", "REMOTE"]).read(context).tiers == tiers
+            assert RequestOptionsReader(["file", "s3"], ["LOCAL", "REMOTE"]).read(context).tiers == tiers
     finally:
         rig.manager.shutdown()
 
 
 def test_hints_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    reader = WishReader([], [])
+    reader = RequestOptionsReader([], [])
     caplog.set_level(logging.INFO, "nixl_tiers")
     for _ in range(3):
         assert reader.read(ReqContext("r", kv_hints=KvHintsEnvelope("1", "m", []))) == ALL
@@ -147,7 +156,7 @@ class Rig:
     def __init__(self, *storage: dict[str, Any], rows: int = 64) -> None:
         config = schema.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}, *storage]})
         self.region = HostRegion.create(GEOMETRY, rows)
-        self.coordinator = Coordinator.open(config, Namespace.of({"test": "wishes"}), self.region, ready_s=60.0)
+        self.coordinator = Coordinator.open(config, Namespace.of({"test": "options"}), self.region, ready_s=60.0)
         self.manager = NixlTiersManager(self.coordinator, config, (0,), None)
         self.scheduler = ConnectorScheduler(self.manager)
 

@@ -33,7 +33,7 @@ class Scope(StrEnum):
 
 
 @dataclass(frozen=True)
-class Wishes:
+class RequestOptions:
     """`tiers`: the storage tiers that the request may load from, numbered as configured from 0; None: all of them.
     Without `loads` it finds nothing, not even in host memory."""
 
@@ -42,8 +42,8 @@ class Wishes:
     tiers: frozenset[int] | None = None
 
 
-class WishReader:
-    """Reads the wishes of requests, and logs once what of them cannot be understood.
+class RequestOptionsReader:
+    """Reads the options of requests, and logs once what of them cannot be understood.
 
     `names`, `localities`: of the storage tiers (`compat.allowed_tiers`). `hints`: how many requests have carried
     vLLM's `kv_hints`, which are counted and not acted upon.
@@ -55,7 +55,7 @@ class WishReader:
         self._log = LogOnce(log)
         self.hints = 0
 
-    def read(self, context: ReqContext) -> Wishes:
+    def read(self, context: ReqContext) -> RequestOptions:
         """Never raises."""
         if getattr(context, "kv_hints", None) is not None:  # vLLM 0.32 has them
             if not self.hints:
@@ -68,15 +68,15 @@ class WishReader:
             tiers = frozenset()
         own = params.get(FIELD)
         if own is None:
-            return Wishes(tiers=tiers)
+            return RequestOptions(tiers=tiers)
         if not isinstance(own, Mapping):
-            self._report("wishes", f"is {shown(own)}, not a table: nothing of such requests is stored")
-            return Wishes(Scope.NONE, tiers=tiers)
+            self._report("options", f"is {shown(own)}, not a table: nothing of such requests is stored")
+            return RequestOptions(Scope.NONE, tiers=tiers)
         store = self._store(own)
         loads, named = self._load(own.get("load", Scope.ALL))
         if named is not None:
             tiers = named if tiers is None else tiers & named
-        return Wishes(store, loads, tiers)
+        return RequestOptions(store, loads, tiers)
 
     def _store(self, own: Mapping[object, object]) -> Scope:
         unknown = next((name for name in own if name not in ("store", "load")), None)

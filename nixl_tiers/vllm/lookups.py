@@ -21,7 +21,7 @@ _ANSWERS: Final = {
 }
 
 
-class LookUps:
+class Lookups:
     """What each request finds in a step, and what its look-ups show: what vLLM has itself, and what it has to compute.
     `groups`: how many KV groups there are; `chunk_tokens`: of each, by vLLM's number, where they are known.
 
