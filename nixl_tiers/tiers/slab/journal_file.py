@@ -109,6 +109,7 @@ class JournalFile:
         # Until it is flushed by `close`, another process must not trust it either.
         self._header = Header(self.salt, boot if header is None or self.trusted else header.boot, flushed=False)
         self._marked_open = False
+        self._lost = False  # a flush has failed since records were read: those that are not written again may be gone
 
     @property
     def records(self) -> int:
@@ -169,10 +170,10 @@ class JournalFile:
             self._mark_open()
 
     def close(self, *, flush: bool) -> None:
-        """`flush`: its records are right, and all were written; make them durable, and say so in the header. Does not
-        raise."""
+        """`flush`: its records are right, and all were written; make them durable, and say so in the header, unless an
+        earlier flush has failed: this one would not report again what was lost then. Does not raise."""
         try:
-            if flush and self._marked_open:
+            if flush and self._marked_open and not self._lost:
                 os.fdatasync(self._descriptor)
                 self._write_header(self._header._replace(flushed=True))
         except OSError:  # the page cache may forget what the disk has not taken
@@ -189,7 +190,11 @@ class JournalFile:
 
     def _mark_open(self) -> None:
         self._write_header(self._header)
-        os.fdatasync(self._descriptor)  # else a power failure could leave the old header over new records
+        try:
+            os.fdatasync(self._descriptor)  # else a power failure could leave the old header over new records
+        except OSError:
+            self._lost = True
+            raise
         self._marked_open = True
 
     def _write_header(self, header: Header) -> None:

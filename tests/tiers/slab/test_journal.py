@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nixl_tiers.base.chunk import MAX_KEY_BYTES
+from nixl_tiers.base.chunk import MAX_KEY_BYTES, PAGE
 from nixl_tiers.testing.medium import folder_bytes
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry
 from nixl_tiers.tiers.folder import Folder, NotOwned
 from nixl_tiers.tiers.slab import journal as journal_module
 from nixl_tiers.tiers.slab import journal_file, journal_listing
 from nixl_tiers.tiers.slab.journal import Journal
-from nixl_tiers.tiers.slab.journal_file import NAME, JournalFile, journal_bytes
-from nixl_tiers.tiers.slab.journal_record import MAX_TICK, RECORD, decode, encode, tags_of
+from nixl_tiers.tiers.slab.journal_file import NAME, Header, JournalFile, journal_bytes
+from nixl_tiers.tiers.slab.journal_record import MAX_TICK, RECORD, RECORD_BYTES, decode, encode, tags_of
 from tests.mover.harness import wait_until
 from tests.support.journals import overwrite_record, records, rows
 
@@ -580,4 +580,49 @@ def test_journal_that_cannot_grow_records_what_has_room(folder: Folder, monkeypa
         journal.put(1, b"b", 2, NOW)
         assert wait_until(lambda: rows(folder.path / NAME) == {1: b"b"})
     assert wait_until(lambda: rows(folder.path / NAME) == {1: b"b", 9_000: b"far"})
+    journal.close()
+
+
+def test_a_record_lost_after_it_was_read_is_not_trusted_at_the_next_open(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk drops a page that a process before had written. That is reported once, by the flush before the first
+    write, and the record is not written again: a later flush that succeeds says nothing of it."""
+    path = folder.path / NAME
+    journal = opened(folder, 8)
+    journal.mark_erased(1)
+    journal.mark_empty(np.ones(8, np.bool_), NOW)
+    journal.mark_complete()
+    journal.close()
+    at = PAGE + RECORD_BYTES
+    erased = path.read_bytes()[at : at + RECORD_BYTES]
+
+    journal = opened(folder, 8)
+    journal.put(1, b"key", 1, NOW)
+    journal.close()
+    header = Header.read(path.read_bytes())
+    assert header is not None
+    with path.open("r+b") as file:  # that process ended after a failed write: nothing was flushed
+        file.write(header._replace(boot=bytes(16), flushed=False).pack())
+
+    journal = opened(folder, 8)
+    assert [entry.key for entry in listed(journal)] == [b"key"]
+    journal.mark_empty(np.zeros(8, np.bool_), NOW)
+    journal.mark_complete()
+    overwrite_record(path, 1, erased)
+    flush, errors = os.fdatasync, [errno.EIO]
+
+    def fdatasync(descriptor: int) -> None:
+        flush(descriptor)
+        if errors:
+            raise OSError(errors.pop(), "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    journal.put(0, b"other", 2, NOW)
+    assert wait_until(lambda: not errors)
+    journal.close()  # which writes what could not be
+
+    journal = opened(folder, 8)
+    assert [entry.key for entry in listed(journal)] == [b"other"]
+    assert journal.unknown_slots()[1], "bytes that nothing will erase"
     journal.close()
