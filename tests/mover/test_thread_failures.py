@@ -57,7 +57,7 @@ def serves(store: TieredStore) -> bool:
 
 FILE_THREADS = {
     "journal": ("slabs", "nixl_tiers.tiers.slab.journal:Journal._commit_pending"),
-    "seal-scan": ("slabs", "nixl_tiers.tiers.slab.recovery:SealScan._run"),
+    "seal-scan": ("slabs", "nixl_tiers.tiers.slab.slabs:SealScan._run"),
     "scanner": ("files", "nixl_tiers.tiers.rowfile.scanner:DirScanner._scan"),
 }
 

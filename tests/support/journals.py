@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nixl_tiers.base.chunk import PAGE
-from nixl_tiers.tiers.slab.journal_file import NAME, Header
-from nixl_tiers.tiers.slab.journal_record import RECORD, RECORD_BYTES, decode
+from nixl_tiers.tiers.slab.journal_file import NAME, RECORD, RECORD_BYTES, Header, decode
 
 
 class Record(NamedTuple):

@@ -21,7 +21,7 @@ from nixl_tiers.cli.storage.seals import defect, find_seal
 from nixl_tiers.tiers.base import TierRefused
 from nixl_tiers.tiers.disk import SLAB_LOCK
 from nixl_tiers.tiers.slab import journal_file
-from nixl_tiers.tiers.slab.journal_record import RECORD, RECORD_BYTES, Records, decode
+from nixl_tiers.tiers.slab.journal_file import RECORD, RECORD_BYTES, Records, decode
 from nixl_tiers.tiers.slab.parts import (
     DELETING,
     DESCRIPTION,

@@ -26,9 +26,8 @@ from nixl_tiers.tiers.disk import SLAB_LOCK, FreeSpace, MountGuard, describe, op
 from nixl_tiers.tiers.manifests import ManifestAuthor, ManifestKeeper, OtherNamespaces
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit
 from nixl_tiers.tiers.nixl_agent import AgentError, Registration, Span, Transfer
-from nixl_tiers.tiers.slab.growth import GROWTH_S, OVERDUE_S, Growth
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
-from nixl_tiers.tiers.slab.shard import Shard, slots_within
+from nixl_tiers.tiers.slab.shard import GROWTH_S, OVERDUE_S, Growth, Shard, slots_within
 from nixl_tiers.tiers.slab.slabs import NoSpace
 from nixl_tiers.tiers.staging import DirectRows, Staging
 

@@ -7,8 +7,7 @@ import struct
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from nixl_tiers.tiers.slab.journal_file import Header
-from nixl_tiers.tiers.slab.journal_record import encode, tag_of
+from nixl_tiers.tiers.slab.journal_file import Header, encode, tag_of
 
 SALT = 0x0123456789ABCDEF
 BOOT = bytes(range(16))
