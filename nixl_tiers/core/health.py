@@ -9,7 +9,6 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.coldest import take_cold
 from nixl_tiers.core.host import HostTier, Row, RowState
 from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.state import CascadeState
@@ -242,7 +241,7 @@ def row_to_load(tier: TierIndex) -> Key | None:
     found = next((k for k, e in newest if e.stored and not e.evicting and not is_suspect(k)), None)
     if found is not None or not tier.cold.tables:
         return found
-    coldest = take_cold(tier, min(MAX_COLDEST, 1 + len(tier.denylist.keys)))
+    coldest = tier.take_cold(min(MAX_COLDEST, 1 + len(tier.denylist.keys)))
     for key in reversed(coldest):
         tier.policy.add(key, 0)  # the last one first: the coldest is the one that was added last
     return next((key for key in coldest if not is_suspect(key)), None)

@@ -13,7 +13,6 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.breaker import Breaker, BreakerState, Denylist
 from nixl_tiers.core.cold_rows import ColdRows
-from nixl_tiers.core.coldest import take_coldest
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.eviction import EvictionPolicy, make_policy
 from nixl_tiers.core.eviction.lru import LeafFirstLru
@@ -188,7 +187,7 @@ class TierIndex:
         self.return_victims(missing)
         # Victims that were selected before go first; they are lost if they were not written below yet.
         victims = list(islice((key for key in self.evicting if not self.is_pinned(key)), missing))
-        victims += take_coldest(self, missing - len(victims))
+        victims += self._take_next_victims(missing - len(victims))
         for key in victims:
             self._evict(key)
         return victims
@@ -248,7 +247,7 @@ class TierIndex:
 
     def select_victims(self, count: int) -> list[Key]:
         """Start the eviction of the `count` least valuable rows: still hits, until `evict` is called for them."""
-        keys = take_coldest(self, count)
+        keys = self._take_next_victims(count)
         for key in keys:
             self.index[key].evicting = True
         self.evicting.update(dict.fromkeys(keys))
@@ -426,3 +425,59 @@ class TierIndex:
         """Whether a row of `index` is being loaded or stored."""
         entry = self.index[key]
         return bool(entry.readers) or not entry.stored
+
+    # --- order of eviction: cold tables, a spill and the policy ---------------------------------------------------
+
+    def _take_next_victims(self, count: int) -> list[Key]:
+        """Take up to `count` rows, the least valuable first, out of the order of eviction; they are in `index` then."""
+        keys: list[Key] = []
+        before = self._next_victims_tick()
+        while (missing := count - len(keys)) > 0:
+            cold = self.cold.coldest(missing, before)
+            keys += self._out_of_tables(cold)
+            hot = [] if cold else self._take_hot(1 if self.cold.tables else missing)
+            keys += hot
+            if not (cold or hot or before is not None):
+                break
+            before = self._next_victims_tick() if cold or hot else None  # None: all others are pinned
+        return keys
+
+    def take_cold(self, count: int) -> list[Key]:
+        """Take up to `count` rows out of cold tables, the coldest first; they are in `index` then."""
+        return self._out_of_tables(self.cold.coldest(count))
+
+    def _out_of_tables(self, rows: list[tuple[Key, int]]) -> list[Key]:
+        """Rows (key, slot) that have left their tables are in `index` from now on; returns those that count."""
+        keys: list[Key] = []
+        for key, slot in rows:
+            entry = self.index.get(key)
+            if entry is None:
+                self.index[key] = Entry(slot, stored=True)
+                keys.append(key)
+            elif entry.spilled_at >= 0 and self.spill is not None:
+                self.spill.keep(key, entry)
+                keys.append(key)
+            else:  # it was listed twice: the row in `index` is the newer one
+                self.counters.relisted += 1
+                self.slots.release(slot)
+                if self.spec.physical_slots:
+                    self.queue_delete(slot, key)
+        return keys
+
+    def _next_victims_tick(self) -> int | None:
+        """When the next victim of those in `index` was last used."""
+        hot = self.policy.coldest_tick(self.is_pinned)
+        leaving = None if self.spill is None else self.spill.coldest()
+        return hot if leaving is None else leaving[1] if hot is None else min(hot, leaving[1])
+
+    def _take_hot(self, count: int) -> list[Key]:
+        """Up to `count` rows of those that are in no table, the least valuable first."""
+        keys: list[Key] = []
+        while self.spill is not None and len(keys) < count and (leaving := self.spill.coldest()) is not None:
+            hot = self.policy.coldest_tick(self.is_pinned)
+            taken = self.policy.evict(1, self.is_pinned) if hot is not None and hot < leaving[1] else []
+            if not taken:
+                taken = [leaving[0]]
+                self.spill.keep(leaving[0], self.index[leaving[0]])
+            keys += taken
+        return keys + self.policy.evict(count - len(keys), self.is_pinned)
