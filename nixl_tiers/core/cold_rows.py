@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from operator import or_
 from typing import Final, Protocol
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.slots import SlotCount, SlotOwner, Slots
 from nixl_tiers.core.stats import Counters
+from nixl_tiers.core.types import Entry
 
 Steps = Iterator[Callable[[], object] | None]
 """What would take too long at once. Each step is taken with the core's lock held, and takes well below a millisecond;
@@ -261,3 +264,64 @@ class ColdRows:
 
 def _is_sparse(table: ColdTable) -> bool:
     return table.built_rows > 2 * len(table) + SPARSE_ROWS
+
+
+SomeRows = tuple[Sequence[Key], Sequence[int], Sequence[int]]
+"""Keys, slots and ticks."""
+
+NO_SLOT: Final = 0xFFFFFFFF
+BATCHES_AT_ONCE: Final = 64
+
+
+class Spill:
+    """The rows that one spill moves: their entries in the index have places here, until they are used. In tuples and
+    arrays, which the interpreter's garbage collector does not walk over."""
+
+    def __init__(self) -> None:
+        self.keys: list[tuple[Key, ...]] = []  # in batches, as they were collected
+        self.slots = array("I")  # of all batches; NO_SLOT: the row stays in the index
+        self.ticks = array("Q")
+        self.leaving = 0  # how many have not been used since
+        self.changes: list[Key] = []  # rows that the new table must not have, though it may be built of them
+        self.table: ColdTable | None = None  # the new one, once it serves
+        self.cancelled = False
+        self._coldest = 0  # no row before this place is leaving,
+        self._batch = self._offset = 0  # which is this one in `keys`
+        self.batches_done = 0  # batches, from the last,
+        self.end = 0  # of which this is the place of the first row
+
+    def keep(self, key: Key, entry: Entry) -> int:
+        """This row does not leave the index, or leaves it for good; returns its tick."""
+        place, entry.spilled_at = entry.spilled_at, -1
+        self.leaving -= 1
+        if self.table is None:
+            self.slots[place] = NO_SLOT
+            self.changes.append(key)
+        else:
+            self.table.remove(key)
+        return self.ticks[place]
+
+    def coldest(self) -> tuple[Key, int] | None:
+        """The coldest row that is leaving and not yet found in the new table, and its tick; None if there is none."""
+        if self.table is not None or not self.leaving:
+            return None
+        while self.slots[self._coldest] == NO_SLOT:
+            self._coldest += 1
+            self._offset += 1
+            if self._offset == len(self.keys[self._batch]):
+                self._batch, self._offset = self._batch + 1, 0
+        return self.keys[self._batch][self._offset], self.ticks[self._coldest]
+
+    def rows(self) -> Iterator[SomeRows]:
+        """Some thousand at a time. Needs no lock."""
+        at = 0
+        for first in range(0, len(self.keys), BATCHES_AT_ONCE):
+            keys = list(chain.from_iterable(self.keys[first : first + BATCHES_AT_ONCE]))
+            end = at + len(keys)
+            yield keys, self.slots[at:end], self.ticks[at:end]
+            at = end
+
+    def free(self) -> None:
+        """Free what is not used any more, a few rows at a time. Needs no lock."""
+        while self.keys:
+            del self.keys[-BATCHES_AT_ONCE:]

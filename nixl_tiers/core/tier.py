@@ -12,7 +12,7 @@ from typing import Final
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.breaker import Breaker, BreakerState, Denylist
-from nixl_tiers.core.cold_rows import ColdRows
+from nixl_tiers.core.cold_rows import ColdRows, Spill
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.eviction import EvictionPolicy, make_policy
 from nixl_tiers.core.eviction.lru import LeafFirstLru
@@ -22,7 +22,6 @@ from nixl_tiers.core.pricing import ThroughputEstimate, TransferEstimate
 from nixl_tiers.core.recent_uses import RecentUses
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.slots import SlotCount, Slots
-from nixl_tiers.core.spill import Spill
 from nixl_tiers.core.stats import Counters, EvictionHistory, Gone, tag_of
 from nixl_tiers.core.types import Burst, Direction, Entry, Job, OrphanedJobs, PlannedMove, TierSpec, TierState
 

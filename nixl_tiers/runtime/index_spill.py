@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from nixl_tiers.core.cold_rows import ColdTable, Steps
-from nixl_tiers.core.spill import SomeRows, cancel_steps, spill_steps
+from nixl_tiers.core.cold_rows import ColdTable, SomeRows, Steps
+from nixl_tiers.core.spill import cancel_steps, spill_steps
 from nixl_tiers.core.tier import TierIndex
 from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.row_table import Rows, RowTable, RowTableError

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.cold_rows import ColdTable
-from nixl_tiers.core.spill import NO_SLOT, SomeRows
+from nixl_tiers.core.cold_rows import NO_SLOT, ColdTable, SomeRows
 
 
 def build_table(parts: Iterable[SomeRows], sources: Sequence[ColdTable]) -> PlainColdTable:
