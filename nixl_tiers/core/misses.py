@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.requests import Request
+from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import HOST, Gone, tier_and_reason
 from nixl_tiers.core.types import Direction, TierState
-
-if TYPE_CHECKING:
-    from nixl_tiers.base.chunk import Key
-    from nixl_tiers.core.requests import Request
-    from nixl_tiers.core.state import CascadeState
 
 Reason = tuple[int, str]
 """The number of the tier that it is about, or HOST, and the counter."""
