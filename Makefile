@@ -2,7 +2,7 @@
 #
 #   make demo                       a real vLLM server, a hit from every tier, a table and a plot
 #   make test                       the tests
-#   make faults                     every fault on every tier; writes the table in docs/internals/faults.md
+#   make faults                     every fault on every tier; writes bench/results/faults.json and docs/internals/faults.md
 #   make stress                     random load, aborts and resets on vLLM, every answer checked; half an hour and more
 #   make docs                       the documentation as HTML, in docs/_build
 #   make dist                       sdist and wheel in dist/, checked: docs/internals/releasing.md
@@ -99,7 +99,8 @@ test-all: $(VENV)/.ready
 
 # Takes half an hour, more on a slow machine.
 faults: $(VENV)/.ready
-	NIXL_TIERS_FAULTS_TABLE=docs/internals/faults.md $(PY) -m pytest tests/faults $(PYTEST_ARGS)
+	NIXL_TIERS_FAULTS_TABLE=bench/results/faults.json $(PY) -m pytest tests/faults $(PYTEST_ARGS); tests=$$?; \
+	    $(PY) docs/generate.py && exit $$tests
 
 # All cells of the stress test, 500 requests each, twice. STRESS_SEED=n repeats a run.
 stress: $(VENV)/.ready

@@ -1,9 +1,11 @@
-"""Write what pages of `reference/` repeat from the code, each between two comments: `python docs/generate.py`.
+"""Write what pages repeat from the code and from measurements, each between two comments: `python docs/generate.py`.
 
 configuration.md    from the fields of the schema (`nixl_tiers/config/schema.py`)
 command-line.md     from the commands' options and docstrings (`nixl_tiers/cli/app.py`)
 python-api.md       from signatures and docstrings of what `nixl_tiers` exports
 metrics.md          from the table in `nixl_tiers/base/metrics.py`
+results.md          from `bench/results/*.json`: what was measured, by which command, on which machine and when
+faults.md           from `bench/results/faults.json`, which `make faults` writes
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -30,7 +32,9 @@ from nixl_tiers.config import fields
 from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, unset
 
 WIDTH: Final = 100  # of help texts
-FOLDER: Final = Path(__file__).parent / "reference"
+FOLDERS: Final = tuple(Path(__file__).parent / name for name in ("reference", "internals"))
+RESULTS: Final = Path(__file__).parents[1] / "bench/results"
+FAULTS: Final = RESULTS / "faults.json"
 BLOCK: Final = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 MODELS: Final[Mapping[str, type[BaseModel]]] = {"cpu": CpuConfig, "file": FileConfig, "s3": S3Config}
 # By the schema's own validators, and by pydantic's plain types.
@@ -50,7 +54,7 @@ BOUNDS: Final = {"gt": "more than", "ge": "at least", "le": "at most"}
 
 def generate() -> dict[Path, str]:
     """Every page that has generated blocks, as it should be."""
-    pages = {page: page.read_text() for page in sorted(FOLDER.glob("*.md"))}
+    pages = {page: page.read_text() for folder in FOLDERS for page in sorted(folder.glob("*.md"))}
     return {
         page: BLOCK.sub(lambda match: f"{match[1]}\n{BLOCKS[match[2]]()}\n{match[3]}", text)
         for page, text in pages.items()
@@ -175,6 +179,57 @@ def _code(*names: str) -> str:
     return ", ".join(f"`{name}`" for name in names if name)
 
 
+def results() -> str:
+    """A section a measurement, but for the fault matrix, which has a page of its own."""
+    return "\n".join(_measurement(file) for file in sorted(RESULTS.glob("*.json")) if file != FAULTS)
+
+
+def _measurement(file: Path) -> str:
+    """What was run where, and the tables that the page shows; the others are in the file only."""
+    result = json.loads(file.read_text())
+    text = f"## {result['title']}\n\n"
+    if "command" in result:
+        text += f"`{result['command']}`: "
+    text += f"{', '.join(result[part] for part in ('machine', 'versions', 'load', 'date') if part in result)}.\n"
+    if "note" in result:
+        text += f"{result['note']}\n"
+    shown = [table for table in result["tables"] if table.get("page", True)]
+    for table in shown:
+        text += f"\n{table['title']}:\n" if "title" in table else ""
+        text += _aligned(table["columns"], table["rows"])
+    if len(shown) < len(result["tables"]):
+        text += f"\nMore rows: `bench/results/{file.name}`.\n"
+    return text
+
+
+def faults() -> str:
+    """A line a fault, and in it the longest stall and the recovery of each tier."""
+    result = json.loads(FAULTS.read_text())
+    table = result["tables"][0]
+    found: dict[str, dict[str, str]] = {}
+    requests = 0
+    for row in (dict(zip(table["columns"], row, strict=True)) for row in table["rows"]):
+        kind, *fields = row["tier"].removeprefix("file, ").split(", ")
+        times = f"{row['longest stall (s)']}/{row['recovery (s)']}"
+        found.setdefault(", ".join([row["fault"], *fields]), {})[kind] = times
+        requests += int(row["requests"])
+    tiers = ("slabs", "files", "s3")
+    rows = [(fault, *(cells.get(tier, "") for tier in tiers)) for fault, cells in found.items()]
+    return (
+        f"`{result['command']}`, {result['date']}: {result['machine']}, {result['load']}. {result['note']}\n\n"
+        f"{requests} gets were answered under these faults. Longest stall / recovery, in seconds:\n"
+        f"{_aligned(['fault', *tiers], rows)}"
+    )
+
+
+def _aligned(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as text: many numbers are read better so, and the page stays narrow."""
+    lines = [columns, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
+    shown = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n```text\n" + "\n".join(shown) + "\n```\n"
+
+
 BLOCKS: Final[Mapping[str, Callable[[], str]]] = {
     "top_level": top_level,
     "tiers": tiers,
@@ -183,6 +238,8 @@ BLOCKS: Final[Mapping[str, Callable[[], str]]] = {
     "counters": partial(metrics, Kind.COUNTER),
     "histograms": partial(metrics, Kind.HISTOGRAM),
     "gauges": partial(metrics, Kind.GAUGE),
+    "results": results,
+    "faults": faults,
 }
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +20,6 @@ from tests.faults.rig import CAPACITY, LIMITS, FaultRig, MatrixRow
 from tests.support.file_tier import file_tier
 from tests.support.proxy import FaultProxy
 
-SOAK = "\n## Soak\n"  # the page from here on is written by hand, and kept
 TABLE = "NIXL_TIERS_FAULTS_TABLE"
 _rows: list[MatrixRow] = []
 
@@ -109,28 +109,33 @@ HEADS = (
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    measured = [row for row in _rows if row.requests]
+    measured = [tuple(_cell(value) for value in astuple(row)) for row in _rows if row.requests]
     if not measured:
         return
-    rows = [HEADS, *(tuple(_cell(value) for value in astuple(row)) for row in measured)]
+    rows = [HEADS, *measured]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
     terminalreporter.section("fault matrix")
     for row in rows:
         terminalreporter.line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
     if os.environ.get(TABLE):
-        path = Path(os.environ[TABLE])
-        _, soak, rest = path.read_text().partition(SOAK) if path.exists() else ("", "", "")
-        path.write_text(page(rows) + soak + rest)
+        Path(os.environ[TABLE]).write_text(result(measured))
 
 
-def page(rows: list[tuple[str, ...]]) -> str:
-    table = [rows[0], tuple("---" for _ in HEADS), *rows[1:]]
+def result(measured: Sequence[tuple[str, ...]]) -> str:
+    """`bench/results/faults.json`, of which `docs/generate.py` makes a page: a row a line, for diffs."""
     cores, memory = os.cpu_count(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
-    return INTRODUCTION.format(
-        date=datetime.now(UTC).date(),
-        machine=f"{platform.machine()}, {cores} cores, {memory} GiB, Linux {platform.release().split('-')[0]}",
-        limits=f"`wait_s` {LIMITS.wait_s:g} s, hard deadline {LIMITS.hard_deadline_min_s:g} s, heartbeat timeout 4 s",
-    ) + "".join("| " + " | ".join(row) + " |\n" for row in table)
+    head = {
+        "title": "Fault matrix",
+        "command": "make faults",
+        "machine": f"{platform.machine()}, {cores} cores, {memory} GiB, Linux {platform.release().split('-')[0]}",
+        "date": str(datetime.now(UTC).date()),
+        "load": f"load average {os.getloadavg()[2]:.0f}",
+        "note": f"Limits shorter than the defaults: wait_s {LIMITS.wait_s:g} s, hard deadline"
+        f" {LIMITS.hard_deadline_min_s:g} s, heartbeat timeout 4 s.",
+        "tables": [{"columns": HEADS, "rows": []}],
+    }
+    lines = ",\n".join(f"        {json.dumps(row)}" for row in measured)
+    return json.dumps(head, indent=2).replace('"rows": []', f'"rows": [\n{lines}\n      ]') + "\n"
 
 
 def _cell(value: object) -> str:
@@ -143,26 +148,3 @@ def _cell(value: object) -> str:
         if isinstance(value, (int, float))
         else str(value)
     )
-
-
-INTRODUCTION = """\
-# Fault matrix
-
-`make faults` wrote this page on {date}, on a machine with {machine}.
-
-Each row is a store over one storage tier, with real movers, under a load of gets and puts whose every byte is
-verified, while a fault is injected. Asserted in each: no wrong byte; every get and put is answered; the tier heals
-after the fault (chunks that are put then are read back from it); no process, descriptor, thread or host row leaks;
-capacity and counters are right; and a store that is opened afterwards reads no wrong byte.
-
-- **longest stall**: the longest get or put; **deadline**: `wait_s`, the longest that storage may delay a request.
-- **recovery**: from the end of the fault until chunks that were put then were read back from the tier.
-- **dropped rows**: rows that were not written to the tier; **failed moves**: moves that ended in an error.
-- **requests**: gets under load, all answered; **wrong chunks**: hits with a wrong byte.
-
-Rows with `gds_mt` run NVIDIA's cuFile in its compatibility mode, without a GPU ([GPUDirect Storage](gds.md)): they say
-nothing about GPU-direct speed.
-
-The limits were shorter than the defaults: {limits}.
-
-"""
