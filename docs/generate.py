@@ -180,26 +180,31 @@ def _code(*names: str) -> str:
 
 
 def results() -> str:
-    """A section a measurement, but for the fault matrix, which has a page of its own."""
-    return "\n".join(_measurement(file) for file in sorted(RESULTS.glob("*.json")) if file != FAULTS)
+    """A section a measurement that has a table for the page, and the others by name; the fault matrix has a page."""
+    read = {file.name: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json")) if file != FAULTS}
+    shown = {name: result for name, result in read.items() if any(map(_is_shown, result["tables"]))}
+    others = "".join(f"- `{name}`: {result['title']}\n" for name, result in read.items() if name not in shown)
+    return "\n".join([*(_measurement(*named) for named in shown.items()), f"## In files only\n\n{others}"])
 
 
-def _measurement(file: Path) -> str:
-    """What was run where, and the tables that the page shows; the others are in the file only."""
-    result = json.loads(file.read_text())
+def _measurement(name: str, result: Mapping[str, Any]) -> str:
+    """What was run where, and the tables that the page shows."""
     text = f"## {result['title']}\n\n"
     if "command" in result:
         text += f"`{result['command']}`: "
     text += f"{', '.join(result[part] for part in ('machine', 'versions', 'load', 'date') if part in result)}.\n"
     if "note" in result:
         text += f"{result['note']}\n"
-    shown = [table for table in result["tables"] if table.get("page", True)]
-    for table in shown:
+    for table in filter(_is_shown, result["tables"]):
         text += f"\n{table['title']}:\n" if "title" in table else ""
         text += _aligned(table["columns"], table["rows"])
-    if len(shown) < len(result["tables"]):
-        text += f"\nMore rows: `bench/results/{file.name}`.\n"
+    if not all(map(_is_shown, result["tables"])):
+        text += f"\nMore rows: `{name}`.\n"
     return text
+
+
+def _is_shown(table: Mapping[str, Any]) -> bool:
+    return bool(table.get("page", True))
 
 
 def faults() -> str:
