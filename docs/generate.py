@@ -158,25 +158,25 @@ def _section(level: str, title: str, documented: Any) -> str:
 
 
 def metrics(kind: Kind) -> str:
-    """One row a metric, and one for each value of its labels beside `tier`, with the number in `stats()`."""
+    """An item a metric, and below it one for each value of its labels beside `tier`; in brackets the number's name."""
     suffix = {Kind.COUNTER: "_total"}.get(kind, "")
-    rows: list[tuple[str, ...]] = []
+    text = ""
     for name, metric in METRICS.items():
         if metric.kind is kind:
             single = next(iter(metric.series)) if len(metric.series) == 1 else ""
-            shown = single if kind is not Kind.HISTOGRAM else ""
-            rows.append((f"`{PREFIX}{name}{suffix}`", _code(*metric.labels), _code(shown), metric.text))
+            text += f"- {_series(name + suffix, metric.labels)}{_number(kind, single)}: {metric.text}\n"
             for number, series in () if single else metric.series.items():
                 value = f'`{metric.labels[-1]}="{series.values[0]}"`'
-                rows.append(("", value, _code(number if kind is not Kind.HISTOGRAM else ""), series.meaning))
-    if kind is Kind.GAUGE:
-        rows.append((f"`{PREFIX}{INFO}`", _code(*INFO_LABELS), "", INFO_TEXT))
-    numbers = [] if kind is Kind.HISTOGRAM else ["in `stats()`"]
-    return _table(["metric", "labels", *numbers, "meaning"], [row if numbers else (*row[:2], row[3]) for row in rows])
+                text += f"  - {value}{_number(kind, number)}: {series.meaning}\n"
+    return text + (f"- {_series(INFO, INFO_LABELS)}: {INFO_TEXT}\n" if kind is Kind.GAUGE else "")
 
 
-def _code(*names: str) -> str:
-    return ", ".join(f"`{name}`" for name in names if name)
+def _series(name: str, labels: Iterable[str]) -> str:
+    return f"`{PREFIX}{name}{{{', '.join(labels)}}}`".replace("{}", "")
+
+
+def _number(kind: Kind, name: str) -> str:
+    return f" (`{name}`)" if name and kind is not Kind.HISTOGRAM else ""
 
 
 def results() -> str:
