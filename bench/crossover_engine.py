@@ -27,7 +27,7 @@ class Trace:
     def __init__(self, coordinator: Any, manager: Any) -> None:
         self.events: list[list[Any]] = []
         self._core = core = coordinator._core
-        self._clock = coordinator._clock
+        self._clock = coordinator.now
         self._began_s = 0.0
         note = self._note
         _after(pricing, "choose", self._chosen)

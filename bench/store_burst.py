@@ -29,6 +29,7 @@ import numpy as np
 import nixl_tiers
 from bench.memory_s3 import memory_server
 from nixl_tiers.mover.supervisor import Supervisor
+from tests.support.core import end_step
 
 STEP_S: Final = 0.01
 FLUSH_S: Final = 300.0
@@ -104,7 +105,7 @@ def _round(store: nixl_tiers.TieredStore, watched: Watched, args: argparse.Names
 
     def steps() -> None:
         while not stop.wait(STEP_S):
-            coordinator.end_step()
+            end_step(coordinator)
 
     thread = threading.Thread(target=steps, daemon=True)
     thread.start()

@@ -19,10 +19,9 @@ from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.fields import shown
 from nixl_tiers.config.schema import ConfigError, TiersConfig
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.runtime.blocking import Interrupts, StallTimeout
 from nixl_tiers.runtime.buffers import out_of, rows_of
 from nixl_tiers.runtime.coordinator import CLOSE_TIMEOUT_S, Coordinator
-from nixl_tiers.runtime.interrupts import Interrupts
-from nixl_tiers.runtime.stall_timeout import StallTimeout
 from nixl_tiers.store_get import StoreGet
 
 if TYPE_CHECKING:
@@ -92,8 +91,8 @@ def _chunk_bytes(value: object) -> int:
 class TieredStore:
     """Puts and gets chunks by key, over host memory and any number of storage tiers.
 
-    Made by `nixl_tiers.open`. Thread-safe. Close it, or use it as a context manager. `coordinator` is the non-blocking
-    interface below it, for schedulers.
+    Made by `nixl_tiers.open`. Thread-safe. Close it, or use it as a context manager. `coordinator` is what it
+    stands on; schedulers hold its core (`with store.coordinator.core() as core`), which never waits.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -133,7 +132,8 @@ class TieredStore:
                         break
                 places = self.coordinator.locate(keys)
             finally:
-                self.coordinator.finish_request(whole)
+                with self.coordinator.core() as core:
+                    core.finish_request(whole)
             return next((i for i, place in enumerate(places) if place is None), len(keys))
 
     def _put_part(
@@ -144,7 +144,8 @@ class TieredStore:
         found = False
         while True:
             written = self._write(left, interrupts)
-            self.coordinator.pin(keys, whole)  # before a search for more room finds these
+            with self.coordinator.core() as core:
+                core.pin(keys, whole)  # before a search for more room finds these
             places = self.coordinator.locate(keys)
             if None not in places:
                 return True
@@ -200,16 +201,18 @@ class TieredStore:
 
         Raises TypeError or ValueError for invalid keys, RuntimeError after `close`.
         """
-        self._check_open()
-        self.coordinator.prefetch(_checked_keys(keys))
+        with self._call():
+            checked = _checked_keys(keys)
+            with self.coordinator.core() as core:
+                core.prefetch(checked)
 
     def locate(self, keys: Sequence[Key]) -> list[str | None]:
         """The name of the first tier that holds each key now ("cpu", "file", "s3"), or None. Loads nothing.
 
         Raises TypeError or ValueError for invalid keys, RuntimeError after `close`.
         """
-        self._check_open()
-        return self.coordinator.locate(_checked_keys(keys))
+        with self._call():
+            return self.coordinator.locate(_checked_keys(keys))
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Wait until each tier has listed all that it held, or is down. False if that took longer than `timeout_s`
@@ -231,9 +234,9 @@ class TieredStore:
     def stats(self) -> dict[str, dict[str, Any]]:
         """Counters and gauges by tier, the same numbers as the metrics (bytes where a name says so, else rows), and as
         "problem" a sentence about what is wrong with the tier, as far as it is known, else ""."""
-        self._check_open()
-        problems = self.coordinator.problems()
-        return {name: {**numbers, "problem": problems[name]} for name, numbers in self.coordinator.counters().items()}
+        with self._call():
+            problems, counters = self.coordinator.problems(), self.coordinator.counters()
+        return {name: {**numbers, "problem": problems[name]} for name, numbers in counters.items()}
 
     def reset(self) -> None:
         """Forget everything: what was put before is never a hit again (see `on_reset`)."""
@@ -267,7 +270,7 @@ class TieredStore:
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[Interrupts]:
-        """One call that owns rows. Ctrl-C cannot interrupt it between getting rows and releasing them."""
+        """One call that holds the core, or owns rows: Ctrl-C cannot interrupt it before it has let go of them."""
         self._check_open()
         try:
             with Interrupts() as interrupts:
@@ -282,12 +285,13 @@ class TieredStore:
 
     def _wait_for_room(self, stall: StallTimeout, interrupts: Interrupts) -> None:
         """Back-pressure: hold up a put that is faster than the tiers."""
-        if self.coordinator.pressure() <= self._most_waiting:
-            return
+        with self.coordinator.core() as core:
+            if core.pressure() <= self._most_waiting:
+                return
         until_s = time.monotonic() + self._wait_s
-        with self.coordinator.awaiting_writes(), self.coordinator.changed:
+        with self.coordinator.awaiting_writes(), self.coordinator.core() as core:
             stall.restart()
-            while (backlog := self.coordinator.pressure()) > self._most_waiting and time.monotonic() < until_s:
+            while (backlog := core.pressure()) > self._most_waiting and time.monotonic() < until_s:
                 if stall.expired(-backlog):
                     return
                 self._wait(stall, interrupts)

@@ -8,16 +8,17 @@ from itertools import compress
 from typing import TYPE_CHECKING, Final
 
 from nixl_tiers.core.manager import Lookup
-from nixl_tiers.runtime.stall_timeout import StallTimeout
+from nixl_tiers.runtime.blocking import StallTimeout
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from nixl_tiers.base.chunk import Key
+    from nixl_tiers.core.manager import TierManager
     from nixl_tiers.runtime.coordinator import Coordinator
 
-SLICE_KEYS: Final = 256  # that are looked up, and whose load is prepared, in one hold of the lock
+SLICE_KEYS: Final = 256  # that are looked up, and whose load is prepared, in one hold of the core
 AHEAD_KEYS: Final = 4096  # that may come up at once
 
 
@@ -41,7 +42,7 @@ class Slice:
 
 class StoreGet:
     """Reads the keys slice by slice, in their order. A slice is looked up when it is asked for, and again when all that
-    it asked for has come: what is a hit then is loaded in the same hold of the lock. While the first slice waits,
+    it asked for has come: what is a hit then is loaded in the same hold. While the first slice waits,
     others are on their way, as far as it is known where they are.
 
     The caller's patience is that of all its requests: they wait for as long as rows come, and `wait_s` longer.
@@ -92,16 +93,16 @@ class StoreGet:
     def _read(self, first: Slice) -> None:
         coordinator, waited = self._coordinator, False
         while True:
-            with coordinator.changed:
-                while not (stalled := self._has_stalled()) and first.to_come and not first.unsure:
+            with coordinator.core() as core:
+                while not (stalled := self._has_stalled(core)) and first.to_come and not first.unsure:
                     self._wait()
                 try:
-                    answers = self._look_up(first)
+                    answers = self._look_up(core, first)
                     if stalled or Lookup.PENDING not in answers:
                         hits, rows = self._load(first, answers)
                         break
                 finally:
-                    coordinator.end_step()
+                    core.end_step()
                 if first.unsure:
                     self._wait()
             waited = True
@@ -115,11 +116,12 @@ class StoreGet:
             self._point()
         self._hits += hits
 
-    def _look_up(self, part: Slice) -> list[Lookup]:
-        """With the lock held, and `end_step` after it."""
-        answers = [self._coordinator.lookup(key, part.name) for key in part.keys]
+    def _look_up(self, core: TierManager, part: Slice) -> list[Lookup]:
+        """`end_step` follows in the same hold."""
+        now = self._coordinator.now()
+        answers = [core.lookup(key, part.name, None, now) for key in part.keys]
         pending = {key for key, answer in zip(part.keys, answers, strict=True) if answer is Lookup.PENDING}
-        (part.to_come,) = self._coordinator.rows_to_come([part.name])
+        (part.to_come,) = core.rows_to_come([part.name])
         part.unsure = len(pending) > part.to_come
         hits = answers.count(Lookup.HIT)
         self._come += 0 if part.hits is None else max(0, hits - part.hits)
@@ -135,7 +137,8 @@ class StoreGet:
         part = Slice(next(self._names), self._next, self._keys[self._next : self._next + self._per_slice])
         self._slices.append(part)
         self._next += len(part.keys)
-        self._coordinator.wait_for_listing(part.name)
+        with self._coordinator.core() as core:
+            core.wait_for_listing(part.name)
         return part
 
     def _ask_ahead(self) -> None:
@@ -145,18 +148,18 @@ class StoreGet:
             and not self._slices[-1].unsure
             and self._next + self._per_slice - self._slices[0].start <= self._most_asked
         ):
-            with self._coordinator.changed:
-                self._look_up(self._add_slice())
-                self._coordinator.end_step()
+            with self._coordinator.core() as core:
+                self._look_up(core, self._add_slice())
+                core.end_step()
 
-    def _has_stalled(self) -> bool:
-        """Whether no row has come for as long as may be waited. With the lock held."""
+    def _has_stalled(self, core: TierManager) -> bool:
+        """Whether no row has come for as long as may be waited."""
         names = [part.name for part in self._slices]
-        for part, to_come in zip(self._slices, self._coordinator.rows_to_come(names), strict=True):
+        for part, to_come in zip(self._slices, core.rows_to_come(names), strict=True):
             self._come += max(0, part.to_come - to_come)
             part.to_come = to_come
         stalled = self._stall.expired(self._come)
-        self._coordinator.wait_on(names, self._stall.left_s)
+        core.wait_on(names, self._coordinator.now() + self._stall.left_s)
         return stalled
 
     def _give_up(self, first: Slice) -> None:

@@ -193,7 +193,7 @@ def test_every_query_shows_the_load_or_fault_that_it_is_for(tmp_path: Path) -> N
     tiers = [TierTraits("cpu"), TierTraits(TIER, checked=True, disk=True)]
     with nixl_tiers.open(config, SIZE, "n") as store:
         until_up(store)
-        page = StorePage(tiers, store.coordinator.counters, store.coordinator.take_samples)
+        page = StorePage(tiers, store.coordinator.counters, store.coordinator._core.take_samples)
         with served(page) as port, prometheus(found, tmp_path, port) as server:
             start = time.time()
             deadline = start + 240  # a slow machine needs many scrapes

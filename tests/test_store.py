@@ -65,12 +65,12 @@ def test_put_of_more_than_host_memory_holds_writes_each_key_once_and_ends(
 
 
 class Holds:
-    """Counts what a thread looks up in all, and at most in one hold of a store's lock."""
+    """Counts what a thread looks up in all, and at most in one hold of a store's core."""
 
     def __init__(self, store: nixl_tiers.TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lookups = self.longest = self._here = self._depth = 0
-        self._lock = store.coordinator.changed
-        lookup = store.coordinator.lookup
+        self._hold, self._changed = store.coordinator._hold, store.coordinator.changed
+        lookup = store.coordinator._core.lookup
 
         def counted(*arguments: Any) -> Any:
             self.lookups += 1
@@ -80,24 +80,25 @@ class Holds:
                 self._here = 0
             return lookup(*arguments)
 
-        monkeypatch.setattr(store.coordinator, "lookup", counted)
+        monkeypatch.setattr(store.coordinator._core, "lookup", counted)
+        monkeypatch.setattr(store.coordinator, "_hold", self)
         monkeypatch.setattr(store.coordinator, "changed", self)
 
-    def __enter__(self) -> None:
-        self._lock.__enter__()
+    def __enter__(self) -> Any:
         self._depth += 1
+        return self._hold.__enter__()
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         self._here *= bool(self._depth)
-        self._lock.__exit__(*error)
+        self._hold.__exit__(*error)  # type: ignore[arg-type]
 
     def wait(self, timeout: float) -> bool:
         self._here = 0
-        return self._lock.wait(timeout)
+        return self._changed.wait(timeout)
 
     def notify_all(self) -> None:
-        self._lock.notify_all()
+        self._changed.notify_all()
 
 
 def test_get_of_many_chunks_looks_each_up_twice_in_short_holds_and_hits_all(
@@ -147,7 +148,7 @@ class SlowTier:
         self._core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
         self._core.tiers[0].send_credits = len(keys)
         monkeypatch.setattr(self.coordinator.changed, "wait", self._wait)
-        monkeypatch.setattr("nixl_tiers.runtime.stall_timeout.time", SimpleNamespace(monotonic=self._monotonic))
+        monkeypatch.setattr("nixl_tiers.runtime.blocking.time", SimpleNamespace(monotonic=self._monotonic))
 
     def _monotonic(self) -> float:
         return self.now + self._stopped_s

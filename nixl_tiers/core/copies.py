@@ -174,12 +174,11 @@ class Copies:
         filled = self._filled(rows, failed, incomplete)
         for generation in dict.fromkeys(row.generation for row in filled):
             self._flushed_before(generation)
-        self._writeback.write_through(filled, self._tiers)
-        self._writeback.clean()
+        self._write_on(filled)
 
-    def drop_store(self, rows: Iterable[Row]) -> None:
-        """Workers are done writing these rows, and nobody is to read them."""
-        for row in rows:
+    def drop_store(self, keys: Iterable[Key]) -> None:
+        """Instead of complete_store, if what workers copied is of no use: these rows are no hits."""
+        for row in self.rows_being_filled(keys):
             row.worker_refs = 0
             self._host.invalidate(row)
             self._flushed_before(row.generation)
@@ -200,8 +199,7 @@ class Copies:
                 self._count_read(row)
             else:
                 written.append(row)
-        self._writeback.write_through(self._filled(written, failed, incomplete), self._tiers)
-        self._writeback.clean()
+        self._write_on(self._filled(written, failed, incomplete))
         self._requests.finish(name)
 
     # --- inside ------------------------------------------------------------------------------------------------
@@ -234,6 +232,12 @@ class Copies:
         counters.stored += len(good)
         counters.bytes_written += len(good) * self._state.row_bytes
         return good
+
+    def _write_on(self, rows: Sequence[Row]) -> None:
+        """Rows are complete: queue them for the tiers below, and make room for the next."""
+        self._writeback.write_through(rows, self._tiers)
+        self._writeback.clean()
+        self._state.turn_due = True
 
     def _count_read(self, row: Row) -> None:
         row.source = CPU

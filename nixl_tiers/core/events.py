@@ -174,6 +174,14 @@ class Events:
         )
         return work or at_once, at_once
 
+    def take_work(self) -> tuple[bool, bool]:
+        """`wants_turn`, if a step, a store or a call has ended since this was asked last; look-ups wait for that."""
+        if not self._state.turn_due:
+            return False, False
+        self._state.turn_due = False
+        work, at_once = self.wants_turn
+        return work or bool(self._state.garbage), at_once
+
     @property
     def short_of_room(self) -> bool:
         """Whether allocations would soon wait for rows to be written."""

@@ -198,6 +198,7 @@ class TierManager:
         have come are ordinary rows of the host tier; of those that `line_share` of it has no room for nothing comes."""
         if self.tiers and keys:
             self._promotion.prefetch_queue.prefetch(keys)
+            self._state.turn_due = True
 
     def set_allowed_tiers(self, name: str, tiers: Iterable[int]) -> None:
         """Let a new request load from these storage tiers only, until it is finished. Host memory is always a hit."""
@@ -235,6 +236,7 @@ class TierManager:
     def end_step(self, began: Iterable[str] = (), preempted: Iterable[str] = ()) -> None:
         """The scheduler's step is over: its hits that it did not load may be evicted again. `began`: requests that
         compute from now on; `preempted`: those that lost what they had computed, and come back."""
+        self._state.turn_due = True
         self.host.step += 1
         self.checks.end_step()
         for name in began:
@@ -272,6 +274,7 @@ class TierManager:
     def demote(self, rows: Iterable[Row]) -> None:
         """The engine shuts down: queue those of the host's rows that the tier below it lacks."""
         self._writeback.demote(rows)
+        self._state.turn_due = True
 
     def await_writes(self, threads: int) -> None:
         """So many more threads wait for rows to be written (fewer, if negative)."""

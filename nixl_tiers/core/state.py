@@ -53,6 +53,7 @@ class CascadeState:
         self.tick = 0  # logical clock of use: one tick a request
         self.last_job_id = 0
         self.unfinished = False  # whether the last turn left work that could be done at once
+        self.turn_due = False  # whether something was done since that a turn should follow, if it brings work
         self.slice_left = limits.rows_per_slice
         """How many more rows the slice has room for (`begin_slice`); zero or less: it is used up."""
         few = max(1, min(4, host.rows // 4))  # so that a small host tier still moves

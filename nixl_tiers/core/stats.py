@@ -122,6 +122,25 @@ class TierStats(NamedTuple):
     storing: int = 0
     listing: bool = False
 
+    def numbers(self) -> dict[str, float]:
+        """By the names of `base/metrics.py`."""
+        counters = self.counters
+        return {
+            **vars(counters),
+            "dropped": counters.dropped,
+            "failed": counters.failed,
+            "missed": counters.missed,
+            "rows": self.rows,
+            "up": float(self.up),
+            "listing": float(self.listing),
+            "breaker": float(self.circuit),
+            "quarantined": float(self.quarantined),
+            "queued_loads": float(self.queued_loads),
+            "queued_stores": float(self.queued_stores),
+            "loading": float(self.loading),
+            "storing": float(self.storing),
+        }
+
 
 MAX_SAMPLES: Final = 256  # of one series between two reports: an engine that is idle, or without metrics, takes none
 

@@ -1,37 +1,49 @@
-"""Coordinator: the cascade's core, its movers and the host region, from open to close.
+"""Coordinator: the core, its movers and the host region, from open to close.
 
-What a scheduler calls never waits (`runtime/scheduler_calls.py`); bytes are moved by workers and movers. Only what
-surrounds those calls may wait, and stands here: `open`, `start`, `wait_ready`, `flush` and `close`.
+A front end holds the core (`with coordinator.core() as core`) and asks it for what it wants. What needs the region or
+the movers besides is a method here. None of that waits, as bytes are moved by workers and movers; only `open`, `start`,
+`wait_ready`, `flush` and `close` may.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
-from nixl_tiers.base.chunk import Namespace
+import numpy as np
+
+from nixl_tiers.base.chunk import Key, Namespace, check_keys
 from nixl_tiers.base.clock import RunningClock
 from nixl_tiers.base.lifetime import ForkedLock, finalize_once
 from nixl_tiers.base.manifest import Description
 from nixl_tiers.config.schema import ConfigError, TiersConfig, format_size
 from nixl_tiers.config.warnings import warnings_here, warnings_of
+from nixl_tiers.core.copies import StorePlan
 from nixl_tiers.core.limits import PIN_MARGIN_S, Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
+from nixl_tiers.core.stats import Load
 from nixl_tiers.core.types import TierSpec
-from nixl_tiers.runtime.interrupts import Interrupts
+from nixl_tiers.runtime.blocking import POLL_S, Interrupts
+from nixl_tiers.runtime.copies import OpenLoads, bad_rows, ended_rows
+from nixl_tiers.runtime.deprecated import DeprecatedCalls
+from nixl_tiers.runtime.hold import Hold
 from nixl_tiers.runtime.mover_link import MoverLink
 from nixl_tiers.runtime.prefill_cache import PrefillCache
-from nixl_tiers.runtime.scheduler_calls import SchedulerCalls
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from nixl_tiers.core.host import Row
     from nixl_tiers.memory.region import HostRegion
     from nixl_tiers.mover.supervisor import Supervisor
 
@@ -41,16 +53,20 @@ _coordinators: weakref.WeakSet[Coordinator] = weakref.WeakSet()
 START_TIMEOUT_S: Final = 3.0
 CLOSE_TIMEOUT_S: Final = 10.0
 FINALIZER_TIMEOUT_S: Final = 1.0  # for a coordinator that was not closed: its process may be about to end
-POLL_S: Final = 0.25  # deadlines pass without a notification
+LOCATE_BATCH: Final = 64  # keys that are looked up in one hold
+COUNT_BATCH: Final = 512  # and whose misses are counted, which takes less
 
 
 class TierRefusedError(RuntimeError):
     """A storage tier can never work as configured; one sentence that begins with the name of its field."""
 
 
-class Coordinator(SchedulerCalls):
-    """The tiers of one scheduler: its calls, and what surrounds them. `changed` is notified when a mover has reported
-    something, for callers that may wait. The region belongs to the coordinator, and is closed with it.
+class Coordinator(DeprecatedCalls):
+    """The tiers of one scheduler. `changed` is notified when a mover has reported something, for callers that may wait.
+    The region belongs to the coordinator, and is closed with it. Several threads may call.
+
+    `now()`: the seconds in which this process ran, which the core takes as time: of a pause, as of a stopped machine,
+    hardly anything counts.
     """
 
     def __init__(
@@ -87,14 +103,24 @@ class Coordinator(SchedulerCalls):
             prefer=config.prefer,
         )
         lock = threading.RLock()
-        clock = clock or RunningClock()
-        description = (description or Description()).of(config.salt)
-        link = MoverLink(
-            core, config, namespace, region, changed=threading.Condition(lock), clock=clock, description=description
-        )
-        super().__init__(config, region, core, link, lock=lock, clock=clock)
+        self.config = config
+        self.region = region
+        self.changed = threading.Condition(lock)
+        self.now = clock or RunningClock()
         self.closed = False
-        self._names = config.names
+        self._core = core
+        self._link = MoverLink(
+            core,
+            config,
+            namespace,
+            region,
+            changed=self.changed,
+            clock=self.now,
+            description=(description or Description()).of(config.salt),
+        )
+        self._hold = Hold(core, self._link, lock, self.now)
+        self._open_loads = OpenLoads(region)
+        self._prefill_cache: PrefillCache | None = None
         self._pid = os.getpid()
         self._end = finalize_once(self, partial(_end, self._link.supervisor, region))
         _coordinators.add(self)
@@ -145,16 +171,17 @@ class Coordinator(SchedulerCalls):
             format_size(self.region.nbytes),
             self.region.rows,
             format_size(self.region.geometry.row_bytes),
-            ", ".join(self._names) or "none",
+            ", ".join(self.config.names) or "none",
             self.namespace.digest.hex(),
         )
         if not self.config.storage:
             return
         began_s = time.monotonic()
         self._link.start()
+        tiers = self._link.tiers
         with self.changed:
-            self.changed.wait_for(lambda: all(tier.answered for tier in self._tiers), max(timeout_s, ready_s))
-            refusals = [f"tiers[{place}].{tier.refusal}" for place, tier in enumerate(self._tiers, 1) if tier.refusal]
+            self.changed.wait_for(lambda: all(tier.answered for tier in tiers), max(timeout_s, ready_s))
+            refusals = [f"tiers[{place}].{tier.refusal}" for place, tier in enumerate(tiers, 1) if tier.refusal]
         if refusals:
             self._link.supervisor.close(1.0)
             raise TierRefusedError(refusals[0])
@@ -164,18 +191,19 @@ class Coordinator(SchedulerCalls):
     @property
     def ready(self) -> bool:
         """Whether each tier has listed all that it holds, or has reported that it is down."""
-        with self._lock:
+        with self._hold:
             return self._link.ready
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Wait until the tiers are `ready`, or until `close` begins; whether that took no longer than `timeout_s`."""
-        return self._wait_for(lambda: self.closed or self.ready, timeout_s)
+        with Interrupts() as interrupts:
+            return self._wait_for(lambda: self.closed or self._link.ready, timeout_s, interrupts)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every write to a storage tier has ended, or until `close` begins; whether that took no longer
         than `timeout_s`."""
-        with self.awaiting_writes():
-            return self._wait_for(lambda: self.closed or self.backlog() == 0, timeout_s)
+        with Interrupts() as interrupts, self.awaiting_writes():
+            return self._wait_for(lambda: self.closed or self._core.backlog() == 0, timeout_s, interrupts)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Write down what `flush_on_exit_s` of the configuration has time for, let the movers write their journals and
@@ -188,15 +216,11 @@ class Coordinator(SchedulerCalls):
             self.changed.notify_all()  # wake waiting threads
         try:
             if flush_s := self.config.flush_on_exit_s:
-                until_s = time.monotonic() + flush_s
-                self._wait_for(lambda: self.ready, flush_s)  # nothing is written to a tier before it is listed
-                self.demote_all()
-                with self.awaiting_writes():
-                    self._wait_for(lambda: self.backlog() == 0, max(0.0, until_s - time.monotonic()))
+                self._flush_on_exit(time.monotonic() + flush_s)
         finally:
-            with self._lock:
+            with self._hold as core:
                 self._link.flush_recent_uses()
-                samples = self._core.prefill.samples()
+                samples = core.prefill.samples()
             if self._prefill_cache is not None and samples:
                 self._prefill_cache.remember(samples)
             self._end.detach()
@@ -205,10 +229,10 @@ class Coordinator(SchedulerCalls):
     def keep_prefill_speed(self, cache: PrefillCache) -> None:
         """Go on with the prefill estimate of the last start, and keep it for the next."""
         samples = cache.recall()
-        with self._lock:
-            self._core.prefill.restore(samples)
+        with self._hold as core:
+            core.prefill.restore(samples)
             self._prefill_cache = cache
-            speed = self._core.prefill.tokens_per_s
+            speed = core.prefill.tokens_per_s
         if speed is not None:
             log.info("nixl_tiers: at the last start %s computed %.0f tokens of prompts a second", cache.device, speed)
 
@@ -216,69 +240,200 @@ class Coordinator(SchedulerCalls):
     def mover_pids(self) -> list[int | None]:
         return self._link.supervisor.pids
 
+    # --- what a scheduler, or a thread, asks for -------------------------------------------------------------------
+
+    def core(self) -> Hold:
+        """`with coordinator.core() as core`: ask the core (`TierManager`), for microseconds.
+
+        A step is: any number of look-ups and loads, then `core.end_step`.
+        """
+        return self._hold
+
+    @property
+    def namespace(self) -> Namespace:
+        return self._link.namespace
+
+    def prepare_load(
+        self,
+        keys: Sequence[Key],
+        request: str,
+        *,
+        call: bool = False,
+        tokens: Sequence[int] = (),
+        end: int | None = None,
+    ) -> NDArray[np.int64]:
+        """Host rows of keys that this step's look-ups called hits, pinned until complete_load; or, where `request` is
+        the `call` of a thread, until end_call. `tokens`: of each key, and `end`: the token of the request before which
+        they end, for the metrics."""
+        with self._hold as core:
+            load = None if end is None else Load(max(0, end - sum(tokens)), end, self.now())
+            rows = np.array(core.copies.prepare_load(keys, request, call=call, tokens=tokens, load=load), np.int64)
+            self._open_loads.begin(len(keys), request if call else None)
+        return rows
+
+    def complete_load(self, keys: Collection[Key], request: str = "") -> None:
+        """Workers are done reading these rows. `request`: which loaded them, for the metrics."""
+        with self._hold as core:
+            core.copies.complete_load(keys)
+            core.savings.load_ended(request, self.now())
+            self._open_loads.end(len(keys))
+
+    def fail_load(self, keys: Collection[Key], request: str) -> None:
+        """Instead of complete_load, if a worker could not copy all of them: `request` gets no more hits."""
+        with self._hold as core:
+            core.copies.fail_load(keys, request)
+            core.savings.load_failed(request, self.now())
+            self._open_loads.end(len(keys))
+
+    def prepare_store(self, keys: Sequence[Key], request: str, *, call: bool = False) -> StorePlan:
+        """Rows to fill with the new ones of `keys`, in prefix order; fewer than asked when the host tier is full.
+
+        The caller owns them until complete_store; or, if `request` is the `call` of a thread, until end_call.
+        Raises TypeError or ValueError for an invalid key.
+        """
+        check_keys(keys)
+        with self._hold as core:
+            host = core.host
+            if host.free < len(keys):
+                # After a reset vLLM may never complete the old store jobs, and no new one could end for them either:
+                # take back the rows of those that the workers have ended by their control words.
+                most = max(LOCATE_BATCH, len(keys))
+                host.release_unflushed(ended_rows(self.region, host.unflushed_stores(most)))
+            return core.copies.prepare_store(keys, request, call=call)
+
+    def complete_store(self, keys: Collection[Key]) -> None:
+        """Every worker has ended the store job of `keys`; the region's control words say which rows are good."""
+        with self._hold as core:
+            rows = core.copies.rows_being_filled(keys)
+            core.copies.complete_store(rows, *bad_rows(self.region, rows))
+
+    def end_call(self, call: str) -> None:
+        """A thread's call has ended, successfully or not, and touches no row any more. Those that it was to fill are
+        hits if the region's control words say so. Does nothing for a call without rows."""
+        with self._hold as core:
+            rows = core.copies.rows_being_filled_by_call(call)
+            core.copies.end_call(call, *bad_rows(self.region, rows))
+            self._open_loads.end_call(call)
+            self.changed.notify_all()
+
+    def count_misses(self, keys: Sequence[Key], request: str) -> None:
+        """Count why the request has to compute these chunks, in prefix order from its first miss. Once a chunk."""
+        for start in range(0, len(keys), COUNT_BATCH):
+            with self._hold as core:
+                core.count_misses(keys[start : start + COUNT_BATCH], request, self.now())
+
+    def locate(self, keys: Sequence[Key]) -> list[str | None]:
+        """Of each key the first tier that holds it now. Starts no promotion."""
+        places: list[str | None] = []
+        for start in range(0, len(keys), LOCATE_BATCH):
+            with self._hold as core:
+                now = self.now()
+                places += [core.where(key, now) for key in keys[start : start + LOCATE_BATCH]]
+        return places
+
+    def look_on(self) -> bool:
+        """Whether the last prepare_store found too little room only because it looks at a bounded number of pinned
+        rows, and there are others behind them: prepare_store finds them now."""
+        while True:
+            with self._hold as core:
+                if not core.host.searching:
+                    return False
+                if core.host.look_on():
+                    return True
+
+    def demote_all(self) -> None:
+        """Queue all rows that a tier with `write: on_evict` does not hold yet, because the process is about to exit."""
+        rows: list[Row] = []
+        slices = self._core.host.in_slices(LOCATE_BATCH)
+        part: list[Row] | None = []
+        while part is not None:
+            rows += part
+            with self._hold:
+                part = next(slices, None)
+        for start in range(0, len(rows), LOCATE_BATCH):
+            with self._hold as core:
+                core.demote(rows[start : start + LOCATE_BATCH])
+
+    @contextmanager
+    def awaiting_writes(self) -> Iterator[None]:
+        """For as long as a thread waits for rows to be written: the supervisor looks sooner whether they are."""
+        with self._hold as core:
+            core.await_writes(1)
+        try:
+            self._link.wake(at_once=True)
+            yield
+        finally:
+            with self._hold as core:
+                core.await_writes(-1)
+
+    def reset(self, *, changed: bool = False) -> None:
+        """The bytes may no longer match the weights: nothing stored so far is a hit any more. `changed`: they certainly
+        do not, so that `on_reset: keep` keeps nothing."""
+        keep = self.config.on_reset == "keep" and not changed
+        with self._hold as core:
+            core.reset(keep, self.now())
+            self._open_loads.reset()
+            if not keep:
+                # Epoch 0 stands for the weights as they were loaded; after a reset no other engine has the same ones.
+                self._link.reopen(replace(self.namespace, epoch=secrets.randbits(63) | 1))
+
+    def observe_prefill(self, tokens: int, context: float, seconds: float) -> None:
+        """A step has computed `tokens` tokens of prompts, with `context` tokens up to each on average, in `seconds`."""
+        cache = self._prefill_cache
+        with self._hold as core:
+            core.prefill.observe(tokens, context, seconds)
+            samples = cache.take_due(core.prefill) if cache is not None else []
+        if cache is not None and samples:
+            cache.remember_soon(samples)
+
     # --- what an operator reads -----------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, dict[str, float]]:
         """By tier: monotonic counters (rows, or bytes where the name says so) and gauges. What they are called as
         metrics, and which of them a tier has: `nixl_tiers/base/metrics.py`."""
-        with self._lock:
-            gauges = {tier.name: tier.gauges() for tier in self._tiers}
+        with self._hold as core:
+            gauges = {tier.name: tier.gauges() for tier in self._link.tiers}
             gauges["cpu"] = {
-                "used_bytes": self._core.host.used * self.region.geometry.row_bytes,
+                "used_bytes": core.host.used * self.region.geometry.row_bytes,
                 "capacity_bytes": self.config.cpu.capacity,
                 "denials": 0.0,
                 "huge_page_bytes": float(self.region.huge_bytes or 0),
                 "listed_rows": 0.0,
-                "waiting_requests": float(self._core.waiting_requests),
-                "prefill_tokens_per_s": self._core.prefill.tokens_per_s or 0.0,
+                "waiting_requests": float(core.waiting_requests),
+                "prefill_tokens_per_s": core.prefill.tokens_per_s or 0.0,
             }
-            return {
-                name: {
-                    **vars(tier.counters),
-                    "dropped": tier.counters.dropped,
-                    "failed": tier.counters.failed,
-                    "missed": tier.counters.missed,
-                    "rows": tier.rows,
-                    "up": float(tier.up),
-                    "listing": float(tier.listing),
-                    "breaker": float(tier.circuit),
-                    "quarantined": float(tier.quarantined),
-                    "queued_loads": float(tier.queued_loads),
-                    "queued_stores": float(tier.queued_stores),
-                    "loading": float(tier.loading),
-                    "storing": float(tier.storing),
-                    **gauges[name],
-                }
-                for name, tier in self._core.counters().items()
-            }
+            return {name: {**tier.numbers(), **gauges[name]} for name, tier in core.counters().items()}
 
     def after_tick(self, callback: Callable[[], None]) -> None:
         """Have `callback` called on the supervisor's thread, without the lock, at least once a second while there are
         storage tiers; it must not wait, nor keep the coordinator alive."""
         self._link.after_tick = callback
 
-    def take_samples(self) -> dict[tuple[str, str], list[float]]:
-        """Of histograms, since the last call: (tier, number) -> samples."""
-        with self._lock:
-            return self._core.take_samples()
-
     def problems(self) -> dict[str, str]:
         """By tier: why it is down or what its medium denies, in words; empty where nothing is known to be wrong."""
-        with self._lock:
-            return {"cpu": "", **{tier.name: tier.log.problem for tier in self._tiers}}
+        with self._hold:
+            return {"cpu": "", **{tier.name: tier.log.problem for tier in self._link.tiers}}
 
     def leave_to_parent(self) -> None:
         """In a forked child: release what belongs to the parent; every call raises RuntimeError from then on."""
-        self._lock = ForkedLock(self._pid)  # type: ignore[assignment]
+        self._hold.lock = ForkedLock(self._pid)
         self.changed = self._link.changed = ForkedLock(self._pid)  # type: ignore[assignment]
         self._link.supervisor.leave_to_parent()
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Poll `condition` with the lock held, and at every change. May be interrupted by Ctrl-C."""
+    def _flush_on_exit(self, until_s: float) -> None:
+        with Interrupts() as interrupts:
+            # Nothing is written to a tier before it is listed.
+            self._wait_for(lambda: self._link.ready, until_s - time.monotonic(), interrupts)
+            self.demote_all()
+            with self.awaiting_writes():
+                self._wait_for(lambda: self._core.backlog() == 0, until_s - time.monotonic(), interrupts)
+
+    def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None, interrupts: Interrupts) -> bool:
+        """Poll `condition` in a hold, and at every change."""
         until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        with Interrupts() as interrupts, self.changed:
+        with self.changed:
             while not condition():
                 if (left_s := until_s - time.monotonic()) <= 0:
                     return False

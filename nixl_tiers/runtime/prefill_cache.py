@@ -7,16 +7,18 @@ import contextlib
 import hashlib
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import Final
 
 from nixl_tiers.base.cache import cache_folder, write_whole
 from nixl_tiers.base.chunk import Namespace
-from nixl_tiers.core.prefill import Sample
+from nixl_tiers.core.prefill import MIN_SAMPLES, PrefillEstimate, Sample
 
 log = logging.getLogger(__name__)
 
 _VERSION: Final = 1
+REMEMBER_EVERY: Final = 1024  # steps that computed prompts; sooner while there were few
 
 
 class PrefillCache:
@@ -27,6 +29,8 @@ class PrefillCache:
         folder = cache_folder()
         digest = hashlib.sha256(f"{_VERSION}:{namespace.digest.hex()}:{device}".encode()).hexdigest()[:16]
         self.device = device
+        # Steps that computed prompts: as soon as a speed is known, since vLLM kills an engine that is to end at once.
+        self._remember_at = MIN_SAMPLES
         self.path: Path | None = folder / f"prefill-{digest}.json" if folder else None
 
     def recall(self) -> list[Sample]:
@@ -39,6 +43,17 @@ class PrefillCache:
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             log.info("nixl_tiers: the prefill speed is learned anew, because %s cannot be read: %s", self.path, error)
             return []
+
+    def take_due(self, prefill: PrefillEstimate) -> list[Sample]:
+        """The estimate has seen another step: its samples, if it is time to remember them, else none."""
+        if prefill.seen < self._remember_at:
+            return []
+        self._remember_at = prefill.seen + min(prefill.seen, REMEMBER_EVERY)
+        return prefill.samples()
+
+    def remember_soon(self, samples: list[Sample]) -> None:
+        """`remember` on a thread of its own: a medium may take its time, and this is the scheduler's."""
+        threading.Thread(target=self.remember, args=(samples,), name="nixl_tiers prefill", daemon=True).start()
 
     def remember(self, samples: list[Sample]) -> None:
         """For `recall`. May wait for the medium."""

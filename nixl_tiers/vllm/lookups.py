@@ -57,7 +57,7 @@ class Lookups:
         name = context.req_id
         mine = self.chains.again(key, context)
         if mine is not None:  # nothing is new but the time: a long queue of such requests is looked up at every step
-            if mine.waiting is not None and not self._gate.watches and self._coordinator.still_waits(name):
+            if mine.waiting is not None and not self._gate.watches and self._still_waits(name):
                 self.waiting.add(name)
                 self.answers[name] = mine.waiting
                 return mine.waiting
@@ -101,7 +101,9 @@ class Lookups:
                 answers[key] = LookupResult.MISS
                 return LookupResult.MISS
         whole = position is None or not self.chains.is_tail(key, position)
-        found = self._coordinator.lookup(key, context.req_id, position, self._last_sub_block, check=whole)
+        now = self._coordinator.now()
+        with self._coordinator.core() as core:
+            found = core.lookup(key, context.req_id, position, now, self._last_sub_block, check=whole)
         answer = _ANSWERS[found]
         if answer is LookupResult.HIT_PENDING:
             self.waiting.add(context.req_id)
@@ -160,7 +162,9 @@ class Lookups:
 
     def _scan(self, key: OffloadKey, name: str, mine: RequestChain, start: int) -> Answers:
         """What the whole chain is in this step, of which `key` is looked up first."""
-        mine.scan = self._coordinator.scan(name, mine.chain, start, self._last_sub_block)
+        now = self._coordinator.now()
+        with self._coordinator.core() as core:
+            mine.scan = core.scan(name, mine.chain, start, now, self._last_sub_block)
         if not mine.scan.waits:
             mine.waiting = mine.asked = None
             return answers_of(mine.chain, start, mine.scan)
@@ -176,7 +180,13 @@ class Lookups:
         last = mine.scan
         if last is None or last.waits or last.end < position:
             return False
-        return self._coordinator.is_being_loaded(key)
+        with self._coordinator.core() as core:
+            return core.is_being_loaded(key)
+
+    def _still_waits(self, name: str) -> bool:
+        now = self._coordinator.now()
+        with self._coordinator.core() as core:
+            return core.still_waits(name, now)
 
     def _touch_prefix(self, context: ReqContext, position: int | None) -> None:
         """Touch what vLLM hits in its own cache: all before `position`, or everything if nothing was looked up.
@@ -188,4 +198,5 @@ class Lookups:
         positions: Mapping[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
         own = [key for key, end in positions.items() if position is None or end < position]
         if own:
-            self._coordinator.touch(own, context.req_id)
+            with self._coordinator.core() as core:
+                core.engine_hits.add(own, context.req_id)

@@ -107,7 +107,8 @@ class NixlTiersManager(OffloadingManager):
         """NixlTiersConnector calls it: its workers publish the time of steps, and `scheduled` is called at each, as are
         `began_at` and `began` for all requests. No step computes more than `step_tokens` tokens of a request."""
         self._weights.knows_own_hits = True
-        self._coordinator.limit_step(step_tokens)
+        with self._coordinator.core() as core:
+            core.prefill.limit_step(step_tokens)
         self._meter.be_exact(self._coordinator.region.step_seconds)
 
     def windows_are_known(self, windows: Mapping[int, int | None]) -> None:
@@ -138,31 +139,35 @@ class NixlTiersManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         request = req_context.req_id
         self._requests.add(request)
-        self._coordinator.queue(request)
         options = self._options.read(req_context)
-        if options.tiers is not None:
-            self._coordinator.set_allowed_tiers(request, options.tiers)
+        with self._coordinator.core() as core:
+            core.queue(request)
+            if options.tiers is not None:
+                core.set_allowed_tiers(request, options.tiers)
+            if options.store is not Scope.ALL:
+                core.keep_in_host(request)
         if not (options.loads and (options.tiers is None or options.tiers)):
             self._promote_none.add(request)
         if not options.loads:
             self._lookups.load_none.add(request)
-        if options.store is not Scope.ALL:
-            self._coordinator.keep_in_host(request)
         if options.store is Scope.NONE:
             self._store_none.add(request)
         return RequestOffloadingContext()
 
     def anticipate(self, request: str, keys: Sequence[OffloadKey], rank: Rank) -> None:
-        """A new request waits for its turn. NixlTiersConnector calls it (Coordinator.anticipate)."""
-        self._coordinator.anticipate(request, keys, rank)
+        """A new request waits for its turn. NixlTiersConnector calls it (TierManager.anticipate)."""
+        with self._coordinator.core() as core:
+            core.anticipate(request, keys, rank)
 
     def line_has_room(self, rank: Rank) -> bool:
-        """Whether a new request of this rank would be one of the next (Coordinator.line_has_room)."""
-        return self._coordinator.line_has_room(rank)
+        """Whether a new request of this rank would be one of the next (TierManager.line_has_room)."""
+        with self._coordinator.core() as core:
+            return core.line_has_room(rank)
 
     def is_queued(self, request: str) -> bool:
         """Whether the request still waits for its turn."""
-        return self._coordinator.is_queued(request)
+        with self._coordinator.core() as core:
+            return core.is_queued(request)
 
     def anticipates(self, request: str) -> bool:
         """Whether anything may be promoted for a new request."""
@@ -177,7 +182,8 @@ class NixlTiersManager(OffloadingManager):
         self._weights.ended(request)
         self._meter.positions.forget(request)
         self._lookups.ended(req_context)
-        self._coordinator.finish_request(request)
+        with self._coordinator.core() as core:
+            core.finish_request(request)
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -196,7 +202,8 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
-        return self._sources[self._coordinator.source(key)]
+        with self._coordinator.core() as core:
+            return self._sources[core.source(key)]
 
     @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
@@ -205,7 +212,7 @@ class NixlTiersManager(OffloadingManager):
         end = max((position_of(key, req_context) or 0 for key in ordered), default=0) or None
         tokens = self._tokens(ordered, counts)
         rows = self._coordinator.prepare_load(ordered, req_context.req_id, tokens=tokens, end=end)
-        self._loading[req_context.req_id] = self._coordinator.running_s(), len(rows)
+        self._loading[req_context.req_id] = self._coordinator.now(), len(rows)
         for group, place in self._place.items():
             self._lookups.chains.note_load(group, counts[place])
         self._prepared_load = True
@@ -213,7 +220,11 @@ class NixlTiersManager(OffloadingManager):
         self._weights.load_began(req_context.req_id)
         if end is not None:
             self._meter.positions.hit(req_context.req_id, end)
-        return RowsSpec(np.asarray(rows, np.int64), counts, missing=self._coordinator.partial(ordered))
+        missing: dict[int, int] = {}
+        if self._coordinator.region.geometry.sub_blocks > 1:
+            with self._coordinator.core() as core:
+                missing = core.copies.partial(ordered)
+        return RowsSpec(rows, counts, missing=missing)
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -226,7 +237,9 @@ class NixlTiersManager(OffloadingManager):
         else:
             self._coordinator.complete_load(keys, req_context.req_id)
             if began is not None:
-                self._coordinator.copied(began[1], began[0], at_most=beside)
+                now = self._coordinator.now()
+                with self._coordinator.core() as core:
+                    core.copies.copied(began[1], now - began[0], now, at_most=beside)
 
     def load_failed(self, request: str) -> bool:
         """A worker could not copy the load that `request` waits for. NixlTiersConnector calls it before complete_load.
@@ -269,7 +282,8 @@ class NixlTiersManager(OffloadingManager):
         self._look_at_weights()
         self._storing.difference_update(keys)
         if self._weights.closed:  # what was copied may be of either weights
-            self._coordinator.drop_store(keys)
+            with self._coordinator.core() as core:
+                core.copies.drop_store(keys)
             return
         if self._events is not None:
             self._events.written(keys)
@@ -277,7 +291,8 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._coordinator.end_step(context.new_req_ids, context.preempted_req_ids)
+        with self._coordinator.core() as core:
+            core.end_step(context.new_req_ids, context.preempted_req_ids)
         self._gate.end_step(context)
         for request in context.preempted_req_ids:
             self._meter.positions.forget(request)
@@ -339,13 +354,15 @@ class NixlTiersManager(OffloadingManager):
 
     def on_reset_flushed(self) -> None:
         """Newer vLLM: workers have ended every job of before the last reset."""
-        self._coordinator.flushed()
+        with self._coordinator.core() as core:
+            core.flushed()
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
         if self._events is None:
             return ()
-        self._events.removed(self._coordinator.take_evicted())
+        with self._coordinator.core() as core:
+            self._events.removed(core.take_evicted())
         return self._events.take()
 
     @override
@@ -353,7 +370,9 @@ class NixlTiersManager(OffloadingManager):
         self._meter.end(time.monotonic())  # vLLM asks once for each step whose output it processes
         totals = self._coordinator.counters()
         totals["cpu"]["kv_hints"] = float(self._options.hints)
-        return self._reporter.report(totals, self._coordinator.take_samples())
+        with self._coordinator.core() as core:
+            samples = core.take_samples()
+        return self._reporter.report(totals, samples)
 
     @override
     def shutdown(self) -> None:

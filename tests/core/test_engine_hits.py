@@ -15,7 +15,7 @@ from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import TierSpec
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
-from tests.support.core import opened, put, touched
+from tests.support.core import end_step, opened, put, touched
 
 KEYS = [b"key-%03d" % number for number in range(200)]
 LIMITS = Limits(rows_per_slice=16)
@@ -129,8 +129,8 @@ def test_without_storage_tiers_steps_work_them_off() -> None:
         coordinator = Coordinator(tiers, Namespace.of({"name": "n"}), region)
         core = coordinator._core
         put(core, KEYS[:8], "first")
-        coordinator.touch(KEYS[:4] * 100, "request")
-        coordinator.end_step()
+        core.engine_hits.add(KEYS[:4] * 100, "request")
+        end_step(coordinator)
         assert core.engine_hits.waiting == 0
         core.host.make_room(4)
         assert list(core.host.index) == KEYS[:4]

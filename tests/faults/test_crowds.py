@@ -15,6 +15,7 @@ from nixl_tiers.core.manager import Lookup
 from nixl_tiers.mover import child
 from nixl_tiers.mover.protocol import Delete, encode
 from tests.faults.rig import LIMITS, TIMEOUT_S, FaultRig
+from tests.support.core import end_step, finish, look_up
 from tests.support.leaks import ResourceCount
 from tests.support.load import content, get, put
 from tests.support.waiting import serves, until
@@ -55,17 +56,17 @@ def test_thousands_of_pending_keys_while_the_mover_is_stopped(
         while waiting:
             pending = 0
             for name in [*waiting]:
-                answers = [coordinator.lookup(key, name) for key in waiting[name]]
+                answers = [look_up(coordinator, key, name) for key in waiting[name]]
                 pending += answers.count(Lookup.PENDING)
                 if Lookup.PENDING not in answers:
                     del waiting[name]
             most = max(most, pending)
-            coordinator.end_step()
+            end_step(coordinator)
             with coordinator.changed:
                 coordinator.changed.wait(0.05)
         assert most > number // 2
         for name in names:
-            coordinator.finish_request(name)
+            finish(coordinator, name)
         rig.wait_for_answers()
         with contextlib.suppress(ProcessLookupError):  # a slow machine: the watchdog has killed it by now
             os.kill(pid, signal.SIGCONT)
@@ -120,7 +121,7 @@ def test_failed_worker_copies_are_no_hits(make_rig: Callable[..., FaultRig], tie
             if not succeeds.all():
                 region.mark(rows[~succeeds], 0, plan.store_seq, False)
             coordinator.complete_store(plan.keys)
-            coordinator.finish_request(f"worker-{turn}")
+            finish(coordinator, f"worker-{turn}")
             written += [key for key, copied in zip(plan.keys, succeeds, strict=True) if copied]
             failed += [key for key, copied in zip(plan.keys, succeeds, strict=True) if not copied]
             rig.wait_for_answers(1)
@@ -140,12 +141,12 @@ def test_failed_worker_copies_are_no_hits(make_rig: Callable[..., FaultRig], tie
         until(others_are_hits, "what was copied to be hits", TIMEOUT_S)
         for number in range(4):  # failed loads are misses for their own request, and for no other
             keys = [key for key in load.keys if rig.store.locate([key]) == ["cpu"]][:4]
-            found = [key for key in keys if coordinator.lookup(key, f"load-{number}") is Lookup.HIT]
+            found = [key for key in keys if look_up(coordinator, key, f"load-{number}") is Lookup.HIT]
             coordinator.prepare_load(found, f"load-{number}")
             coordinator.fail_load(found, f"load-{number}")
-            assert Lookup.HIT not in [coordinator.lookup(key, f"load-{number}") for key in keys]
-            coordinator.end_step()
-            coordinator.finish_request(f"load-{number}")
+            assert Lookup.HIT not in [look_up(coordinator, key, f"load-{number}") for key in keys]
+            end_step(coordinator)
+            finish(coordinator, f"load-{number}")
         hits, wrong = get(rig.store, load.keys)
         assert not wrong
         assert any(hits)

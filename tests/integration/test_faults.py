@@ -19,6 +19,7 @@ import pytest
 import nixl_tiers
 from nixl_tiers.core.types import TierState
 from nixl_tiers.testing.servers import S3Server, free_ports, moto_server
+from tests.support.core import backlog
 from tests.support.file_tier import file_tier
 from tests.support.waiting import serves, until, until_up
 
@@ -216,14 +217,14 @@ def test_a_put_of_many_parts_above_a_stopped_mover_waits_once(monkeypatch: pytes
         return False
 
     with nixl_tiers.open({"tiers": [{"type": "cpu", "capacity": "2MiB"}], "wait_s": 1.0}, SIZE, "n") as store:
-        for module in ("store", "runtime.stall_timeout"):
+        for module in ("store", "runtime.blocking"):
             monkeypatch.setattr(f"nixl_tiers.{module}.time", SimpleNamespace(monotonic=lambda: now))
         monkeypatch.setattr(threading.Condition, "wait", wait)
-        monkeypatch.setattr(store.coordinator, "pressure", lambda: 1000)
+        monkeypatch.setattr(store.coordinator._core, "pressure", lambda: 1000)
         store.put(keys, rows_of(keys))
         assert now == pytest.approx(101.0)
         backlog = itertools.count(1000, -1)
-        monkeypatch.setattr(store.coordinator, "pressure", lambda: next(backlog))
+        monkeypatch.setattr(store.coordinator._core, "pressure", lambda: next(backlog))
         store.put(keys[: 2 * store._batch], rows_of(keys[: 2 * store._batch]))
         assert now == pytest.approx(103.0, abs=0.1), "what makes progress is waited for, part by part"
         monkeypatch.undo()
@@ -272,5 +273,5 @@ def test_no_put_waits_for_a_tier_that_is_being_listed(tmp_path: Path, waited: li
         waited.clear()
         for start in range(0, len(keys), 4):
             assert store.put(keys[start : start + 4], rows_of(keys[start : start + 4])) == 4
-        assert store.coordinator.backlog() > 2 * store._batch
+        assert backlog(store.coordinator) > 2 * store._batch
         assert waited == []

@@ -42,6 +42,7 @@ from nixl_tiers.mover.protocol import (
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
 from nixl_tiers.tiers.base import Entry, Move
+from tests.support.core import end_step, finish, look_up
 from tests.support.file_tier import file_tier
 from tests.support.leaks import ResourceCount
 from tests.support.load import get, put
@@ -215,9 +216,9 @@ def act(coordinator: Coordinator, region: HostRegion, what: str, keys: list[byte
         coordinator.complete_store(plan.keys)
     else:
         for key in keys:
-            coordinator.lookup(key, request)
-    coordinator.end_step()
-    coordinator.finish_request(request)
+            look_up(coordinator, key, request)
+    end_step(coordinator)
+    finish(coordinator, request)
 
 
 def claim(coordinator: Coordinator, region: HostRegion) -> list[int]:

@@ -16,6 +16,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import S3Server
+from tests.support.core import end_step, finish, look_up
 from tests.support.file_tier import file_tier
 from tests.support.waiting import until, until_up
 
@@ -50,17 +51,17 @@ class Bench:
         for cell in range(GEOMETRY.cells):
             self.region.mark(plan.rows, cell, plan.store_seq, True, missing)
         self.coordinator.complete_store(plan.keys)
-        self.coordinator.finish_request("writer")
+        finish(self.coordinator, "writer")
 
     def lookup(self, key: bytes, first: int) -> Lookup:
         """The final answer to a request."""
         name = f"reader-{first}"
         with self.coordinator.changed:
-            while (answer := self.coordinator.lookup(key, name, None, first)) is Lookup.PENDING:
-                self.coordinator.end_step()
+            while (answer := look_up(self.coordinator, key, name, None, first)) is Lookup.PENDING:
+                end_step(self.coordinator)
                 self.coordinator.changed.wait(0.25)
-        self.coordinator.finish_request(name)
-        self.coordinator.end_step()
+        finish(self.coordinator, name)
+        end_step(self.coordinator)
         return answer
 
     def payload(self, key: bytes, first: int) -> np.ndarray[Any, Any]:
@@ -90,7 +91,8 @@ def bench() -> Iterator[Callable[..., Bench]]:
 def check(bench: Bench) -> None:
     assert [bench.lookup(b"part", first) for first in range(4)] == [Lookup.MISS] * 2 + [Lookup.HIT] * 2
     assert [bench.lookup(b"whole", first) for first in range(4)] == [Lookup.HIT] * 4
-    assert bench.coordinator.partial([b"whole", b"part"]) == {1: 2}
+    with bench.coordinator.core() as core:
+        assert core.copies.partial([b"whole", b"part"]) == {1: 2}
 
 
 def test_missing_sub_blocks_are_misses_and_the_rest_are_hits_in_host_memory(bench: Callable[..., Bench]) -> None:

@@ -133,16 +133,16 @@ def test_recent_uses_are_sent_once_a_second_and_all_of_them_at_the_end(monkeypat
             found = link.on_tick(now, [messages])[0]
             return [slot for _, message in found if isinstance(message, Touch) for slot, _ in message.entries]
 
-        coordinator.touch([key(n) for n in range(5)], "request")
+        core.engine_hits.add([key(n) for n in range(5)], "request")
         assert sent(0) == []
         assert sent() == [0, 1]
         assert sent() == []
         now += 1.0
         assert sent() == [2, 3]
-        coordinator.touch([key(5)], "request")
+        core.engine_hits.add([key(5)], "request")
         link.flush_recent_uses()
         assert sent(1) == [4, 5]
-        coordinator.touch([key(n) for n in range(5)], "another")
+        core.engine_hits.add([key(n) for n in range(5)], "another")
         assert sent() == [0, 1, 2, 3, 4]
         coordinator.close(0.0)
 

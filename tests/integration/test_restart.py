@@ -20,6 +20,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import child
 from nixl_tiers.mover.listing import SINGLE_ROWS
 from nixl_tiers.runtime.coordinator import Coordinator
+from tests.support.core import backlog, end_step, finish, look_up
 from tests.support.waiting import serves, until
 
 GEOMETRY = Geometry(1, 2000)
@@ -72,29 +73,29 @@ def wait_until_listed(coordinator: Coordinator, rows: int = ROWS) -> None:
 
 def load(coordinator: Coordinator, number: int) -> None:
     request = f"load {number}"
-    assert coordinator.lookup(key(number), request) is Lookup.PENDING
-    coordinator.end_step()
+    assert look_up(coordinator, key(number), request) is Lookup.PENDING
+    end_step(coordinator)
 
     def found() -> bool:
-        if coordinator.lookup(key(number), request) is Lookup.HIT:
+        if look_up(coordinator, key(number), request) is Lookup.HIT:
             return True
-        coordinator.end_step()  # in one step a waiting request is answered once
+        end_step(coordinator)  # in one step a waiting request is answered once
         return False
 
     until(found, "the row")
     coordinator.prepare_load([key(number)], request)
     coordinator.complete_load([key(number)])
-    coordinator.finish_request(request)
-    coordinator.end_step()
+    finish(coordinator, request)
+    end_step(coordinator)
 
 
 def store(coordinator: Coordinator, *names: Key) -> None:
     plan = coordinator.prepare_store(names, "store")
     coordinator.region.mark(np.array(plan.rows), 0, plan.store_seq, True)
     coordinator.complete_store(plan.keys)
-    coordinator.finish_request("store")
-    coordinator.end_step()
-    until(lambda: coordinator.backlog() == 0, "the cascade")
+    finish(coordinator, "store")
+    end_step(coordinator)
+    until(lambda: backlog(coordinator) == 0, "the cascade")
 
 
 def dropped(tmp_path: Path) -> list[str]:
@@ -104,8 +105,8 @@ def dropped(tmp_path: Path) -> list[str]:
 
 def test_all_rows_are_hits_and_most_need_no_python_objects(tmp_path: Path) -> None:
     with coordinator_over_many_rows(tmp_path, slots=2 * ROWS) as coordinator:
-        assert [coordinator.where(key(n)) for n in (0, SINGLE_ROWS - 1, SINGLE_ROWS, ROWS - 1)] == ["stub"] * 4
-        assert coordinator.where(b"no row") is None
+        assert coordinator.locate([key(n) for n in (0, SINGLE_ROWS - 1, SINGLE_ROWS, ROWS - 1)]) == ["stub"] * 4
+        assert coordinator.locate([b"no row"]) == [None]
         load(coordinator, 0)
         load(coordinator, ROWS - 1)
         (storage,) = coordinator._core.tiers
@@ -119,7 +120,7 @@ def test_evicted_rows_are_deleted_by_key_the_coldest_first(tmp_path: Path) -> No
         store(coordinator, b"new", b"newer")
         until(lambda: len(dropped(tmp_path)) == 2, "the drops")
         assert dropped(tmp_path) == [f"{n} row-{n}" for n in (0, 1)]
-        assert coordinator.where(key(0)) is None
+        assert coordinator.locate([key(0)]) == [None]
         assert coordinator.counters()["stub"]["rows"] == ROWS
 
 
@@ -154,7 +155,7 @@ def test_most_rows_are_spilled_into_tables_and_used_from_there(tmp_path: Path) -
         os.kill(pid, signal.SIGKILL)
         until(lambda: coordinator.mover_pids not in ([pid], [None]), "another mover")
         until(lambda: serves(coordinator.counters()["stub"]), "all rows to be listed again")
-        assert coordinator.where(key(2)) == coordinator.where(key(ROWS - 2)) == "stub"
+        assert coordinator.locate([key(2), key(ROWS - 2)]) == ["stub"] * 2
 
 
 def test_a_restarted_mover_lists_all_rows_again(tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_a_restarted_mover_lists_all_rows_again(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         until(lambda: coordinator.mover_pids not in ([pid], [None]), "another mover")
         wait_until_listed(coordinator)
-        assert coordinator.where(key(ROWS - 2)) == coordinator.where(key(SINGLE_ROWS)) == "stub"
+        assert coordinator.locate([key(ROWS - 2), key(SINGLE_ROWS)]) == ["stub"] * 2
         assert len(coordinator._core.tiers[0].cold.tables) == 1
         assert dropped(tmp_path) == []
 
@@ -177,7 +178,7 @@ def test_the_index_of_an_earlier_epoch_is_released(tmp_path: Path) -> None:
         before = descriptors()
         (first,) = coordinator._core.tiers[0].cold.tables
         coordinator.reset()
-        assert coordinator.where(key(ROWS - 1)) is None
+        assert coordinator.locate([key(ROWS - 1)]) == [None]
         wait_until_listed(coordinator)
         (second,) = coordinator._core.tiers[0].cold.tables
         assert second is not first

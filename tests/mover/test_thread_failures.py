@@ -23,6 +23,7 @@ from nixl_tiers.mover.child import Child, Stderr
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.servers import S3Server
 from tests.mover.stub_tiers import FailingFileConfig, FailingS3Config
+from tests.support.core import backlog
 from tests.support.file_tier import file_tier
 from tests.support.load import get, put
 from tests.support.waiting import until, until_up
@@ -200,4 +201,4 @@ def test_an_error_on_the_supervisors_thread_ends_its_movers(
         until(lambda: is_down(caplog, reason), "the sentence")
         assert serves(store)
         assert get(store, KEYS) == ([True] * len(KEYS), [])  # no request waits for what has been lost
-        assert store.coordinator.backlog() == 0
+        assert backlog(store.coordinator) == 0

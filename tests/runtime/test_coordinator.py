@@ -160,9 +160,11 @@ def test_copies_during_which_the_machine_was_stopped_took_no_time_meanwhile() ->
         clock = RunningClock(lambda: moments["now"])
         coordinator = Coordinator(config, Namespace.of({"name": "n"}), region, clock=clock)
         for _ in range(3):
-            began_s = coordinator.running_s()
+            began_s = coordinator.now()
             moments["now"] += 3600.0
-            coordinator.copied(1, began_s)
-        price = coordinator._core._state.price_of_copies(coordinator.running_s())
+            now = coordinator.now()
+            with coordinator.core() as core:
+                core.copies.copied(1, now - began_s, now)
+        price = core._state.price_of_copies(now)
         assert 0.0 < price.seconds(1) < 2 * COUNTED_S
         coordinator.close(0.0)

@@ -19,6 +19,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Down, Heartbeat, Listed, Opened, Refused
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.runtime.mover_link import MoverLink
+from tests.support.core import look_up
 from tests.support.file_tier import file_tier
 
 GEOMETRY = Geometry(1, 60_000)
@@ -47,7 +48,7 @@ class _Blocked(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
-        scheduler = threading.Thread(target=self._coordinator.lookup, args=(b"key", "request"), daemon=True)
+        scheduler = threading.Thread(target=look_up, args=(self._coordinator, b"key", "request"), daemon=True)
         scheduler.start()
         scheduler.join(10.0)  # a fraction of a millisecond, if nothing holds it up
         if scheduler.is_alive():
@@ -100,7 +101,7 @@ def test_store_after_a_reset_gets_all_rows_whose_jobs_the_workers_have_ended(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
     """Where vLLM does not say that they are flushed: else no new job could begin in a host full of them."""
-    monkeypatch.setattr("nixl_tiers.runtime.scheduler_calls.LOCATE_BATCH", 1)
+    monkeypatch.setattr("nixl_tiers.runtime.coordinator.LOCATE_BATCH", 1)
     monkeypatch.setattr("nixl_tiers.core.host.MAX_JUDGED", 0)
     coordinator._core._state.limits = replace(coordinator._core.limits, rows_per_slice=1)
     plan = coordinator.prepare_store([b"a", b"b", b"c", b"d"], "before")
@@ -117,7 +118,7 @@ def test_store_after_a_reset_gets_all_rows_whose_jobs_the_workers_have_ended(
 def test_rows_are_demoted_at_exit_in_slices_and_in_prefix_order(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, changes: bool
 ) -> None:
-    monkeypatch.setattr("nixl_tiers.runtime.scheduler_calls.LOCATE_BATCH", 2)
+    monkeypatch.setattr("nixl_tiers.runtime.coordinator.LOCATE_BATCH", 2)
     core = coordinator._core
     for keys in ([b"old", b"a"], [b"b", b"c"]):
         core.copies.prepare_store(keys, "request")

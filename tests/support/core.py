@@ -1,4 +1,4 @@
-"""Calls of a core in one go that the coordinator makes step by step."""
+"""Calls of a core in one go that the coordinator, or a front end, makes step by step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.cold_rows import take_all
-from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.runtime.coordinator import Coordinator
 
 
 def opened(core: TierManager, tier: int, slots: int) -> None:
@@ -33,3 +34,27 @@ def touched(core: TierManager, keys: Sequence[Key], request: str) -> None:
     core.engine_hits.add(keys, request)
     while core.engine_hits.waiting:
         core.events.work(0.0)
+
+
+def look_up(coordinator: Coordinator, key: Key, request: str, position: int | None = None, first: int = 0) -> Lookup:
+    """One look-up of a scheduler, in a hold of its own."""
+    with coordinator.core() as core:
+        return core.lookup(key, request, position, coordinator.now(), first)
+
+
+def end_step(coordinator: Coordinator) -> None:
+    """A scheduler's step ends."""
+    with coordinator.core() as core:
+        core.end_step()
+
+
+def finish(coordinator: Coordinator, request: str) -> None:
+    """A scheduler's request has ended."""
+    with coordinator.core() as core:
+        core.finish_request(request)
+
+
+def backlog(coordinator: Coordinator) -> int:
+    """Rows that are still to be written to some tier."""
+    with coordinator.core() as core:
+        return core.backlog()

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from nixl_tiers.store import TieredStore
+from tests.support.core import finish
 
 MARK = "NIXL_TIERS_TEST_MARK"
 """An environment variable, inherited by every process started below one that has it."""
@@ -142,5 +143,5 @@ def reclaim_all_host_rows(store: TieredStore) -> bool:
     plan = coordinator.prepare_store([f"{request}-{n:04}".encode() for n in range(region.rows)], request)
     region.mark(np.array(plan.rows), 0, plan.store_seq, False)
     coordinator.complete_store(plan.keys)
-    coordinator.finish_request(request)
+    finish(coordinator, request)
     return len(plan.rows) == region.rows

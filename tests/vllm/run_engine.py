@@ -183,9 +183,9 @@ class Queue:
         self._keys: dict[str, list[Any]] = {}
         manager = core.scheduler.connector.connector_scheduler.manager
         self._coordinator, executor = manager._coordinator, core.model_executor
-        self._anticipate, self._scan = manager.anticipate, self._coordinator.scan
+        self._anticipate, self._scan = manager.anticipate, self._coordinator._core.scan
         self._execute = executor.execute_model
-        manager.anticipate, self._coordinator.scan = self.anticipate, self.scan
+        manager.anticipate, self._coordinator._core.scan = self.anticipate, self.scan
         executor.execute_model = self.execute
 
     def seen(self) -> list[dict[str, Any]]:

@@ -58,9 +58,9 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Any:
     def anticipate(request: str, keys: Sequence[Key], rank: tuple[float, ...]) -> None:
         joined.append((request, list(keys), rank))
 
-    monkeypatch.setattr(rig.coordinator, "anticipate", anticipate)
+    monkeypatch.setattr(rig.coordinator._core, "anticipate", anticipate)
     monkeypatch.setattr(rig.manager, "_has_storage", True)
-    monkeypatch.setattr(rig.coordinator, "is_queued", lambda _: True)
+    monkeypatch.setattr(rig.coordinator._core, "is_queued", lambda _: True)
     yield rig.scheduler, joined
     rig.manager.shutdown()
 

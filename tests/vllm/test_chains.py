@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,7 @@ from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm.manager import NixlTiersManager, _publish
 from tests.support.core import put
 from tests.support.file_tier import file_tier
+from tests.support.holds import counted
 
 GEOMETRY = Geometry(cells=1, cell_payload=4096)
 ROWS = 64
@@ -119,9 +120,9 @@ def test_step_in_which_nothing_can_have_changed_scans_no_chain(engine: Engine, m
     chunks = hashes(CHUNKS)
     engine.store(keys_of(chunks))
     scans: list[str] = []
-    scan = engine.coordinator.scan
-    monkeypatch.setattr(engine.coordinator, "scan", lambda name, *rest: (scans.append(name), scan(name, *rest))[1])
-    monkeypatch.setattr(engine.coordinator, "lookup", lambda *_: pytest.fail("a key is looked up by itself"))
+    scan = engine.core.scan
+    monkeypatch.setattr(engine.core, "scan", lambda name, *rest: (scans.append(name), scan(name, *rest))[1])
+    monkeypatch.setattr(engine.core, "lookup", lambda *_: pytest.fail("a key is looked up by itself"))
     state = engine.vllm.request("r", chunks)
     for _ in range(3):
         assert engine.step(state) is None
@@ -293,11 +294,11 @@ def test_requests_behind_the_load_of_another_are_not_scanned_at_every_step(
     engine.manager.prepare_load(keys_of(chunks), first.req_context)
     engine.vllm._side._chunks_being_loaded.update(keys_of(chunks))
     assert engine.step(second) is None
-    scan = engine.coordinator.scan
-    monkeypatch.setattr(engine.coordinator, "scan", lambda *_: pytest.fail("it is scanned"))
+    scan = engine.core.scan
+    monkeypatch.setattr(engine.core, "scan", lambda *_: pytest.fail("it is scanned"))
     for _ in range(3):
         assert engine.step(second) is None
-    monkeypatch.setattr(engine.coordinator, "scan", scan)
+    monkeypatch.setattr(engine.core, "scan", scan)
     engine.manager.complete_load(keys_of(chunks), first.req_context)
     engine.vllm._side._chunks_being_loaded.clear()
     assert engine.step(second) == CHUNKS * TOKENS
@@ -434,3 +435,39 @@ def test_error_of_gauges_ends_no_mover(engine: Engine, caplog: pytest.LogCapture
     for _ in range(2):
         _publish(alive)
     assert len([record for record in caplog.records if "gauges" in record.message]) == 1
+
+
+def test_holds_of_a_requests_calls_are_bounded() -> None:
+    """By its own chunks where it looks at them, once; what every step calls, and what waits, by nothing that grows."""
+    few, many = _holds_of_a_request(10), _holds_of_a_request(40)
+    for name, most in few.items():
+        grows = name in {"scan", "prepare_load", "complete_load"}
+        assert many[name] <= most + (30 * (40 - 10) if grows else 10), (name, few, many)
+
+
+def _holds_of_a_request(count: int) -> dict[str, int]:
+    """Of each of the calls of a request of so many chunks, the longest hold."""
+    engine, chunks, holds = Engine(), hashes(count), dict[str, int]()
+    keys = keys_of(chunks)
+    with counted(engine.coordinator) as hold:
+
+        def note(name: str, call: Callable[[], object]) -> None:
+            hold.longest = 0
+            call()
+            holds[name] = hold.longest
+
+        engine.store(keys)
+        state = engine.vllm.request("r", chunks)
+        context = state.req_context
+        note("scan", lambda: engine.vllm.look_up(state))
+        note("end of a step", engine.vllm.end_step)
+        note("waiting", lambda: engine.vllm.look_up(state))
+        note("end of a waiting step", engine.vllm.end_step)
+        engine.load_all()
+        assert engine.step(state) == count * TOKENS
+        note("prepare_load", lambda: engine.manager.prepare_load(keys, context))
+        note("complete_load", lambda: engine.manager.complete_load(keys, context))
+        note("statistics", engine.manager.get_stats)
+        note("end of a request", lambda: engine.manager.on_request_finished(context))
+    engine.manager.shutdown()
+    return holds

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -76,7 +76,7 @@ def keys_of(count: int, group: int = 0, first: int = 0) -> list[bytes]:
 def test_a_new_request_waits_for_its_turn(rig: ManagerRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own connector announces it too."""
     queued: list[str] = []
-    monkeypatch.setattr(rig.manager._coordinator, "queue", queued.append)
+    monkeypatch.setattr(rig.manager._coordinator._core, "queue", queued.append)
     rig.request("r")
     assert queued == ["r"]
 
@@ -144,7 +144,7 @@ def test_speed_of_prefill_is_learned_from_the_times_that_workers_publish(
     rig: ManagerRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits: list[int] = []
-    monkeypatch.setattr(rig.manager._coordinator, "limit_step", limits.append)
+    monkeypatch.setattr(rig.manager._coordinator._core.prefill, "limit_step", limits.append)
     rig.manager.times_are_published(2048)
     assert limits == [2048]
     rig.manager.on_schedule_end(ScheduleEndContext(("r",), ()))
@@ -281,36 +281,39 @@ def test_a_chunk_is_a_miss_once_a_request_however_often_it_is_looked_up(rig: Man
 
 
 class ScriptedCoordinator:
-    """A coordinator with scripted answers, for what host memory alone cannot show."""
+    """A coordinator, and its core, with scripted answers, for what host memory alone cannot show."""
 
     def __init__(self, answer: Lookup, source: str) -> None:
         self.answer, self.where = answer, source
-        self.changed = self
+        self.changed = self.copies = self
         self.region = SimpleNamespace(
             geometry=Geometry(cells=1, cell_payload=8192), ranks=SimpleNamespace(weights=(0,))
         )
         self.namespace = Namespace.of({"test": 1})
         self.restricted: dict[str, set[int]] = {}
         self.waits_s: list[float] = []
-        self.copies: list[tuple[int, bool]] = []
+        self.copied_rows: list[tuple[int, bool]] = []
         self.close_timeout_s = -1.0
 
-    def lookup(self, key: bytes, request: str, position: int | None, first: int, *, check: bool) -> Lookup:
+    def core(self) -> ScriptedCoordinator:
+        return self
+
+    def now(self) -> float:
+        return 7.0
+
+    def lookup(self, key: bytes, request: str, position: int | None, *_: float, check: bool) -> Lookup:
         return self.answer
 
     def count_misses(self, keys: list[bytes], request: str) -> None:
         pass
 
-    def scan(self, request: str, chain: Chain, start: int, first: int) -> Scan:
+    def scan(self, request: str, chain: Chain, start: int, now: float, first: int) -> Scan:
         tokens = len(chain.groups[0].keys) * chain.groups[0].chunk_tokens
         return Scan(self.answer is Lookup.PENDING, start if self.answer is Lookup.MISS else tokens)
 
-    def running_s(self) -> float:
-        return 7.0
-
-    def copied(self, rows: int, began_s: float, *, at_most: bool) -> None:
-        assert began_s == self.running_s()
-        self.copies.append((rows, at_most))
+    def copied(self, rows: int, seconds: float, now: float, *, at_most: bool) -> None:
+        assert (seconds, now) == (0.0, self.now())
+        self.copied_rows.append((rows, at_most))
 
     def source(self, key: bytes) -> str:
         return self.where
@@ -346,8 +349,8 @@ class ScriptedCoordinator:
     def wait(self, timeout_s: float) -> None:
         self.waits_s.append(timeout_s)
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -485,12 +488,12 @@ def test_a_copy_is_known_to_take_its_time_only_if_the_engine_computes_nothing_me
     engine.step(hit="a", load="a")
     engine.step()
     engine.load_ends("a")
-    assert engine.coordinator.copies == [(1, False)]
+    assert engine.coordinator.copied_rows == [(1, False)]
     engine.step(hit="b", load="b", begin="a")
     engine.load_ends("b")
     engine.step(hit="c", load="c")  # a goes on, and b may begin
     engine.load_ends("c")
-    assert engine.coordinator.copies[1:] == [(1, True), (1, True)]
+    assert engine.coordinator.copied_rows[1:] == [(1, True), (1, True)]
 
 
 def test_a_pause_is_short() -> None:

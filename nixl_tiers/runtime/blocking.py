@@ -1,4 +1,4 @@
-"""Ctrl-C while rows are owned: deferred to points where nothing is half done."""
+"""Calls of threads that may wait: Ctrl-C is deferred to points where nothing is half done, and patience ends."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
+
+from nixl_tiers.base.clock import COUNTED_S, PAUSE_S
+
+POLL_S: Final = 0.25  # deadlines pass without a notification
 
 SAME_S: Final = 1.0
 """A shell, a launcher and a notebook each pass a Ctrl-C on: a SIGINT so soon after the first is the same one."""
@@ -56,3 +60,39 @@ class Interrupts:
             self._waiting = number, frame
         elif time.monotonic() - self._since_s > SAME_S:
             self.point()
+
+
+class StallTimeout:
+    """Ends a call's waiting once it has waited for `timeout_s`, in all of its parts, without any progress.
+
+    Time in which the process was stopped hardly counts, as nothing could progress.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._waited_s = 0.0
+        self._best: int | None = None
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._timeout_s - self._waited_s)
+
+    def restart(self) -> None:
+        """Another part begins, whose first measure of progress is no progress yet."""
+        self._best = None
+
+    def note(self, progress: int) -> None:
+        """`progress`: any number that grows while there is some."""
+        if self._best is not None and progress > self._best:
+            self._waited_s = 0.0
+        self._best = progress if self._best is None else max(self._best, progress)
+
+    def expired(self, progress: int) -> bool:
+        self.note(progress)
+        return self._waited_s >= self._timeout_s
+
+    def wait(self, changed: threading.Condition) -> None:
+        began_s = time.monotonic()
+        changed.wait(min(POLL_S, self.left_s))
+        waited_s = time.monotonic() - began_s
+        self._waited_s += COUNTED_S if waited_s > PAUSE_S else waited_s

@@ -16,10 +16,11 @@ from nixl_tiers.base.chunk import Geometry, Namespace, Outcome
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
-from nixl_tiers.runtime.open_loads import HOLD_S, OpenLoads
+from nixl_tiers.runtime.copies import HOLD_S, OpenLoads
 from nixl_tiers.tiers import moves as moves_module
 from nixl_tiers.tiers.base import Move
 from tests.mover.harness import key_of, payload
+from tests.support.core import look_up
 from tests.tiers import file_tiers
 
 GEOMETRY = Geometry(1, 8192)
@@ -85,7 +86,7 @@ def test_movers_see_it_in_their_own_mapping(region: HostRegion) -> None:
 def test_load_of_workers_holds_stores_until_it_ends(coordinator: Coordinator, end: str) -> None:
     before = time.monotonic()
     for key in KEYS:
-        coordinator.lookup(key, "request")
+        look_up(coordinator, key, "request")
     coordinator.prepare_load(KEYS, "request")
     assert before + HOLD_S <= coordinator.region.stores_held_until_s <= time.monotonic() + HOLD_S
     match end:

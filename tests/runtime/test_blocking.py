@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a put or a get: the call is interrupted, and no row is leaked."""
+"""Ctrl-C at any moment of a call: it is interrupted, no row is leaked, and nobody is locked out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers.runtime.interrupts import SAME_S, Interrupts
+from nixl_tiers.runtime.blocking import SAME_S, Interrupts
 from tests.support.leaks import host_rows_in_use
 
 SIZE = 4 << 10
@@ -102,6 +102,30 @@ def test_a_reset_interrupted_at_any_line_is_complete(store: nixl_tiers.TieredSto
     assert line > 20
 
 
+CALLS: dict[str, Callable[[nixl_tiers.TieredStore], object]] = {
+    "locate": lambda store: store.locate([b"a"] * 200),
+    "prefetch": lambda store: store.prefetch([b"a"]),
+    "stats": lambda store: store.stats(),
+    "flush": lambda store: store.flush(120),
+    "wait_ready": lambda store: store.wait_ready(120),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_call_interrupted_at_any_line_lets_other_threads_go_on(
+    store: nixl_tiers.TieredStore, call: Callable[[nixl_tiers.TieredStore], object]
+) -> None:
+    line, ends = 0, False
+    while not ends:
+        line += 1
+        ends = not interrupted_at(line, lambda: call(store))
+        other = threading.Thread(target=store.coordinator.counters, daemon=True)
+        other.start()
+        other.join(60.0)
+        assert not other.is_alive(), f"the core is held for ever after line {line}"
+    assert line > 5
+
+
 def test_a_wait_for_writes_that_is_interrupted_as_it_begins_has_ended(
     store: nixl_tiers.TieredStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +151,7 @@ def test_a_flush_may_be_interrupted(store: nixl_tiers.TieredStore, monkeypatch: 
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         return 1
 
-    monkeypatch.setattr(store.coordinator, "backlog", backlog)
+    monkeypatch.setattr(store.coordinator._core, "backlog", backlog)
     with pytest.raises(KeyboardInterrupt):
         store.flush(120)
     assert not store.flush(0.01)

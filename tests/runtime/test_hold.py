@@ -1,0 +1,159 @@
+"""Holds of the core: leaving one wakes the supervisor where there is work, and none does more than its share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import nixl_tiers
+from nixl_tiers.base.chunk import Geometry, Namespace
+from nixl_tiers.config import schema as configuration
+from nixl_tiers.core.manager import Lookup
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.runtime import deprecated
+from nixl_tiers.runtime.coordinator import Coordinator
+from tests.support.core import opened, put
+from tests.support.file_tier import file_tier
+from tests.support.holds import counted
+
+GEOMETRY = Geometry(1, 4096)
+KEYS = [b"key-%d" % number for number in range(8)]
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+    """Over a file tier that is up and holds KEYS, without a mover."""
+    tiers = [{"type": "cpu", "capacity": 16 * GEOMETRY.row_bytes}, file_tier(tmp_path, "16MiB")]
+    with mock.patch("nixl_tiers.runtime.mover_link.Supervisor"):
+        coordinator = Coordinator(
+            configuration.load({"tiers": tiers}), Namespace.of({}), HostRegion.create(GEOMETRY, 16)
+        )
+    opened(coordinator._core, 0, 100)
+    coordinator._core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(KEYS)], last=True)
+    coordinator._core.garbage.drop(1 << 20)
+    yield coordinator
+    coordinator._end()
+
+
+def wakes(coordinator: Coordinator) -> int:
+    """How often the supervisor was woken up since this was asked last."""
+    supervisor: Any = coordinator._link.supervisor
+    count: int = supervisor.wake.call_count + supervisor.wake_soon.call_count
+    supervisor.reset_mock()
+    return count
+
+
+def test_end_of_a_step_with_work_wakes_the_supervisor_and_its_look_ups_do_not(coordinator: Coordinator) -> None:
+    for key in KEYS[:2]:
+        with coordinator.core() as core:
+            assert core.lookup(key, "request", None, coordinator.now()) is Lookup.PENDING
+    assert wakes(coordinator) == 0, "the supervisor would take the interpreter's lock from the scheduler"
+    with coordinator.core() as core:
+        core.end_step()
+    assert wakes(coordinator) == 1
+    with coordinator.core() as core:
+        core.counters()
+    assert wakes(coordinator) == 0
+
+
+def test_end_of_a_step_without_work_wakes_nobody(coordinator: Coordinator) -> None:
+    with coordinator.core() as core:
+        core.lookup(b"unknown", "request", None, coordinator.now())
+        core.end_step()
+    assert wakes(coordinator) == 0
+
+
+def test_stored_and_prefetched_rows_wake_the_supervisor(coordinator: Coordinator) -> None:
+    with coordinator.core() as core:
+        put(core, [b"new"])
+    assert wakes(coordinator) == 1
+    with coordinator.core() as core:
+        core.prefetch(KEYS)
+    assert wakes(coordinator) == 1
+
+
+def test_a_hold_that_raises_lets_go_and_wakes(coordinator: Coordinator) -> None:
+    def fail() -> None:
+        with coordinator.core() as core:
+            core.prefetch(KEYS)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert wakes(coordinator) == 1
+    assert not coordinator._hold.lock._is_owned()  # type: ignore[union-attr]
+
+
+OF_A_STORE: dict[str, Callable[[nixl_tiers.TieredStore, list[bytes], Any], object]] = {
+    "put": lambda store, keys, rows: store.put(keys, rows),
+    "locate": lambda store, keys, _: store.locate(keys),
+    "get": lambda store, keys, rows: store.get(keys, rows),
+    "get of none": lambda store, keys, rows: store.get([b"no " + key for key in keys], rows),
+    "prefetch": lambda store, keys, _: store.prefetch(keys),
+    "stats": lambda store, *_: store.stats(),
+    "flush": lambda store, *_: store.flush(300),
+}
+
+
+def test_no_hold_of_a_store_grows_with_its_call() -> None:
+    """A put allocates rows for at most 1024 keys in a hold, a get looks up and loads 256."""
+    longest: list[dict[str, int]] = []
+    for count in (1500, 6000):
+        keys = [b"key-%05d" % number for number in range(count)]
+        rows = np.zeros((count, 64), np.uint8)
+        cpu = {"type": "cpu", "capacity": 4 * count * Geometry(1, 64).row_bytes}
+        with nixl_tiers.open({"tiers": [cpu]}, 64, "n") as store, counted(store.coordinator) as hold:
+            holds = {}
+            for name, call in OF_A_STORE.items():
+                hold.longest = 0
+                call(store, keys, rows)
+                holds[name] = hold.longest
+        longest.append(holds)
+    few, many = longest
+    for name in OF_A_STORE:
+        assert 0 < many[name] <= 1.1 * few[name] + 100, (name, few, many)
+
+
+def test_names_of_before_work_and_warn(coordinator: Coordinator) -> None:
+    """`TieredStore.coordinator` is public."""
+    calls: dict[str, tuple[Any, ...]] = {
+        "lookup": (KEYS[0], "request", None, 0),
+        "where": (KEYS[0],),
+        "prefetch": (KEYS,),
+        "still_waits": ("request",),
+        "wait_on": (["request"], 1.0),
+        "copied": (1, 0.0),
+        "limit_step": (64,),
+        "touch": (KEYS, "request"),
+        "partial": ([],),
+        "drop_store": ([],),
+        "queue": ("queued",),
+        "is_queued": ("queued",),
+        "end_step": (),
+        "finish_request": ("request",),
+        "pressure": (),
+        "running_s": (),
+    }
+    answers = {}
+    for name, arguments in calls.items():
+        with pytest.warns(DeprecationWarning, match=rf"Coordinator\.{name}: use `with coordinator\.core\(\) as core`"):
+            call = getattr(coordinator, name)
+        answers[name] = call(*arguments)
+    assert answers["lookup"] is Lookup.PENDING
+    assert answers["where"] == "file"
+    assert answers["is_queued"] is True
+    with pytest.raises(AttributeError, match="'Coordinator' object has no attribute 'no_name'"):
+        _ = coordinator.no_name
+    for path in deprecated._PATHS.values():
+        owner: Any = coordinator._core
+        for name in path.split("."):
+            owner = getattr(owner, name)
+        assert callable(owner)
+    for name in ("lookup", "where"):
+        with pytest.warns(DeprecationWarning, match=name), pytest.raises(TypeError, match="a key must be bytes"):
+            getattr(coordinator, name)("a", *calls[name][1:])
