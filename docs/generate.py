@@ -229,7 +229,7 @@ def faults() -> str:
 
 def _aligned(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table as text: many numbers are read better so, and the page stays narrow."""
-    lines = [columns, *rows]
+    lines = [*([columns] if any(columns) else []), *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
     shown = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
     return "\n```text\n" + "\n".join(shown) + "\n```\n"
