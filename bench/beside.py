@@ -177,7 +177,7 @@ def serve(arguments: argparse.Namespace) -> None:
 def tier_of(kind: str, folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     if kind == "file":
         return {"type": "file", "path": str(folder), "capacity": 8 << 30, "min_free": 0}
-    from nixl_tiers.testing.servers import seaweedfs_server
+    from tests.support.servers import seaweedfs_server
 
     server = stack.enter_context(seaweedfs_server())
     os.environ |= server.env

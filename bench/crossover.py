@@ -253,7 +253,7 @@ def document(seed: str, tokens: int) -> list[int]:
 
 
 def run(given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    from nixl_tiers.testing.servers import moto_server
+    from tests.support.servers import moto_server
 
     prompts = {tokens: document(f"{tokens}", tokens) for tokens in given.lengths}
     crowd = [document(f"crowd {number}", given.lengths[0]) for number in range(CROWD)]

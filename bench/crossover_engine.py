@@ -10,7 +10,7 @@ from typing import Any, Final
 from bench.first_token_engine import FirstTokenEngine
 from bench.rounds import cpu_seconds
 from nixl_tiers.core import pricing
-from nixl_tiers.testing import vllm_cpu
+from tests.support import vllm_cpu
 
 READY_S: Final = 300.0
 MEASURES_S: Final = 5.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nixl_tiers.testing import vllm_cpu
+from tests.support import vllm_cpu
 
 
 class FirstTokenEngine:

@@ -43,8 +43,8 @@ from bench.machine import file_system, machine
 from bench.rounds import Spread, cpu_seconds, rotations
 from bench.ttft import drop_page_cache
 from nixl_tiers.memory.pages import transparent_setting
-from nixl_tiers.testing import vllm_cpu
-from nixl_tiers.testing.servers import S3Server, seaweedfs_server
+from tests.support import vllm_cpu
+from tests.support.servers import S3Server, seaweedfs_server
 
 KINDS: Final = ("file", "vllm-fs", "s3", "vllm-obj")
 PEERS: Final = {"file": "vllm-fs", "s3": "vllm-obj"}

@@ -38,9 +38,9 @@ from bench.slow_path import slow_path
 from nixl_tiers.base.chunk import Geometry, Outcome, object_name
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.testing.servers import moto_server, seaweedfs_server
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.s3.tier import S3Tier
+from tests.support.servers import moto_server, seaweedfs_server
 
 SIDES = ("tier", "boto3")
 THREADS = 16

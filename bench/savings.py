@@ -31,7 +31,7 @@ from typing import Any, Final
 from bench.engine_process import EngineProcess, answer_requests, claim_stdout
 from bench.first_token_engine import FirstTokenEngine
 from bench.machine import machine
-from nixl_tiers.testing import vllm_cpu
+from tests.support import vllm_cpu
 
 AGREE: Final = 0.15
 DOCUMENTS: Final = 10

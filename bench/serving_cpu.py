@@ -35,7 +35,7 @@ from typing import Any
 from bench.engine_process import EngineProcess, answer_requests, claim_stdout
 from bench.machine import machine
 from bench.serving import prompts_of
-from nixl_tiers.testing import vllm_cpu
+from tests.support import vllm_cpu
 
 ARMS = ("none", "vllm-cpu", "cpu", "file")
 KV_BYTES = 46_080  # of a token of SmolLM2-135M in float32

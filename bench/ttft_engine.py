@@ -26,7 +26,7 @@ from typing import Any, Final
 from bench.connector_time import ConnectorTime
 from bench.engine_process import answer_requests, claim_stdout
 from nixl_tiers.store import TieredStore
-from nixl_tiers.testing import vllm_cpu
+from tests.support import vllm_cpu
 
 KINDS: Final = ("plain", "tiers", "always", "host", "native")
 TIERS: Final = ("tiers", "always", "host")

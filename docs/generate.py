@@ -126,6 +126,8 @@ def command_line() -> str:
     group: Any = typer.main.get_command(app)
     texts = []
     for name, command in sorted(group.commands.items()):
+        if command.hidden:
+            continue
         command.rich_markup_mode = None
         context = typer.Context(command, info_name=f"{app.info.name} {name}", terminal_width=WIDTH)
         shown = re.sub(r"\n +--help +Show this message and exit\.$", "", command.get_help(context))  # alike everywhere

@@ -17,7 +17,7 @@ from tests.support.no_gpu import NoCuFileError, NoGpu, build, libraries
 
 if TYPE_CHECKING:
     # Imported at run time only if a server is used: a GPU machine that runs `-m gpu` may have only torch.
-    from nixl_tiers.testing.servers import MotoServer, RunningServer, S3Server, SeaweedServer
+    from tests.support.servers import MotoServer, RunningServer, S3Server, SeaweedServer
 
 if importlib.util.find_spec("hypothesis"):  # not installed where only `-m gpu` runs
     pytest_plugins = ["tests.support.replay"]
@@ -89,7 +89,7 @@ def shared_aws_models() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def moto(shared_aws_models: None) -> Iterator[MotoServer]:
-    from nixl_tiers.testing.servers import moto_server
+    from tests.support.servers import moto_server
 
     with moto_server() as server:
         yield server
@@ -97,7 +97,7 @@ def moto(shared_aws_models: None) -> Iterator[MotoServer]:
 
 @pytest.fixture(scope="session")
 def seaweedfs(shared_aws_models: None) -> Iterator[SeaweedServer]:
-    from nixl_tiers.testing.servers import seaweedfs_server
+    from tests.support.servers import seaweedfs_server
 
     with seaweedfs_server() as server:
         yield server
@@ -106,7 +106,7 @@ def seaweedfs(shared_aws_models: None) -> Iterator[SeaweedServer]:
 @pytest.fixture(scope="session")
 def endpoint(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
     """The server of the option --endpoint. NIXL_TIERS_S3_BUCKET names a bucket there; else one is made."""
-    from nixl_tiers.testing.servers import running_server
+    from tests.support.servers import running_server
 
     with running_server(request.config.getoption("--endpoint"), os.environ.get("NIXL_TIERS_S3_BUCKET")) as server:
         yield server
@@ -170,7 +170,7 @@ def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def no_gpu_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """no_gpu.c; skips the test where the extra `gds-test` or a C compiler is missing."""
+    """no_gpu.c; skips the test where cuFile's wheel or a C compiler is missing."""
     try:
         libraries()
         return build(tmp_path_factory.mktemp("no_gpu"))

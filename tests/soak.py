@@ -36,11 +36,11 @@ from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.config import with_faults
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule
-from nixl_tiers.testing.servers import moto_server
 from tests.support.file_tier import file_tier
 from tests.support.leaks import ResourceCount, reclaim_all_host_rows, resident_bytes
 from tests.support.load import LoadGenerator, get, put
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
+from tests.support.servers import moto_server
 
 CHUNK: Final = 64 << 10
 HOST: Final = 8 << 20

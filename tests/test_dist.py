@@ -124,6 +124,7 @@ def test_wheel_has_the_package_and_nothing_else(wheel: Path, sources: set[str]) 
         described = {name.partition(".dist-info/")[2] for name in archive.namelist()}
     built = {name for name in found if name.endswith((".so", ".fatbin"))}
     assert found - built == package | {"nixl_tiers/swap/csrc/swap.cu", "nixl_tiers/swap/csrc/swap.h"}
+    assert [name for name in found if re.search(r"demo|servers|vllm_cpu", name)] == [], "what only a checkout needs"
     assert described >= {"licenses/LICENSE", "entry_points.txt", "METADATA"}
     if shutil.which("cc") or shutil.which("gcc"):
         libraries = {name for name in built if name.endswith(".so")}
@@ -146,7 +147,7 @@ def test_metadata_has_what_an_index_shows(dist: Path, wheel: Path) -> None:
     assert Version(fields["Version"]) == version
     assert fields["License-Expression"] == "Apache-2.0"
     assert fields["Description-Content-Type"] == "text/markdown"
-    assert {"cu12", "cu13", "demo"} <= set(fields.get_all("Provides-Extra") or ())
+    assert set(fields.get_all("Provides-Extra") or ()) == {"cli", "cu12", "cu13"}, "what a user of the wheel can use"
     if version != UNKNOWN and not version.is_devrelease and version.local is None:
         changelog = (ROOT / "CHANGELOG.md").read_text()
         assert re.search(rf"^## \[?{re.escape(str(version))}\]? - ", changelog, re.MULTILINE), (

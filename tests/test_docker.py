@@ -19,7 +19,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from nixl_tiers.config import schema
 from nixl_tiers.config.warnings import warnings_of
-from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, free_ports
+from tests.support.servers import ACCESS_KEY, SECRET_KEY, free_ports
 from tests.support.waiting import until
 
 COMPOSE = Path(__file__).parents[1] / "docker" / "compose.yaml"

@@ -19,7 +19,7 @@ from nixl_tiers.cli import main
 from nixl_tiers.config import schema
 from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig
 from nixl_tiers.config.warnings import warnings_of
-from nixl_tiers.testing import vllm_cpu
+from tests.support import vllm_cpu
 
 ROOT: Final = Path(__file__).parents[1]
 GUIDE: Final = ROOT / "docs/guide"

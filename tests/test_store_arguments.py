@@ -14,9 +14,9 @@ import torch
 import nixl_tiers
 from nixl_tiers.mover.protocol import Store, ToMover, sendable
 from nixl_tiers.runtime import mover_link
-from nixl_tiers.testing.servers import MotoServer, S3Server
 from tests.support.file_tier import file_tier
 from tests.support.leaks import host_rows_in_use
+from tests.support.servers import MotoServer, S3Server
 from tests.support.waiting import until, until_up
 
 SIZE = 64 << 10

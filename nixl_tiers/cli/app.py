@@ -11,7 +11,6 @@ import typer
 import nixl_tiers
 from nixl_tiers.cli import BAD_INPUT
 from nixl_tiers.cli.config import config
-from nixl_tiers.cli.demo import demo
 from nixl_tiers.cli.doctor import doctor
 from nixl_tiers.cli.inspect import inspect
 from nixl_tiers.cli.output import InputError
@@ -20,7 +19,7 @@ from nixl_tiers.cli.report import report
 from nixl_tiers.cli.verify import verify
 from nixl_tiers.config.schema import ConfigError
 
-COMMANDS: Final = (config, demo, doctor, report, inspect, verify, purge)
+COMMANDS: Final = (config, doctor, report, inspect, verify, purge)
 
 # Tracebacks are Python's own: typer's show the values of variables, which may be secrets.
 app: Final = typer.Typer(
@@ -49,6 +48,13 @@ def _options(
 
 for command in COMMANDS:
     app.command()(command)
+
+
+# For one release, whatever options it is given.
+@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def demo() -> None:
+    """Not part of the package any more: `make demo` in a checkout."""
+    raise InputError("the demo is not part of the package any more: `make demo` in a checkout of nixl_tiers runs it")
 
 
 def run(given: Sequence[str]) -> int:

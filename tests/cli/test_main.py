@@ -213,20 +213,3 @@ def test_command_line_without_tiers_is_refused(words: list[str], capsys: pytest.
 def test_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", str(tmp_path / "none.yaml")]) == cli.BAD_INPUT
     assert "none.yaml: cannot be read" in capsys.readouterr().err
-
-
-def test_demo_refuses_a_prompt_of_whole_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["demo", "--prompt-tokens", "1024", "--out", str(tmp_path / "out")]) == cli.BAD_INPUT
-    assert "--prompt-tokens: must be no multiple of a block of 128 tokens" in capsys.readouterr().err
-
-
-def test_demo_refuses_an_unknown_s3_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["demo", "--s3", "minio", "--out", str(tmp_path / "out")]) == cli.BAD_INPUT
-    assert "--s3: must be moto, seaweedfs, or the URL of a server" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_demo_refuses_a_prompt_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["demo", "--prompt-tokens", "9000", "--out", str(tmp_path / "out")]) == cli.BAD_INPUT
-    assert "--prompt-tokens: must be from 512 to 8176" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from nixl_tiers.mover import child, supervisor
-from nixl_tiers.testing.servers import MotoServer, S3Server
 from tests.faults.interposer import Interposer, build
 from tests.faults.rig import CAPACITY, LIMITS, FaultRig, MatrixRow
 from tests.support.file_tier import file_tier
 from tests.support.proxy import FaultProxy
+from tests.support.servers import MotoServer, S3Server
 
 TABLE = "NIXL_TIERS_FAULTS_TABLE"
 _rows: list[MatrixRow] = []

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nixl_tiers.store import TieredStore
-from nixl_tiers.testing import vllm_cpu
+from tests.support import vllm_cpu
 from tests.support.leaks import reclaim_all_host_rows
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 from tests.support.waiting import until, until_up

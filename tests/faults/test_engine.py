@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.testing.servers import MotoServer
+from tests.support.servers import MotoServer
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 

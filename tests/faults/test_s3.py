@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 
-from nixl_tiers.testing.servers import SECRET_KEY, MotoServer
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 from tests.faults.rig import CAPACITY, TIMEOUT_S, FaultRig
 from tests.support.leaks import ResourceCount
 from tests.support.load import put
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
+from tests.support.servers import SECRET_KEY, MotoServer
 from tests.support.waiting import serves, until
 
 pytestmark = pytest.mark.timeout(900)

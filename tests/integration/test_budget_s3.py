@@ -21,10 +21,10 @@ from nixl_tiers.config import schema as configuration
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
-from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, MotoServer
 from tests.integration.test_budget import use
 from tests.integration.test_round_trips import KIB, check, chunks, config, known
 from tests.support.engines import least_s3_bytes
+from tests.support.servers import ACCESS_KEY, SECRET_KEY, MotoServer
 from tests.support.waiting import until_up
 from tests.tiers.s3.harness import faulty_s3
 

@@ -13,10 +13,10 @@ import pytest
 import nixl_tiers
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.seal import read
-from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers.s3.names import RowNames
 from tests.integration.test_round_trips import MIB, chunks
 from tests.support.file_tier import file_tier, files_tier
+from tests.support.servers import S3Server
 from tests.support.waiting import until, until_up
 
 SIZE = 60_000

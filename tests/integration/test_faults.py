@@ -18,9 +18,9 @@ import pytest
 
 import nixl_tiers
 from nixl_tiers.core.types import TierState
-from nixl_tiers.testing.servers import S3Server, free_ports, moto_server
 from tests.support.core import backlog
 from tests.support.file_tier import file_tier
+from tests.support.servers import S3Server, free_ports, moto_server
 from tests.support.waiting import serves, until, until_up
 
 KIB, MIB = 1 << 10, 1 << 20

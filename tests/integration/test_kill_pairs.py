@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers.s3.janitor import USAGE_NAME
 from nixl_tiers.tiers.s3.lease import LEASE_NAME, Record
 from nixl_tiers.tiers.s3.usage import Usage
@@ -34,6 +33,7 @@ from tests.support.engines import (
 )
 from tests.support.file_tier import file_tier
 from tests.support.leaks import shared_memory_names
+from tests.support.servers import S3Server
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(3600)

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.base.chunk import PAGE
-from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.rowfile.quota import FANOUT, MARGIN_BYTES, NAME_BYTES
 from nixl_tiers.tiers.s3.lease import LEASE_NAME
@@ -24,6 +23,7 @@ from tests.support.disks import disk_bytes
 from tests.support.engines import MOST_ROWS, ROW, TIMEOUT_S, Engine, Engines, Tier, s3_rows, sleep_a_moment
 from tests.support.file_tier import file_tier
 from tests.support.leaks import shared_memory_names
+from tests.support.servers import MotoServer, S3Server
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(3600)

@@ -15,9 +15,9 @@ from nixl_tiers.core.manager import Lookup
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
-from nixl_tiers.testing.servers import S3Server
 from tests.support.core import end_step, finish, look_up
 from tests.support.file_tier import file_tier
+from tests.support.servers import S3Server
 from tests.support.waiting import until, until_up
 
 MIB = 1 << 20

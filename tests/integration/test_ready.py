@@ -18,9 +18,9 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime import tier_log
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
-from nixl_tiers.testing.servers import S3Server
 from tests.support.file_tier import file_tier
 from tests.support.load import get, put
+from tests.support.servers import S3Server
 from tests.support.waiting import until
 
 SIZE = 60_000

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers.testing.servers import S3Server
 from tests.support.file_tier import file_tier
+from tests.support.servers import S3Server
 from tests.support.waiting import serves, until, until_up
 
 KIB, MIB = 1 << 10, 1 << 20

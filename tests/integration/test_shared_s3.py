@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 import nixl_tiers
-from nixl_tiers.testing.servers import S3Server
 from tests.integration.test_round_trips import KIB, MIB, check, chunks
+from tests.support.servers import S3Server
 from tests.support.waiting import until, until_up
 
 # Movers look again every 30 s, and upload only what a listing after their start has left room for.

@@ -21,11 +21,11 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.events import Events
 from nixl_tiers.mover.child import Child, Stderr
 from nixl_tiers.store import TieredStore
-from nixl_tiers.testing.servers import S3Server
 from tests.mover.stub_tiers import FailingFileConfig, FailingS3Config
 from tests.support.core import backlog
 from tests.support.file_tier import file_tier
 from tests.support.load import get, put
+from tests.support.servers import S3Server
 from tests.support.waiting import until, until_up
 
 SIZE = 60_000

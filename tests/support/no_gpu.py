@@ -37,7 +37,7 @@ def libraries() -> list[Path]:
             files = []
         found = [file for file in files if file.name == name]
         if not found:
-            raise NoCuFileError(f"needs {name} of the wheel {wheel} (the extra gds-test)")
+            raise NoCuFileError(f"needs {name} of the wheel {wheel} (of the group dev in pyproject.toml)")
         folders.append(Path(str(found[0].locate())).parent)
     return folders
 

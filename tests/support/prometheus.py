@@ -18,7 +18,7 @@ from urllib.request import urlopen
 
 import yaml
 
-from nixl_tiers.testing.servers import free_ports
+from tests.support.servers import free_ports
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]

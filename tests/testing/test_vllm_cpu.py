@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.testing import vllm_cpu
+from tests.support import vllm_cpu
 
 pytest.importorskip("vllm")
 
@@ -23,7 +23,7 @@ def test_child_processes_find_a_cpu_build_of_vllm(tmp_path: Path) -> None:
         pytest.skip("the ordinary vllm is installed")
     ask = "from importlib import metadata; print(metadata.version('vllm'))"
     supply = (
-        "from pathlib import Path; from nixl_tiers.testing import vllm_cpu; "
+        "from pathlib import Path; from tests.support import vllm_cpu; "
         f"vllm_cpu.supply_metadata(Path({str(tmp_path)!r}))"
     )
     child = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {ask!r}]).returncode)"

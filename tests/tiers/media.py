@@ -14,7 +14,6 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.testing.config import MemoryConfig
 from nixl_tiers.testing.medium import Medium
 from nixl_tiers.testing.memory import MemoryMedium, MemoryTier
-from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers.base import StorageTier
 from nixl_tiers.tiers.rowfile.tier import RowFileTier
 from nixl_tiers.tiers.s3.tier import S3Tier
@@ -23,6 +22,7 @@ from tests.mover.harness import shard_dir
 from tests.support.disks import disk_bytes
 from tests.support.file_tier import file_config
 from tests.support.journals import journal_in, rows
+from tests.support.servers import S3Server
 
 
 @dataclass

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from nixl_tiers.testing import vllm_cpu
+from tests.support import vllm_cpu
 from tests.support.models import save_random
 from tests.vllm.fork_server import ForkServer
 

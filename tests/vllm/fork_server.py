@@ -104,7 +104,7 @@ def _say(answers: TextIO, number: int) -> None:
 
 def _import_engine() -> list[str]:
     """What every engine on a CPU imports. Returns what child processes of an engine need in PYTHONPATH for it."""
-    from nixl_tiers.testing import vllm_cpu
+    from tests.support import vllm_cpu
 
     paths = list(sys.path)
     vllm_cpu.supply_metadata()

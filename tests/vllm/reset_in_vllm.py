@@ -104,7 +104,7 @@ def prepare_for_cpu() -> bool:
     """Whether vLLM is its build for CPUs, of which this process and not another then makes the engine."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     try:
-        from nixl_tiers.testing import vllm_cpu
+        from tests.support import vllm_cpu
     except ImportError:
         return False
     vllm_cpu.supply_metadata()

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from nixl_tiers.store import TieredStore
-from nixl_tiers.testing import vllm_cpu
+from tests.support import vllm_cpu
 from tests.support.waiting import until, until_up
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nixl_tiers.store import TieredStore
-from nixl_tiers.testing import vllm_cpu
+from tests.support import vllm_cpu
 from tests.support.waiting import until_up
 
 TIE = 1e-4

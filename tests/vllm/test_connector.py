@@ -15,10 +15,10 @@ pytest.importorskip("vllm")
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 
-from nixl_tiers.testing import vllm_cpu
 from nixl_tiers.vllm import plugin
 from nixl_tiers.vllm.chains import Arrivals
 from nixl_tiers.vllm.connector import NixlTiersConnector, refuse
+from tests.support import vllm_cpu
 from tests.support.file_tier import files_tier
 
 BLOCK = vllm_cpu.BLOCK_TOKENS

@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from nixl_tiers.testing import vllm_cpu
-from nixl_tiers.testing.servers import MotoServer
+from tests.support import vllm_cpu
 from tests.support.file_tier import file_tier
 from tests.support.models import save_random
+from tests.support.servers import MotoServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

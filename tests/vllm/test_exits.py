@@ -15,11 +15,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from nixl_tiers.demo.server import VllmServer
-from nixl_tiers.testing import vllm_cpu
-from nixl_tiers.testing.servers import MotoServer
+from tests.support import vllm_cpu
 from tests.support.leaks import MARK, ProcessWatch, process_tree, processes_with_mark, shared_memory_names
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
+from tests.support.servers import MotoServer
+from tests.support.vllm_server import VllmServer
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -20,10 +20,10 @@ from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
-from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.vllm.manager import NixlTiersManager
 from nixl_tiers.vllm.request_options import RequestOptions, RequestOptionsReader, Scope
 from tests.support.file_tier import files_tier
+from tests.support.servers import MotoServer, S3Server
 from tests.support.vllm_scheduler import BLOCK, ConnectorScheduler
 from tests.support.waiting import until
 

@@ -15,12 +15,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from nixl_tiers.demo.server import VllmServer
-from nixl_tiers.testing import vllm_cpu
+from tests.support import vllm_cpu
 from tests.support.dashboard import still_unchanged
 from tests.support.file_tier import file_tier
 from tests.support.leaks import command_line, process_tree
 from tests.support.prometheus import Prometheus, program, prometheus
+from tests.support.vllm_server import VllmServer
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

@@ -16,9 +16,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from nixl_tiers.testing import vllm_cpu
-from nixl_tiers.testing.servers import MotoServer
+from tests.support import vllm_cpu
 from tests.support.file_tier import files_tier
+from tests.support.servers import MotoServer
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from nixl_tiers.testing import vllm_cpu
+from tests.support import vllm_cpu
 from tests.support.file_tier import file_tier
 from tests.support.models import save_random
 

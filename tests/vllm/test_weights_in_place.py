@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from nixl_tiers.testing import vllm_cpu
+from tests.support import vllm_cpu
 from tests.support.file_tier import files_tier
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]

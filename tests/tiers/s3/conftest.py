@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, S3Server
 from nixl_tiers.tiers.s3 import ownership
 from nixl_tiers.tiers.s3 import tier as tier_module
+from tests.support.servers import ACCESS_KEY, SECRET_KEY, S3Server
 from tests.tiers.s3.harness import FAST_JANITOR, QUICK_LEASE, FaultyS3, faulty_s3
 
 

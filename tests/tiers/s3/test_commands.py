@@ -14,10 +14,10 @@ from nixl_tiers.base.chunk import Geometry, Outcome, object_name
 from nixl_tiers.base.manifest import Description, Manifest
 from nixl_tiers.cli import FAILED, INCOMPLETE, OK, main
 from nixl_tiers.cli.storage import s3 as storage
-from nixl_tiers.testing.servers import S3Server, SeaweedServer
 from nixl_tiers.tiers.s3 import janitor, lease
 from nixl_tiers.tiers.s3 import tier as tier_module
 from nixl_tiers.tiers.s3.conditional import answered_at_s
+from tests.support.servers import S3Server, SeaweedServer
 from tests.tiers.s3.harness import NAMESPACE, TierDriver, wait_until
 
 DENIED: Any = {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}

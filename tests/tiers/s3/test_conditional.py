@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers.s3.conditional import RACERS, ConditionalWrites, most_winners, put_if
+from tests.support.servers import S3Server
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from nixl_tiers.testing.conformance import StorageTierTests
 from nixl_tiers.testing.medium import Medium
-from nixl_tiers.testing.servers import S3Server
+from tests.support.servers import S3Server
 from tests.tiers.media import Objects
 
 

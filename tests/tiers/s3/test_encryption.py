@@ -10,9 +10,9 @@ from botocore.exceptions import ClientError
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.s3.encryption import encryption_problem
+from tests.support.servers import MotoServer, S3Server
 from tests.tiers.s3.harness import TierDriver
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers.base import GONE
 from nixl_tiers.tiers.s3 import control, transfers
 from nixl_tiers.tiers.s3.listing import FullListing
+from tests.support.servers import S3Server
 from tests.tiers.s3.harness import (
     NAMESPACE,
     OTHER_NAMESPACE,

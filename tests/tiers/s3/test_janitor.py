@@ -14,7 +14,6 @@ from botocore.exceptions import EndpointConnectionError
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.testing.servers import ACCESS_KEY, SECRET_KEY, S3Server
 from nixl_tiers.tiers.base import GONE
 from nixl_tiers.tiers.s3 import janitor as janitor_module
 from nixl_tiers.tiers.s3 import tier as tier_module
@@ -23,6 +22,7 @@ from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.janitor import COUNTER_NAME, USAGE_NAME, Janitor, JanitorIntervals
 from nixl_tiers.tiers.s3.usage import Account, UploadQuota, Usage
 from tests.support.engines import least_s3_bytes
+from tests.support.servers import ACCESS_KEY, SECRET_KEY, S3Server
 from tests.tiers.s3.harness import (
     CUT_OFF,
     FAST_JANITOR,

@@ -21,7 +21,6 @@ import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
 
 from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.testing.servers import MotoServer, S3Server
 from nixl_tiers.tiers.base import GONE
 from nixl_tiers.tiers.s3 import lease as lease_module
 from nixl_tiers.tiers.s3 import ownership
@@ -31,6 +30,7 @@ from nixl_tiers.tiers.s3.lease import KIND, LEASE_NAME, LeaseTerms, PrefixLease,
 from nixl_tiers.tiers.s3.listing import ExpirySweep
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 from tests.mover.harness import MoverProcess, has_exited
+from tests.support.servers import MotoServer, S3Server
 from tests.tiers.s3.harness import CUT_OFF, FaultyS3, TierDriver, client_of, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)

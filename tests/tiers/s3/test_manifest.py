@@ -10,9 +10,9 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.base.manifest import Description, Manifest
-from nixl_tiers.testing.servers import MotoServer
 from nixl_tiers.tiers.s3 import tier as tier_module
 from nixl_tiers.tiers.s3.conditional import small_object
+from tests.support.servers import MotoServer
 from tests.tiers.s3.harness import NAMESPACE, OTHER_NAMESPACE, FaultyS3, Request, TierDriver, wait_until
 
 GEOMETRY = Geometry(cells=1, cell_payload=30_000)

@@ -12,9 +12,9 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Down, Open, Opened, Refused
-from nixl_tiers.testing.servers import SECRET_KEY, MotoServer, S3Server, SeaweedServer
 from nixl_tiers.tiers.nixl_agent import STORE_NICE
 from tests.mover.harness import NAMESPACE, MoverProcess, key_of, wait_until
+from tests.support.servers import SECRET_KEY, MotoServer, S3Server, SeaweedServer
 
 GEOMETRY = Geometry(cells=2, cell_payload=128 << 10, sub_blocks=4)
 

@@ -11,11 +11,11 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome, object_name
 from nixl_tiers.memory.seal import Sealer
-from nixl_tiers.testing.servers import S3Server
 from nixl_tiers.tiers import moves as moves_module
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.s3.concurrency import FIRST, TransferLimit
 from tests.support.pages import mapped
+from tests.support.servers import S3Server
 from tests.tiers.s3.harness import NAMESPACE, OTHER_NAMESPACE, TierDriver, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)

@@ -1,4 +1,4 @@
-"""`nixl-tiers demo`: one long prompt sent to a real vLLM server five times, each time answered from another tier.
+"""`make demo`: one long prompt sent to a real vLLM server five times, each time answered from another tier.
 
     cold    nothing is cached: the whole prompt is computed, and written through to every tier
     gpu     again: vLLM's own prefix cache
@@ -8,13 +8,16 @@
 
 Every answer must have the tokens of the cold one, and every hit must come from the tier named here. That is verified
 by vLLM's counter of cached tokens by source and by the bytes that each tier has read, not by timing.
+
+Options: `make demo S3=moto OUT=demo-out PROMPT_TOKENS=6032`, or those of `python -m demo --help`. Exit code: 0 if every
+answer and every hit is as expected, 1 if not, 2 for an option that cannot be used, 130 if it was ended by a signal.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import platform
 import random
 import shutil
 import signal
@@ -22,19 +25,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from nixl_tiers.config.schema import ConfigError
-from nixl_tiers.demo.plot import plot
-from nixl_tiers.demo.server import ServerFailure, VllmServer
-from nixl_tiers.demo.verify import SOURCES, TIERS, Counts, DemoFailure, Run, table, verify
-from nixl_tiers.testing import vllm_cpu
-from nixl_tiers.testing.servers import (
+from demo.report import SOURCES, TIERS, Counts, DemoFailure, Run, machine, plot, table, verify
+from tests.support import vllm_cpu
+from tests.support.servers import (
     RunningServer,
     S3Server,
     ServerError,
@@ -42,10 +41,8 @@ from nixl_tiers.testing.servers import (
     running_server,
     seaweedfs_server,
 )
+from tests.support.vllm_server import ServerFailure, VllmServer
 
-_DISTRIBUTIONS: Final = {
-    "nixl_tiers": ("nixl-tiers",), "vllm": ("vllm", "vllm-cpu"), "torch": ("torch",), "nixl": ("nixl", "nixl-cu12"),
-}  # fmt: skip
 MAX_TOKENS: Final = 16
 # float32: in bfloat16 a prompt's last tokens, computed alone behind a hit, round differently from the same tokens
 # computed with the whole prompt: even vLLM's own prefix cache changes the output.
@@ -59,6 +56,10 @@ NEXT: Final = """
 Next, with a configuration of your own: docs/guide/first-run.md, step by step, on this machine too. `nixl-tiers config
 FILE` explains one and prints the line that starts vLLM with it, `nixl-tiers doctor FILE` tries every tier of it
 ({directory} is where this command is)."""
+
+
+class BadOption(ValueError):
+    """An option that cannot be used. One sentence."""
 
 
 class Interrupted(BaseException):
@@ -87,26 +88,53 @@ class Progress:
             self._open = False
 
 
+def main(given: Sequence[str] | None = None) -> int:
+    """Run the demo with these options, and return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m demo", description="`make demo`, with S3, OUT and PROMPT_TOKENS.")
+    parser.add_argument(
+        "--s3",
+        metavar="moto|seaweedfs|URL",
+        default="seaweedfs",
+        help="S3 server: one that is started for the demo, or the URL of one that runs, with credentials from the AWS "
+        f"chain; a bucket is made there and removed, or {BUCKET_VARIABLE} names one (default: %(default)s)",
+    )
+    parser.add_argument("--out", metavar="DIR", default="demo-out", help="where results go (default: %(default)s)")
+    parser.add_argument("--prompt-tokens", metavar="N", default="6032", help="length (default: %(default)s)")
+    options = parser.parse_args(given)
+    try:
+        return run(Path(options.out), _length(options.prompt_tokens), options.s3)
+    except BadOption as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 2
+
+
+def _length(given: str) -> int:
+    """Raises BadOption."""
+    try:
+        tokens = int(given)
+    except ValueError:
+        tokens = 0
+    # Of whole blocks, the last one is never taken from vLLM's own cache: every run would load it from the cpu tier.
+    if not MIN_PROMPT_TOKENS <= tokens <= MAX_PROMPT_TOKENS or not tokens % vllm_cpu.BLOCK_TOKENS:
+        bounds = f"from {MIN_PROMPT_TOKENS} to {MAX_PROMPT_TOKENS}, and no multiple of {vllm_cpu.BLOCK_TOKENS}"
+        raise BadOption(f"PROMPT_TOKENS (--prompt-tokens) must be {bounds}, not {given!r}")
+    return tokens
+
+
 def run(out: Path, prompt_tokens: int, s3: str = "seaweedfs") -> int:
     """Run the demo, write demo.json and ttft.png into `out`, and return 0 if every run was verified.
 
-    `s3`: "moto" or "seaweedfs", which are started for it, or the URL of a server that runs.
+    `s3`: "moto" or "seaweedfs", which are started for it, or the URL of a server that runs. Raises BadOption.
     """
-    if not MIN_PROMPT_TOKENS <= prompt_tokens <= MAX_PROMPT_TOKENS:
-        raise ConfigError(f"--prompt-tokens: must be from {MIN_PROMPT_TOKENS} to {MAX_PROMPT_TOKENS}")
-    if not prompt_tokens % vllm_cpu.BLOCK_TOKENS:
-        # Its last block is never taken from vLLM's own cache, so that every run would load it from the cpu tier.
-        raise ConfigError(f"--prompt-tokens: must be no multiple of a block of {vllm_cpu.BLOCK_TOKENS} tokens")
     server = s3_server(s3)
-    out.mkdir(parents=True, exist_ok=True)
     try:
         with _signals(), ExitStack() as stack:
-            return Demo(out.resolve(), prompt_tokens, s3, stack).run(server)
+            return Demo(out, prompt_tokens, s3, stack).run(server)
     except (DemoFailure, ServerFailure, ServerError) as error:
-        print(f"\nnixl-tiers demo failed: {error}", file=sys.stderr)
+        print(f"\nthe demo failed: {error}", file=sys.stderr)
         return 1
     except Interrupted as signal_name:
-        print(f"\nnixl-tiers demo ended by {signal_name}; every process was stopped", file=sys.stderr)
+        print(f"\nthe demo was ended by {signal_name}; every process was stopped", file=sys.stderr)
         return 130
 
 
@@ -117,7 +145,7 @@ def s3_server(choice: str) -> AbstractContextManager[S3Server]:
         return running_server(choice, os.environ.get(BUCKET_VARIABLE))
     known = {"moto": moto_server, "seaweedfs": seaweedfs_server}
     if choice not in known:
-        raise ConfigError(f"--s3: must be {', '.join(known)}, or the URL of a server")
+        raise BadOption(f"S3 (--s3) must be {', '.join(known)}, or the URL of a server, not {choice!r}")
     return known[choice]()
 
 
@@ -142,13 +170,19 @@ class Demo:
     """The five runs. Clean-up is registered on `stack`."""
 
     def __init__(self, out: Path, prompt_tokens: int, s3: str, stack: ExitStack) -> None:
-        self._out = out
+        """Raises BadOption if nothing can be written to `out`."""
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            # Of its own, so that nothing is deleted that was there before.
+            self._files = Path(tempfile.mkdtemp(prefix="kv-", dir=out.resolve()))
+        except OSError as error:
+            raise BadOption(f"OUT (--out) must be a directory to write to: {out}: {error.strerror}") from None
+        stack.callback(shutil.rmtree, self._files, ignore_errors=True)
+        self._out = self._files.parent
         self._s3 = s3
         self._bucket = BUCKET
         self._prompt_tokens = prompt_tokens
         self._stack = stack
-        # Of its own, so that nothing is deleted that was there before.
-        self._files = Path(tempfile.mkdtemp(prefix="kv-", dir=out))
         self._progress = Progress()
         self._log = self._progress.log
         self._runs: list[Run] = []
@@ -156,11 +190,10 @@ class Demo:
         self._servers = 0
 
     def run(self, s3_server: AbstractContextManager[S3Server]) -> int:
-        model = self._build_model()
-        kv_bytes_per_token = _kv_bytes_per_token(model)
-        self._stack.callback(shutil.rmtree, self._files, ignore_errors=True)
         self._log(f"S3 server: {self._s3}")
         s3 = self._stack.enter_context(s3_server)
+        model = self._build_model()
+        kv_bytes_per_token = _kv_bytes_per_token(model)
         self._bucket = s3.make_bucket(BUCKET)
         chunks = self._prompt_tokens // vllm_cpu.BLOCK_TOKENS
         stored_bytes = chunks * vllm_cpu.BLOCK_TOKENS * kv_bytes_per_token
@@ -197,7 +230,7 @@ class Demo:
     def _build_model(self) -> Path:
         self._log("building the model")
         # In a process of its own: the memory that the conversion takes is then free for the server.
-        command = [sys.executable, "-m", "nixl_tiers.testing.vllm_cpu", "model"]
+        command = [sys.executable, "-m", "tests.support.vllm_cpu", "model"]
         done = subprocess.run(
             [*command, str(vllm_cpu.cache_directory() / "model")], capture_output=True, text=True, check=False
         )
@@ -292,7 +325,7 @@ class Demo:
             "s3": self._s3,
             "tokens_identical": all(run.answer.token_ids == cold.token_ids for run in self._runs),
             "runs": [run.record() for run in self._runs],
-            "machine": _machine(),
+            "machine": machine(),
         }
         (self._out / "demo.json").write_text(json.dumps(report, indent=2) + "\n")
         plot(report, self._out / "ttft.png")
@@ -317,7 +350,7 @@ def _options(tiers: list[dict[str, Any]]) -> list[str]:
 
 def _environment(s3: S3Server) -> dict[str, str]:
     # The development mode has the endpoint that resets the prefix cache.
-    return {**s3.env, "VLLM_SERVER_DEV_MODE": "1", "AWS_EC2_METADATA_DISABLED": "true"}
+    return {**s3.env, "VLLM_SERVER_DEV_MODE": "1"}
 
 
 def _prompt(server: VllmServer, tokens: int) -> list[int]:
@@ -338,30 +371,5 @@ def _kv_bytes_per_token(model: Path) -> int:
     return int(2 * BYTES_PER_NUMBER * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim)
 
 
-def _machine() -> dict[str, Any]:
-    cpu = next(
-        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
-    )
-    memory_kib = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
-    versions = {}
-    for name, choices in _DISTRIBUTIONS.items():
-        versions[name] = next((version for each in choices if (version := _version(each))), None)
-    return {
-        "cpu": cpu,
-        "cores": len(vllm_cpu.cores()),
-        "memory_gib": round(memory_kib / 2**20, 1),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        **versions,
-    }
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines()
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""S3 servers for tests, the demo and benchmarks: real processes on free loopback ports.
+"""S3 servers for tests, benches and the demo: real processes on free loopback ports.
 
     with moto_server() as server:
         server.make_bucket("kv")
@@ -33,7 +33,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 ACCESS_KEY: Final = "tiers-test-access"
-SECRET_KEY: Final = "tiers-test-not-a-secret"  # noqa: S105
+SECRET_KEY: Final = "tiers-test-not-a-secret"
 REGION: Final = "us-east-1"
 START_S: Final = 120.0
 PORT_TRIES: Final = 5
@@ -262,6 +262,7 @@ class RunningServer(S3Server):
         self._endpoint = endpoint
         self._bucket = bucket
         self._made: list[str] = []
+        self._answers = False
         self.prefix: Final = f"nixl-tiers-test-{secrets.token_hex(4)}"
 
     @property
@@ -287,13 +288,15 @@ class RunningServer(S3Server):
                 self.client().list_buckets()
             else:
                 self.client().head_bucket(Bucket=self._bucket)
-        except (BotoCoreError, ClientError) as error:
+        except (BotoCoreError, ClientError, ValueError) as error:  # ValueError: the address
             raise ServerError(f"{self._endpoint} cannot be used: {error}") from error
+        self._answers = True
         return self
 
     def close(self) -> None:
-        """Remove what was made there."""
-        for bucket in self._made or filter(None, [self._bucket]):
+        """Remove what was made there: without an answer, nothing."""
+        given = [self._bucket] if self._bucket and self._answers else []
+        for bucket in self._made or given:
             below = "" if self._made else self.prefix
             pages = self.client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=below)
             for names in [[{"Key": found["Key"]} for found in page.get("Contents", ())] for page in pages]:

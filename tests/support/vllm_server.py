@@ -16,9 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from nixl_tiers.demo.metrics import MetricsPage
-from nixl_tiers.testing import vllm_cpu
-from nixl_tiers.testing.servers import free_ports
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from tests.support import vllm_cpu
+from tests.support.servers import free_ports
 
 START_S: Final = 420.0
 STOP_S: Final = 30.0
@@ -29,6 +31,18 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 class ServerFailure(RuntimeError):
     """The server has failed; the text is one sentence and, where it helps, the end of its log."""
+
+
+class MetricsPage:
+    """All samples of one scrape."""
+
+    def __init__(self, text: str) -> None:
+        """`text`: a page in the Prometheus text format. Raises ValueError if it cannot be parsed."""
+        self.samples: list[Sample] = [s for family in text_string_to_metric_families(text) for s in family.samples]
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum over all series of this name with at least these labels; 0 if there is none."""
+        return sum(s.value for s in self.samples if s.name == name and labels.items() <= s.labels.items())
 
 
 @dataclass(frozen=True)
