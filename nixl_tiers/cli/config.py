@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from nixl_tiers.cli import OK
-from nixl_tiers.cli.checks.disk_room import DiskRoom
 from nixl_tiers.cli.cold_namespaces import Stored, installed_vllm, stored
+from nixl_tiers.cli.disk_room import DiskRoom
 from nixl_tiers.cli.output import Json, print_json
 from nixl_tiers.config import schema
 from nixl_tiers.config import source as config_source

@@ -19,8 +19,8 @@ import pytest
 from botocore.exceptions import ClientError
 
 import nixl_tiers
-from nixl_tiers.cli import BAD_INPUT, main
-from nixl_tiers.cli.checks import bucket, directory, disk_room, machine, probe, tiers
+from nixl_tiers.cli import BAD_INPUT, disk_room, main
+from nixl_tiers.cli.checks import bucket, directory, machine, probe, tiers
 from nixl_tiers.cli.checks.finding import Finding, Status, advise, broken, exit_code, not_tried, ok, warning
 from nixl_tiers.cli.checks.trial import NAME
 from nixl_tiers.config.schema import S3Config, load

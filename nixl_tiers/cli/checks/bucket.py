@@ -15,9 +15,8 @@ from typing import Any, Final
 from botocore.exceptions import BotoCoreError, ClientError
 
 from nixl_tiers.cli.checks.finding import Finding, broken, not_tried, ok, warning
-from nixl_tiers.cli.checks.scratch import SCRATCH, SCRATCH_PREFIX, STALE_S
-from nixl_tiers.cli.checks.trial import NAME, write_read_verify
-from nixl_tiers.cli.gds.findings import say
+from nixl_tiers.cli.checks.trial import NAME, SCRATCH, SCRATCH_PREFIX, STALE_S, write_read_verify
+from nixl_tiers.cli.children import say
 from nixl_tiers.config.errors import ConfigError
 from nixl_tiers.config.s3 import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused

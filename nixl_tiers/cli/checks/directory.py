@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Final
 
 from nixl_tiers.base.mounts import nearest
-from nixl_tiers.cli.checks.disk_room import DiskRoom, used_bytes
 from nixl_tiers.cli.checks.finding import Finding, advise, broken, not_tried, ok, warning
-from nixl_tiers.cli.checks.scratch import SCRATCH, SCRATCH_PREFIX, STALE_S
-from nixl_tiers.cli.checks.trial import NAME, bytes_needed, write_read_verify
-from nixl_tiers.cli.gds.findings import say
+from nixl_tiers.cli.checks.trial import NAME, SCRATCH, SCRATCH_PREFIX, STALE_S, bytes_needed, write_read_verify
+from nixl_tiers.cli.children import say
+from nixl_tiers.cli.disk_room import DiskRoom, used_bytes
 from nixl_tiers.config.errors import ConfigError
 from nixl_tiers.config.fields import format_size
 from nixl_tiers.config.file import FileConfig

@@ -4,26 +4,22 @@
     tier CONFIG TOKEN     examines a storage tier, given as JSON without secrets
     clean CONFIG TOKEN    removes what a `tier` that was killed has left
 
-The parent kills it after a deadline (`cli/gds/children.py`).
+The parent kills it after a deadline (`cli/children.py`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Final, NoReturn
+from typing import Final
 
 from nixl_tiers.cli.checks.finding import not_tried
-from nixl_tiers.cli.gds.findings import keep_output, say
+from nixl_tiers.cli.children import run_step, say
 from nixl_tiers.config.schema import FileConfig, S3Config, StorageConfig, tier_from_dict
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError
 
-_PDEATHSIG: Final = 1
 _NOWHERE: Final = {
     "endpoint_override": "http://127.0.0.1:9", "scheme": "http", "bucket": "doctor", "region": "us-east-1",
     "access_key": "doctor", "secret_key": "doctor", "use_virtual_addressing": "false",
@@ -74,18 +70,5 @@ STEPS: Final[dict[str, Callable[[list[str]], None]]] = {
 }
 
 
-def main(given: list[str]) -> NoReturn:
-    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
-    keep_output()
-    status = 0
-    try:
-        STEPS[given[0]](given[1:])
-    except (AgentError, OSError) as error:
-        say(error=str(error))
-        status = 1
-    # At once: destructors of these libraries have crashed, and threads of theirs may still run.
-    os._exit(status)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_step(STEPS, sys.argv[1:], AgentError)

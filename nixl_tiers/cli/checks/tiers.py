@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from nixl_tiers.cli.checks.finding import Finding, Status, broken, not_tried, ok, warning
-from nixl_tiers.cli.gds.children import Children, Step
+from nixl_tiers.cli.children import Children, Step
 from nixl_tiers.config.schema import FileConfig, S3Config, StorageConfig, TiersConfig, tier_to_dict
 
 DEADLINE_S: Final = 60.0
@@ -23,7 +23,7 @@ _PLUGINS: Final = {"POSIX": "file tiers", "OBJ": "s3 tiers", "GDS_MT": "file tie
 
 def plugins(scratch: Path, config: TiersConfig | None) -> Iterator[Finding]:
     """Which plugins of NIXL open. One that the configuration needs must."""
-    children = Children(scratch, _PLUGIN_S, _PROBE)
+    children = Children(scratch, _PROBE, _PLUGIN_S)
     for name, what in _PLUGINS.items():
         step = children.run("plugin", name)
         if not step.error:
@@ -59,7 +59,7 @@ def _remedy(name: str) -> str:
 
 def examine(scratch: Path, tier: StorageConfig, deadline_s: float = DEADLINE_S) -> Iterator[Finding]:
     """Everything about one tier, in at most `deadline_s`, and what it takes to end a child that hangs."""
-    children = Children(scratch, deadline_s, _PROBE)
+    children = Children(scratch, _PROBE, deadline_s)
     given, token = json.dumps(tier_to_dict(tier)), secrets.token_hex(8)
     step = children.run("tier", given, token)
     yield from _findings(step)

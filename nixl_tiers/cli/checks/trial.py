@@ -1,8 +1,10 @@
 """Writes rows through a tier's own code, reads them back, compares every byte, and deletes them: what an engine's mover
-would do, with times."""
+would do, with times. What is made for it in a directory or below a prefix has a name of its own, and is removed again.
+"""
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -12,11 +14,14 @@ import numpy as np
 
 from nixl_tiers.base.chunk import NAMESPACE_BYTES, Geometry, Outcome
 from nixl_tiers.cli.checks.finding import Finding, advise, broken, ok
-from nixl_tiers.cli.gds.findings import say
+from nixl_tiers.cli.children import say
 from nixl_tiers.config.schema import StorageConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move, StorageTier, TierDown, TierRefused, implement
 
+SCRATCH_PREFIX: Final = ".nixl-tiers-doctor-"
+SCRATCH: Final = re.compile(rf"{re.escape(SCRATCH_PREFIX)}[0-9a-f]{{16}}")
+STALE_S: Final = 3600.0  # left by a doctor that was killed
 NAME: Final = "write, read, verify"
 GEOMETRY: Final = Geometry(cells=1, cell_payload=1 << 20)
 SLOW: Final = 100e6  # bytes a second: below it a hit is slower than computing for almost any model on a GPU

@@ -6,7 +6,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from nixl_tiers.cli import BAD_INPUT
 from nixl_tiers.cli.gds.report import NotUsable, examine
 
 parser = argparse.ArgumentParser(prog="python -m nixl_tiers.cli.gds", description=__doc__)
@@ -17,5 +16,4 @@ chosen = parser.parse_args()
 try:
     sys.exit(examine(chosen.directory, chosen.gpu, as_json=chosen.json))
 except NotUsable as error:
-    print(f"nixl-tiers: {error}", file=sys.stderr)
-    sys.exit(BAD_INPUT)
+    parser.exit(2, f"nixl-tiers: {error}\n")

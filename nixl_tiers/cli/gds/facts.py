@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from nixl_tiers.cli.gds import kernel, pci, storage
+from nixl_tiers.cli.gds import sysfs
 
 Status = Literal["ok", "warning", "unavailable", "not tried"]
 _GIB: Final = 1 << 30
@@ -28,7 +28,7 @@ class Check:
 
 def facts(root: Path, directory: Path, gpu: Mapping[str, Any] | None) -> Iterator[Check]:
     """`gpu`: a finding of the step `gpus`, or None without one."""
-    found = storage.storage_of(root, directory, directory.stat().st_dev)
+    found = sysfs.storage_of(root, directory, directory.stat().st_dev)
     if found is None:
         yield Check("storage", "warning", f"the mount of {directory} is not listed in /proc/self/mountinfo")
     else:
@@ -38,15 +38,15 @@ def facts(root: Path, directory: Path, gpu: Mapping[str, Any] | None) -> Iterato
     yield _p2pdma(root)
     if gpu is None:
         return
-    here = pci.device(root, gpu["address"])
+    here = sysfs.pci_device(root, gpu["address"])
     yield _window(root, gpu, here)
     for drive in found.drives if found else ():
         yield _distance(root, drive, here)
 
 
-def _storage(found: storage.Storage) -> Check:
+def _storage(found: sysfs.Storage) -> Check:
     problems = []
-    if found.mount.kind not in storage.DIRECT:
+    if found.mount.kind not in sysfs.DIRECT:
         problems.append(f"cuFile does not move data of {found.mount.kind} directly")
     if "data=journal" in found.mount.options:
         problems.append("ext4 must be mounted with data=ordered")
@@ -61,7 +61,7 @@ def _storage(found: storage.Storage) -> Check:
     return Check("storage", "warning" if problems else "ok", text, asdict(found))
 
 
-def _udev(found: storage.Storage) -> Check:
+def _udev(found: sysfs.Storage) -> Check:
     if not found.layers:
         return Check("udev", "ok", "not needed: the file system has no block device")
     missing = [name for name in _UDEV_NEEDED if not (found.udev or {}).get(name)]
@@ -77,7 +77,7 @@ def _udev(found: storage.Storage) -> Check:
 
 
 def _nvidia_fs(root: Path) -> Check:
-    found = kernel.nvidia_fs(root)
+    found = sysfs.nvidia_fs(root)
     if found is None:
         spins = "; /proc/modules is missing, and without it the driver of cuFile 1.20 never opens"
         listed = (root / "proc/modules").exists()
@@ -88,7 +88,7 @@ def _nvidia_fs(root: Path) -> Check:
 
 
 def _p2pdma(root: Path) -> Check:
-    found = kernel.p2pdma(root)
+    found = sysfs.p2pdma(root)
     missing = []
     if not found.kernel:
         missing.append("the kernel is built without it" if found.kernel is False else "the kernel does not say")
@@ -104,8 +104,8 @@ def _p2pdma(root: Path) -> Check:
     return Check("PCI P2PDMA", "unavailable" if missing else "ok", text, asdict(found))
 
 
-def _window(root: Path, gpu: Mapping[str, Any], here: pci.Device | None) -> Check:
-    bar1, translated = pci.bar1_bytes(root, gpu["address"]), kernel.iommu(root, gpu["address"])
+def _window(root: Path, gpu: Mapping[str, Any], here: sysfs.PciDevice | None) -> Check:
+    bar1, translated = sysfs.bar1_bytes(root, gpu["address"]), sysfs.iommu(root, gpu["address"])
     window = "" if not bar1 else f", BAR1 {bar1 / _GIB:.3g} GiB"
     link = f", {here.link}" if here and here.link else ""
     node = f", NUMA node {here.node}" if here and here.node is not None else ""
@@ -117,13 +117,13 @@ def _window(root: Path, gpu: Mapping[str, Any], here: pci.Device | None) -> Chec
     )
 
 
-def _distance(root: Path, drive: storage.Drive, gpu: pci.Device | None) -> Check:
+def _distance(root: Path, drive: sysfs.Drive, gpu: sysfs.PciDevice | None) -> Check:
     name = f"GPU to {drive.name}"
-    there = pci.device(root, drive.pci) if drive.pci else None
+    there = sysfs.pci_device(root, drive.pci) if drive.pci else None
     if gpu is None or there is None:
         return Check(name, "warning", "one of them is not on PCI, as far as /sys shows", {"drive": asdict(drive)})
-    far = pci.distance(there, gpu)
-    redirecting = pci.redirecting(root, pci.bridges_between(there, gpu))
+    far = sysfs.pci_distance(there, gpu)
+    redirecting = sysfs.redirecting(root, sysfs.bridges_between(there, gpu))
     if redirecting is None:
         acs = "ACS unknown (only root can read it)" if os.geteuid() else "ACS unknown"
     else:
@@ -131,4 +131,4 @@ def _distance(root: Path, drive: storage.Drive, gpu: pci.Device | None) -> Check
     link = f", drive {there.link}" if there.link else ""
     details = {"drive": asdict(there), "distance": far, "acs_redirects": redirecting}
     warned = far in ("NODE", "SYS") or bool(redirecting)
-    return Check(name, "warning" if warned else "ok", f"{far}, {pci.DISTANCES[far]}{link}; {acs}", details)
+    return Check(name, "warning" if warned else "ok", f"{far}, {sysfs.DISTANCES[far]}{link}; {acs}", details)

@@ -9,7 +9,7 @@ import ctypes
 import mmap
 from typing import Any, Final
 
-from nixl_tiers.cli.gds.findings import ProbeFailed, say
+from nixl_tiers.cli.children import ProbeFailed, say
 
 LIBRARY: Final = "libcuda.so.1"
 MAX_IO_BYTES: Final = 16 << 20

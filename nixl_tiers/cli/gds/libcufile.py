@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Final
 
-from nixl_tiers.cli.gds.findings import ProbeFailed, say
+from nixl_tiers.cli.children import ProbeFailed, say
 
 _P, _SIZE, _INT, _UINT, _I64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint, ctypes.c_int64
 _FD: Final = 1  # CU_FILE_HANDLE_TYPE_OPAQUE_FD

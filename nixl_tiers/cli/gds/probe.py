@@ -6,7 +6,7 @@
     io LIBRARY GPU KIND FILE      writes, reads and verifies FILE with memory of a KIND
     plugin                        opens NIXL's GDS_MT plugin, which opens cuFile's driver too
 
-A step may hang, crash or abort in these libraries, and the parent kills it after a deadline (children.py).
+A step may hang, crash or abort in these libraries, and the parent kills it after a deadline (cli/children.py).
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
-from nixl_tiers.cli.gds.findings import ProbeFailed, keep_output, say
+from nixl_tiers.cli.children import ProbeFailed, run_step, say
 from nixl_tiers.cli.gds.libcuda import MAX_IO_BYTES, Cuda, GpuMemory, MappedGpuMemory, Memory
 from nixl_tiers.cli.gds.libcufile import CuFile, version_of
 
 MIN_IO_BYTES: Final = 4 << 10
 FILE_BYTES: Final = 2 * MAX_IO_BYTES
 SIZES: Final = tuple(MIN_IO_BYTES << i for i in range((MAX_IO_BYTES // MIN_IO_BYTES).bit_length()))
-_PDEATHSIG: Final = 1
 
 
 def find_gpus() -> None:
@@ -157,7 +155,7 @@ def _registered(cufile: CuFile, memory: Memory, descriptor: int) -> Iterator[int
 
 def _counters(cufile: CuFile, uuid: bytes | None) -> dict[str, Any]:
     """cuFile's own of the GPU in this process, and nvidia-fs's of the machine; None where there are none."""
-    from nixl_tiers.cli.gds.kernel import nvidia_fs
+    from nixl_tiers.cli.gds.sysfs import nvidia_fs
 
     module = nvidia_fs(Path("/"))
     return {
@@ -175,19 +173,5 @@ STEPS: Final[dict[str, Callable[[list[str]], None]]] = {
 }
 
 
-def main(given: list[str]) -> NoReturn:
-    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
-    keep_output()
-    say(pid=os.getpid())
-    status = 0
-    try:
-        STEPS[given[0]](given[1:])
-    except (ProbeFailed, OSError) as error:
-        say(error=str(error))
-        status = 1
-    # At once: destructors of these libraries have crashed, and threads of theirs may still run.
-    os._exit(status)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_step(STEPS, sys.argv[1:])

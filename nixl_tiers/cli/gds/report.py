@@ -18,13 +18,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from nixl_tiers.cli.gds.children import DEADLINE_S, Children, Step
+from nixl_tiers.cli.children import Children, Step
 from nixl_tiers.cli.gds.facts import Check, facts
 from nixl_tiers.cli.gds.probe import FILE_BYTES
 from nixl_tiers.cli.gds.verdict import EXIT_CODES, INSTALL, Probes, Verdict, claimed_way, decide, not_direct
 
 _LOADER_NAME: Final = "libcufile.so.0"
+_PROBE: Final = "nixl_tiers.cli.gds.probe"
 _ROOT: Final = Path("/")
+DEADLINE_S: Final = 10.0  # of a step
 _IO_DEADLINE_S: Final = 60.0  # for 64 MiB on a slow disk; what is known to hang has been tried by then
 
 
@@ -86,7 +88,7 @@ def inspect(directory: Path, gpu: int = 0, deadline_s: float = DEADLINE_S, root:
                 file.write_bytes(bytes(FILE_BYTES))
             except OSError as error:
                 raise NotUsable(f"--gds {directory}: {error.strerror}") from error
-            probes = _probe(Children(Path(scratch), deadline_s), file, gpu)
+            probes = _probe(Children(Path(scratch), _PROBE, deadline_s), file, gpu)
     finally:
         shutil.rmtree(room, ignore_errors=True)
     chosen = next((found for found in probes.gpus.findings if found.get("gpu") == gpu), None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from nixl_tiers.cli.gds.children import Step
+from nixl_tiers.cli.children import Step
 
 _P2P_FEATURE: Final = 1 << 4  # CU_FILE_P2P_SUPPORTED in the feature flags
 _P2PDMA_FLAG: Final = 1 << 0  # CUFILE_P2PDMA in the flags of a kind of storage

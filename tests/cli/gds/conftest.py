@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.cli.gds import children
+from nixl_tiers.cli import children
 
 SLOW_MACHINE_S = 120.0
 SOURCE = Path(__file__).parent / "fake_gds.c"

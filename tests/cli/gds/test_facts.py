@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.cli.gds import kernel, pci, storage
+from nixl_tiers.cli.gds import sysfs
 from nixl_tiers.cli.gds.facts import Check, facts
 
 STATS = """GDS Version: 1.10.0.4
@@ -84,16 +84,16 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
 
 
 def test_counters_of_nvidia_fs_are_those_that_succeeded() -> None:
-    assert kernel.io_counts(STATS) == (11, 8)
+    assert sysfs.io_counts(STATS) == (11, 8)
 
 
 @pytest.mark.parametrize("text", [STATS_OFF, "", "Reads: none"])
 def test_counters_that_are_off_are_none_and_not_zero(text: str) -> None:
-    assert kernel.io_counts(text) == (None, None)
+    assert sysfs.io_counts(text) == (None, None)
 
 
 def test_nvidia_fs_is_found_by_its_version(tmp_path: Path) -> None:
-    assert kernel.nvidia_fs(tmp_path) is None
+    assert sysfs.nvidia_fs(tmp_path) is None
     put(
         tmp_path,
         {
@@ -102,11 +102,11 @@ def test_nvidia_fs_is_found_by_its_version(tmp_path: Path) -> None:
             "proc/driver/nvidia-fs/modules": "nvme: enabled\nnvme_rdma: enabled\n",
         },
     )
-    assert kernel.nvidia_fs(tmp_path) == kernel.NvidiaFs("2.26.6", 11, 8, ("nvme", "nvme_rdma"))
+    assert sysfs.nvidia_fs(tmp_path) == sysfs.NvidiaFs("2.26.6", 11, 8, ("nvme", "nvme_rdma"))
 
 
 def test_p2pdma_needs_kernel_driver_and_no_multipathing(tmp_path: Path) -> None:
-    assert kernel.p2pdma(tmp_path) == kernel.P2pDma(None, None, None)
+    assert sysfs.p2pdma(tmp_path) == sysfs.P2pDma(None, None, None)
     put(
         tmp_path,
         {
@@ -115,7 +115,7 @@ def test_p2pdma_needs_kernel_driver_and_no_multipathing(tmp_path: Path) -> None:
             "sys/module/nvme_core/parameters/multipath": "Y\n",
         },
     )
-    assert kernel.p2pdma(tmp_path) == kernel.P2pDma(True, True, True)
+    assert sysfs.p2pdma(tmp_path) == sysfs.P2pDma(True, True, True)
 
 
 @pytest.mark.parametrize(
@@ -130,14 +130,14 @@ def test_p2pdma_of_the_kernel_is_read_wherever_it_is_written(
     files: dict[str, str], built: bool, tmp_path: Path
 ) -> None:
     put(tmp_path, files)
-    assert kernel.p2pdma(tmp_path).kernel is built
+    assert sysfs.p2pdma(tmp_path).kernel is built
 
 
 @pytest.mark.parametrize(("text", "state"), [("DMA-FQ\n", "translating"), ("identity\n", "passthrough"), ("", "off")])
 def test_iommu_is_that_of_the_device(text: str, state: str, tmp_path: Path) -> None:
     if text:
         put(tmp_path, {f"sys/bus/pci/devices/{GPU}/iommu_group/type": text})
-    assert kernel.iommu(tmp_path, GPU) == state
+    assert sysfs.iommu(tmp_path, GPU) == state
 
 
 # --- PCI ------------------------------------------------------------------------------------------------------------
@@ -155,18 +155,18 @@ def test_iommu_is_that_of_the_device(text: str, state: str, tmp_path: Path) -> N
 )
 def test_distance_is_that_of_nvidia_smi(other: str, nodes: dict[str, str], expected: str, tmp_path: Path) -> None:
     pci_tree(tmp_path, nodes)
-    gpu, there = pci.device(tmp_path, GPU), pci.device(tmp_path, other)
+    gpu, there = sysfs.pci_device(tmp_path, GPU), sysfs.pci_device(tmp_path, other)
     assert gpu
     assert there
-    assert pci.distance(gpu, there) == pci.distance(there, gpu) == expected
+    assert sysfs.pci_distance(gpu, there) == sysfs.pci_distance(there, gpu) == expected
 
 
 def test_bridges_between_two_devices_are_those_below_the_last_common_one(tmp_path: Path) -> None:
     pci_tree(tmp_path)
-    gpu, drive = pci.device(tmp_path, GPU), pci.device(tmp_path, DRIVE)
+    gpu, drive = sysfs.pci_device(tmp_path, GPU), sysfs.pci_device(tmp_path, DRIVE)
     assert gpu
     assert drive
-    assert set(pci.bridges_between(gpu, drive)) == {"0000:18:00.0", "0000:19:00.0", "0000:19:04.0"}
+    assert set(sysfs.bridges_between(gpu, drive)) == {"0000:18:00.0", "0000:19:00.0", "0000:19:04.0"}
 
 
 def acs(control: int) -> bytes:
@@ -178,24 +178,24 @@ def acs(control: int) -> bytes:
 
 
 def test_acs_is_read_from_the_extended_capabilities() -> None:
-    assert pci.acs_redirects(acs(0x1D)) is True
-    assert pci.acs_redirects(acs(0x01)) is False, "source validation alone redirects nothing"
-    assert pci.acs_redirects(bytes(4096)) is False, "no such capability"
-    assert pci.acs_redirects(bytes(64)) is None, "not root"
+    assert sysfs.acs_redirects(acs(0x1D)) is True
+    assert sysfs.acs_redirects(acs(0x01)) is False, "source validation alone redirects nothing"
+    assert sysfs.acs_redirects(bytes(4096)) is False, "no such capability"
+    assert sysfs.acs_redirects(bytes(64)) is None, "not root"
 
 
 def test_acs_chain_that_loops_ends() -> None:
     config = bytearray(4096)
     struct.pack_into("<I", config, 0x100, 0x0001 | 1 << 16 | 0x100 << 20)
-    assert pci.acs_redirects(bytes(config)) is False
+    assert sysfs.acs_redirects(bytes(config)) is False
 
 
 def test_bar1_is_the_largest_window(tmp_path: Path) -> None:
     lines = ["0x0000000090000000 0x0000000090ffffff 0x000000000014220c", "0x0 0x0 0x0"]
     lines += ["0x0000206000000000 0x0000207fffffffff 0x000000000014220c", *["0x0 0x0 0x0"] * 4]
     put(tmp_path, {f"sys/bus/pci/devices/{GPU}/resource": "\n".join(lines)})
-    assert pci.bar1_bytes(tmp_path, GPU) == 128 << 30
-    assert pci.bar1_bytes(tmp_path, DRIVE) is None
+    assert sysfs.bar1_bytes(tmp_path, GPU) == 128 << 30
+    assert sysfs.bar1_bytes(tmp_path, DRIVE) is None
 
 
 # --- storage --------------------------------------------------------------------------------------------------------
@@ -203,17 +203,17 @@ def test_bar1_is_the_largest_window(tmp_path: Path) -> None:
 
 def test_mount_is_the_deepest_above_the_directory() -> None:
     text = mountinfo("8:1", "/", "ext4", "/dev/sda1") + mountinfo("259:1", "/mnt/nv\\040me", "xfs", "/dev/nvme0n1")
-    assert storage.find_mount(text, "/mnt/nv me/kv", "259:1") == storage.Mount(
+    assert sysfs.find_mount(text, "/mnt/nv me/kv", "259:1") == sysfs.Mount(
         "/mnt/nv me", "xfs", "/dev/nvme0n1", "rw,noatime,rw", "259:1"
     )
-    root = storage.find_mount(text, "/mnt/nv mextra", "8:1")
+    root = sysfs.find_mount(text, "/mnt/nv mextra", "8:1")
     assert root
     assert root.point == "/"
 
 
 def test_latest_of_two_mounts_at_one_place_counts() -> None:
     text = mountinfo("8:1", "/kv", "ext4", "/dev/sda1") + mountinfo("8:2", "/kv", "xfs", "/dev/sdb1")
-    found = storage.find_mount(text, "/kv", "0:99")
+    found = sysfs.find_mount(text, "/kv", "0:99")
     assert found
     assert found.kind == "xfs"
 
@@ -224,10 +224,10 @@ def test_partition_of_an_nvme_drive_is_followed_to_pci(tmp_path: Path) -> None:
     drive_tree(tmp_path, "259:2", f"{block}/nvme0n1p2")
     put(tmp_path, {f"sys/devices/{block}/nvme0n1p2/partition": "2\n"})
     put(tmp_path, {"run/udev/data/b259:2": "S:disk/by-id/x\nE:ID_FS_USAGE=filesystem\nE:ID_FS_TYPE=ext4\n"})
-    found = storage.storage_of(tmp_path, Path("/kv"), 259 << 8 | 2)
+    found = sysfs.storage_of(tmp_path, Path("/kv"), 259 << 8 | 2)
     assert found
     assert found.layers == ("partition nvme0n1p2", "drive nvme0n1")
-    assert found.drives == (storage.Drive("nvme0n1", DRIVE),)
+    assert found.drives == (sysfs.Drive("nvme0n1", DRIVE),)
     assert found.udev == {"ID_FS_USAGE": "filesystem", "ID_FS_TYPE": "ext4"}
 
 
@@ -245,7 +245,7 @@ def raid_tree(root: Path, level: str) -> None:
 
 def test_raid_is_followed_to_all_of_its_drives(tmp_path: Path) -> None:
     raid_tree(tmp_path, "raid0")
-    found = storage.storage_of(tmp_path, Path("/kv"), 9 << 8)
+    found = sysfs.storage_of(tmp_path, Path("/kv"), 9 << 8)
     assert found
     assert (found.raid, found.mapped, found.multipath) == ("raid0", False, False)
     assert {drive.pci for drive in found.drives} == {DRIVE, FAR}
@@ -261,7 +261,7 @@ def test_device_mapper_and_multipath_are_seen(tmp_path: Path) -> None:
             "sys/devices/virtual/block/dm-0/dm/name": "kv\n",
         },
     )
-    found = storage.storage_of(tmp_path, Path("/kv"), 253 << 8)
+    found = sysfs.storage_of(tmp_path, Path("/kv"), 253 << 8)
     assert found
     assert found.layers == ("device mapper multipath kv",)
     assert (found.mapped, found.multipath) == (True, True)
@@ -274,9 +274,9 @@ def test_namespace_below_an_nvme_subsystem_is_multipath(tmp_path: Path) -> None:
     controller = tmp_path / "sys/devices" / PLACES[DRIVE] / "nvme/nvme0"
     controller.mkdir(parents=True)
     (tmp_path / "sys/devices" / subsystem / "nvme0").symlink_to(controller)
-    found = storage.storage_of(tmp_path, Path("/kv"), 259 << 8)
+    found = sysfs.storage_of(tmp_path, Path("/kv"), 259 << 8)
     assert found
-    assert (found.multipath, found.drives) == (True, (storage.Drive("nvme0n1", DRIVE),))
+    assert (found.multipath, found.drives) == (True, (sysfs.Drive("nvme0n1", DRIVE),))
 
 
 # --- lines of the report --------------------------------------------------------------------------------------------

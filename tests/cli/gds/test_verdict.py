@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_tiers.cli.gds.children import Step
+from nixl_tiers.cli.children import Step
 from nixl_tiers.cli.gds.verdict import Kind, Probes, claimed_way, decide
 
 TRANSFERS = 13

@@ -1,25 +1,28 @@
-"""Runs a step of a probe in a child with a deadline: what it found until it ended, and how it ended.
+"""What may hang or crash runs in a child with a deadline: `Children` starts it and reads what it found until it ended,
+and how it ended; `run_step` and `say` are the child's side.
 
-cuFile's driver has spun for ever while it opened, and has aborted the process: neither may reach the doctor.
+cuFile's driver has spun for ever while it opened, and has aborted the process; a disk or a server may never answer:
+none of that may reach the doctor. Needs nothing but the standard library.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import nixl_tiers
 
-DEADLINE_S: Final = 10.0
+_PDEATHSIG: Final = 1
 _REAP_S: Final = 2.0
 _LOG_LINES: Final = 5
 _PACKAGES: Final = Path(nixl_tiers.__file__).parents[1]
@@ -46,8 +49,8 @@ class Step:
 class Children:
     """Starts children one at a time, in a scratch directory that takes their logs."""
 
-    def __init__(self, scratch: Path, deadline_s: float = DEADLINE_S, module: str = "nixl_tiers.cli.gds.probe") -> None:
-        """`module`: what runs a step, and writes what it finds by `findings.say`."""
+    def __init__(self, scratch: Path, module: str, deadline_s: float) -> None:
+        """`module`: calls `run_step` when it is run."""
         self._module = module
         self._scratch = scratch
         self._deadline_s = deadline_s
@@ -128,3 +131,39 @@ def _last_lines(*files: Path) -> tuple[str, ...]:
         with contextlib.suppress(OSError):
             lines += [line for line in file.read_text(errors="replace").splitlines() if line.strip()][-_LOG_LINES:]
     return tuple(lines)
+
+
+# --- in the child -----------------------------------------------------------------------------------------------------
+
+
+class ProbeFailed(Exception):
+    """A call failed: one sentence."""
+
+
+_descriptors = [1]
+
+
+def say(**finding: Any) -> None:
+    """Write what was found, as one JSON object a line and at once, since the next call may never return. `at` names
+    that call, `error` what failed."""
+    os.write(_descriptors[0], json.dumps(finding).encode() + b"\n")
+
+
+def run_step(
+    steps: Mapping[str, Callable[[list[str]], None]], given: Sequence[str], failed: type[Exception] = ProbeFailed
+) -> NoReturn:
+    """Run the step that the arguments name, and end this process, which ends with its parent, too. `failed` and OSError
+    are findings: one sentence."""
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+    # Findings go to what is standard output now, and what libraries print there goes to stderr.
+    _descriptors[0] = os.dup(1)
+    os.dup2(2, 1)
+    say(pid=os.getpid())
+    status = 0
+    try:
+        steps[given[0]](list(given[1:]))
+    except (failed, OSError) as error:
+        say(error=str(error))
+        status = 1
+    # At once: destructors of these libraries have crashed, and threads of theirs may still run.
+    os._exit(status)
