@@ -49,8 +49,7 @@ class FileConfig(StorageConfig):
     backend: Annotated[Literal["auto", "posix", "gds_mt"], BeforeValidator(fields.no_plain_gds)] = Field(
         "auto",
         description="NIXL plugin between host memory and files; `posix`: POSIX (Linux AIO); `gds_mt`: GDS_MT, which "
-        "calls cuFile of GPUDirect Storage; `auto`: always `posix`, because GDS_MT is slower for small rows (it was "
-        "faster for rows of 4 MiB in one run)",
+        "calls cuFile of GPUDirect Storage; `auto`: `posix`, which is faster for small rows",
     )
     staging: Annotated[Literal["auto", "on", "off"], BeforeValidator(fields.bare_on_or_off)] = Field(
         "auto",

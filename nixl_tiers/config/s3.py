@@ -42,13 +42,13 @@ class S3Config(StorageConfig):
     max_age: Age = None
     list_requests_per_hour: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = Field(
         2000,
-        description="maximum number of LIST requests per hour with which the engine looks for rows that others have "
-        "stored (`shared`) or that have expired (`max_age`). The first listing and the janitor's are not limited",
+        description="maximum number of LIST requests per hour for rows that others have stored (`shared`) or that have "
+        "expired (`max_age`); the first listing and the janitor's are not limited",
     )
     max_transfers: Annotated[int, Field(strict=True, ge=1, le=256)] = Field(
         64,
-        description="maximum number of concurrent uploads, and of concurrent downloads. How many run depends on the "
-        "measured bandwidth and latency of the server",
+        description="maximum number of concurrent uploads, and of concurrent downloads; how many run depends on the "
+        "server's measured bandwidth and latency",
     )
     profile: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
         None,

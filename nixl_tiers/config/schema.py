@@ -93,7 +93,7 @@ class TiersConfig(Model):
     lora_storage: bool = Field(
         False,
         strict=True,
-        description="allows storage tiers with LoRA, although vLLM hashes adapters by name only, not their weights",
+        description="allows storage tiers with LoRA, although vLLM hashes adapters by name only",
     )
     on_reset: Literal["new_epoch", "keep"] = Field(
         "new_epoch",
@@ -106,14 +106,12 @@ class TiersConfig(Model):
     )
     prefer: Prefer = Field(
         "latency",
-        description="objective when loading chunks is weighed against computing them. `latency`: time to first token, "
-        "of the request and of those queued behind it; `throughput`: also the delay of requests that are decoding "
-        "while a prompt is computed",
+        description="what loading is weighed against computing by: `latency`: time to first token, of the request and "
+        "of those queued behind it; `throughput`: also the delay of requests that are decoding",
     )
     probe_s: Annotated[Seconds, Field(ge=0, le=60)] = Field(
         DEFAULT_PROBE_S,
-        description="maximum time that a request waits for existence checks on a shared prefix, for chunks that "
-        "another engine may have stored; 0: no checks",
+        description="maximum time that a request waits for existence checks on a shared prefix; 0: no checks",
     )
     ready_s: Annotated[Seconds, Field(ge=0, le=3600)] | None = Field(
         None,
