@@ -395,6 +395,9 @@ class Janitor:
                 return
             self._account.read(self._usage.counted)
         usage = self._account.usage
+        if self._usage is not None:  # else the prefix could hold more than its capacity: docs/internals/s3-tier.md
+            counted = self._usage.counted.items()
+            assert all(usage.counted.get(mover, n) >= n for mover, n in counted), "a record counts less than the last"
         condition = {"IfNoneMatch": "*"} if self._usage_etag is None else {"IfMatch": self._usage_etag}
         if etag := self._put(USAGE_NAME, usage.encode(), **condition):
             self._usage_etag, self._usage = etag, usage

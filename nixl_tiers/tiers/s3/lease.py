@@ -71,6 +71,9 @@ class LeaseTerms:
     doubt_s: float = 60.0  # conditional writes must fail for so long before the engine stores without a lease
     ask_again_s: float = 3600.0  # whether they work meanwhile
 
+    def __post_init__(self) -> None:
+        assert 0 < self.margin_s < self.lease_s, "else two engines could own one prefix: docs/internals/s3-tier.md"
+
 
 @dataclass(frozen=True)
 class Record:
@@ -244,6 +247,7 @@ class LeaseState:
         return now - self._seen_s >= self._expiry_s
 
     def _hold(self, sent_s: float, now: float) -> None:
+        assert sent_s <= now, "a tenure is measured from before its renewal was sent"
         number = self.coming_tenure(now)
         if not number:
             number = self._tenures = self._tenures + 1

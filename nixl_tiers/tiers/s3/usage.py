@@ -109,6 +109,7 @@ class Account:
     def deleted(self, nbytes: int) -> None:
         """A row that this listing has found; once for each."""
         self._bytes -= nbytes
+        assert self._bytes >= 0, "more was deleted than this listing has found"
 
     def read(self, counters: Mapping[str, int]) -> None:
         """The counters now, or those of another janitor's record: what one record has counted, no later one forgets."""

@@ -149,6 +149,7 @@ class SlabTier(StorageTier):
             shard = None
             try:
                 shard = opened(directory)
+                assert shard.slabs.layout.slots <= slots, "a part has more slots than its share"
                 self._quota.make_room(0)  # the capacity may be smaller than last time
                 if own is not None and self._others.first():
                     with suppress(OSError):
