@@ -129,13 +129,11 @@ demo: $(VENV)/.ready
 	$(PY) -m demo $(if $(S3),--s3 '$(S3)') $(if $(OUT),--out '$(OUT)') \
 	    $(if $(PROMPT_TOKENS),--prompt-tokens '$(PROMPT_TOKENS)')
 
-# Each file in bench/ measures one thing and prints a table, but for what they share.
-SHARED := $(addprefix bench/,connector_time.py engine_process.py file_sides.py first_token_engine.py gil_probe.py \
-	lmcache_sides.py longdoc_engine.py machine.py pages.py rounds.py slow_path.py timed_lock.py ttft_engine.py \
-	vllm_spec_on_cpu.py)
-SHARED += $(wildcard bench/gds*.py)  # they are `make test-gds`
+# Each file in bench/ that can be run measures one thing and prints a table. Engines are started by others, and `gds` is
+# `make test-gds`.
+BENCHES := $(filter-out gds% %_engine,$(patsubst bench/%.py,%,$(shell grep -l '^if __name__' bench/*.py)))
 bench: $(VENV)/.ready
-	@for script in $(filter-out $(SHARED),$(wildcard bench/*.py)); do echo "== $$script"; $(PY) $$script || exit 1; done
+	@for name in $(BENCHES); do echo "== $$name"; $(PY) -m bench.$$name || exit 1; done
 
 clean:
 	rm -rf build dist docs/_build demo-out bench-out gds-report *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis nixl_tiers/*/*.so nixl_tiers/swap/*.fatbin
