@@ -3,6 +3,7 @@ generated pages are up to date."""
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -136,3 +137,14 @@ def test_generated_pages_are_up_to_date() -> None:
     assert {page.name for page in pages} >= generated
     for page, text in pages.items():
         assert page.read_text() == text, page.name
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "bench/results").glob("*.json")), ids=lambda file: file.stem)
+def test_every_result_says_where_and_when_and_its_rows_fit(file: Path) -> None:
+    result = json.loads(file.read_text())
+    assert {"title", "machine", "date", "tables"} <= result.keys()
+    assert re.search(r"\b20\d\d\b", result["date"])
+    for table in result["tables"]:
+        assert {len(row) for row in table["rows"]} == {len(table["columns"])}
+    module = re.search(r"-m bench\.(\w+)|bench/(\w+)\.py", result.get("command", ""))
+    assert module is None or (ROOT / f"bench/{module[1] or module[2]}.py").exists()
