@@ -126,8 +126,7 @@ test-gds: $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
 	    $(PY) -m bench.gds --path "$(DIR)" $(BENCH_ARGS) && exit $$tests
 
 demo: $(VENV)/.ready
-	$(PY) -m demo $(if $(S3),--s3 '$(S3)') $(if $(OUT),--out '$(OUT)') \
-	    $(if $(PROMPT_TOKENS),--prompt-tokens '$(PROMPT_TOKENS)')
+	$(PY) -m demo $(if $(S3),--s3 '$(S3)') $(if $(OUT),--out '$(OUT)') $(if $(PROMPT_TOKENS),--prompt-tokens '$(PROMPT_TOKENS)')
 
 # Each file in bench/ that can be run measures one thing and prints a table. Engines are started by others, and `gds` is
 # `make test-gds`.

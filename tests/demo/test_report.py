@@ -9,7 +9,7 @@ import pytest
 from demo.report import SOURCES, DemoFailure, Run, caption, plot, table, verify
 from tests.support.vllm_server import Answer
 
-PROMPT, KV = 1000, 100
+PROMPT, WHOLE, KV = 1023, 896, 100  # WHOLE: tokens in whole blocks, the only ones that are cached
 
 REPORT = {
     "model": "SmolLM2-135M", "prompt_tokens": 6032, "kv_bytes_per_token": 46080, "s3": "seaweedfs",
@@ -21,7 +21,7 @@ REPORT = {
 }  # fmt: skip
 
 
-def run(source: str, *, cached: int = 960, loaded: int | None = None, **read: int) -> Run:
+def run(source: str, *, cached: int = WHOLE, loaded: int | None = None, **read: int) -> Run:
     """A correct run, except for the arguments."""
     tokens = dict.fromkeys(SOURCES.values(), 0)
     if source != "cold":
@@ -40,8 +40,8 @@ def test_correct_run_is_accepted(source: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (run("cpu", cached=900), "the cpu run took only 900 of 1000 tokens from cpu"),
-        (run("file", file=95_999), "the file tier read 95999 bytes for hits of 96000 bytes"),
+        (run("cpu", cached=768), "the cpu run took only 768 of 896 tokens from cpu"),
+        (run("file", file=89_599), "the file tier read 89599 bytes for hits of 89600 bytes"),
         (run("s3", s3=0), "the s3 tier read 0 bytes"),
         (run("s3", file=1), "the file tier read 1 bytes during the s3 run"),
         (run("cpu", s3=1), "the s3 tier read 1 bytes during the cpu run"),
@@ -68,8 +68,8 @@ def test_tokens_from_another_source_are_rejected(source: str, other: str) -> Non
 def test_table_has_a_line_for_each_run() -> None:
     lines = table([run("cold"), run("gpu"), run("s3")], PROMPT).splitlines()
     assert len(lines) == 5
-    assert " ".join(lines[2].split()) == "cold 20.00 s 0.00 s 1.0 x 0 of 1000 0.0 MB 0.0 MB"
-    assert " ".join(lines[4].split()) == "s3 0.50 s 19.50 s 40.0 x 960 of 1000 0.1 MB 0.1 MB"
+    assert " ".join(lines[2].split()) == "cold 20.00 s 0.00 s 1.0 x 0 of 1023 0.0 MB 0.0 MB"
+    assert " ".join(lines[4].split()) == "s3 0.50 s 19.50 s 40.0 x 896 of 1023 0.1 MB 0.1 MB"
     assert len({len(line) for line in lines}) == 1
 
 
@@ -77,9 +77,9 @@ def test_record_has_the_bytes_of_its_own_tier() -> None:
     assert run("file", cpu=5).record() == {
         "source": "file",
         "ttft_s": 0.5,
-        "cached_tokens": 960,
-        "bytes_loaded": 96_000,
-        "tier_bytes_read": 96_000,
+        "cached_tokens": 896,
+        "bytes_loaded": 89_600,
+        "tier_bytes_read": 89_600,
     }
 
 
