@@ -251,7 +251,7 @@ class Sealer:
         return Verdict.OK
 
     def sealed_at(self, row: NDArray[np.uint8]) -> int:
-        """When `row`, which `verify` found to be OK, was sealed: Unix seconds, 0 if that was not recorded."""
+        """When `row` was sealed, if `verify` finds it to be OK: Unix seconds, 0 if that was not recorded."""
         return int.from_bytes(row.data[self._seal_at + _SEALED_AT : self._seal_at + _SEALED_AT + 8], "little")
 
 

@@ -5,20 +5,30 @@ its direction has room for one more, loads do not hold up stores, and the tier a
 prepare, transfer, verify -> each move ends with an outcome -> the batch is reported when its last move has ended.
 
 A tier says only what differs, for each direction: `MoveQueue`. Its steps are a generator, so that the whole way of a
-move is read from top to bottom in one function; it never blocks, but yields what it waits for.
+move is read from top to bottom in one function; it never blocks, but yields what it waits for. Every load goes through
+`MovePipeline.verify`: nothing else makes a row a hit.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.log_once import LogOnce
+from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import FinishedBatch, Move
 from nixl_tiers.tiers.nixl_agent import Transfer, TransferState
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
 
 HOLD_S: Final = 0.25  # how long loads hold up stores, before these have their turn
 HELD_POLL_S: Final = 0.002  # while stores are held up or not admitted, and nothing runs: how often to look again
@@ -226,6 +236,7 @@ class MovePipeline:
         self._held_since_s: float | None = None  # when loads began to hold up stores
         self._last_id = 0
         self._finished: list[FinishedBatch] = []
+        self._log_once = LogOnce(logger)
 
     def load(self, moves: Sequence[Move]) -> int:
         """Accept a batch and start what may start; returns its ID."""
@@ -273,6 +284,37 @@ class MovePipeline:
         queue = unit.queue
         queue.transfer_s = min(took_s, (queue.transfer_s + took_s) / 2) if queue.transfer_s else took_s
         return good
+
+    def verify(
+        self,
+        sealer: Sealer,
+        key: Key,
+        row: NDArray[np.uint8],
+        copy: NDArray[np.uint8] | None = None,
+        *,
+        name: str,
+        has_expired: Callable[[int], bool],
+        forget: Callable[[Outcome], None],
+        last_try: bool = True,
+    ) -> Outcome | None:
+        """What a load has brought. OK: the region holds the bytes whose seal was verified, and they are not too old.
+
+        `row`: uint8, (row_bytes,), where the medium put it; `copy`: the region's row, if that is another: it is copied
+        in the same pass. `name`: of the row, for the log. `has_expired`: whether a row that was sealed then (Unix
+        seconds) is too old. `forget` has the medium drop it, lest it is loaded again and again: it is CORRUPT, or
+        expired, which is MISSING. A corrupt one before the `last_try` stays, and has no outcome yet.
+        """
+        expired = has_expired(sealer.sealed_at(row))
+        verdict = sealer.verify(row, key, None if expired else copy)
+        if verdict is Verdict.OK and not expired:
+            return Outcome.OK
+        outcome = Outcome.MISSING if verdict is Verdict.OK else Outcome.CORRUPT
+        if outcome is Outcome.CORRUPT:
+            if not last_try:
+                return None
+            self._log_once.report("corrupt", f"{name} is not the expected row ({verdict.name})")
+        forget(outcome)
+        return outcome
 
     def make_way(self, unit: Unit) -> None:
         """For the last step of a running unit: let others of its direction start before it goes on."""

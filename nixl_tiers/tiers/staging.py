@@ -22,7 +22,7 @@ from nixl_tiers.base.zeroed import zeroed
 from nixl_tiers.config.file import FileConfig
 from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, advice, mostly_huge, populate
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.seal import Sealer, Verdict
+from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Move, seal_row
 from nixl_tiers.tiers.moves import Steps
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration
@@ -63,19 +63,13 @@ class DirectRows:
         if move.seal:
             seal_row(sealer, self._region, move, now_s)
 
-    def verify(self, sealer: Sealer, move: Move) -> Verdict:
-        """After a load: OK only if the region now holds the bytes whose seal was verified."""
-        verdict = self._verify(sealer, move, self._region.rows_view[move.row])
-        if verdict is Verdict.OK:
-            self.moved()
-        return verdict
+    def loaded(self, move: Move) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
+        """After a load: the row where the medium put it, and the region's row, if that is another."""
+        return self._region.rows_view[move.row], None
 
     def moved(self, rows: int = 1) -> None:
-        """So many have arrived. Called for stores; `verify` knows it of loads."""
+        """So many have arrived."""
         self.moved_bytes += rows * self._region.geometry.row_bytes
-
-    def _verify(self, sealer: Sealer, move: Move, row: NDArray[np.uint8]) -> Verdict:
-        return sealer.verify(row, move.key)
 
 
 class StagedRows(DirectRows):
@@ -110,8 +104,8 @@ class StagedRows(DirectRows):
         else:
             place[:] = self._region.rows_view[move.row]
 
-    def _verify(self, sealer: Sealer, move: Move, row: NDArray[np.uint8]) -> Verdict:
-        return sealer.verify(self._buffer.rows[self._places[move]], move.key, copy=row)
+    def loaded(self, move: Move) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
+        return self._buffer.rows[self._places[move]], self._region.rows_view[move.row]
 
 
 class Buffer:

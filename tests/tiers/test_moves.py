@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
 
-from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import FinishedBatch, Move
 from nixl_tiers.tiers.moves import (
     FIRST_POLL,
@@ -358,6 +360,55 @@ def test_make_way_lets_others_start_before_the_unit_continues() -> None:
     gates[1].set_result(None)
     pipeline.poll()
     assert pipeline.take() == [FinishedBatch(batch, [Outcome.OK] * 2)]
+
+
+class Arrival:
+    """A row, sealed at 1000 s, that a medium has put into a buffer; the region's row holds something else."""
+
+    def __init__(self) -> None:
+        geometry = Geometry(cells=1, cell_payload=4096, sub_blocks=1)
+        self.sealer = Sealer(geometry, b"a namespace of 16"[:16], 0)
+        self.row = np.zeros(geometry.row_bytes, np.uint8)
+        self.sealer.seal(self.row, b"key", sealed_at=1000)
+        self.region_row = np.full(geometry.row_bytes, 7, np.uint8)
+        self.forgotten: list[Outcome] = []
+
+    def verify(self, *, max_age_s: int = 3600, now_s: int = 2000, last_try: bool = True) -> Outcome | None:
+        return Medium().pipeline.verify(
+            self.sealer,
+            b"key",
+            self.row,
+            self.region_row,
+            name="row 1",
+            has_expired=lambda sealed_at: sealed_at <= now_s - max_age_s,
+            forget=self.forgotten.append,
+            last_try=last_try,
+        )
+
+
+def test_verified_row_is_in_the_region_and_kept() -> None:
+    arrival = Arrival()
+    assert arrival.verify() is Outcome.OK
+    assert np.array_equal(arrival.region_row, arrival.row)
+    assert arrival.forgotten == []
+
+
+def test_expired_row_is_a_miss_that_is_forgotten_and_does_not_reach_the_region() -> None:
+    arrival = Arrival()
+    assert arrival.verify(max_age_s=1000) is Outcome.MISSING
+    assert arrival.forgotten == [Outcome.MISSING]
+    assert (arrival.region_row == 7).all()
+
+
+@pytest.mark.parametrize("max_age_s", [3600, 1000], ids=["young", "expired"])
+def test_corrupt_row_is_forgotten_at_the_last_try_and_named(max_age_s: int, caplog: pytest.LogCaptureFixture) -> None:
+    arrival = Arrival()
+    arrival.row[5] ^= 1
+    assert arrival.verify(max_age_s=max_age_s, last_try=False) is None
+    assert (arrival.forgotten, caplog.text) == ([], "")
+    assert arrival.verify(max_age_s=max_age_s) is Outcome.CORRUPT
+    assert arrival.forgotten == [Outcome.CORRUPT]
+    assert "row 1 is not the expected row (DIGEST)" in caplog.text
 
 
 @pytest.mark.parametrize(("word", "good"), [("DONE", True), ("ERR", False)])

@@ -121,7 +121,6 @@ class RowFileTier(StorageTier):
             files=self._files,
             directory=self._directory,
             quota=self._quota,
-            log_once=self._log_once,
             served=lambda: self._served,
             may_start=lambda: self._open is None or not self._open.health.problem,
             max_age_s=config.max_age,

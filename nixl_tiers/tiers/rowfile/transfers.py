@@ -8,9 +8,7 @@ from concurrent.futures import Future
 from typing import Final
 
 from nixl_tiers.base.chunk import Outcome
-from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.seal import Verdict
 from nixl_tiers.tiers.base import Move, has_expired
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, finished
 from nixl_tiers.tiers.nixl_agent import Agent, Span
@@ -38,7 +36,6 @@ class RowTransfers:
         files: RowFileIo,
         directory: RowDirectory,
         quota: DirQuota,
-        log_once: LogOnce,
         served: Callable[[], NamespaceRows],
         may_start: Callable[[], bool],
         max_age_s: float | None,
@@ -53,7 +50,6 @@ class RowTransfers:
         self._files = files
         self._directory = directory
         self._quota = quota
-        self._log_once = log_once
         self._served = served
         self._max_age_s = max_age_s
         self._clock = clock
@@ -155,23 +151,32 @@ class RowTransfers:
                 unit.end_all(file)
                 return
             if (yield from self.pipeline.transferred(unit, self._agent.read([self._span(move, rows, file)]))):
-                unit.end_all(self._verify(move, rows, file, path))
+                unit.end_each(lambda _: self._loaded(move, rows, file, path))
                 return
         unit.end_all((yield from finished(self._directory.submit(path, self._files.end_failed_load, file, path))))
 
-    def _verify(self, move: Move, rows: DirectRows, file: RowFile, path: RowPath) -> Outcome:
-        sealer = self._served().sealer
-        verdict = rows.verify(sealer, move)
-        sealed_at = sealer.sealed_at(self._region.rows_view[move.row]) if verdict is Verdict.OK else 0
-        old = verdict is Verdict.OK and self._has_expired(age_from(sealed_at, file.status))
-        good = verdict is Verdict.OK and not (old and self._directory.writes)
-        self._ending_loads.append(self._directory.submit(path, self._files.end_load, file, path, good, sealed_at))
-        if old:
-            return Outcome.MISSING
-        if verdict is not Verdict.OK:
-            self._log_once.report("corrupt", f"{file.path} is not the expected row ({verdict.name})")
-            return Outcome.CORRUPT
-        return Outcome.OK
+    def _loaded(self, move: Move, rows: DirectRows, file: RowFile, path: RowPath) -> Outcome | None:
+        sealer, (row, copy) = self._served().sealer, rows.loaded(move)
+
+        def end(outcome: Outcome) -> None:
+            """Close its file, and delete it unless it is good. A reader deletes no old row, but knows its age then."""
+            good = outcome is Outcome.OK or (outcome is Outcome.MISSING and not self._directory.writes)
+            sealed_at = sealer.sealed_at(row)
+            self._ending_loads.append(self._directory.submit(path, self._files.end_load, file, path, good, sealed_at))
+
+        outcome = self.pipeline.verify(
+            sealer,
+            move.key,
+            row,
+            copy,
+            name=str(file.path),
+            has_expired=lambda sealed_at: self._has_expired(age_from(sealed_at, file.status)),
+            forget=end,
+        )
+        if outcome is Outcome.OK:
+            rows.moved()
+            end(outcome)
+        return outcome
 
     def _has_expired(self, begins: int) -> bool:
         return self._max_age_s is not None and has_expired(begins, self._directory.server_time.now_s(), self._max_age_s)

@@ -17,7 +17,7 @@ from typing import Final
 from nixl_tiers.base.chunk import Geometry, Key, Outcome
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.seal import Sealer, Verdict
+from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import FinishedBatch, Move, has_expired, seal_row
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit
 from nixl_tiers.tiers.nixl_agent import TransferState
@@ -143,15 +143,17 @@ class RowTransfers:
             answered = any(page)  # no retry while the server is down
             return None if answered and not last_try else Outcome.FAILED
         self._control.denials.succeeded("get")
-        expired = has_expired(self._sealer.sealed_at(row), self._connection.server_time_s(), self._config.max_age)
-        if self._sealer.verify(row, move.key, copy=None if expired else self._region.rows_view[move.row]) is Verdict.OK:
-            if expired:
-                self._rows.unusable.add(move.key)
-            return Outcome.MISSING if expired else Outcome.OK
-        if not last_try:
-            return None
-        self._rows.unusable.add(move.key)
-        return Outcome.CORRUPT
+        now_s, age_s = self._connection.server_time_s(), self._config.max_age
+        return self.moves.verify(
+            self._sealer,
+            move.key,
+            row,
+            self._region.rows_view[move.row],
+            name=f's3 bucket "{self._config.bucket}": {self._rows.name(move.key)}',
+            has_expired=lambda sealed_at: has_expired(sealed_at, now_s, age_s),
+            forget=lambda _: self._rows.unusable.add(move.key),
+            last_try=last_try,
+        )
 
     def _admit_store(self, unit: Unit) -> bool:
         """In order: the first that must wait delays all others, since a chain with a hole is of little use."""

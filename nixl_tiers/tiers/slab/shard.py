@@ -309,10 +309,6 @@ class Shard:
         self._log_once.report("load", f"{self.path}: rows cannot be read; the kernel's log may tell why")
         self.health.check_soon()
 
-    def log_corrupt(self, slot: int, verdict: str) -> None:
-        """A row did not verify."""
-        self._log_once.report("corrupt", f"{self.path}: slot {slot} is not the expected row ({verdict})")
-
     def _check(self) -> str:
         """On the health monitor's thread: a problem of any of the files, or ""."""
         problem = self._directory.problem() or self.journal.problem() or self.slabs.problem()

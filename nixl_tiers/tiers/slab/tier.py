@@ -20,7 +20,7 @@ from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.manifest import Description
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.seal import Sealer, Verdict
+from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused, sweep_s
 from nixl_tiers.tiers.disk import SLAB_LOCK, FreeSpace, MountGuard, describe, open_agent, open_error, prepare_path
 from nixl_tiers.tiers.manifests import ManifestAuthor, ManifestKeeper, OtherNamespaces
@@ -326,7 +326,7 @@ class SlabTier(StorageTier):
             return False
         return (yield from self._moves.transferred(unit, begin(spans)))
 
-    def _end(self, unit: Unit, good: bool, outcome: Callable[[Move], Outcome]) -> None:
+    def _end(self, unit: Unit, good: bool, outcome: Callable[[Move], Outcome | None]) -> None:
         """One bad row fails a whole transfer: each is tried again alone."""
         if good or len(unit.moves) == 1:
             unit.end_each(outcome)
@@ -340,20 +340,22 @@ class SlabTier(StorageTier):
     def _slots_in_use(self) -> set[int]:
         return {move.slot for move in self._moves.unfinished()}
 
-    def _loaded(self, move: Move, rows: DirectRows, good: bool) -> Outcome:
+    def _loaded(self, move: Move, rows: DirectRows, good: bool) -> Outcome | None:
         served = self._served
         if not good:
             served.load_failed()
             return Outcome.FAILED
-        verdict = rows.verify(served.sealer, move)
-        if verdict is not Verdict.OK:
-            served.log_corrupt(move.slot, verdict.name)
-            served.journal.remove(move.slot, move.key)
-            return Outcome.CORRUPT
-        if served.has_expired(move.slot, served.sealer.sealed_at(self._region.rows_view[move.row])):
-            served.journal.remove(move.slot, move.key)  # its bytes stay, for the next sweep
-            return Outcome.MISSING
-        return Outcome.OK
+        outcome = self._moves.verify(
+            served.sealer,
+            move.key,
+            *rows.loaded(move),
+            name=f"{served.path}: slot {move.slot}",
+            has_expired=lambda sealed_at: served.has_expired(move.slot, sealed_at),
+            forget=lambda _: served.journal.remove(move.slot, move.key),  # its bytes stay, for the next sweep
+        )
+        if outcome is Outcome.OK:
+            rows.moved()
+        return outcome
 
     def _stored(self, move: Move, rows: DirectRows, good: bool) -> Outcome:
         served = self._served
