@@ -113,10 +113,13 @@ class JournalFile:
             status = os.fstat(self._descriptor)
             self._identity = FileIdentity(self.path, status)
             header = self._read_header()
-            most = PAGE + RECORD_BYTES * slots if header else 0  # what is cut off must not come back with more slots
-            if status.st_size > most and writes:
-                os.ftruncate(self._descriptor, most)
+            most = PAGE + RECORD_BYTES * slots if header else 0
             self._bytes = min(status.st_size, most)
+            self._bytes -= max(0, self._bytes - PAGE) % RECORD_BYTES
+            if status.st_size > self._bytes and writes:
+                # What is cut off must not come back with more slots; nor a record of which a part is there, as the rest
+                # of it may be zeroes, which growing appends.
+                os.ftruncate(self._descriptor, self._bytes)
         except BaseException:
             os.close(self._descriptor)
             raise

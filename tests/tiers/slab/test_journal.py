@@ -191,6 +191,23 @@ def test_slots_beyond_the_capacity_do_not_come_back(folder: Folder) -> None:
     assert reopened(folder) == {5: (b"five", 1)}
 
 
+def test_record_that_was_cut_in_two_does_not_come_back(folder: Folder) -> None:
+    """By a power failure. That of an empty slot ends with zeroes, which is what a file grows by."""
+    path = folder.path / NAME
+    journal = opened(folder)
+    journal.put(5, b"five", 1, NOW)
+    journal.mark_erased(6)
+    journal.close()
+    os.truncate(path, PAGE + 6 * RECORD_BYTES + 20)
+    journal = opened(folder)
+    journal.start_overwrite(6)
+    assert journal.may_overwrite([6])
+    journal.put(9, b"nine", 2, NOW)
+    assert wait_until(lambda: 9 in rows(path))
+    assert 6 not in records(path)
+    journal.close()
+
+
 def test_rows_without_room_in_a_slab_are_not_listed(folder: Folder) -> None:
     journal = Journal(folder, 4)
     for slot in range(4):
