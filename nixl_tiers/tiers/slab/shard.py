@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, replace
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,10 @@ from nixl_tiers.tiers.manifests import CLOSE_S, ManifestKeeper, read_manifest
 from nixl_tiers.tiers.nixl_agent import Agent
 from nixl_tiers.tiers.slab.journal import Journal
 from nixl_tiers.tiers.slab.journal_file import journal_bytes
+from nixl_tiers.tiers.slab.layout import SlabLayout, describe_layout, described
 from nixl_tiers.tiers.slab.parts import DESCRIPTION, JOURNAL, ROWS
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
-from nixl_tiers.tiers.slab.slabs import NoSpace, SealedRow, SealScan, SlabLayout, Slabs, detect_layout, read_seals
+from nixl_tiers.tiers.slab.slabs import NoSpace, SealedRow, SealScan, Slabs, detect_layout, read_seals
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,6 @@ OVERDUE_S: Final = 5.0  # how long stores wait for a growth, which waits for the
 RETRY_S: Final = 2.0  # between two tries to grow, when there was no room
 _SEARCH_SLOTS: Final = 1 << 16
 _SPARE_EXTENTS: Final = 2  # an empty tail of fewer is kept: it would soon be allocated again
-_FORMAT: Final = 2
 _CLAMP_SLOTS: Final = 1 << 16  # in one step
 _MARGIN_BYTES: Final = 256 << 10  # directories, locks, extent trees: what is on the disk beside rows and journal
 
@@ -88,7 +88,8 @@ class Shard:
         """The layout of what is there, with `slots` slots if that fits; a new one if nothing of it can be used. Raises
         TierDown, OSError."""
         directory, sealer, quota = self._directory, self.sealer, self._quota
-        layout = _layout_of(directory, sealer.geometry, slots)
+        found = _layout_of(directory, sealer.geometry)
+        layout = replace(found, slots=slots) if found is not None else None
         if not directory.description:
             layout = detect_layout(directory.folder, sealer, slots)
             if layout is not None:
@@ -98,26 +99,23 @@ class Shard:
             elif problem := quota.make_room(journal_bytes(slots)):
                 raise TierDown(problem)
         elif (
-            layout is not None
-            and slots > (before := int(directory.description["slots"]))
-            and quota.make_room(journal_bytes(slots) - journal_bytes(before))
+            found is not None
+            and slots > found.slots
+            and quota.make_room(journal_bytes(slots) - journal_bytes(found.slots))
         ):
-            layout = replace(layout, slots=before)  # the larger journal does not fit
+            layout = found  # the larger journal does not fit
         if layout is None:
             # It holds no row of ours: rows of another shape, or files without a description or a valid seal.
             directory.folder.unlink_matching(ROWS)
             layout = SlabLayout.of(sealer.geometry.row_bytes, slots)
-        description = _describe(sealer.geometry, layout)
+        description = describe_layout(sealer.geometry, layout)
         if directory.description != description:  # not written needlessly: a full disk must still serve its rows
             directory.describe(description)
         return layout
 
     def _layout_to_read(self) -> SlabLayout:
         """The layout of what is there. Raises TierDown if it cannot be read."""
-        slots = self._directory.description.get("slots")
-        layout = None
-        if isinstance(slots, int) and slots <= MAX_SLOTS:
-            layout = _layout_of(self._directory, self.sealer.geometry, slots)
+        layout = _layout_of(self._directory, self.sealer.geometry)
         if layout is None:
             raise TierDown(
                 f"{self.path} holds no rows of {self.sealer.geometry.row_bytes} bytes, or has lost its {DESCRIPTION}, "
@@ -340,32 +338,10 @@ def slots_within(capacity_bytes: int, row_bytes: int) -> int:
     return min(fit, MAX_SLOTS)
 
 
-def _describe(geometry: Geometry, layout: SlabLayout) -> dict[str, Any]:
-    """The contents of namespace.json."""
-    return {
-        "format": _FORMAT,
-        **asdict(geometry),
-        "row_bytes": layout.row_bytes,
-        "slots": layout.slots,
-        "slots_per_slab": layout.slots_per_slab,
-        "journal_bytes": journal_bytes(layout.slots),
-    }
-
-
-def _layout_of(directory: ShardDir, geometry: Geometry, slots: int) -> SlabLayout | None:
-    """The described layout, with `slots` slots now; None if it is not one of these rows."""
-    found = directory.description
-    try:
-        layout = SlabLayout(int(found["row_bytes"]), slots, int(found["slots_per_slab"]))
-        if int(found["slots"]) < 1:
-            return None
-    except (KeyError, TypeError, ValueError):
-        return None
-    same = (
-        _describe(geometry, layout) | {"slots": found.get("slots"), "journal_bytes": found.get("journal_bytes")}
-        == found
-    )
-    return layout if same and layout.row_bytes == geometry.row_bytes and layout.slots_per_slab > 0 else None
+def _layout_of(directory: ShardDir, geometry: Geometry) -> SlabLayout | None:
+    """The described layout; None if it is not one of rows of this geometry."""
+    found = described(directory.description)
+    return found[1] if found is not None and found[0] == geometry else None
 
 
 def _write_error(folder: Folder) -> str:

@@ -1,7 +1,5 @@
-"""Slab files: the slots of one shard, in files of about 1 GiB that grow by extents when slots are first used.
-
-Slot s is in slab s // slots_per_slab at (s % slots_per_slab) * row_bytes. What a file's size covers is allocated,
-nothing beyond it is.
+"""Slab files: the slots of one shard, in files of about 1 GiB that grow by extents when slots are first used. What a
+file's size covers is allocated, nothing beyond it is.
 
 Slots that the journal does not know are recovered by their seals (`SealScan`). Only the seal block at the end of each
 row is read, and only that is trusted here: a load verifies the row all the same.
@@ -12,11 +10,10 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -28,14 +25,12 @@ from nixl_tiers.memory.seal import MAGIC, Sealer, read
 from nixl_tiers.tiers.disk import FileIdentity, check_registration, direct_reads, direct_works, fallocate
 from nixl_tiers.tiers.folder import Folder, fd_path
 from nixl_tiers.tiers.nixl_agent import Agent, Registration
+from nixl_tiers.tiers.slab.layout import SlabLayout, slab_name, slab_number
 from nixl_tiers.tiers.slab.quota import SlabQuota
 
 logger = logging.getLogger(__name__)
 
-SLAB_BYTES: Final = 1 << 30
-MAX_SLABS: Final = 1024  # each is an open file
 _SAMPLES: Final = 128  # of each slab, when its layout has to be detected
-_NAME: Final = re.compile(r"slab-(\d{5})\.kv")
 _READERS: Final = 4  # a seal is one small random read: several in flight are many times as fast on flash
 _READ_SLOTS: Final = 256  # between two checks of whether to stop
 _KEEP_SIZE: Final = 0x01  # FALLOC_FL_KEEP_SIZE
@@ -44,32 +39,6 @@ _ZERO_RANGE: Final = 0x10  # FALLOC_FL_ZERO_RANGE
 
 class NoSpace(Exception):
     """Neither the quota nor the file system has room for more rows. One sentence."""
-
-
-@dataclass(frozen=True)
-class SlabLayout:
-    """How `slots` rows of `row_bytes` are spread over files; fixed when a shard is made."""
-
-    row_bytes: int
-    slots: int
-    slots_per_slab: int
-
-    @classmethod
-    def of(cls, row_bytes: int, slots: int) -> SlabLayout:
-        slab_bytes = max(SLAB_BYTES, -(-slots * row_bytes // MAX_SLABS))
-        return cls(row_bytes, slots, max(1, slab_bytes // row_bytes))
-
-    @property
-    def slabs(self) -> int:
-        return -(-self.slots // self.slots_per_slab)
-
-    def slots_in(self, slab: int) -> int:
-        return max(0, min(self.slots_per_slab, self.slots - slab * self.slots_per_slab))
-
-    @property
-    def extent_slots(self) -> int:
-        """Slots that are allocated together: a slab, and fewer where the whole tier is small."""
-        return max(1, min(self.slots_per_slab, self.slots // 32))
 
 
 class Slabs:
@@ -91,8 +60,8 @@ class Slabs:
         self._files: dict[int, Registration] = {}
         self._identities: dict[int, FileIdentity] = {}
         for name in folder.names():
-            if match := _NAME.fullmatch(name):
-                self._open_existing(int(match[1]))
+            if (slab := slab_number(name)) is not None:
+                self._open_existing(slab)
         if writes:
             self._direct = direct_works(folder)
             check_registration(agent, folder)
@@ -139,11 +108,7 @@ class Slabs:
 
     def allocated(self) -> NDArray[np.bool_]:
         """By slot of the layout: whether it is allocated."""
-        flags = np.zeros(self.layout.slots, np.bool_)
-        for slab, slots in self._allocated.items():
-            first = slab * self.layout.slots_per_slab
-            flags[first : first + slots] = True
-        return flags
+        return self.layout.with_room(self._allocated)
 
     def select(self, wanted: NDArray[np.bool_]) -> Iterator[SlabSlots]:
         """The allocated ones of the wanted slots, by slab. `wanted`: one flag per slot of the layout. The result may be
@@ -152,7 +117,7 @@ class Slabs:
             first = slab * self.layout.slots_per_slab
             indexes = np.flatnonzero(wanted[first : first + slots])
             if len(indexes):
-                yield SlabSlots(self._folder, _name(slab), first, indexes)
+                yield SlabSlots(self._folder, slab_name(slab), first, indexes)
 
     @property
     def nbytes(self) -> int:
@@ -233,11 +198,11 @@ class Slabs:
         self._files.clear()
 
     def _path(self, slab: int) -> Path:
-        return self._folder.path / _name(slab)
+        return self._folder.path / slab_name(slab)
 
     def _open(self, slab: int, flags: int = 0) -> int:
         """Raises OSError."""
-        return self._folder.open(_name(slab), (os.O_RDWR if self._writes else os.O_RDONLY) | flags)
+        return self._folder.open(slab_name(slab), (os.O_RDWR if self._writes else os.O_RDONLY) | flags)
 
     def _reads_directly(self, slab: int) -> bool:
         descriptor = self._open(slab)
@@ -248,11 +213,11 @@ class Slabs:
 
     def _shorten(self, slab: int, nbytes: int) -> int:
         """Cut it to so many bytes, or delete it if none are left; returns how many that freed. Raises OSError."""
-        freed_bytes = self._folder.stat(_name(slab)).st_size - nbytes
+        freed_bytes = self._folder.stat(slab_name(slab)).st_size - nbytes
         if nbytes:
             self._cut(slab, nbytes)
         else:
-            self._folder.unlink(_name(slab))
+            self._folder.unlink(slab_name(slab))
         return max(0, freed_bytes)
 
     def _cut(self, slab: int, nbytes: int) -> None:
@@ -263,10 +228,10 @@ class Slabs:
             os.close(descriptor)
 
     def _open_existing(self, slab: int) -> None:
-        limit, status = self.layout.slots_in(slab), self._folder.stat(_name(slab))
+        limit, status = self.layout.slots_in(slab), self._folder.stat(slab_name(slab))
         size = status.st_size
         if not limit and self._writes:
-            self._folder.unlink(_name(slab))
+            self._folder.unlink(slab_name(slab))
         elif size > limit * self.layout.row_bytes and self._writes:
             self._cut(slab, limit * self.layout.row_bytes)
         if limit:
@@ -306,10 +271,6 @@ class Slabs:
             )
 
 
-def _name(slab: int) -> str:
-    return f"slab-{slab:05d}.kv"
-
-
 def _by_slab(slots: list[int], slots_per_slab: int) -> Iterator[tuple[int, list[int]]]:
     """Slab -> indexes in it, sorted."""
     for slab, group in groupby(sorted(slots), lambda slot: slot // slots_per_slab):
@@ -341,7 +302,7 @@ def detect_layout(folder: Folder, sealer: Sealer, slots: int) -> SlabLayout | No
     """The layout of slab files whose description is lost, if a sample finds a seal where rows of the sealer's geometry,
     namespace and epoch have theirs; None otherwise. Raises OSError."""
     row_bytes = sealer.geometry.row_bytes
-    lengths = {name: folder.stat(name).st_size // row_bytes for name in folder.names() if _NAME.fullmatch(name)}
+    lengths = {name: folder.stat(name).st_size // row_bytes for name in folder.names() if slab_number(name) is not None}
     for name, length in lengths.items():
         samples = range(0, length, max(1, length // _SAMPLES))
         if next(read_seals(SlabSlots(folder, name, 0, np.array(samples)), sealer), None) is not None:

@@ -14,7 +14,6 @@ import pytest
 
 from nixl_tiers.tiers.disk import FreeSpace
 from nixl_tiers.tiers.slab.quota import SlabQuota
-from nixl_tiers.tiers.slab.slabs import SlabLayout
 from tests.mover.harness import shard_dir
 
 MIB = 1 << 20
@@ -274,16 +273,6 @@ def test_replicas_together_leave_min_free(tmp_path: Path, monkeypatch: pytest.Mo
     free[0] -= 6 * MIB
     assert not room(other, 6 * MIB)
     assert "min_free keeps" in spaces[1].problem
-
-
-def test_layout_spreads_slots_over_files() -> None:
-    small = SlabLayout.of(4096, 1000)
-    assert (small.slabs, small.extent_slots, small.slots_in(0), small.slots_in(1)) == (1, 31, 1000, 0)
-    large = SlabLayout.of(2 << 20, 2000)
-    assert (large.slabs, large.slots_per_slab, large.slots_in(3)) == (4, 512, 2000 - 3 * 512)
-    assert SlabLayout.of(5 << 30, 3).slots_per_slab == 1
-    huge = SlabLayout.of(1 << 20, 100 << 20)  # 100 TiB
-    assert huge.slabs <= 1024
 
 
 def test_foreign_directory_with_the_name_of_a_slab_ends_the_search_for_room(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move, TierDown, TierRefused
 from nixl_tiers.tiers.folder import Folder
-from nixl_tiers.tiers.slab import journal, shard, slabs
+from nixl_tiers.tiers.slab import journal, layout, shard, slabs
 from nixl_tiers.tiers.slab import tier as slab_tier
 from nixl_tiers.tiers.slab.journal_file import JournalFile
 from nixl_tiers.tiers.slab.tier import SlabTier
@@ -106,7 +106,7 @@ def test_slab_that_cannot_be_cut_is_logged_and_the_others_are_cut(
     tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     row_bytes = GEOMETRY.row_bytes
-    monkeypatch.setattr(slabs, "SLAB_BYTES", 32 * row_bytes)
+    monkeypatch.setattr(layout, "SLAB_BYTES", 32 * row_bytes)
     tier = make(tmp_path, region)
     tier.open(NAMESPACE, 0)
     while any(True for _ in tier.list_rows()):
