@@ -7,6 +7,7 @@ a namespace is the fingerprint of all that must agree before two engines may sha
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from enum import IntEnum
@@ -16,6 +17,8 @@ from typing import Final
 PAGE: Final = 4096
 MAX_KEY_BYTES: Final = 112
 NAMESPACE_BYTES: Final = 16
+NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
+"""A namespace in hexadecimal, as directories are named by it, and objects."""
 
 Key = bytes
 _KEY_SIZES: Final = range(1, MAX_KEY_BYTES + 1)

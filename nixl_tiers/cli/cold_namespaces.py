@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import packages_distributions, version
-from pathlib import Path
 
+from nixl_tiers.base.chunk import NAMESPACE_NAME
 from nixl_tiers.base.manifest import Manifest, minor_release, salt_digest
-from nixl_tiers.cli.storage.reading import folders, manifest_in
 from nixl_tiers.config.schema import FileConfig, TiersConfig
+from nixl_tiers.tiers.folder import Folder
+from nixl_tiers.tiers.manifests import read_manifest
 
-_NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _PART = re.compile(r"part-\d+")
 
 
@@ -44,10 +44,11 @@ def stored(config: TiersConfig, vllm: str) -> Iterator[Stored]:
     for name, tier in zip(config.names, config.storage, strict=True):
         if not isinstance(tier, FileConfig):
             continue
-        for manifest in _manifests(tier.path):
-            about = manifest.description
-            why = why_cold(manifest, config.salt, vllm)
-            yield Stored(name, manifest.namespace, about.model, about.vllm, manifest.last_used, why)
+        with suppress(OSError), Folder.to_inspect(tier.path) as base:
+            for manifest in _manifests(base):
+                about = manifest.description
+                why = why_cold(manifest, config.salt, vllm)
+                yield Stored(name, manifest.namespace, about.model, about.vllm, manifest.last_used, why)
 
 
 def why_cold(manifest: Manifest, salt: str, vllm: str) -> str:
@@ -62,12 +63,15 @@ def why_cold(manifest: Manifest, salt: str, vllm: str) -> str:
     return ""
 
 
-def _manifests(path: Path) -> Iterator[Manifest]:
+def _manifests(folder: Folder, *, parts: bool = True) -> Iterator[Manifest]:
     """Below a directory of either layout."""
-    with suppress(OSError):
-        for folder in folders(path):
-            inside = folders(folder) if _PART.fullmatch(folder.name) else [folder]
-            for namespace in inside:
-                with suppress(OSError):
-                    if _NAMESPACE.fullmatch(namespace.name) and (found := manifest_in(namespace)) is not None:
-                        yield found
+    for name in sorted(folder.names()):
+        with suppress(OSError):
+            if NAMESPACE_NAME.fullmatch(name):
+                with folder.folder(name) as namespace:
+                    raw = read_manifest(namespace)
+                if raw is not None and (found := Manifest.decode(raw)) is not None:
+                    yield found
+            elif parts and _PART.fullmatch(name):
+                with folder.folder(name) as part:
+                    yield from _manifests(part, parts=False)

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from nixl_tiers.cli import INCOMPLETE, OK
-from nixl_tiers.cli.output import InputError, Json, print_json, print_table, progress
-from nixl_tiers.cli.storage.base import Namespace, Unusable
-from nixl_tiers.cli.storage.places import ConfigFile, Endpoint, Place, storages
+from nixl_tiers.cli.output import Json, print_json, print_table
+from nixl_tiers.cli.places import ConfigFile, Endpoint, Place, found_at
 from nixl_tiers.config.fields import format_size
+from nixl_tiers.tiers.stored import StoredNamespace
 
 
 def inspect(place: Place = None, *, endpoint: Endpoint = None, config: ConfigFile = None, as_json: Json = False) -> int:
@@ -20,7 +20,7 @@ def inspect(place: Place = None, *, endpoint: Endpoint = None, config: ConfigFil
 
     Exit code: 0; 2 if the place cannot be read or holds no tier; 3 if something in it could not be read.
     """
-    found = find(place, endpoint, config)
+    found = found_at(place, endpoint, config)
     if as_json:
         print_json({"namespaces": [fields(each) for each in found]})
     else:
@@ -28,21 +28,7 @@ def inspect(place: Place = None, *, endpoint: Endpoint = None, config: ConfigFil
     return INCOMPLETE if any(each.problem for each in found) else OK
 
 
-def find(place: str | None, endpoint: str | None, config: str | None) -> list[Namespace]:
-    """Raises InputError, ConfigError."""
-    try:
-        with progress("rows") as bar:
-            task = bar.tasks[0].id
-            return [
-                each
-                for storage in storages(place, endpoint, config)
-                for each in storage.namespaces(lambda rows: bar.advance(task, rows))
-            ]
-    except Unusable as error:
-        raise InputError(str(error)) from None
-
-
-def fields(found: Namespace) -> dict[str, Any]:
+def fields(found: StoredNamespace) -> dict[str, Any]:
     """For --json."""
     return {
         "place": found.place,
@@ -60,7 +46,7 @@ def fields(found: Namespace) -> dict[str, Any]:
     }
 
 
-def whose(found: Namespace) -> str:
+def whose(found: StoredNamespace) -> str:
     """For people: the model and what is worth knowing beside it."""
     if found.manifest is None:
         return "unknown (no manifest)"
@@ -90,7 +76,7 @@ def ago(moment_s: float | None) -> str:
     return f"{age_s:.0f} s ago"
 
 
-def _print(found: list[Namespace]) -> None:
+def _print(found: list[StoredNamespace]) -> None:
     if not found:
         print("no namespaces")
         return

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -13,9 +14,10 @@ from nixl_tiers.base.manifest import salt_digest
 from nixl_tiers.cli import FAILED, INCOMPLETE, OK
 from nixl_tiers.cli.inspect import whose
 from nixl_tiers.cli.output import InputError, Json, print_json, print_table, progress
-from nixl_tiers.cli.storage.base import Namespace, Storage, Unusable, Victims
-from nixl_tiers.cli.storage.places import ConfigFile, Endpoint, Place, storages
+from nixl_tiers.cli.places import ConfigFile, Endpoint, Place, found_at
 from nixl_tiers.config.fields import format_size, parse_age
+from nixl_tiers.tiers.base import TierDown, TierRefused
+from nixl_tiers.tiers.stored import StoredNamespace
 
 MIN_DIGITS = 8
 
@@ -67,19 +69,21 @@ def purge(
         raise InputError("purge: --salt is empty")
     digest = None if salt is None else salt_digest(salt)
     before_s = _before(older_than)
-    try:
-        chosen = [
-            (storage, each)
-            for storage in storages(place, endpoint, config)
-            for each in storage.namespaces(lambda _: None, old_versions=True)
-            if selected(each, wanted, digest)
-        ]
-        by_salt = digest is not None
-        reports = [_purge(storage, each, before_s, yes=yes, unknown_salt=by_salt) for storage, each in chosen]
-    except Unusable as error:
-        raise InputError(str(error)) from None
+    chosen = [each for each in found_at(place, endpoint, config, before_s) if selected(each, wanted, digest)]
+    # One without a manifest is not known to be chosen by its salt, and nothing of it is deleted.
+    victims = {_at(each): each for each in chosen if each.name and (digest is None or each.manifest is not None)}
+    left: dict[tuple[str, str], StoredNamespace] | None = None
+    if yes:
+        for each in victims.values():
+            _delete(each)
+        try:
+            left = {_at(each): each for each in found_at(place, endpoint, config, before_s)}
+        except InputError as error:  # what is deleted must be told
+            for each in victims.values():
+                each.problem = each.problem or f"it cannot be listed again ({error})"
+    reports = [_report(each, victims, left) for each in chosen]
     worth_telling = ("rows", "refused", "left", "problem")
-    reports = [report for report in reports if before_s is None or any(report[key] for key in worth_telling)]
+    reports = [report for report in reports if older_than is None or any(report[key] for key in worth_telling)]
     if as_json:
         print_json({"deleted": yes, "namespaces": reports})
     else:
@@ -89,7 +93,7 @@ def purge(
     return FAILED if any(report["refused"] or report["left"] for report in reports) else OK
 
 
-def selected(found: Namespace, wanted: list[str], digest: str | None) -> bool:
+def selected(found: StoredNamespace, wanted: list[str], digest: str | None) -> bool:
     """Whether `--namespace` and `--salt` choose this one. A namespace without a manifest has an unknown salt. What
     cannot be read may be what was meant: it is chosen, for its problem."""
     if not found.name:
@@ -101,36 +105,37 @@ def selected(found: Namespace, wanted: list[str], digest: str | None) -> bool:
     return found.manifest is not None and found.manifest.description.salt == digest
 
 
-def _purge(
-    storage: Storage, found: Namespace, before_s: float | None, *, yes: bool, unknown_salt: bool
+def _delete(victim: StoredNamespace) -> None:
+    if victim.refused:
+        return
+    with progress(f"deleting {victim.name[:12]}", victim.rows) as bar:
+        try:
+            victim.delete(lambda rows: bar.advance(bar.tasks[0].id, rows))
+        except (TierDown, TierRefused) as error:
+            victim.problem = str(error)
+
+
+def _at(found: StoredNamespace) -> tuple[str, str]:
+    return found.place, found.name
+
+
+def _report(
+    found: StoredNamespace,
+    victims: Mapping[tuple[str, str], StoredNamespace],
+    left: Mapping[tuple[str, str], StoredNamespace] | None,
 ) -> dict[str, Any]:
-    """What `--json` prints of one namespace; `left`: rows that a second listing has found, None if there was none.
-    `unknown_salt`: without a manifest it is not known to be chosen, and nothing of it is deleted."""
-    problem, left = found.problem, None
-    victims = Victims(0, 0)
-    try:
-        if found.name and not (unknown_salt and found.manifest is None):
-            victims = storage.victims(found, before_s)
-            problem = problem or victims.problem
-            if yes and not victims.refused:
-                with progress(f"deleting {found.name[:12]}", victims.rows) as bar:
-                    failed = storage.delete(found, before_s, lambda rows: bar.advance(bar.tasks[0].id, rows))
-                after = storage.victims(found, before_s)
-                left, problem = after.rows, failed or problem or after.problem
-                victims = replace(victims, refused=after.refused)  # an engine may have taken it meanwhile
-            elif yes:
-                left = victims.rows
-    except Unusable as error:
-        problem = str(error)
+    """What `--json` prints of one namespace. `left`: what a second listing has found, None if there was none."""
+    chosen, again = _at(found) in victims, (left or {}).get(_at(found))
+    now = found if left is None else again  # an engine may have taken or left it meanwhile
     return {
         "place": found.place,
         "namespace": found.name,
         "whose": whose(found),
-        "rows": victims.rows,
-        "bytes": victims.nbytes,
-        "refused": victims.refused or None,
-        "problem": problem or None,
-        "left": left,
+        "rows": found.rows if chosen else 0,
+        "bytes": found.nbytes if chosen else 0,
+        "refused": (now.refused if chosen and now else "") or None,
+        "problem": found.problem or (again.problem if again else "") or None,
+        "left": (again.rows if again else 0) if chosen and left is not None else None,
     }
 
 
@@ -141,14 +146,13 @@ def _digits(given: list[str]) -> list[str]:
     return given
 
 
-def _before(older_than: str | None) -> float | None:
-    if older_than is None:
-        return None
+def _before(older_than: str | None) -> float:
+    """Unix seconds; what is older is deleted."""
     try:
         age_s = parse_age(older_than)
     except ValueError as error:
         raise InputError(f"--older-than: {error}") from None
-    return None if age_s is None else time.time() - age_s
+    return math.inf if age_s is None else time.time() - age_s
 
 
 def _print(reports: list[dict[str, Any]], *, yes: bool) -> None:

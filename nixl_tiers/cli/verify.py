@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import typer
 
 from nixl_tiers.cli import FAILED, INCOMPLETE, OK
 from nixl_tiers.cli.output import InputError, Json, print_json, progress
-from nixl_tiers.cli.storage.base import Checked, Namespace, Pace, Storage, Unusable
-from nixl_tiers.cli.storage.places import ConfigFile, Endpoint, Place, storages
+from nixl_tiers.cli.places import ConfigFile, Endpoint, Place, found_at
+from nixl_tiers.tiers.base import TierDown, TierRefused
+from nixl_tiers.tiers.stored import StoredNamespace
 
 _BAD: Final = ("corrupt", "missing", "unreadable")
 _SHOWN: Final = 20  # damaged rows that are listed, unless as JSON
+
+
+class Pace:
+    """Bounds how many bytes are read per second, on average since the first."""
+
+    def __init__(
+        self,
+        bytes_per_s: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`bytes_per_s`: None: no bound. `clock`: seconds."""
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._sleep = sleep
+        self._free_at_s = 0.0
+
+    def take(self, nbytes: int) -> None:
+        """Wait until so many more bytes may be read."""
+        if self._bytes_per_s is None:
+            return
+        now = self._clock()
+        if self._free_at_s > now:
+            self._sleep(self._free_at_s - now)
+        self._free_at_s = max(self._free_at_s, now) + nbytes / self._bytes_per_s
 
 
 def verify(
@@ -34,22 +62,12 @@ def verify(
     or no namespace begins with --namespace; 3 if something could not be read, whatever else was found.
     """
     pace = Pace(max_mb_per_s * 1e6 if max_mb_per_s else None)
-    try:
-        places = [(storage, storage.namespaces(lambda _: None)) for storage in storages(place, endpoint, config)]
-    except Unusable as error:
-        raise InputError(str(error)) from None
-    chosen = [  # what cannot be told may be what was meant
-        (storage, each)
-        for storage, found in places
-        for each in found
-        if each.name.startswith(namespace) or not each.name
-    ]
+    found = found_at(place, endpoint, config)
+    chosen = [each for each in found if each.name.startswith(namespace) or not each.name]  # which may be what was meant
     if namespace and not chosen:
         raise InputError(f"--namespace: none begins with {namespace}")
-    reports = []
-    with progress("verifying", sum(each.rows for _, each in chosen)) as bar:
-        for storage, each in chosen:
-            reports.append(check_namespace(storage, each, pace, lambda: bar.advance(bar.tasks[0].id, 1)))
+    with progress("verifying", sum(each.rows for each in chosen)) as bar:
+        reports = [_check(each, pace, lambda: bar.advance(bar.tasks[0].id, 1)) for each in chosen]
     bad = [row for report in reports for row in report["damaged"]]
     unread = [report for report in reports if report["problem"] or report["unreadable"]]
     if as_json:
@@ -59,32 +77,28 @@ def verify(
     return INCOMPLETE if unread else FAILED if bad else OK
 
 
-def check_namespace(storage: Storage, found: Namespace, pace: Pace, step: Any = lambda: None) -> dict[str, Any]:
+def _check(found: StoredNamespace, pace: Pace, step: Callable[[], None]) -> dict[str, Any]:
     """What `--json` prints of one namespace."""
     counts: Counter[str] = Counter()
     damaged: list[dict[str, str]] = []
-    nbytes, problem = 0, found.problem
+    nbytes = 0
     try:
-        for row in storage.check(found, pace) if found.name else ():
+        for row in found.check(pace.take) if found.name else ():
             counts[row.verdict] += 1
             nbytes += row.nbytes
             if row.verdict in _BAD:
-                damaged.append(_fields(row))
+                damaged.append({"row": row.name, "verdict": row.verdict, "reason": row.reason})
             step()
-    except Unusable as error:
-        problem = str(error)
+    except (TierDown, TierRefused) as error:
+        found.problem = str(error)
     return {
         "place": found.place,
         "namespace": found.name,
         **{verdict: counts[verdict] for verdict in ("ok", *_BAD, "changed")},
         "bytes": nbytes,
         "damaged": damaged,
-        "problem": problem or None,
+        "problem": found.problem or None,
     }
-
-
-def _fields(row: Checked) -> dict[str, str]:
-    return {"row": row.name, "verdict": row.verdict, "reason": row.reason}
 
 
 def _print(reports: list[dict[str, Any]], bad: list[dict[str, str]]) -> None:

@@ -72,6 +72,10 @@ class FileConfig(StorageConfig):
         return "nixl_tiers.tiers.slab.tier:SlabTier" if slabs else "nixl_tiers.tiers.rowfile.tier:RowFileTier"
 
     @property
+    def stored_rows(self) -> str:
+        return f"nixl_tiers.tiers.{'slab' if self.layout == 'slabs' else 'rowfile'}.stored:find"
+
+    @property
     def undivided(self) -> bool:
         """Whether one engine takes the whole path, because nothing says how many share it."""
         return self.layout == "slabs" and self.replicas is None

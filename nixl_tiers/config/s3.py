@@ -81,6 +81,7 @@ class S3Config(StorageConfig):
     )
 
     implementation: ClassVar[str] = "nixl_tiers.tiers.s3.tier:S3Tier"
+    stored_rows: ClassVar[str] = "nixl_tiers.tiers.s3.stored:find"
     locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
 
     @property

@@ -96,6 +96,12 @@ class StorageConfig(Model):
         return ""
 
     @property
+    def stored_rows(self) -> str:
+        """ "package.module:function" of what finds stored rows for the commands `inspect`, `verify` and `purge`, called
+        as `tiers.stored.find_stored` does. Empty: they cannot look at what this tier has stored."""
+        return ""
+
+    @property
     def label(self) -> str:
         """The tier's name in metrics and log lines; a second tier with this label gets a number."""
         return self.type if ":" not in self.type else type(self).__name__.removesuffix("Config").lower()

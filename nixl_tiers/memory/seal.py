@@ -31,6 +31,9 @@ KNOWN_FLAGS: Final = 0
 PIECE_LOG2: Final = 16
 DIGEST_BYTES: Final = 16
 
+TAILS: Final = (4096, 64 << 10)
+"""How many bytes at the end of a row to look for its seal in: nearly always the first, in any case the second."""
+
 _HEAD: Final = struct.Struct("<8sHHIQQ16sQQIIBBHI")
 _SEALED_AT: Final = struct.calcsize("<8sHHIQ")  # the head's field of that name
 _KEY_AT: Final = _HEAD.size
@@ -99,6 +102,11 @@ def read(raw: bytes | bytearray | memoryview | NDArray[np.uint8]) -> SealHeader 
             return header
         at = data.rfind(MAGIC, 0, at + len(MAGIC) - 1)
     return None
+
+
+def find(row: NDArray[np.uint8]) -> SealHeader | None:
+    """`read` of a row, or any tail of it."""
+    return next((found for tail in TAILS if (found := read(row[-tail:])) is not None), None)
 
 
 def _parse(seal: bytes) -> SealHeader | None:

@@ -22,7 +22,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from nixl_tiers.base.chunk import PAGE
+import numpy as np
+from numpy.typing import NDArray
+
+from nixl_tiers.base.chunk import PAGE, align
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.mounts import is_mount, make_private, not_mounted
 from nixl_tiers.config.fields import format_size, min_free_bytes
@@ -284,6 +287,31 @@ def direct_reads(path: str) -> bool:
             return True
         finally:
             os.close(descriptor)
+
+
+def read_past_cache(folder: Folder, name: str, offset: int, nbytes: int) -> NDArray[np.uint8]:
+    """These bytes of a file, fewer where it ends. Past the page cache where that is possible: an engine writes past it,
+    too, and the cache is better used for something else. Raises OSError."""
+    try:
+        return _read(folder, name, offset, nbytes, os.O_DIRECT)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    return _read(folder, name, offset, nbytes, 0)
+
+
+def _read(folder: Folder, name: str, offset: int, nbytes: int, flags: int) -> NDArray[np.uint8]:
+    descriptor = folder.open(name, os.O_RDONLY | flags)
+    try:
+        with mmap.mmap(-1, align(nbytes)) as memory:
+            count, got = 0, PAGE
+            while got and count < nbytes and count % PAGE == 0:
+                with memoryview(memory) as view, view[count:] as rest:
+                    got = os.preadv(descriptor, [rest], offset + count)
+                count += got
+            return np.frombuffer(memory[: min(count, nbytes)], np.uint8)
+    finally:
+        os.close(descriptor)
 
 
 def direct_works(folder: Folder) -> bool:

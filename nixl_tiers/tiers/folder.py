@@ -22,8 +22,10 @@ from typing import Final, NamedTuple, Self
 
 from nixl_tiers.tiers.base import TierRefused
 
+_ANYBODY = -1  # in place of a user's ID
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 """Errors of a write where this process may only read."""
+_SMALL_BYTES = 64 << 10
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -69,6 +71,12 @@ class Folder:
             os.close(descriptor)
             raise
 
+    @classmethod
+    def to_inspect(cls, path: Path) -> Folder:
+        """The path of a tier for a command: nothing is made, and what other users own, or can write to, is opened, too.
+        Raises OSError."""
+        return cls(path, os.open(path, _DIRECTORY), _ANYBODY)
+
     @property
     def found(self) -> Found:
         """For later calls of `base`."""
@@ -86,10 +94,7 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        descriptor, self.descriptor = (
-            self.descriptor,
-            -1,
-        )  # a late call fails: the number may be reused
+        descriptor, self.descriptor = self.descriptor, -1  # a late call fails: the number may be reused
         os.close(descriptor)
 
     def folder(self, name: str, *, make: bool = False) -> Folder:
@@ -146,9 +151,9 @@ class Folder:
         return descriptor
 
     def read(self, name: str) -> bytes:
-        """All of a small file. Raises as `open` does."""
+        """All of a small file, at most 64 KiB. Raises as `open` does."""
         with os.fdopen(self.open(name, os.O_RDONLY), "rb") as file:
-            return file.read()
+            return file.read(_SMALL_BYTES)
 
     def names(self) -> list[str]:
         return os.listdir(self.descriptor)  # noqa: PTH208 - a path has no descriptor
@@ -183,6 +188,8 @@ class Folder:
                 self.unlink(name)
 
     def _wrong(self, status: os.stat_result) -> str:
+        if self.uid == _ANYBODY:
+            return ""
         if status.st_uid != self.uid:
             return f"belongs to user {status.st_uid}, and what this process makes there to user {self.uid}"
         if status.st_mode & _OTHERS_WRITE:

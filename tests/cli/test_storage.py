@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import tempfile
 import threading
@@ -21,13 +22,18 @@ import nixl_tiers
 from nixl_tiers.base.chunk import Geometry, Outcome, object_name
 from nixl_tiers.base.manifest import Description
 from nixl_tiers.cli import BAD_INPUT, FAILED, INCOMPLETE, OK, main
-from nixl_tiers.cli.storage.base import Pace
-from nixl_tiers.cli.storage.rowfiles import RowFileStorage
+from nixl_tiers.cli.verify import Pace
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.testing.config import MemoryConfig
 from nixl_tiers.tiers import manifests
+from nixl_tiers.tiers.base import Move
+from nixl_tiers.tiers.folder import Folder
+from nixl_tiers.tiers.rowfile.stored import FileNamespace
+from nixl_tiers.tiers.slab import parts
 from nixl_tiers.tiers.slab.quota import SlabQuota
-from tests.support.file_tier import file_tier
-from tests.tiers.file_tiers import FileTier, load, make_tier, store
+from nixl_tiers.tiers.stored import CheckedRow, Problems, Step, StoredNamespace, find_stored
+from tests.support.file_tier import file_config, file_tier
+from tests.tiers.file_tiers import FileTier, load, make_tier, outcomes, store
 
 LAYOUTS = pytest.mark.parametrize("layout", ["slabs", "files"])
 NAMESPACE, OTHER = bytes(range(16)), bytes(range(16, 32))
@@ -45,7 +51,7 @@ def region() -> Iterator[HostRegion]:
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests, "RETRY_S", 0.0)
     monkeypatch.setattr("nixl_tiers.tiers.disk.CHECK_INTERVAL_S", 0.01)
-    monkeypatch.setattr("nixl_tiers.cli.storage.slabs._PAUSE_S", 0.01)
+    monkeypatch.setattr("nixl_tiers.tiers.slab.stored._PAUSE_S", 0.01)
 
 
 @contextmanager
@@ -231,6 +237,50 @@ def test_purge_leaves_what_no_tier_has_made(
     assert {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()} == left
 
 
+def test_only_plain_files_are_rows(tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]) -> None:
+    write("files", tmp_path, region)
+    (home,) = [path.parent for path in tmp_path.rglob("about.json")]
+    link, pipe, folder = [home / f"{object_name(b'%d' % number)}.row" for number in range(3)]
+    for path in (link, pipe, folder):
+        path.parent.mkdir(exist_ok=True)
+    link.symlink_to(next(home.rglob("*.row")))
+    os.mkfifo(pipe)
+    folder.mkdir()
+    assert run(capsys, "verify", tmp_path)[1]["namespaces"][0]["ok"] == ROWS
+    code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
+    assert (code, shown["namespaces"][0]["rows"], shown["namespaces"][0]["left"]) == (OK, ROWS, 0)
+    assert sorted(path for path in home.rglob("*.row")) == sorted([link, pipe, folder])
+
+
+@LAYOUTS
+def test_verify_reads_past_the_page_cache(
+    layout: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(layout, tmp_path, region)
+    real, cached = Folder.open, list[str]()
+
+    def open_file(folder: Folder, name: str, flags: int) -> int:
+        if name.endswith((".row", ".kv")) and not flags & os.O_DIRECT:
+            cached.append(name)
+        return real(folder, name, flags & ~os.O_DIRECT)  # not every file system can
+
+    monkeypatch.setattr(Folder, "open", open_file)
+    assert run(capsys, "verify", tmp_path)[1]["namespaces"][0]["ok"] == ROWS
+    assert cached == []
+
+
+def test_part_is_not_tried_while_a_mover_takes_one(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the command for the part's holder."""
+    write("slabs", tmp_path, region)
+    monkeypatch.setattr(parts, "_LOCK_TRIES", 2)
+    with SlabQuota(tmp_path, 1 << 30).locked():
+        (found,) = run(capsys, "inspect", tmp_path)[1]["namespaces"]
+    assert found["held_by"] == f"an unknown process ({tmp_path / '.ledger'} is locked)"
+    assert run(capsys, "inspect", tmp_path)[1]["namespaces"][0]["held_by"] is None
+
+
 @pytest.mark.parametrize("salt", ["", "-"])
 def test_purge_refuses_an_empty_salt(
     salt: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -269,6 +319,7 @@ def test_rows_purged_under_an_open_tier_are_misses(
     with opened("files", tmp_path, region) as tier:
         code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
         assert (code, shown["namespaces"][0]["left"]) == (OK, 0)
+        assert list(tmp_path.rglob("about.json"))  # of the engine that goes on
         assert load(tier, region, range(ROWS)) == [Outcome.MISSING] * ROWS
         assert store(tier, region, range(ROWS)) == [Outcome.OK] * ROWS
         assert load(tier, region, range(ROWS)) == [Outcome.OK] * ROWS
@@ -287,11 +338,11 @@ def test_old_row_files_are_purged_one_by_one(
 
 def test_rows_stored_after_a_purge_has_begun_stay(tmp_path: Path, region: HostRegion) -> None:
     with opened("files", tmp_path, region) as tier:
-        storage = RowFileStorage(tmp_path)
-        (found,) = storage.namespaces(lambda _: None)
+        tier_config = file_config(tmp_path, 1 << 30, layout="files")
+        (found,) = find_stored(tier_config, math.inf)
         assert store(tier, region, range(ROWS, ROWS + 2)) == [Outcome.OK] * 2
-        storage.delete(found, None, lambda _: None)
-        assert storage.victims(found, None).rows == 2
+        found.delete(lambda _: None)
+        assert [each.rows for each in find_stored(tier_config)] == [2]
         assert len(list(tmp_path.rglob("*.row"))) == 2
 
 
@@ -299,16 +350,49 @@ def test_purge_says_that_rows_are_left_which_were_used_since(
     tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write("files", tmp_path, region)
-    delete, used = RowFileStorage.delete, next(tmp_path.rglob("*.row"))
+    delete, used = FileNamespace.delete, next(tmp_path.rglob("*.row"))
 
-    def use_and_delete(*arguments: Any) -> str:
+    def use_and_delete(*arguments: Any) -> None:
         os.utime(used, (time.time() + 5,) * 2)
-        return delete(*arguments)
+        delete(*arguments)
 
-    monkeypatch.setattr(RowFileStorage, "delete", use_and_delete)
+    monkeypatch.setattr(FileNamespace, "delete", use_and_delete)
     code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
     assert (code, shown["namespaces"][0]["left"]) == (FAILED, 1)
     assert used.exists()
+
+
+def test_row_that_is_used_while_it_is_purged_stays(
+    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("files", tmp_path, region)
+    real = FileNamespace.counted
+
+    def use_some(found: FileNamespace, problems: Problems) -> Iterator[Any]:
+        for number, row in enumerate(real(found, problems)):
+            if number < 2:
+                os.utime(row.name)
+            yield row
+
+    monkeypatch.setattr(FileNamespace, "counted", use_some)
+    (found,) = find_stored(file_config(tmp_path, 1 << 30, layout="files"), math.inf)
+    found.delete(lambda _: None)
+    assert len(list(tmp_path.rglob("*.row"))) == 2
+
+
+def test_slots_that_an_engine_overwrites_meanwhile_are_changed_rows(tmp_path: Path, region: HostRegion) -> None:
+    with opened("slabs", tmp_path, region) as tier:
+        (found,) = find_stored(file_config(tmp_path, 1 << 30))
+        deadline = time.monotonic() + 60
+        while found.rows < ROWS:  # the journal is written behind
+            assert time.monotonic() < deadline
+            (found,) = find_stored(file_config(tmp_path, 1 << 30))
+        checking = found.check(lambda _: None)
+        verdicts = [next(checking).verdict]
+        moves = [Move(slot, slot, b"another key %d" % slot, seal=True) for slot in range(ROWS - 2)]
+        assert outcomes(tier, tier.store(moves)) == [[Outcome.OK] * (ROWS - 2)]
+        verdicts += [row.verdict for row in checking]
+    assert verdicts == ["ok", *["changed"] * (ROWS - 3), "ok", "ok"]
 
 
 def test_old_slabs_are_purged_as_a_whole(
@@ -550,20 +634,114 @@ def test_purge_looks_at_what_is_there_after_it(
     """A file system that refuses one delete."""
     write(layout, tmp_path, region)
     monkeypatch.setattr(SlabQuota, "delete_shard", lambda *_: True)
-    real = Path.unlink
+    real = Folder.unlink
     refused = next(tmp_path.rglob("*.row"), None)
 
-    def unlink(path: Path, *, missing_ok: bool = False) -> None:
-        if path == refused:
-            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
-        real(path, missing_ok=missing_ok)
+    def unlink(folder: Folder, name: str) -> None:
+        if folder.path / name == refused:
+            raise PermissionError(errno.EPERM, "Operation not permitted", name)
+        real(folder, name)
 
-    monkeypatch.setattr(Path, "unlink", unlink)
+    monkeypatch.setattr(Folder, "unlink", unlink)
     code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
     (report,) = shown["namespaces"]
     assert report["left"] == (ROWS if layout == "slabs" else 1)
     assert code == (FAILED if layout == "slabs" else INCOMPLETE)
     assert layout == "slabs" or "Operation not permitted" in report["problem"]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_purge_follows_no_link_that_was_put_in_a_directory_s_place(
+    inside: bool, tmp_path: Path, region: HostRegion
+) -> None:
+    """By another user, in a directory that all may write to, between the listing and the deletion."""
+    victim = write("files", tmp_path / "victim", region)
+    kv = write("files", tmp_path / "kv", region)
+    (found,) = find_stored(file_config(kv, 1 << 30, layout="files"), math.inf)
+    home = Path(NAMESPACE.hex())
+    names = [home / each.name for each in (kv / home).iterdir() if each.is_dir()] if inside else [home]
+    for name in names:
+        (kv / name).rename(tmp_path / name.name)
+        (kv / name).symlink_to(victim / name)
+    before = snapshot(victim)
+    found.delete(lambda _: None)
+    assert snapshot(victim) == before
+
+
+def test_shard_is_listed_while_its_engine_replaces_a_file(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("slabs", tmp_path, region)
+    real = Folder.names
+    monkeypatch.setattr(Folder, "names", lambda folder: [*real(folder), "about.json.new"])
+    code, shown = run(capsys, "verify", tmp_path)
+    assert (code, shown["namespaces"][0]["ok"]) == (OK, ROWS)
+
+
+def test_purge_tells_what_it_cannot_list_again(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has gone meanwhile: what was deleted is not proved."""
+    write("files", tmp_path, region)
+    real = FileNamespace.delete
+
+    def delete_and_go(found: FileNamespace, step: Step) -> None:
+        real(found, step)
+        (tmp_path / ".incoming").rmdir()
+
+    monkeypatch.setattr(FileNamespace, "delete", delete_and_go)
+    code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
+    (report,) = shown["namespaces"]
+    assert (code, report["rows"], report["left"]) == (INCOMPLETE, ROWS, None)
+    assert "cannot be listed again" in report["problem"]
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_tier_that_commands_cannot_look_at_is_named(
+    others: bool, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = [{"type": "nixl_tiers.testing.config:MemoryConfig", "capacity": "1MiB"}]
+    if others:
+        storage.append(file_tier(write("files", tmp_path / "kv", region), "1GiB", layout="files"))
+    config = tmp_path / "tiers.json"
+    config.write_text(json.dumps({"tiers": [{"type": "cpu", "capacity": "1MiB"}, *storage]}))
+    for command in (["inspect"], ["verify"], ["purge", "--all"]):
+        assert main([*command, "--config", str(config), "--json"]) == (OK if others else BAD_INPUT)
+        output = capsys.readouterr()
+        assert output.err.startswith('nixl-tiers: tier "memory" cannot be looked at: its type')
+        assert output.err.count("\n") == 1
+        assert not others or len(json.loads(output.out)["namespaces"]) == 1
+
+
+def test_third_party_tier_says_what_it_has_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "tiers.json"
+    tier = {"type": "nixl_tiers.testing.config:MemoryConfig", "capacity": "1MiB"}
+    config.write_text(json.dumps({"tiers": [{"type": "cpu", "capacity": "1MiB"}, tier]}))
+    monkeypatch.setattr(MemoryConfig, "stored_rows", f"{__name__}:find_shelves")
+    code, shown = run(capsys, "purge", "--config", config, "--all")
+    assert (code, shown["namespaces"][0]["rows"], shown["namespaces"][0]["place"]) == (OK, 3, "a shelf of 1048576")
+    assert run(capsys, "verify", "--config", config)[1]["namespaces"][0]["ok"] == 3
+    monkeypatch.setattr(MemoryConfig, "stored_rows", "no_such_package:find")
+    code, error = run(capsys, "inspect", "--config", config)
+    assert (code, 'its stored_rows "no_such_package:find" cannot be imported' in error) == (BAD_INPUT, True)
+
+
+class Shelf(StoredNamespace):
+    layout = "shelf"
+
+    def check(self, before_read: Step) -> Iterator[CheckedRow]:
+        for number in range(self.rows):
+            before_read(10)
+            yield CheckedRow(f"book {number}", 10, "ok")
+
+    def delete(self, step: Step) -> None:
+        step(self.rows)
+
+
+def find_shelves(config: MemoryConfig, before_s: float | None) -> list[StoredNamespace]:
+    return [Shelf(f"a shelf of {config.capacity}", NAMESPACE.hex(), before_s, rows=3)]
 
 
 def test_verify_of_an_unknown_namespace_is_an_error(

@@ -21,7 +21,8 @@ import pytest
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Down, Open, Opened
-from nixl_tiers.tiers.base import Entry, Move, TierDown
+from nixl_tiers.tiers.base import Entry, Move, TierDown, TierRefused
+from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.rowfile.server_time import ServerTime
 from tests.mover.harness import NAMESPACE, MoverProcess, shard_dir
 from tests.support.disks import run, tmpfs
@@ -353,6 +354,22 @@ def test_without_locks_a_reader_is_refused_only_beside_a_living_writer(
     finally:
         holder.kill()
         holder.wait()
+
+
+def test_lock_file_that_a_reader_may_not_open_is_named(
+    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill("slabs", tmp_path, region)
+    real = Folder.open
+
+    def open_file(folder: Folder, name: str, flags: int) -> int:
+        if name == ".lock":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder.path / name))
+        return real(folder, name, flags)
+
+    monkeypatch.setattr(Folder, "open", open_file)
+    with pytest.raises(TierRefused, match=r"part-0/\.lock: Permission denied"):
+        reader("slabs", tmp_path, region)
 
 
 def test_reader_without_a_lock_file(tmp_path: Path, region: HostRegion) -> None:

@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from nixl_tiers.base.chunk import PAGE
 from nixl_tiers.base.log_once import LogOnce
+from nixl_tiers.memory.seal import TAILS
 from nixl_tiers.memory.seal import read as read_seal
 from nixl_tiers.tiers.base import expired, has_expired
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
@@ -22,7 +22,6 @@ from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath, age_from
 _CANDIDATES: Final = 4096  # rows sorted at a time
 _EXPIRED_BATCH: Final = 64  # submitted to the workers at a time
 _MAX_AHEAD_S: Final = 60.0  # no file is ahead of its server's clock by more, unless that was put back
-_TAIL_BYTES: Final = (PAGE, 64 << 10)  # in which a seal is looked for: nearly always the first, in any case the second
 
 
 class _Eviction(Enum):
@@ -165,7 +164,7 @@ class Evictor:
             with os.fdopen(descriptor, "rb") as file:
                 status = os.fstat(file.fileno())
                 seal = None
-                for tail in _TAIL_BYTES:
+                for tail in TAILS:
                     file.seek(max(0, status.st_size - tail))
                     seal = seal or read_seal(file.read(tail))
             begins = age_from(seal.sealed_at if seal is not None else None, status)

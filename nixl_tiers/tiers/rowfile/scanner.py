@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 import time
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from nixl_tiers.base.chunk import MAX_KEY_BYTES
+from nixl_tiers.base.chunk import MAX_KEY_BYTES, NAMESPACE_NAME
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import Folder, ForeignTrees, NotOwned, fd_path
@@ -28,7 +27,7 @@ from nixl_tiers.tiers.rowfile.packed_rows import (
     key_array,
     without,
 )
-from nixl_tiers.tiers.rowfile.quota import DirQuota, FoundRows, RowPath, fanout_of
+from nixl_tiers.tiers.rowfile.quota import FANOUT_NAME, DirQuota, FoundRows, RowPath, fanout_of
 from nixl_tiers.tiers.rowfile.temp_names import TempNames
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ ORPHAN_S: Final = 900.0  # an unfinished file that is older has lost its writer,
 _SETTLED_NS: Final = 2_000_000_000  # a directory changed longer ago gets another modification time with its next change
 _DISTRUSTED_DIRS: Final = 22  # read in a scan although their modification times have not changed: all 256 in a minute,
 _DISTRUSTED_ROWS: Final = 4096  # but no more than so many rows, to stay below one percent of a core
-_NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
-_FANOUT: Final = re.compile(r"[0-9a-f]{2}")
 
 
 class DirScanner:
@@ -96,7 +93,7 @@ class DirScanner:
             with self._directory.base() as base:
                 overhead_bytes = allocated_bytes(os.fstat(base.descriptor))
                 for entry in os.scandir(self._directory.path):
-                    if _NAMESPACE.fullmatch(entry.name) and _may_be_folder(base, entry.name):
+                    if NAMESPACE_NAME.fullmatch(entry.name) and _may_be_folder(base, entry.name):
                         namespaces.append(entry.name)
                     elif entry.name == INCOMING:
                         self._directory.refresh_time()
@@ -146,7 +143,7 @@ class DirScanner:
                 overhead_bytes += allocated_bytes(os.fstat(home.descriptor))
                 for entry in os.scandir(fd_path(home.descriptor)):
                     name = (namespace, entry.name)
-                    if _FANOUT.fullmatch(entry.name):
+                    if FANOUT_NAME.fullmatch(entry.name):
                         nbytes = self._scan_fanout(home, name, trust=name not in distrusted)
                         if nbytes is not None:
                             found.add(name)

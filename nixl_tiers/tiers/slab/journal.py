@@ -54,7 +54,11 @@ class Journal:
         """`allocated`: by slot, whether it has room in a slab now, as it must to hold a row; None: all have. Without
         `writes` changes stay in memory. The folder stays the caller's. Raises OSError if the journal cannot be opened
         or made here."""
-        self._file = JournalFile(folder, slots, writes=writes)
+        self._file = file = JournalFile(folder, slots, writes=writes)
+        if isinstance(file.defect, OSError):
+            logger.warning("%s cannot be read (%s): starting with an empty one", file.path, file.defect.strerror)
+        elif file.defect:
+            logger.warning("%s is damaged (%s): starting with an empty one", file.path, file.defect)
         self._lock = threading.Condition()
         self._log_once = LogOnce(logger)
         self._pending: dict[int, bytes | None] = {}  # slots to write -> the new key; None: as in the file, or none

@@ -108,11 +108,13 @@ class JournalFile:
         self.path = folder.path / NAME
         self.writes = writes
         self._slots = slots
+        self.defect: OSError | str = ""
+        """Why it has no header that says which records are valid; "": it has one, or is new."""
         self._descriptor = folder.open(NAME, os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY)
         try:
             status = os.fstat(self._descriptor)
             self._identity = FileIdentity(self.path, status)
-            header = self._read_header()
+            header = self._read_header(status)
             most = PAGE + RECORD_BYTES * slots if header else 0
             self._bytes = min(status.st_size, most)
             self._bytes -= max(0, self._bytes - PAGE) % RECORD_BYTES
@@ -123,8 +125,6 @@ class JournalFile:
         except BaseException:
             os.close(self._descriptor)
             raise
-        if header is None and status.st_size:
-            logger.warning("%s is damaged (its header is not valid): starting with an empty one", self.path)
         boot = boot_id()
         self.salt = header.salt if header else secrets.randbits(64)
         self.trusted = header is None or header.flushed or header.boot == boot
@@ -206,12 +206,15 @@ class JournalFile:
                 self.distrust()
         os.close(self._descriptor)
 
-    def _read_header(self) -> Header | None:
+    def _read_header(self, status: os.stat_result) -> Header | None:
         try:
-            return Header.read(os.pread(self._descriptor, PAGE, 0))
+            header = Header.read(os.pread(self._descriptor, PAGE, 0))
         except OSError as error:
-            logger.warning("%s cannot be read (%s): starting with an empty one", self.path, error.strerror)
+            self.defect = error
             return None
+        if header is None and status.st_size:
+            self.defect = "its header is not valid"
+        return header
 
     def _mark_open(self) -> None:
         self._write_header(self._header)

@@ -14,30 +14,33 @@ import json
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from nixl_tiers.base.chunk import NAMESPACE_NAME
 from nixl_tiers.tiers.base import TierDown
-from nixl_tiers.tiers.disk import PROBE, FileIdentity
-from nixl_tiers.tiers.folder import Folder, NotOwned
+from nixl_tiers.tiers.disk import PROBE, SLAB_LOCK, FileIdentity
+from nixl_tiers.tiers.folder import Folder
 
 # Names on disk: part of the format.
 DESCRIPTION: Final = "namespace.json"
 LOCK: Final = ".lock"
-NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 JOURNAL: Final = re.compile(r"manifest\.journal")
 ROWS: Final = re.compile(rf"slab-\d{{5}}\.kv|{JOURNAL.pattern}")
 SHARD: Final = re.compile(rf"{ROWS.pattern}|(namespace|about)\.json(\.new)?|\.first-seen|{PROBE.pattern}")
 """The names of a shard's journal, of that and its slabs, and of all files that are made in it. Others are foreign."""
 _PART: Final = re.compile(r"part-(0|[1-9]\d{0,3})")
-DELETING: Final = re.compile(rf"\.gone-(?P<part>{_PART.pattern})-(?P<namespace>{NAMESPACE.pattern})")
+DELETING: Final = re.compile(rf"\.gone-(?P<part>{_PART.pattern})-(?P<namespace>{NAMESPACE_NAME.pattern})")
 """A shard that is being deleted: see `deleting_name`."""
 
 HELD_RETRY_S: Final = 2.0  # between two attempts to take a part while all are held
 _HOLDERS: Final = 8  # that the sentence names at most
+_LOCK_TRIES: Final = 50  # of a command, to look who holds a part
+_LOCK_PAUSE_S: Final = 0.02
 
 
 class Part:
@@ -176,13 +179,11 @@ def claim_to_read(base: Folder, namespace: bytes) -> Part:
 
 def _lock_to_read(folder: Folder, how: int) -> tuple[int | None, str]:
     """Lock a part against writers, if it can be had `how`: the lock, and who keeps it, or "". Where nothing can be
-    locked, a process keeps it that holds it by its lock file and lives on this machine. Raises NotOwned."""
+    locked, a process keeps it that holds it by its lock file and lives on this machine. Raises NotOwned, OSError."""
     try:
         lock = folder.open(LOCK, os.O_RDONLY)
-    except NotOwned:
-        raise
-    except OSError:
-        return None, _living_holder(folder)
+    except FileNotFoundError:
+        return None, ""
     for kind in dict.fromkeys((how, fcntl.LOCK_SH)):  # NFS locks what is open for reading only for readers
         try:
             fcntl.flock(lock, kind | fcntl.LOCK_NB)
@@ -205,8 +206,8 @@ def _read_lock(folder: Folder) -> bytes:
 
 def _living_holder(folder: Folder) -> str:
     """Who holds a part by its lock file, if that is a process of this machine that lives; else ""."""
+    raw = folder.read(LOCK)
     try:
-        raw = folder.read(LOCK)
         about = json.loads(raw)
         if about["host"] != socket.gethostname() or int(about["pid"]) == os.getpid():
             return ""
@@ -264,7 +265,7 @@ def used_ns(shard: Path) -> int:
 
 
 def _free_part(number: int, path: Path, namespace: bytes) -> FreePart:
-    shards = [shard for shard in path.iterdir() if NAMESPACE.fullmatch(shard.name)]
+    shards = [shard for shard in path.iterdir() if NAMESPACE_NAME.fullmatch(shard.name)]
     own_bytes = 0
     for slab in (path / namespace.hex()).glob("slab-*"):
         with suppress(OSError):
@@ -282,6 +283,24 @@ def _holder(folder: Folder) -> str:
             return holder_of(file.read())
     except OSError:
         return holder_of(b"")
+
+
+def holder_now(base: Folder, part: Folder) -> str:
+    """Which process holds a part of the path, for people; "": none. For a command. Raises OSError.
+
+    The part's lock is tried while the path's lock is held, in shared mode: no mover looks for a free part meanwhile, so
+    none takes this process for the holder of one.
+    """
+    with os.fdopen(base.open(SLAB_LOCK, os.O_RDONLY)) as path_lock:
+        for _ in range(_LOCK_TRIES):
+            with suppress(BlockingIOError):
+                fcntl.flock(path_lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                lock, holder = _lock_to_read(part, fcntl.LOCK_SH)
+                if lock is not None:
+                    os.close(lock)
+                return holder
+            time.sleep(_LOCK_PAUSE_S)
+    return f"an unknown process ({base.path / SLAB_LOCK} is locked)"
 
 
 def holder_of(raw: bytes) -> str:

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from nixl_tiers.base.chunk import NAMESPACE_NAME
 from nixl_tiers.base.manifest import Manifest
 from nixl_tiers.tiers.base import TierDown, has_expired
 from nixl_tiers.tiers.disk import SLAB_LOCK, FileIdentity, FreeSpace, describe
@@ -30,7 +31,6 @@ from nixl_tiers.tiers.slab.parts import (
     DESCRIPTION,
     HELD_RETRY_S,
     LOCK,
-    NAMESPACE,
     SHARD,
     Part,
     claim,
@@ -334,7 +334,7 @@ class SlabQuota:
                 continue
             for directory in (self.path / name).iterdir():
                 with suppress(OSError):  # no directory, or closed to this process
-                    if NAMESPACE.fullmatch(directory.name) and is_shard(directory):
+                    if NAMESPACE_NAME.fullmatch(directory.name) and is_shard(directory):
                         rank = 0 if number >= self.replicas else 2 if directory.name == self._serving else 1
                         ranked.append((rank, used_ns(directory), directory))
         return [directory for *_, directory in sorted(ranked)]
@@ -384,7 +384,7 @@ def _part_bytes(entry: os.DirEntry[str]) -> int:
     nbytes = tree_bytes(entry.path, ours=True)
     with suppress(FileNotFoundError):
         for shard in os.scandir(entry.path):
-            if NAMESPACE.fullmatch(shard.name) and shard.is_dir(follow_symlinks=False):
+            if NAMESPACE_NAME.fullmatch(shard.name) and shard.is_dir(follow_symlinks=False):
                 nbytes += _journal_room(Path(shard.path))
     return nbytes
 

@@ -13,8 +13,7 @@ from botocore.exceptions import ClientError
 from nixl_tiers.base.chunk import Geometry, Outcome, object_name
 from nixl_tiers.base.manifest import Description, Manifest
 from nixl_tiers.cli import FAILED, INCOMPLETE, OK, main
-from nixl_tiers.cli.storage import s3 as storage
-from nixl_tiers.tiers.s3 import janitor, lease
+from nixl_tiers.tiers.s3 import janitor, lease, stored
 from nixl_tiers.tiers.s3 import tier as tier_module
 from nixl_tiers.tiers.s3.conditional import answered_at_s
 from tests.support.servers import S3Server, SeaweedServer
@@ -95,7 +94,7 @@ def test_holder_is_alive_to_a_date_that_is_minutes_ahead(
     if shared:
         name, body = janitor.LEASE_NAME, b"mover 1"
     client.put_object(Bucket=bucket, Key=f"p/{name}", Body=body)
-    monkeypatch.setattr(storage, "answered_at_s", lambda answer: (answered_at_s(answer) or 0.0) + ahead_s)
+    monkeypatch.setattr(stored, "answered_at_s", lambda answer: (answered_at_s(answer) or 0.0) + ahead_s)
     assert main(["inspect", f"s3://{bucket}/p", "--endpoint", seaweedfs.endpoint, "--json"]) == OK
     (found,) = json.loads(capsys.readouterr().out)["namespaces"]
     assert found["held_by"] == (None if ahead_s == 600 else "at least one engine" if shared else "engine pod-7")
@@ -171,7 +170,7 @@ def test_versions_of_many_pages_are_deleted(
 
     with monkeypatch.context() as patch:
         patch.setattr(BaseClient, "_make_api_call", call)
-        patch.setattr("nixl_tiers.cli.storage.s3._MAX_DELETES", 5)
+        patch.setattr("nixl_tiers.tiers.s3.stored._MAX_DELETES", 5)
         code = main(["purge", f"s3://{bucket}/p", "--endpoint", place["endpoint"], "--all", "--yes", "--json"])
     (report,) = json.loads(capsys.readouterr().out)["namespaces"]
     assert (code, report["rows"], report["left"], report["problem"]) == (OK, 12, 0, None)

@@ -1,0 +1,271 @@
+"""What is stored in the parts of a path with slabs, as commands see it (`tiers/stored.py`): shards, and what is left of
+those whose deletion did not end. A shard's journal is read without a lock, as each record has a checksum."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar, Final, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nixl_tiers.base.chunk import NAMESPACE_NAME, PAGE, Geometry, align
+from nixl_tiers.base.manifest import Manifest
+from nixl_tiers.config.schema import FileConfig
+from nixl_tiers.memory import seal
+from nixl_tiers.tiers.base import TierDown, TierRefused
+from nixl_tiers.tiers.disk import read_past_cache
+from nixl_tiers.tiers.folder import Folder, NotOwned
+from nixl_tiers.tiers.manifests import read_manifest
+from nixl_tiers.tiers.slab.journal_file import CHUNK_RECORDS, RECORD, JournalFile, Records, decode
+from nixl_tiers.tiers.slab.layout import SlabLayout, described, slab_name, slab_number
+from nixl_tiers.tiers.slab.parts import DELETING, DESCRIPTION, holder_now, is_shard, part_number, used_ns
+from nixl_tiers.tiers.slab.quota import SlabQuota
+from nixl_tiers.tiers.stored import CheckedRow, Problems, Step, StoredNamespace, defect, reason
+
+_TRIES: Final = 4  # a row that an engine is replacing looks damaged for a moment
+_PAUSE_S: Final = 0.25  # between them: an engine writes its journal within 0.1 s
+
+
+def find(config: FileConfig, before_s: float | None) -> Iterator[StoredNamespace]:
+    """The namespaces in the parts of a path, for `find_stored`."""
+    try:
+        with Folder.to_inspect(config.path) as base:
+            names = [name for name in sorted(base.names()) if base.has_folder(name)]
+            for name in names:
+                if part_number(name) is not None:
+                    yield from _in_part(base, name, before_s)
+            for name in filter(DELETING.fullmatch, names):
+                yield LeftOver.of(base, name)
+    except OSError as error:
+        raise TierDown(f"{config.path} cannot be read ({reason(error)})") from None
+
+
+def _in_part(base: Folder, name: str, before_s: float | None) -> Iterator[StoredNamespace]:
+    place = base.path / name
+    try:
+        with base.folder(name) as part:
+            shards = [each for each in sorted(part.names()) if NAMESPACE_NAME.fullmatch(each) and part.has_folder(each)]
+            holder = holder_now(base, part)
+            for shard in shards:
+                try:
+                    with part.folder(shard) as folder:
+                        if is_shard(folder.path):
+                            yield StoredShard.found(folder, holder, before_s)
+                except FileNotFoundError:  # deleted meanwhile
+                    pass
+                except OSError as error:
+                    problem = f"{place / shard} cannot be read ({reason(error)})"
+                    yield StoredShard(str(place), shard, before_s, holder=holder, problem=problem)
+    except OSError as error:
+        yield StoredShard(str(place), "", problem=f"{place} cannot be read ({reason(error)})")
+
+
+class StoredShard(StoredNamespace):
+    """`place`: the part."""
+
+    layout: ClassVar[str] = "slabs"
+
+    @classmethod
+    def found(cls, folder: Folder, holder: str, before_s: float | None) -> Self:
+        """Raises OSError."""
+        found = cls(str(folder.path.parent), folder.path.name, before_s, holder=holder)
+        raw = read_manifest(folder)
+        manifest = found.manifest = None if raw is None else Manifest.decode(raw)
+        found.last_used_s = max(used_ns(folder.path) / 1e9, 0.0 if manifest is None else manifest.last_used) or None
+        if before_s is not None and (found.last_used_s or 0.0) >= before_s:
+            return found
+        if before_s is not None and holder:
+            found.refused = f"{found.place} is held by {holder}, so nothing in it is deleted"
+            return found
+        found.nbytes = _taken_bytes(folder)
+        try:
+            with _Slots(folder) as slots:
+                slots.count(found)
+                found.problem = str(slots.problems)
+        except TierDown as error:
+            found.problem = str(error)
+        return found
+
+    def check(self, before_read: Step) -> Iterator[CheckedRow]:
+        place = Path(self.place)
+        try:
+            with (
+                Folder.to_inspect(place.parent) as base,
+                base.folder(place.name) as part,
+                part.folder(self.name) as folder,
+                _Slots(folder) as slots,
+            ):
+                yield from slots.check(before_read)
+                self.problem = str(slots.problems) or self.problem
+        except OSError as error:
+            raise TierDown(f"{place / self.name} cannot be read ({reason(error)})") from None
+
+    def delete(self, step: Step) -> None:
+        shard = Path(self.place, self.name)
+        if self.before_s is None or used_ns(shard) / 1e9 < self.before_s:
+            self._delete(shard, lambda quota: quota.delete_shard(shard), step)
+
+    def _delete(self, path: Path, delete: Callable[[SlabQuota], object], step: Step) -> None:
+        """By the lock of the tier's path and that of the part, as engines do it."""
+        quota = SlabQuota(Path(self.place).parent, 1 << 62)
+        try:
+            with suppress(FileNotFoundError), quota.locked():
+                delete(quota)
+            step(self.rows)
+        except (OSError, TierRefused) as error:
+            self.problem = f"{path} cannot be deleted ({reason(error) if isinstance(error, OSError) else error})"
+
+
+class LeftOver(StoredShard):
+    """What is left of a shard whose deletion did not end: the next engine on the path ends it. Rows in it are not told
+    apart, and no engine serves them. `place`: its own directory."""
+
+    @classmethod
+    def of(cls, base: Folder, name: str) -> Self:
+        found, problems = cls(str(base.path / name), name[-32:]), Problems()
+        with problems.reading(found.place), base.folder(name) as folder:
+            found.nbytes = _taken_bytes(folder)
+        found.problem = str(problems)
+        return found
+
+    def check(self, before_read: Step) -> Iterator[CheckedRow]:
+        return iter(())
+
+    def delete(self, step: Step) -> None:
+        path = Path(self.place)
+        self._delete(path, lambda quota: quota.finish_deletion(path.name), step)
+
+
+class _Slots:
+    """The slots of a shard that is open to be read, with their records."""
+
+    def __init__(self, folder: Folder) -> None:
+        """Raises TierDown, OSError."""
+        self.problems = Problems()
+        self._folder = folder
+        self._namespace = bytes.fromhex(folder.path.name)
+        self._geometry, self._layout = _description(folder)
+        self._row_bytes = self._layout.row_bytes
+        sizes = {name: status.st_size for name, status in _files(folder).items()}
+        room = {slab: sizes[name] // self._row_bytes for name in sizes if (slab := slab_number(name)) is not None}
+        self._has_room = self._layout.with_room(room)
+        self._journal: JournalFile | None = None
+        with suppress(FileNotFoundError, NotOwned):
+            self._journal = JournalFile(folder, self._layout.slots, writes=False)
+            if isinstance(self._journal.defect, OSError):
+                self.problems.add(self._journal.path, self._journal.defect)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._journal is not None:
+            self._journal.close(flush=False)
+
+    def count(self, found: StoredNamespace) -> None:
+        """Enter the rows by their records."""
+        for slots, records in self._records():
+            held = records.valid & (records.lengths > 0)
+            found.rows += int(held.sum())
+            found.unknown_slots += int((~records.valid & self._has_room[slots]).sum())
+            times = records.sealed_at[held & (records.sealed_at > 0)]
+            if len(times):
+                found.include(float(times.min()), float(times.max()))
+
+    def check(self, before_read: Step) -> Iterator[CheckedRow]:
+        for slots, records in self._records():
+            for place in np.flatnonzero((records.lengths > 0) | (~records.valid & self._has_room[slots])).tolist():
+                slot = int(slots[place])
+                try:
+                    if records.valid[place]:
+                        before_read(self._row_bytes)
+                        yield self._checked(slot, records.key(place))
+                    elif self._has_row(slot, before_read):
+                        yield CheckedRow(self._name(slot), self._row_bytes, "ok")
+                except OSError as error:
+                    yield CheckedRow(self._name(slot), 0, "unreadable", reason(error))
+
+    def _checked(self, slot: int, key: bytes) -> CheckedRow:
+        """A row that the journal has."""
+        verdict: Literal["missing", "corrupt"] = "missing"
+        why = ""
+        for attempt in range(_TRIES):
+            if attempt:
+                time.sleep(_PAUSE_S)
+            row = self._row(slot)
+            if len(row) < self._row_bytes:
+                verdict, why = "missing", "its slab file ends before it"
+            elif why := defect(row, self._namespace, key, self._geometry):
+                verdict = "corrupt"
+            else:
+                return CheckedRow(self._name(slot), self._row_bytes, "ok")
+            if self._read(np.array([slot])).key(0) != key:
+                return CheckedRow(self._name(slot), self._row_bytes, "changed")
+        return CheckedRow(self._name(slot), self._row_bytes, verdict, why)
+
+    def _has_row(self, slot: int, before_read: Step) -> bool:
+        """Whether there is a row in a slot of which the journal says nothing: an engine writes to it now, or the
+        journal was damaged. A seal in it that does not match the bytes is what is left of an older row."""
+        before_read(PAGE)
+        found = seal.find(self._row(slot, min(self._row_bytes, align(self._geometry.seal_bytes))))
+        if found is None or (found.namespace, found.geometry) != (self._namespace, self._geometry):
+            return False
+        before_read(self._row_bytes)
+        row = self._row(slot)
+        return len(row) == self._row_bytes and not defect(row, self._namespace, found.key, self._geometry)
+
+    def _row(self, slot: int, tail_bytes: int = 0) -> NDArray[np.uint8]:
+        """A slot's bytes, or only the last ones; fewer where the file ends. Raises OSError."""
+        slab, index = divmod(slot, self._layout.slots_per_slab)
+        nbytes = tail_bytes or self._row_bytes
+        try:
+            return read_past_cache(self._folder, slab_name(slab), (index + 1) * self._row_bytes - nbytes, nbytes)
+        except (FileNotFoundError, NotOwned):
+            return np.zeros(0, np.uint8)
+
+    def _records(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
+        """All slots and their records, some thousands at a time."""
+        for first in range(0, self._layout.slots, CHUNK_RECORDS):
+            slots = np.arange(first, min(first + CHUNK_RECORDS, self._layout.slots))
+            yield slots, self._read(slots)
+
+    def _read(self, slots: NDArray[np.int64]) -> Records:
+        """Those that cannot be read are not valid."""
+        if self._journal is not None:
+            try:
+                return self._journal.read_slots(slots)
+            except OSError as error:
+                self.problems.add(self._journal.path, error)
+        return decode(np.zeros(len(slots), RECORD), slots, 0)
+
+    def _name(self, slot: int) -> str:
+        return f"{self._folder.path}: slot {slot}"
+
+
+def _description(folder: Folder) -> tuple[Geometry, SlabLayout]:
+    """Raises TierDown, OSError."""
+    what = f"{folder.path / DESCRIPTION} is missing"
+    with suppress(FileNotFoundError, NotOwned):
+        what = f"{folder.path / DESCRIPTION} is damaged"
+        with suppress(ValueError, RecursionError):
+            if (found := described(json.loads(folder.read(DESCRIPTION)))) is not None:
+                return found
+    raise TierDown(f"{what}, so its slots cannot be told apart")
+
+
+def _files(folder: Folder) -> dict[str, os.stat_result]:
+    found = {}
+    for name in folder.names():
+        with suppress(FileNotFoundError):  # deleted or renamed meanwhile
+            found[name] = folder.stat(name)
+    return found
+
+
+def _taken_bytes(folder: Folder) -> int:
+    return 512 * sum(each.st_blocks for each in (os.fstat(folder.descriptor), *_files(folder).values()))
