@@ -21,9 +21,8 @@ import numpy as np
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath
-from nixl_tiers.tiers.s3.key_set import KeySet
 from nixl_tiers.tiers.s3.listing import Run
-from nixl_tiers.tiers.s3.names import RowNames
+from nixl_tiers.tiers.s3.names import KeySet, RowNames
 from nixl_tiers.tiers.s3.quota import Group, PrefixQuota
 
 ROW_BYTES, CAPACITY, NAMESPACE = 2 << 20, 1 << 60, "0" * 32

@@ -27,7 +27,8 @@ from nixl_tiers.config.schema import S3Config, load
 from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.swap.driver import Driver, NoDriver
 from nixl_tiers.tiers import staging_trial
-from nixl_tiers.tiers.s3.lease import LEASE_NAME, Record
+from nixl_tiers.tiers.s3.lease import LEASE_NAME
+from nixl_tiers.tiers.s3.lease_state import Record
 from tests.support.file_tier import file_config, file_tier
 from tests.support.machine import SHMEM_ENABLED, setting
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault

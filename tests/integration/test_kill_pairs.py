@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from nixl_tiers.tiers.s3.janitor import USAGE_NAME
-from nixl_tiers.tiers.s3.lease import LEASE_NAME, Record
+from nixl_tiers.tiers.s3.lease import LEASE_NAME
+from nixl_tiers.tiers.s3.lease_state import Record
 from nixl_tiers.tiers.s3.usage import Usage
 from tests.support.disks import assert_never_exceeds, least_disk_bytes
 from tests.support.engines import (

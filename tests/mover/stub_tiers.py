@@ -107,13 +107,13 @@ class ShortLeaseConfig(S3Config):
 
 
 def s3_with_short_lease(config: ShortLeaseConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
-    from nixl_tiers.tiers.s3 import denials, ownership
+    from nixl_tiers.tiers.s3 import denials, lease
     from nixl_tiers.tiers.s3 import tier as s3_tier
-    from nixl_tiers.tiers.s3.lease import LeaseTerms
+    from nixl_tiers.tiers.s3.lease_state import LeaseTerms
 
     denials.CLEAR_S = 0.1  # type: ignore[misc]
     terms = LeaseTerms(config.lease_s, config.lease_s / 3, renew_s=0.3, poll_s=0.1, retry_s=0.1, confirm_s=0.05)
-    ownership.LEASE_TERMS = terms  # type: ignore[misc]
+    lease.LEASE_TERMS = terms  # type: ignore[misc]
     return s3_tier.S3Tier(config, geometry, region)
 
 

@@ -20,19 +20,12 @@ from nixl_tiers.cli.children import say
 from nixl_tiers.config.errors import ConfigError
 from nixl_tiers.config.s3 import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
+from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, SKEW_S, code_of, status_of
 from nixl_tiers.tiers.s3.client import client_of
-from nixl_tiers.tiers.s3.conditional import (
-    RACERS,
-    REQUEST_ERRORS,
-    answered_at_s,
-    conditional_writes_work,
-    most_winners,
-    put_if,
-    status_of,
-)
+from nixl_tiers.tiers.s3.conditional import RACERS, conditional_writes_work, most_winners, put_if
+from nixl_tiers.tiers.s3.connection import REMEDY, VERSIONED, is_versioned
 from nixl_tiers.tiers.s3.control import S3Control
-from nixl_tiers.tiers.s3.lease import LEASE_NAME, SKEW_S, Record
-from nixl_tiers.tiers.s3.versioning import REMEDY, VERSIONED, is_versioned
+from nixl_tiers.tiers.s3.lease import owner_now
 
 ROWS: Final = 16
 ATTEMPTS: Final = 3
@@ -157,10 +150,8 @@ def _error_of(request: Callable[[], Any]) -> str:
     """ "" if the request succeeds, else S3's error code, or the name of what was raised."""
     try:
         request()
-    except ClientError as error:
-        return str(error.response.get("Error", {}).get("Code", "unknown"))
     except REQUEST_ERRORS as error:
-        return type(error).__name__
+        return code_of(error)
     return ""
 
 
@@ -169,17 +160,12 @@ def _owner(client: Any, config: S3Config) -> str:
     if config.shared:
         return ""
     try:
-        answer = client.get_object(Bucket=config.bucket, Key=f"{config.prefix}/{LEASE_NAME}")
-        record = Record.decode(answer["Body"].read(1 << 16))
-        now_s = answered_at_s(answer)
-        age_s = (time.time() if now_s is None else now_s) - answer["LastModified"].timestamp()
+        owner = owner_now(client, config.bucket, config.prefix)
     except (*REQUEST_ERRORS, ValueError, TypeError):
         return ""
-    if record is None or not record.engine or age_s > record.lease_s + SKEW_S:
+    if owner is None:
         return ""
-    return (
-        f"engine {record.engine} owns this private prefix, or has crashed less than {record.lease_s + SKEW_S:g} s ago"
-    )
+    return f"engine {owner.engine} owns this private prefix, or has crashed less than {owner.lease_s + SKEW_S:g} s ago"
 
 
 def _versioning(client: Any, config: S3Config) -> Finding:

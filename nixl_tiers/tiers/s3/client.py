@@ -1,17 +1,30 @@
-"""Clients of boto3 for a tier's bucket, all set up alike."""
+"""Clients of boto3 for a tier's bucket, all set up alike: with which credentials, for which region, trusting which
+certificates. Nothing here logs or shows a credential."""
 
 from __future__ import annotations
 
+import os
 import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
+import boto3
+import botocore.session
 from botocore.config import Config
+from botocore.credentials import SharedCredentialProvider
+from botocore.exceptions import BotoCoreError, ProfileNotFound
+from botocore.httpsession import where
 
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.tiers.s3.aws_region import configured_region
-from nixl_tiers.tiers.s3.credentials import Credentials, find_credentials, session_of
-from nixl_tiers.tiers.s3.tls import trusted_certificates
+from nixl_tiers.tiers.base import TierDown, TierRefused
+from nixl_tiers.tiers.s3 import answers
 
+DEFAULT_REGION: Final = "us-east-1"
+"""For the first request to a bucket of unknown region, and the default of self-hosted servers."""
+_REGION: Final = re.compile(r"[A-Za-z0-9-]{1,64}")
 _AWS: Final = re.compile(r"https://s3([.-][a-z0-9.-]+)?\.amazonaws\.(com|com\.cn|eu)")
 
 
@@ -59,3 +72,133 @@ def client_of(tier: S3Config, *, connect_s: float, read_s: float, attempts: int)
     _, credentials = find_credentials(tier)
     session, region = session_of(tier), configured_region(tier).name
     return make_client(session, tier, credentials, region, connect_s=connect_s, read_s=read_s, attempts=attempts)
+
+
+# --- credentials, and their present values ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What requests are signed with; never shown by repr."""
+
+    access_key: str = field(repr=False)
+    secret_key: str = field(repr=False)
+    session_token: str = field(default="", repr=False)
+
+
+def session_of(tier: S3Config) -> Any:
+    """A boto3 session for `tier`'s clients. Raises what boto3 raises."""
+    if tier.credentials_file is None and tier.access_key_env is None:
+        return _session({} if tier.profile is None else {"profile": (None, None, tier.profile, None)})
+    # AWS_PROFILE may name a profile that exists in `credentials_file` only, so it must not be looked up elsewhere.
+    return _session({"profile": (None, None, None, None)})
+
+
+def _session(variables: Mapping[str, object]) -> Any:
+    core = botocore.session.Session(session_vars=variables)
+    answers.register_parser(core)
+    return boto3.session.Session(botocore_session=core)
+
+
+def find_credentials(tier: S3Config, source: Any = None) -> tuple[Any, Credentials]:
+    """From the source that `tier` configures: (botocore's credentials object or None, their present value).
+
+    `source`: the object that an earlier call returned; one that renews itself is used again, not looked up again.
+    Raises TierRefused for an environment variable that is not set (it never will be), TierDown for all that may change.
+    """
+    if tier.access_key_env is not None:
+        assert tier.secret_key_env is not None
+        access, secret = _variable(tier, "access_key_env"), _variable(tier, "secret_key_env")
+        return None, Credentials(access, secret, _variable(tier, "session_token_env") if tier.session_token_env else "")
+    if source is None or not hasattr(source, "refresh_needed"):
+        try:
+            source = _look_up(tier)
+        except ProfileNotFound:
+            name = tier.profile or os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
+            raise TierDown(f'profile: there is no profile "{name}" in the files of AWS\'s configuration') from None
+        except (BotoCoreError, OSError) as error:
+            kind = type(error).__name__
+            raise TierDown(f'credentials for s3 bucket "{tier.bucket}" cannot be read ({kind})') from None
+    if source is None:
+        where = f"in {tier.credentials_file}" if tier.credentials_file else "in the AWS credential chain"
+        raise TierDown(f'there are no credentials for s3 bucket "{tier.bucket}" {where}')
+    frozen = source.get_frozen_credentials()
+    if not frozen.access_key or not frozen.secret_key:
+        raise TierDown(f'the credentials for s3 bucket "{tier.bucket}" are incomplete')
+    return source, Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
+
+
+def _look_up(tier: S3Config) -> Any:
+    if tier.credentials_file is not None:
+        profile = os.environ.get("AWS_PROFILE", "default")
+        return SharedCredentialProvider(creds_filename=str(tier.credentials_file), profile_name=profile).load()
+    return boto3.session.Session(profile_name=tier.profile).get_credentials()
+
+
+def _variable(tier: S3Config, field_name: str) -> str:
+    name = getattr(tier, field_name)
+    value = os.environ.get(name, "")
+    if not value:
+        raise TierRefused(f"{field_name}: the environment variable {name} is not set")
+    return value
+
+
+# --- the region that requests are signed for, and on AWS sent to: the same for boto3 and NIXL -------------------------
+
+
+@dataclass(frozen=True)
+class Region:
+    """A region and its source: a field, a variable, the profile, the bucket; None for the default."""
+
+    name: str
+    source: str | None = None
+
+
+def configured_region(tier: S3Config) -> Region:
+    """`tier`'s region before its bucket has answered. Raises TierRefused."""
+    if tier.region is not None:
+        return Region(tier.region, "region")
+    for variable in ("AWS_REGION", "AWS_DEFAULT_REGION"):  # boto3 itself reads the second only
+        if value := os.environ.get(variable):
+            if not _REGION.fullmatch(value):
+                raise TierRefused(f"region: the environment variable {variable} does not hold a region name")
+            return Region(value, variable)
+    try:
+        profile = boto3.session.Session(profile_name=tier.profile).region_name
+    except BotoCoreError:  # no such profile: find_credentials reports that
+        profile = None
+    return Region(profile, "the profile") if profile else Region(DEFAULT_REGION)
+
+
+def settled_region(tier: S3Config, configured: Region, reported: str | None) -> Region:
+    """The region to use, given the one that the bucket has reported (None if the server reports none).
+
+    On AWS a bucket answers in its own region only. The environment often names another one (where a pod runs), so the
+    bucket's wins; a `region` field that contradicts it is refused. Servers with an endpoint may check the signature
+    against a region of their own, so there the reported one replaces only the default.
+
+    Raises TierRefused.
+    """
+    if reported is None or reported == configured.name or not _REGION.fullmatch(reported):
+        return configured
+    if configured.source is None:
+        return Region(reported, "the bucket")
+    if tier.endpoint is not None:
+        return configured
+    if configured.source == "region":
+        raise TierRefused(f'region: bucket "{tier.bucket}" is in {reported}, not in {configured.name}')
+    return Region(reported, "the bucket")
+
+
+# --- TLS --------------------------------------------------------------------------------------------------------------
+
+
+def trusted_certificates(tier: S3Config) -> str | None:
+    """The CA bundle to verify an https endpoint with; None for http.
+
+    The AWS library in NIXL's wheel looks for it at its builder's path, which other distributions do not have.
+    """
+    if tier.endpoint is not None and tier.endpoint.startswith("http:"):
+        return None
+    candidates = (tier.ca_file, os.environ.get("AWS_CA_BUNDLE"), ssl.get_default_verify_paths().cafile)
+    return next((str(path) for path in candidates if path and Path(path).is_file()), str(where()))

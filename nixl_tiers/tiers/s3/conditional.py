@@ -7,19 +7,13 @@ import re
 import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, Final
 
-from botocore.exceptions import BotoCoreError, ClientError
-from botocore.parsers import ResponseParserError
-from urllib3.exceptions import HTTPError
+from botocore.exceptions import ClientError
 
+from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, status_of
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
-
-REQUEST_ERRORS: Final = (BotoCoreError, ClientError, HTTPError, ResponseParserError)
-"""What boto3 raises without a good answer. ResponseParserError: for all that was damaged on its way (xml_parser.py).
-urllib3's error: GetObject's error page is read outside of its handlers."""
 
 _CONDITION_FAILED: Final = {404, 409, 412}  # it does not hold (any more), or another write is in progress
 _UNSUPPORTED: Final = {"NotImplemented", "MethodNotAllowed", "InvalidArgument", "InvalidRequest"}
@@ -41,15 +35,21 @@ def put_if(client: Any, bucket: str, name: str, body: bytes, condition: dict[str
     return answer
 
 
-def small_object(client: Any, bucket: str, name: str) -> bytes | None:
-    """The first 64 KiB of an object; None if there is none. Raises what boto3 raises."""
+def get_object(client: Any, bucket: str, name: str) -> dict[str, Any] | None:
+    """boto3's answer; None if there is no such object. Raises what boto3 raises."""
     try:
-        found = client.get_object(Bucket=bucket, Key=name)
+        found: dict[str, Any] = client.get_object(Bucket=bucket, Key=name)
     except ClientError as error:
         if status_of(error) != 404:
             raise
         return None
-    return bytes(found["Body"].read(1 << 16))
+    return found
+
+
+def small_object(client: Any, bucket: str, name: str) -> bytes | None:
+    """The first 64 KiB of an object; None if there is none. Raises what boto3 raises."""
+    found = get_object(client, bucket, name)
+    return None if found is None else bytes(found["Body"].read(1 << 16))
 
 
 def delete_object(client: Any, bucket: str, name: str) -> None:
@@ -137,17 +137,3 @@ class ConditionalWrites:
         if now - self._refused_s >= self._doubt_s:
             self.work = False
         self.next_at_s = now + (self._ask_again_s if self.work is False else self._doubt_s / DOUBT_TRIES)
-
-
-def answered_at_s(answer: Mapping[str, Any]) -> float | None:
-    """The server's Unix time when it answered, in whole seconds; None if it has no Date. Raises ResponseParserError."""
-    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-    try:
-        return None if date is None else parsedate_to_datetime(date).timestamp()
-    except (ValueError, TypeError, IndexError, OverflowError) as error:
-        raise ResponseParserError(f"the Date of an answer is damaged ({type(error).__name__})") from error
-
-
-def status_of(error: ClientError) -> int:
-    """The HTTP status of an error that the server answered with, or 0."""
-    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))

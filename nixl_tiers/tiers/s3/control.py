@@ -22,13 +22,11 @@ from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.manifest import RETRY_S
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
-from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS
-from nixl_tiers.tiers.s3.connection import S3Connection
-from nixl_tiers.tiers.s3.credentials import Credentials
+from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, tier_error
+from nixl_tiers.tiers.s3.client import Credentials
+from nixl_tiers.tiers.s3.connection import REMEDY, VERSIONED, S3Connection
 from nixl_tiers.tiers.s3.listing import EndlessListing, Listing
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
-from nixl_tiers.tiers.s3.open_errors import tier_error
-from nixl_tiers.tiers.s3.versioning import REMEDY, VERSIONED
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,8 @@ from nixl_tiers.memory.pages import populate
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration, Transfer, TransferState, at_low_priority
+from nixl_tiers.tiers.s3.client import Credentials, trusted_certificates
 from nixl_tiers.tiers.s3.concurrency import FIRST
-from nixl_tiers.tiers.s3.credentials import Credentials
-from nixl_tiers.tiers.s3.tls import trusted_certificates
 
 LANE_TRANSFERS: Final = 24
 STAGING_BYTES: Final = 256 << 20  # at most, but never fewer than MIN_STAGING_ROWS

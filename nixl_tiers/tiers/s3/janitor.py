@@ -21,25 +21,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from botocore.exceptions import ClientError
 from botocore.parsers import ResponseParserError
 
 from nixl_tiers.base.chunk import NAMESPACE_BYTES
 from nixl_tiers.base.log_once import LogOnce
+from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, SKEW_S, age_s, answered_at_s
 from nixl_tiers.tiers.s3.conditional import (
     CONDITIONS,
-    REQUEST_ERRORS,
     ConditionalWrites,
-    answered_at_s,
     conditional_writes_work,
     delete_object,
+    get_object,
     put_if,
-    status_of,
     write_test_name,
 )
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.listing import EmptyPages, limited
-from nixl_tiers.tiers.s3.names import RowNames
+from nixl_tiers.tiers.s3.names import RowNames, below
 from nixl_tiers.tiers.s3.usage import Account, UploadQuota, Usage, Victims
 
 logger = logging.getLogger(__name__)
@@ -233,12 +231,8 @@ class Janitor:
     def _try_acquire_lease(self, body: bytes) -> None:
         holder, condition = "", {"IfNoneMatch": "*"}
         age_s = 0.0
-        try:
-            found = self._client().get_object(Bucket=self._bucket, Key=self._name(LEASE_NAME))
-        except ClientError as error:
-            if status_of(error) != 404:
-                raise
-        else:
+        found = get_object(self._client(), self._bucket, self._name(LEASE_NAME))
+        if found is not None:
             age_s = self._age_s(found)
             holder = found["Body"].read().partition(b" ")[0].decode("ascii", "replace")
             condition = {"IfMatch": found["ETag"]}
@@ -258,11 +252,8 @@ class Janitor:
 
     def _read_usage(self) -> None:
         requested = time.monotonic()
-        try:
-            found = self._client().get_object(Bucket=self._bucket, Key=self._name(USAGE_NAME))
-        except ClientError as error:
-            if status_of(error) != 404:
-                raise
+        found = get_object(self._client(), self._bucket, self._name(USAGE_NAME))
+        if found is None:
             self._usage_etag = self._usage = None
             return
         usage = Usage.decode(found["Body"].read())
@@ -418,6 +409,15 @@ class Janitor:
 
     def _name(self, name: str) -> str:
         return f"{self._prefix}/{name}"
+
+
+def has_janitor(client: Any, bucket: str, prefix: str) -> bool:
+    """Whether some engine uses a shared prefix, by the janitor's lease, for who reads it once. Raises what boto3
+    raises."""
+    found = get_object(client, bucket, below(prefix, LEASE_NAME))
+    if found is None or age_s(found) > JanitorIntervals().lease_timeout_s + SKEW_S:
+        return False
+    return bool(found["Body"].read(1))
 
 
 def _date(answer: dict[str, Any]) -> float:

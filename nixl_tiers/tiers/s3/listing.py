@@ -21,9 +21,8 @@ from botocore.parsers import ResponseParserError
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry
-from nixl_tiers.tiers.s3.conditional import answered_at_s
-from nixl_tiers.tiers.s3.key_set import LEAF_KEYS, KeySet, Place, pack, place_in, place_of, unpack
-from nixl_tiers.tiers.s3.names import RowNames
+from nixl_tiers.tiers.s3.answers import answered_at_s
+from nixl_tiers.tiers.s3.names import LEAF_KEYS, KeySet, Place, RowNames, pack, place_in, place_of, unpack
 from nixl_tiers.tiers.s3.quota import Group, Kind, PrefixQuota
 
 MAX_WAITING: Final = 4096  # differences that the loop has not taken yet; beyond that a listing pauses

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.tiers.s3.key_set import KeySet, Place, place_of
-from nixl_tiers.tiers.s3.names import RowNames
+from nixl_tiers.tiers.s3.names import KeySet, Place, RowNames, place_of
 
 PORTION: Final = 1000  # how many of the rows held are compared at a time, or a few more
 

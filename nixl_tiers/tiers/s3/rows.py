@@ -1,7 +1,7 @@
 """PrefixRows: which rows are below a tier's prefix, found by listings, and which of them go.
 
 A row has a place in the quota from when it is listed, found or about to be uploaded, until the server has confirmed its
-delete. What this engine may delete, and when it has to list again, is its tenure's to say (ownership.py).
+delete. What this engine may delete, and when it has to list again, is its tenure's to say (`Ownership`, lease.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, ExistenceAnswer
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.existence import Answer
+from nixl_tiers.tiers.s3.lease import Ownership
 from nixl_tiers.tiers.s3.listing import ExpirySweep, FullListing, Listing, Relisting
 from nixl_tiers.tiers.s3.names import RowNames
-from nixl_tiers.tiers.s3.ownership import Ownership
 from nixl_tiers.tiers.s3.quota import PrefixQuota
 from nixl_tiers.tiers.s3.usage import UploadQuota
 

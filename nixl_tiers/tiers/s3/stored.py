@@ -19,11 +19,11 @@ from nixl_tiers.base.chunk import key_of_object
 from nixl_tiers.base.manifest import MANIFEST_NAME, Manifest
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
-from nixl_tiers.tiers.s3 import janitor, lease
-from nixl_tiers.tiers.s3.aws_region import configured_region
-from nixl_tiers.tiers.s3.client import client_of
-from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS, answered_at_s, status_of
-from nixl_tiers.tiers.s3.open_errors import tier_error
+from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, code_of, status_of, tier_error
+from nixl_tiers.tiers.s3.client import client_of, configured_region
+from nixl_tiers.tiers.s3.janitor import has_janitor
+from nixl_tiers.tiers.s3.lease import owner_now
+from nixl_tiers.tiers.s3.names import below
 from nixl_tiers.tiers.stored import NamespaceByKey, Problems, Step, StoredRow, reason
 
 _NAME: Final = re.compile(r"(?:(?P<root>.*)/)?(?P<namespace>[0-9a-f]{32})/(?P<rest>[^/]+/[^/]+|about\.json)")
@@ -42,7 +42,7 @@ def find(config: S3Config, before_s: float | None) -> list[ObjectNamespace]:
     for each in bucket.objects(bucket.prefix):
         at = each.root, each.namespace
         if at not in found:
-            place = f"s3://{_below(config.bucket, each.root)}"
+            place = f"s3://{below(config.bucket, each.root)}"
             found[at] = ObjectNamespace(place, each.namespace, before_s, bucket=bucket, root=each.root)
         if each.key:
             found[at].count(each)
@@ -82,7 +82,7 @@ class ObjectNamespace(NamespaceByKey[_Object]):
         try:
             raw = None if about is None else self.bucket.download(about)
         except PermissionError as error:
-            self.problem = f"{_below(self.root, self.name)}/{MANIFEST_NAME} cannot be read ({reason(error)})"
+            self.problem = f"{below(self.root, self.name)}/{MANIFEST_NAME} cannot be read ({reason(error)})"
         self.manifest = None if raw is None else Manifest.decode(raw)
         self.tell_last_use()
 
@@ -113,7 +113,7 @@ class ObjectNamespace(NamespaceByKey[_Object]):
         self.problem = str(problems) or self.bucket.problem or self.problem
 
     def _objects(self) -> Iterator[_Object]:
-        return self.bucket.objects(f"{_below(self.root, self.name)}/")
+        return self.bucket.objects(f"{below(self.root, self.name)}/")
 
 
 class _Bucket:
@@ -164,8 +164,8 @@ class _Bucket:
             except ClientError as error:
                 if status_of(error) == 404:
                     return None
-                if _code(error) in _DENIED:
-                    raise PermissionError(errno.EACCES, _code(error)) from error
+                if code_of(error) in _DENIED:
+                    raise PermissionError(errno.EACCES, code_of(error)) from error
                 raise
             return bytes(found["Body"].read())
 
@@ -184,29 +184,11 @@ class _Bucket:
     def holder(self, root: str) -> str:
         """Of a private prefix the owner, unless its lease has surely expired; of a shared one only that some engine
         runs."""
-        owner = self._record(root, lease.LEASE_NAME)
-        if owner is not None and (record := lease.Record.decode(owner[0])) is not None and record.engine:
-            return f"engine {record.engine}" if owner[1] <= record.lease_s + lease.SKEW_S else ""
-        kept = self._record(root, janitor.LEASE_NAME)
-        timeout_s = janitor.JanitorIntervals().lease_timeout_s + lease.SKEW_S
-        return "at least one engine" if kept is not None and kept[0] and kept[1] <= timeout_s else ""
-
-    def _record(self, root: str, name: str) -> tuple[bytes, float] | None:
-        """A small object, and how many seconds ago it was written."""
-
-        def get() -> tuple[bytes, float] | None:
-            try:
-                found = self._client.get_object(Bucket=self._config.bucket, Key=_below(root, name))
-            except ClientError as error:
-                if status_of(error) == 404:
-                    return None
-                raise
-            now_s = answered_at_s(found)
-            if now_s is None:
-                raise KeyError("Date")
-            return bytes(found["Body"].read(1 << 16)), now_s - found["LastModified"].timestamp()
-
-        return self._asked(get)
+        owner = self._asked(lambda: owner_now(self._client, self._config.bucket, root))
+        if owner is not None:
+            return f"engine {owner.engine}"
+        shared = self._asked(lambda: has_janitor(self._client, self._config.bucket, root))
+        return "at least one engine" if shared else ""
 
     def _lists_versions(self) -> bool:
         """Whether the bucket may have versions, and they can be listed."""
@@ -221,7 +203,7 @@ class _Bucket:
             self._client.list_object_versions(Bucket=bucket, Prefix=self.prefix, MaxKeys=1)
         except REQUEST_ERRORS as error:  # if nothing is known, the answers to deletes tell
             if known:
-                self.problem = f"{_KEPT}, and cannot be listed ({_code(error)}: allow s3:ListBucketVersions)"
+                self.problem = f"{_KEPT}, and cannot be listed ({code_of(error)}: allow s3:ListBucketVersions)"
             return False
         return True
 
@@ -235,11 +217,3 @@ class _Bucket:
 def _batches(objects: Iterator[_Object]) -> Iterator[list[_Object]]:
     while batch := list(itertools.islice(objects, _MAX_DELETES)):
         yield batch
-
-
-def _code(error: Exception) -> str:
-    return str(error.response.get("Error", {}).get("Code")) if isinstance(error, ClientError) else type(error).__name__
-
-
-def _below(root: str, name: str) -> str:
-    return f"{root}/{name}" if root and name else root or name

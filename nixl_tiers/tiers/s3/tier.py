@@ -32,7 +32,7 @@ from nixl_tiers.tiers.s3.conditional import small_object
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.existence import ExistenceChecker
 from nixl_tiers.tiers.s3.janitor import Janitor, JanitorIntervals
-from nixl_tiers.tiers.s3.ownership import Ownership
+from nixl_tiers.tiers.s3.lease import Ownership
 from nixl_tiers.tiers.s3.rows import PrefixRows
 from nixl_tiers.tiers.s3.transfers import RowTransfers
 

@@ -21,9 +21,9 @@ from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import FinishedBatch, Move, has_expired, seal_row
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit
 from nixl_tiers.tiers.nixl_agent import TransferState
+from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.concurrency import PollPace, TransferLimit
 from nixl_tiers.tiers.s3.control import S3Control
-from nixl_tiers.tiers.s3.credentials import Credentials
 from nixl_tiers.tiers.s3.data import ERROR_PAGE_BYTES, ObjectTransfer, S3Data
 from nixl_tiers.tiers.s3.rows import PrefixRows
 

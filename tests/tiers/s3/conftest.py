@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.tiers.s3 import ownership
+from nixl_tiers.tiers.s3 import lease
 from nixl_tiers.tiers.s3 import tier as tier_module
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, S3Server
 from tests.tiers.s3.harness import FAST_JANITOR, QUICK_LEASE, FaultyS3, faulty_s3
@@ -16,8 +16,8 @@ from tests.tiers.s3.harness import FAST_JANITOR, QUICK_LEASE, FaultyS3, faulty_s
 @pytest.fixture(autouse=True)
 def _opens_with_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening waits for the lease's first answer, however busy the machine is: what is stored without it is refused."""
-    monkeypatch.setattr(ownership, "LEASE_START_S", 120.0)
-    monkeypatch.setattr(ownership, "LEASE_TERMS", QUICK_LEASE)
+    monkeypatch.setattr(lease, "LEASE_START_S", 120.0)
+    monkeypatch.setattr(lease, "LEASE_TERMS", QUICK_LEASE)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Entry, Move, TierDown, TierRefused
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.janitor import JanitorIntervals
-from nixl_tiers.tiers.s3.lease import LeaseTerms
+from nixl_tiers.tiers.s3.lease_state import LeaseTerms
 from nixl_tiers.tiers.s3.tier import S3Tier
 
 TIMEOUT_S = 120.0

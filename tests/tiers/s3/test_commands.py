@@ -13,9 +13,10 @@ from botocore.exceptions import ClientError
 from nixl_tiers.base.chunk import Geometry, Outcome, object_name
 from nixl_tiers.base.manifest import Description, Manifest
 from nixl_tiers.cli import FAILED, INCOMPLETE, OK, main
-from nixl_tiers.tiers.s3 import janitor, lease, stored
+from nixl_tiers.tiers.s3 import answers, janitor, lease
 from nixl_tiers.tiers.s3 import tier as tier_module
-from nixl_tiers.tiers.s3.conditional import answered_at_s
+from nixl_tiers.tiers.s3.answers import answered_at_s
+from nixl_tiers.tiers.s3.lease_state import Record
 from tests.support.servers import S3Server, SeaweedServer
 from tests.tiers.s3.harness import NAMESPACE, TierDriver, wait_until
 
@@ -90,11 +91,11 @@ def test_holder_is_alive_to_a_date_that_is_minutes_ahead(
     client, bucket = seaweedfs.client(), f"kv-{secrets.token_hex(4)}"
     client.create_bucket(Bucket=bucket)
     client.put_object(Bucket=bucket, Key=f"p/{NAMESPACE.hex()}/{object_name(b'key')}", Body=b"row")
-    name, body = lease.LEASE_NAME, lease.Record("pod-7", 0.0, 60.0).encode()
+    name, body = lease.LEASE_NAME, Record("pod-7", 0.0, 60.0).encode()
     if shared:
         name, body = janitor.LEASE_NAME, b"mover 1"
     client.put_object(Bucket=bucket, Key=f"p/{name}", Body=body)
-    monkeypatch.setattr(stored, "answered_at_s", lambda answer: (answered_at_s(answer) or 0.0) + ahead_s)
+    monkeypatch.setattr(answers, "answered_at_s", lambda answer: (answered_at_s(answer) or 0.0) + ahead_s)
     assert main(["inspect", f"s3://{bucket}/p", "--endpoint", seaweedfs.endpoint, "--json"]) == OK
     (found,) = json.loads(capsys.readouterr().out)["namespaces"]
     assert found["held_by"] == (None if ahead_s == 600 else "at least one engine" if shared else "engine pod-7")

@@ -13,8 +13,8 @@ from botocore.parsers import ResponseParserError
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.s3 import control
+from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.control import S3Control
-from nixl_tiers.tiers.s3.credentials import Credentials
 from nixl_tiers.tiers.s3.listing import FullListing, Page
 from nixl_tiers.tiers.s3.names import RowNames
 from nixl_tiers.tiers.s3.quota import PrefixQuota

@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.s3 import control
-from nixl_tiers.tiers.s3.conditional import REQUEST_ERRORS
+from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS
 from nixl_tiers.tiers.s3.control import S3Control
-from nixl_tiers.tiers.s3.key_set import place_of
 from nixl_tiers.tiers.s3.listing import FullListing, Listing, Relisting
-from nixl_tiers.tiers.s3.names import RowNames
+from nixl_tiers.tiers.s3.names import RowNames, place_of
 from nixl_tiers.tiers.s3.quota import PrefixQuota
 from tests.tiers.s3.harness import FaultyS3, Request, client_of, connects, is_listing, wait_until
 

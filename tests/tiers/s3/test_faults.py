@@ -18,7 +18,7 @@ from cryptography.x509.oid import NameOID
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.tiers.base import MAX_SLOTS, TierDown, TierRefused
 from nixl_tiers.tiers.s3 import concurrency, control, data
-from nixl_tiers.tiers.s3.credentials import Credentials
+from nixl_tiers.tiers.s3.client import Credentials
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, MotoServer, S3Server, SeaweedServer, moto_server
 from tests.tiers.s3.harness import (
     HANG_UP,

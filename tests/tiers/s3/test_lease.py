@@ -23,10 +23,11 @@ from botocore.exceptions import ClientError, EndpointConnectionError
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.tiers.base import GONE
 from nixl_tiers.tiers.s3 import lease as lease_module
-from nixl_tiers.tiers.s3 import ownership
+from nixl_tiers.tiers.s3 import lease_state
 from nixl_tiers.tiers.s3.conditional import CONDITIONS, write_test_name
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.lease import KIND, LEASE_NAME, LeaseTerms, PrefixLease, Record
+from nixl_tiers.tiers.s3.lease import KIND, LEASE_NAME, PrefixLease
+from nixl_tiers.tiers.s3.lease_state import LeaseTerms, Record
 from nixl_tiers.tiers.s3.listing import ExpirySweep
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 from tests.mover.harness import MoverProcess, has_exited
@@ -51,13 +52,13 @@ def refused(status: int, code: str) -> ClientError:
 
 @pytest.fixture(autouse=True)
 def _short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "LEASE_TERMS", SHORT)
+    monkeypatch.setattr(lease_module, "LEASE_TERMS", SHORT)
 
 
 @pytest.fixture
 def lease_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     """No lease expires, on a machine however busy: another engine takes over only if the owner has released its own."""
-    monkeypatch.setattr(ownership, "LEASE_TERMS", replace(SHORT, lease_s=600.0, margin_s=200.0))
+    monkeypatch.setattr(lease_module, "LEASE_TERMS", replace(SHORT, lease_s=600.0, margin_s=200.0))
 
 
 @pytest.fixture
@@ -280,8 +281,8 @@ class TestTwoEngines:
     def test_uploads_that_come_with_the_claim_wait_for_the_lease(
         self, make: Callable[..., TierDriver], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(ownership, "LEASE_TERMS", replace(ownership.LEASE_TERMS, confirm_s=3.0))
-        monkeypatch.setattr(lease_module, "CLAIM_S", 60.0)
+        monkeypatch.setattr(lease_module, "LEASE_TERMS", replace(lease_module.LEASE_TERMS, confirm_s=3.0))
+        monkeypatch.setattr(lease_state, "CLAIM_S", 60.0)
         owner = make("one")
         assert owner.open() == []
         assert owner.tier._owner.tenure == 0
@@ -378,7 +379,7 @@ class TestWithoutALease:
         self, make: Callable[..., TierDriver], monkeypatch: pytest.MonkeyPatch, s3_server: S3Server
     ) -> None:
         """Nor does an object that somebody deletes between two test writes."""
-        monkeypatch.setattr(ownership, "LEASE_TERMS", replace(SHORT, doubt_s=0.5))
+        monkeypatch.setattr(lease_module, "LEASE_TERMS", replace(SHORT, doubt_s=0.5))
         answers = [refused(405, "MethodNotAllowed"), DELETED]
         put_if = lease_module.put_if
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nixl_tiers.tiers.s3.lease import LeaseState, LeaseTerms, Read, Record, Write
+from nixl_tiers.tiers.s3.lease_state import LeaseState, LeaseTerms, Read, Record, Write
 
 TERMS = LeaseTerms()
 SINCE_S = 1e9

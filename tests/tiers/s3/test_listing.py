@@ -17,10 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry
-from nixl_tiers.tiers.s3 import key_set, quota
 from nixl_tiers.tiers.s3 import listing as listing_module
+from nixl_tiers.tiers.s3 import quota
 from nixl_tiers.tiers.s3.control import S3Control
-from nixl_tiers.tiers.s3.key_set import LEAF_KEYS, KeySet, pack, place_in, place_of, unpack
 from nixl_tiers.tiers.s3.listing import (
     MAX_EMPTY_PAGES,
     MAX_WAITING,
@@ -31,7 +30,7 @@ from nixl_tiers.tiers.s3.listing import (
     Relisting,
     limited,
 )
-from nixl_tiers.tiers.s3.names import RowNames
+from nixl_tiers.tiers.s3.names import LEAF_KEYS, KeySet, RowNames, pack, place_in, place_of, unpack
 from nixl_tiers.tiers.s3.quota import PrefixQuota
 
 ROW = 100
@@ -406,9 +405,9 @@ class TestWork:
                 break
             listing.step(bucket, "bucket")
         assert not listing.done.is_set(), "it waits for the loop"
-        assert max(compared) <= quota.PORTION + key_set.LEAF_KEYS
+        assert max(compared) <= quota.PORTION + LEAF_KEYS
         waiting = len(listing._differences)
-        assert waiting <= MAX_WAITING + quota.PORTION + key_set.LEAF_KEYS
+        assert waiting <= MAX_WAITING + quota.PORTION + LEAF_KEYS
         gone = [entry for batch in run(listing, bucket) for entry in batch]
         assert len(gone) == 20_000
         assert len(quota_) == 0

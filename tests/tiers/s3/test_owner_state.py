@@ -24,8 +24,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import GONE, Entry, Move
 from nixl_tiers.tiers.nixl_agent import TransferState
 from nixl_tiers.tiers.s3 import lease as lease_module
-from nixl_tiers.tiers.s3 import ownership
-from nixl_tiers.tiers.s3.credentials import Credentials
+from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.lease import PrefixLease
 from nixl_tiers.tiers.s3.listing import FullListing
 from nixl_tiers.tiers.s3.names import RowNames
@@ -351,7 +350,7 @@ class OwnerMachine(RuleBasedStateMachine):
         self.engines: list[Engine] = []
         self.patches = [
             mock.patch.object(lease_module, "lease_clock", self.lease_clock),
-            mock.patch.object(ownership, "PrefixLease", SteppedLease),
+            mock.patch.object(lease_module, "PrefixLease", SteppedLease),
         ]
         for patch in self.patches:
             patch.start()

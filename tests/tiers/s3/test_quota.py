@@ -7,8 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nixl_tiers.tiers.s3.key_set import KeySet, pack, place_of
-from nixl_tiers.tiers.s3.names import RowNames
+from nixl_tiers.tiers.s3.names import KeySet, RowNames, pack, place_of
 from nixl_tiers.tiers.s3.quota import Group, PrefixQuota
 
 ROW = 100

@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from botocore.exceptions import ClientError
 
-from nixl_tiers.tiers.s3.xml_parser import PIECE_BYTES
+from nixl_tiers.tiers.s3.answers import PIECE_BYTES
 from tests.tiers.s3.harness import FaultyS3, client_of
 
 ERROR = b"<Error><Code>InternalError</Code><Message>no</Message></Error>"
