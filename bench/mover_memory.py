@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath
+from nixl_tiers.tiers.rowfile.names import RowPath
+from nixl_tiers.tiers.rowfile.quota import DirQuota
 from nixl_tiers.tiers.s3.listing import Run
 from nixl_tiers.tiers.s3.names import KeySet, RowNames
 from nixl_tiers.tiers.s3.quota import Group, PrefixQuota

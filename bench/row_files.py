@@ -19,7 +19,8 @@ from bench.mover_memory import keys, private_bytes
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers.rowfile.quota import FANOUT, RowPath
+from nixl_tiers.tiers.rowfile.names import RowPath
+from nixl_tiers.tiers.rowfile.quota import FANOUT
 from nixl_tiers.tiers.rowfile.tier import RowFileTier
 
 GEOMETRY = Geometry(1, 1000)

@@ -23,7 +23,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Down, Open, Opened
 from nixl_tiers.tiers.base import Entry, Move, TierDown, TierRefused
 from nixl_tiers.tiers.folder import Folder
-from nixl_tiers.tiers.rowfile.server_time import ServerTime
+from nixl_tiers.tiers.rowfile.directory import ServerTime
 from tests.mover.harness import NAMESPACE, MoverProcess, shard_dir
 from tests.support.disks import run, tmpfs
 from tests.support.file_tier import LAYOUTS

@@ -16,8 +16,9 @@ from nixl_tiers.memory.seal import TAILS
 from nixl_tiers.memory.seal import read as read_seal
 from nixl_tiers.tiers.base import expired, has_expired
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
+from nixl_tiers.tiers.rowfile.names import RowPath
 from nixl_tiers.tiers.rowfile.packed_rows import PRESENT, KnownRow, decoded
-from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath, age_from
+from nixl_tiers.tiers.rowfile.quota import DirQuota, age_from
 
 _CANDIDATES: Final = 4096  # rows sorted at a time
 _EXPIRED_BATCH: Final = 64  # submitted to the workers at a time

@@ -12,6 +12,7 @@ import numpy as np
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.disk import HealthMonitor
+from nixl_tiers.tiers.rowfile.names import RowPath
 from nixl_tiers.tiers.rowfile.packed_rows import (
     INDEXED,
     PRESENT,
@@ -23,7 +24,7 @@ from nixl_tiers.tiers.rowfile.packed_rows import (
     key_array,
     without,
 )
-from nixl_tiers.tiers.rowfile.quota import DirQuota, RowPath
+from nixl_tiers.tiers.rowfile.quota import DirQuota
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

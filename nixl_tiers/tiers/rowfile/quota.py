@@ -10,15 +10,15 @@ from __future__ import annotations
 import heapq
 import math
 import os
-import re
 import threading
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from nixl_tiers.base.chunk import PAGE, Key, align, key_of_object, object_name
+from nixl_tiers.base.chunk import PAGE, align
 from nixl_tiers.base.manifest import MAX_MANIFEST_BYTES
+from nixl_tiers.tiers.rowfile.names import RowPath
 from nixl_tiers.tiers.rowfile.packed_rows import (
     MAX_AGE_FROM,
     SERVABLE,
@@ -40,36 +40,6 @@ FANOUT: Final = 256  # directories in a namespace
 SCAN_SHARE: Final = 64  # a process scans again when it has written this fraction of the capacity
 SCAN_ROWS: Final = 16  # but not before it has written so many rows
 FULL_S: Final = 0.5  # how long reservations are refused after no room could be made, or none could be looked for
-
-
-FANOUT_NAME: Final = re.compile(r"[0-9a-f]{2}")
-
-
-class RowPath(NamedTuple):
-    """Where a row's file is below the tier's path: `<namespace>/<fan-out directory>/<name>`."""
-
-    namespace: str
-    fanout: str
-    key: Key
-
-    @classmethod
-    def of(cls, namespace: str, key: Key) -> RowPath:
-        return cls(namespace, fanout_of(key), key)
-
-    @classmethod
-    def of_file(cls, namespace: str, fanout: str, name: str) -> RowPath | None:
-        """The row whose file has this name in that directory; None: the file is foreign."""
-        key = key_of_object(f"{fanout}/{name[:-4]}") if name.endswith(".row") else None
-        return None if key is None else cls(namespace, fanout, key)
-
-    @property
-    def name(self) -> str:
-        return f"{self.key.hex()}.row"
-
-
-def fanout_of(key: Key) -> str:
-    """The fan-out directory that a key's row belongs in."""
-    return object_name(key).partition("/")[0]
 
 
 def age_from(sealed_at: int | None, status: os.stat_result) -> int:

@@ -17,6 +17,7 @@ from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import Folder, ForeignTrees, NotOwned, fd_path
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
+from nixl_tiers.tiers.rowfile.names import FANOUT_NAME, RowPath, TempNames, fanout_of
 from nixl_tiers.tiers.rowfile.packed_rows import (
     BLOCK_BYTES,
     COLUMNS,
@@ -27,8 +28,7 @@ from nixl_tiers.tiers.rowfile.packed_rows import (
     key_array,
     without,
 )
-from nixl_tiers.tiers.rowfile.quota import FANOUT_NAME, DirQuota, FoundRows, RowPath, fanout_of
-from nixl_tiers.tiers.rowfile.temp_names import TempNames
+from nixl_tiers.tiers.rowfile.quota import DirQuota, FoundRows
 
 if TYPE_CHECKING:
     from nixl_tiers.tiers.rowfile.packed_rows import Keys

@@ -22,7 +22,7 @@ from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.disk import read_past_cache
 from nixl_tiers.tiers.folder import Folder, NotOwned, taken_bytes
 from nixl_tiers.tiers.manifests import read_manifest
-from nixl_tiers.tiers.rowfile.quota import FANOUT_NAME, RowPath
+from nixl_tiers.tiers.rowfile.names import FANOUT_NAME, RowPath
 from nixl_tiers.tiers.stored import NamespaceByKey, Problems, Step, StoredRow, reason
 
 

@@ -4,7 +4,7 @@ A row is written to a temporary file and renamed when it is whole. So no file th
 an open one stays readable when it is deleted, and a row that has vanished is a miss. Opening, renaming and deleting may
 take long on a network: worker threads do it, and the mover's thread polls.
 
-`transfers.py` is the way of a row; `quota.py` counts what is there; `directory.py` and `io.py` work on one row's file;
+`transfers.py` is the way of a row; `quota.py` counts what is there; `directory.py` is what is done to one row's file;
 `scanner.py` finds what others did; `eviction.py` deletes what is least recently used or too old; `namespace.py` is what
 the core knows of it.
 """
@@ -52,14 +52,13 @@ from nixl_tiers.tiers.disk import (
 )
 from nixl_tiers.tiers.manifests import CLOSE_S, ManifestAuthor, ManifestKeeper, OtherNamespaces
 from nixl_tiers.tiers.nixl_agent import Registration
-from nixl_tiers.tiers.rowfile.directory import RowDirectory
+from nixl_tiers.tiers.rowfile.directory import RowDirectory, ServerTime
 from nixl_tiers.tiers.rowfile.eviction import Evictor
-from nixl_tiers.tiers.rowfile.io import RowFileIo
+from nixl_tiers.tiers.rowfile.names import RowPath
 from nixl_tiers.tiers.rowfile.namespace import NamespaceRows
-from nixl_tiers.tiers.rowfile.quota import FANOUT, MARGIN_BYTES, NAME_BYTES, DirQuota, RowPath
+from nixl_tiers.tiers.rowfile.quota import FANOUT, MARGIN_BYTES, NAME_BYTES, DirQuota
 from nixl_tiers.tiers.rowfile.scanner import DirScanner
-from nixl_tiers.tiers.rowfile.server_time import ServerTime
-from nixl_tiers.tiers.rowfile.transfers import RowTransfers
+from nixl_tiers.tiers.rowfile.transfers import RowFileIo, RowTransfers
 from nixl_tiers.tiers.staging import Staging
 
 logger = logging.getLogger(__name__)

@@ -25,9 +25,10 @@ from nixl_tiers.tiers.disk import INCOMING, HealthMonitor
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
+from nixl_tiers.tiers.rowfile.names import RowPath, fanout_of
 from nixl_tiers.tiers.rowfile.namespace import NamespaceRows
 from nixl_tiers.tiers.rowfile.packed_rows import COLUMNS, decoded, encoded, key_array
-from nixl_tiers.tiers.rowfile.quota import DirQuota, FanoutDir, FoundRows, Reservation, RowPath, fanout_of
+from nixl_tiers.tiers.rowfile.quota import DirQuota, FanoutDir, FoundRows, Reservation
 from nixl_tiers.tiers.rowfile.scanner import _DISTRUSTED_DIRS, DirScanner
 
 GEOMETRY = Geometry(1, 100)

@@ -11,7 +11,8 @@ import pytest
 
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.rowfile.directory import RowDirectory, TempFile
-from nixl_tiers.tiers.rowfile.quota import DirQuota, Reservation, RowPath
+from nixl_tiers.tiers.rowfile.names import RowPath
+from nixl_tiers.tiers.rowfile.quota import DirQuota, Reservation
 
 NAMESPACE = bytes(16).hex()
 PATH = RowPath.of(NAMESPACE, b"key")

@@ -12,11 +12,11 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Entry
 from nixl_tiers.tiers.disk import INCOMING
-from nixl_tiers.tiers.rowfile.io import TOUCH_S
-from nixl_tiers.tiers.rowfile.quota import RowPath
+from nixl_tiers.tiers.rowfile.directory import ServerTime
+from nixl_tiers.tiers.rowfile.names import RowPath
 from nixl_tiers.tiers.rowfile.scanner import ORPHAN_S
-from nixl_tiers.tiers.rowfile.server_time import ServerTime
 from nixl_tiers.tiers.rowfile.tier import RowFileTier
+from nixl_tiers.tiers.rowfile.transfers import TOUCH_S
 from tests.mover.harness import NAMESPACE, key_of, wait_until
 from tests.support.file_tier import file_config
 from tests.tiers import file_tiers

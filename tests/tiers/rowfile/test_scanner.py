@@ -16,7 +16,8 @@ from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
-from nixl_tiers.tiers.rowfile.quota import DirQuota, Reservation, RowPath, age_from
+from nixl_tiers.tiers.rowfile.names import RowPath
+from nixl_tiers.tiers.rowfile.quota import DirQuota, Reservation, age_from
 from nixl_tiers.tiers.rowfile.scanner import DirScanner
 
 NAMESPACE, OTHER = "0" * 32, "f" * 32

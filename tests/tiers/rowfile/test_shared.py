@@ -18,8 +18,8 @@ from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.protocol import Delete, Listed, Open, Refused, Store
 from nixl_tiers.tiers.base import GONE, Entry, Move
 from nixl_tiers.tiers.disk import INCOMING
+from nixl_tiers.tiers.rowfile.names import TempNames
 from nixl_tiers.tiers.rowfile.scanner import ORPHAN_S
-from nixl_tiers.tiers.rowfile.temp_names import TempNames
 from tests.mover.harness import NAMESPACE, MoverProcess, key_of, payload, wait_until
 from tests.support.disks import disk_bytes
 from tests.support.file_tier import file_tier, files_tier
@@ -172,7 +172,7 @@ def test_orphaned_temporary_files_are_deleted_and_others_stay(tmp_path: Path) ->
     make_orphan_name = [
         sys.executable,
         "-c",
-        "from nixl_tiers.tiers.rowfile.temp_names import TempNames; print(TempNames().name())",
+        "from nixl_tiers.tiers.rowfile.names import TempNames; print(TempNames().name())",
     ]
     dead = subprocess.run(make_orphan_name, check=True, capture_output=True, text=True).stdout.strip()
     elsewhere = "elsewhere-" + ours.partition("-")[2]

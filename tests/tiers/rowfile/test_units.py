@@ -17,7 +17,8 @@ from nixl_tiers.tiers import staging
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.nixl_agent import Span, Transfer, TransferState
 from nixl_tiers.tiers.rowfile import transfers
-from nixl_tiers.tiers.rowfile.quota import Reservation, RowPath
+from nixl_tiers.tiers.rowfile.names import RowPath
+from nixl_tiers.tiers.rowfile.quota import Reservation
 from nixl_tiers.tiers.rowfile.tier import RowFileTier
 from tests.mover.harness import NAMESPACE
 from tests.tiers.file_tiers import ROWS, load, make_tier, store

@@ -1,4 +1,5 @@
-"""Names of unfinished files in a directory that processes of several machines share."""
+"""Names below a tier's path: of rows' files, and of unfinished ones in a directory that processes of several machines
+share."""
 
 from __future__ import annotations
 
@@ -9,9 +10,39 @@ import secrets
 import socket
 from hashlib import blake2b
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
+from nixl_tiers.base.chunk import Key, key_of_object, object_name
 from nixl_tiers.tiers.disk import PROBE
+
+FANOUT_NAME: Final = re.compile(r"[0-9a-f]{2}")
+
+
+class RowPath(NamedTuple):
+    """Where a row's file is below the tier's path: `<namespace>/<fan-out directory>/<name>`."""
+
+    namespace: str
+    fanout: str
+    key: Key
+
+    @classmethod
+    def of(cls, namespace: str, key: Key) -> RowPath:
+        return cls(namespace, fanout_of(key), key)
+
+    @classmethod
+    def of_file(cls, namespace: str, fanout: str, name: str) -> RowPath | None:
+        """The row whose file has this name in that directory; None: the file is foreign."""
+        key = key_of_object(f"{fanout}/{name[:-4]}") if name.endswith(".row") else None
+        return None if key is None else cls(namespace, fanout, key)
+
+    @property
+    def name(self) -> str:
+        return f"{self.key.hex()}.row"
+
+
+def fanout_of(key: Key) -> str:
+    """The fan-out directory that a key's row belongs in."""
+    return object_name(key).partition("/")[0]
 
 
 class TempNames:
