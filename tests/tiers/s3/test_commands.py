@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from typing import Any
 
@@ -13,10 +14,12 @@ from botocore.exceptions import ClientError
 from nixl_tiers.base.chunk import Geometry, Outcome, object_name
 from nixl_tiers.base.manifest import Description, Manifest
 from nixl_tiers.cli import FAILED, INCOMPLETE, OK, main
+from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.s3 import answers, janitor, lease
 from nixl_tiers.tiers.s3 import tier as tier_module
 from nixl_tiers.tiers.s3.answers import answered_at_s
 from nixl_tiers.tiers.s3.lease_state import Record
+from nixl_tiers.tiers.stored import find_stored
 from tests.support.servers import S3Server, SeaweedServer
 from tests.tiers.s3.harness import NAMESPACE, TierDriver, wait_until
 
@@ -70,6 +73,7 @@ def test_prefix_is_inspected_verified_and_purged_under_an_open_tier(
         assert run("inspect")[1]["namespaces"][0]["rows"] == 3
         code, shown = run("purge", "--salt", "blue", "--namespace", NAMESPACE.hex(), "--yes")
         assert (code, shown["namespaces"][0]["rows"], shown["namespaces"][0]["left"]) == (OK, 3, 0)
+        assert manifest() is not None  # of the engine that goes on
         assert driver.load([1, 2, 3]) == [Outcome.MISSING] * 3
         assert wait_until(lambda: driver.store([1]) == [Outcome.OK])
         assert driver.load([1]) == [Outcome.OK]
@@ -99,6 +103,33 @@ def test_holder_is_alive_to_a_date_that_is_minutes_ahead(
     assert main(["inspect", f"s3://{bucket}/p", "--endpoint", seaweedfs.endpoint, "--json"]) == OK
     (found,) = json.loads(capsys.readouterr().out)["namespaces"]
     assert found["held_by"] == (None if ahead_s == 600 else "at least one engine" if shared else "engine pod-7")
+
+
+@pytest.mark.usefixtures("server_credentials")
+def test_shared_prefix_whose_janitor_has_ended_has_no_holder(
+    seaweedfs: SeaweedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client, bucket = seaweedfs.client(), f"kv-{secrets.token_hex(4)}"
+    client.create_bucket(Bucket=bucket)
+    client.put_object(Bucket=bucket, Key=f"p/{NAMESPACE.hex()}/{object_name(b'key')}", Body=b"row")
+    client.put_object(Bucket=bucket, Key=f"p/{janitor.LEASE_NAME}", Body=b"")
+    assert main(["inspect", f"s3://{bucket}/p", "--endpoint", seaweedfs.endpoint, "--json"]) == OK
+    assert json.loads(capsys.readouterr().out)["namespaces"][0]["held_by"] is None
+
+
+def test_rows_that_were_written_since_they_were_listed_stay(s3_server: S3Server, place: dict[str, Any]) -> None:
+    client, bucket, home = s3_server.client(), place["bucket"], f"{place['prefix']}/{NAMESPACE.hex()}"
+    manifest = Manifest(NAMESPACE.hex(), Description(model="org/model"), 4096)
+    names = {f"{home}/{object_name(b'%d' % number)}": b"row" for number in range(2)}
+    for name, body in {**names, f"{home}/about.json": manifest.encode()}.items():
+        client.put_object(Bucket=bucket, Key=name, Body=body)
+    config = S3Config.model_validate({"type": "s3", "capacity": "1GiB", **place})
+    (found,) = find_stored(config, math.inf)
+    assert found.newest_s is not None
+    found.newest_s -= 3600.0  # all were written later than what was listed
+    found.delete(lambda _: None)
+    left = client.list_objects_v2(Bucket=bucket, Prefix=home)["Contents"]
+    assert {each["Key"] for each in left} == {*names, f"{home}/about.json"}
 
 
 def test_server_that_does_not_answer_is_one_sentence(
@@ -204,7 +235,11 @@ def test_versions_that_may_be_left_are_a_problem(
         return answer
 
     monkeypatch.setattr(BaseClient, "_make_api_call", call)
-    code = main(["purge", f"s3://{bucket}/p", "--endpoint", place["endpoint"], "--all", "--yes", "--json"])
+    command = ["purge", f"s3://{bucket}/p", "--endpoint", place["endpoint"], "--all", "--json"]
+    if len(denied) == 1:  # else nothing tells before a delete is answered
+        assert main(command) == INCOMPLETE
+        assert "allow s3:ListBucketVersions" in json.loads(capsys.readouterr().out)["namespaces"][0]["problem"]
+    code = main([*command, "--yes"])
     (report,) = json.loads(capsys.readouterr().out)["namespaces"]
     assert (code, report["left"]) == (INCOMPLETE, 0)
     assert "older versions" in report["problem"]
