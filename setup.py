@@ -1,8 +1,9 @@
 """Declares what is compiled; everything else about the package stands in pyproject.toml.
 
-Five things, all optional. Four libraries, which ctypes loads: without a C compiler the wheel is built all the same,
-swap.host and memory.hash_copy use numpy, memory.row_lookup looks up key by key, and GPUs are refused with a sentence.
-They contain nothing of Python, so one wheel, tagged with the stable ABI, serves every version. The GPU kernels, as one
+Five things, all optional. Three libraries, which ctypes loads, and a module: without a C compiler the wheel is built
+nevertheless, swap.host and memory.hash_copy use numpy, core.tier_rows holds fewer rows, and GPUs are refused.
+The libraries contain nothing of Python, and the module keeps to its limited API, so one wheel, tagged with the stable
+ABI, serves every version. The GPU kernels, as one
 file for all architectures: without nvcc they are compiled at the first start on a GPU (swap.kernels), for which the
 sources go into the wheel.
 """
@@ -83,10 +84,8 @@ setup(
             py_limited_api=True,
         ),
         Extension(
-            "nixl_tiers.memory._row_lookup",
-            sources=["csrc/row_lookup.c"],
-            depends=["csrc/xxh3.h"],
-            include_dirs=["csrc"],
+            "nixl_tiers.core._tier_rows",
+            sources=["csrc/tier_rows.c"],
             extra_compile_args=["-O2", "-std=c11", "-Wall", "-Wextra"],
             optional=True,
             py_limited_api=True,

@@ -31,8 +31,8 @@ from typing import get_args
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Eviction, Write
-from nixl_tiers.core.cold_rows import take_all
 from nixl_tiers.core.host import CPU
+from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.types import TierSpec
 
@@ -100,12 +100,12 @@ def read(path: Path) -> list[Prompt]:
     return prompts
 
 
-def replay(prompts: Sequence[Prompt], rows: int, policy: Eviction, stored: tuple[int, Eviction] | None) -> Result:
-    """All prompts through a host tier of `rows` rows, over a file tier of `stored` (rows, policy) if that is given."""
-    specs = [TierSpec("file", Write.THROUGH, physical_slots=True, policy=stored[1])] if stored else []
+def replay(prompts: Sequence[Prompt], rows: int, policy: Eviction, stored: int = 0) -> Result:
+    """All prompts through a host tier of `rows` rows, over a file tier of `stored` rows if there are any."""
+    specs = [TierSpec("file", Write.THROUGH, physical_slots=True)] if stored else []
     core = TierManager(rows, ROW_BYTES, specs, policy=policy)
     if stored:
-        take_all(core.events.opened(0, stored[0]))
+        take_all(core.events.opened(0, stored))
         core.events.listed(0, [], last=True)
     clock = Clock()
     hits: dict[str, int] = dict.fromkeys((CPU, *(spec.name for spec in specs)), 0)
@@ -218,7 +218,7 @@ def one_tier(prompts: Sequence[Prompt], distinct: int, shares: Sequence[int], na
                 rate = belady(prompts, rows)
                 line[name] = {"hits": {CPU: rate}}
             else:
-                result = replay(prompts, rows, name, None)
+                result = replay(prompts, rows, name)
                 rate = result.hits[CPU]
                 line[name] = asdict(result)
             expected = known.get(name, {}).get(share)
@@ -234,14 +234,13 @@ def two_tiers(prompts: Sequence[Prompt], distinct: int, names: Sequence[Eviction
     """Prints and returns the second table."""
     host, file = distinct * HOST_PERCENT // 100, distinct * FILE_PERCENT // 100
     print(f"\nTwo tiers: host {HOST_PERCENT} % ({host} rows) over file {FILE_PERCENT} % ({file} rows)")
-    print(f"{'host':>9}{'file':>9}{'from host':>12}{'from file':>12}{'together':>12}")
+    print(f"{'host':>9}{'from host':>12}{'from file':>12}{'together':>12}")
     lines: list[dict[str, object]] = []
-    for host_policy in names:
-        for file_policy in names:
-            result = replay(prompts, host, host_policy, (file, file_policy))
-            rates = (result.hits[CPU], result.hits["file"], sum(result.hits.values()))
-            print(f"{host_policy:>9}{file_policy:>9}" + "".join(f"{rate:>12.1f}" for rate in rates), flush=True)
-            lines.append({"host": host_policy, "file": file_policy, **asdict(result)})
+    for policy in names:
+        result = replay(prompts, host, policy, file)
+        rates = (result.hits[CPU], result.hits["file"], sum(result.hits.values()))
+        print(f"{policy:>9}" + "".join(f"{rate:>12.1f}" for rate in rates), flush=True)
+        lines.append({"host": policy, **asdict(result)})
     return lines
 
 
@@ -256,7 +255,7 @@ def costs(report: dict) -> None:
         for name, run in line.items()
         if isinstance(run, dict) and "us_per_block" in run
     ]
-    runs += [(f"{run['host']} over {run['file']}", run) for run in report["two_tiers"]]
+    runs += [(f"{run['host']} over lru", run) for run in report["two_tiers"]]
     for label, run in runs:
         cells = (f"{run['us_per_block'][kind]:10.2f}" if kind in run["us_per_block"] else " " * 10 for kind in kinds)
         print(f"{label:>24}" + "".join(cells) + f"{run['slowest_ms']:12.2f}")
@@ -287,7 +286,7 @@ def main() -> int:
     print(f"{len(prompts)} requests, {sum(len(p.keys) for p in prompts)} look-ups, {distinct} distinct blocks")
     if args.profile:
         sizes = distinct * HOST_PERCENT // 100, distinct * FILE_PERCENT // 100
-        profiled(lambda: replay(prompts, sizes[0], names[0], (sizes[1], names[0])))
+        profiled(lambda: replay(prompts, sizes[0], names[0], sizes[1]))
         return 0
     report = {
         "trace": args.trace.name,

@@ -26,7 +26,7 @@ from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.base.policies import Write
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.tier import StorageConfig
-from nixl_tiers.core.cold_rows import take_all
+from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import TierSpec
 from nixl_tiers.memory.region import HostRegion
@@ -168,8 +168,7 @@ def main() -> None:
         messages_s: list[float] = []
         index_s: list[float] = []
         link.on_message = timed(link.on_message, time.thread_time, messages_s)  # type: ignore[method-assign]
-        link.on_table = timed(link.on_table, time.thread_time, index_s)  # type: ignore[method-assign]
-        core = coordinator._core
+        link.on_columns = timed(link.on_columns, time.thread_time, index_s)  # type: ignore[method-assign]
         coordinator.start(30.0)
         scheduler = Scheduler(coordinator, rows)
         scheduler.start()
@@ -185,17 +184,15 @@ def main() -> None:
         scheduler.join()
         grown = anonymous_bytes() - before
         held = coordinator.counters()["lister"]["rows"]
-        index_bytes = sum(table.nbytes for table in core.tiers[0].cold.tables)  # type: ignore[attr-defined]
         coordinator.close(10.0)
     before_s, during_s = (sorted(part) for part in (scheduler.spent_s[:quiet], scheduler.spent_s[quiet:]))
     print(f"| {held:.0f} rows listed through a mover, {os.cpu_count()} processors | |\n| --- | --- |")
     print(f"| from the first row listed to the tier being up | {took_s:.1f} s |")
-    print(f"| supervisor's thread, rows one by one | {sum(messages_s) * 1e3:.1f} ms of processor time |")
-    print(f"| supervisor's thread, row tables | {sum(index_s) * 1e3:.1f} ms of processor time |")
+    print(f"| supervisor's thread, columns | {sum(index_s) * 1e3:.1f} ms of processor time |")
+    print(f"| supervisor's thread, other messages | {sum(messages_s) * 1e3:.1f} ms of processor time |")
     for name, part in (("before", before_s), ("meanwhile", during_s)):
         median_us, longest_ms = statistics.median(part) * 1e6, part[-1] * 1e3
         print(f"| a lookup {name}: median, longest | {median_us:.0f} us, {longest_ms:.2f} ms |")
-    print(f"| row tables | {index_bytes / held:.2f} bytes a row |")
     print(f"| private memory of the scheduler's process for them | {grown / held:.2f} bytes a row |")
     if arguments.one_by_one:
         print(f"| one by one instead | {one_by_one_us(arguments.one_by_one):.1f} us of processor time a row |")

@@ -25,10 +25,8 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, Schedu
 
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema
-from nixl_tiers.core.cold_rows import take_all
-from nixl_tiers.memory.key_hash import KeyHash
+from nixl_tiers.core.listing import take_all
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.row_table import Rows, RowTable
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm.manager import NixlTiersManager
 
@@ -124,11 +122,9 @@ class Bench:
         self.core = self.coordinator._core
         self.cold = hashes(COLD_ROWS)
         self._next_cold = 0
-        rows = Rows()
-        rows.add([make_offload_key(each, 0) for each in self.cold], range(COLD_ROWS), [0] * COLD_ROWS)
         take_all(self.core.events.opened(0, 2 * COLD_ROWS))
-        take_all(self.core.events.table_listed(0, RowTable.build(rows, key_hash=KeyHash.random()), 0))
-        self.core.events.listed(0, [], last=True)
+        rows = [(slot, make_offload_key(each, 0), 0) for slot, each in enumerate(self.cold)]
+        self.core.events.listed(0, rows, last=True)
         self.vllm = VllmLookups(NixlTiersManager(self.coordinator, config, (0,), None, pause_s=0.0))
         self._names = 0
 

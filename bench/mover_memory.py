@@ -3,7 +3,7 @@
     python -m bench.mover_memory [--rows 1000000]
 
 Keys of 36 bytes, as vLLM's; each index in a process of its own. Slabs keep their journal on the disk and share the
-rest with the engine: docs/internals/row-tables.md.
+rest with the engine: docs/internals/tier-index.md.
 """
 
 from __future__ import annotations

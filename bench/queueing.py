@@ -32,8 +32,8 @@ from bench.eviction import TRACE, read
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Prefer, Write
 from nixl_tiers.core.chain_rows import Chain, Group
-from nixl_tiers.core.cold_rows import take_all
 from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.types import Job, TierSpec
@@ -135,7 +135,7 @@ class VirtualEngine:
     def hold(self, keys: Sequence[Key]) -> None:
         """Each tier holds these keys already."""
         for number, tier in enumerate(self.core.tiers):
-            rows = [(slot, key, 0) for slot, key in enumerate(keys[-tier.slots.limit :])]
+            rows = [(slot, key, 0) for slot, key in enumerate(keys[-tier.index.slots.limit :])]
             self.core.events.listed(number, rows, last=True)
 
     def run(self, requests: Sequence[Request]) -> Result:

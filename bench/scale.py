@@ -5,14 +5,14 @@
 Each part runs in a process of its own, with keys of 36 bytes:
 
 - `stored`: the scheduler's process after it has stored that many rows since its start, the tier full; then its tier is
-  down and opened again, and then reset;
+  down and opened again, and lists nothing, and then reset; with 1000, 8 and 1 rows a tick;
 - `listed`: the same after a mover has listed them, and once more after that mover was killed and another has listed
   them again; and the mover;
 - `journal`: a slab mover's journal of that many rows, opened and listed;
 - the other movers' books, by `bench.mover_memory`;
 - `locks`: `bench.locks`, which does not depend on the number of rows.
 
-Memory is resident memory, shared tables included; "peak" is the highest while the part ran. Times are processor time
+Memory is resident memory, what is shared included; "peak" is the highest while the part ran. Times are processor time
 of the thread: `hold` is the longest that the coordinator's lock was held at once, `10th` the tenth longest, since a
 virtual machine charges a thread for what its host does meanwhile, and of a million holds some are hit by that. `gil` is
 an upper bound of how long the interpreter lock was held: the most processor time that the process spent while another
@@ -57,9 +57,8 @@ ROWS: Final = [1_000_000, 4_000_000, 10_000_000]
 GEOMETRY: Final = Geometry(1, 2000)
 HOST_ROWS: Final = 64
 LOOKUPS: Final = 20_000
+CHAIN: Final = 400
 BATCH: Final = 1000
-HOT_ROWS: Final = 1 << 16
-PATIENCE_S: Final = 120.0
 LATE_S: Final = 0.005
 LATE_LINES: Final = 5
 Figures = dict[str, float]
@@ -73,7 +72,7 @@ def key(number: int) -> bytes:
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """Resident memory; what is mapped of shared tables counts whole, whichever pages were used."""
+    """Resident memory; what is mapped of shared memory counts whole, whichever pages were used."""
     gc.collect()
     total, size, shared = 0, 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -120,28 +119,12 @@ class Scheduler:
         (self.tier,) = self.core.tiers
         sys.setswitchinterval(SWITCH_S)
         self.gil = GilProbe(late_s=LATE_S)
-        self.patience_s = PATIENCE_S
         self.before_bytes = resident_bytes()
 
     def begin(self) -> None:
         gc.freeze()
         self.lock.reset()
         self.gil.start()
-
-    def wait_for_room(self, rows: int) -> None:
-        """Give the coordinator's threads time to keep the index small, as engines do, which store more slowly."""
-        until_s = time.monotonic() + self.patience_s
-        while (len(self.tier.index) > rows or (rows <= HOT_ROWS and self.working)) and self.patience_s:
-            self.link.on_tick(time.monotonic(), [100_000])
-            time.sleep(0.01)
-            if time.monotonic() > until_s:
-                self.patience_s = 0.0  # it does not get smaller
-
-    @property
-    def working(self) -> bool:
-        """Whether these threads have something to do."""
-        tier = self.tier
-        return tier.needs_spill or tier.spill is not None or tier.cold.has_retired or bool(self.core.garbage)
 
     def figures(self) -> Figures:
         """Until now; look-ups are measured after that."""
@@ -157,12 +140,17 @@ class Scheduler:
         }
         step = max(1, self.rows // LOOKUPS)
         picked = [key(number) for number in range(0, self.rows, step)]
-        hot = [key for key in picked if key in self.tier.index]
-        cold = [key for key in picked if key not in self.tier.index]
-        absent = [key(self.rows + number) for number in range(LOOKUPS)]
-        for name, keys in (("hot", hot), ("cold", cold), ("absent", absent)):
-            if len(keys) >= 500:
-                found[f"{name}_us"] = each_us(lambda one: self.tier.can_load(one, 0.0), keys)
+        absent = [key(2 * self.rows + number) for number in range(LOOKUPS)]
+        for name, keys in (("held", picked), ("absent", absent)):
+            found[f"{name}_us"] = each_us(lambda one: self.tier.can_load(one, 0.0), keys)
+            chains = [keys[at : at + CHAIN] for at in range(0, len(keys), CHAIN)]
+            began_s = time.thread_time()
+            for chain in chains:
+                self.tier.can_load_many(chain, 0.0)
+            found[f"{name}_chain_us"] = (time.thread_time() - began_s) / len(keys) * 1e6
+        began_s = time.thread_time()
+        gc.collect()
+        found["gc_ms"] = (time.thread_time() - began_s) * 1e3
         return found
 
     def close(self) -> None:
@@ -172,8 +160,8 @@ class Scheduler:
 # --- parts --------------------------------------------------------------------------------------------------------
 
 
-def stored(rows: int) -> dict[str, Figures]:
-    """Rows stored since the start, then as many again as evict a tenth of them."""
+def stored(rows: int, rows_a_tick: int = BATCH) -> dict[str, Figures]:
+    """Rows stored since the start, so many at each tick, then as many again as evict a tenth of them."""
     with tempfile.TemporaryDirectory() as directory:
         scheduler = Scheduler(rows, Path(directory))
         tier, link, lock = scheduler.tier, scheduler.link, scheduler.lock
@@ -182,15 +170,13 @@ def stored(rows: int) -> dict[str, Figures]:
         scheduler.begin()
         for first in range(0, rows + rows // 10, BATCH):
             with lock.untimed():
-                tier.make_room(BATCH)
+                tier.index.make_room(BATCH)
                 for number in range(first, first + BATCH):
-                    entry = tier.reserve(key(number), number // BATCH)
-                    assert entry is not None
-                    entry.stored = True
+                    reserved = tier.index.reserve(key(number), number // rows_a_tick)
+                    assert reserved is not None
+                    tier.index.rows.stored(key(number), reserved[1])
                 tier.counters.stored += BATCH
             link.on_tick(time.monotonic(), [100_000])
-            scheduler.wait_for_room(2 * HOT_ROWS)
-        scheduler.wait_for_room(HOT_ROWS)
         figures = {"stored": scheduler.figures()}
 
         def opened_again() -> None:
@@ -201,9 +187,11 @@ def stored(rows: int) -> dict[str, Figures]:
         for name, event in (("opened again", opened_again), ("reset", scheduler.coordinator.reset)):
             lock.reset()
             event()
-            for _ in range(100):
+            began_s = time.monotonic()
+            while scheduler.core.garbage or time.monotonic() - began_s < 1.0:
                 link.on_tick(time.monotonic(), [100_000])
-            figures[f"stored, {name}"] = lock.figures()
+            left = (resident_bytes() - scheduler.before_bytes) / rows
+            figures[f"stored, {name}"] = {**lock.figures(), "bytes_a_row": left}
         return figures
 
 
@@ -287,6 +275,8 @@ def locks(_: int) -> dict[str, Figures]:
 
 PARTS: dict[str, Callable[[int], dict[str, Figures]]] = {
     "stored": stored,
+    "stored, 8 a tick": lambda rows: {f"{name}, 8 a tick": each for name, each in stored(rows, 8).items()},
+    "stored, 1 a tick": lambda rows: {f"{name}, 1 a tick": each for name, each in stored(rows, 1).items()},
     "listed": listed,
     "journal": journal,
     **{name: lambda rows, name=name: books(name, rows) for name in INDEXES},  # type: ignore[misc]
@@ -303,8 +293,14 @@ def run(part: str, rows: int) -> dict[str, Figures]:
     command = [sys.executable, "-m", "bench.scale", "--part", part, "--rows", str(rows)]
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}  # movers import the lister by its name
-    output = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout
-    figures: dict[str, Figures] = json.loads(output.splitlines()[-1])
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        figures: dict[str, Figures] = json.loads([*iter(process.stdout.readline, "")][-1])
+        began_s = time.monotonic()
+        if process.wait():
+            raise SystemExit(process.returncode)
+    if part == "stored":
+        figures[part]["exit_s"] = time.monotonic() - began_s
     return figures
 
 
@@ -314,9 +310,12 @@ COLUMNS: Final = {
     "hold_ms": "hold, ms",
     "hold_10th_ms": "10th, ms",
     "gil_ms": "gil, ms",
-    "hot_us": "hot, us",
-    "cold_us": "cold, us",
+    "held_us": "held, us",
     "absent_us": "absent, us",
+    "held_chain_us": "chain, held",
+    "absent_chain_us": "chain, absent",
+    "gc_ms": "full gc, ms",
+    "exit_s": "exit, s",
     "listing_s": "listing, s",
 }
 
@@ -371,6 +370,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.part:
         print(json.dumps(PARTS[arguments.part](arguments.rows[0])))
+        sys.stdout.close()  # how long the process takes to exit is measured from here
         return
     results: dict[str, dict[str, Figures]] = {}
     here = machine()

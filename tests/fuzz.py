@@ -3,9 +3,9 @@
     python tests/fuzz.py --minutes 10            prints the seed of each round
     python tests/fuzz.py --seed 1234 --rounds 1  the same examples again
 
-A round runs the state machine of the core, the models of the eviction policies, and the fuzzers of seal, row table and
-configuration, all with one seed. It ends with the first failure; hypothesis keeps the shrunk example in .hypothesis, so
-that `make test` fails until it is fixed.
+A round runs the state machine of the core, the models of the eviction policies and of a tier's rows, and the fuzzers of
+seal and configuration, all with one seed. It ends with the first failure; hypothesis keeps the shrunk example in
+.hypothesis, so that `make test` fails until it is fixed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FUZZED = [
     "tests/core/test_stateful.py",
-    "tests/core/test_spill.py",
+    "tests/core/test_tier_rows.py",
     "tests/core/test_eviction.py",
     "tests/core/test_eviction.py",
     "tests/memory/test_seal.py",
-    "tests/memory/test_row_table.py",
     "tests/config/test_schema.py",
     "tests/tiers/s3/test_lease_state.py",
     "tests/tiers/s3/test_owner_state.py",

@@ -250,9 +250,6 @@ METRICS: Final[Mapping[str, Metric]] = {
         missing=Series(storage, ("missing",), "not there when it was to be loaded"),
         unreadable=Series(host, ("unreadable",), "a worker could not copy it"),
         removed=Series(storage, ("deleted",), "expired, deleted by others, or over a lowered limit"),
-        relisted=Series(
-            storage, ("relisted",), 'listed again since the tier was reopened: `reason="found"` counts it again'
-        ),
         reset=Series(every, ("reset",), "the weights may have changed"),
     ),
     "chunks": _gauge("Chunks that this tier is known to hold: what a look-up can hit.", number="rows"),

@@ -36,7 +36,6 @@ def when_unset(meaning: str) -> dict[str, JsonValue]:
     return {"unset": meaning}
 
 
-EvictionField = Annotated[Eviction, Field(description="eviction policy")]
 WriteField = Annotated[
     Write,
     BeforeValidator(fields.bare_off),
@@ -66,7 +65,7 @@ class CpuConfig(Model):
 
     type: Literal["cpu"] = Field(description="kind of the tier")
     capacity: Size = Field(description="budget in host memory, per node")
-    eviction: EvictionField = "lru"
+    eviction: Eviction = Field("lru", description="eviction policy")
     huge_pages: Annotated[HugePages, BeforeValidator(fields.bare_off)] = Field(
         HugePages.AUTO,
         description="`auto`: transparent huge pages, where the kernel provides them for shared memory; `hugetlb`: the "
@@ -85,7 +84,7 @@ class StorageConfig(Model):
     type: str = Field(description="kind of the tier")
     capacity: Size = Field(description="budget of everything that the tier stores on its medium")
     write: WriteField = Write.THROUGH
-    eviction: EvictionField = "lru"
+    eviction: Eviction = Field("lru", description="`lru`; another value is accepted, and means that")
 
     # --- capabilities ---------------------------------------------------------------------------------------------
 

@@ -82,9 +82,9 @@ class Copies:
                 counters.hit_tokens += tokens[place]
                 if load is not None:
                     load.tokens[row.source] = load.tokens.get(row.source, 0) + tokens[place]
-            for tier in self._tiers:
-                tier.touch(key, tick)
             rows.append(row.index)
+        for tier in self._tiers:
+            tier.index.touch(keys, tick)
         waited = self._promotion.observe_wait(request, loaded=True)
         if load is not None:
             load.waited = waited
@@ -311,7 +311,7 @@ class EngineHits:
         self.waiting = 0
 
     def _touch(self, keys: Sequence[Key], hits: _Hits) -> None:
-        host, tiers = self._state.host, self._state.tiers
+        host, used = self._state.host, []
         for key in keys:
             row = host.index.get(key)
             if row is not None:
@@ -320,8 +320,9 @@ class EngineHits:
                 host.touch(key, hits.tick)
                 if row.host_only and not hits.host_only:
                     self._writeback.allow(row)
-            for tier in tiers:
-                tier.touch(key, hits.tick)
+            used.append(key)
+        for tier in self._state.tiers:
+            tier.index.touch(used, hits.tick)
 
     def _drop_first(self) -> None:
         hits = self._queue.popleft()

@@ -6,10 +6,19 @@ To free a dict of a million rows at once keeps the interpreter's lock for a tent
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Final
+from typing import Any, Final, Protocol, runtime_checkable
 
 _CONTAINERS = (dict, set, list, deque)
 SMALL: Final = 64  # entries that are freed at once
+A_PART: Final = 1024  # of a structure that frees itself in parts: so many entries take as long
+
+
+@runtime_checkable
+class Freeable(Protocol):
+    """What frees itself in parts."""
+
+    def free(self, parts: int, /) -> bool:
+        """Free so many; whether any is left."""
 
 
 class DeferredFree:
@@ -30,6 +39,11 @@ class DeferredFree:
         """Free up to `most` entries."""
         while most > 0 and self._structures:
             structure = self._structures.pop()
+            if isinstance(structure, Freeable):
+                if structure.free(1):
+                    self._structures.append(structure)
+                most -= A_PART
+                continue
             if not isinstance(structure, _CONTAINERS):
                 self.add(*(vars(structure).values() if hasattr(structure, "__dict__") else ()))
                 continue

@@ -6,21 +6,20 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.core.cold_rows import ColdTable, Steps, take_all
 from nixl_tiers.core.copies import EngineHits
 from nixl_tiers.core.existence import ExistenceCheck, ExistenceChecks
 from nixl_tiers.core.health import Health
-from nixl_tiers.core.listing import add_table, begin_listing, end_listing
+from nixl_tiers.core.listing import Steps, add_columns, begin_listing, end_listing, take_all
 from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.promotion_jobs import Measurements, PromotionJobs
 from nixl_tiers.core.state import CascadeState
-from nixl_tiers.core.tier import TierIndex
-from nixl_tiers.core.types import Direction, Job, TierState
+from nixl_tiers.core.tier import Tier
+from nixl_tiers.core.tier_rows import MOST_TICK
+from nixl_tiers.core.types import Columns, Direction, Job, TierState
 from nixl_tiers.core.writeback import WriteBack
 
 _LISTING: Final = TierState.LISTING  # members of an enum are found by a slow attribute look-up before Python 3.12
 PAUSE_SHARE: Final = 0.5  # of the time that a tier needs for what it is moving
-MAX_LISTED_TICK: Final = 1 << 39  # a higher one, which only a defect makes, must not use up the numbers of a journal
 
 
 class Events:
@@ -57,30 +56,30 @@ class Events:
 
     def resized(self, tier: int, slots: int) -> None:
         """The tier has room for more or fewer rows, while it is open. Rows beyond it are listed as removed."""
-        self._state.tiers[tier].set_limit(slots)
+        self._state.tiers[tier].index.set_limit(slots)
 
     def listed(self, tier: int, entries: Iterable[tuple[int, Key, int]], last: bool) -> None:
         """Rows that the medium holds: (slot, key, tick), or removed ones: a negative slot. They are verified when they
         are loaded. `last`: the listing is complete."""
-        index = self._state.tiers[tier]
+        listed = self._state.tiers[tier]
         for slot, key, tick in entries:
-            index.add_listed(slot, key, tick)
-            self._listed_tick(index, tick)
+            listed.index.add_listed(slot, key, tick)
+            listed.index.newest_listed = max(listed.index.newest_listed, min(tick, MOST_TICK))
+        self._go_on_from(listed)
         if last:
             take_all(self.listing_ends(tier))
-            if index.state is TierState.LISTING:
-                index.state = TierState.UP
+            if listed.state is TierState.LISTING:
+                listed.state = TierState.UP
 
-    def table_listed(self, tier: int, table: ColdTable, newest: int) -> Steps:
-        """The same for many rows, the most recent of which was used at tick `newest`; the core owns `table` from now
-        on. No other event of this tier may come before the last step."""
-        index = self._state.tiers[tier]
-        self._listed_tick(index, newest)
-        return add_table(index, table)
+    def columns_listed(self, tier: int, columns: Columns) -> Steps:
+        """The same for many rows; the core owns `columns` from now on. No other event of this tier may come before the
+        last step."""
+        listed = self._state.tiers[tier]
+        return self._going_on(listed, add_columns(listed, columns))
 
     def listing_ends(self, tier: int) -> Steps:
         """To be done before the last `listed`, if that is not to take long: rows of before the tier was opened again
-        are retired."""
+        that were not listed are gone."""
         return end_listing(self._state.tiers[tier])
 
     def existence_checked(self, tier: int, check: int, absent: Collection[Key], now: float) -> None:
@@ -89,30 +88,30 @@ class Events:
 
     def down(self, tier: int, now: float) -> None:
         """The tier's medium does not answer. Its rows are misses until it is opened again."""
-        index = self._state.tiers[tier]
+        lost = self._state.tiers[tier]
         self._state.begin_slice()
-        index.state = TierState.DOWN
-        index.clear_deletes()
+        lost.state = TierState.DOWN
+        lost.index.clear_deletes()
         self._checks.lost(tier)
-        self._writeback.drop_stores(index)
-        self._promotion_jobs.requeue(index, now)
+        self._writeback.drop_stores(lost)
+        self._promotion_jobs.requeue(lost, now)
 
     # --- movers ------------------------------------------------------------------------------------------------
 
     def killed(self, tier: int, now: float) -> None:
         """The tier's mover was sent a kill. It may still write to its rows: these stay in quarantine until `lost`."""
-        index = self._state.tiers[tier]
-        index.counters.kills += 1
+        killed = self._state.tiers[tier]
+        killed.counters.kills += 1
         self.down(tier, now)
-        self._health.mover_killed(index, now)
+        self._health.mover_killed(killed, now)
         self._work(now)
 
     def lost(self, tier: int, now: float) -> None:
         """The tier's mover is dead and reaped: nothing writes to its rows any more. All its jobs have failed."""
-        index = self._state.tiers[tier]
-        index.counters.deaths += 1
+        lost = self._state.tiers[tier]
+        lost.counters.deaths += 1
         self.down(tier, now)
-        self._health.mover_died(index, now)
+        self._health.mover_died(lost, now)
         self._work(now)
 
     def work(self, now: float) -> None:
@@ -136,7 +135,7 @@ class Events:
         """Whether a turn might start something now for which no request waits: write-back, deletions, measurements,
         uses to be noted."""
         return bool(self._engine_hits.waiting or self._measurements.busy) or any(
-            tier.to_delete
+            tier.index.to_delete
             or tier.to_demote
             or (tier.to_store and (tier.refuses_stores or self._writeback.has_room(tier)))
             or (tier.writable and self._writeback.rows_to_clean(tier) > 0)
@@ -157,7 +156,7 @@ class Events:
             return True
         for tier in self._state.tiers:  # `any` of these costs each step of the engine more
             # Loads that no request waits for, too: their end measures the tier.
-            if tier.rows_loading or tier.dead or tier.former or tier.trials_running:
+            if tier.rows_loading or tier.dead or tier.index.former or tier.trials_running:
                 return True
             if tier.trials and tier.readable:
                 return True
@@ -231,7 +230,7 @@ class Events:
         """The jobs to start now, within every bound and one slice; promotions of all tiers first. Demotions and stores
         keep out of their way (`store_hold.py`).
 
-        Loads may be sent before the keys to delete (`TierIndex.delete_batches`); stores must be sent after them.
+        Loads may be sent before the keys to delete (`Tier.delete_batches`); stores must be sent after them.
         """
         jobs: list[Job] = []
         self._state.begin_slice()
@@ -278,8 +277,8 @@ class Events:
         `partial`: of the rows that were loaded, those that lack sub-blocks: (place in the job, how many). Raises
         ValueError for a report that does not fit the job; it stays open then, until its mover is dead.
         """
-        index = self._state.tiers[tier]
-        job = index.jobs.get(job_id)
+        moved = self._state.tiers[tier]
+        job = moved.jobs.get(job_id)
         if job is None:
             return
         places = range(len(job.moves))
@@ -291,9 +290,9 @@ class Events:
         took_s = now - job.started_s
         if seconds is not None and job.direction is Direction.STORE:  # a request waits for a load until `now`
             took_s = min(took_s, seconds)
-        self._health.job_ended(index, job, outcomes, now, took_s)
+        self._health.job_ended(moved, job, outcomes, now, took_s)
         self._state.take(len(job.moves))
-        self._end_moves(index, job, outcomes, now)
+        self._end_moves(moved, job, outcomes, now)
         self._promotion_jobs.retry(now)
 
     # --- inside ------------------------------------------------------------------------------------------------
@@ -303,9 +302,9 @@ class Events:
             while (job := self._health.next_to_end(tier, now)) is not None:
                 self._end_moves(tier, job, [Outcome.FAILED] * len(job.moves), now)
                 if tier.state is TierState.DOWN:
-                    tier.clear_deletes()  # the next mover lists what is there
-            while tier.former and self._state.take():
-                tier.return_victims(1)
+                    tier.index.clear_deletes()  # the next mover lists what is there
+            while tier.index.former and self._state.take():
+                tier.index.return_victims(1)
         self._promotion_jobs.retry(now)
         host = self._state.host
         while host.has_old and self._state.take():
@@ -315,13 +314,16 @@ class Events:
             host.no_victims = not (found or host.searching)
         self._engine_hits.work()
 
-    def _listed_tick(self, index: TierIndex, tick: int) -> None:
-        """Ticks go on from the newest that any process has given, so that recency survives restarts."""
-        tick = min(tick, MAX_LISTED_TICK)
-        index.newest_listed = max(index.newest_listed, tick)
-        self._state.tick = max(self._state.tick, tick + 1)
+    def _going_on(self, tier: Tier, steps: Steps) -> Steps:
+        for _ in steps:
+            self._go_on_from(tier)
+            yield None
 
-    def _end_moves(self, tier: TierIndex, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
+    def _go_on_from(self, tier: Tier) -> None:
+        """Ticks go on from the newest that any process has given, so that recency survives restarts."""
+        self._state.tick = max(self._state.tick, tier.index.newest_listed + 1)
+
+    def _end_moves(self, tier: Tier, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
         tier.ending_moves += reversed(job.moves)
         tier.jobs.pop(job.id, None)
         self._state.job_ended(tier, job)

@@ -16,7 +16,7 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.requests import Request
-from nixl_tiers.core.tier import TierIndex
+from nixl_tiers.core.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class _OpenCheck:
 class _TierChecks:
     """The open checks of one tier, and its negative cache."""
 
-    def __init__(self, tier: TierIndex, limits: Limits) -> None:
+    def __init__(self, tier: Tier, limits: Limits) -> None:
         self.tier = tier
         self.open: dict[int, _OpenCheck] = {}
         self.by_first: dict[Key, _OpenCheck] = {}
@@ -100,7 +100,7 @@ class _TierChecks:
 class ExistenceChecks:
     """The checks of all tiers whose medium other engines store to."""
 
-    def __init__(self, tiers: Sequence[TierIndex], limits: Limits) -> None:
+    def __init__(self, tiers: Sequence[Tier], limits: Limits) -> None:
         self._limits = limits
         shared = [tier for tier in tiers if tier.spec.existence_checks and limits.check_timeout_s > 0]
         self.tiers = {tier.number: _TierChecks(tier, limits) for tier in shared}
@@ -171,7 +171,7 @@ class ExistenceChecks:
         shared.remember_absent(absent, now)
         # A chain without its first key is useless; requests that share a check have the first key in common.
         asked = check.question.keys[:1] if check.question.chain else check.question.keys
-        found = any(key in shared.tier for key in asked)
+        found = any(key in shared.tier.index for key in asked)
         if now - check.sent_s > self._limits.check_timeout_s or not (found or absent):
             shared.mark_slow(now)
         else:
@@ -219,7 +219,7 @@ class ExistenceChecks:
 
     def _worth(self, shared: _TierChecks, key: Key, now: float) -> bool:
         """Whether to wait for a check of this tier. A slow tier is checked without waiting."""
-        if not shared.tier.readable or key in shared.tier or shared.is_absent(key, now):
+        if not shared.tier.readable or key in shared.tier.index or shared.is_absent(key, now):
             return False
         if shared.slow:
             if shared.has_room(now):

@@ -12,7 +12,8 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.host import HostTier, Row, RowState
 from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.state import CascadeState
-from nixl_tiers.core.tier import TierIndex
+from nixl_tiers.core.tier import Tier
+from nixl_tiers.core.tier_rows import Found
 from nixl_tiers.core.types import Direction, Job, OrphanedJobs, TierState
 from nixl_tiers.core.writeback import WriteBack
 
@@ -70,7 +71,7 @@ class Health:
 
     # --- what movers report ------------------------------------------------------------------------------------
 
-    def job_ended(self, tier: TierIndex, job: Job, outcomes: Sequence[Outcome], now: float, took_s: float) -> None:
+    def job_ended(self, tier: Tier, job: Job, outcomes: Sequence[Outcome], now: float, took_s: float) -> None:
         """Learn from the end of a job: about the tier's speed, its circuit, and the keys that were moved."""
         moved = outcomes.count(Outcome.OK)
         failed = outcomes.count(Outcome.FAILED) if moved < len(outcomes) else 0
@@ -96,13 +97,13 @@ class Health:
         if not full or job.probe_episode is not None:
             self._record(tier, job, 2 * failed < len(outcomes), now)
 
-    def mover_killed(self, tier: TierIndex, now: float) -> None:
+    def mover_killed(self, tier: Tier, now: float) -> None:
         """The tier's mover was sent a kill: its circuits open, its jobs are abandoned and have no deadline any more."""
         for breaker in tier.breakers.values():
             breaker.trip(now)
         self._bury(tier, now, reaped=False)
 
-    def mover_died(self, tier: TierIndex, now: float) -> None:
+    def mover_died(self, tier: Tier, now: float) -> None:
         """The tier's mover is dead: a failure for both of its circuits, and for its open probes."""
         for breaker in tier.breakers.values():
             breaker.record(False, now)
@@ -113,7 +114,7 @@ class Health:
             dead.reaped = True
         self._bury(tier, now, reaped=True)
 
-    def next_to_end(self, tier: TierIndex, now: float) -> Job | None:
+    def next_to_end(self, tier: Tier, now: float) -> Job | None:
         """Work off the tier's dead jobs while the slice has room. Returns one that has ended, for the caller to end its
         moves; None if there is none, or no room."""
         while tier.dead and not (dead := tier.dead[0]).idle:
@@ -137,28 +138,28 @@ class Health:
 
     # --- trials ------------------------------------------------------------------------------------------------
 
-    def plan_trials(self, tier: TierIndex, now: float) -> list[Job]:
+    def plan_trials(self, tier: Tier, now: float) -> list[Job]:
         """A load of one suspect that was asked for, or a probe of a half-open circuit: no request waits for it."""
         jobs: list[Job] = []
         loads = tier.breakers[Direction.LOAD]
         if tier.readable and not tier.trials_running:
             while tier.trials and not jobs:
                 key, _ = tier.trials.popitem(last=False)
-                entry = tier.open_for_trial(key)
-                if entry is not None and not entry.readers and tier.denylist.trial_due(key, now):
+                found = tier.index.rows.get(key)
+                if found is not None and _is_idle(Found(*found)) and tier.denylist.trial_due(key, now):
                     jobs = self._start_trial_load(tier, key, now)
         elif tier.state is not TierState.DOWN and loads.wants_probe:
             suspects = (key for key in tier.trials if tier.denylist.trial_due(key, now))
             candidate = row_to_load(tier) or next(suspects, None)
-            if candidate is not None and tier.open_for_trial(candidate) is not None:
+            if candidate is not None and tier.index.rows.is_stored(candidate):
                 jobs = self._start_trial_load(tier, candidate, now)
                 for job in jobs:
                     job.probe_episode = loads.begin_probe()
-            elif not len(tier.slots):  # no load can fail; and no existence check was sent while it was not readable
+            elif not len(tier.index.slots):  # no load can fail, and none was asked for while it was not readable
                 loads.end_probe(loads.begin_probe(), True, now)
         return jobs
 
-    def plan_store_probe(self, tier: TierIndex, now: float) -> list[Job]:
+    def plan_store_probe(self, tier: Tier, now: float) -> list[Job]:
         """A store of one row, if the circuit is half-open and the host has any that the tier lacks."""
         stores = tier.breakers[Direction.STORE]
         row = row_to_store(tier, self._state.host) if tier.state is TierState.UP and stores.wants_probe else None
@@ -172,7 +173,7 @@ class Health:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _bury(self, tier: TierIndex, now: float, *, reaped: bool) -> None:
+    def _bury(self, tier: Tier, now: float, *, reaped: bool) -> None:
         """The tier's open jobs are dead. The keys that most likely made its mover hang or die are suspects: those of
         overdue jobs, or else of a trial, or else of abandoned jobs, or else of all of them."""
         ending = self._state.jobs_of_ending_moves(tier, now)
@@ -188,7 +189,7 @@ class Health:
         dead = [*jobs.values(), *ending]
         tier.dead.append(OrphanedJobs(suspects, deque(() if reaped else dead), deque(dead), now, reaped))
 
-    def _abandon(self, tier: TierIndex, job: Job, now: float) -> None:
+    def _abandon(self, tier: Tier, job: Job, now: float) -> None:
         job.abandoned = True
         self._record(tier, job, False, now)
         if job.direction is Direction.STORE:
@@ -197,11 +198,11 @@ class Health:
         tier.quarantined += len(job.moves)
         tier.counters.late += len(job.moves)
         for move in job.moves:
-            if tier.index.get(move.key) is move.entry:
-                tier.cancel_eviction(move.key, self._state.tick)
+            if tier.index.has(move.key, move.id):
+                tier.index.cancel_eviction(move.key, self._state.tick)
             self._promotion_jobs.give_up(tier, move.row)
 
-    def _record(self, tier: TierIndex, job: Job, good: bool, now: float) -> None:
+    def _record(self, tier: Tier, job: Job, good: bool, now: float) -> None:
         """Record it in the breaker. The failure of a suspect that was tried alone says nothing about its tier."""
         breaker = tier.breakers[job.direction]
         if job.probe_episode is not None:
@@ -209,14 +210,14 @@ class Health:
         elif good or not job.is_trial:
             breaker.record(good, now)
 
-    def _observe(self, tier: TierIndex, job: Job, moved: int, now: float, took_s: float) -> None:
+    def _observe(self, tier: Tier, job: Job, moved: int, now: float, took_s: float) -> None:
         name, samples = tier.spec.name, self._state.samples
         samples.observe(name, f"{job.direction.value}_seconds", took_s)
         samples.observe(name, f"{job.direction.value}_bytes", moved * self._state.row_bytes)
         if job.direction is Direction.LOAD and (since_s := self._promotion_jobs.waited_since(job)) is not None:
             samples.observe(name, "promotion_seconds", now - since_s)
 
-    def _start_trial_load(self, tier: TierIndex, key: Key, now: float) -> list[Job]:
+    def _start_trial_load(self, tier: Tier, key: Key, now: float) -> list[Job]:
         """A load into a scratch row, which no look-up finds; it may evict a row of a full host."""
         if not self._state.make_room(1):
             return []
@@ -224,30 +225,27 @@ class Health:
         return self._state.start_trials(tier, Direction.LOAD, [move], now)
 
 
-MAX_NEWEST: Final = 1024  # rows of an index that are looked at; the first of them will do, as a rule
-MAX_COLDEST: Final = 64  # and that are taken out of its tables, which takes longer
+MAX_SOUGHT: Final = 1024  # rows of a tier that are looked at; the first of them will do, as a rule
 MAX_SAMPLED: Final = 64  # rows of the host
 
 
-def row_to_load(tier: TierIndex) -> Key | None:
-    """A stored row that is no suspect: the one asked for last while the circuit was not closed, or one of the newest
-    in the index, or of the coldest in its tables, as all rows are in these after the tier was opened again. Suspects
-    that it comes across there stay in the index: each call goes on from where the last one ended."""
+def row_to_load(tier: Tier) -> Key | None:
+    """A stored row that is no suspect: the one asked for last while the circuit was not closed, or any other. Each
+    call goes on from where the last one ended."""
     is_suspect = tier.denylist.is_suspect
     last = tier.last_refused
-    if last is not None and last in tier and not is_suspect(last):
+    if last is not None and last in tier.index and not is_suspect(last):
         return last
-    newest = islice(reversed(tier.index.items()), MAX_NEWEST)
-    found = next((k for k, e in newest if e.stored and not e.evicting and not is_suspect(k)), None)
-    if found is not None or not tier.cold.tables:
-        return found
-    coldest = tier.take_cold(min(MAX_COLDEST, 1 + len(tier.denylist.keys)))
-    for key in reversed(coldest):
-        tier.policy.add(key, 0)  # the last one first: the coldest is the one that was added last
-    return next((key for key in coldest if not is_suspect(key)), None)
+    tier.looked_at, keys = tier.index.rows.some(tier.looked_at, min(MAX_SOUGHT, len(tier.index)))
+    rows = ((key, tier.index.rows.get(key)) for key in keys if not is_suspect(key))
+    return next((key for key, row in rows if row is not None and Found(*row).stored and not Found(*row).evicting), None)
 
 
-def row_to_store(tier: TierIndex, host: HostTier) -> Row | None:
+def _is_idle(row: Found) -> bool:
+    return row.stored and not row.pins
+
+
+def row_to_store(tier: Tier, host: HostTier) -> Row | None:
     """One of the host's newest rows that `tier` lacks: if possible one that is sealed, as other tiers cannot be written
     while a probe seals it."""
     if tier.spec.write is Write.OFF:
@@ -255,7 +253,7 @@ def row_to_store(tier: TierIndex, host: HostTier) -> Row | None:
     found: Row | None = None
     for key, row in islice(reversed(host.index.items()), MAX_SAMPLED):
         ready = row.state is RowState.READY and not row.sealing and not row.host_only
-        if ready and (row.sealed or found is None) and key not in tier and not tier.denylist.is_suspect(key):
+        if ready and (row.sealed or found is None) and key not in tier.index and not tier.denylist.is_suspect(key):
             if row.sealed:
                 return row
             found = row

@@ -149,7 +149,7 @@ class HostTier:
         self._unseen = max(0, self._unseen - MAX_LOOKS)
         found = self._take_victims(1)
         for row in found:
-            self._policy.add(row.key, row.tick)
+            self._policy.put_back(row.key, row.tick)
         if found or self._unpinned_evicting(1):
             self._unseen = 0
             return True
@@ -178,11 +178,11 @@ class HostTier:
             self._remove(row)
 
     def cancel_eviction(self, row: Row, tick: int) -> None:
-        """A victim was used again, or cannot be written below: the policy gets it back."""
+        """A victim cannot be written below, or is used again: it stays, as a row that was used at this tick."""
         if row.evicting:
             row.evicting = False
             del self.evicting[row.key]
-            self._policy.add(row.key, tick)
+            self._policy.put_back(row.key, tick)
 
     def insert(self, key: Key, state: RowState, tick: int) -> Row:
         """A free row for `key`; call make_room first."""
@@ -212,11 +212,10 @@ class HostTier:
 
     def touch(self, key: Key, tick: int) -> None:
         row = self.index[key]
-        row.tick = max(row.tick, tick)  # not older by a request that began before the last one that used it
         if row.evicting:
-            self.cancel_eviction(row, tick)
-        else:
-            self._policy.touch(key, tick)
+            self.cancel_eviction(row, row.tick)
+        row.tick = max(row.tick, tick)  # not older by a request that began before the last one that used it
+        self._policy.touch(key, tick)
 
     def invalidate(self, row: Row) -> None:
         """No look-up finds this row from now on; it is free once no job uses it."""
@@ -348,7 +347,7 @@ class HostTier:
         pinned = {row.key for row in rows if self._is_pinned(row.key)}
         for row in reversed(rows):
             if row.key in pinned:
-                self._policy.add(row.key, row.tick)
+                self._policy.put_back(row.key, row.tick)
         return [row for row in rows if row.key not in pinned]
 
     def _is_pinned(self, key: Key) -> bool:

@@ -41,7 +41,6 @@ class Limits:
     line_requests: int = 32  # of those that wait, so many are next
     ahead_s: float = 0.25  # promotions for them keep a request whose turn comes waiting no longer than about that
     reserve_share: float = 0.05  # of a tier whose evictions are written below: kept free ahead of need
-    hot_rows: int = 1 << 16  # of a tier, as Python objects at most; with `lru`, and without victims that wait
     burst_s: float = 0.02  # loads that start within it are measured by the last of them to end (types.py)
     measure_s: float = 5.0  # a tier whose rows are declined for its speed is measured again so often,
     measure_share: float = 0.125  # with so much of a job's rows, or more, by turns, for which no request waits,
@@ -50,6 +49,7 @@ class Limits:
     measure_busy_s: float = 1.0  # later, if requests are alive until then: while none is, it takes nothing from them
     moves_per_job: int = 64
     rows_per_slice: int = 64  # work that concerns many rows is done in slices of so many, each one hold of the lock
+    listed_per_step: int = 1024  # rows that are listed, or looked at after a listing, in one hold of the lock
     deletes_per_batch: int = 256  # rows to delete in one message; not fewer than moves_per_job
     job_bytes: int = 16 << 20  # small jobs keep a window full: a row is free, or a hit, when its own job ends
     # Each turn of the supervisor, and each job, costs it the interpreter's lock that the engine's step needs. So while

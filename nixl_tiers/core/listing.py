@@ -1,79 +1,83 @@
-"""Listing: what a medium holds takes the place of what its index held. In steps, as it may be millions of rows."""
+"""Listing: what a medium holds is what its index holds from then on. In steps, as it may be millions of rows.
+
+Rows of before the tier was opened again serve while it lists; those that it has not listed by the end are gone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
-from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.cold_rows import ColdTable, Steps, remove_all, replay
 from nixl_tiers.core.slots import Slots
-from nixl_tiers.core.spill import end_spill_steps
-from nixl_tiers.core.tier import TierIndex
-from nixl_tiers.core.types import TierState
+from nixl_tiers.core.tier import Tier
+from nixl_tiers.core.tier_rows import ALL_SLOTS
+from nixl_tiers.core.types import Columns, TierState
 
+Steps = Iterator[None]
+"""What would take too long at once: each step is taken with the core's lock held, and takes about a millisecond."""
 EVICTED_A_STEP: Final = 256
 
 
-def begin_listing(index: TierIndex, limit: int) -> Steps:
+def take_all(steps: Steps) -> None:
+    """Take all steps at once."""
+    for _ in steps:
+        pass
+
+
+def begin_listing(tier: Tier, limit: int) -> Steps:
     """The tier was opened with `limit` slots: evict rows beyond it, or too many, the least valuable first. The tier is
-    LISTING after the last step, and down before, unless it is cleared meanwhile."""
-    return _begin(index, limit, index.cold.clears)
+    LISTING after the last step, and down before, unless it is cleared after this call."""
+    return _begin(tier, limit, tier.index.clears)
 
 
-def _begin(index: TierIndex, limit: int, clears: int) -> Steps:
-    if index.spill is not None and index.spill.table is None:
-        index.spill.cancelled = True
-    index.cold.mark_stale()
+def _begin(tier: Tier, limit: int, clears: int) -> Steps:
+    index = tier.index
+    if index.clears != clears:
+        return
     index.clear_deletes()
     if limit < index.slots.limit:
-        index.state = TierState.DOWN
-        yield from end_listing(index)
-    if index.cold.clears != clears:
+        tier.state = TierState.DOWN
+        yield None
+    if index.clears != clears:
         return
     index.set_limit(limit)
     if isinstance(index.slots, Slots) and index.slots.end > limit:
-        beyond: list[Key] = []
-        yield lambda: beyond.extend(_beyond(index, limit))
-        while beyond and index.cold.clears == clears:
-            for key in beyond[-EVICTED_A_STEP:]:
-                index.evict(key)
-            del beyond[-EVICTED_A_STEP:]
-            yield None
-    else:
-        yield from _evict_surplus(index)
-    if index.cold.clears == clears:
-        index.state = TierState.LISTING
+        yield from _sweep(tier, clears, limit)
+    yield from _evict_surplus(tier)
+    if index.clears == clears:
+        index.rows.begin_listing()
+        tier.state = TierState.LISTING
 
 
-def add_table(index: TierIndex, table: ColdTable) -> Steps:
-    """Many rows that the medium lists, in place of those that were stale: it listed them before it was opened again.
-    The core owns `table` from now on: it is retired if the tier is cleared before the last step."""
-    return _add(index, table, index.cold.clears)
+def add_columns(tier: Tier, columns: Columns) -> Steps:
+    """Many rows that the medium lists. The core owns `columns` from now on; they are dropped if the tier is cleared
+    after this call."""
+    return _add(tier, columns, tier.index.clears)
 
 
-def _add(index: TierIndex, table: ColdTable, clears: int) -> Steps:
-    yield from end_spill_steps(index)
-    if not index.spec.physical_slots:  # where slots are places, rows in slots that are taken are left out
-        moved = index.moved_from_cold = []
-        yield lambda: remove_all(table, list(index.index))  # a list of a dict is made in one go: it needs no lock
-        yield from replay(table, moved, index.limits.rows_per_slice)
-        index.moved_from_cold = None
-    yield from index.cold.replace_stale(table, clears)
-    yield from _evict_surplus(index)
+def _add(tier: Tier, columns: Columns, clears: int) -> Steps:
+    rows = tier.limits.listed_per_step
+    for start in range(0, columns.count, rows):
+        if tier.index.clears == clears:
+            tier.index.add_columns(columns, start, min(start + rows, columns.count))
+        yield None
+    columns.close()
+    yield from _evict_surplus(tier)
 
 
-def end_listing(index: TierIndex) -> Steps:
-    """All has been listed: what the medium listed before it was opened again, and not since, is gone."""
-    yield from end_spill_steps(index)
-    yield from index.cold.replace_stale(None)
+def end_listing(tier: Tier) -> Steps:
+    """All has been listed: what was not listed since the tier was opened again is gone."""
+    return _sweep(tier, tier.index.clears)
 
 
-def _evict_surplus(index: TierIndex) -> Steps:
-    while index.slots.free < 0 and index.make_room(min(0, index.slots.free + EVICTED_A_STEP)):
+def _sweep(tier: Tier, clears: int, limit: int = ALL_SLOTS) -> Steps:
+    place = 0
+    while place >= 0 and tier.index.clears == clears:
+        place = tier.index.sweep(place, tier.limits.listed_per_step, limit)
         yield None
 
 
-def _beyond(index: TierIndex, limit: int) -> list[Key]:
-    """The rows of `index` in slots beyond the limit. Needs no lock: each operation on the dict is atomic."""
-    entries = ((key, index.index.get(key)) for key in list(index.index))
-    return [key for key, entry in entries if entry is not None and entry.slot >= limit]
+def _evict_surplus(tier: Tier) -> Steps:
+    slots = tier.index.slots
+    while slots.free < 0 and tier.index.make_room(min(0, slots.free + EVICTED_A_STEP)):
+        yield None

@@ -32,7 +32,7 @@ from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.promotion_jobs import Measurements, PromotionJobs
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import EvictionHistory, Savings, TierStats
-from nixl_tiers.core.tier import TierIndex
+from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Job, TierSpec, TierState
 from nixl_tiers.core.writeback import WriteBack
 
@@ -65,7 +65,7 @@ class TierManager:
         self.host = HostTier(rows, partial(make_policy, policy, rows), gone)
         self.garbage = DeferredFree()
         self.limits = limits or Limits()
-        self.tiers = [TierIndex(spec, number, self.limits, self.garbage, gone) for number, spec in enumerate(tiers)]
+        self.tiers = [Tier(spec, number, self.limits, self.garbage, gone) for number, spec in enumerate(tiers)]
         self.checks = ExistenceChecks(self.tiers, self.limits)
         self.prefill = prefill or PrefillEstimate()
         self._state = CascadeState(
@@ -341,7 +341,7 @@ class TierManager:
             stats[tier.spec.name] = TierStats(
                 tier.counters,
                 tier.counters.rows,
-                len(tier.slots),
+                len(tier.index.slots),
                 tier.state is not TierState.DOWN,
                 tier.circuit,
                 tier.quarantined,

@@ -32,7 +32,7 @@ class Misses:
         """`request` has to compute the chunks of `keys`, in prefix order from its first miss. What is there behind a
         miss is worth nothing: it has the reason of that miss. What was declined or came too late was counted then."""
         keys, tiers = list(keys), self._state.tiers
-        holds = [list(map(self._state.host.index.__contains__, keys)), *(tier.has_many(keys) for tier in tiers)]
+        holds = [list(map(self._state.host.index.__contains__, keys)), *(tier.index.has_many(keys) for tier in tiers)]
         listing = next((tier.number for tier in tiers if tier.state is TierState.LISTING), None)
         unknown = _NEVER_STORED if listing is None else (listing, "missed_listing")
         reasons: Sequence[Reason | int | None] = self._state.gone.find_many(keys)  # tags; 0 if not known
@@ -77,7 +77,7 @@ class Misses:
                 reason = (tier.number, "missed_failed")
             elif not request.asked.get(key, True):
                 return HOST, "missed_no_room"
-            elif (entry := tier.index.get(key)) is None or entry.stored:
+            elif tier.index.rows.is_stored(key):
                 return None
         return (HOST, "missed_failed") if reason is None and request.load_failed else reason
 

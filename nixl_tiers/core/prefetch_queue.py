@@ -17,7 +17,7 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.host import RowState
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.state import CascadeState
-from nixl_tiers.core.tier import TierIndex
+from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction
 
 Rank = tuple[float, ...]
@@ -117,7 +117,7 @@ class PrefetchQueue:
             place.request.leave_prefetch_queue()
         self._places, self._holding, self._of = [], [], {}
 
-    def feed(self, now: float) -> list[TierIndex]:
+    def feed(self, now: float) -> list[Tier]:
         """Queue what may be promoted now for the requests that are next, as much as the slice has room for. Returns the
         tiers that it comes from."""
         queued = [len(tier.to_load) for tier in self._state.tiers]
@@ -199,13 +199,13 @@ class PrefetchQueue:
         place.held += 1
         return True
 
-    def _tier_of(self, request: Request, key: Key, now: float) -> TierIndex | None:
+    def _tier_of(self, request: Request, key: Key, now: float) -> Tier | None:
         for tier in self._state.tiers:
             if (request.allowed is None or tier.number in request.allowed) and tier.can_load(key, now):
                 return tier
         return None
 
-    def _has_time(self, tier: TierIndex) -> bool:
+    def _has_time(self, tier: Tier) -> bool:
         """Whether one row more keeps a request whose turn comes now waiting no longer than about `ahead_s`."""
         ahead = int(tier.throughput[Direction.LOAD].bytes_per_s * self._state.limits.ahead_s) // self._state.row_bytes
         return len(tier.to_load) + tier.rows_loading < min(self._state.load_window, max(1, ahead))

@@ -15,7 +15,7 @@ from nixl_tiers.core.prefetch_queue import PrefetchQueue
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Savings
-from nixl_tiers.core.tier import TierIndex
+from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction, TierState
 
 PINS_PER_ROW: Final = 8  # that are released in the time that other work on one row takes
@@ -126,7 +126,7 @@ class Promotion:
         return any(
             tier.state is TierState.LISTING
             and tier.readable
-            and key not in tier
+            and key not in tier.index
             and (request.allowed is None or tier.number in request.allowed)
             and not self._checks.known_absent(tier.number, key, now)
             for tier in self._state.tiers
@@ -177,9 +177,9 @@ class Promotion:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _note_refused(self, tier: TierIndex, key: Key, now: float) -> None:
+    def _note_refused(self, tier: Tier, key: Key, now: float) -> None:
         trial, is_open = tier.denylist.trial_due(key, now), not tier.breakers[Direction.LOAD].closed
-        if (trial or is_open) and key in tier:  # seldom: that takes longest
+        if (trial or is_open) and key in tier.index:  # seldom: that takes longest
             if trial:
                 tier.trials[key] = None
             else:
@@ -197,7 +197,7 @@ class Promotion:
         rows = self._host.index
         late = [key for _, key in request.missing if (row := rows.get(key)) is None or row.state is not RowState.READY]
         for tier in self._state.tiers:
-            here = tier.has_many(late) if late else []
+            here = tier.index.has_many(late) if late else []
             tier.counters.missed_late += sum(here)
             late = [key for key, held in zip(late, here, strict=True) if not held]
 

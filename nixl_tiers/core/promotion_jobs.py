@@ -16,7 +16,7 @@ from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Gone, tag_of
-from nixl_tiers.core.tier import TierIndex
+from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction, Job, PlannedMove
 from nixl_tiers.core.writeback import WriteBack
 
@@ -61,14 +61,14 @@ class PromotionJobs:
 
     # --- planning ----------------------------------------------------------------------------------------------
 
-    def queue_prefetches(self, now: float) -> list[TierIndex]:
+    def queue_prefetches(self, now: float) -> list[Tier]:
         """Queue promotions for requests that wait for their turn, as far as those whose turn has come leave room, to
         the tiers that it returns."""
         if self._promotion.host_full and not any(tier.to_load for tier in self._state.tiers):
             self._promotion.host_full = False  # nobody waits for room any more
         return self._prefetch_queue.feed(now) if self._prefetch_queue.busy and not self._promotion.host_full else []
 
-    def plan(self, tier: TierIndex, now: float) -> list[Job]:
+    def plan(self, tier: Tier, now: float) -> list[Job]:
         """Load jobs for the keys at the front of the tier's queue, as many as its window, mover and the host take."""
         if self._promotion.host_full:
             room = self._state.make_room(1)
@@ -101,7 +101,7 @@ class PromotionJobs:
         tier.to_load.extendleft(reversed(put_off))
         return self._state.start_jobs(tier, Direction.LOAD, moves, now, min(len(tier.to_load), most - len(wanted)))
 
-    def load_unasked(self, tier: TierIndex, keys: Sequence[Key], now: float) -> list[Job]:
+    def load_unasked(self, tier: Tier, keys: Sequence[Key], now: float) -> list[Job]:
         """A job that loads these rows although no request waits for them; fewer where the host has no room. What host
         memory has, or is about to get, is loaded into a row that no look-up finds."""
         loadable = [key for key in keys if tier.can_load(key, now)]
@@ -111,7 +111,6 @@ class PromotionJobs:
             return []
         moves: list[PlannedMove] = []
         for key in loadable[:room]:
-            tier.open_for_load(key, now)
             if key in self._host.index:
                 row = self._host.allocate_scratch(key)
             else:
@@ -123,7 +122,7 @@ class PromotionJobs:
 
     # --- ends --------------------------------------------------------------------------------------------------
 
-    def load_ended(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:
+    def load_ended(self, tier: Tier, move: PlannedMove, outcome: Outcome, now: float) -> None:
         """A mover is done with this load: its row is a hit, or its requests ask the next tier."""
         tier.end_load(move)
         try:
@@ -132,14 +131,14 @@ class PromotionJobs:
             self._loading_for.pop(move.row.order, None)
         self._host.reclaim(move.row)
 
-    def give_up(self, tier: TierIndex, row: Row) -> None:
+    def give_up(self, tier: Tier, row: Row) -> None:
         """A row's load has failed, or is late: invalidate the row; its requests ask the next tier."""
         if row.invalidated:
             return
         self._host.invalidate(row)
         self._retry(tier, row)
 
-    def requeue(self, tier: TierIndex, now: float) -> None:
+    def requeue(self, tier: Tier, now: float) -> None:
         """Nothing can be loaded from this tier now: its victims stay, and requests in its queue ask the next tier; as
         many as the slice has room for."""
         tier.trials.clear()
@@ -176,7 +175,7 @@ class PromotionJobs:
                     self._host.finish_eviction(row)
         return min(count, self._host.free)
 
-    def _take_queued(self, tier: TierIndex, most: int, now: float) -> dict[Key, list[Request]]:
+    def _take_queued(self, tier: Tier, most: int, now: float) -> dict[Key, list[Request]]:
         """Up to `most` keys from the front of the tier's queue that are to be loaded, and the requests that wait."""
         wanted: dict[Key, list[Request]] = {}
         while tier.to_load and len(wanted) < most and self._state.take():
@@ -184,7 +183,7 @@ class PromotionJobs:
             if not (request.waiting and request.asked.get(key)):
                 continue  # it has loaded, expired or ended since it asked
             row = self._host.index.get(key)
-            if row is None and tier.open_for_load(key, now) is not None:
+            if row is None and tier.can_load(key, now):
                 wanted.setdefault(key, []).append(request)
             elif row is None:
                 request.withdraw(key)
@@ -196,7 +195,7 @@ class PromotionJobs:
                     request.row_arrived(key)
         return wanted
 
-    def _judge(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:
+    def _judge(self, tier: Tier, move: PlannedMove, outcome: Outcome, now: float) -> None:
         row = move.row
         if outcome is Outcome.OK:
             tier.counters.bytes_read += self._state.row_bytes
@@ -213,16 +212,16 @@ class PromotionJobs:
         else:
             if outcome in (Outcome.FAILED, Outcome.NO_SPACE):
                 tier.counters.failed_loads += 1
-                if tier.index.get(move.key) is move.entry:
-                    tier.cancel_eviction(move.key, self._state.tick)
-            elif tier.invalidate(move.key, move.entry):
+                if tier.index.has(move.key, move.id):
+                    tier.index.cancel_eviction(move.key, self._state.tick)
+            elif tier.index.invalidate(move.key, move.id):
                 tier.counters.corrupt += outcome is Outcome.CORRUPT
                 tier.counters.missing += outcome is Outcome.MISSING
                 tier.gone.note(move.key, tag_of(tier.number, Gone.LOST))
                 self._checks.mark_absent(tier.number, move.key, now)
             self.give_up(tier, row)
 
-    def _retry(self, tier: TierIndex, row: Row) -> None:
+    def _retry(self, tier: Tier, row: Row) -> None:
         key = row.key
         if tier.staged.get(key) is row:
             del tier.staged[key]
@@ -247,7 +246,7 @@ class PromotionJobs:
         missing = sum(any(not request.in_prefetch_queue for request in requests) for requests in wanted.values()) - room
         return missing > 0 and self._prefetch_queue.give_way(missing)
 
-    def _serves_looked_up(self, tier: TierIndex) -> bool:
+    def _serves_looked_up(self, tier: Tier) -> bool:
         """Whether a request at the front of the tier's queue is not in line."""
         front = (request for request, _ in islice(tier.to_load, FRONT))
         return any(request.waiting and not request.in_prefetch_queue for request in front)
@@ -316,7 +315,7 @@ class Measurements:
         """Whether some are to come."""
         return any(plan.keys for plan in self._plans)
 
-    def declined(self, tier: TierIndex, keys: Sequence[Key], now: float) -> None:
+    def declined(self, tier: Tier, keys: Sequence[Key], now: float) -> None:
         """A request does not load these rows. If the tier was not measured for a while, some are going to be loaded.
         While it loads anything, that measures it. O(1)."""
         plan, limits = self._plans[tier.number], self._state.limits
@@ -331,7 +330,7 @@ class Measurements:
             plan.from_s, plan.due_s = now, now + limits.measure_busy_s
             plan.until_s, plan.again = now + limits.measure_s, False
 
-    def plan(self, tier: TierIndex, now: float) -> list[Job]:
+    def plan(self, tier: Tier, now: float) -> list[Job]:
         """The measurement of this tier, if one is due.
 
         While no request is alive it takes nothing from any, and takes as long as if one waited for it. If the result
@@ -361,7 +360,7 @@ class Measurements:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _rows(self, tier: TierIndex, most: int) -> int:
+    def _rows(self, tier: Tier, most: int) -> int:
         """How many rows the next measurement loads: few and many by turns, since only different sizes tell the latency
         from the time of a row. Many: as much as the share of the tier's time allows; if not even twice as many as few
         fit into that, only where all transfers were of one size. Where the last contradicted those before, it is

@@ -3,26 +3,9 @@ start."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import Protocol
 
 from nixl_tiers.base.zeroed import zeroed
-
-
-class SlotOwner(Protocol):
-    """A table of rows in slots."""
-
-    @property
-    def slots_end(self) -> int:
-        """One more than the highest slot, after `prepare_slots`."""
-
-    def claim(self, taken: memoryview | bytearray, start: int, stop: int) -> int:
-        """Mark the slots of its rows from `start` to `stop` in a map of one byte a slot; returns how many. Those that
-        are marked already are left out."""
-
-    def release(self, taken: memoryview | bytearray, start: int, stop: int) -> int:
-        """Unmark the slots of its rows from `start` to `stop`; returns how many."""
 
 
 class SlotCount:
@@ -65,8 +48,8 @@ class SlotCount:
         assert self._used, "a free slot is released"
         self._used -= 1
 
-    def adjust_used(self, count: int) -> None:
-        """Count `count` more slots as used (fewer if negative). This may pass the limit."""
+    def claimed(self, count: int, end: int) -> None:
+        """So many slots were allocated for rows that the medium lists, all below `end`. This may pass the limit."""
         self._used += count
 
     def clear(self) -> None:
@@ -140,16 +123,14 @@ class Slots(SlotCount):
         if slot < self._searched:
             heappush(self._freed, slot)
 
-    def exchange(self, old: Sequence[SlotOwner], new: SlotOwner | None, start: int, stop: int) -> None:
-        """Of the slots from `start` to `stop`: free those of the rows of `old`, then allocate those of `new`, as far as
-        they are free and below the limit."""
-        for table in old:
-            self._used -= table.release(memoryview(self._map), start, stop)
-        if new is not None:
-            stop = min(stop, self._limit, new.slots_end)
-            self._end = max(self._end, stop)
-            self._used += new.claim(memoryview(self._map), start, stop)
-        self._search_from(start)
+    @property
+    def map(self) -> memoryview:
+        """A byte a slot, 1 if it is allocated, for who marks many slots at a time and says so (`claimed`)."""
+        return memoryview(self._map)
+
+    def claimed(self, count: int, end: int) -> None:
+        super().claimed(count, end)
+        self._end = max(self._end, end)
 
     def clear(self) -> None:
         super().clear()

@@ -13,7 +13,7 @@ from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import FREE, TierPrice, TransferEstimate
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.stats import Counters, EvictionHistory, Samples
-from nixl_tiers.core.tier import TierIndex
+from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Burst, Direction, Job, PlannedMove, TierState
 
 STORE_JOBS: Final = 4  # a job of stores is at most so many times as large as one of loads
@@ -31,7 +31,7 @@ class CascadeState:
     def __init__(
         self,
         host: HostTier,
-        tiers: Sequence[TierIndex],
+        tiers: Sequence[Tier],
         limits: Limits,
         row_bytes: int,
         garbage: DeferredFree,
@@ -64,10 +64,10 @@ class CascadeState:
         # that is. So they have a small window of their own.
         self.demote_window = max(1, min(self.store_window, self.load_window // 2))
         self.rows_per_job = max(1, min(limits.moves_per_job, limits.job_bytes // row_bytes))
-        self.below_host: TierIndex | None = None  # the tier that is written when the host evicts
-        self._below: dict[int, TierIndex] = {}
-        self._above: dict[int, TierIndex | None] = {}
-        above: TierIndex | None = None
+        self.below_host: Tier | None = None  # the tier that is written when the host evicts
+        self._below: dict[int, Tier] = {}
+        self._above: dict[int, Tier | None] = {}
+        above: Tier | None = None
         for tier in self.tiers:
             if tier.spec.write is Write.ON_EVICT:
                 self._above[tier.number] = above
@@ -85,7 +85,7 @@ class CascadeState:
                 return tier.counters
         return self.host.counters
 
-    def price_of(self, tier: TierIndex) -> TierPrice:
+    def price_of(self, tier: Tier) -> TierPrice:
         """What loads from this tier cost now. While nothing was loaded from it, nothing: it is tried."""
         row_s = tier.loads.s_per_byte * self.row_bytes
         return TierPrice(tier.loads.latency_s, row_s, len(tier.to_load) + tier.rows_loading)
@@ -115,15 +115,15 @@ class CascadeState:
     def slice_used_up(self) -> bool:
         return self.slice_left <= 0
 
-    def below(self, tier: TierIndex) -> TierIndex | None:
+    def below(self, tier: Tier) -> Tier | None:
         """The tier that is written when `tier` evicts, if there is one."""
         return self._below.get(tier.number)
 
-    def above(self, tier: TierIndex) -> TierIndex | None:
+    def above(self, tier: Tier) -> Tier | None:
         """The tier whose evictions are written to `tier`, which is written on eviction; None: the host."""
         return self._above[tier.number]
 
-    def room_above(self, target: TierIndex) -> tuple[int, int]:
+    def room_above(self, target: Tier) -> tuple[int, int]:
         """Of the tier whose evictions are written to `target`: how many rows are free, and how many should be so that
         it need not wait for a write. (0, 0) if there is none, or it is not readable."""
         if target.spec.write is not Write.ON_EVICT:
@@ -134,9 +134,9 @@ class CascadeState:
         if source.state is not TierState.UP or not source.readable:
             return 0, 0
         # Demotion goes through the host: more than all of it cannot be brought up at once.
-        return source.slots.free, max(1, min(int(source.slots.limit * share), self.host.rows))
+        return source.index.slots.free, max(1, min(int(source.index.slots.limit * share), self.host.rows))
 
-    def running_s(self, tier: TierIndex) -> float:
+    def running_s(self, tier: Tier) -> float:
         """How long the rows that are being moved to and from this tier take it, as far as is known."""
         loads, stores = tier.throughput[Direction.LOAD], tier.throughput[Direction.STORE]
         return loads.seconds(tier.rows_loading * self.row_bytes) + stores.seconds(tier.rows_storing * self.row_bytes)
@@ -156,11 +156,11 @@ class CascadeState:
         if below is not None:
             for row in victims:
                 below.to_store.pop(row.key, None)
-                below.counters.dropped_evicted += not row.host_only and row.key not in below
+                below.counters.dropped_evicted += not row.host_only and row.key not in below.index
         return min(count, self.host.free)
 
     def start_jobs(
-        self, tier: TierIndex, direction: Direction, moves: list[PlannedMove], now: float, soon: int = 0
+        self, tier: Tier, direction: Direction, moves: list[PlannedMove], now: float, soon: int = 0
     ) -> list[Job]:
         """Jobs of so many rows as are best for their direction, with their deadlines; call after the tier counts
         `moves`. `soon`: how many more rows the next slices start, beside which these jobs run."""
@@ -187,14 +187,14 @@ class CascadeState:
         tier.send_credits -= len(jobs)
         return jobs
 
-    def _rows_per_store_job(self, tier: TierIndex) -> int:
+    def _rows_per_store_job(self, tier: Tier) -> int:
         limits = self.limits
         fast = int(tier.throughput[Direction.STORE].bytes_per_s * limits.pause_s) // self.row_bytes
         # Several jobs fill a window, whatever their size: else the tier idles between two of them.
         largest = min(STORE_JOBS * self.rows_per_job, limits.moves_per_job, self.store_window // JOBS_A_WINDOW)
         return max(self.rows_per_job, min(fast, largest))
 
-    def _join_burst(self, tier: TierIndex, jobs: list[Job], now: float) -> None:
+    def _join_burst(self, tier: Tier, jobs: list[Job], now: float) -> None:
         burst = tier.burst
         if burst is None or burst.ended or now - burst.began_s > self.limits.burst_s:
             burst = tier.burst = Burst(now)
@@ -211,7 +211,7 @@ class CascadeState:
         burst.ended = True
         return burst.rows
 
-    def jobs_of_ending_moves(self, tier: TierIndex, now: float) -> list[Job]:
+    def jobs_of_ending_moves(self, tier: Tier, now: float) -> list[Job]:
         """Jobs of the moves that an error left without one, for them to be ended."""
         moves, tier.ending_moves = tier.ending_moves, []
         jobs = []
@@ -221,7 +221,7 @@ class CascadeState:
             jobs.append(Job(self.last_job_id, tier.number, direction, [move], 0, now, now, now))
         return jobs
 
-    def start_trials(self, tier: TierIndex, direction: Direction, moves: list[PlannedMove], now: float) -> list[Job]:
+    def start_trials(self, tier: Tier, direction: Direction, moves: list[PlannedMove], now: float) -> list[Job]:
         """The same for at most one row that is moved alone: a suspect, or a breaker's probe."""
         jobs = self.start_jobs(tier, direction, moves, now)
         for job in jobs:
@@ -229,7 +229,7 @@ class CascadeState:
             tier.trials_running += 1
         return jobs
 
-    def job_ended(self, tier: TierIndex, job: Job) -> None:
+    def job_ended(self, tier: Tier, job: Job) -> None:
         """The mover is done with this job, or is dead: it holds nothing back any more."""
         tier.trials_running -= job.is_trial
         if job.abandoned and job.direction is Direction.LOAD:

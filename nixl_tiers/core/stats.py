@@ -21,7 +21,7 @@ from nixl_tiers.core.prefill import PrefillEstimate
 class Counters:
     """Monotonic, in rows unless the name says otherwise; what each one means as a metric: `nixl_tiers/base/metrics.py`.
 
-    A row comes into a tier in one of three ways and leaves it in one of seven, so `rows` is what it holds. Besides,
+    A row comes into a tier in one of three ways and leaves it in one of six, so `rows` is what it holds. Besides,
     `dropped_*` are rows that were never written, `failed_*` moves, `incomplete` rows that were written without their
     first sub-blocks, `late` rows whose load was abandoned, `missed_*` rows that requests had to compute, by reason,
     `kills` and `deaths` the tier's movers.
@@ -42,7 +42,6 @@ class Counters:
     missing: int = 0  # not there when they were loaded
     unreadable: int = 0  # host only: workers could not copy them
     removed: int = 0  # the medium lists them as removed: expired, deleted by others, without a slot
-    relisted: int = 0  # the medium lists them again: `found` counts them again
     reset: int = 0  # the weights have changed
     # Are not written:
     dropped_no_room: int = 0  # every row is in use
@@ -97,7 +96,7 @@ class Counters:
     @property
     def rows(self) -> int:
         """How many rows the tier holds that a look-up can hit."""
-        forgotten = self.corrupt + self.missing + self.unreadable + self.removed + self.relisted + self.reset
+        forgotten = self.corrupt + self.missing + self.unreadable + self.removed + self.reset
         return self.stored + self.promoted + self.found - self.evictions - forgotten
 
 

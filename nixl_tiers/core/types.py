@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, Protocol
 
 import msgspec
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.base.policies import Write
 from nixl_tiers.core.host import Row
 
 
@@ -31,27 +32,30 @@ class TierSpec:
     name: str
     write: Write
     physical_slots: bool
-    policy: Eviction = "lru"
     existence_checks: bool = False  # other engines store to it, and unknown keys can be checked
 
 
-class Entry(msgspec.Struct, gc=False, eq=False):
-    """A key's slot in a storage tier. `stored` is False while its first write is under way; `evicting`: a victim that
-    is written to the tier below first; `spilled_at`: its place in the spill that moves it, -1 if none does. Hidden from
-    the garbage collector, as Row is."""
+class Columns(Protocol):
+    """Rows that a medium lists: `count` uint32 slots, uint64 ticks, and records of `width` bytes: a byte of length, the
+    key, padding. They may hold anything; buffers, which stay as they are until `close`."""
 
-    slot: int
-    stored: bool
-    evicting: bool = False
-    readers: int = 0
-    spilled_at: int = -1
+    count: int
+    width: int
+    slots: Any
+    ticks: Any
+    records: Any
+
+    def close(self) -> None:
+        """They are not used any more."""
 
 
 class PlannedMove(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """One row's part of a job; hidden from the garbage collector, as what it refers to is."""
+    """One row's part of a job: in which `slot` of the tier, and the `id` of its row there. Hidden from the garbage
+    collector, as what it refers to is."""
 
     row: Row
-    entry: Entry
+    slot: int
+    id: int
     key: Key
     tick: int = 0
     seal: bool = False

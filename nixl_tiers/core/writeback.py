@@ -12,7 +12,7 @@ from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.host import CPU, Row, RowState
 from nixl_tiers.core.state import CascadeState
-from nixl_tiers.core.tier import UNLIMITED, TierIndex
+from nixl_tiers.core.tier import UNLIMITED, Tier
 from nixl_tiers.core.types import Direction, Job, PlannedMove
 
 MAX_VICTIMS_PER_PASS: Final = 256
@@ -35,11 +35,11 @@ class WriteBack:
 
     # --- queueing ----------------------------------------------------------------------------------------------
 
-    def write_through(self, rows: Sequence[Row], tiers: Iterable[TierIndex]) -> None:
+    def write_through(self, rows: Sequence[Row], tiers: Iterable[Tier]) -> None:
         """Queue complete rows for those of `tiers` that are written through and lack them."""
         for tier in tiers:
             if tier.spec.write is Write.THROUGH:
-                lacking = [row for row in rows if not row.host_only and row.key not in tier]
+                lacking = [row for row in rows if not row.host_only and row.key not in tier.index]
                 room = 0 if tier.refuses_stores else max(0, self._host.rows - len(tier.to_store))
                 dropped = max(0, len(lacking) - room)
                 if tier.refuses_stores:
@@ -62,7 +62,7 @@ class WriteBack:
         if target is not None and target.writable:
             for row in rows:
                 is_here = row.state is RowState.READY and self._host.index.get(row.key) is row
-                if is_here and not row.host_only and row.key not in target:
+                if is_here and not row.host_only and row.key not in target.index:
                     target.to_store.setdefault(row.key, row.tick)
 
     def clean(self, now: float | None = None) -> None:
@@ -73,24 +73,24 @@ class WriteBack:
             if target.spec.write is Write.ON_EVICT and target.writable:
                 self._clean(target)
 
-    def rows_to_clean(self, target: TierIndex) -> int:
+    def rows_to_clean(self, target: Tier) -> int:
         """How many more rows must leave the tier above `target` so that its reserve is free, as far as `target` has
         slots that nothing is moving to or from; zero or less: none."""
         free, reserve = self._state.room_above(target)
         if not reserve:
             return 0
         source = self._state.above(target)
-        if source is not None and source.former:
+        if source is not None and source.index.former:
             return 0  # they are to be selected again, and not others
-        missing = reserve - free - len(self._host.evicting if source is None else source.evicting)
+        missing = reserve - free - len(self._host.evicting if source is None else source.index.evicting)
         # A victim without a slot would be dropped, and selected again at the next turn.
-        return min(missing, target.slots.limit - target.rows_loading - target.rows_to_write)
+        return min(missing, target.index.slots.limit - target.rows_loading - target.rows_to_write)
 
-    def has_room(self, tier: TierIndex) -> bool:
+    def has_room(self, tier: Tier) -> bool:
         """Whether stores to this tier can be started, as far as promotions do not hold them up."""
         return tier.writable and tier.rows_storing < self._state.store_window and tier.store_credits > 0
 
-    def short_of_room(self, target: TierIndex) -> bool:
+    def short_of_room(self, target: Tier) -> bool:
         """Whether the tier above `target` has used up half of its reserve: with less, promotions and stores of the
         engine would wait for write-back."""
         free, reserve = self._state.room_above(target)
@@ -106,7 +106,7 @@ class WriteBack:
 
     # --- jobs --------------------------------------------------------------------------------------------------
 
-    def plan_stores(self, tier: TierIndex, now: float) -> list[Job]:
+    def plan_stores(self, tier: Tier, now: float) -> list[Job]:
         """Store jobs for the rows at the front of the tier's queue, as many as promotions, its window and its mover
         leave room for."""
         rows: list[tuple[Row, int]] = []
@@ -121,7 +121,7 @@ class WriteBack:
             looks -= 1
             key, tick = tier.to_store.popitem(last=False)
             row = self._host.index.get(key)
-            if key in tier:
+            if key in tier.index:
                 self._finish_eviction_above(tier, key, written=True)
             elif row is None or row.state is not _READY or row.host_only:
                 tier.counters.dropped_evicted += 1
@@ -146,19 +146,19 @@ class WriteBack:
             jobs += self._state.start_trials(tier, Direction.STORE, self.start_stores(tier, suspect), now)
         return jobs
 
-    def start_stores(self, tier: TierIndex, rows: Sequence[tuple[Row, int]]) -> list[PlannedMove]:
+    def start_stores(self, tier: Tier, rows: Sequence[tuple[Row, int]]) -> list[PlannedMove]:
         """Reserve a slot and pin the row for each of `rows` (row, tick); those that find no slot are dropped."""
-        self._count_unwritten(tier, tier.make_room(len(rows)))
+        self._count_unwritten(tier, tier.index.make_room(len(rows)))
         moves: list[PlannedMove] = []
-        listed = tier.newest_listed
+        listed = tier.index.newest_listed
         for row, last_used in rows:
             tick = max(listed, last_used)  # its request may have begun before the listing ended
-            entry = tier.reserve(row.key, tick)
-            if entry is None:
+            reserved = tier.index.reserve(row.key, tick)
+            if reserved is None:
                 tier.counters.dropped_no_room += 1
                 self._give_up(tier, row.key)
                 continue
-            move = PlannedMove(row, entry, row.key, tick, not row.sealed)
+            move = PlannedMove(row, *reserved, row.key, tick, not row.sealed)
             row.mover_refs += 1
             row.sealing = move.seal
             tier.rows_storing += 1
@@ -166,7 +166,7 @@ class WriteBack:
             moves.append(move)
         return moves
 
-    def plan_demotions(self, tier: TierIndex, now: float) -> list[Job]:
+    def plan_demotions(self, tier: Tier, now: float) -> list[Job]:
         """Load jobs for the tier's victims, to write them below: in the room that requests leave in the windows."""
         target = self._state.below(tier)
         if target is None or not target.writable:
@@ -186,18 +186,19 @@ class WriteBack:
         victims: list[Key] = []
         while tier.to_demote and len(victims) < most and self._state.take():
             key = tier.to_demote.popleft()
-            if key not in tier.evicting or self._needs_no_load(tier, target, key):
+            if key not in tier.index.evicting or self._needs_no_load(tier, target, key):
                 continue
-            if key not in self._host.index and tier.open_for_load(key, now) is not None:
+            if key not in self._host.index and tier.can_load(key, now):
                 victims.append(key)
             else:
-                tier.cancel_eviction(key, self._state.tick)  # promoted for a request meanwhile, or not loadable now
+                # It was promoted for a request meanwhile, or cannot be loaded now.
+                tier.index.cancel_eviction(key, self._state.tick)
                 self._kept_s[target.number] = now
         if victims:
             self._kept_s.pop(target.number, None)
         room = self._state.make_room(len(victims))
         for key in victims[room:]:
-            tier.cancel_eviction(key, self._state.tick)
+            tier.index.cancel_eviction(key, self._state.tick)
         moves: list[PlannedMove] = []
         for key in victims[:room]:
             row = self._host.insert(key, RowState.LOADING, 0)  # tick 0: the next victim again
@@ -209,32 +210,29 @@ class WriteBack:
 
     # --- ends --------------------------------------------------------------------------------------------------
 
-    def stores_ended(self, tier: TierIndex, moves: Sequence[PlannedMove], outcomes: Sequence[Outcome]) -> None:
+    def stores_ended(self, tier: Tier, moves: Sequence[PlannedMove], outcomes: Sequence[Outcome]) -> None:
         """A mover is done with these stores, which are in `tier.ending_moves`, the first one last; their rows and slots
         are no longer pinned by them."""
-        ending, index, counters, ok = tier.ending_moves, tier.index, tier.counters, Outcome.OK
+        ending, rows, counters, ok = tier.ending_moves, tier.index.rows, tier.counters, Outcome.OK
         row_bytes, reclaim = self._state.row_bytes, self._host.reclaim
         on_evict = tier.spec.write is Write.ON_EVICT
         for move, outcome in zip(moves, outcomes, strict=True):
-            row, entry, key = move.row, move.entry, move.key
+            row, key = move.row, move.key
             ending.pop()
             tier.rows_storing -= 1
             row.mover_refs -= 1
             if move.seal:
                 row.sealing = False
                 row.sealed = outcome is ok
-            current = index.get(key) is entry
             if outcome is ok:
-                entry.stored = True
                 counters.bytes_written += row_bytes
-                if current:
+                if rows.stored(key, move.id):
                     counters.stored += 1
                     if on_evict:
                         self._finish_eviction_above(tier, key, written=True)
             else:
                 counters.failed_stores += 1
-                tier.invalidate(key, entry)
-                if current:
+                if tier.index.invalidate(key, move.id):
                     counters.dropped_failed += 1
                     self._give_up(tier, key)
             reclaim(row)
@@ -248,7 +246,7 @@ class WriteBack:
                     tier.to_store.setdefault(move.key, tick)
                     tier.to_store.move_to_end(move.key, last=False)
 
-    def demotion_loaded(self, tier: TierIndex, key: Key) -> None:
+    def demotion_loaded(self, tier: Tier, key: Key) -> None:
         """A victim of `tier` has come up: queue it for the tier below."""
         target = self._state.below(tier)
         if target is not None and target.writable:
@@ -256,41 +254,41 @@ class WriteBack:
         else:
             self._finish_demotion(tier, key, written=False)
 
-    def drop_stores(self, tier: TierIndex) -> None:
+    def drop_stores(self, tier: Tier) -> None:
         """Nothing can be written to this tier now: drop its queue, as much as the slice has room for."""
         while (queue := tier.to_store or tier.waiting_for_seal) and self._state.take():
             tier.counters.dropped_refused += 1
             self._give_up(tier, queue.popitem()[0])
 
-    def drop_demotions(self, tier: TierIndex) -> None:
+    def drop_demotions(self, tier: Tier) -> None:
         """The tier's victims cannot be brought up, or not be written below, now: they stay. As many as the
         slice has room for."""
         while tier.to_demote and self._state.take():
-            tier.cancel_eviction(tier.to_demote.popleft(), self._state.tick)
+            tier.index.cancel_eviction(tier.to_demote.popleft(), self._state.tick)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _clean(self, target: TierIndex) -> None:
+    def _clean(self, target: Tier) -> None:
         missing = min(self.rows_to_clean(target), MAX_VICTIMS_PER_PASS)
         if missing <= 0 or self._now - self._kept_s.get(target.number, -CLEAN_AGAIN_S) < CLEAN_AGAIN_S:
             return
         source = self._state.above(target)
         if source is None:
             for row in self._host.select_victims(missing):
-                if row.host_only or row.key in target:
+                if row.host_only or row.key in target.index:
                     self._host.finish_eviction(row)
                 else:
                     target.to_store[row.key] = row.tick
             return
-        for key in source.select_victims(missing):
+        for key in source.index.select_victims(missing):
             if not self._needs_no_load(source, target, key):
                 source.to_demote.append(key)
 
-    def _needs_no_load(self, source: TierIndex, target: TierIndex, key: Key) -> bool:
+    def _needs_no_load(self, source: Tier, target: Tier, key: Key) -> bool:
         """Whether a victim of `source` is in `target` or in the host already: then it is evicted, or queued, here."""
         row = self._host.index.get(key)
-        if key in target:
-            source.finish_eviction(key, self._state.tick)
+        if key in target.index:
+            source.index.finish_eviction(key, self._state.tick)
         elif row is not None and row.state is RowState.READY:
             row.host_only = False  # a storage tier has it from elsewhere
             target.to_store[key] = row.tick
@@ -298,11 +296,11 @@ class WriteBack:
             return False
         return True
 
-    def _give_up(self, tier: TierIndex, key: Key) -> None:
+    def _give_up(self, tier: Tier, key: Key) -> None:
         """`key` is dropped: it is not written to this tier, for now, and the tier above keeps it."""
         self._finish_eviction_above(tier, key, written=False)
 
-    def _finish_eviction_above(self, tier: TierIndex, key: Key, written: bool) -> None:
+    def _finish_eviction_above(self, tier: Tier, key: Key, written: bool) -> None:
         """If the tier above evicts `key` and only waited for its write to `tier`: finish that, or cancel it."""
         if tier.spec.write is not Write.ON_EVICT:
             return
@@ -321,7 +319,7 @@ class WriteBack:
             else:
                 self._host.cancel_eviction(row, self._state.tick)
 
-    def _finish_demotion(self, tier: TierIndex, key: Key, written: bool) -> None:
+    def _finish_demotion(self, tier: Tier, key: Key, written: bool) -> None:
         """A demotion out of `tier` has ended: unpin its host row, and free its slot if it was `written` below."""
         row = tier.staged.pop(key, None)
         if row is not None:
@@ -331,17 +329,17 @@ class WriteBack:
             if written and unused and self._state.below_host is not None:  # the host would write it to `tier` again
                 self._host.evict(row)
         if written:
-            tier.finish_eviction(key, self._state.tick)
+            tier.index.finish_eviction(key, self._state.tick)
         else:
-            tier.cancel_eviction(key, self._state.tick)
+            tier.index.cancel_eviction(key, self._state.tick)
 
-    def _count_unwritten(self, tier: TierIndex, evicted: Iterable[Key]) -> None:
+    def _count_unwritten(self, tier: Tier, evicted: Iterable[Key]) -> None:
         """Count what `tier` had to evict before it was written to the tier below."""
         below = self._state.below(tier)
         if below is not None:
             waiting = (below.to_store, below.waiting_for_seal)
             below.counters.dropped_evicted += sum(
-                key not in below and not any(key in keys for keys in waiting) for key in evicted
+                key not in below.index and not any(key in keys for keys in waiting) for key in evicted
             )
 
 
@@ -373,7 +371,7 @@ class StoreThrottle:
             if not (promoting and self._has_queued(tier)):
                 self._release(tier)
 
-    def room(self, tier: TierIndex) -> int:
+    def room(self, tier: Tier) -> int:
         """How many rows may be started for `tier`."""
         if not self._holds(tier):
             self._release(tier)
@@ -384,14 +382,14 @@ class StoreThrottle:
             self._due[tier.number] = self._state.store_window
         return self._due.get(tier.number, 0)
 
-    def started(self, tier: TierIndex, rows: int) -> None:
+    def started(self, tier: Tier, rows: int) -> None:
         """So many were started."""
         if tier.number in self._due:
             self._due[tier.number] = max(0, self._due[tier.number] - rows)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _holds(self, tier: TierIndex) -> bool:
+    def _holds(self, tier: Tier) -> bool:
         limits = self._state.limits
         far_behind = tier.rows_to_write > limits.hold_share * self._state.host.rows
         if self.closing or not self._promoting or far_behind:
@@ -399,11 +397,11 @@ class StoreThrottle:
         free, reserve = self._state.room_above(tier)
         return 2 * free >= reserve  # the other half is for promotions: with less they would wait for stores
 
-    def _has_queued(self, tier: TierIndex) -> bool:
+    def _has_queued(self, tier: Tier) -> bool:
         """Whether rows are queued for `tier`, or victims are to be loaded for it."""
         above = self._state.above(tier) if tier.spec.write is Write.ON_EVICT else None
         return bool(tier.to_store or (above is not None and above.to_demote))
 
-    def _release(self, tier: TierIndex) -> None:
+    def _release(self, tier: Tier) -> None:
         self._since_s.pop(tier.number, None)
         self._due.pop(tier.number, None)

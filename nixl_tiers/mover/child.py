@@ -17,14 +17,14 @@ from typing import Final
 
 import msgspec
 
-from nixl_tiers.memory.row_table import RowTable, RowTableError
+from nixl_tiers.memory import columns
 from nixl_tiers.mover.protocol import (
     HEARTBEAT_S,
     MAX_PACKET,
     Configure,
     Down,
     Heartbeat,
-    ListedTable,
+    ListedColumns,
     Refused,
     ToCoordinator,
     ToMover,
@@ -141,11 +141,11 @@ class Child:
         self._sent_s = self._clock()
         return True
 
-    def receive(self) -> Iterable[tuple[ToCoordinator, RowTable | None]]:
-        """The messages that have come, each with the row table that came with it; sets `eof` at the end of the
+    def receive(self) -> Iterable[tuple[ToCoordinator, columns.ListedColumns | None]]:
+        """The messages that have come, each with the rows that came with it; sets `eof` at the end of the
         stream. Messages that come in the meantime may be left for the next call.
 
-        Raises msgspec.DecodeError, UnicodeDecodeError or RowTableError for an invalid message.
+        Raises msgspec.DecodeError, UnicodeDecodeError or ColumnsError for an invalid message.
         """
         for _ in range(MAX_RECEIVED):
             if self.eof or self.killed:
@@ -166,8 +166,8 @@ class Child:
             self.received_s = self._clock()
             self.started = True
             packet, fds = memoryview(self._buffer)[:nbytes], _descriptors(ancillary) if ancillary else []
-            message, table = _read(packet, fds)
-            yield _redacted(message, self._redact), table
+            message, rows = _read(packet, fds)
+            yield _redacted(message, self._redact), rows
 
     def kill(self) -> None:
         if self.killed_s is None:
@@ -214,15 +214,15 @@ def _redacted(message: ToCoordinator, redact: Redactor) -> ToCoordinator:
     return message
 
 
-def _read(packet: memoryview, fds: list[int]) -> tuple[ToCoordinator, RowTable | None]:
-    """The message, and its row table. All other descriptors are closed, also on errors. Raises RowTableError."""
+def _read(packet: memoryview, fds: list[int]) -> tuple[ToCoordinator, columns.ListedColumns | None]:
+    """The message, and its rows. All other descriptors are closed, also on errors. Raises ColumnsError."""
     try:
         message = decode_to_coordinator(packet)
-        if not isinstance(message, ListedTable):
+        if not isinstance(message, ListedColumns):
             return message, None
         if not fds:
-            raise RowTableError("a row table was announced, and no descriptor came with it")
-        return message, RowTable.attach(fds.pop())
+            raise columns.ColumnsError("a listing was announced, and no descriptor came with it")
+        return message, columns.ListedColumns.attach(fds.pop())
     finally:
         for fd in fds:
             os.close(fd)

@@ -19,10 +19,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from nixl_tiers.base.chunk import Outcome
-from nixl_tiers.memory.key_hash import KeyHash
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import missing_of
-from nixl_tiers.mover.listing import IndexBuilder, IndexPublisher
+from nixl_tiers.mover.listing import IndexPublisher
 from nixl_tiers.mover.protocol import (
     HEARTBEAT_S,
     MAX_DENIALS,
@@ -65,7 +64,6 @@ class Mover:
         self.stopping = False
         self._tier = tier
         self._region = region
-        self._key_hash = KeyHash(configure.key_hash)
         self._physical_slots = configure.physical_slots
         self._received: deque[ToMover] = deque()
         self._jobs: dict[int, tuple[Store | Load, float]] = {}  # batch_id -> the coordinator's job, started at
@@ -207,8 +205,7 @@ class Mover:
             self._published_slots = slots
             self._send_heartbeat()
             self.send_queue.send(Opened(message.epoch, slots, self._tier.mount_point))
-            builder = IndexBuilder(self._key_hash, slots if self._physical_slots else None)
-            self._publisher = IndexPublisher(self._tier, self.send_queue, message.epoch, builder, self._send_heartbeat)
+            self._publisher = IndexPublisher(self._tier, self.send_queue, message.epoch, self._send_heartbeat)
 
     def _stop_serving(self) -> None:
         self._served = None

@@ -39,7 +39,6 @@ class Configure(msgspec.Struct, tag="configure", frozen=True):
     cell_payload: int
     sub_blocks: int
     rows: int
-    key_hash: int  # seed of memory.key_hash, the same for all row tables
     physical_slots: bool = False  # a slot is a place on the medium
     engine: str = ""  # StorageTier.identify
     secret_variables: list[str] = []  # environment variables whose values must not be logged
@@ -131,12 +130,11 @@ class Listed(msgspec.Struct, tag="listed", frozen=True):
     last: bool
 
 
-class ListedTable(msgspec.Struct, tag="listed_table", frozen=True):
-    """Mover -> coordinator, between the Listed of a first listing: more rows, as a memory.row_table whose file
-    descriptor comes with this packet. `newest`: the highest tick in it."""
+class ListedColumns(msgspec.Struct, tag="listed_columns", frozen=True):
+    """Mover -> coordinator, before the last Listed of a first listing: many rows, as memory.columns whose file
+    descriptor comes with this packet."""
 
     epoch: int
-    newest: Tick
 
 
 class ExistenceChecked(msgspec.Struct, tag="existence_checked", frozen=True):
@@ -175,7 +173,7 @@ def sendable_text(text: object, most: int = MAX_SENTENCE_CHARS) -> str:
 
 
 ToMover = Configure | Open | Store | Load | Delete | Touch | CheckExistence | Stop
-ToCoordinator = Opened | Slots | Down | Refused | Listed | ListedTable | ExistenceChecked | Finished | Heartbeat
+ToCoordinator = Opened | Slots | Down | Refused | Listed | ListedColumns | ExistenceChecked | Finished | Heartbeat
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_mover = msgspec.msgpack.Decoder(ToMover).decode

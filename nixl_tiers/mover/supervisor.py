@@ -21,13 +21,13 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from nixl_tiers.memory.row_table import RowTable, RowTableError
+from nixl_tiers.memory.columns import ColumnsError, ListedColumns
+from nixl_tiers.mover import protocol
 from nixl_tiers.mover.child import Child
 from nixl_tiers.mover.protocol import (
     HEARTBEAT_S,
     Configure,
     Down,
-    ListedTable,
     Open,
     Opened,
     Refused,
@@ -63,8 +63,8 @@ class Handler(Protocol):
 
     def on_message(self, tier: int, message: ToCoordinator) -> None: ...
 
-    def on_table(self, tier: int, message: ListedTable, table: RowTable) -> None:
-        """The handler owns `table`, and closes it."""
+    def on_columns(self, tier: int, epoch: int, columns: ListedColumns) -> None:
+        """Many rows are listed. The handler owns `columns`, and closes them."""
 
     def on_problem(self, tier: int, reason: str) -> None:
         """The tier has no mover that can serve, for this reason. Called repeatedly while that lasts."""
@@ -327,16 +327,16 @@ class Supervisor:
         try:
             if exited or mover.stderr.fd in ready:
                 self._relay_log(tier, mover)
-            for message, table in mover.receive():
+            for message, columns in mover.receive():
                 if isinstance(message, (Opened, Down)):
                     self._accepted.add(tier)
                 elif isinstance(message, Refused) and tier not in self._accepted:
                     self._refused.add(tier)
-                if isinstance(message, ListedTable) and table is not None:
-                    self._handler.on_table(tier, message, table)
+                if isinstance(message, protocol.ListedColumns) and columns is not None:
+                    self._handler.on_columns(tier, message.epoch, columns)
                 else:
                     self._handler.on_message(tier, message)
-        except (msgspec.DecodeError, UnicodeDecodeError, RowTableError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, ColumnsError) as error:
             self._kill(tier, mover, f"it sent an invalid message ({error})")
         except Exception as error:  # noqa: BLE001 (a message that cannot be applied ends this mover, and no other)
             self._log_once(f"a message of the {self._names[tier]} tier's mover", error)

@@ -32,6 +32,7 @@ from nixl_tiers.core.limits import PIN_MARGIN_S, Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.stats import Load
+from nixl_tiers.core.tier_rows import most_rows
 from nixl_tiers.core.types import TierSpec
 from nixl_tiers.runtime.blocking import POLL_S, Interrupts
 from nixl_tiers.runtime.copies import OpenLoads, bad_rows, ended_rows
@@ -85,7 +86,6 @@ class Coordinator(DeprecatedCalls):
                 name,
                 tier.write,
                 physical_slots=tier.physical_slots,
-                policy=tier.eviction,
                 existence_checks=tier.existence_checks,
             )
             for name, tier in zip(config.names, config.storage, strict=True)
@@ -147,6 +147,8 @@ class Coordinator(DeprecatedCalls):
         """
         for warning in (*warnings_of(config), *warnings_here(config)):
             log.warning("nixl_tiers: %s", warning)
+        if config.storage and (most := most_rows()) is not None:
+            log.warning("nixl_tiers: was installed without a C compiler: a storage tier holds at most %d chunks", most)
         coordinator = cls(config, namespace, region, description=description)
         if device is not None and config.prefill_tokens_per_s is None:
             coordinator.keep_prefill_speed(PrefillCache(namespace, device))

@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -19,11 +20,11 @@ from typing import Final
 from nixl_tiers.base.chunk import Namespace, Outcome
 from nixl_tiers.base.manifest import Description
 from nixl_tiers.config.schema import StorageConfig, TiersConfig, format_size, tier_to_dict
+from nixl_tiers.core.listing import Steps
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import Direction, Job, TierState
-from nixl_tiers.memory.key_hash import KeyHash
+from nixl_tiers.memory.columns import ListedColumns
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.row_table import RowTable
 from nixl_tiers.mover.protocol import (
     MAX_TOUCHED,
     CheckExistence,
@@ -34,7 +35,6 @@ from nixl_tiers.mover.protocol import (
     Finished,
     Heartbeat,
     Listed,
-    ListedTable,
     Load,
     Open,
     Opened,
@@ -47,7 +47,6 @@ from nixl_tiers.mover.protocol import (
     sendable,
 )
 from nixl_tiers.mover.supervisor import IDLE_S, TICK_S, Supervisor, Turn
-from nixl_tiers.runtime.index_spill import IndexSpill, take_steps
 from nixl_tiers.runtime.tier_log import LogQueue, TierLog, Write
 from nixl_tiers.tiers.base import MAX_SLOTS, Move
 
@@ -55,6 +54,7 @@ TOUCH_S: Final = 1.0  # between two packets of recent uses to one mover
 USES_A_PART: Final = 256
 _OUTCOMES: Final = {outcome.value: outcome for outcome in Outcome}
 DROPPED_PER_TURN: Final = 4096  # entries of structures that a reset has replaced
+PAUSE_S: Final = 0.0002  # between two steps of a listing
 MAX_CAPACITIES: Final = 2  # of slots: a shared medium may hold more than this engine's own capacity
 
 
@@ -114,10 +114,8 @@ class MoverLink:
         self._row_bytes = region.geometry.row_bytes
         self._clock = clock
         self._touch_s = TOUCH_S
-        key_hash = KeyHash.random()
-        self._spill = IndexSpill(core.tiers, key_hash, changed)
         self.supervisor = Supervisor(
-            _configures(config.storage, region, key_hash, engine_id(), description),
+            _configures(config.storage, region, engine_id(), description),
             config.names,
             region.fd,
             self,
@@ -154,8 +152,8 @@ class MoverLink:
     def ready(self) -> bool:
         """Whether each tier has listed all that it holds, or has reported that it is down. With the lock held."""
         return all(
-            index.state is TierState.UP or (index.state is TierState.DOWN and tier.answered)
-            for index, tier in zip(self._core.tiers, self.tiers, strict=True)
+            tier.state is TierState.UP or (tier.state is TierState.DOWN and status.answered)
+            for tier, status in zip(self._core.tiers, self.tiers, strict=True)
         )
 
     # --- what the supervisor calls -----------------------------------------------------------------------------
@@ -188,7 +186,7 @@ class MoverLink:
                         entries = [(entry.slot, entry.key, entry.tick) for entry in message.entries]
                         self._core.events.listed(tier, entries, message.last)
                         if message.last:
-                            status.log.listed(len(self._core.tiers[tier].slots))
+                            status.log.listed(len(self._core.tiers[tier].index.slots))
                 case ExistenceChecked():
                     self._core.events.existence_checked(tier, message.check_id, message.absent, now)
                 case Slots():
@@ -220,13 +218,12 @@ class MoverLink:
                 status.answered = True
                 status.log.up(self._clock())
 
-    def on_table(self, tier: int, message: ListedTable, table: RowTable) -> None:
+    def on_columns(self, tier: int, epoch: int, columns: ListedColumns) -> None:
         with self._locked():
-            if message.epoch == self.namespace.epoch:
-                steps = self._core.events.table_listed(tier, table, message.newest)
-            else:
-                steps = iter((table.close,))
+            current = epoch == self.namespace.epoch
+            steps: Steps = self._core.events.columns_listed(tier, columns) if current else iter(())
         take_steps(steps, self.changed)
+        columns.close()
 
     def on_problem(self, tier: int, reason: str) -> None:
         with self._locked():
@@ -250,24 +247,23 @@ class MoverLink:
     def on_tick(self, received_s: float, send_credits: Sequence[int]) -> Turn:
         with self._locked():
             now = self._clock()
-            for index, free in zip(self._core.tiers, send_credits, strict=True):
-                index.send_credits = free
+            for each, free in zip(self._core.tiers, send_credits, strict=True):
+                each.send_credits = free
             jobs = self._core.turn(received_s, now)
             moves = [(job, message) for job in jobs if (message := self._sendable(job, now)) is not None]
             messages: list[tuple[int, ToMover]] = []
             messages += [(job.tier, message) for job, message in moves if job.direction is Direction.LOAD]
             most = self._core.limits.deletes_per_batch
-            for tier, index in enumerate(self._core.tiers):
-                messages += [(tier, Delete(batch)) for batch in index.delete_batches(most)]
+            for tier, each in enumerate(self._core.tiers):
+                messages += [(tier, Delete(batch)) for batch in each.delete_batches(most)]
             messages += [(job.tier, message) for job, message in moves if job.direction is Direction.STORE]
             for check in self._core.events.plan_checks(now):
                 if sendable(question := CheckExistence(check.id, check.keys, check.chain)):
                     messages.append((check.tier, question))
                 else:
                     self._core.events.existence_checked(check.tier, check.id, (), now)
-            for status, index in zip(self.tiers, self._core.tiers, strict=True):
-                status.log.watch(index.breakers, now)
-            self._spill.wake()
+            for status, each in zip(self.tiers, self._core.tiers, strict=True):
+                status.log.watch(each.breakers, now)
             overdue = self._core.health.overdue(received_s)
             unfinished, pause_s = self._core.events.unfinished, self._core.events.pause_s
             busy = pause_s > 0 or self._core.events.busy
@@ -294,18 +290,19 @@ class MoverLink:
     def _touches(self, now: float) -> list[tuple[int, ToMover]]:
         """The rows used lately, in at most one packet a tier every `_touch_s`. Takes the lock for a part at a time."""
         messages: list[tuple[int, ToMover]] = []
-        for tier, (status, index) in enumerate(zip(self.tiers, self._core.tiers, strict=True)):
-            while now >= status.touch_at_s and index.send_credits > 0 and index.recent_uses:
+        for tier, (status, each) in enumerate(zip(self.tiers, self._core.tiers, strict=True)):
+            while now >= status.touch_at_s and each.send_credits > 0 and each.state is TierState.UP:
                 used: list[tuple[int, int]] = []
                 for _ in range(MAX_TOUCHED // USES_A_PART):
                     with self.changed:
-                        used += index.take_recent_uses(USES_A_PART)
-                    if not index.recent_uses:
+                        some = each.index.take_uses(USES_A_PART)
+                    used += some
+                    if not some:
                         break
                 if not used:
                     break
                 messages.append((tier, Touch(used)))
-                index.send_credits -= 1
+                each.send_credits -= 1
                 status.touch_at_s = now + self._touch_s
         return messages
 
@@ -328,6 +325,18 @@ class MoverLink:
         return Open(self.namespace.digest, self.namespace.epoch)
 
 
+def take_steps(steps: Steps, lock: threading.Condition) -> None:
+    """Take the lock for one step at a time."""
+    done = False
+    while not done:
+        with lock:
+            done = next(steps, True) is True
+            if done:
+                lock.notify_all()
+        if not done:
+            time.sleep(PAUSE_S)  # so that a thread that waits for the lock gets it
+
+
 def _outcomes(codes: bytes) -> list[Outcome]:
     """Raises ValueError, as `Outcome` does, which takes ten times as long: each row that was moved has one."""
     try:
@@ -338,8 +347,8 @@ def _outcomes(codes: bytes) -> list[Outcome]:
 
 def _message(job: Job) -> Store | Load:
     if job.direction is Direction.LOAD:
-        return Load(job.id, [Move(move.row.index, move.entry.slot, move.key) for move in job.moves])
-    return Store(job.id, [Move(m.row.index, m.entry.slot, m.key, m.tick, m.seal, m.row.missing) for m in job.moves])
+        return Load(job.id, [Move(move.row.index, move.slot, move.key) for move in job.moves])
+    return Store(job.id, [Move(m.row.index, m.slot, m.key, m.tick, m.seal, m.row.missing) for m in job.moves])
 
 
 def engine_id() -> str:
@@ -348,7 +357,7 @@ def engine_id() -> str:
 
 
 def _configures(
-    tiers: Sequence[StorageConfig], region: HostRegion, key_hash: KeyHash, engine: str, description: Description
+    tiers: Sequence[StorageConfig], region: HostRegion, engine: str, description: Description
 ) -> list[Configure]:
     """The first message to each tier's mover. `engine`: see StorageTier.identify."""
     geometry = region.geometry
@@ -359,7 +368,6 @@ def _configures(
             geometry.cell_payload,
             geometry.sub_blocks,
             region.rows,
-            key_hash=key_hash.seed,
             physical_slots=tier.physical_slots,
             engine=engine,
             secret_variables=tier.secret_variables,

@@ -63,12 +63,23 @@ class PackedEntries(Sequence[Entry]):
         self.records = records
 
     @classmethod
+    def of(cls, entries: Sequence[Entry]) -> PackedEntries:
+        width = 1 + max((len(entry.key) for entry in entries), default=1)
+        raw = b"".join((bytes((len(entry.key),)) + entry.key).ljust(width, b"\0") for entry in entries)
+        return cls(
+            np.array([entry.slot for entry in entries], np.int64),
+            np.array([entry.tick for entry in entries], np.int64),
+            np.frombuffer(raw, np.uint8).reshape(len(entries), width),
+        )
+
+    @classmethod
     def joined(cls, parts: Sequence[PackedEntries]) -> PackedEntries:
-        """At least one, with records of one width."""
+        """At least one."""
+        width = max(part.records.shape[1] for part in parts)
         return cls(
             np.concatenate([part.slots for part in parts]),
             np.concatenate([part.ticks for part in parts]),
-            np.concatenate([part.records for part in parts]),
+            np.concatenate([np.pad(part.records, ((0, 0), (0, width - part.records.shape[1]))) for part in parts]),
         )
 
     def __len__(self) -> int:

@@ -113,6 +113,12 @@ def test_exit_code_is_that_of_the_worst_finding() -> None:
     assert exit_code([warning("c", ""), broken("d", ""), ok("e", "")]) == 2
 
 
+def test_index_that_was_not_compiled_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "most_rows", lambda: 250_000)
+    (finding,) = (each for each in machine._host() if each.name == "index of storage tiers")
+    assert (finding.status, "holds at most 250000 chunks" in finding.text) == (Status.WARNING, True)
+
+
 @pytest.mark.usefixtures("quiet_machine")
 @pytest.mark.parametrize(
     ("findings", "code", "verdict"),

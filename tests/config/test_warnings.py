@@ -114,7 +114,15 @@ def test_eviction_policy_of_a_shared_prefix_is_warned_about() -> None:
     assert warned(CPU, shared | {"eviction": "s3fifo"}) == [
         "tiers[1].eviction: has no effect on a shared prefix, which deletes what was written first"
     ]
-    assert warned(CPU, shared | {"eviction": "s3fifo", "shared": False}) == []
+    assert warned(CPU, shared | {"eviction": "lru", "shared": False}) == []
+
+
+@pytest.mark.parametrize("policy", ["s3fifo", "arc"])
+def test_eviction_policy_of_a_storage_tier_is_accepted_and_warned_about(policy: str) -> None:
+    assert warned(CPU | {"eviction": policy}, FILE) == []
+    assert warned(CPU, FILE | {"eviction": policy}) == [
+        f"tiers[1].eviction: storage tiers evict by lru; {policy} is a policy of the cpu tier only"
+    ]
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.base.policies import Write
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.types import Job, TierSpec
-from tests.support.core import expire, opened
+from tests.support.core import expire, opened, rows_of
 
 
 def manager(rows: int, writes: Sequence[Write], slots: Sequence[int]) -> TierManager:
@@ -95,7 +95,7 @@ def test_victims_wait_while_the_host_is_full_of_pinned_rows() -> None:
     core.events.resized(0, 3)
     for _ in range(20):
         assert core.turn(0.0, 0.0) == []
-    assert list(core.tiers[0].evicting) == keys(1)
+    assert list(core.tiers[0].index.evicting) == keys(1)
     assert not core.events.unfinished
     core.copies.complete_store(core.copies.rows_being_filled(filling), ())
     assert [move.key for _ in range(20) for job in core.turn(1.0, 1.0) for move in job.moves if job.tier == 0]
@@ -117,7 +117,7 @@ def test_victims_of_a_storage_tier_are_demoted_further_down(first: Write) -> Non
         settle(core)
     assert all(core.where(key, 0.0) for key in keys(60))
     assert [tier.counters.dropped for tier in core.tiers] == [0, 0]
-    assert len(core.tiers[0].slots) <= 12
+    assert len(core.tiers[0].index.slots) <= 12
     rows = core.host.index.values()
     assert not any(row.request_pins or row.mover_refs for row in rows)
 
@@ -183,7 +183,7 @@ def test_shutdown_can_write_all_dirty_rows() -> None:
         put(core, key, 0.0)
     core.demote(list(core.host.index.values()))
     settle(core)
-    assert set(core.tiers[0].index) == set(keys(6))
+    assert rows_of(core.tiers[0]).keys() == set(keys(6))
 
 
 def test_promotions_are_planned_before_demotions() -> None:
@@ -203,7 +203,7 @@ def test_victims_are_not_loaded_if_the_tier_below_is_down() -> None:
     assert core.events.plan(0.0) == []
     core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
     tier = core.tiers[0]
-    assert not any((tier.evicting, tier.to_demote, tier.staged))
+    assert not any((tier.index.evicting, tier.to_demote, tier.staged))
     assert not any(row.request_pins for row in core.host.index.values())
     assert core.tiers[1].counters.dropped == 0
 
@@ -218,7 +218,7 @@ def test_victims_evicted_unwritten_are_counted_as_dropped() -> None:
     nowhere = [key for key in keys(24) if core.where(key, 0.0) is None]
     assert nowhere
     under_way = {move.key for job in core.tiers[1].jobs.values() for move in job.moves}
-    lost = [key for key in keys(24) if key not in core.tiers[0] and key not in under_way]
+    lost = [key for key in keys(24) if key not in core.tiers[0].index and key not in under_way]
     queued = [key for key in lost if key in core.tiers[1].to_store]
     assert core.tiers[1].counters.dropped == len(lost) - len(queued)
 
@@ -253,7 +253,7 @@ def test_row_that_is_used_while_it_is_demoted_stays_in_the_host() -> None:
     core.end_step()
     core.events.finished(store.tier, store.id, [Outcome.OK], 0.0)
     settle(core)
-    assert key in core.tiers[1]
+    assert key in core.tiers[1].index
     assert core.where(key, 0.0) == "cpu"
 
 
@@ -284,11 +284,10 @@ def test_suspects_are_not_selected_again_at_once() -> None:
     assert sum(len(job.moves) for job in turns(core, core.limits.retry_s)) == 1
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
-def test_victims_from_before_a_reset_that_keeps_the_tiers_are_written_after_it(policy: Eviction) -> None:
+def test_victims_from_before_a_reset_that_keeps_the_tiers_are_written_after_it() -> None:
     """As many victims as there had been were given up, the newest first. The others waited for ever for somebody to
     write them, and what was stored next took the slots of rows that had been written nowhere."""
-    specs = [TierSpec("above", Write.THROUGH, True, policy=policy), TierSpec("below", Write.ON_EVICT, True)]
+    specs = [TierSpec("above", Write.THROUGH, True), TierSpec("below", Write.ON_EVICT, True)]
     core = TierManager(300, 4096, specs, Limits(reserve_share=0.25, rows_per_slice=16))
     for tier, slots in enumerate((1000, 2000)):
         opened(core, tier, slots)
@@ -297,18 +296,17 @@ def test_victims_from_before_a_reset_that_keeps_the_tiers_are_written_after_it(p
     above, below = core.tiers
     before = turns(core, 0.0)
     assert before
-    assert len(above.evicting) == 250
+    assert len(above.index.evicting) == 250
     core.reset(keep_tiers=True)
     for job in before:  # movers know nothing of it
         core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
     while jobs := turns(core, 0.0):
         for job in jobs:
             core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    assert above.slots.free == 250
-    assert not above.evicting
-    assert all(key in above or key in below for key in keys(1000))
-    if policy == "lru":
-        assert all(key in below for key in keys(250)), "those that were used longest ago"
+    assert above.index.slots.free == 250
+    assert not above.index.evicting
+    assert all(key in above.index or key in below.index for key in keys(1000))
+    assert all(key in below.index for key in keys(250)), "those that were used longest ago"
 
 
 def test_room_is_made_of_victims_from_before_a_reset() -> None:
@@ -316,15 +314,15 @@ def test_room_is_made_of_victims_from_before_a_reset() -> None:
     core = manager(64, (Write.THROUGH, Write.ON_EVICT), (16, 100))
     core.events.listed(0, [(slot, key, slot) for slot, key in enumerate(keys(16))], last=True)
     above = core.tiers[0]
-    assert len(above.select_victims(16)) == 16
+    assert len(above.index.select_victims(16)) == 16
     for _ in range(2):
         above.drop_queues()
     used = keys(1)[0]
-    above.touch(used, 100)
-    gone = above.make_room(4)
+    above.index.touch([used], 100)
+    gone = above.index.make_room(4)
     assert len(set(gone)) == len(gone) == 4
     assert used not in gone
-    gone += above.make_room(16)
+    gone += above.index.make_room(16)
     assert sorted(gone) == keys(16)
     assert gone[-1] == used
 

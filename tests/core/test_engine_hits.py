@@ -43,7 +43,7 @@ class Unread(list[Key]):
 
 def core_of(*, rows: int = len(KEYS), policy: Eviction = "lru", stored: int = 0) -> TierManager:
     """With one tier, which holds that many of the keys, each used later than the one before."""
-    core = TierManager(rows, 4096, [TierSpec("file", Write.THROUGH, True, policy=policy)], LIMITS, policy)
+    core = TierManager(rows, 4096, [TierSpec("file", Write.THROUGH, True)], LIMITS, policy)
     opened(core, 0, len(KEYS))
     core.events.listed(0, [(n, key, 1 + n) for n, key in enumerate(KEYS[:stored])], last=True)
     return core
@@ -66,7 +66,7 @@ def test_a_report_looks_at_no_key_and_is_worked_off_in_slices() -> None:
     assert turns == 3
     assert not core.events.can_start
     # Now they are the last to go, the deepest first.
-    assert core.tiers[0].select_victims(100) == [*KEYS[40:100], *reversed(KEYS[:40])]
+    assert core.tiers[0].index.select_victims(100) == [*KEYS[40:100], *reversed(KEYS[:40])]
 
 
 def test_of_several_reports_the_last_one_counts() -> None:
@@ -75,7 +75,7 @@ def test_of_several_reports_the_last_one_counts() -> None:
     core.engine_hits.add(KEYS[2:4], "second")
     core.engine_hits.add(KEYS[:1], "third")
     core.events.work(0.0)
-    assert core.tiers[0].select_victims(6) == [KEYS[4], KEYS[5], KEYS[1], KEYS[3], KEYS[2], KEYS[0]]
+    assert core.tiers[0].index.select_victims(6) == [KEYS[4], KEYS[5], KEYS[1], KEYS[3], KEYS[2], KEYS[0]]
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
@@ -100,7 +100,7 @@ def test_what_a_request_has_stored_and_then_hits_was_used_once() -> None:
     touched(core, KEYS[:1], "request")
     put(core, KEYS[1:2], "another")
     end_all_stores(core)
-    assert core.tiers[0].select_victims(1) == KEYS[:1]
+    assert core.tiers[0].index.select_victims(1) == KEYS[:1]
     assert [row.key for row in core.host.select_victims(1)] == KEYS[:1]
 
 
@@ -119,7 +119,7 @@ def test_reports_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         core.engine_hits.add(KEYS[start : start + 20], f"request {start}")
         assert core.engine_hits.waiting <= 50
     touched(core, [], "none")
-    assert core.tiers[0].select_victims(60) == KEYS[:60]
+    assert core.tiers[0].index.select_victims(60) == KEYS[:60]
     assert core.engine_hits.waiting == 0
 
 

@@ -16,7 +16,7 @@ from nixl_tiers.core.host import RowState
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.types import Job, TierSpec
-from tests.support.core import opened
+from tests.support.core import opened, rows_of
 
 ROWS, LISTED = 16, 6
 PLANNERS = tuple(f"core/{name}.py" for name in ("events", "health", "promotion", "writeback", "state"))
@@ -107,7 +107,7 @@ def test_error_at_any_call_leaves_nothing_pinned_after_the_movers_death(what: st
             assert not any(
                 (tier.rows_loading, tier.rows_storing, tier.trials_running, tier.quarantined, tier.ending_moves)
             )
-            assert not any(entry.readers for entry in tier.index.values())
+            assert not any(row.pins for row in rows_of(tier).values())
         assert not any(row.referenced or row.sealing for row in core.host.index.values())
         assert core.host.used == len(core.host.index) == len({row.index for row in core.host.index.values()})
         # The tiers come up again, and serve all requests.

@@ -79,7 +79,7 @@ operations = st.lists(
         st.tuples(st.just("late"), some_key, st.integers(0, 30)),  # at a tick of long ago, as after a restart
         st.tuples(st.just("remove"), some_key, st.just(0)),
         st.tuples(st.just("evict"), st.frozensets(some_key), st.integers(0, 30)),
-        st.tuples(st.just("resize"), st.just(b""), st.integers(0, 30)),
+        st.tuples(st.just("put back"), st.frozensets(some_key), st.integers(0, 30)),
     ),
     max_size=80,
 )
@@ -115,9 +115,10 @@ def test_no_key_is_lost_duplicated_or_evicted_while_pinned(
         if verb == "evict":
             assert isinstance(operand, frozenset)
             evict(number, operand)
-        elif verb == "resize":
-            rows = number
-            policy.resize(rows)
+        elif verb == "put back":
+            assert isinstance(operand, frozenset)
+            for victim in reversed(policy.evict(number, operand.__contains__)):
+                policy.put_back(victim, tick)
         else:
             assert isinstance(operand, bytes)
             if verb == "remove":
@@ -263,6 +264,44 @@ def test_lru_evicts_unpinned_keys_before_newer_ones() -> None:
     policy.remove(old[0])
     touch(policy, [old[1]], 2)
     assert policy.evict(4, nothing_pinned) == [old[2], new[1], new[0], old[1]]
+
+
+@pytest.mark.parametrize("name", ["lru", "arc"])
+def test_victims_that_are_put_back_are_the_next_again(name: Eviction) -> None:
+    policy = make_policy(name, 12)
+    for tick in range(4):
+        add(policy, chain(f"prompt {tick}", 3), tick)
+    touch(policy, chain("prompt 1", 3), 9)
+    victims = policy.evict(5, lambda _key: False)
+    ticks = {key: tick for tick in range(4) for key in chain(f"prompt {tick}", 3)}
+    for key in reversed(victims):
+        policy.put_back(key, ticks[key])
+    assert policy.evict(5, lambda _key: False) == victims
+
+
+def test_arc_takes_no_victim_that_is_put_back_for_one_that_came_back() -> None:
+    arc = Arc(4)
+    add(arc, chain("once", 2), 0)
+    add(arc, chain("often", 2), 0)
+    touch(arc, chain("often", 2), 1)
+    before = arc._recent_rows
+    for _ in range(3):
+        for key in reversed(arc.evict(4, lambda _key: False)):
+            arc.put_back(key, 2)
+        assert (len(arc._once), len(arc._often), arc._recent_rows) == (2, 2, before)
+        assert not arc._once_ghosts
+        assert not arc._often_ghosts
+
+
+def test_s3fifo_takes_no_victim_that_is_put_back_for_one_that_came_back() -> None:
+    fifo = S3Fifo(10)
+    add(fifo, chain("new", 3), 0)
+    touch(fifo, chain("new", 3)[:1], 1)
+    for key in reversed(fifo.evict(3, lambda _key: False)):
+        fifo.put_back(key, 1)
+    assert len(fifo._small) == 3, "and not in the main queue, as what comes back after its eviction"
+    touch(fifo, chain("new", 3)[:1], 2)
+    assert fifo._uses[chain("new", 3)[0]] == 2, "what it was used for before counts"
 
 
 def test_s3fifo_keeps_keys_used_twice_and_ghost_hits() -> None:

@@ -230,8 +230,7 @@ def test_private_tier_is_not_checked_nor_if_checks_are_off(core: CheckedCore) ->
 
 
 def test_known_row_that_is_not_loadable_is_not_checked(core: CheckedCore) -> None:
-    core.core.events.listed(0, [(0, CHAIN[0], 0)], last=False)
-    core.core.tiers[0].index[CHAIN[0]].stored = False
+    assert core.core.tiers[0].index.reserve(CHAIN[0], 0) is not None  # it is being stored
     assert core.scan("r") == [MISS]
     assert core.asked() == []
 

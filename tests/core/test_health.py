@@ -7,17 +7,15 @@ from collections.abc import Sequence
 import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.base.policies import Write
 from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.chain_rows import Chain, Group
-from nixl_tiers.core.cold_rows import take_all
-from nixl_tiers.core.health import MAX_COLDEST
+from nixl_tiers.core.health import MAX_SOUGHT
 from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.types import Direction, TierSpec
-from nixl_tiers.memory.key_hash import KeyHash
-from nixl_tiers.memory.row_table import Rows, RowTable
-from tests.support.cold_table import PlainColdTable
+from tests.support.columns import PlainColumns
 from tests.support.core import opened, put
 
 
@@ -108,13 +106,13 @@ def test_sealed_row_probes_stores_before_one_that_another_tier_is_about_to_seal(
     assert {(job.tier, move.key) for job in jobs for move in job.moves} == {(1, b"sealed"), (0, b"new")}
 
 
-def test_cold_row_probes_loads_though_no_request_asks_for_it() -> None:
-    """All rows are cold after the tier was opened again: else the first request for them would find it closed."""
+def test_listed_row_probes_loads_though_no_request_asks_for_it() -> None:
+    """As after the tier was opened again: else the first request for them would find it closed."""
     core = killed(Write.THROUGH, [])
     tier = core.tiers[0]
     opened(core, 0, 10)
-    table = PlainColdTable([(slot, key, slot) for slot, key in enumerate([b"suspect", b"a", b"b"])])
-    take_all(core.events.table_listed(0, table, 2))
+    rows = PlainColumns([(slot, key, slot) for slot, key in enumerate([b"suspect", b"a", b"b"])])
+    take_all(core.events.columns_listed(0, rows))
     core.events.listed(0, [], last=True)
     tier.denylist.suspect([b"suspect"], 0.0)
     for _ in range(2):
@@ -141,28 +139,23 @@ KEYS = [b"key-%04d" % number for number in range(2000)]
 PROBES = 2  # that close a circuit
 
 
-def listed(core: TierManager, *, table: bool) -> None:
+def listed(core: TierManager) -> None:
     """The tier is opened (again), and lists all keys, the first of which is the coldest."""
     opened(core, 0, 2 * len(KEYS))
-    ticks = range(1, len(KEYS) + 1)
-    if table:
-        rows = Rows()
-        rows.add(KEYS, list(range(len(KEYS))), list(ticks))
-        take_all(core.events.table_listed(0, RowTable.build(rows, key_hash=KeyHash.random()), len(KEYS)))
-    else:
-        core.events.listed(0, list(zip(range(len(KEYS)), KEYS, ticks, strict=True)), last=False)
+    rows = list(zip(range(len(KEYS)), KEYS, range(1, len(KEYS) + 1), strict=True))
+    take_all(core.events.columns_listed(0, PlainColumns(rows)))
     core.events.listed(0, [], last=True)
 
 
-def killed_by(policy: Eviction, suspects: Sequence[Key], *, physical_slots: bool, table: bool) -> TierManager:
+def killed_by(suspects: Sequence[Key], *, physical_slots: bool) -> TierManager:
     """A core whose mover was killed while it loaded `suspects`; its tier has been opened again."""
-    spec = TierSpec("tier", Write.OFF, physical_slots, existence_checks=not physical_slots, policy=policy)
+    spec = TierSpec("tier", Write.OFF, physical_slots, existence_checks=not physical_slots)
     core = TierManager(4, 4096, [spec])
-    listed(core, table=table)
+    listed(core)
     core.events.killed(0, 0.0)
     core.events.lost(0, 0.0)
     core.tiers[0].denylist.suspect(suspects, 0.0)
-    listed(core, table=table)
+    listed(core)
     return core
 
 
@@ -179,25 +172,17 @@ def turns_until_closed(core: TierManager, most: int) -> int:
     pytest.fail(f"the circuit has not closed after {most} turns and {probes} probes")
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
 @pytest.mark.parametrize("physical_slots", [True, False])
-@pytest.mark.parametrize("count", [1, 63, 64, 65, 500])
-def test_a_circuit_closes_though_the_coldest_rows_are_suspects(
-    policy: Eviction, physical_slots: bool, count: int
-) -> None:
-    core = killed_by(policy, KEYS[:count], physical_slots=physical_slots, table=True)
-    assert turns_until_closed(core, PROBES + count // MAX_COLDEST) >= PROBES
-
-
-@pytest.mark.parametrize("count", [64, 500])
-def test_a_circuit_closes_though_the_newest_rows_are_suspects(count: int) -> None:
-    core = killed_by("lru", KEYS[-count:], physical_slots=True, table=False)
-    assert turns_until_closed(core, PROBES) == PROBES
+@pytest.mark.parametrize("count", [1, 500, 1900])
+@pytest.mark.parametrize("newest", [True, False])
+def test_a_circuit_closes_though_many_rows_are_suspects(physical_slots: bool, count: int, newest: bool) -> None:
+    """Wherever they are: each look goes on from where the last one ended."""
+    suspects = KEYS[-count:] if newest else KEYS[:count]
+    core = killed_by(suspects, physical_slots=physical_slots)
+    assert turns_until_closed(core, PROBES + 2 * len(KEYS) // MAX_SOUGHT) >= PROBES
 
 
 def test_rows_looked_at_for_a_probe_are_as_cold_as_before() -> None:
-    core = killed_by("lru", KEYS[:100], physical_slots=False, table=True)
+    core = killed_by(KEYS[:100], physical_slots=False)
     turns_until_closed(core, 5)
-    looked_at = 2 * MAX_COLDEST
-    assert sorted(core.tiers[0].select_victims(looked_at)) == KEYS[:looked_at]
-    assert core.tiers[0].select_victims(len(KEYS)) == KEYS[looked_at:]
+    assert core.tiers[0].index.select_victims(len(KEYS)) == KEYS

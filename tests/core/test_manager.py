@@ -11,7 +11,7 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.types import Direction, Job, TierSpec
-from tests.support.core import expire, opened, put, touched
+from tests.support.core import expire, opened, put, rows_of, touched
 
 HIT, PENDING, MISS = Lookup.HIT, Lookup.PENDING, Lookup.MISS
 CHAIN = [bytes([n]) * 8 for n in range(1, 9)]
@@ -272,8 +272,10 @@ def test_tier_that_is_down_misses_at_once_and_keeps_its_rows() -> None:
     assert core.events.plan(0.0) == []
     assert core.tiers[0].counters.dropped == 1
     opened(core, 0, 100)
-    core.events.listed(0, [], last=True)
-    assert scan(core, CHAIN[:2], "again") == [PENDING, PENDING]
+    assert scan(core, CHAIN[:2], "again") == [PENDING, PENDING], "they serve while the tier lists"
+    core.finish_request("again")
+    core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(CHAIN[1:2], 1)], last=True)
+    assert [core.where(key, 0.0) for key in CHAIN[:2]] == [None, "file"], "what is not listed again is gone"
 
 
 def test_trial_success_of_one_suspect_starts_trials_of_its_batch() -> None:
@@ -325,7 +327,7 @@ def test_smaller_budget_evicts_the_excess() -> None:
     core = only_stored(CHAIN)
     opened(core, 0, 3)
     assert len(core.tiers[0].index) == 3
-    assert len(core.tiers[0].to_delete) == 5
+    assert len(core.tiers[0].index.to_delete) == 5
 
 
 def test_root_touched_by_the_engine_outlives_older_leaves() -> None:
@@ -349,7 +351,7 @@ def test_row_listed_as_removed_is_a_miss_unless_it_is_being_read() -> None:
     scan(core, CHAIN[:1], "r")
     (job,) = core.events.plan(0.0)
     core.events.listed(0, [(-1, key, 0) for key in (*CHAIN[:2], b"never heard of")], last=False)
-    assert core.tiers[0].slots.free == core.tiers[0].slots.limit - 1
+    assert core.tiers[0].index.slots.free == core.tiers[0].index.slots.limit - 1
     assert core.where(CHAIN[1], 0.0) is None
     run(core, [job], Outcome.MISSING)
     assert core.where(CHAIN[0], 0.0) is None
@@ -407,7 +409,7 @@ def stored_keys(core: TierManager) -> set[Key]:
     """Of the first tier, once every write has ended."""
     while jobs := core.events.plan(0.0):
         run(core, jobs)
-    return {key for key in CHAIN if key in core.tiers[0]}
+    return {key for key in CHAIN if key in core.tiers[0].index}
 
 
 def test_chunks_of_a_host_only_request_are_hits_and_are_not_written() -> None:
@@ -480,12 +482,12 @@ def test_open_tier_is_resized_without_losing_rows() -> None:
     assert scan(core, CHAIN[:6], "r") == [PENDING] * 6  # what stands beyond is there until it is said to be gone
     core.finish_request("r")
     tier = core.tiers[0]
-    beyond = [key for key in CHAIN[:6] if (entry := tier.index.get(key)) is not None and entry.slot >= 4]
+    beyond = [key for key in CHAIN[:6] if rows_of(tier)[key].slot >= 4]
     assert len(beyond) == 2
     core.events.listed(0, [(-1, key, 0) for key in beyond], last=False)
     put(core, CHAIN[6:8], "new")
     stores = core.events.plan(0.0)
-    assert {move.entry.slot for job in stores for move in job.moves} <= set(range(4))
+    assert {move.slot for job in stores for move in job.moves} <= set(range(4))
     run(core, stores)
     assert sum(tier.can_load(key, 0.0) for key in CHAIN) == 4
     core.events.resized(0, 8)

@@ -54,8 +54,8 @@ def test_a_chunk_that_the_host_evicted_is_counted_there() -> None:
 
 def test_a_chunk_that_was_last_in_storage_is_counted_there() -> None:
     core = cascade(ONE)
-    core.tiers[0].set_limit(0)
-    core.tiers[0].evict(ONE)
+    core.tiers[0].index.set_limit(0)
+    core.tiers[0].index.evict(ONE)
     assert miss(core, ONE) == {("s3", "evicted"): 1}
 
 

@@ -12,18 +12,20 @@ from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core import manager
-from nixl_tiers.core.cold_rows import ColdTable, Steps
 from nixl_tiers.core.copies import Copies, EngineHits
 from nixl_tiers.core.events import Events
 from nixl_tiers.core.health import Health
 from nixl_tiers.core.host import HostTier, Row, RowState
+from nixl_tiers.core.listing import Steps
 from nixl_tiers.core.lookup import Chains
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.promotion_jobs import Measurements, PromotionJobs
 from nixl_tiers.core.requests import Request
-from nixl_tiers.core.tier import TierIndex
-from nixl_tiers.core.types import Job, PlannedMove
+from nixl_tiers.core.slots import Slots
+from nixl_tiers.core.tier import Tier
+from nixl_tiers.core.tier_rows import PlainTierRows
+from nixl_tiers.core.types import Columns, Job, PlannedMove
 from nixl_tiers.core.writeback import WriteBack
 from tests.support.simulation import SimulatedJob, SimulatedMover, Simulation
 from tests.support.stateful import CascadeStateMachine
@@ -81,7 +83,7 @@ class InterruptedCallIsAHit(Copies):
 
 
 class HostOnlyRowIsWritten(WriteBack):
-    def write_through(self, rows: Sequence[Row], tiers: Iterable[TierIndex]) -> None:
+    def write_through(self, rows: Sequence[Row], tiers: Iterable[Tier]) -> None:
         for row in rows:
             row.host_only = False
         super().write_through(rows, tiers)
@@ -97,15 +99,26 @@ class RowFreedWhileMoved(TierManager):
                 row.index = -1
 
 
-class SlotFreedWhileWritten(Events):
-    """A row that is still being written counts as evictable in its tier."""
+class _MovedRowsAreInOrder(PlainTierRows):
+    def _enter(self, row):  # type: ignore[no-untyped-def]
+        stored, pins = row.stored, row.pins
+        row.stored, row.pins = True, 0
+        super()._enter(row)
+        row.stored, row.pins = stored, pins
 
-    def plan(self, now: float) -> list:  # type: ignore[type-arg]
-        for tier in self._state.tiers:
-            for entry in tier.index.values():
-                entry.stored = True
-                entry.readers = 0
-        return super().plan(now)
+    def pin(self, key: Key, /) -> tuple[int, int] | None:
+        pinned = super().pin(key)
+        self._enter(self._rows[key])
+        return pinned
+
+
+class SlotFreedWhileWritten(TierManager):
+    """A row that is still being read or written counts as evictable in its tier."""
+
+    def __init__(self, *arguments, **named) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*arguments, **named)
+        for tier in self.tiers:
+            tier.index.rows = _MovedRowsAreInOrder(100)
 
 
 class PinsIgnored(Events):
@@ -115,7 +128,7 @@ class PinsIgnored(Events):
 
 
 class FailedLoadIsAHit(PromotionJobs):
-    def load_ended(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:
+    def load_ended(self, tier: Tier, move: PlannedMove, outcome: Outcome, now: float) -> None:
         super().load_ended(tier, move, Outcome.OK, now)
 
 
@@ -157,13 +170,13 @@ class DeadlineIgnoredForRowsBeingFilled(Promotion):
 class DemotionWithoutBounds(WriteBack):
     """Demotions have no window of their own."""
 
-    def plan_demotions(self, tier: TierIndex, now: float) -> list[Job]:
+    def plan_demotions(self, tier: Tier, now: float) -> list[Job]:
         self._state.demote_window = self._state.load_window = self._state.host.rows
         return super().plan_demotions(tier, now)
 
 
 class DemotedRowStaysPinned(WriteBack):
-    def _finish_demotion(self, tier: TierIndex, key: Key, written: bool) -> None:
+    def _finish_demotion(self, tier: Tier, key: Key, written: bool) -> None:
         tier.staged.pop(key, None)
         super()._finish_demotion(tier, key, written)
 
@@ -177,7 +190,7 @@ class EvictionsOfTheHostUncounted(Events):
 class BadRowCountedTwice(PromotionJobs):
     """A row that a late load and then another one find corrupt is counted twice."""
 
-    def load_ended(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:
+    def load_ended(self, tier: Tier, move: PlannedMove, outcome: Outcome, now: float) -> None:
         before = tier.counters.corrupt
         super().load_ended(tier, move, outcome, now)
         tier.counters.corrupt = before + (outcome is Outcome.CORRUPT)
@@ -187,11 +200,11 @@ class VictimsOfBeforeAResetStay(TierManager):
     """What was to be written below before a reset is queued for nobody after it."""
 
     def reset(self, keep_tiers: bool, now: float = 0.0) -> None:
-        victims = [dict(tier.evicting) for tier in self.tiers]
+        victims = [dict(tier.index.evicting) for tier in self.tiers]
         super().reset(keep_tiers, now)
         for tier, keys in zip(self.tiers if keep_tiers else (), victims, strict=False):
-            tier.former.clear()
-            tier.evicting.update(keys)
+            tier.index.former.clear()
+            tier.index.evicting.update(keys)
 
 
 class PinnedVictimStaysOne(HostTier):
@@ -244,19 +257,21 @@ class OldEpochSurvives(TierManager):
 
 
 class ListedRowHasTwoOwners(Events):
-    """A row that is indexed is still in the cold table."""
+    """A row that is listed in a slot that is in use is added."""
 
-    def table_listed(self, tier: int, table: ColdTable, newest: int) -> Steps:
-        table.remove = table.find  # type: ignore[method-assign]
-        return super().table_listed(tier, table, newest)
+    def columns_listed(self, tier: int, columns: Columns) -> Steps:
+        index = self._state.tiers[tier].index
+        if isinstance(index.slots, Slots):
+            index.slots._map[:] = bytes(len(index.slots._map))
+        return super().columns_listed(tier, columns)
 
 
 class ListedSlotsStayFree(Events):
-    """A slot that holds a cold row is allocated to another one."""
+    """A slot that holds a listed row is allocated to another one."""
 
-    def table_listed(self, tier: int, table: ColdTable, newest: int) -> Steps:
-        table.claim = lambda taken, start, stop: 0  # type: ignore[method-assign]
-        return super().table_listed(tier, table, newest)
+    def columns_listed(self, tier: int, columns: Columns) -> Steps:
+        self._state.tiers[tier].index.slots.claimed = lambda count, end: None  # type: ignore[method-assign]
+        return super().columns_listed(tier, columns)
 
 
 class OverdueLivesOn(Health):
@@ -284,7 +299,7 @@ class GenerationIgnored(Events):
 
 
 class CircuitNeverCloses(Health):
-    def _record(self, tier: TierIndex, job: Job, good: bool, now: float) -> None:
+    def _record(self, tier: Tier, job: Job, good: bool, now: float) -> None:
         super()._record(tier, job, good and job.probe_episode is None, now)
 
 
@@ -374,12 +389,12 @@ class CreditsIgnored(Events):
 
 class StoresOvertakeDeletes(Events):
     def plan(self, now: float) -> list:  # type: ignore[type-arg]
-        hidden = [(s, s.to_delete) for s in self._state.tiers]
+        hidden = [(s, s.index.to_delete) for s in self._state.tiers]
         for tier in self._state.tiers:
-            tier.to_delete, tier.send_credits = [], tier.send_credits + 6
+            tier.index.to_delete, tier.send_credits = deque(), tier.send_credits + 6
         jobs = super().plan(now)
         for tier, drops in hidden:
-            tier.to_delete[:0] = drops
+            tier.index.to_delete.extendleft(reversed(drops))
             tier.send_credits -= 6
         return jobs
 
@@ -392,8 +407,8 @@ class MissesWhileListing(TierManager):
 class StoredOlderThanListed(WriteBack):
     """A row of a request that began before the listing ended is stored with the request's tick."""
 
-    def start_stores(self, tier: TierIndex, rows: Sequence[tuple[Row, int]]) -> list[PlannedMove]:
-        tier.newest_listed = 0
+    def start_stores(self, tier: Tier, rows: Sequence[tuple[Row, int]]) -> list[PlannedMove]:
+        tier.index.newest_listed = 0
         return super().start_stores(tier, rows)
 
 
@@ -416,7 +431,7 @@ class RunningPromotionsUncounted(PromotionJobs):
 class MeasuresBesideRequests(Measurements):
     """As soon as something is declined, whether requests are alive or not."""
 
-    def plan(self, tier: TierIndex, now: float) -> list[Job]:
+    def plan(self, tier: Tier, now: float) -> list[Job]:
         self._plans[tier.number].due_s = now
         return super().plan(tier, now)
 
@@ -424,7 +439,7 @@ class MeasuresBesideRequests(Measurements):
 class MeasuresBesideLoads(Measurements):
     """While the tier loads for requests."""
 
-    def plan(self, tier: TierIndex, now: float) -> list[Job]:
+    def plan(self, tier: Tier, now: float) -> list[Job]:
         (queue, tier.to_load), (loading, tier.rows_loading) = (tier.to_load, deque()), (tier.rows_loading, 0)
         try:
             return super().plan(tier, now)
@@ -436,7 +451,7 @@ class MeasuresBesideLoads(Measurements):
 class MeasuresLongAfter(Measurements):
     """With what was declined however long ago."""
 
-    def plan(self, tier: TierIndex, now: float) -> list[Job]:
+    def plan(self, tier: Tier, now: float) -> list[Job]:
         self._plans[tier.number].until_s = now
         return super().plan(tier, now)
 
@@ -449,7 +464,7 @@ class MeasurementEvictsUnwritten(PromotionJobs):
 class MeasuresIntoRowsInUse(PromotionJobs):
     """What the host has is loaded over it, and not into a row that no look-up finds."""
 
-    def load_unasked(self, tier: TierIndex, keys: Sequence[Key], now: float) -> list[Job]:
+    def load_unasked(self, tier: Tier, keys: Sequence[Key], now: float) -> list[Job]:
         jobs = super().load_unasked(tier, keys, now)
         for move in (move for job in jobs for move in job.moves):
             if move.row.removed:
@@ -460,7 +475,7 @@ class MeasuresIntoRowsInUse(PromotionJobs):
 class MeasuredRowCountsAsUnderWay(PromotionJobs):
     """A load that no request waited for holds up stores for ever."""
 
-    def load_ended(self, tier: TierIndex, move: PlannedMove, outcome: Outcome, now: float) -> None:
+    def load_ended(self, tier: Tier, move: PlannedMove, outcome: Outcome, now: float) -> None:
         unasked = self._loading_for.get(move.row.order) == []
         super().load_ended(tier, move, outcome, now)
         if unasked:
@@ -468,7 +483,7 @@ class MeasuredRowCountsAsUnderWay(PromotionJobs):
 
 
 class MeasurementWithoutRoomIsWorkLeft(PromotionJobs):
-    def load_unasked(self, tier: TierIndex, keys: Sequence[Key], now: float) -> list[Job]:
+    def load_unasked(self, tier: Tier, keys: Sequence[Key], now: float) -> list[Job]:
         return super().load_unasked(tier, keys, now) if self._state.take(self._state.limits.rows_per_slice) else []
 
 
@@ -594,4 +609,3 @@ def test_mutants_override_existing_methods() -> None:
             if not name.startswith("__"):
                 assert hasattr(original, name), f"{mutant.__name__}.{name} overrides nothing"
     assert hasattr(HostTier, "_is_pinned")
-    assert hasattr(TierIndex, "is_pinned")

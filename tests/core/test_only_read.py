@@ -18,12 +18,12 @@ def test_core_has_nothing_deleted_that_it_only_reads(physical: bool) -> None:
     opened(core, 0, 4)
     rows = [(n % 5, b"%d" % n, n) for n in range(8)]  # more than fit, and some in slots that are taken
     core.events.listed(0, rows, last=True)
-    assert tier.make_room(4) == []
-    assert len(tier.slots) == 4
+    assert tier.index.make_room(4) == []
+    assert len(tier.index.slots) == 4
     core.lookup(b"1", "request", None, 1.0)
     (job,) = core.turn(1.0, 1.0)
     core.events.finished(0, job.id, [Outcome.CORRUPT], 1.0)
-    assert b"1" not in tier
+    assert b"1" not in tier.index
     core.events.listed(0, [(-1, b"2", 9)], last=False)
-    assert b"2" not in tier
-    assert tier.to_delete == []
+    assert b"2" not in tier.index
+    assert not tier.index.to_delete

@@ -15,7 +15,7 @@ import pytest
 
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.manager import Lookup, TierManager
-from nixl_tiers.core.tier import TierIndex
+from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import TierSpec
 from tests.support import walk
 from tests.support.core import opened, put
@@ -51,7 +51,7 @@ def test_a_walk_is_the_same_under_every_hash_seed(seed: int) -> None:
 
 
 def test_victims_leave_a_tier_in_the_order_in_which_they_were_selected() -> None:
-    index = TierIndex(TierSpec("file", Write.THROUGH, physical_slots=True), 0)
+    index = Tier(TierSpec("file", Write.THROUGH, physical_slots=True), 0).index
     index.set_limit(32)
     keys = [b"%03d" % number for number in range(32)]
     for slot, key in enumerate(keys):

@@ -9,18 +9,18 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.cold_rows import take_all
 from nixl_tiers.core.host import CPU
 from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.stats import MAX_SAMPLES, Counters, Load, Samples, Savings
 from nixl_tiers.core.types import Direction, TierSpec
-from tests.support.cold_table import PlainColdTable
-from tests.support.core import expire, opened
+from tests.support.columns import PlainColumns
+from tests.support.core import expire, opened, rows_of
 
 ROW_BYTES = 4096
-OUT = ("evictions", "corrupt", "missing", "unreadable", "removed", "relisted", "reset")
+OUT = ("evictions", "corrupt", "missing", "unreadable", "removed", "reset")
 
 
 class CountedCascade:
@@ -83,8 +83,8 @@ class CountedCascade:
     def check(self) -> None:
         held = {"cpu": len(self.core.host.index)}
         for tier in self.core.tiers:
-            unwritten = sum(not entry.stored for entry in tier.index.values())
-            held[tier.spec.name] = len(tier.slots) - unwritten
+            unwritten = sum(not row.stored for row in rows_of(tier).values())
+            held[tier.spec.name] = len(tier.index.slots) - unwritten
         for name, stats in self.core.counters().items():
             numbers = asdict(stats.counters)
             came = numbers["stored"] + numbers["promoted"] + numbers["found"]
@@ -118,7 +118,7 @@ def test_every_counter_counts_what_it_says() -> None:
     assert s3.bytes_written == 3 * ROW_BYTES
     assert cpu.promoted == file.bytes_read // ROW_BYTES, "what was brought up to be written below"
 
-    demoted = next(key for key in life.core.tiers[1].index if key not in life.core.host.index)
+    demoted = next(key for key in rows_of(life.core.tiers[1]) if key not in life.core.host.index)
     promoted = cpu.promoted
     assert life.get(demoted)
     assert (s3.hits, s3.bytes_read) == (1, ROW_BYTES)
@@ -138,13 +138,14 @@ def test_every_counter_counts_what_it_says() -> None:
     assert s3.removed == 1
     life.check()
 
-    take_all(life.core.events.table_listed(1, PlainColdTable([(0, b"cold", 0), (1, b"colder", 0)]), newest=0))
+    take_all(life.core.events.columns_listed(1, PlainColumns([(0, b"cold", 0), (1, b"colder", 0)])))
     assert s3.found == 5
+    held = len(life.core.tiers[1].index)
     life.core.events.lost(1, life.now)
     opened(life.core, 1, 100)
-    take_all(life.core.events.table_listed(1, PlainColdTable([(0, b"cold", 0)]), newest=0))
+    take_all(life.core.events.columns_listed(1, PlainColumns([(0, b"cold", 0), (2, b"coldest", 0)])))
     life.core.events.listed(1, [], last=True)
-    assert (s3.deaths, s3.relisted, s3.found) == (1, 2, 6)
+    assert (s3.deaths, s3.found, s3.removed) == (1, 6, 1 + held - 1), "what is listed again was there all the time"
     life.check()
 
     assert life.scan(b"cold") is Lookup.PENDING

@@ -12,7 +12,7 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.host import RowState
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup, TierManager
-from nixl_tiers.core.tier import UNLIMITED, TierIndex
+from nixl_tiers.core.tier import UNLIMITED, Tier
 from nixl_tiers.core.types import Direction, Job, TierSpec
 from nixl_tiers.core.writeback import StoreThrottle
 from tests.support.core import opened
@@ -142,7 +142,7 @@ def test_steady_stream_of_promotions_does_not_starve_stores() -> None:
 
 @pytest.mark.parametrize("bug", ["never", "always"])
 def test_planted_bug_in_the_bound_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    room: dict[str, Callable[[StoreThrottle, TierIndex], int]] = {
+    room: dict[str, Callable[[StoreThrottle, Tier], int]] = {
         "never": lambda hold, _: 0 if hold._promoting else UNLIMITED,
         "always": lambda *_: WINDOW,
     }

@@ -152,18 +152,18 @@ class FaultRig:
     def _reads_back_from_tier(self) -> bool:
         keys: list[Key] = [b"probe-%d-%d" % (next(_serials), n) for n in range(4)]
         put(self.store, keys)
-        tier_index = self.store.coordinator._core.tiers[0]
+        tier = self.store.coordinator._core.tiers[0]
         deadline = time.monotonic() + 10 * self.limits.wait_s
         while time.monotonic() < deadline:
-            queued = [key for key in keys if key in tier_index.to_store]
-            entries = [tier_index.index.get(key) for key in keys]
-            if all(entry is not None and entry.stored for entry in entries):
+            queued = [key for key in keys if key in tier.to_store]
+            rows = tier.index.rows
+            if all(rows.has_many(keys, True)):
                 reclaim_all_host_rows(self.store)  # evicts them from the host, so that they can only come from the tier
                 if self.store.locate(keys) == [self.name] * len(keys):
                     hits, wrong = get(self.store, keys)
                     assert not wrong
                     return all(hits)
-            elif not queued and None in entries:
+            elif not queued and not all(rows.has_many(keys, False)):
                 time.sleep(0.1)
                 return False  # dropped: the breaker was open
             time.sleep(0.01)
@@ -195,11 +195,11 @@ class FaultRig:
 
     def signal_mover(self, number: int, when: str = "idle") -> int:
         """Send a signal to the mover: at once, or during a store or a load. Returns its pid."""
-        tier_index = self.store.coordinator._core.tiers[0]
+        tier = self.store.coordinator._core.tiers[0]
         deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
             pid = self.wait_for_mover()
-            rows_moving = {"idle": 1, "store": tier_index.rows_storing, "load": tier_index.rows_loading}[when]
+            rows_moving = {"idle": 1, "store": tier.rows_storing, "load": tier.rows_loading}[when]
             if rows_moving:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -232,11 +232,11 @@ class FaultRig:
         assert not wrong
         core = self.store.coordinator._core
         until(lambda: not core.tiers[0].jobs, "jobs to end", TIMEOUT_S)
-        tier_index = core.tiers[0]
-        assert (tier_index.rows_storing, tier_index.rows_loading) == (0, 0)
+        tier = core.tiers[0]
+        assert (tier.rows_storing, tier.rows_loading) == (0, 0)
         until(lambda: reclaim_all_host_rows(self.store), "host rows to be free again", TIMEOUT_S)
         stats = self.stats()
-        assert stats["rows"] == tier_index.counters.rows == len(tier_index.slots)
+        assert stats["rows"] == tier.counters.rows == len(tier.index.slots)
         # The tier below may still bring victims up, to write them.
         until(lambda: self._cpu_rows() == core.host.used == len(core.host.index), "host rows to add up", TIMEOUT_S)
         assert 0 <= stats["used_bytes"] <= self.tier.capacity

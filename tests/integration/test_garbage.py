@@ -19,8 +19,8 @@ from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.breaker import BreakerLimits
 from nixl_tiers.core.limits import Limits
+from nixl_tiers.memory.columns import ColumnsError
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.row_table import RowTableError
 from nixl_tiers.mover import supervisor
 from nixl_tiers.mover.child import _read
 from nixl_tiers.mover.protocol import (
@@ -30,7 +30,7 @@ from nixl_tiers.mover.protocol import (
     Finished,
     Heartbeat,
     Listed,
-    ListedTable,
+    ListedColumns,
     Load,
     Opened,
     Slots,
@@ -61,7 +61,7 @@ FROM_MOVERS = {
     "a message to movers": encode(Load(1, [Move(0, 0, b"key")])),
     "an outcome that there is not": encode(Finished(1, b"\xee", 0.1)),
     "more slots than the capacity has": encode(Opened(0, 2**31)),
-    "a table without one": encode(ListedTable(0, 5)),
+    "columns without a descriptor": encode(ListedColumns(0)),
 }
 TO_MOVERS = {
     "noise": NOISE(300),
@@ -248,7 +248,7 @@ def test_what_comes_from_a_mover_is_a_message_or_an_error(data: st.DataObject) -
             packet[place] = value
     try:
         message, table = _read(bytes(packet[: data.draw(st.integers(0, 200))]), [])
-    except (msgspec.DecodeError, UnicodeDecodeError, RowTableError):
+    except (msgspec.DecodeError, UnicodeDecodeError, ColumnsError):
         return
     assert isinstance(message, ToCoordinator)
     assert table is None

@@ -64,14 +64,17 @@ def on_file(store: nixl_tiers.TieredStore, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("promoted", [False, True], ids=["hit in host memory", "load from the tier"])
-def test_row_used_last_survives_a_restart(tmp_path: Path, promoted: bool) -> None:
+def test_row_used_last_survives_a_restart(tmp_path: Path, promoted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with nixl_tiers.open(config(tmp_path), SIZE, "n") as store:
         until_up(store)
         put(store, *range(SLOTS))
         if not promoted:
+            sent: list[tuple[int, int]] = []
+            index = store.coordinator._core.tiers[0].index
+            take_uses = index.take_uses
+            monkeypatch.setattr(index, "take_uses", lambda count: sent.extend(some := take_uses(count)) or some)
             get(store, 1)
-            waiting = store.coordinator._core.tiers[0].recent_uses
-            until(lambda: key(1) not in waiting, "the use to be sent")
+            until(lambda: sent, "the use to be sent")
             get(store, 0)  # within a second of the last message: the regular stop sends it
     if promoted:
         with nixl_tiers.open(config(tmp_path), SIZE, "n") as store:

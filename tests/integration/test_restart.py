@@ -1,8 +1,7 @@
-"""A coordinator over a real mover whose tier holds more rows than are listed one by one."""
+"""A coordinator over a real mover whose tier holds thousands of rows."""
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -14,18 +13,19 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Key, Namespace
 from nixl_tiers.config import schema as configuration
+from nixl_tiers.core import tier_rows
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import child
-from nixl_tiers.mover.listing import SINGLE_ROWS
 from nixl_tiers.runtime.coordinator import Coordinator
 from tests.support.core import backlog, end_step, finish, look_up
 from tests.support.waiting import serves, until
 
 GEOMETRY = Geometry(1, 2000)
 HOST_ROWS = 16
-ROWS = SINGLE_ROWS + 2000
+MANY = 4000
+ROWS = MANY + 2000
 
 
 def key(number: int) -> Key:
@@ -103,15 +103,15 @@ def dropped(tmp_path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def test_all_rows_are_hits_and_most_need_no_python_objects(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_all_rows_are_hits(tmp_path: Path, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(tier_rows, "_tier_rows", None)
     with coordinator_over_many_rows(tmp_path, slots=2 * ROWS) as coordinator:
-        assert coordinator.locate([key(n) for n in (0, SINGLE_ROWS - 1, SINGLE_ROWS, ROWS - 1)]) == ["stub"] * 4
+        assert coordinator.locate([key(n) for n in (0, MANY, ROWS - 1)]) == ["stub"] * 3
         assert coordinator.locate([b"no row"]) == [None]
         load(coordinator, 0)
         load(coordinator, ROWS - 1)
-        (storage,) = coordinator._core.tiers
-        assert len(storage.index) == SINGLE_ROWS + 1
-        assert sum(map(len, storage.cold.tables)) == ROWS - SINGLE_ROWS - 1
         assert coordinator.counters()["stub"]["rows"] == ROWS
 
 
@@ -128,7 +128,7 @@ def test_every_evicted_row_is_deleted_from_the_medium(tmp_path: Path, monkeypatc
     """Many times more than the queue of packets for a mover has room for; and no mover is taken for one that does not
     read."""
     monkeypatch.setattr(child, "MAX_UNSENT", child.RESERVED_UNSENT + 8)
-    rows = SINGLE_ROWS + 20_000
+    rows = MANY + 20_000
     with coordinator_over_many_rows(tmp_path, slots=rows, rows=rows, more=20_000) as coordinator:
         until(lambda: len(dropped(tmp_path)) == 20_000, "the drops")
         assert dropped(tmp_path)[0] == "0 row-0"
@@ -138,13 +138,8 @@ def test_every_evicted_row_is_deleted_from_the_medium(tmp_path: Path, monkeypatc
         assert stats["kills"] == stats["dropped"] == 0
 
 
-def test_most_rows_are_spilled_into_tables_and_used_from_there(tmp_path: Path) -> None:
-    few = Limits(hot_rows=1000)
-    with coordinator_over_many_rows(tmp_path, slots=ROWS + 2, limits=few) as coordinator:
-        (tier,) = coordinator._core.tiers
-        until(lambda: len(tier.index) <= 1000 and tier.spill is None, "the coldest rows to be spilled")
-        assert len(tier.cold) + len(tier.index) == ROWS
-        assert coordinator.locate([key(n) for n in range(ROWS)]) == ["stub"] * ROWS
+def test_listed_rows_are_used_evicted_and_listed_again(tmp_path: Path) -> None:
+    with coordinator_over_many_rows(tmp_path, slots=ROWS + 2) as coordinator:
         load(coordinator, 0)
         load(coordinator, ROWS - 1)
         store(coordinator, b"new", b"newer", b"newest")
@@ -166,33 +161,21 @@ def test_a_restarted_mover_lists_all_rows_again(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         until(lambda: coordinator.mover_pids not in ([pid], [None]), "another mover")
         wait_until_listed(coordinator)
-        assert coordinator.locate([key(ROWS - 2), key(SINGLE_ROWS)]) == ["stub"] * 2
-        assert len(coordinator._core.tiers[0].cold.tables) == 1
+        assert coordinator.locate([key(ROWS - 2), key(MANY)]) == ["stub"] * 2
+        assert coordinator.counters()["stub"]["found"] == ROWS, "what is listed again was there all the time"
         assert dropped(tmp_path) == []
 
 
 def test_the_index_of_an_earlier_epoch_is_released(tmp_path: Path) -> None:
-    gc.collect()  # tables of other tests
-    mapped = tables()
     with coordinator_over_many_rows(tmp_path, slots=ROWS) as coordinator:
         before = descriptors()
-        (first,) = coordinator._core.tiers[0].cold.tables
+        old = coordinator._core.tiers[0].index.rows
         coordinator.reset()
         assert coordinator.locate([key(ROWS - 1)]) == [None]
         wait_until_listed(coordinator)
-        (second,) = coordinator._core.tiers[0].cold.tables
-        assert second is not first
-        until(lambda: tables() <= mapped + 1, "the old table to be closed")
+        assert len(coordinator._core.tiers[0].index) == ROWS
+        until(lambda: len(old) == 0 and not old.free(0), "the old rows to be freed")
         assert descriptors() <= before
-        del first, second
-    del coordinator
-    gc.collect()
-    assert tables() <= mapped
-
-
-def tables() -> int:
-    """How many are mapped."""
-    return sum("nixl_tiers_rows" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def descriptors() -> int:

@@ -15,6 +15,7 @@ from typing import Self
 import numpy as np
 
 from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.memory import columns as listed
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import (
     MAX_PACKET,
@@ -22,7 +23,7 @@ from nixl_tiers.mover.protocol import (
     Finished,
     Heartbeat,
     Listed,
-    ListedTable,
+    ListedColumns,
     Load,
     Open,
     Opened,
@@ -33,11 +34,10 @@ from nixl_tiers.mover.protocol import (
     decode_to_coordinator,
     encode,
 )
-from nixl_tiers.tiers.base import Entry, Move
+from nixl_tiers.tiers.base import Entry, Move, PackedEntries
 
 TIMEOUT_S = 120.0
 NAMESPACE = bytes(range(16))
-KEY_HASH = 536870923  # its seed
 
 
 def key_of(number: int) -> bytes:
@@ -48,6 +48,17 @@ def payload(number: int, geometry: Geometry) -> np.ndarray:
     """The row of key `number`: cheap to make, different in every page."""
     words = np.arange(geometry.row_bytes // 8, dtype=np.uint64) + np.uint64(number << 32 | 1)
     return words.view(np.uint8)
+
+
+def entries_in(fd: int) -> list[Entry]:
+    """The rows in the columns behind `fd`, which is closed."""
+    columns = listed.ListedColumns.attach(fd)
+    records = np.frombuffer(columns.records, np.uint8).reshape(columns.count, columns.width)
+    rows = PackedEntries(np.frombuffer(columns.slots, np.uint32), np.frombuffer(columns.ticks, np.uint64), records)
+    entries = [*rows]
+    del rows, records
+    columns.close()
+    return entries
 
 
 class MoverProcess:
@@ -83,7 +94,7 @@ class MoverProcess:
         self._unread: list[ToCoordinator] = []
         self._jobs = 0
         cells, payload_bytes, blocks = geometry.cells, geometry.cell_payload, geometry.sub_blocks
-        self.send(Configure(tier, cells, payload_bytes, blocks, self.region.rows, KEY_HASH, engine=engine))
+        self.send(Configure(tier, cells, payload_bytes, blocks, self.region.rows, engine=engine))
 
     def __enter__(self) -> Self:
         return self
@@ -112,10 +123,12 @@ class MoverProcess:
                 return self._unread.pop(place)
         while True:
             self.socket.settimeout(max(0.001, deadline - time.monotonic()))
-            packet = self.socket.recv(MAX_PACKET)
+            packet, fds, _, _ = socket.recv_fds(self.socket, MAX_PACKET, 1)
             if not packet:
                 raise EOFError(f"the mover exited: {self.log()}")
             message = decode_to_coordinator(packet)
+            if isinstance(message, ListedColumns):
+                message = Listed(message.epoch, entries_in(fds[0]), last=False)
             if isinstance(message, Heartbeat):
                 self.used_bytes = message.used_bytes
                 self.heartbeats += 1
@@ -134,8 +147,8 @@ class MoverProcess:
     def listed_rows(self) -> list[Entry]:
         entries: list[Entry] = []
         while True:
-            message = self.expect(lambda m: isinstance(m, (Listed, ListedTable)))
-            assert isinstance(message, Listed), "so many rows that they come as a table"
+            message = self.expect(lambda m: isinstance(m, Listed))
+            assert isinstance(message, Listed)
             entries += message.entries
             if message.last:
                 return entries

@@ -16,8 +16,8 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.base.clock import COUNTED_S, RunningClock
+from nixl_tiers.memory.columns import ListedColumns
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.row_table import RowTable
 from nixl_tiers.mover import child
 from nixl_tiers.mover.child import Redactor
 from nixl_tiers.mover.protocol import (
@@ -28,7 +28,6 @@ from nixl_tiers.mover.protocol import (
     Down,
     ExistenceChecked,
     Heartbeat,
-    ListedTable,
     Open,
     Opened,
     Refused,
@@ -37,7 +36,7 @@ from nixl_tiers.mover.protocol import (
     encode,
 )
 from nixl_tiers.mover.supervisor import IDLE_S, KILLS_AN_HOUR, RestartBackoff, Supervisor, Turn
-from tests.mover.harness import KEY_HASH, NAMESPACE
+from tests.mover.harness import NAMESPACE
 from tests.support.waiting import until
 
 GEOMETRY = Geometry(1, 60_000)
@@ -65,8 +64,8 @@ class Recorder:
             self.raises -= 1
             raise ZeroDivisionError
 
-    def on_table(self, tier: int, message: ListedTable, table: RowTable) -> None:
-        table.close()
+    def on_columns(self, tier: int, epoch: int, columns: ListedColumns) -> None:
+        columns.close()
 
     def on_problem(self, tier: int, reason: str) -> None:
         self.problems.append(reason)
@@ -101,7 +100,7 @@ def supervised(
         "stub": "InstantTier",
         "closed": str(tmp_path / "closed"),
     }
-    configures = [Configure(tier, 1, 60_000, 1, 4, KEY_HASH)] * movers
+    configures = [Configure(tier, 1, 60_000, 1, 4)] * movers
     names = [f"tier{number}" for number in range(movers)]
     supervisor = Supervisor(configures, names, region.fd, recorder, clock or time.monotonic)
     supervisor.start(Open(NAMESPACE, 0))
@@ -245,9 +244,7 @@ def test_a_mover_that_dies_at_its_start_is_logged_with_its_last_lines_without_se
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "0123456789abcdef")
     recorder = Recorder()
     with HostRegion.create(GEOMETRY, 4) as region:
-        configure = Configure(
-            {"type": "tests.mover.stub_tiers:StubConfig", "stub": "dies_at_start"}, 1, 60_000, 1, 4, KEY_HASH
-        )
+        configure = Configure({"type": "tests.mover.stub_tiers:StubConfig", "stub": "dies_at_start"}, 1, 60_000, 1, 4)
         supervisor = Supervisor([configure], ["stub"], region.fd, recorder, time.monotonic)
         before = len(list(Path("/proc/self/fd").iterdir()))
         supervisor.start(Open(NAMESPACE, 0))

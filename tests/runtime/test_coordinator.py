@@ -8,7 +8,9 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pytest
 
+import nixl_tiers
 from nixl_tiers.base.chunk import Geometry, Key, Namespace
 from nixl_tiers.base.clock import COUNTED_S, RunningClock
 from nixl_tiers.config import schema as configuration
@@ -168,3 +170,12 @@ def test_copies_during_which_the_machine_was_stopped_took_no_time_meanwhile() ->
         price = core._state.price_of_copies(now)
         assert 0.0 < price.seconds(1) < 2 * COUNTED_S
         coordinator.close(0.0)
+
+
+def test_a_start_without_the_native_table_warns_of_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("nixl_tiers.core.tier_rows._tier_rows", None)
+    tiers = [{"type": "cpu", "capacity": "1MiB"}, file_tier(tmp_path, "16MiB")]
+    with nixl_tiers.open({"tiers": tiers}, CHUNK_BYTES, "n"):
+        assert "was installed without a C compiler: a storage tier holds at most 250000 chunks" in caplog.text

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.cold_rows import take_all
+from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.tier import Tier
+from nixl_tiers.core.tier_rows import Found
 from nixl_tiers.runtime.coordinator import Coordinator
 
 
@@ -58,3 +60,9 @@ def backlog(coordinator: Coordinator) -> int:
     """Rows that are still to be written to some tier."""
     with coordinator.core() as core:
         return core.backlog()
+
+
+def rows_of(tier: Tier) -> dict[Key, Found]:
+    """All rows of a tier's index."""
+    rows = tier.index.rows
+    return {key: Found(*found) for key in rows.some(0, 1 << 20)[1] if (found := rows.get(key)) is not None}

@@ -8,7 +8,7 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.host import RowState
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.tier import TierIndex
+from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Job, TierState
 
 ROUNDING_S = 1e-9  # a deadline less the time from which it was counted differs from its span in the last digit
@@ -34,7 +34,7 @@ class MeasurementJudge:
         self._require(not self._core._measurements.busy, "a measurement is to come for ever")
         self._require(not self._core._promotion_jobs.under_way, "a load counts as under way for ever")
 
-    def _watched_decline(self, tier: TierIndex, keys: Sequence[Key], now: float) -> None:
+    def _watched_decline(self, tier: Tier, keys: Sequence[Key], now: float) -> None:
         self._declined[tier.number].append((now, frozenset(keys)))
         self._decline(tier, keys, now)
 
@@ -42,7 +42,7 @@ class MeasurementJudge:
         self._declined = [[] for _ in self._core.tiers]
         self._reset()
 
-    def _judged_plan(self, tier: TierIndex, now: float) -> list[Job]:
+    def _judged_plan(self, tier: Tier, now: float) -> list[Job]:
         if not self._core._measurements.busy:
             return self._plan(tier, now)
         busy, needed = bool(tier.to_load or tier.rows_loading), self._needed()
@@ -54,7 +54,7 @@ class MeasurementJudge:
             self._judge(tier, keys, now, busy)
         return jobs
 
-    def _judge(self, tier: TierIndex, keys: list[Key], now: float, busy: bool) -> None:
+    def _judge(self, tier: Tier, keys: list[Key], now: float, busy: bool) -> None:
         core, limits = self._core, self._core.limits
         self._require(tier.state is not TierState.DOWN and tier.readable, "a tier that is down is measured")
         self._require(not busy, "a tier is measured that loads for requests")
@@ -77,6 +77,6 @@ class MeasurementJudge:
         for key, row in host.index.items():
             used = row.referenced or row.request_pins or row.state is not RowState.READY or row.step == host.step
             queued = any(key in tier.to_store or key in tier.waiting_for_seal for tier in writable)
-            if used or queued or (on_evict is not None and not row.host_only and key not in on_evict):
+            if used or queued or (on_evict is not None and not row.host_only and key not in on_evict.index):
                 needed.add(key)
         return needed

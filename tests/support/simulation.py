@@ -8,7 +8,7 @@ has no other user, and what is read is what was stored.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,18 +18,18 @@ from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Eviction, Write
 from nixl_tiers.core.breaker import BreakerLimits, BreakerState
 from nixl_tiers.core.chain_rows import Chain, Group
-from nixl_tiers.core.cold_rows import MAX_TABLES, Steps, take_all
 from nixl_tiers.core.existence import ExistenceCheck
 from nixl_tiers.core.host import Row, RowState
 from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.listing import Steps
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import ENOUGH
-from nixl_tiers.core.spill import spill_steps
-from nixl_tiers.core.tier import UNLIMITED, TierIndex
-from nixl_tiers.core.types import Direction, Entry, Job, TierSpec, TierState
-from tests.support.cold_table import PlainColdTable, build_table
-from tests.support.core import expire
+from nixl_tiers.core.tier import UNLIMITED, Tier
+from nixl_tiers.core.tier_rows import Found
+from nixl_tiers.core.types import Direction, Job, TierSpec, TierState
+from tests.support.columns import PlainColumns
+from tests.support.core import expire, rows_of
 from tests.support.measuring import MeasurementJudge
 from tests.support.store_hold import HoldJudge
 
@@ -41,6 +41,7 @@ WINDOWED = b"w"  # before a key of a hybrid model's windowed group
 USES_S = 1.0  # between two messages of recent uses
 LONG_AGO_S = 1000.0
 SOME_ROOM = 6  # the fewest messages a turn with which nothing stands still
+NO_ROW = Found(-1, 0, 0, 0, False, False)
 ROUNDING_S = 1e-9  # a deadline less the time from which it was counted differs from its span in the last digit
 
 
@@ -61,15 +62,6 @@ class BrokenInvariant(AssertionError):
 def require(kept: bool, what: str) -> None:
     if not kept:
         raise BrokenInvariant(what)
-
-
-def _rows_of(index: TierIndex) -> list[tuple[int, Key, int]]:
-    """(slot, key, tick) of the rows in its tables."""
-    rows: list[tuple[int, Key, int]] = []
-    for table in index.cold.tables:
-        assert isinstance(table, PlainColdTable)
-        rows += table.rows
-    return rows
 
 
 class Scan(Enum):
@@ -106,11 +98,11 @@ class WorkerJob:
 @dataclass
 class EngineUse:
     """Chunks that the engine used from its own memory at `tick`. Those that were in host memory then, and in tiers with
-    places, by (tier, key)."""
+    places, by (tier, key), their ids."""
 
     tick: int
     rows: list[Row]
-    entries: dict[tuple[int, Key], Entry]
+    ids: dict[tuple[int, Key], int]
 
 
 @dataclass
@@ -137,7 +129,7 @@ class SimulatedJob:
 
     def __post_init__(self) -> None:
         self.rows = [move.row.index for move in self.job.moves]
-        self.slots = [move.entry.slot for move in self.job.moves]
+        self.slots = [move.slot for move in self.job.moves]
 
 
 @dataclass
@@ -176,7 +168,7 @@ class SimulatedMover:
     inbox: deque[SimulatedJob | list[tuple[int, Key]] | int | Uses | ExistenceCheck] = field(default_factory=deque)
     finished: deque[SimulatedJob | Answer] = field(default_factory=deque)
     reported_absent: dict[Key, float] = field(default_factory=dict)  # when the engine heard of it
-    listing: deque[list[tuple[int, Key, int]] | PlainColdTable] = field(default_factory=deque)  # not delivered yet
+    listing: deque[list[tuple[int, Key, int]] | PlainColumns] = field(default_factory=deque)  # not delivered yet
     unreported: deque[SimulatedJob] = field(default_factory=deque)  # finished by a dead mover, never reported
 
     def place(self, slot: int, key: Key) -> object:
@@ -202,9 +194,9 @@ class Simulation:
         tokens_per_s: float | None = None,
         policy: Eviction = "lru",
     ) -> None:
-        """`policy`: of the host and of all tiers. `listed`: so many rows that a tier held before are listed one by one;
-        the others in tables of a few, as `deliver` comes to them. None: all at once. `tokens_per_s`: of prefill, None
-        if that is not known."""
+        """`policy`: of the host. `listed`: so many rows that a tier held before are listed one by one; the others in
+        columns of a few, as `deliver` comes to them. None: all at once. `tokens_per_s`: of prefill, None if that is not
+        known."""
         self.room = UNLIMITED  # messages that a mover takes a turn
         self.turns = MANY_TURNS  # how many the supervisor takes before another event; more where work is left
         self.limits = limits or Limits(
@@ -216,7 +208,7 @@ class Simulation:
             retry_s=3.0,
             moves_per_job=3,
             rows_per_slice=3,
-            hot_rows=4,  # so that rows are spilled all the time
+            listed_per_step=2,
             deletes_per_batch=3,
             check_timeout_s=0.5,
             max_checks=2,
@@ -239,7 +231,7 @@ class Simulation:
         self._epochs = 0
         # Slots of the odd tiers are no places: other engines store there too.
         self.specs = [
-            TierSpec(f"tier{i}", write, physical_slots=i % 2 == 0, existence_checks=i % 2 == 1, policy=policy)
+            TierSpec(f"tier{i}", write, physical_slots=i % 2 == 0, existence_checks=i % 2 == 1)
             for i, write in enumerate(writes)
         ]
         self.movers = [
@@ -260,8 +252,6 @@ class Simulation:
         self._told_s = 0.0  # the time of the supervisor's last turn that did not go to `_steps`
         self._steps: Steps | None = None  # what the supervisor's thread takes one a turn, and does nothing else
         self._stepping = 0  # the tier that they are of
-        self._spills: dict[int, Steps] = {}  # by tier: the spill under way
-        self._spill_work: dict[int, Callable[[], object]] = {}  # what it does without the lock
         self._load_failed: set[str] = set()  # requests a load of which has failed: everything is a miss to them
         self.core = self._start()
 
@@ -291,14 +281,14 @@ class Simulation:
             self.allowed.update(chain)
         used = chain[:own]
         self.core.engine_hits.add(used, name)
-        entries = {
-            (index.number, key): index.index[key]
-            for index, mover in zip(self.core.tiers, self.movers, strict=True)
+        ids = {
+            (tier.number, key): found[2]
+            for tier, mover in zip(self.core.tiers, self.movers, strict=True)
             for key in (used if mover.physical else ())
-            if key in index.index
+            if (found := tier.index.rows.get(key)) is not None
         }
         rows = [row for key in used if (row := self.core.host.index.get(key)) is not None]
-        self._uses.append(EngineUse(self.core._state.tick - 1, rows, entries))
+        self._uses.append(EngineUse(self.core._state.tick - 1, rows, ids))
         if own < len(chain):
             self._run(name, Prompt(list(chain[own:]), Scan.CHAIN, stays=False))
         else:
@@ -373,23 +363,17 @@ class Simulation:
         require(self.turns < MANY_TURNS, "work is left for ever")
 
     def _turn(self) -> None:
-        """One of the supervisor's thread, and one of the thread beside it."""
+        """One of the supervisor's thread."""
         if self._steps is not None:
             self._take_step()
         else:
             self._supervise()
-        self._index_works()
         self.check()
 
     def _take_step(self) -> None:
         assert self._steps is not None
-        try:
-            work = next(self._steps)
-        except StopIteration:
+        if next(self._steps, self) is self:
             self._steps = None
-        else:
-            if work is not None:
-                work()
 
     def _end_steps(self) -> None:
         """The supervisor's thread comes to something else, of which this is the first."""
@@ -414,12 +398,12 @@ class Simulation:
             self.core.garbage.drop(4)
             require(index.send_credits >= 0, "more is sent than there is room for")
             stores = any(job.tier == tier for job in jobs[loads:])
-            require(not (stores and index.to_delete), "a store overtakes what goes before it")
+            require(not (stores and index.index.to_delete), "a store overtakes what goes before it")
         self._send_jobs(jobs[loads:])
         for tier, index in enumerate(self.core.tiers):
             due = self.now >= self._uses_due_s and index.send_credits > 0
-            if due and (used := index.take_recent_uses(4)):
-                keys = {entry.slot: key for key, entry in index.index.items()}
+            if due and index.state is TierState.UP and (used := index.index.take_uses(4)):
+                keys = {row.slot: key for key, row in rows_of(index).items()}
                 require(self.movers[tier].physical, "a tier without places is sent slots")
                 self._send(tier, Uses([(slot, keys[slot], tick) for slot, tick in used]))
         if self.now >= self._uses_due_s:
@@ -427,42 +411,6 @@ class Simulation:
         for probe in self.core.events.plan_checks(self.now):
             self._check_probe(probe)
             self._send(probe.tier, probe)
-
-    def _index_works(self) -> None:
-        """What the thread beside the supervisor's does: one step, or what a step has left to do without the lock."""
-        for tier, index in enumerate(self.core.tiers):
-            if (work := self._spill_work.pop(tier, None)) is not None:
-                work()
-            elif (steps := self._spills.get(tier)) is not None:
-                try:
-                    work = next(steps)
-                except StopIteration:
-                    del self._spills[tier]
-                else:
-                    if work is not None:
-                        self._spill_work[tier] = work
-            else:
-                for retired in index.cold.take_retired():
-                    retired.close()
-                self._spills[tier] = spill_steps(index, build_table)
-
-    def _end_spills(self) -> None:
-        """End those under way, and do what is left to do."""
-        for tier, index in enumerate(self.core.tiers):
-            if (work := self._spill_work.pop(tier, None)) is not None:
-                work()
-            take_all(self._spills.pop(tier, iter(())))
-            take_all(spill_steps(index, build_table))
-            require(index.spill is None, "a spill never ends")
-            require(len(index.cold.tables) <= MAX_TABLES or index.state is not TierState.UP, "too many tables")
-        self.check()
-
-    def entry_slot(self, index: TierIndex, key: Key) -> int:
-        """The slot of a row that the tier has, in whatever form."""
-        entry = index.index.get(key)
-        if entry is not None:
-            return entry.slot
-        return next(found[0] for table in index.cold.tables if (found := table.find(key)) is not None)
 
     def _send_jobs(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -495,8 +443,6 @@ class Simulation:
     def crash(self) -> None:
         """The engine dies with its movers and comes back with the weights of epoch 0; the media survive."""
         self._steps = None
-        self._spills.clear()
-        self._spill_work.clear()
         for mover in self.movers:
             for queue in (mover.inbox, mover.finished, mover.unreported, mover.listing):
                 queue.clear()
@@ -713,7 +659,7 @@ class Simulation:
         mover.listing.clear()
         mover.used.clear()
         for use in self._uses:
-            use.entries = {place: entry for place, entry in use.entries.items() if place[0] != tier}
+            use.ids = {place: row for place, row in use.ids.items() if place[0] != tier}
         mover.alive = True
         mover.dying = mover.stuck = False
         self.core.events.lost(tier, self.now)
@@ -756,9 +702,9 @@ class Simulation:
 
     def held_below(self, tier: int) -> list[Key]:
         """Rows that the tier can load, and that the host lacks."""
-        index = self.core.tiers[tier]
-        keys = sorted({*index.index, *(key for _, key, _ in _rows_of(index))})
-        return [key for key in keys if index.can_load(key, self.now) and key not in self.core.host.index]
+        held = self.core.tiers[tier]
+        keys = sorted(rows_of(held))
+        return [key for key in keys if held.can_load(key, self.now) and key not in self.core.host.index]
 
     # --- invariants --------------------------------------------------------------------------------------------
 
@@ -778,33 +724,28 @@ class Simulation:
         pinned = sum(sum(not row.invalidated for row in place.request.pinned.values()) for place in line._places)
         require(pinned <= held, "a request in line pins more than it holds")
         for index, mover in zip(core.tiers, self.movers, strict=True):
-            leaving = {key for key, entry in index.index.items() if entry.spilled_at >= 0}
-            require(len(leaving) == (0 if index.spill is None else index.spill.leaving), "a row never ends to be moved")
-            moved = [key for key in leaving if key in index.cold]  # they are in the new table, and in the index still
-            cold = _rows_of(index)
-            keys = [key for _, key, _ in cold] + [
-                k for k, entry in index.index.items() if entry.stored and k not in leaving
-            ]
-            require(len(set(keys)) == len(keys), "a row is in the index and in a table, or in two tables")
-            held = sum(entry.stored for entry in index.index.values()) + len(index.cold) - len(moved)
+            rows = rows_of(index)
+            require(len(rows) == len(index.index), "a row is lost, or there twice")
+            held = sum(row.stored for row in rows.values())
             require(index.counters.rows == held, f"a tier holds {held} rows, and {index.counters} say otherwise")
-            slots = [entry.slot for entry in index.index.values()] if mover.physical else []
-            if mover.physical:
-                slots += [slot for slot, _, _ in cold]
-                for key in moved:
-                    slots.remove(index.index[key].slot)
+            slots = [row.slot for row in rows.values()] if mover.physical else []
             require(len(set(slots)) == len(slots), "two keys in one slot")
-            used = len(index.index) + len(index.cold) - len(moved)
             if self._steps is not None and index.number == self._stepping:
-                require(used <= len(index.slots), "a row without a slot")
+                require(len(rows) <= len(index.index.slots), "a row without a slot")
             else:
-                require(used == len(index.slots) <= max(index.slots.limit, 0), "slots leak, or above the budget")
+                budget = max(index.index.slots.limit, 0)
+                require(len(rows) == len(index.index.slots) <= budget, "slots leak, or above the budget")
+            moving = [move for job in index.jobs.values() for move in job.moves]
+            moving += [move for dead in index.dead for job in dead.to_end for move in job.moves]
+            loads = Counter(move.key for move in moving if rows.get(move.key, NO_ROW).id == move.id and not move.tick)
+            pins = {key: row.pins for key, row in rows.items() if row.pins}
+            require(sum(pins.values()) <= sum(loads.values()), "a row stays pinned that nobody moves")
             require(len(mover.here) <= mover.slots or not mover.physical, "more on the medium than it may hold")
             require(not index.rows_loading < 0 and not index.rows_storing < 0, "window counts below nothing")
             staged = [row for row in index.staged.values() if not row.invalidated]
             require(len(staged) <= max(1, self.rows // 4), "demotion pins too much of the host")
             require(all(row.request_pins for row in staged), "a row under demotion may be evicted")
-            mover.used = {key: tick for key, tick in mover.used.items() if key in index.index}
+            mover.used = {key: tick for key, tick in mover.used.items() if key in rows}
             for job in index.jobs.values():
                 waited_s = self._told_s - job.started_s
                 require(
@@ -846,7 +787,7 @@ class Simulation:
         core = self.core
         for index in (None, *core.tiers):
             below = core._state.below_host if index is None else core._state.below(index)
-            source = core.host if index is None else index
+            evicting = core.host.evicting if index is None else index.index.evicting
             written = set()
             if below is not None:
                 written |= {*below.to_store, *below.waiting_for_seal}
@@ -854,10 +795,11 @@ class Simulation:
                 written |= {move.key for job in jobs if job.direction is Direction.STORE for move in job.moves}
             if index is not None:
                 written |= {*index.to_demote, *index.staged}
-            require(written >= set(source.evicting), "a victim waits for ever for its write")
-            marked = {key for key, each in source.index.items() if each.evicting}
-            former = set() if index is None else {key for keys in index.former for key in keys}
-            require(set(source.evicting) <= marked <= former.union(source.evicting), "a victim is lost")
+            require(written >= set(evicting), "a victim waits for ever for its write")
+            rows = core.host.index if index is None else rows_of(index)
+            marked = {key for key, row in rows.items() if row.evicting}
+            former = set() if index is None else {key for keys in index.index.former for key in keys}
+            require(set(evicting) <= marked <= former.union(evicting), "a victim is lost")
 
     def _check_uses(self) -> None:
         """All that the engine used from its own memory has been noted."""
@@ -866,8 +808,8 @@ class Simulation:
             for row in use.rows:
                 gone = row.invalidated or core.host.index.get(row.key) is not row
                 require(gone or row.tick >= use.tick, "a use by the engine is never noted")
-            for (tier, key), entry in use.entries.items():
-                if core.tiers[tier].index.get(key) is entry:
+            for (tier, key), row_id in use.ids.items():
+                if core.tiers[tier].index.has(key, row_id):
                     used = self.movers[tier].used
                     used[key] = max(use.tick, used.get(key, 0))
         self._uses.clear()
@@ -892,14 +834,13 @@ class Simulation:
         require(self.core.host.used == len(rows), "a row is lost")
         require(not self.core.checks.busy, "a check never ends")
         require(not self.core.engine_hits.waiting, "a use by the engine is never noted")
-        require(not any(index.former for index in self.core.tiers), "a victim from before a reset stays one")
+        require(not any(tier.index.former for tier in self.core.tiers), "a victim from before a reset stays one")
         require(not any(index.staged for index in self.core.tiers), "a demotion never ends")
-        self._end_spills()
-        require(not any(s.to_delete for s in self.core.tiers), "rows to delete are never sent")
+        require(not any(s.index.to_delete for s in self.core.tiers), "rows to delete are never sent")
         for index, mover in zip(self.core.tiers, self.movers, strict=True):
             for key, tick in mover.used.items():
-                recorded = mover.ticks.get((mover.epoch, self.entry_slot(index, key)), 0) >= tick
-                require(recorded or key in index.recent_uses, "a use is never recorded")
+                recorded = mover.ticks.get((mover.epoch, rows_of(index)[key].slot), 0) >= tick
+                require(recorded or self.now < self._uses_due_s, "a use is never recorded")
         require(not self.core._requests.queued, "a request waits for its turn for ever")
         require(self.core.backlog() == 0 and not any(s.jobs for s in self.core.tiers), "a job never ends")
         require(not any(s.dead or s.trials_running or s.quarantined for s in self.core.tiers), "a dead job never ends")
@@ -927,10 +868,10 @@ class Simulation:
                 self.advance(self.limits.breaker.max_backoff_s / 2)
         require(False, "a circuit never closes")
 
-    def _loadable(self, index: TierIndex, mover: SimulatedMover) -> list[Key]:
+    def _loadable(self, index: Tier, mover: SimulatedMover) -> list[Key]:
         """Good rows of the tier that the host lacks."""
         good = [key for key, content in mover.here.values() if content == Content(key, self.epoch)]
-        return sorted(key for key in good if key in index and key not in self.core.host.index)
+        return sorted(key for key in good if key in index.index and key not in self.core.host.index)
 
     def _run_out(self) -> None:
         for _ in range(300):
@@ -977,7 +918,7 @@ class Simulation:
         mover.newest = max((tick for _, _, tick in held), default=0)
         listed = len(held) if self.listed is None else self.listed
         mover.listing = deque([held[:listed]])
-        mover.listing += [PlainColdTable(held[start : start + 3]) for start in range(listed, len(held), 3)]
+        mover.listing += [PlainColumns(held[start : start + 3]) for start in range(listed, len(held), 3)]
         mover.listing.append([])
         while mover.listing and self.listed is None:
             self._list_part(tier)
@@ -993,8 +934,8 @@ class Simulation:
         listing = self.movers[tier].listing
         self._end_steps()
         piece = listing.popleft()
-        if isinstance(piece, PlainColdTable):
-            self._take_steps(tier, self.core.events.table_listed(tier, piece, self.movers[tier].newest))
+        if isinstance(piece, PlainColumns):
+            self._take_steps(tier, self.core.events.columns_listed(tier, piece))
         else:
             self._take_steps(tier, self._listed(tier, piece, last=not listing))
 
@@ -1025,7 +966,7 @@ class Simulation:
                 require(self.now <= since + self.limits.wait_s, "a request waits past its deadline")
                 keys, waits_for = [key, *waits_for], []
                 known = any(key in self.core.host.index for key in keys)
-                known |= any(key in index for index in self.core.tiers for key in keys)
+                known |= any(key in tier.index for tier in self.core.tiers for key in keys)
                 known |= any(queued in keys for index in self.core.tiers for _, queued in index.to_load)
                 known |= prompt.scan is Scan.EACH and self._listing()
                 known |= self.core.events.unfinished
@@ -1078,7 +1019,7 @@ class Simulation:
         since = self._since.setdefault(name, self.now)
         require(self.now <= since + self.limits.wait_s, "a request waits past its deadline")
         known = any(key in self.core.host.index for key in keys)
-        known |= any(key in index for index in self.core.tiers for key in keys)
+        known |= any(key in tier.index for tier in self.core.tiers for key in keys)
         known |= any(queued in keys for index in self.core.tiers for _, queued in index.to_load)
         known |= self.core.events.unfinished
         require(known or self._may_be_checked(since), "a request waits too long for a check")
@@ -1098,10 +1039,10 @@ class Simulation:
     def _yet_to_be_listed(self, key: Key) -> bool:
         """Whether a serving tier is still going to list `key`. For a shared one, a check may have found it absent."""
         return any(
-            key in {row[1] for row in piece} if isinstance(piece, list) else piece.find(key) is not None
+            key in {row[1] for row in (piece if isinstance(piece, list) else piece.rows)}
             for index, mover in zip(self.core.tiers, self.movers, strict=True)
             if index.readable and index.state is TierState.LISTING and not index.spec.existence_checks
-            for piece in (mover.listing if key not in index else ())
+            for piece in (mover.listing if key not in index.index else ())
         )
 
     def _run(self, name: str, prompt: Prompt) -> None:
@@ -1188,7 +1129,7 @@ class Simulation:
     def _check_slots(self, job: Job) -> None:
         if not self.movers[job.tier].physical:
             return
-        slots = {move.entry.slot for move in job.moves}
+        slots = {move.slot for move in job.moves}
         for tier, other in self._open_moves():
             if tier == job.tier and other.job.id != job.id and other.epoch == self.epoch:
                 shared = slots & set(other.slots)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.tier import TierIndex
+from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction, Job, TierState
 
 
@@ -52,7 +52,7 @@ class HoldJudge:
             tier.first = first
             self._require(now - tier.waits_since_s <= self._core.limits.store_hold_s, "a store is held up for too long")
 
-    def _judged_plan(self, tier: TierIndex, now: float) -> list[Job]:
+    def _judged_plan(self, tier: Tier, now: float) -> list[Job]:
         watched, held, hold_s = self._tiers[tier.number], self._watch(tier, now), self._core.limits.store_hold_s
         jobs = self._plan_stores(tier, now)
         rows = sum(len(job.moves) for job in jobs)
@@ -65,14 +65,14 @@ class HoldJudge:
             self._require(watched.rows_let_go <= 2 * self._core._state.store_window, "stores begin beside promotions")
         return jobs
 
-    def _watched_demotions(self, tier: TierIndex, now: float) -> list[Job]:
+    def _watched_demotions(self, tier: Tier, now: float) -> list[Job]:
         """A hold begins, too, when victims are not loaded that are to be stored."""
         target = self._core._state.below(tier)
         if target is not None and target.writable:
             self._watch(target, now)
         return self._plan_demotions(tier, now)
 
-    def _watch(self, tier: TierIndex, now: float) -> bool:
+    def _watch(self, tier: Tier, now: float) -> bool:
         self._look_at_jobs()
         watched, held = self._tiers[tier.number], self._must_hold(tier)
         if not held:
@@ -92,7 +92,7 @@ class HoldJudge:
         running = {job.id for index in self._core.tiers for job in index.jobs.values() if not job.abandoned}
         return bool(self._promotions & running) or any(index.to_load for index in self._core.tiers)
 
-    def _must_hold(self, index: TierIndex) -> bool:
+    def _must_hold(self, index: Tier) -> bool:
         """Whether only promotions that are no more under way, and time, can let stores of this tier go."""
         core = self._core
         loads = any(job.direction is Direction.LOAD for other in core.tiers for job in other.jobs.values())
@@ -102,12 +102,12 @@ class HoldJudge:
         return perhaps and not far_behind and not _short_above(core, index)
 
 
-def _promotes(index: TierIndex, job: Job) -> bool:
+def _promotes(index: Tier, job: Job) -> bool:
     loads = job.direction is Direction.LOAD and not job.is_trial
     return loads and any(index.staged.get(move.key) is not move.row and not move.row.invalidated for move in job.moves)
 
 
-def _short_above(core: TierManager, index: TierIndex) -> bool:
+def _short_above(core: TierManager, index: Tier) -> bool:
     """Whether the tier above has less than half of its reserve."""
     if index.spec.write is not Write.ON_EVICT:
         return False
@@ -116,5 +116,5 @@ def _short_above(core: TierManager, index: TierIndex) -> bool:
     if not writers:
         return 2 * core.host.free < max(1, int(core.host.rows * share))
     above = writers[-1]
-    reserve = max(1, min(int(above.slots.limit * share), core.host.rows))
-    return above.state is TierState.UP and above.readable and 2 * above.slots.free < reserve
+    reserve = max(1, min(int(above.index.slots.limit * share), core.host.rows))
+    return above.state is TierState.UP and above.readable and 2 * above.index.slots.free < reserve

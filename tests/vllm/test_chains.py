@@ -18,7 +18,7 @@ from bench.lookups import TOKENS, VllmLookups, hashes
 from nixl_tiers.base.chunk import Geometry, Key, Namespace, Outcome
 from nixl_tiers.config import schema
 from nixl_tiers.core.chain_rows import Chain, Group
-from nixl_tiers.core.cold_rows import take_all
+from nixl_tiers.core.listing import take_all
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm.manager import NixlTiersManager, _publish

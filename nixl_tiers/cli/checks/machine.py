@@ -16,6 +16,7 @@ from nixl_tiers.base.policies import HugePages
 from nixl_tiers.cli.checks.finding import Finding, advise, broken, not_tried, ok, warning
 from nixl_tiers.config.fields import format_size
 from nixl_tiers.config.schema import TiersConfig
+from nixl_tiers.core.tier_rows import most_rows
 from nixl_tiers.memory import pages
 from nixl_tiers.memory.cgroup import rooms, shortage
 from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, advice, hugetlb_rooms, transparent_bytes, transparent_setting
@@ -73,6 +74,14 @@ def _host() -> Iterator[Finding]:
     else:
         change = "install with a C compiler: copies of CPU engines are about twice as fast"
         yield advise("copies in host memory", "numpy (the library was not built)", change)
+    if (most := most_rows()) is None:
+        yield ok("index of storage tiers", "compiled")
+    else:
+        yield warning(
+            "index of storage tiers",
+            f"in Python (the library was not built): a tier holds at most {most} chunks",
+            "install with a C compiler",
+        )
     if compiled():
         yield ok("staging of file tiers", "hash and copy in one pass: compiled")
     else:

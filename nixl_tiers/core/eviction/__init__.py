@@ -24,6 +24,9 @@ class EvictionPolicy(Protocol):
     def touch(self, key: Key, tick: int) -> None:
         """A known key was used. A second use at the tick of the last one is by the same request, and does not count."""
 
+    def put_back(self, key: Key, tick: int) -> None:
+        """A victim stays after all, as a key that was used at this tick: it was no use, and no key that came back."""
+
     def remove(self, key: Key) -> None:
         """A known key was removed for another reason than eviction."""
 
@@ -34,13 +37,6 @@ class EvictionPolicy(Protocol):
         thousand), behind which the next call goes on. Amortised, a victim costs a constant number of
         steps, however many pinned keys are before it.
         """
-
-    def coldest_tick(self, is_pinned: Callable[[Key], bool]) -> int | None:
-        """When the least recently used key that is not pinned was used last, if victims are chosen by that alone; None:
-        keys in cold tables are victims first. Of many keys that were pinned before, it looks at a few only."""
-
-    def resize(self, rows: int) -> None:
-        """The tier has room for `rows` keys from now on. Evicts nothing; ghost lists shrink."""
 
     def __len__(self) -> int: ...
 

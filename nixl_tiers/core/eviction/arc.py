@@ -50,6 +50,15 @@ class Arc:
             self._last_tick[key] = tick
         self._trim()
 
+    def put_back(self, key: Key, tick: int) -> None:
+        if key in self._often_ghosts:
+            del self._often_ghosts[key]
+            self._often.add(key, tick)
+        else:
+            self._once_ghosts.pop(key, None)
+            self._once.add(key, tick)
+            self._last_tick[key] = tick
+
     def touch(self, key: Key, tick: int) -> None:
         last_tick = self._last_tick.get(key)
         if last_tick is None:
@@ -77,14 +86,6 @@ class Arc:
         self._remember(self._once_ghosts, once)
         self._remember(self._often_ghosts, often)
         return once + often
-
-    def coldest_tick(self, is_pinned: Callable[[Key], bool]) -> None:
-        return None
-
-    def resize(self, rows: int) -> None:
-        self._rows = rows
-        self._recent_rows = min(self._recent_rows, rows)
-        self._trim()
 
     def _remember(self, ghosts: Ghosts, victims: Iterable[Key]) -> None:
         for key in victims:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable
-from itertools import islice
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
@@ -68,11 +67,6 @@ class Batches:
         if not batch:
             self._used_up(number)
         return key, number
-
-    def first(self) -> tuple[Key, int] | None:
-        """The key that goes first, and its batch's number; None if there is none."""
-        number = self.lowest()
-        return None if number is None else (next(reversed(self._batches[number])), number)
 
     def lowest(self) -> int | None:
         """The number of the batch that goes first; None if there is none."""
@@ -144,6 +138,8 @@ class LeafFirstLru:
     def add(self, key: Key, tick: int) -> None:
         self._keys.add(key, tick)
 
+    put_back = add
+
     def touch(self, key: Key, tick: int) -> None:
         if not self._keys.move(key, tick):
             self._keys.add(key, max(tick, self._aside.pop(key)))
@@ -155,40 +151,24 @@ class LeafFirstLru:
             del self._aside[key]
 
     def evict(self, count: int, is_pinned: Callable[[Key], bool]) -> list[Key]:
-        return [key for key, _ in self.pop(count, is_pinned)]
-
-    def pop(self, count: int, is_pinned: Callable[[Key], bool], most: int | None = None) -> list[tuple[Key, int]]:
-        """As `evict`: (key, tick of last use). Fewer if `most` keys were looked at, besides those set aside before."""
-        victims: list[tuple[Key, int]] = []
+        victims: list[Key] = []
         waiting = len(self._aside)
         soon = min(waiting, 2 * count + REVIEWED)
         if soon:
             self._review(soon, count, is_pinned, victims)
         pinned: list[tuple[Key, int]] = []
-        while len(victims) < count and self._keys and (most is None or len(victims) + len(pinned) < most):
+        while len(victims) < count and self._keys:
             key, tick = self._keys.pop()
-            (pinned if is_pinned(key) else victims).append((key, tick))
-        if most is None and waiting > soon and len(victims) < count:
+            if is_pinned(key):
+                pinned.append((key, tick))
+            else:
+                victims.append(key)
+        if waiting > soon and len(victims) < count:
             self._review(waiting - soon, count, is_pinned, victims)  # there are no other keys: walk over all
         self._aside.update(pinned)
         return victims
 
-    def coldest_tick(self, is_pinned: Callable[[Key], bool]) -> int | None:
-        while (first := self._keys.first()) is not None and is_pinned(first[0]):
-            self._keys.pop()
-            self._aside[first[0]] = first[1]
-        ticks = [tick for key, tick in islice(self._aside.items(), REVIEWED) if not is_pinned(key)]
-        return min([*ticks, first[1]] if first is not None else ticks, default=None)
-
-    @property
-    def has_unchecked(self) -> bool:
-        """Whether there are keys that have not been set aside."""
-        return bool(self._keys)
-
-    def resize(self, rows: int) -> None:
-        pass
-
-    def _review(self, most: int, count: int, is_pinned: Callable[[Key], bool], victims: list[tuple[Key, int]]) -> None:
+    def _review(self, most: int, count: int, is_pinned: Callable[[Key], bool], victims: list[Key]) -> None:
         """Check up to `most` of the keys set aside again, the one checked longest ago first. What is not pinned any
         more is a victim, unless there are colder ones: then it goes back into the order."""
         for _ in range(most):
@@ -201,6 +181,6 @@ class LeafFirstLru:
             del self._aside[key]
             lowest = self._keys.lowest()
             if lowest is None or tick <= lowest:
-                victims.append((key, tick))
+                victims.append(key)
             else:
                 self._keys.add(key, tick)

@@ -30,13 +30,14 @@ class S3Fifo:
     def __init__(self, rows: int) -> None:
         self._small = UpwardBatches()  # by tick
         self._main = UpwardBatches()  # by self._lap
-        self._ghosts: OrderedDict[Key, None] = OrderedDict()
+        self._ghosts: OrderedDict[Key, int] = OrderedDict()  # and their uses
         self._uses: dict[Key, int] = {}
         self._last_tick: dict[Key, int] = {}
         self._newest = -1  # tick
         self._lap = 0
         self._joining: tuple[UpwardBatches | None, int] = (None, -1)  # the batch whose keys the newest lap takes in
-        self.resize(rows)
+        self._small_rows = max(1, int(rows * SMALL_SHARE))
+        self._most_ghosts = rows - int(rows * SMALL_SHARE)
 
     def __len__(self) -> int:
         return len(self._uses)
@@ -48,6 +49,16 @@ class S3Fifo:
         if key in self._ghosts:
             del self._ghosts[key]
             self._main.add(key, self._lap_of(None, tick))
+        else:
+            self._small.add(key, tick)
+
+    def put_back(self, key: Key, tick: int) -> None:
+        uses = self._ghosts.pop(key, None)
+        self._uses[key] = uses or 0
+        self._last_tick[key] = tick
+        if uses is None:
+            lap = self._main.lowest()
+            self._main.add(key, self._lap if lap is None else lap)
         else:
             self._small.add(key, tick)
 
@@ -77,8 +88,8 @@ class S3Fifo:
                     pinned_small.append(key)
                 else:
                     victims.append(key)
+                    self._ghosts[key] = self._uses[key]
                     self._forget(key)
-                    self._ghosts[key] = None
             else:
                 key, lap = self._main.pop()
                 if self._uses[key]:
@@ -95,14 +106,6 @@ class S3Fifo:
             self._main.add_root(key, self._lap)
         self._trim()
         return victims
-
-    def coldest_tick(self, is_pinned: Callable[[Key], bool]) -> None:
-        return None
-
-    def resize(self, rows: int) -> None:
-        self._small_rows = max(1, int(rows * SMALL_SHARE))
-        self._most_ghosts = rows - int(rows * SMALL_SHARE)
-        self._trim()
 
     def _lap_of(self, source: UpwardBatches | None, number: int) -> int:
         """The batch of main for a key that comes from this batch: what came together stays together."""

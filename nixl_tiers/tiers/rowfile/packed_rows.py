@@ -14,7 +14,6 @@ import numpy as np
 
 from nixl_tiers.base.chunk import Key, align
 from nixl_tiers.base.zeroed import zeroed
-from nixl_tiers.memory.row_table_format import LENGTHS
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -61,7 +60,7 @@ def allocated_bytes(status: os.stat_result) -> int:
 
 
 def encoded(key: Key) -> bytes:
-    return LENGTHS[len(key)] + key
+    return bytes((len(key),)) + key
 
 
 def decoded(raw: bytes) -> Key:

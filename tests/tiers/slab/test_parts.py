@@ -29,7 +29,7 @@ from nixl_tiers.tiers.slab import parts
 from nixl_tiers.tiers.slab import tier as slab_tier
 from nixl_tiers.tiers.slab.parts import FreePart, preferred
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
-from tests.mover.harness import KEY_HASH, NAMESPACE, MoverProcess, key_of, shard_dir
+from tests.mover.harness import NAMESPACE, MoverProcess, key_of, shard_dir
 from tests.support.disks import assert_never_exceeds, disk_bytes
 from tests.support.file_tier import file_config, file_tier
 from tests.support.waiting import until
@@ -205,9 +205,7 @@ def test_waiting_engine_tries_again_every_two_seconds_however_long_it_has_waited
     with HostRegion.create(GEOMETRY, 4) as region, ends[0], ends[1]:
         first = slab_tier.SlabTier(config, GEOMETRY, region)
         first.open(NAMESPACE, 0)
-        mover = Mover(
-            slab_tier.SlabTier(config, GEOMETRY, region), ends[0], region, Configure({}, 1, 1, 1, 4, KEY_HASH)
-        )
+        mover = Mover(slab_tier.SlabTier(config, GEOMETRY, region), ends[0], region, Configure({}, 1, 1, 1, 4))
         mover.receive(Open(NAMESPACE, 0))
         delays, now = list[float](), 0.0
 

@@ -1,0 +1,721 @@
+/* Rows of a storage tier: which keys it holds, in which slots, and in which order they are evicted.
+ *
+ * A row is found by its key (open addressing in 1024 shards, each of which grows by itself, so that no call takes long),
+ * and has a place in a heap: the least recently used tick first, and of a tick the row that was added last (the leaf of a
+ * prefix). Rows that are pinned, not stored yet, or being evicted are not in the heap; they keep tick and sequence, so
+ * that they go back to their place. Everything is in chunks that are never moved; a row costs about 100 bytes with its
+ * key of 36.
+ *
+ * The interpreter's lock guards it, and is kept: every call takes microseconds, or so many for each key that it is given.
+ * Only the limited API is used, so one build serves every version of Python.
+ */
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { SHARDS = 1024, CHUNK_BITS = 14, CHUNK = 1 << CHUNK_BITS, INLINE_KEY = 36, LONGEST_KEY = 255 };
+#define MOST_TICK ((uint64_t)1 << 39) /* a higher one, which only a defect makes, must not be the newest for ever */
+enum { STORED = 1, EVICTING = 2, USED = 4, LIVE = 8 };
+#define NONE UINT32_MAX
+
+typedef struct {
+    uint64_t tick;
+    uint32_t seq;    /* of equal ticks, the latest is evicted first */
+    uint32_t tag;    /* of the key's hash */
+    uint32_t slot;   /* the next free row, if this one is free */
+    uint32_t place;  /* in the heap, or NONE */
+    uint32_t id;     /* another one each time the row is taken */
+    uint16_t pins;
+    uint16_t extra;  /* room for what is to be known of a row: salt class, priority */
+    uint8_t flags, listing, length, unused;
+    union {
+        char key[INLINE_KEY];
+        char *far;  /* of a longer key */
+    };
+} Row;
+
+typedef struct {
+    uint32_t tag, row;  /* row + 1; 0: empty */
+} Cell;
+
+typedef struct {
+    Cell *cells;
+    uint32_t size, used;  /* a power of two, or 0 */
+} Shard;
+
+typedef struct {
+    uint64_t tick;
+    uint32_t seq, row;
+} Place;
+
+typedef struct {  /* an array of chunks */
+    char **chunks;
+    uint32_t count;  /* of chunks */
+    size_t item;     /* bytes */
+} Chunks;
+
+typedef struct {
+    PyObject_HEAD
+    Shard shards[SHARDS];
+    Chunks rows, heap;
+    uint32_t live, free_row, next_row; /* next_row: no row from it on was ever used */
+    uint32_t ordered;                  /* in the heap */
+    uint32_t seq;
+    uint8_t listing;
+    uint32_t *used; /* a ring of rows that were used since `take_used` */
+    uint32_t used_size, used_first, used_count;
+} Rows;
+
+static uint32_t last_id; /* of all tables, so that a row of before a reset is never taken for one of after it */
+
+static void *item(const Chunks *c, uint32_t i) {
+    return c->chunks[i >> CHUNK_BITS] + (size_t)(i & (CHUNK - 1)) * c->item;
+}
+static Row *row_at(const Rows *self, uint32_t i) { return item(&self->rows, i); }
+static Place *place_at(const Rows *self, uint32_t i) { return item(&self->heap, i); }
+
+static int ensure(Chunks *c, uint32_t i) { /* room for item i; 0 if there is no memory */
+    if (i >> CHUNK_BITS < c->count) return 1;
+    char **chunks = realloc(c->chunks, (c->count + 1) * sizeof *chunks);
+    if (!chunks) return 0;
+    c->chunks = chunks;
+    if (!(chunks[c->count] = calloc(CHUNK, c->item))) return 0;
+    c->count++;
+    return 1;
+}
+
+static const char *key_of(const Row *r) { return r->length > INLINE_KEY ? r->far : r->key; }
+
+/* --- the order of eviction: a heap with four children a node, so that these share a cache line */
+
+static int before(const Place *a, const Place *b) {
+    return a->tick != b->tick ? a->tick < b->tick : (int32_t)(a->seq - b->seq) > 0;
+}
+
+static void put_place(Rows *self, uint32_t i, Place p) {
+    *place_at(self, i) = p;
+    row_at(self, p.row)->place = i;
+}
+
+static void sift(Rows *self, uint32_t i, Place p) { /* p belongs at i or above or below it */
+    while (i) {
+        uint32_t up = (i - 1) / 4;
+        if (!before(&p, place_at(self, up))) break;
+        put_place(self, i, *place_at(self, up));
+        i = up;
+    }
+    for (;;) {
+        uint64_t down = 4 * (uint64_t)i + 1, least = NONE;
+        for (uint64_t c = down; c < down + 4 && c < self->ordered; c++)
+            if (least == NONE || before(place_at(self, c), place_at(self, least))) least = c;
+        if (least == NONE || !before(place_at(self, least), &p)) break;
+        put_place(self, i, *place_at(self, least));
+        i = least;
+    }
+    put_place(self, i, p);
+}
+
+static void leave_order(Rows *self, Row *r) {
+    if (r->place == NONE) return;
+    uint32_t i = r->place;
+    Place last = *place_at(self, --self->ordered);
+    r->place = NONE;
+    if (i < self->ordered) sift(self, i, last);
+}
+
+/* There is room: a chunk of places is made with each chunk of rows. */
+static void enter_order(Rows *self, Row *r, uint32_t row) {
+    if (r->place != NONE || r->pins || (r->flags & (STORED | EVICTING)) != STORED) return;
+    uint32_t i = self->ordered++;
+    sift(self, i, (Place){r->tick, r->seq, row});
+}
+
+/* A later use than the last one: a second one at the same tick is by the same request, and does not count. */
+static void use_row(Rows *self, Row *r, uint32_t row, uint64_t tick) {
+    if (tick <= r->tick) return;
+    r->tick = tick;
+    r->seq = ++self->seq;
+    if (r->place != NONE) sift(self, r->place, (Place){tick, r->seq, row});
+}
+
+/* --- keys */
+
+typedef struct {
+    const char *bytes;
+    uint32_t length, tag;
+    Shard *shard;
+} Key;
+
+static int read_key(Rows *self, PyObject *object, Key *key) { /* 0 with an exception set */
+    char *bytes;
+    Py_ssize_t length;
+    if (PyBytes_AsStringAndSize(object, &bytes, &length) < 0) return 0;
+    if (length > LONGEST_KEY) {
+        PyErr_SetString(PyExc_ValueError, "a key of more than 255 bytes");
+        return 0;
+    }
+    uint64_t hash = (uint64_t)PyObject_Hash(object); /* seeded, and kept by the object */
+    *key = (Key){bytes, (uint32_t)length, (uint32_t)hash, &self->shards[hash >> 54]};
+    return 1;
+}
+
+static Cell *find_cell(const Rows *self, const Key *key) {
+    const Shard *s = key->shard;
+    if (!s->size) return NULL;
+    for (uint32_t i = key->tag & (s->size - 1);; i = (i + 1) & (s->size - 1)) {
+        Cell *cell = &s->cells[i];
+        if (!cell->row) return NULL;
+        if (cell->tag == key->tag) {
+            const Row *r = row_at(self, cell->row - 1);
+            if (r->length == key->length && !memcmp(key_of(r), key->bytes, key->length)) return cell;
+        }
+    }
+}
+
+static uint32_t find_row(const Rows *self, const Key *key) {
+    Cell *cell = find_cell(self, key);
+    return cell ? cell->row - 1 : NONE;
+}
+
+static int grow(Shard *s) {
+    uint32_t size = s->size ? 2 * s->size : 8;
+    Cell *cells = calloc(size, sizeof *cells);
+    if (!cells) return 0;
+    for (uint32_t i = 0; i < s->size; i++) {
+        if (!s->cells[i].row) continue;
+        uint32_t j = s->cells[i].tag & (size - 1);
+        while (cells[j].row) j = (j + 1) & (size - 1);
+        cells[j] = s->cells[i];
+    }
+    free(s->cells);
+    s->cells = cells;
+    s->size = size;
+    return 1;
+}
+
+static void remove_cell(Shard *s, Cell *cell) { /* and move those behind it that belong further ahead */
+    uint32_t mask = s->size - 1, hole = (uint32_t)(cell - s->cells);
+    for (uint32_t i = (hole + 1) & mask; s->cells[i].row; i = (i + 1) & mask) {
+        uint32_t home = s->cells[i].tag & mask;
+        if (((i - home) & mask) >= ((i - hole) & mask)) {
+            s->cells[hole] = s->cells[i];
+            hole = i;
+        }
+    }
+    s->cells[hole] = (Cell){0, 0};
+    s->used--;
+}
+
+/* A new row, in no order yet; NONE without memory, and an exception. The key must be unknown. */
+static uint32_t take_row(Rows *self, const Key *key, uint32_t slot, uint64_t tick, uint8_t flags) {
+    Shard *s = key->shard;
+    uint32_t row = self->free_row != NONE ? self->free_row : self->next_row;
+    char *far = NULL;
+    if (row >= NONE - 1 || !ensure(&self->rows, row) || !ensure(&self->heap, row) ||
+        (4 * (s->used + 1) > 3 * s->size && !grow(s)) || (key->length > INLINE_KEY && !(far = malloc(key->length)))) {
+        PyErr_NoMemory();
+        return NONE;
+    }
+    Row *r = row_at(self, row);
+    if (row == self->free_row)
+        self->free_row = r->slot;
+    else
+        self->next_row++;
+    *r = (Row){.tick = tick, .seq = ++self->seq, .tag = key->tag, .slot = slot, .place = NONE, .id = ++last_id,
+               .flags = flags | LIVE, .listing = self->listing, .length = (uint8_t)key->length};
+    if (far) r->far = far;
+    memcpy(far ? far : r->key, key->bytes, key->length);
+    uint32_t i = key->tag & (s->size - 1);
+    while (s->cells[i].row) i = (i + 1) & (s->size - 1);
+    s->cells[i] = (Cell){key->tag, row + 1};
+    s->used++;
+    self->live++;
+    return row;
+}
+
+static void drop_row(Rows *self, Shard *s, Cell *cell) {
+    uint32_t row = cell->row - 1;
+    Row *r = row_at(self, row);
+    leave_order(self, r);
+    remove_cell(s, cell);
+    if (r->length > INLINE_KEY) free(r->far);
+    r->flags = 0;
+    r->slot = self->free_row;
+    self->free_row = row;
+    self->live--;
+}
+
+static PyObject *key_object(const Row *r) { return PyBytes_FromStringAndSize(key_of(r), r->length); }
+
+/* Append a row's key, or with `drop` (key, slot) of a row that is gone then. 0 with an exception. */
+static int append(Rows *self, PyObject *list, Row *r, int drop) {
+    PyObject *entry = key_object(r);
+    Key key;
+    int done = 0;
+    if (entry && !drop) {
+        done = PyList_Append(list, entry) == 0;
+    } else if (entry && read_key(self, entry, &key)) {
+        PyObject *pair = Py_BuildValue("(OI)", entry, r->slot);
+        done = pair && PyList_Append(list, pair) == 0;
+        if (done) drop_row(self, key.shard, find_cell(self, &key));
+        Py_XDECREF(pair);
+    }
+    Py_XDECREF(entry);
+    return done;
+}
+
+/* --- arguments */
+
+static int number(PyObject *object, uint64_t most, uint64_t *value) {
+    *value = PyLong_AsUnsignedLongLong(object);
+    if (*value == (uint64_t)-1 && PyErr_Occurred()) return 0;
+    if (*value > most) {
+        PyErr_SetString(PyExc_OverflowError, "too large a number");
+        return 0;
+    }
+    return 1;
+}
+
+static int arity(Py_ssize_t given, Py_ssize_t wanted) {
+    if (given == wanted) return 1;
+    PyErr_Format(PyExc_TypeError, "%zd arguments instead of %zd", given, wanted);
+    return 0;
+}
+#define METHOD(name) static PyObject *rows_##name(Rows *self, PyObject *const *args, Py_ssize_t nargs)
+#define NEED(n) \
+    if (!arity(nargs, n)) return NULL
+#define KEY(i) \
+    Key key;   \
+    if (!read_key(self, args[i], &key)) return NULL
+#define NUMBER(i, name, most) \
+    uint64_t name;            \
+    if (!number(args[i], most, &name)) return NULL
+
+/* add(key, slot, tick, stored) -> its id, or 0 if the key is known: its row is confirmed then */
+METHOD(add) {
+    NEED(4);
+    KEY(0);
+    NUMBER(1, slot, NONE);
+    NUMBER(2, tick, UINT64_MAX);
+    int stored = PyObject_IsTrue(args[3]);
+    if (stored < 0) return NULL;
+    uint32_t row = find_row(self, &key);
+    if (row != NONE) {
+        row_at(self, row)->listing = self->listing;
+        return PyLong_FromLong(0);
+    }
+    row = take_row(self, &key, (uint32_t)slot, tick, stored ? STORED : 0);
+    if (row == NONE) return NULL;
+    enter_order(self, row_at(self, row), row);
+    return PyLong_FromUnsignedLong(row_at(self, row)->id);
+}
+
+/* get(key) -> (slot, tick, id, pins, stored, evicting), or None */
+METHOD(get) {
+    NEED(1);
+    KEY(0);
+    uint32_t row = find_row(self, &key);
+    if (row == NONE) Py_RETURN_NONE;
+    Row *r = row_at(self, row);
+    return Py_BuildValue("(IKIHOO)", r->slot, (unsigned long long)r->tick, r->id, r->pins,
+                         r->flags & STORED ? Py_True : Py_False, r->flags & EVICTING ? Py_True : Py_False);
+}
+
+/* is_stored(key) */
+METHOD(is_stored) {
+    NEED(1);
+    KEY(0);
+    uint32_t row = find_row(self, &key);
+    return PyBool_FromLong(row != NONE && row_at(self, row)->flags & STORED);
+}
+
+/* has_many(list of keys, stored) -> list of bool: `in`, or `is_stored` */
+METHOD(has_many) {
+    NEED(2);
+    Py_ssize_t count = PyList_Size(args[0]);
+    int stored = PyObject_IsTrue(args[1]);
+    if (count < 0 || stored < 0) return NULL;
+    PyObject *found = PyList_New(count);
+    for (Py_ssize_t i = 0; found && i < count; i++) {
+        Key key;
+        if (!read_key(self, PyList_GetItem(args[0], i), &key)) {
+            Py_DECREF(found);
+            return NULL;
+        }
+        uint32_t row = self->live ? find_row(self, &key) : NONE;
+        PyObject *is = row != NONE && (!stored || row_at(self, row)->flags & STORED) ? Py_True : Py_False;
+        Py_INCREF(is);
+        PyList_SetItem(found, i, is);
+    }
+    return found;
+}
+
+static void note_used(Rows *self, Row *r, uint32_t row) {
+    if (r->flags & USED || self->used_count == self->used_size) return;
+    r->flags |= USED;
+    self->used[(self->used_first + self->used_count++) % self->used_size] = row;
+}
+
+/* touch_many(list of keys, tick) -> list of those of them that are being evicted, which are left as they are */
+METHOD(touch_many) {
+    NEED(2);
+    NUMBER(1, tick, UINT64_MAX);
+    Py_ssize_t count = PyList_Size(args[0]);
+    if (count < 0) return NULL;
+    PyObject *evicting = PyList_New(0);
+    for (Py_ssize_t i = 0; evicting && i < count; i++) {
+        PyObject *object = PyList_GetItem(args[0], i);
+        Key key;
+        if (!read_key(self, object, &key)) goto failed;
+        uint32_t row = self->live ? find_row(self, &key) : NONE;
+        if (row == NONE) continue;
+        Row *r = row_at(self, row);
+        if (r->flags & EVICTING) {
+            if (PyList_Append(evicting, object) < 0) goto failed;
+            continue;
+        }
+        use_row(self, r, row, tick);
+        if (self->used_size) note_used(self, r, row);
+    }
+    return evicting;
+failed:
+    Py_DECREF(evicting);
+    return NULL;
+}
+
+/* take_used(most) -> list of (slot, tick): rows that were used since they were taken last, the first used first. Those
+ * that are still being stored stay. */
+METHOD(take_used) {
+    NEED(1);
+    NUMBER(0, most, NONE);
+    PyObject *taken = PyList_New(0);
+    for (uint32_t n = self->used_count < most ? self->used_count : (uint32_t)most; taken && n; n--) {
+        uint32_t row = self->used[self->used_first];
+        self->used_first = (self->used_first + 1) % self->used_size;
+        self->used_count--;
+        Row *r = row_at(self, row);
+        if (!(r->flags & USED)) continue; /* it has gone; or another one is there by now */
+        r->flags &= ~USED;
+        if (!(r->flags & STORED)) {
+            note_used(self, r, row);
+            continue;
+        }
+        PyObject *pair = Py_BuildValue("(IK)", r->slot, (unsigned long long)r->tick);
+        if (!pair || PyList_Append(taken, pair) < 0) Py_CLEAR(taken);
+        Py_XDECREF(pair);
+    }
+    return taken;
+}
+
+/* pin(key) -> (slot, id), or None if it is unknown: it is not evicted until `unpin` */
+METHOD(pin) {
+    NEED(1);
+    KEY(0);
+    uint32_t row = find_row(self, &key);
+    if (row == NONE) Py_RETURN_NONE;
+    Row *r = row_at(self, row);
+    if (r->pins == UINT16_MAX) {
+        PyErr_SetString(PyExc_OverflowError, "too many pins of a row");
+        return NULL;
+    }
+    leave_order(self, r);
+    r->pins++;
+    return Py_BuildValue("(II)", r->slot, r->id);
+}
+
+/* unpin(key, id): does nothing if the key has another row by now */
+METHOD(unpin) {
+    NEED(2);
+    KEY(0);
+    NUMBER(1, id, NONE);
+    uint32_t row = find_row(self, &key);
+    if (row != NONE && row_at(self, row)->id == id) {
+        Row *r = row_at(self, row);
+        r->pins -= r->pins > 0;
+        enter_order(self, r, row);
+    }
+    Py_RETURN_NONE;
+}
+
+/* stored(key, id) -> whether the key still has this row, which is a hit from now on */
+METHOD(stored) {
+    NEED(2);
+    KEY(0);
+    NUMBER(1, id, NONE);
+    uint32_t row = find_row(self, &key);
+    if (row == NONE || row_at(self, row)->id != id) Py_RETURN_FALSE;
+    row_at(self, row)->flags |= STORED;
+    enter_order(self, row_at(self, row), row);
+    Py_RETURN_TRUE;
+}
+
+static PyObject *victims(Rows *self, PyObject *const *args, Py_ssize_t nargs, int drop) {
+    NEED(1);
+    NUMBER(0, count, NONE);
+    PyObject *found = PyList_New(0);
+    while (found && count-- && self->ordered) {
+        Row *r = row_at(self, place_at(self, 0)->row);
+        if (!append(self, found, r, drop)) {
+            Py_CLEAR(found);
+        } else if (!drop) {
+            leave_order(self, r);
+            r->flags |= EVICTING;
+        }
+    }
+    return found;
+}
+
+/* select(count) -> list of keys: the next victims leave the order; they are being evicted */
+METHOD(select) { return victims(self, args, nargs, 0); }
+
+/* evict(count) -> list of (key, slot): the next victims, which are gone */
+METHOD(evict) { return victims(self, args, nargs, 1); }
+
+/* cancel(key, tick) -> whether it was being evicted: it is back in its place, or where a use at this tick puts it */
+METHOD(cancel) {
+    NEED(2);
+    KEY(0);
+    NUMBER(1, tick, UINT64_MAX);
+    uint32_t row = find_row(self, &key);
+    if (row == NONE || !(row_at(self, row)->flags & EVICTING)) Py_RETURN_FALSE;
+    Row *r = row_at(self, row);
+    r->flags &= ~EVICTING;
+    use_row(self, r, row, tick);
+    enter_order(self, r, row);
+    Py_RETURN_TRUE;
+}
+
+/* remove(key, id) -> its slot, or -1 if the key has another row by now, or none; id 0: whichever it has */
+METHOD(remove) {
+    NEED(2);
+    KEY(0);
+    NUMBER(1, id, NONE);
+    Cell *cell = find_cell(self, &key);
+    if (!cell || (id && row_at(self, cell->row - 1)->id != id)) return PyLong_FromLong(-1);
+    uint32_t slot = row_at(self, cell->row - 1)->slot;
+    drop_row(self, key.shard, cell);
+    return PyLong_FromUnsignedLong(slot);
+}
+
+/* begin_listing(): rows are confirmed anew from now on; `sweep` removes those that are not */
+METHOD(begin_listing) {
+    NEED(0);
+    (void)args;
+    self->listing++;
+    Py_RETURN_NONE;
+}
+
+/* list_columns(slots, ticks, records, width, start, stop, taken, limit)
+ *     -> (added, highest slot + 1, highest tick, [(slot, key)])
+ *
+ * Rows that a medium lists: uint32 slots, uint64 ticks, and records of `width` bytes: a byte of length, the key, padding.
+ * `taken`: a byte a slot, 1 if it is in use, or None where slots only count; a row in a slot that is taken or not below
+ * `limit` is not added. Returned are those that the medium is to delete. A key that is known is confirmed. */
+METHOD(list_columns) {
+    NEED(8);
+    Py_buffer slots = {0}, ticks = {0}, records = {0}, taken = {0};
+    PyObject *result = NULL, *surplus = NULL;
+    NUMBER(3, width, LONGEST_KEY + 1);
+    NUMBER(4, start, NONE);
+    NUMBER(5, stop, NONE);
+    NUMBER(7, limit, UINT64_MAX);
+    int physical = args[6] != Py_None;
+    if (PyObject_GetBuffer(args[0], &slots, PyBUF_SIMPLE) < 0 || PyObject_GetBuffer(args[1], &ticks, PyBUF_SIMPLE) < 0 ||
+        PyObject_GetBuffer(args[2], &records, PyBUF_SIMPLE) < 0 ||
+        (physical && PyObject_GetBuffer(args[6], &taken, PyBUF_WRITABLE) < 0) || !(surplus = PyList_New(0)))
+        goto done;
+    if (width < 2 || stop < start || 4 * stop > (uint64_t)slots.len || 8 * stop > (uint64_t)ticks.len ||
+        width * stop > (uint64_t)records.len) {
+        PyErr_SetString(PyExc_ValueError, "columns that are shorter than they should be");
+        goto done;
+    }
+    uint64_t added = 0, end = 0, newest = 0;
+    for (uint64_t i = start; i < stop; i++) {
+        uint32_t slot;
+        uint64_t tick;
+        memcpy(&slot, (char *)slots.buf + 4 * i, 4);
+        memcpy(&tick, (char *)ticks.buf + 8 * i, 8);
+        if (tick > MOST_TICK) tick = MOST_TICK;
+        if (tick > newest) newest = tick;
+        const unsigned char *record = (unsigned char *)records.buf + width * i;
+        Py_ssize_t length = record[0];
+        if (length > (Py_ssize_t)width - 1) length = (Py_ssize_t)width - 1;
+        PyObject *object = PyBytes_FromStringAndSize((const char *)record + 1, length);
+        Key key;
+        if (!object || !read_key(self, object, &key)) {
+            Py_XDECREF(object);
+            goto done;
+        }
+        uint32_t row = find_row(self, &key);
+        int drop = 0, failed = 0;
+        if (row != NONE) {
+            Row *r = row_at(self, row);
+            drop = physical && r->slot != slot; /* of two rows, the one that is known is as good */
+            if (!drop) r->listing = self->listing;
+        } else if (!length || (physical && (slot >= limit || slot >= (uint64_t)taken.len || ((char *)taken.buf)[slot]))) {
+            drop = 1;
+        } else if ((row = take_row(self, &key, slot, tick, STORED)) == NONE) {
+            failed = 1;
+        } else {
+            enter_order(self, row_at(self, row), row);
+            if (physical) ((char *)taken.buf)[slot] = 1;
+            if (physical && slot >= end) end = (uint64_t)slot + 1;
+            added++;
+        }
+        if (drop) {
+            PyObject *pair = Py_BuildValue("(IO)", slot, object);
+            failed = !pair || PyList_Append(surplus, pair) < 0;
+            Py_XDECREF(pair);
+        }
+        Py_DECREF(object);
+        if (failed) goto done;
+    }
+    result = Py_BuildValue("(KKKO)", (unsigned long long)added, (unsigned long long)end, (unsigned long long)newest, surplus);
+done:
+    if (slots.obj) PyBuffer_Release(&slots);
+    if (ticks.obj) PyBuffer_Release(&ticks);
+    if (records.obj) PyBuffer_Release(&records);
+    if (taken.obj) PyBuffer_Release(&taken);
+    Py_XDECREF(surplus);
+    return result;
+}
+
+/* sweep(start, count, limit, low, high) -> (next start or -1, [(key, slot)]): of `count` places from `start` on, the rows
+ * in slots from `low` to `high` that are not confirmed, or whose slot is not below `limit`, unless they are pinned */
+METHOD(sweep) {
+    NEED(5);
+    NUMBER(0, start, NONE);
+    NUMBER(1, count, NONE);
+    NUMBER(2, limit, UINT64_MAX);
+    NUMBER(3, low, UINT64_MAX);
+    NUMBER(4, high, UINT64_MAX);
+    uint64_t stop = start + count < self->next_row ? start + count : self->next_row;
+    PyObject *gone = PyList_New(0);
+    for (uint64_t i = start; gone && i < stop; i++) {
+        Row *r = row_at(self, (uint32_t)i);
+        if (!(r->flags & STORED) || r->pins || r->slot < low || r->slot >= high) continue;
+        if (r->listing == self->listing && r->slot < limit) continue;
+        if (!append(self, gone, r, 1)) Py_CLEAR(gone);
+    }
+    if (!gone) return NULL;
+    return Py_BuildValue("(LN)", stop < self->next_row ? (long long)stop : -1LL, gone);
+}
+
+/* some(start, count) -> (next start, list of keys): those of the rows in `count` places from `start` downwards; from the
+ * last one on again after the first, each once */
+METHOD(some) {
+    NEED(2);
+    NUMBER(0, start, NONE);
+    NUMBER(1, count, NONE);
+    PyObject *keys = PyList_New(0);
+    uint64_t i = start < self->next_row ? start : self->next_row;
+    if (count > self->next_row) count = self->next_row;
+    for (; keys && count; count--) {
+        i = i ? i - 1 : (uint64_t)self->next_row - 1;
+        Row *r = row_at(self, (uint32_t)i);
+        if (r->flags & LIVE && !append(self, keys, r, 0)) Py_CLEAR(keys);
+    }
+    return keys ? Py_BuildValue("(KN)", (unsigned long long)i, keys) : NULL;
+}
+
+/* oldest() -> the tick of the next victim, or None */
+METHOD(oldest) {
+    NEED(0);
+    (void)args;
+    if (!self->ordered) Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(place_at(self, 0)->tick);
+}
+
+/* free(count) -> whether anything is left: release so many chunks of a table that is not used any more */
+METHOD(free) {
+    NEED(1);
+    NUMBER(0, count, NONE);
+    self->live = self->ordered = self->used_count = 0;
+    self->free_row = NONE;
+    for (; count && self->rows.count; count--) {
+        char *chunk = self->rows.chunks[--self->rows.count];
+        uint32_t first = self->rows.count << CHUNK_BITS;
+        for (uint32_t i = 0; i < CHUNK && first + i < self->next_row; i++) {
+            Row *r = (Row *)(chunk + i * self->rows.item);
+            if (r->flags && r->length > INLINE_KEY) free(r->far);
+        }
+        free(chunk);
+        if (first < self->next_row) self->next_row = first;
+        if (self->heap.count > self->rows.count) free(self->heap.chunks[--self->heap.count]);
+    }
+    if (self->rows.count) Py_RETURN_TRUE;
+    for (uint32_t i = 0; i < SHARDS; i++) {
+        free(self->shards[i].cells);
+        self->shards[i] = (Shard){0};
+    }
+    Py_RETURN_FALSE;
+}
+
+static Py_ssize_t rows_length(PyObject *self) { return ((Rows *)self)->live; }
+
+static int rows_contains(PyObject *object, PyObject *key_) {
+    Rows *self = (Rows *)object;
+    Key key;
+    if (!read_key(self, key_, &key)) return -1;
+    return find_row(self, &key) != NONE;
+}
+
+static PyObject *rows_new(PyTypeObject *type, PyObject *args, PyObject *named) {
+    (void)named;
+    unsigned int used;
+    if (!PyArg_ParseTuple(args, "I", &used)) return NULL;
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Rows *self = (Rows *)alloc(type, 0); /* zeroed */
+    if (!self) return NULL;
+    self->rows.item = sizeof(Row);
+    self->heap.item = sizeof(Place);
+    self->free_row = NONE;
+    self->used_size = used;
+    if (used && !(self->used = malloc(used * sizeof *self->used))) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    return (PyObject *)self;
+}
+
+static void rows_dealloc(PyObject *object) {
+    Rows *self = (Rows *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject *all = PyLong_FromUnsignedLong(NONE), *left = all ? rows_free(self, &all, 1) : NULL;
+    Py_XDECREF(left);
+    Py_XDECREF(all);
+    free(self->rows.chunks);
+    free(self->heap.chunks);
+    free(self->used);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+#define ENTRY(name) {#name, (PyCFunction)(void (*)(void))rows_##name, METH_FASTCALL, NULL}
+static PyMethodDef methods[] = {
+    ENTRY(add),         ENTRY(get),        ENTRY(is_stored), ENTRY(has_many), ENTRY(touch_many),
+    ENTRY(take_used),   ENTRY(pin),        ENTRY(unpin),     ENTRY(stored),        ENTRY(select),       ENTRY(cancel),
+    ENTRY(evict),       ENTRY(remove),     ENTRY(sweep),     ENTRY(begin_listing), ENTRY(list_columns), ENTRY(some),
+    ENTRY(oldest),      ENTRY(free),       {NULL, NULL, 0, NULL},
+};
+static PyType_Slot slots[] = {
+    {Py_tp_new, rows_new},       {Py_tp_dealloc, rows_dealloc}, {Py_tp_methods, methods},
+    {Py_sq_length, rows_length}, {Py_sq_contains, rows_contains}, {0, NULL},
+};
+static PyType_Spec spec = {"nixl_tiers.core._tier_rows.TierRows", sizeof(Rows), 0, Py_TPFLAGS_DEFAULT, slots};
+
+static int execute(PyObject *module) {
+    PyObject *type = PyType_FromSpec(&spec);
+    if (!type) return -1;
+    int added = PyModule_AddObjectRef(module, "TierRows", type);
+    Py_DECREF(type);
+    return added;
+}
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, execute}, {0, NULL}};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_tier_rows", NULL, 0, NULL, module_slots, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__tier_rows(void) { return PyModuleDef_Init(&module); }

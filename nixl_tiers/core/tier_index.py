@@ -1,0 +1,252 @@
+"""The core's index of one storage tier: its rows, their slots, its victims, and what its medium is to delete."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from typing import Final
+
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.base.policies import Write
+from nixl_tiers.core.deferred_free import DeferredFree
+from nixl_tiers.core.slots import SlotCount, Slots
+from nixl_tiers.core.stats import Counters, EvictionHistory, Gone, tag_of
+from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, Found, make_rows, most_rows
+from nixl_tiers.core.types import Columns, TierSpec
+
+_REMOVED: Final = -1  # the slot of a row that the medium does not hold any more
+
+
+class TierIndex:
+    """Which keys the tier holds. Slots are allocated and released here only, so the budget holds at every step.
+
+    A row is found from its reservation on, and a hit once it is stored. Victims that are written to the tier below
+    first (`select_victims`) stay hits until they are evicted.
+    """
+
+    def __init__(
+        self, spec: TierSpec, number: int, counters: Counters, gone: EvictionHistory, garbage: DeferredFree
+    ) -> None:
+        self._spec = spec
+        self._counters = counters
+        self._gone = gone
+        self._garbage = garbage
+        self._number = number
+        self._evicted = tag_of(number, Gone.EVICTED)
+        self.slots: SlotCount = Slots(0) if spec.physical_slots else SlotCount(0)
+        self.rows = make_rows(uses=spec.physical_slots)
+        self.evicting: dict[Key, None] = {}  # victims, the first selected first
+        self.former: deque[dict[Key, None]] = deque()  # `evicting` of before resets, for `return_victims`
+        self.to_delete: deque[tuple[int, Key]] = deque()
+        self.newest_listed = 0
+        """The highest tick that the medium listed: all uses in this process are later."""
+        self.clears = 0
+        """How often it was cleared."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self.rows
+
+    def has_many(self, keys: Sequence[Key]) -> list[bool]:
+        """`in`, of each key."""
+        return self.rows.has_many(list(keys), False)
+
+    def has(self, key: Key, row: int) -> bool:
+        """Whether the key still has the row of this id."""
+        found = self.rows.get(key)
+        return found is not None and Found(*found).id == row
+
+    # --- room --------------------------------------------------------------------------------------------------
+
+    def make_room(self, count: int) -> list[Key]:
+        """Evict the least valuable rows until `count` slots are free, or all that are left are pinned. Returns the
+        victims' keys; none of a tier that is only read."""
+        missing = count - self.slots.free
+        if missing <= 0 or self._spec.write is Write.OFF:
+            return []
+        self.return_victims(missing)
+        # Victims that were selected before go first; they are lost if they were not written below yet.
+        victims = list(islice((key for key in self.evicting if not self._is_pinned(key)), missing))
+        for key in victims:
+            self._evict(key, self.rows.remove(key, NO_ID))
+        for key, slot in self.rows.evict(missing - len(victims)):
+            self._evict(key, slot)
+            victims.append(key)
+        return victims
+
+    def reserve(self, key: Key, tick: int) -> tuple[int, int] | None:
+        """(slot, id) of a new row that is about to be written, or None if there is no slot; call make_room first."""
+        slot = self.slots.allocate()
+        if slot is None:
+            return None
+        row = self.rows.add(key, slot, tick, False)
+        assert row != NO_ID, "a key is stored twice"
+        return slot, row
+
+    def set_limit(self, limit: int) -> None:
+        """Allocate no slot from `limit` on any more; rows in them stay until they are listed as removed."""
+        most = most_rows()
+        self.slots.limit = limit if most is None else min(limit, most)
+
+    # --- uses --------------------------------------------------------------------------------------------------
+
+    def touch(self, keys: Sequence[Key], tick: int) -> None:
+        """Rows were used, here or in a tier above, in prefix order; those that are not here do not matter."""
+        keys = list(keys)
+        if victims := self.rows.touch_many(keys, tick):
+            for key in victims:
+                self.cancel_eviction(key, tick)
+            self.rows.touch_many(victims, tick)
+
+    def take_uses(self, count: int) -> list[tuple[int, int]]:
+        """(slot, tick) of up to `count` rows used since this was last called, for the medium's journal: without them a
+        restart would evict first what was used last."""
+        return [(slot, max(tick, self.newest_listed)) for slot, tick in self.rows.take_used(count)]
+
+    # --- eviction ----------------------------------------------------------------------------------------------
+
+    def select_victims(self, count: int) -> list[Key]:
+        """Start the eviction of the `count` least valuable rows: still hits, until `evict` is called for them."""
+        keys = self.rows.select(count)
+        self.evicting.update(dict.fromkeys(keys))
+        return keys
+
+    def cancel_eviction(self, key: Key, tick: int) -> None:
+        """A victim was used again (at `tick`, if that is later), or cannot be written below: it stays."""
+        if self.rows.cancel(key, tick):
+            self.evicting.pop(key, None)  # it may be one of `former`
+
+    def evict(self, key: Key) -> None:
+        """Evict this row now, unless it is pinned."""
+        if key in self.rows and not self._is_pinned(key):
+            self._evict(key, self.rows.remove(key, NO_ID))
+
+    def finish_eviction(self, key: Key, tick: int) -> None:
+        """Evict a victim now, unless its eviction was cancelled. One that is pinned stays: it is selected again."""
+        if key in self.evicting:
+            if self._is_pinned(key):
+                self.cancel_eviction(key, tick)
+            else:
+                self.evict(key)
+
+    def return_victims(self, most: int) -> None:
+        """Give up to `most` victims from before a reset back to the order, where they are the next again."""
+        while self.former and most > 0:
+            most -= 1
+            keys = self.former[0]
+            key = keys.popitem()[0]
+            if not keys:
+                self.former.popleft()
+            if key not in self.evicting:  # else it was selected again
+                self.cancel_eviction(key, 0)
+
+    def drop_victims(self) -> None:
+        """Nobody writes them below now: `return_victims` gives them back. O(1)."""
+        if self.evicting:
+            self.former.append(self.evicting)
+            self.evicting = {}
+
+    def invalidate(self, key: Key, row: int) -> bool:
+        """This row cannot be used. Does nothing, and returns False, if the key has another one by now."""
+        slot = self.rows.remove(key, row)
+        if slot >= 0:
+            self._removed(key, slot)
+        return slot >= 0
+
+    # --- what the medium lists -----------------------------------------------------------------------------------
+
+    def add_listed(self, slot: int, key: Key, tick: int) -> None:
+        """A row that the medium lists: it held it at the start, or another engine has stored it; a negative slot: one
+        that was removed. One that is known in another slot, or finds no slot, is deleted there."""
+        found = self.rows.get(key)
+        if slot <= _REMOVED:
+            if found is not None and not self._is_pinned(key):
+                self.invalidate(key, NO_ID)
+                self._forgotten(key)
+        elif found is not None and self._spec.physical_slots and Found(*found).slot != slot:
+            self.queue_delete(slot, key)
+        elif found is not None:
+            self.rows.add(key, slot, tick, True)  # confirms it
+        elif not self.slots.claim(slot):
+            self.queue_delete(slot, key)
+        else:
+            self.rows.add(key, slot, tick, True)
+            self._counters.found += 1
+
+    def add_columns(self, columns: Columns, start: int, stop: int) -> None:
+        """`add_listed` of many rows; where slots only count, there may be more than the limit afterwards."""
+        taken = self.slots.map if isinstance(self.slots, Slots) else None
+        added, end, newest, left_out = self.rows.list_columns(
+            columns.slots, columns.ticks, columns.records, columns.width, start, stop, taken, self.slots.limit
+        )
+        self.slots.claimed(added, end)
+        self.newest_listed = max(self.newest_listed, newest)
+        self._counters.found += added
+        if taken is not None:
+            for slot, key in left_out:
+                self.queue_delete(slot, key)
+
+    def sweep(self, start: int, count: int, limit: int = ALL_SLOTS) -> int:
+        """Of `count` rows from place `start` on, those go that the medium has not listed again (`begin_listing`), or in
+        slots not below `limit`. Returns where to go on; -1: that was the end."""
+        start, gone = self.rows.sweep(start, count, limit, 0, ALL_SLOTS)
+        for key, slot in gone:
+            if slot >= limit:
+                self._evict(key, slot)
+            else:
+                self.evicting.pop(key, None)
+                self.slots.release(slot)
+                self._forgotten(key)
+        return start
+
+    # --- deletes -----------------------------------------------------------------------------------------------
+
+    def queue_delete(self, slot: int, key: Key) -> None:
+        """Have the medium delete a row, unless this engine only reads it: its tier forgets by itself what it cannot
+        load."""
+        if self._spec.write is not Write.OFF:
+            self.to_delete.append((slot, key))
+
+    def clear_deletes(self) -> None:
+        """The medium lists its rows when it is opened again, including those that were to be deleted."""
+        self._garbage.add(self.to_delete)
+        self.to_delete = deque()
+
+    def take_deletes(self, most: int) -> list[tuple[int, Key]]:
+        """(slot, key) of the next rows to delete, at most so many."""
+        return [self.to_delete.popleft() for _ in range(min(most, len(self.to_delete)))]
+
+    def clear(self) -> None:
+        """A new epoch: no row of before it is found. Moves under way end as usual, of rows that are not here."""
+        self._garbage.add(self.rows, self.evicting, self.former)
+        self.rows = make_rows(uses=self._spec.physical_slots)
+        self.slots.clear()
+        self.evicting, self.former = {}, deque()
+        self.clear_deletes()
+        self.newest_listed = 0
+        self.clears += 1
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _is_pinned(self, key: Key) -> bool:
+        """Whether a row of the index is being loaded or stored."""
+        found = self.rows.get(key)
+        return found is not None and (Found(*found).pins > 0 or not Found(*found).stored)
+
+    def _evict(self, key: Key, slot: int) -> None:
+        self._removed(key, slot)
+        self._gone.note(key, self._evicted)
+        self._counters.evictions += 1
+
+    def _removed(self, key: Key, slot: int) -> None:
+        self.evicting.pop(key, None)
+        self.slots.release(slot)
+        self.queue_delete(slot, key)
+
+    def _forgotten(self, key: Key) -> None:
+        """The medium does not hold it any more."""
+        self._gone.note(key, tag_of(self._number, Gone.EXPIRED))
+        self._counters.removed += 1

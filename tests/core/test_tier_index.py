@@ -1,0 +1,290 @@
+"""The index of a storage tier: what its medium lists, in steps, what is left out, and the uses that it reports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.policies import Write
+from nixl_tiers.core import tier_index
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.listing import add_columns, begin_listing, end_listing, take_all
+from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.tier import Tier
+from nixl_tiers.core.tier_rows import MAX_USES, MOST_TICK
+from nixl_tiers.core.types import TierSpec, TierState
+from tests.support.columns import PlainColumns
+from tests.support.core import opened, put, rows_of, touched
+
+KEYS = [b"key-%02d" % number for number in range(40)]
+SLOTS = 100
+A_STEP = 3
+LIMITS = Limits(listed_per_step=A_STEP)
+PHYSICAL = TierSpec("file", Write.THROUGH, physical_slots=True)
+COUNTED = TierSpec("s3", Write.THROUGH, physical_slots=False)
+
+both = pytest.mark.parametrize("spec", [PHYSICAL, COUNTED], ids=["places", "counted"])
+
+
+def tier_of(spec: TierSpec, slots: int = SLOTS) -> Tier:
+    tier = Tier(spec, 0, LIMITS)
+    take_all(begin_listing(tier, slots))
+    return tier
+
+
+def numbered(*numbers: int) -> PlainColumns:
+    """Row n is in slot n, and was used at tick n."""
+    return PlainColumns([(number, KEYS[number], number) for number in numbers])
+
+
+def listed(spec: TierSpec, *numbers: int, slots: int = SLOTS) -> Tier:
+    tier = tier_of(spec, slots)
+    take_all(add_columns(tier, numbered(*numbers)))
+    take_all(end_listing(tier))
+    tier.state = TierState.UP
+    return tier
+
+
+# --- listing ------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_listed_rows_are_found_and_evicted_the_coldest_first(spec: TierSpec) -> None:
+    tier = listed(spec, 5, 3, 9, 1)
+    assert tier.can_load_many([KEYS[n] for n in (1, 2, 3)], 0.0) == [True, False, True]
+    assert (tier.counters.found, tier.counters.rows, len(tier.index.slots)) == (4, 4, 4)
+    assert tier.index.newest_listed == 9
+    assert tier.index.make_room(SLOTS - 2) == [KEYS[1], KEYS[3]]
+    assert list(tier.index.to_delete) == [(1, KEYS[1]), (3, KEYS[3])]
+
+
+@both
+def test_a_step_adds_a_bounded_number_of_rows(spec: TierSpec) -> None:
+    tier, columns = tier_of(spec), numbered(*range(8))
+    steps = add_columns(tier, columns)
+    sizes = [len(tier.index) for _ in steps]
+    assert sizes == [3, 6, 8]
+    assert columns.closed
+
+
+@both
+def test_what_is_not_listed_again_serves_until_the_end_and_is_gone_then(spec: TierSpec) -> None:
+    tier = listed(spec, *range(8))
+    take_all(begin_listing(tier, SLOTS))
+    take_all(add_columns(tier, numbered(*range(0, 8, 2), 20)))
+    assert all(tier.can_load_many(KEYS[:8], 0.0)), "until all is listed"
+    sizes = [len(tier.index) for _ in end_listing(tier)]
+    assert sizes[-1] == 5
+    assert all(one - other <= A_STEP for one, other in zip([9, *sizes], sizes, strict=False)), "in slices"
+    assert sorted(rows_of(tier)) == [KEYS[n] for n in (0, 2, 4, 6, 20)]
+    assert (tier.counters.found, tier.counters.removed, tier.counters.rows) == (9, 4, 5)
+    assert len(tier.index.slots) == 5
+    assert not tier.index.to_delete, "there is nothing to delete"
+
+
+@both
+def test_rows_being_read_and_victims_are_swept_like_others_once_they_may(spec: TierSpec) -> None:
+    tier = listed(spec, *range(4))
+    pinned = tier.index.rows.pin(KEYS[3])
+    assert pinned is not None
+    assert tier.index.select_victims(1) == [KEYS[0]]
+    for _ in range(2):
+        take_all(begin_listing(tier, SLOTS))
+        take_all(end_listing(tier))
+        assert list(rows_of(tier)) == [KEYS[3]], "its load may end well"
+        assert not tier.index.evicting
+    tier.index.rows.unpin(KEYS[3], pinned[1])
+    take_all(begin_listing(tier, SLOTS))
+    take_all(end_listing(tier))
+    assert (len(tier.index), len(tier.index.slots)) == (0, 0)
+
+
+@both
+def test_a_single_row_confirms_as_columns_do(spec: TierSpec) -> None:
+    tier = listed(spec, 1, 2)
+    take_all(begin_listing(tier, SLOTS))
+    tier.index.add_listed(1, KEYS[1], 0)
+    take_all(end_listing(tier))
+    assert list(rows_of(tier)) == [KEYS[1]]
+    assert tier.counters.found == 2
+
+
+def test_rows_without_a_slot_of_their_own_are_deleted() -> None:
+    tier = listed(PHYSICAL, 1, 2, slots=10)
+    take_all(begin_listing(tier, 10))
+    rows = [(1, KEYS[1], 0), (2, KEYS[7], 0), (5, KEYS[2], 0), (10, KEYS[8], 0), (9, KEYS[9], 0)]
+    take_all(add_columns(tier, PlainColumns(rows)))
+    assert sorted(rows_of(tier)) == [KEYS[1], KEYS[2], KEYS[9]]
+    assert list(tier.index.to_delete) == [(2, KEYS[7]), (5, KEYS[2]), (10, KEYS[8])]
+    assert len(tier.index.slots) == 3
+    assert tier.index.slots.allocate() == 0
+    assert [tier.index.slots.allocate() for _ in range(3)] == [3, 4, 5], "those that are listed are taken"
+
+
+@both
+def test_tier_with_fewer_slots_is_down_until_the_rows_beyond_are_gone(spec: TierSpec) -> None:
+    tier = listed(spec, *range(20))
+    steps = begin_listing(tier, 8)
+    next(steps)
+    assert not tier.can_load(KEYS[0], 0.0)
+    take_all(steps)
+    left = range(8) if spec.physical_slots else range(12, 20)
+    assert sorted(rows_of(tier)) == [KEYS[n] for n in left], "those in slots, or the most recent"
+    assert tier.can_load(KEYS[left[0]], 0.0)
+    assert tier.counters.evictions == 12
+    assert len(tier.index.to_delete) == 12
+    assert len(tier.index.slots) == 8
+
+
+@both
+def test_more_rows_than_the_limit_are_listed_and_the_coldest_go(spec: TierSpec) -> None:
+    tier = listed(spec, *range(20), slots=8)
+    assert len(tier.index) == len(tier.index.slots) == 8
+    if not spec.physical_slots:
+        assert sorted(rows_of(tier)) == KEYS[12:20]
+
+
+@both
+@pytest.mark.parametrize("steps", range(4))
+def test_a_reset_between_two_steps_ends_the_listing(spec: TierSpec, steps: int) -> None:
+    tier = listed(spec, *range(10))
+    old = tier.index.rows
+    columns = numbered(*range(20, 30))
+    take_all(begin_listing(tier, SLOTS))
+    running = [add_columns(tier, columns), end_listing(tier), begin_listing(tier, 5)]
+    for each in running:
+        for _ in range(steps):
+            next(each, None)
+    tier.clear()
+    for each in running:
+        take_all(each)
+    assert (len(tier.index), len(tier.index.slots), tier.index.slots.limit) == (0, 0, 0)
+    assert tier.state is TierState.DOWN
+    assert columns.closed
+    while tier.garbage:
+        tier.garbage.drop(1)
+    assert len(old) == 0
+
+
+def test_without_the_native_table_a_tier_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_index, "most_rows", lambda: 4)
+    tier = listed(PHYSICAL, *range(3), slots=50)
+    assert (tier.index.slots.limit, tier.index.slots.free) == (4, 1)
+
+
+# --- uses that the medium's journal hears of ----------------------------------------------------------------------
+
+
+def core_of(**changes: object) -> TierManager:
+    core = TierManager(40, 4096, [replace(PHYSICAL, **changes)], LIMITS)  # type: ignore[arg-type]
+    opened(core, 0, SLOTS)
+    core.events.listed(0, [(number, key, number) for number, key in enumerate(KEYS[:20])], last=True)
+    return core
+
+
+def test_newest_use_of_a_row_counts_and_is_sent_once() -> None:
+    core = core_of()
+    for request in ("one", "two"):
+        touched(core, KEYS[:2], request)
+    tick = core._state.tick - 1
+    index = core.tiers[0].index
+    assert index.take_uses(1) == [(0, tick - 1)] or index.newest_listed
+    assert index.take_uses(5) == [(1, tick)]
+    assert index.take_uses(5) == []
+
+
+def test_rows_that_wait_longest_go_first_and_those_without_row_are_left_out() -> None:
+    core = core_of()
+    touched(core, [KEYS[5], KEYS[3], KEYS[4], b"nowhere"], "request")
+    index = core.tiers[0].index
+    index.evict(KEYS[3])
+    assert [slot for slot, _ in index.take_uses(9)] == [5, 4]
+
+
+def test_use_of_a_row_being_stored_waits_for_its_end() -> None:
+    core = core_of()
+    put(core, KEYS[30:31])
+    (job,) = core.turn(0.0, 0.0)
+    touched(core, KEYS[30:31], "request")
+    index = core.tiers[0].index
+    assert index.take_uses(9) == []
+    core.events.finished(0, job.id, [Outcome.OK], 0.0)
+    assert [slot for slot, _ in index.take_uses(9)] == [job.moves[0].slot]
+
+
+def test_use_is_of_the_slot_in_which_the_row_is_now() -> None:
+    """An entry of before in that slot says nothing of the row that is there now."""
+    core = core_of()
+    index = core.tiers[0].index
+    touched(core, KEYS[:1], "request")
+    index.evict(KEYS[0])
+    reserved = index.reserve(b"another", 50)
+    assert reserved is not None
+    index.rows.stored(b"another", reserved[1])
+    assert index.take_uses(9) == []
+
+
+def test_uses_are_bounded() -> None:
+    tier = tier_of(PHYSICAL, slots=2 * MAX_USES)
+    many = [b"%d" % number for number in range(MAX_USES + 5)]
+    take_all(add_columns(tier, PlainColumns([(slot, key, 0) for slot, key in enumerate(many)])))
+    tier.index.touch(many, 7)
+    assert len(tier.index.take_uses(2 * MAX_USES)) == MAX_USES
+    tier.index.touch(many[-5:], 8)
+    assert [slot for slot, _ in tier.index.take_uses(9)] == list(range(MAX_USES, MAX_USES + 5))
+
+
+def test_use_before_the_listing_ended_counts_as_later_than_all_that_is_listed() -> None:
+    core = core_of()
+    tier = core.tiers[0]
+    touched(core, KEYS[:1], "request")
+    take_all(core.events.columns_listed(0, PlainColumns([(50, b"newer", 900)])))
+    assert tier.index.take_uses(9) == [(0, 900)]
+    assert core._state.tick == 901
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_tick_that_no_counter_reaches_does_not_use_up_the_numbers(single: bool) -> None:
+    core = core_of()
+    if single:
+        core.events.listed(0, [(50, b"defect", 1 << 60)], last=False)
+    else:
+        take_all(core.events.columns_listed(0, PlainColumns([(50, b"defect", 1 << 60)])))
+    assert core._state.tick == MOST_TICK + 1
+
+
+def test_reset_forgets_uses_and_tiers_without_places_keep_none() -> None:
+    core = core_of()
+    touched(core, KEYS[:3], "request")
+    core.reset(keep_tiers=False)
+    assert core.tiers[0].index.take_uses(9) == []
+    core = core_of(physical_slots=False)
+    touched(core, KEYS[:3], "request")
+    assert core.tiers[0].index.take_uses(9) == []
+
+
+def test_victim_that_is_used_again_stays_and_its_use_is_sent() -> None:
+    core = core_of()
+    index = core.tiers[0].index
+    assert index.select_victims(2) == KEYS[:2]
+    touched(core, KEYS[:1], "request")
+    assert list(index.evicting) == KEYS[1:2]
+    assert [slot for slot, _ in index.take_uses(9)] == [0]
+    assert index.select_victims(18) == KEYS[2:20], "as a row that was used last"
+    assert index.select_victims(1) == KEYS[:1]
+
+
+def test_row_of_a_key_that_is_stored_anew_is_another_one() -> None:
+    """A load of before a reset ends, and says nothing about the row of after it."""
+    core = core_of()
+    assert core.lookup(KEYS[0], "request", None, 0.0) is Lookup.PENDING
+    (job,) = core.turn(0.0, 0.0)
+    core.reset(keep_tiers=False)
+    opened(core, 0, SLOTS)
+    core.events.listed(0, [(7, KEYS[0], 0)], last=True)
+    core.events.finished(0, job.id, [Outcome.CORRUPT], 0.0)
+    assert core.tiers[0].can_load(KEYS[0], 0.0)
+    found: dict[Key, object] = dict(rows_of(core.tiers[0]))
+    assert list(found) == KEYS[:1]

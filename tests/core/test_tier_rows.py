@@ -1,0 +1,345 @@
+"""The native table of a storage tier's rows beside the same in Python, and both beside the policy of before."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
+
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.core import tier_rows
+from nixl_tiers.core.eviction.lru import LeafFirstLru
+from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, PlainTierRows, TierRows, make_rows
+from tests.support.compiled import CSRC
+
+needs_native = pytest.mark.skipif(tier_rows._tier_rows is None, reason="the native table was not compiled")
+KEYS: Final = [bytes([number]) * length for number in range(8) for length in (1, 20, 36, 37, 112)]
+USES: Final = 6
+SLOTS: Final = 64
+keys = st.sampled_from(KEYS)
+ticks = st.integers(0, 12)
+
+
+def columns(rows: Iterable[tuple[int, Key, int]], width: int = 113) -> tuple[Any, Any, Any]:
+    rows = list(rows)
+    records = np.zeros((len(rows), width), np.uint8)
+    for place, (_, key, _) in enumerate(rows):
+        records[place, 0] = len(key)
+        records[place, 1 : 1 + len(key)] = list(key)
+    slots = np.array([slot for slot, _, _ in rows], np.uint32)
+    return slots, np.array([tick for _, _, tick in rows], np.uint64), records
+
+
+class Twins(RuleBasedStateMachine):
+    """Whatever is called, both answer the same."""
+
+    ids = Bundle("ids")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.native, self.plain = make_rows(True), PlainTierRows(USES)
+        self.native = tier_rows._tier_rows.TierRows(USES)
+        self.taken = bytearray(SLOTS), bytearray(SLOTS)
+        self.numbers: dict[int, int] = {}  # id of the native row -> id of the other
+
+    def both(self, call: Callable[[TierRows], Any]) -> Any:
+        native, plain = call(self.native), call(self.plain)
+        assert native == plain
+        return native
+
+    @rule(target=ids, key=keys, slot=st.integers(0, SLOTS - 1), tick=ticks, stored=st.booleans())
+    def add(self, key: Key, slot: int, tick: int, stored: bool) -> Any:
+        mine, other = self.native.add(key, slot, tick, stored), self.plain.add(key, slot, tick, stored)
+        assert (mine == NO_ID) == (other == NO_ID)
+        self.numbers[mine] = other
+        return (key, mine) if mine else multiple()
+
+    @rule(row=ids)
+    def stored(self, row: tuple[Key, int]) -> None:
+        key, number = row
+        assert self.native.stored(key, number) == self.plain.stored(key, self.numbers[number])
+
+    @rule(target=ids, key=keys)
+    def pin(self, key: Key) -> Any:
+        mine, other = self.native.pin(key), self.plain.pin(key)
+        if mine is None or other is None:
+            assert mine is other
+            return multiple()
+        assert mine[0] == other[0]
+        assert self.numbers.setdefault(mine[1], other[1]) == other[1]
+        return key, mine[1]
+
+    @rule(row=ids)
+    def unpin(self, row: tuple[Key, int]) -> None:
+        key, number = row
+        self.native.unpin(key, number)
+        self.plain.unpin(key, self.numbers[number])
+
+    @rule(some=st.lists(keys, max_size=6), tick=ticks)
+    def touch_many(self, some: list[Key], tick: int) -> None:
+        self.both(lambda rows: rows.touch_many(some, tick))
+
+    @rule(most=st.integers(0, 4))
+    def take_used(self, most: int) -> None:
+        self.both(lambda rows: rows.take_used(most))
+
+    @rule(count=st.integers(0, 5))
+    def select(self, count: int) -> None:
+        self.both(lambda rows: rows.select(count))
+
+    @rule(key=keys, tick=ticks)
+    def cancel(self, key: Key, tick: int) -> None:
+        self.both(lambda rows: rows.cancel(key, tick))
+
+    @rule(count=st.integers(0, 3))
+    def evict(self, count: int) -> None:
+        self.both(lambda rows: rows.evict(count))
+
+    @rule(key=keys)
+    def remove(self, key: Key) -> None:
+        self.both(lambda rows: rows.remove(key, NO_ID))
+
+    @rule(row=ids)
+    def remove_this(self, row: tuple[Key, int]) -> None:
+        key, number = row
+        assert self.native.remove(key, number) == self.plain.remove(key, self.numbers[number])
+
+    @rule()
+    def begin_listing(self) -> None:
+        self.both(lambda rows: rows.begin_listing())
+
+    @rule(
+        rows=st.lists(st.tuples(st.integers(0, SLOTS + 4), keys | st.just(b""), ticks), max_size=8),
+        limit=st.integers(0, SLOTS),
+        physical=st.booleans(),
+    )
+    def list_columns(self, rows: list[tuple[int, Key, int]], limit: int, physical: bool) -> None:
+        listed = columns(rows)
+        mine, other = (
+            each.list_columns(*listed, 113, 0, len(rows), taken if physical else None, limit)
+            for each, taken in ((self.native, self.taken[0]), (self.plain, self.taken[1]))
+        )
+        assert mine == other
+        assert self.taken[0] == self.taken[1]
+
+    @rule(count=st.integers(1, 50), limit=st.integers(0, SLOTS), low=st.integers(0, 8), high=st.integers(8, SLOTS))
+    def sweep(self, count: int, limit: int, low: int, high: int) -> None:
+        """In parts: in which order is not said."""
+        gone = []
+        for rows in (self.native, self.plain):
+            start, found = 0, list[tuple[Key, int]]()
+            while start >= 0:
+                start, some = rows.sweep(start, count, limit, low, high)
+                assert len(some) <= count
+                found += some
+            gone.append(sorted(found))
+        assert gone[0] == gone[1]
+
+    @invariant()
+    def are_alike(self) -> None:
+        self.both(len)
+        self.both(lambda rows: rows.oldest())
+        self.both(lambda rows: rows.has_many(KEYS, True))
+        self.both(lambda rows: rows.has_many(KEYS, False))
+        for key in KEYS:
+            assert (key in self.native) == (key in self.plain)
+            mine, other = self.native.get(key), self.plain.get(key)
+            assert (mine and (*mine[:2], *mine[3:])) == (other and (*other[:2], *other[3:]))
+        found = [set(rows.some(7, len(KEYS) + 64)[1]) for rows in (self.native, self.plain)]
+        assert found[0] == found[1]
+
+
+TestTwins = needs_native(Twins.TestCase)
+
+
+@pytest.fixture(params=[pytest.param("native", marks=needs_native), "plain"])
+def make(request: pytest.FixtureRequest) -> Callable[[], TierRows]:
+    return (lambda: make_rows(True)) if request.param == "native" else (lambda: PlainTierRows(100))
+
+
+def test_row_of_before_is_not_that_of_the_same_key_after(make: Callable[[], TierRows]) -> None:
+    """A move that ends late must not unpin, store or remove another row: also not one of after a reset."""
+    rows = make()
+    old = rows.add(b"key", 1, 5, True)
+    assert rows.pin(b"key") == (1, old)
+    assert rows.remove(b"key", old) == 1
+    rows = make()
+    new = rows.add(b"key", 2, 6, False)
+    assert new not in {old, NO_ID}
+    rows.unpin(b"key", old)
+    assert not rows.stored(b"key", old)
+    assert rows.remove(b"key", old) == -1
+    assert rows.stored(b"key", new)
+    assert rows.evict(2) == [(b"key", 2)]
+
+
+def test_pinned_row_and_returned_victim_go_back_to_their_places(make: Callable[[], TierRows]) -> None:
+    rows = make()
+    for number in range(6):
+        rows.add(b"%d" % number, number, 7, True)  # one prefix: 5 is its leaf
+    pinned = rows.pin(b"4")
+    assert pinned is not None
+    assert rows.select(2) == [b"5", b"3"]
+    rows.unpin(b"4", pinned[1])
+    assert rows.cancel(b"5", 0)
+    assert rows.cancel(b"3", 0)
+    assert [key for key, _ in rows.evict(6)] == [b"5", b"4", b"3", b"2", b"1", b"0"]
+
+
+def test_use_at_an_older_tick_changes_nothing_and_rows_of_older_ticks_are_taken(make: Callable[[], TierRows]) -> None:
+    rows = make()
+    rows.add(b"new", 0, 9, True)
+    rows.add(b"old", 1, 3, True)
+    rows.touch_many([b"new"], 2)
+    assert rows.oldest() == 3
+    assert rows.evict(2) == [(b"old", 1), (b"new", 0)]
+
+
+def test_every_row_of_many_is_found_and_freed(make: Callable[[], TierRows]) -> None:
+    """Across the growth of shards and chunks."""
+    rows, count = make(), 40_000
+    names = [b"%036d" % number for number in range(count)]
+    for number, name in enumerate(names):
+        rows.add(name, number, number // 8, True)
+    assert len(rows) == count
+    assert all(rows.has_many(names, True))
+    assert not any(rows.has_many([b"x" + name for name in names[:1000]], False))
+    assert [slot for _, slot in rows.evict(8)] == list(range(7, -1, -1))
+    for name in names[8::2]:
+        assert rows.remove(name, NO_ID) >= 0
+    assert rows.has_many(names[8:], True) == [bool(n % 2) for n in range(count - 8)]
+    parts = 0
+    while rows.free(1):
+        parts += 1
+    assert len(rows) == 0
+    assert parts >= 1
+
+
+@needs_native
+def test_keys_that_are_no_bytes_or_too_long_are_refused() -> None:
+    rows = make_rows(True)
+    for call in (rows.is_stored, rows.get, rows.pin, lambda key: rows.has_many([key], True)):
+        with pytest.raises(TypeError):
+            call("text")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="more than 255 bytes"):
+            call(bytes(256))
+    with pytest.raises(OverflowError):
+        rows.add(b"key", 1 << 32, 0, True)
+    with pytest.raises(ValueError, match="shorter than they should be"):
+        rows.list_columns(bytes(4), bytes(8), bytes(10), 10, 0, 2, None, ALL_SLOTS)
+    with pytest.raises(TypeError, match="1 arguments instead of 2"):
+        rows.has_many([])  # type: ignore[call-arg]
+    assert len(rows) == 0
+
+
+def trace() -> list[list[Key]]:
+    """Prompts of the shape of a conversation: each goes on from one of before, or begins anew."""
+    draw, prompts, fresh = random.Random(5), [list[Key]()], itertools.count()
+    for _ in range(3000):
+        head = draw.choice(prompts[-200:]) if draw.random() < 0.7 else []
+        prompts.append(head[: draw.randint(0, 40)] + [b"%036d" % next(fresh) for _ in range(draw.randint(1, 12))])
+    return prompts[1:]
+
+
+def test_victims_are_those_of_the_policy_that_it_replaced(make: Callable[[], TierRows]) -> None:
+    """Over a trace, with pins, returned victims, old ticks, and after a listing."""
+    rows, policy, draw = make(), LeafFirstLru(), random.Random(7)
+    pins: dict[Key, int] = {}
+    listed = [(slot, b"listed-%029d" % slot, slot // 3) for slot in range(900)]
+    rows.list_columns(*columns(listed, 40), 40, 0, len(listed), None, ALL_SLOTS)
+    for _, key, tick in listed:
+        policy.add(key, tick)
+    evicted = 0
+    for tick, prompt in enumerate(trace(), 400):
+        used = tick - draw.choice((0, 0, 0, 3))  # of a request that began before others
+        for key in prompt:
+            if key in rows:
+                policy.touch(key, used)
+            else:
+                policy.add(key, used)
+        rows.touch_many(prompt, used)
+        for key in prompt:
+            rows.add(key, 0, used, True)
+        for key in draw.sample(prompt, min(len(prompt), 2)):
+            if len(pins) < 8 and key not in pins:
+                pinned = rows.pin(key)
+                assert pinned is not None
+                pins[key] = pinned[1]
+        for key in list(pins):
+            if draw.random() < 0.3:
+                rows.unpin(key, pins.pop(key))
+        while len(rows) > 900:
+            (victim,) = policy.evict(1, pins.__contains__)
+            assert rows.select(1) == [victim]
+            if draw.random() < 0.1:  # it cannot be written below
+                assert rows.cancel(victim, 0)
+                assert rows.select(1) == [victim], "it is the next again"
+            assert rows.remove(victim, NO_ID) == 0 or victim.startswith(b"listed")
+            evicted += 1
+    assert evicted > 10_000
+
+
+_WALK = """
+import importlib.util, random, sys
+spec = importlib.util.spec_from_file_location("_tier_rows", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+draw, rows = random.Random(int(sys.argv[2])), module.TierRows(64)
+keys = [draw.randbytes(draw.choice((1, 36, 37, 112, 255))) for _ in range(40_000)]
+taken = bytearray(70_000)
+for step in range(20_000):
+    key = draw.choice(keys[: 200 + 2 * step])
+    match draw.randrange(14):
+        case 0 | 1 | 2 | 3: rows.add(key, draw.randrange(70_000), draw.randrange(step + 1), draw.random() < 0.9)
+        case 4: rows.has_many(draw.choices(keys, k=50), True)
+        case 5: rows.touch_many(draw.choices(keys, k=20), step)
+        case 6: rows.evict(draw.randrange(4))
+        case 7: rows.select(draw.randrange(3))
+        case 8: rows.cancel(key, draw.choice((0, step)))
+        case 9: rows.remove(key, 0)
+        case 10:
+            if pinned := rows.pin(key): rows.unpin(key, pinned[1])
+        case 11: rows.take_used(draw.randrange(9))
+        case 12:
+            if draw.random() < 0.1: rows.begin_listing()
+            rows.sweep(draw.randrange(50_000), 64, 70_000, 0, 70_000)
+        case 13:  # as a mover that is not trusted may send them
+            slots, ticks, records = (draw.randbytes(size) for size in (4 * 32, 8 * 32, 32 * 41))
+            rows.list_columns(slots, ticks, records, 41, 0, 32, draw.choice((taken, None)), 70_000)
+while rows.free(1): pass
+print("done", len(rows))
+"""
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_native_table_under_sanitizers(seed: int, tmp_path: Path) -> None:
+    """AddressSanitizer and UBSan: whatever is called, and whatever a mover lists."""
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no gcc here")
+    library = tmp_path / "_tier_rows.so"
+    include = sysconfig.get_paths()["include"]
+    flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1", "-std=c11", "-shared", "-fPIC"]
+    source = str(CSRC / "tier_rows.c")
+    built = subprocess.run(
+        [compiler, *flags, f"-I{include}", "-Wall", "-Wextra", "-Werror", "-o", str(library), source], check=False
+    )
+    if built.returncode:
+        pytest.skip("no headers of Python, or no sanitizers")
+    preload = subprocess.run([compiler, "-print-file-name=libasan.so"], check=True, capture_output=True, text=True)
+    environment = os.environ | {"LD_PRELOAD": preload.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
+    walk = [sys.executable, "-c", _WALK, str(library), str(seed)]
+    ended = subprocess.run(walk, check=False, capture_output=True, text=True, env=environment)
+    assert ended.stdout.startswith("done"), ended.stderr[-3000:]
