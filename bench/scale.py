@@ -180,7 +180,7 @@ def stored(rows: int, rows_a_tick: int = BATCH) -> dict[str, Figures]:
         figures = {"stored": scheduler.figures()}
 
         def opened_again() -> None:
-            link.on_message(0, Down("the medium does not answer"))
+            link.on_message(0, Down("the medium does not answer", 0))
             link.on_message(0, Opened(0, rows))
             link.on_message(0, Listed(0, [], last=True))
 

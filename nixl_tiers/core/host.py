@@ -32,15 +32,15 @@ class Generation:
     """The rows that were inserted between two resets: it ends for all of them at once.
 
     `pinned_by_waiting`: how many of them are pinned by requests that wait for more rows; one of two requests counts
-    twice.
+    twice. `number`: of how many resets there were before.
     """
 
-    __slots__ = ("ended", "flushed", "pinned_by_waiting")
+    __slots__ = ("ended", "number", "pinned_by_waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
         self.ended = False
         self.pinned_by_waiting = 0
-        self.flushed = False  # workers have ended every job of it
+        self.number = number
 
 
 class Row(msgspec.Struct, gc=False, eq=False):
@@ -106,7 +106,7 @@ class HostTier:
         self._inserted = 0
         self._old: deque[dict[int, Row] | dict[Key, Row]] = deque()  # of generations that have ended, not yet judged
         self._unflushed: OrderedDict[int, Row] = OrderedDict()  # by index: judged, and workers may still use them
-        self._ended: list[Generation] = []  # and not flushed
+        self._flushed = 0  # of so many generations, from the first, workers have ended every job
         self._unseen = 0  # rows that a search for victims has not looked at
         self.no_victims = False  # a search through all rows has just ended without any: do not begin the next at once
         self._gave_up = False  # whether the last one looked at some of the rows only
@@ -245,14 +245,13 @@ class HostTier:
     @property
     def has_unflushed(self) -> bool:
         """Whether workers may still use rows from before a reset."""
-        return bool(self._ended)
+        return self._flushed < self.generation.number
 
     def reset(self, garbage: DeferredFree) -> None:
         """No row of before is found any more. O(1)."""
         self.counters.reset += self.counters.rows
         self.generation.ended = True
-        self._ended.append(self.generation)
-        self.generation = Generation()
+        self.generation = Generation(self.generation.number + 1)
         self._old.append(self.index)
         garbage.add(self.evicting, self._policy)
         self.index, self.evicting, self._policy = {}, {}, self._make_policy()
@@ -266,7 +265,7 @@ class HostTier:
             while rows and most > 0:
                 most -= 1
                 row = rows.popitem()[1]
-                if row.worker_refs and not row.generation.flushed:
+                if row.worker_refs and row.generation.number >= self._flushed:
                     self._unflushed[row.index] = row
                 else:
                     row.worker_refs = 0
@@ -276,9 +275,7 @@ class HostTier:
 
     def flushed(self) -> None:
         """Workers have ended every job that was open at the last reset: frees their rows, the rest in slices."""
-        for generation in self._ended:
-            generation.flushed = True
-        self._ended.clear()
+        self._flushed = self.generation.number
         if self._unflushed:
             self._old.append(self._unflushed)
             self._unflushed = OrderedDict()

@@ -77,9 +77,7 @@ class Slots(SlotCount):
     @limit.setter
     def limit(self, limit: int) -> None:
         if limit > len(self._map):
-            larger = zeroed(limit)
-            larger[: self._end] = self._map[: self._end]
-            self._map = larger
+            self._map.resize(limit)  # moves pages, and copies none
         self._limit = limit
         self._search_from(0)  # slots beyond a smaller limit have been dropped
 

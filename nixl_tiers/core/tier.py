@@ -167,13 +167,19 @@ class Tier:
     def store_credits(self) -> int:
         """How many store jobs may be planned now. Deletes are sent before stores, or they would delete rows that have
         just been written; and each store may evict, and so delete, as many rows as it writes."""
+        if len(self.index.to_delete) > self.limits.deletes_per_turn:
+            return 0
         size = self.limits.deletes_per_batch
         return (self.send_credits + len(self.index.to_delete) // -size - 1) // 2 - 1
 
     def delete_batches(self, most: int) -> list[list[tuple[int, Key]]]:
-        """(slot, key) to delete, in batches of at most `most`, as many as there are credits for; the rest waits."""
-        batches = []
-        while self.send_credits > 0 and self.index.to_delete:
+        """(slot, key) to delete, in batches of at most `most`, as many as there are credits for and a turn has room
+        for; the rest waits."""
+        batches: list[list[tuple[int, Key]]] = []
+        waiting, turn = len(self.index.to_delete), self.limits.deletes_per_turn
+        # Where stores were planned, there was room for them all, and what these have evicted is sent before them.
+        left = waiting - turn if waiting > 2 * turn else 0
+        while self.send_credits > 0 and len(self.index.to_delete) > left:
             batches.append(self.index.take_deletes(most))
             self.send_credits -= 1
         return batches

@@ -207,7 +207,7 @@ def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 def _redacted(message: ToCoordinator, redact: Redactor) -> ToCoordinator:
     """The message without secrets in its texts, which are logged and reported."""
     if isinstance(message, (Down, Refused)):
-        return type(message)(redact(message.reason))
+        return msgspec.structs.replace(message, reason=redact(message.reason))
     if isinstance(message, Heartbeat) and message.denials:
         denials = {redact(kind): redact(sentence) for kind, sentence in message.denials.items()}
         return msgspec.structs.replace(message, denials=denials)

@@ -219,7 +219,7 @@ class Mover:
         delay_s = min(self._backoff_s, error.retry_s) if isinstance(error, TierDown) else self._backoff_s
         self._retry = (now + delay_s, message)
         self._backoff_s = min(2 * self._backoff_s, RETRY_S[1])
-        self.send_queue.send(Down(sendable_text(error)))
+        self.send_queue.send(Down(sendable_text(error), message.epoch))
 
     # --- rows -----------------------------------------------------------------------------------------------------
 

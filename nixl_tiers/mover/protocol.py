@@ -110,9 +110,11 @@ class Slots(msgspec.Struct, tag="slots", frozen=True):
 
 
 class Down(msgspec.Struct, tag="down", frozen=True):
-    """Mover -> coordinator: the tier cannot serve now; the mover retries with backoff and sends Opened on success."""
+    """Mover -> coordinator: the tier cannot serve now; the mover retries with backoff and sends Opened on success.
+    `epoch`: of the Open that it answers."""
 
     reason: str
+    epoch: int
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):

@@ -194,6 +194,8 @@ class MoverLink:
                     if message.epoch == self.namespace.epoch:
                         self._core.events.resized(tier, message.slots)
                 case Down():
+                    if message.epoch != self.namespace.epoch:
+                        return  # the mover is about to open the new one, and says how that went
                     status.answered = True
                     self._core.events.down(tier, now)
                     status.log.down(message.reason, now)
@@ -266,6 +268,7 @@ class MoverLink:
                 status.log.watch(each.breakers, now)
             overdue = self._core.health.overdue(received_s)
             unfinished, pause_s = self._core.events.unfinished, self._core.events.pause_s
+            unfinished |= any(each.index.to_delete and each.send_credits > 0 for each in self._core.tiers)
             busy = pause_s > 0 or self._core.events.busy
         messages += self._touches(now)
         garbage = self._core.garbage

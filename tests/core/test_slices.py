@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -19,7 +19,7 @@ from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.types import Job, TierSpec, TierState
-from tests.support.core import expire, opened
+from tests.support.core import expire, opened, put
 
 SLICE = 4
 ROWS = 1000
@@ -343,6 +343,60 @@ def test_eviction_passes_over_a_bounded_number_of_pinned_rows_that_wait_for_thei
             core.host.look_on()
             assert looks.total() <= 2 * MAX_LOOKS
     assert len(core.copies.prepare_store([b"other"], "other").rows) == 1, "rows behind the pinned ones were not found"
+
+
+def test_a_turn_deletes_a_bounded_number_of_rows_and_stores_nothing_before_they_are_sent() -> None:
+    """Else 300,000 of them, as when a tier has become smaller, were put into messages in one hold of the lock."""
+    spec = TierSpec("file", Write.THROUGH, physical_slots=True)
+    core = TierManager(16, 4096, [spec], Limits(deletes_per_batch=4, deletes_per_turn=8))
+    opened(core, 0, 200)
+    core.events.listed(0, [(slot, b"%d" % slot, slot) for slot in range(100)], last=True)
+    tier = core.tiers[0]
+    for slot in range(50):
+        tier.index.queue_delete(slot, b"%d" % slot)
+    put(core, [b"new"])
+    sent: list[int] = []
+    while tier.index.to_delete:
+        assert core.turn(0.0, 0.0) == [], "a store would overtake deletes"
+        batches = tier.delete_batches(core.limits.deletes_per_batch)
+        assert max(map(len, batches)) == 4
+        sent.append(sum(map(len, batches)))
+    assert max(sent) <= 2 * 8
+    assert sum(sent) == 50
+    assert len(core.turn(0.0, 0.0)) == 1
+
+
+def test_what_stores_evict_is_deleted_before_them_however_much_waits_already() -> None:
+    spec = TierSpec("file", Write.THROUGH, physical_slots=True)
+    core = TierManager(16, 4096, [spec], Limits(deletes_per_batch=4, deletes_per_turn=8))
+    opened(core, 0, 20)
+    core.events.listed(0, [(slot, b"%d" % slot, slot) for slot in range(20)], last=True)
+    tier = core.tiers[0]
+    for number in range(8):
+        tier.index.queue_delete(100 + number, b"other %d" % number)
+    put(core, [b"new", b"newer"])
+    (job,) = core.turn(0.0, 0.0)
+    assert len(job.moves) == 2
+    assert sum(map(len, tier.delete_batches(4))) == 10
+    assert not tier.index.to_delete
+
+
+def test_many_resets_without_a_flush_leave_nothing_behind() -> None:
+    core = manager()
+    fill(core, 3)
+    plan = core.copies.prepare_store([b"open"], "job")
+    for _ in range(1000):
+        core.reset(keep_tiers=True)
+    while core.garbage:
+        core.garbage.drop(100)
+    turns(core)
+    assert core.host.has_unflushed
+    assert core.host.used == len(plan.rows), "the row of an open job stays until that has ended"
+    core.flushed()
+    turns(core)
+    assert not core.host.has_unflushed
+    assert core.host.used == 0
+    assert sum(len(each) for each in vars(core.host).values() if isinstance(each, (list, deque, dict))) == 0
 
 
 def test_search_for_victims_in_a_host_of_pinned_rows_ends() -> None:

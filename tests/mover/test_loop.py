@@ -96,7 +96,7 @@ def test_a_refusing_tier_is_reported_and_the_mover_exits(tmp_path: Path) -> None
 def test_a_tier_that_is_down_is_retried_and_the_loop_never_blocks_on_it(tmp_path: Path) -> None:
     with stub("SlowToOpen", tmp_path) as mover:
         mover.send(Open(NAMESPACE, 3))
-        assert mover.expect(lambda m: isinstance(m, Down)) == Down("the medium sleeps")
+        assert mover.expect(lambda m: isinstance(m, Down)) == Down("the medium sleeps", 3)
         assert mover.store(range(2)) == [Outcome.FAILED] * 2
         for _ in range(4):  # the second attempt hangs meanwhile
             mover.expect(lambda m: isinstance(m, Heartbeat))

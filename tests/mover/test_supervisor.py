@@ -323,7 +323,7 @@ def test_secrets_in_the_texts_of_a_movers_messages_are_redacted() -> None:
 
 
 def _with_texts(text: str) -> list[ToCoordinator]:
-    return [Down(text), Refused(text), Heartbeat(1, {"put": text, text: "denied"})]
+    return [Down(text, 7), Refused(text), Heartbeat(1, {"put": text, text: "denied"})]
 
 
 def test_an_idle_supervisor_wakes_up_once_a_heartbeat(tmp_path: Path) -> None:

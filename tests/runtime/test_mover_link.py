@@ -69,8 +69,22 @@ def test_next_mover_is_told_the_mount_point(coordinator: Coordinator) -> None:
     supervisor.expect_mount.assert_called_with(0, b"/mnt/kv")
 
 
+def test_a_down_of_before_a_reset_says_nothing_of_the_new_epoch(coordinator: Coordinator) -> None:
+    """Else `wait_ready` would return before the new namespace is listed."""
+    link = coordinator._link
+    link.on_message(0, Opened(0, 10))
+    link.on_message(0, Listed(0, [], last=True))
+    coordinator.reset()
+    link.on_message(0, Down("no disk", 0))
+    assert not coordinator.ready
+    assert coordinator.problems()["file"] == ""
+    link.on_message(0, Down("no disk", coordinator.namespace.epoch))
+    assert coordinator.ready
+    assert "no disk" in coordinator.problems()["file"]
+
+
 LOGGED: dict[str, Callable[[MoverLink], object]] = {
-    "down: no disk": lambda link: link.on_message(0, Down("no disk")),
+    "down: no disk": lambda link: link.on_message(0, Down("no disk", 0)),
     "down: no such path": lambda link: link.on_message(0, Refused("no such path")),
     "down: its mover is killed": lambda link: link.on_problem(0, "its mover is killed"),
     "0 rows found": lambda link: link.on_message(0, Listed(0, [], last=True)),
@@ -151,7 +165,7 @@ def test_an_error_of_a_logging_handler_costs_its_line_only(coordinator: Coordina
     logger.addHandler(handler)
     try:
         with mock.patch.object(handler, "emit", side_effect=ZeroDivisionError) as emit:
-            coordinator._link.on_message(0, Down("no disk"))
+            coordinator._link.on_message(0, Down("no disk", 0))
     finally:
         logger.removeHandler(handler)
     assert emit.called

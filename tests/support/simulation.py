@@ -210,6 +210,7 @@ class Simulation:
             rows_per_slice=3,
             listed_per_step=2,
             deletes_per_batch=3,
+            deletes_per_turn=6,
             check_timeout_s=0.5,
             max_checks=2,
             keys_per_check=4,

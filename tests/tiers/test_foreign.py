@@ -102,6 +102,6 @@ def test_directory_that_goes_or_is_closed_meanwhile_hides_no_other(
 
 def test_text_with_a_name_that_is_no_utf8_can_be_sent() -> None:
     reason = sendable_text(f"{os.fsdecode(bytes([255]))} cannot be read" + "x" * 5000)
-    found = decode_to_coordinator(encode(Down(reason)))
+    found = decode_to_coordinator(encode(Down(reason, 0)))
     assert isinstance(found, Down)
     assert found.reason.startswith("\\udcff cannot be read")
