@@ -59,7 +59,7 @@ class Manifest(msgspec.Struct, frozen=True):
     epoch: int = 0  # not 0: the weights were replaced since the engine began, and the rows are never used again
     engine: str = ""  # which was the last to serve it: HOST/PID/RANDOM
     created: int = 0
-    last_used: int = 0  # at most REFRESH_S and a little old while it is served
+    last_used: int = 0  # at most REFRESH_S and a little before its last use
 
     def encode(self) -> bytes:
         """At most MAX_MANIFEST_BYTES, if its description was checked."""
@@ -98,15 +98,15 @@ def minor_release(release: str) -> str:
     return match[1] if match else ""
 
 
-def refreshed(found: Manifest | None, wanted: Manifest) -> Manifest | None:
-    """The manifest to write now; None if the one that was `found` says the same, and was written recently. `wanted`: as
-    it would be if it were new, its description checked."""
+def refreshed(found: Manifest | None, wanted: Manifest, refresh_s: float = REFRESH_S) -> Manifest | None:
+    """The manifest to write now; None if the one that was `found` says the same, and that less than `refresh_s` ago.
+    `wanted`: as it would be if it were new, its description checked."""
     if found is None or found.namespace != wanted.namespace:
         return wanted
     now = wanted.last_used
     wanted = msgspec.structs.replace(wanted, created=min(found.created, now) if found.created > 0 else now)
     same = msgspec.structs.replace(wanted, last_used=found.last_used) == found
-    return None if same and 0 <= now - found.last_used < REFRESH_S else wanted
+    return None if same and 0 <= now - found.last_used < refresh_s else wanted
 
 
 def _own_version() -> str:

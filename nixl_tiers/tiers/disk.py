@@ -17,7 +17,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -142,11 +142,6 @@ class HealthMonitor:
             self._next_s = time.monotonic() + CHECK_INTERVAL_S
             self._running = self._thread.submit(self._check)
         return self.problem
-
-    def finish(self, task: Callable[[], None], timeout_s: float) -> None:
-        """Run this after the check that is running, unless there is a problem; returns within `timeout_s`."""
-        if not self.problem:
-            wait([self._thread.submit(task)], timeout_s)
 
     def close(self) -> None:
         """Stop checking. Does not wait for a check that is running."""

@@ -1,17 +1,21 @@
-"""Manifests as a tier keeps them: its own, up to date on a thread that may wait, and what those of other namespaces say
-of their rows, in one sentence in the log of its start."""
+"""Manifests as every tier keeps them: its own, up to date, and what those of other namespaces say of their rows, in one
+sentence in the log of its start."""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
 
 import msgspec
 
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
@@ -25,58 +29,109 @@ from nixl_tiers.base.manifest import (
 from nixl_tiers.config.fields import format_size
 from nixl_tiers.tiers.folder import Folder, NotOwned
 
-CLOSE_S: Final = 1.0
-"""How long closing waits for a manifest that has not been written yet, of an engine that ran for seconds only. A medium
-that hangs must not hang the close."""
+CHECK_S: Final = 2.0  # how often it is looked whether there are rows to describe
+CLOSE_S: Final = 1.0  # how long closing waits for the manifest: a medium that hangs must not hang the close
 _READ_BYTES: Final = 8 * MAX_MANIFEST_BYTES
 
+logger = logging.getLogger(__name__)
 
-@dataclass
-class ManifestAuthor:
-    """What a tier was told of its engine, for the manifests of the namespaces that it serves."""
 
-    row_bytes: int
-    engine: str = ""
-    description: Description | None = None
+class ManifestMedium(ABC):
+    """The manifests of one medium. Called on a keeper's thread: may wait for the medium, and raise what it raises."""
 
-    def manifest(self, namespace: str, epoch: int) -> Manifest | None:
-        """Without times. `namespace` in hexadecimal. None if nothing was said: then none is kept."""
-        if self.description is None:
-            return None
-        return Manifest(namespace, self.description.checked(), self.row_bytes, epoch, self.engine)
+    @abstractmethod
+    def is_wanted(self) -> bool:
+        """Whether the namespace that is served is to have one now: it has rows, and this engine may write."""
+
+    @abstractmethod
+    def read(self, namespace: str) -> bytes | None:
+        """The bytes of a namespace's manifest; None if there is none."""
+
+    @abstractmethod
+    def write(self, raw: bytes) -> bool:
+        """Replace that of the namespace that is served, whole or not at all. False: there is no room now."""
+
+    @abstractmethod
+    def other_bytes(self) -> Mapping[str, int] | None:
+        """Of the rows of each namespace that is not served; None: not known yet."""
 
 
 class ManifestKeeper:
-    """Of one namespace while it is served."""
+    """The manifests of one tier: that of the namespace that is served is written as soon as there are rows, again each
+    hour, and at close; what others say is logged once. On a thread of its own, which alone waits for a medium that
+    hangs: nothing here takes a tier down."""
 
-    def __init__(self, manifest: Manifest, clock: Callable[[], float]) -> None:
-        """`manifest`: of an author. `clock`: Unix seconds."""
-        self._manifest = manifest
-        self._clock = clock
-        self._next_s = 0.0
+    def __init__(self, row_bytes: int, engine: str = "") -> None:
+        """The manifest names `engine`, and says `description`; without one, none is kept."""
+        self.engine = engine
+        self.description: Description | None = None
+        self._row_bytes = row_bytes
+        self._log_once = LogOnce(logger)
+        self._others_told = False  # once in the life of a mover, whose resets make other namespaces of their own
+        self._thread: threading.Thread | None = None
+        self._stops: SimpleQueue[bool] = SimpleQueue()
 
-    @property
-    def due(self) -> bool:
-        """Whether to call `update` now."""
-        return time.monotonic() >= self._next_s
+    def serve(self, namespace: str, epoch: int, medium: ManifestMedium, clock: Callable[[], float]) -> None:
+        """Keep the manifest of this namespace (in hexadecimal) from now on, after `stop` for the one before. `clock`:
+        Unix seconds."""
+        if self.description is None:
+            return
+        own = Manifest(namespace, self.description.checked(), self._row_bytes, epoch, self.engine)
+        self._stops = SimpleQueue()
+        serving = (own, medium, clock, self._stops)
+        self._thread = threading.Thread(target=self._keep, args=serving, name="manifest", daemon=True)
+        self._thread.start()
 
-    @property
-    def wait_s(self) -> float:
-        return max(0.0, self._next_s - time.monotonic())
+    def stop(self, *, last: bool = False) -> bool:
+        """`last`: after writing it once more. Returns within CLOSE_S; False: the medium hangs, and is still used."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return True
+        self._stops.put(last)
+        thread.join(CLOSE_S)
+        return not thread.is_alive()
 
-    def update(self, read: Callable[[], bytes | None], write: Callable[[bytes], bool]) -> None:
-        """`read` returns the manifest's bytes, None if there is none; `write` replaces it, False: there is no room.
-        Raises what these raise; the next attempt is due in RETRY_S then."""
-        self._next_s = time.monotonic() + RETRY_S
-        raw, now = read(), int(self._clock())
+    def _keep(
+        self, own: Manifest, medium: ManifestMedium, clock: Callable[[], float], stops: SimpleQueue[bool]
+    ) -> None:
+        """`stops`: gets what `stop` was called with."""
+        last: bool | None = None
+        used_s = pause_s = 0.0
+        while last is None:
+            with suppress(Empty):
+                last = stops.get(timeout=pause_s)
+            if last is False:
+                return
+            try:
+                wanted, pause_s = medium.is_wanted(), CHECK_S
+                if not last:
+                    self._tell_others(own, medium)
+                if wanted:
+                    pause_s = RETRY_S
+                    now = int(clock())
+                    if last or not 0 <= now - used_s < REFRESH_S:
+                        used_s = self._update(own, medium, now, 0.0 if last else REFRESH_S)
+            except Exception as error:  # noqa: BLE001 (nothing relies on a manifest)
+                why = (error.strerror if isinstance(error, OSError) else "") or type(error).__name__
+                self._log_once.report("manifest", f"{MANIFEST_NAME} of {own.namespace} cannot be written ({why})")
+                pause_s = RETRY_S
+
+    def _update(self, own: Manifest, medium: ManifestMedium, now: int, refresh_s: float) -> int:
+        """Write it unless it says the same, and that less than `refresh_s` ago. Returns its `last_used`; 0: there is no
+        room."""
+        raw = medium.read(own.namespace)
         found = None if raw is None else Manifest.decode(raw)
-        wanted = refreshed(found, msgspec.structs.replace(self._manifest, created=now, last_used=now))
-        if wanted is not None:
-            written_s = now if write(wanted.encode()) else None
-        else:
-            written_s = found.last_used if found is not None else now
-        if written_s is not None:
-            self._next_s = time.monotonic() + max(RETRY_S, REFRESH_S - (now - written_s))
+        wanted = refreshed(found, msgspec.structs.replace(own, created=now, last_used=now), refresh_s)
+        if wanted is None:
+            assert found is not None
+            return found.last_used
+        return now if medium.write(wanted.encode()) else 0
+
+    def _tell_others(self, own: Manifest, medium: ManifestMedium) -> None:
+        if not self._others_told and (nbytes := medium.other_bytes()) is not None:
+            self._others_told = True
+            if said := others_sentence(own, nbytes, medium.read):
+                logger.info("%s", said)
 
 
 def read_manifest(folder: Folder) -> bytes | None:
@@ -116,26 +171,19 @@ class Other(NamedTuple):
     manifest: Manifest | None
 
 
-class OtherNamespaces:
-    """Logs that sentence once in the life of a mover, whose resets make other namespaces of their own."""
+def others_sentence(own: Manifest, nbytes: Mapping[str, int], read: Callable[[str], bytes | None]) -> str:
+    """Empty if there is nothing to say. `nbytes`: of the rows of each other namespace. `read`: the bytes of a manifest,
+    None if there is none; it is called for those with most rows."""
+    largest = sorted((name for name in nbytes if nbytes[name]), key=lambda name: (-nbytes[name], name))
+    raw = {name: _read(read, name) for name in largest[:MAX_READ]}
+    manifests = {name: Manifest.decode(each) for name, each in raw.items() if each is not None}
+    return sentence(own, [Other(nbytes[name], manifests.get(name)) for name in largest])
 
-    def __init__(self, logger: logging.Logger) -> None:
-        self._logger = logger
-        self._told = False
 
-    def first(self) -> bool:
-        """Whether to find out and `tell` now: only once, even if that fails."""
-        told, self._told = self._told, True
-        return not told
-
-    def tell(self, own: Manifest, nbytes: Mapping[str, int], read: Callable[[str], bytes | None]) -> None:
-        """`own`: what the manifest of the namespace that is served says, or would say. `nbytes`: of the rows of each
-        other one. `read` returns the bytes of its manifest, None if there is none; it is called for the largest."""
-        largest = sorted((name for name in nbytes if nbytes[name]), key=lambda name: (-nbytes[name], name))
-        raw = {name: read(name) for name in largest[:MAX_READ]}
-        manifests = {name: Manifest.decode(each) for name, each in raw.items() if each is not None}
-        if said := sentence(own, [Other(nbytes[name], manifests.get(name)) for name in largest]):
-            self._logger.info("%s", said)
+def _read(read: Callable[[str], bytes | None], namespace: str) -> bytes | None:
+    with suppress(Exception):  # of whatever medium
+        return read(namespace)
+    return None
 
 
 def sentence(own: Manifest, others: Sequence[Other]) -> str:

@@ -49,9 +49,15 @@ def region() -> Iterator[HostRegion]:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifests, "RETRY_S", 0.0)
+    monkeypatch.setattr(manifests, "RETRY_S", 0.01)
+    monkeypatch.setattr(manifests, "CHECK_S", 0.01)
     monkeypatch.setattr("nixl_tiers.tiers.disk.CHECK_INTERVAL_S", 0.01)
     monkeypatch.setattr("nixl_tiers.tiers.slab.stored._PAUSE_S", 0.01)
+
+
+def now() -> float:
+    """As a test may have moved it."""
+    return time.time()
 
 
 @contextmanager
@@ -68,6 +74,7 @@ def opened(
     """A tier with ROWS rows and a manifest, of this process unless another one is given as `engine`."""
     path.mkdir(exist_ok=True)
     tier = make_tier(layout, path, region, **fields)
+    tier._clock = now
     tier.identify(f"{os.uname().nodename}/{engine or os.getpid()}/abcd")
     tier.describe(Description(model="org/model", note="test rows").of(salt))
     try:
@@ -75,15 +82,21 @@ def opened(
         for batch in tier.list_rows():
             time.sleep(0.0 if batch else 0.001)
         assert store(tier, region, range(ROWS)) == [Outcome.OK] * ROWS
-        deadline = time.monotonic() + 60
-        while not list(path.rglob(f"{namespace.hex()}/about.json")):
-            assert time.monotonic() < deadline
-            tier.poll()
-            for _ in tier.maintain():
-                time.sleep(0.001)
+        wait_for(tier, lambda: bool(list(path.rglob(f"{namespace.hex()}/about.json"))))
         yield tier
     finally:
         tier.close()
+
+
+def wait_for(tier: FileTier, condition: Callable[[], bool]) -> None:
+    """As a mover's loop would."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        tier.poll()
+        for _ in tier.maintain():
+            time.sleep(0.001)
+        time.sleep(0.002)
 
 
 def write(layout: str, path: Path, region: HostRegion, namespace: bytes = NAMESPACE, salt: str = "blue") -> Path:
@@ -395,15 +408,57 @@ def test_slots_that_an_engine_overwrites_meanwhile_are_changed_rows(tmp_path: Pa
     assert verdicts == ["ok", *["changed"] * (ROWS - 3), "ok", "ok"]
 
 
+def at_age(path: Path, age_s: float) -> None:
+    """All files are as old, and so is what manifests say."""
+    then_s = time.time() - age_s
+    for about in path.rglob("about.json"):
+        about.write_text(json.dumps(json.loads(about.read_text()) | {"last_used": int(then_s)}))
+    for file in path.rglob("*"):
+        os.utime(file, (then_s, then_s))
+
+
+def test_slabs_that_were_served_for_hours_are_not_purged(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if nothing was stored meanwhile: the files are as old as the engine's start then."""
+    offset_s, real = 0.0, time.time
+    monkeypatch.setattr(time, "time", lambda: real() + offset_s)
+    about = tmp_path / "part-0" / NAMESPACE.hex() / "about.json"
+
+    def last_used() -> float:
+        return float(json.loads(about.read_text())["last_used"])
+
+    with opened("slabs", tmp_path, region) as tier:
+        for _ in range(3):
+            offset_s += 3600
+            wait_for(tier, lambda: last_used() > time.time() - 60)
+        offset_s += 1800
+    assert last_used() > time.time() - 60, "it is written at close too"
+    assert run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes") == (OK, {"deleted": True, "namespaces": []})
+    offset_s += 4000
+    assert run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes")[0] == OK
+    assert not about.exists()
+
+
+@pytest.mark.parametrize("written", ["manifest.journal", "namespace.json", "about.json"])
+def test_slabs_are_as_young_as_what_their_engine_wrote_last(
+    written: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was killed, or its manifest could not be written."""
+    write("slabs", tmp_path, region)
+    at_age(tmp_path, 3 * 3600)
+    os.utime(tmp_path / "part-0" / NAMESPACE.hex() / written)
+    assert run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes") == (OK, {"deleted": True, "namespaces": []})
+    assert list(tmp_path.rglob("*.kv"))
+
+
 def test_old_slabs_are_purged_as_a_whole(
     tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write("slabs", tmp_path, region)
     assert run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes") == (OK, {"deleted": True, "namespaces": []})
     shard = next(tmp_path.glob(f"part-0/{NAMESPACE.hex()}"))
-    os.utime(shard / "namespace.json", (time.time() - 7200,) * 2)
-    about = json.loads((shard / "about.json").read_text())
-    (shard / "about.json").write_text(json.dumps(about | {"last_used": int(time.time()) - 7200}))
+    at_age(shard, 7200)
     assert run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes")[0] == OK
     assert not shard.exists()
 

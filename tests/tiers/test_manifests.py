@@ -22,7 +22,7 @@ from nixl_tiers.tiers import manifests
 from nixl_tiers.tiers.manifests import ManifestKeeper
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.quota import MANIFEST_BYTES, MARGIN_BYTES, DirQuota
-from nixl_tiers.tiers.slab.quota import ShardDir
+from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
 from tests.support.disks import assert_never_exceeds
 from tests.tiers.file_tiers import Clock, FileTier, load, make_tier, store
 
@@ -35,7 +35,8 @@ OK = Outcome.OK
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A manifest that could not be written is tried again at once."""
-    monkeypatch.setattr(manifests, "RETRY_S", 0.0)
+    monkeypatch.setattr(manifests, "RETRY_S", 0.01)
+    monkeypatch.setattr(manifests, "CHECK_S", 0.01)
     monkeypatch.setattr("nixl_tiers.tiers.disk.CHECK_INTERVAL_S", 0.01)
 
 
@@ -43,13 +44,14 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def judged(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Grows each time that a tier has decided whether to write its manifest, and written it."""
     found: list[bool] = []
-    update = ManifestKeeper.update
+    update = ManifestKeeper._update
 
-    def judge(self: ManifestKeeper, *given: Any) -> None:
-        update(self, *given)
+    def judge(self: ManifestKeeper, *given: Any) -> int:
+        used_s = update(self, *given)
         found.append(True)
+        return used_s
 
-    monkeypatch.setattr(ManifestKeeper, "update", judge)
+    monkeypatch.setattr(ManifestKeeper, "_update", judge)
     return found
 
 
@@ -108,9 +110,15 @@ def test_manifest_is_written_beside_rows_for_its_owner_only(layout: str, tmp_pat
 def test_manifest_of_an_engine_that_ran_for_seconds_is_written_at_close(
     layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nixl_tiers.tiers.disk.CHECK_INTERVAL_S", 1e9)
-    tier, about = start(layout, tmp_path, region), manifest_path(layout, tmp_path)
-    assert store(tier, region, range(3)) == [OK] * 3
+    """It was not written at open: there were no rows, or no room."""
+    monkeypatch.setattr(manifests, "CHECK_S", 1e6)
+    monkeypatch.setattr(manifests, "RETRY_S", 1e6)
+    refused: list[bool] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(SlabQuota, "fits", lambda *_: bool(refused.append(True)))
+        tier, about = start(layout, tmp_path, region), manifest_path(layout, tmp_path)
+        assert store(tier, region, range(3)) == [OK] * 3
+        run_until(tier, lambda: bool(refused) or layout == "files")
     assert not about.exists()
     tier.close()
     found = read(about)
@@ -125,16 +133,14 @@ def test_manifest_of_an_engine_that_ran_for_seconds_is_written_at_close(
 def test_medium_that_hangs_does_not_hang_the_close(
     layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nixl_tiers.tiers.disk.CHECK_INTERVAL_S", 1e9)
-    for module in ("slab.shard", "rowfile.tier"):
-        monkeypatch.setattr(f"nixl_tiers.tiers.{module}.CLOSE_S", 0.05)
+    monkeypatch.setattr(manifests, "CLOSE_S", 0.05)
     hangs, goes_on = threading.Event(), threading.Event()
 
     def hang(*_: object) -> None:
         hangs.set()
         goes_on.wait(300)
 
-    monkeypatch.setattr(ManifestKeeper, "update", hang)
+    monkeypatch.setattr(ManifestKeeper, "_update", hang)
     tier = start(layout, tmp_path, region)
     assert store(tier, region, range(3)) == [OK] * 3
     closing = threading.Thread(target=tier.close, daemon=True)
@@ -148,24 +154,44 @@ def test_medium_that_hangs_does_not_hang_the_close(
     assert read(manifest_path(layout, tmp_path)) is None
 
 
+class CountingClock(Clock):
+    calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return super().__call__()
+
+
 @LAYOUTS
-def test_last_use_is_refreshed_after_an_hour(
-    layout: str, tmp_path: Path, region: HostRegion, clock: Clock, judged: list[bool]
+def test_last_use_is_written_at_start_and_close_and_each_hour(
+    layout: str, tmp_path: Path, region: HostRegion, judged: list[bool]
 ) -> None:
+    """By the clock of the day, also if that was set, or the machine slept."""
+    clock = CountingClock()
     about, began = manifest_path(layout, tmp_path), int(clock.now)
-    last_uses = []
-    for age_s in (0.0, REFRESH_S / 2, REFRESH_S + 1):
-        clock.now = began + age_s
-        judged.clear()
-        tier = start(layout, tmp_path, region, clock)
-        store(tier, region, range(1))
-        run_until(tier, lambda: bool(judged))
-        tier.close()
+
+    def last_use() -> float:
         found = read(about)
         assert found is not None
         assert found.created == began
-        last_uses.append(found.last_used - began)
-    assert last_uses == [0, 0, REFRESH_S + 1]
+        return found.last_used - began
+
+    tier = start(layout, tmp_path, region, clock)
+    store(tier, region, range(1))
+    run_until(tier, lambda: bool(judged))
+    assert last_use() == 0
+    clock.now += REFRESH_S - 1
+    looked = len(judged)
+    for hours in (1, 2, 3):
+        clock.now = began + hours * REFRESH_S
+        run_until(tier, lambda hours=hours: len(judged) >= looked + hours)  # type: ignore[misc]
+        assert last_use() == hours * REFRESH_S
+    calls = clock.calls
+    run_until(tier, lambda: clock.calls > calls + 3)
+    assert len(judged) == looked + 3, "the medium is asked each time that it may be due"
+    clock.now += 60
+    tier.close()
+    assert last_use() == 3 * REFRESH_S + 60
 
 
 @LAYOUTS
@@ -251,13 +277,18 @@ def test_manifest_keeps_within_the_capacity_of_a_full_tier(layout: str, tmp_path
         tier.close()
 
 
-def test_manifest_waits_until_others_leave_room_for_it(tmp_path: Path, region: HostRegion, judged: list[bool]) -> None:
+def test_manifest_waits_until_others_leave_room_for_it(
+    tmp_path: Path, region: HostRegion, clock: Clock, judged: list[bool]
+) -> None:
     """Of slabs: a part has room for it, unless foreign files fill the path."""
     capacity, foreign = 2 << 20, tmp_path / "foreign"
     about = manifest_path("slabs", tmp_path)
-    tier = start("slabs", tmp_path, region, capacity=capacity)
+    tier = start("slabs", tmp_path, region, clock, capacity=capacity)
+    run_until(tier, lambda: bool(judged))
     foreign.write_bytes(bytes(capacity - tier._quota.used_bytes - 8192))
-    run_until(tier, lambda: len(judged) > 2)
+    about.unlink()
+    clock.now += REFRESH_S
+    run_until(tier, lambda: len(judged) > 3)
     assert not about.exists()
     foreign.unlink()
     run_until(tier, about.exists)

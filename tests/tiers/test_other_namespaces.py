@@ -13,7 +13,8 @@ import pytest
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.manifest import Description, Manifest
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers.manifests import MAX_READ, Other, OtherNamespaces, differences, sentence
+from nixl_tiers.tiers import manifests
+from nixl_tiers.tiers.manifests import MAX_READ, Other, differences, others_sentence, sentence
 from tests.tiers.file_tiers import make_tier, store
 from tests.tiers.test_manifests import LAYOUTS, run_until
 
@@ -33,18 +34,19 @@ def test_nothing_is_said_where_there_are_no_rows_of_others() -> None:
     assert sentence(OWN, []) == ""
 
 
-def test_only_the_manifests_of_the_largest_are_read_and_what_is_empty_is_left_out(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO)
+def test_only_the_manifests_of_the_largest_are_read_and_what_is_empty_is_left_out() -> None:
     read: list[str] = []
-    others = OtherNamespaces(logging.getLogger())
-    assert [others.first(), others.first()] == [True, False]
-    others.tell(OWN, {"empty": 0}, lambda name: None)
-    assert caplog.messages == []
-    others.tell(OWN, {f"{n:02}": n << 20 for n in range(100)}, read.append)
+    assert others_sentence(OWN, {"empty": 0}, read.append) == ""
+    said = others_sentence(OWN, {f"{n:02}": n << 20 for n in range(100)}, read.append)
     assert read == [f"{n:02}" for n in range(99, 99 - MAX_READ, -1)]
-    assert "99 other namespaces" in caplog.messages[0]
+    assert "99 other namespaces" in said
+
+
+def test_manifest_that_cannot_be_read_is_as_good_as_none() -> None:
+    def fail(_: str) -> bytes:
+        raise OSError
+
+    assert "without a manifest" in others_sentence(OWN, {"11" * 16: 4096}, fail)
 
 
 @pytest.mark.parametrize(
@@ -94,19 +96,21 @@ def test_time_that_no_calendar_has_is_no_error(last_used: int, day: str) -> None
 
 
 @pytest.mark.parametrize("raw", [b"", b"no json", b'{"format": 1}', b"[" * 100_000])
-def test_damaged_manifest_is_none(raw: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    OtherNamespaces(logging.getLogger()).tell(OWN, {"11" * 16: 4096}, lambda _: raw)
-    assert caplog.messages == [
-        "4 KiB here are of another namespace, which this engine does not find: without a manifest"
-    ]
+def test_damaged_manifest_is_none(raw: bytes) -> None:
+    said = others_sentence(OWN, {"11" * 16: 4096}, lambda _: raw)
+    assert said == "4 KiB here are of another namespace, which this engine does not find: without a manifest"
 
 
 @LAYOUTS
 def test_file_tier_says_once_at_its_start_what_is_there_of_others(
-    layout: str, tmp_path: Path, region: HostRegion, caplog: pytest.LogCaptureFixture
+    layout: str, tmp_path: Path, region: HostRegion, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(manifests, "CHECK_S", 0.01)
+
+    def lines() -> list[str]:
+        return [each.getMessage() for each in caplog.records if "which this engine does not find" in each.getMessage()]
+
     for namespace, model, said in [(FIRST, "org/old", 0), (SECOND, "org/new", 1), (FIRST, "org/old", 1)]:
         tier = make_tier(layout, tmp_path, region)
         tier.describe(msgspec.structs.replace(ABOUT, model=model))
@@ -118,11 +122,12 @@ def test_file_tier_says_once_at_its_start_what_is_there_of_others(
             if not epoch:
                 assert store(tier, region, range(3)) == [Outcome.OK] * 3
                 run_until(tier, lambda about=about: any(tmp_path.rglob(about)))  # type: ignore[misc]
+                run_until(tier, lambda said=said: len(lines()) == said)  # type: ignore[misc]
         tier.close()
-        lines = [each.getMessage() for each in caplog.records if "which this engine does not find" in each.getMessage()]
+        found = lines()
         caplog.clear()
-        assert len(lines) == said
+        assert len(found) == said
         if said:
             old, new = ("org/old", "org/new") if namespace is SECOND else ("org/new", "org/old")
-            assert f"model {old}, now {new}" in lines[0]
-            assert "another namespace" in lines[0]
+            assert f"model {old}, now {new}" in found[0]
+            assert "another namespace" in found[0]

@@ -12,6 +12,7 @@ import math
 import os
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final
@@ -178,6 +179,14 @@ class DirQuota:
         used with `lock` held, one directory at a time."""
         with self.lock:
             return [item for item in self._dirs.items() if namespace in (None, item[0][0])]
+
+    def bytes_by_namespace(self) -> Counter[str] | None:
+        """What the known rows take; None before a scan has ended."""
+        nbytes: Counter[str] = Counter()
+        with self.lock:
+            for (namespace, _), directory in self._dirs.items():
+                nbytes[namespace] += directory.rows.disk_bytes
+            return nbytes if self._scans_ended else None
 
     def flags_of(self, status: os.stat_result) -> int:
         """SERVABLE or 0."""

@@ -17,12 +17,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from typing import Final, ParamSpec, TypeVar
 
 from nixl_tiers.base.chunk import PAGE, Geometry, Key
 from nixl_tiers.base.log_once import LogOnce
-from nixl_tiers.base.manifest import MANIFEST_NAME, Description, Manifest
+from nixl_tiers.base.manifest import Description
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
@@ -44,13 +43,12 @@ from nixl_tiers.tiers.disk import (
     HealthMonitor,
     MountGuard,
     check_registration,
-    describe,
     direct_works,
     open_agent,
     open_error,
     prepare_path,
 )
-from nixl_tiers.tiers.manifests import CLOSE_S, ManifestAuthor, ManifestKeeper, OtherNamespaces
+from nixl_tiers.tiers.manifests import ManifestKeeper, ManifestMedium
 from nixl_tiers.tiers.nixl_agent import Registration
 from nixl_tiers.tiers.rowfile.directory import RowDirectory, ServerTime
 from nixl_tiers.tiers.rowfile.eviction import Evictor
@@ -128,17 +126,15 @@ class RowFileTier(StorageTier):
         self._moves = self._transfers.pipeline
         self._mount = MountGuard(self)
         self._deleting: list[tuple[NamespaceRows, Key, Future[None]]] = []
-        self._author = ManifestAuthor(self._row_bytes)
-        self._manifest: ManifestKeeper | None = None
-        self._others = OtherNamespaces(logger)
+        self._manifests = ManifestKeeper(self._row_bytes)
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
     def identify(self, engine: str) -> None:
-        self._author.engine = engine
+        self._manifests.engine = engine
 
     def describe(self, description: Description) -> None:
-        self._author.description = description
+        self._manifests.description = description
 
     def open(self, namespace: bytes, epoch: int) -> int:
         path = self._config.path
@@ -160,10 +156,7 @@ class RowFileTier(StorageTier):
                     check_registration(self._agent, incoming)
             identity = FileIdentity(path)
             self._measure_free_space()
-            own = self._author.manifest(namespace.hex(), epoch)
-            manifest = ManifestKeeper(own, self._clock) if own is not None and self._directory.writes else None
-            self._manifest = manifest
-            health = HealthMonitor(lambda: identity.problem() or self._problem(namespace.hex(), manifest))
+            health = HealthMonitor(lambda: identity.problem() or self._problem(namespace.hex()))
         except OSError as error:
             raise open_error(error) from error
         if self._files.direct is False:
@@ -180,52 +173,15 @@ class RowFileTier(StorageTier):
         self._quota.scan_all = True
         self._staging.open()
         self._scanner.start()
+        self._manifests.stop()
+        medium = _Manifests(self._open, self._directory, self._quota)
+        self._manifests.serve(namespace.hex(), epoch, medium, self._clock)
         return slots
 
-    def _problem(self, namespace: str, manifest: ManifestKeeper | None) -> str:
+    def _problem(self, namespace: str) -> str:
         """On the health monitor's thread, once a second. Raises OSError."""
         self._measure_free_space()
-        problem = self._directory.problem(namespace)
-        if manifest is not None and manifest.due and not problem:
-            self._refresh(namespace, manifest)
-        return problem
-
-    def _refresh_last(self) -> None:
-        """At the end of an engine that may have run for less than a check's interval."""
-        if self._open is not None and self._manifest is not None and self._manifest.due:
-            self._refresh(self._open.name, self._manifest)
-
-    def _refresh(self, namespace: str, manifest: ManifestKeeper) -> None:
-        """Write the manifest, once there are rows: a namespace without any needs none."""
-        directories = self._quota.directories(namespace)
-        if not any(directory.rows.present for _, directory in directories):
-            return
-
-        def write(raw: bytes) -> bool:
-            if fits := self._quota.add_manifest():
-                self._directory.write_manifest(namespace, raw)
-            return fits
-
-        try:
-            manifest.update(lambda: self._directory.read_manifest(namespace), write)
-        except OSError as error:
-            where = f"{self._config.path}/{namespace}/{MANIFEST_NAME}"
-            self._log_once.report("manifest", f"{where} cannot be written ({describe(error)})")
-
-    def _tell_others(self, own: Manifest) -> None:
-        """A scan of everything has ended."""
-        nbytes: Counter[str] = Counter()
-        for (namespace, _), directory in self._quota.directories():
-            with self._quota.lock:
-                nbytes[namespace] += directory.rows.disk_bytes
-        del nbytes[own.namespace]
-
-        def read(namespace: str) -> bytes | None:
-            with suppress(OSError):
-                return self._directory.read_manifest(namespace)
-            return None
-
-        self._others.tell(own, nbytes, read)
+        return self._directory.problem(namespace)
 
     def _measure_free_space(self) -> None:
         """Below `min_free` rows are only replaced. Raises OSError."""
@@ -249,9 +205,6 @@ class RowFileTier(StorageTier):
         served = self._served
         if not (yield from self._on_lister(served, self._quota.wait_for_scan)):
             return
-        own = self._author.manifest(served.name, served.sealer.epoch)
-        if own is not None and self._others.first():
-            yield from self._on_lister(served, self._tell_others, own)
         gone, new, lost = served.gone_rows(), served.new_rows(), served.lost_rows()
         while keys := (yield from self._on_lister(served, next, gone, None)):
             yield from self._in_batches(served, (Entry(GONE, key, 0) for key in keys if served.confirm_gone(key)))
@@ -361,8 +314,8 @@ class RowFileTier(StorageTier):
 
     def close(self) -> None:
         if self._open is not None:
-            self._open.health.finish(self._refresh_last, CLOSE_S)
             self._open.health.close()
+            self._manifests.stop(last=True)
         self._open = None
         for thread in (self._lister, self._sweeper):
             thread.shutdown(wait=False, cancel_futures=True)
@@ -406,3 +359,28 @@ class RowFileTier(StorageTier):
                 batch = []
         if batch:
             yield batch
+
+
+class _Manifests(ManifestMedium):
+    """For the namespace that is served: once there are rows, since one without any needs none."""
+
+    def __init__(self, served: NamespaceRows, directory: RowDirectory, quota: DirQuota) -> None:
+        self._served = served
+        self._directory = directory
+        self._quota = quota
+
+    def is_wanted(self) -> bool:
+        rows = self._quota.bytes_by_namespace() or Counter()
+        return self._directory.writes and rows[self._served.name] > 0 and not self._served.health.problem
+
+    def read(self, namespace: str) -> bytes | None:
+        return self._directory.read_manifest(namespace)
+
+    def write(self, raw: bytes) -> bool:
+        if fits := self._quota.add_manifest():
+            self._directory.write_manifest(self._served.name, raw)
+        return fits
+
+    def other_bytes(self) -> Mapping[str, int] | None:
+        rows = self._quota.bytes_by_namespace()
+        return None if rows is None else {name: rows[name] for name in rows if name != self._served.name}

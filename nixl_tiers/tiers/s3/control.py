@@ -14,12 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Final
+from typing import Final
 
 from botocore.exceptions import BotoCoreError, ClientError
 
 from nixl_tiers.base.log_once import LogOnce
-from nixl_tiers.base.manifest import RETRY_S
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, tier_error
@@ -66,10 +65,8 @@ class S3Control:
         self._credentials_checked_at = 0.0
         self._closing = False
         self._thread: threading.Thread | None = None
-        self._chore: Callable[[Any], float] | None = None
-        self._chore_at = 0.0
         self._versioning_unknown = tier.write != "off"  # asked for once, when nothing else is to be done
-        self._deletes_turn = True  # whether deletes come before listings and the chore when both are due
+        self._deletes_turn = True  # whether deletes come before a listing when both are due
 
     # The mover's side
 
@@ -102,13 +99,6 @@ class S3Control:
         with self._wake:
             self._listing = listing
             self._not_before["list"] = 0.0
-            self._wake.notify()
-
-    def set_chore(self, chore: Callable[[Any], float] | None) -> None:
-        """Call this on the control thread when no listing is due: with the client; it returns in how many seconds to
-        call it again. None: nothing, instead of an earlier one."""
-        with self._wake:
-            self._chore, self._chore_at = chore, 0.0
             self._wake.notify()
 
     def transfer_failed(self) -> None:
@@ -171,14 +161,12 @@ class S3Control:
         return self._backoff_s["delete"] > 0 and time.monotonic() < self._not_before["delete"]
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Send the queued deletes and do the chore once more, as far as that takes no longer than `timeout_s`, and
-        stop."""
+        """Send the queued deletes, as far as that takes no longer than `timeout_s`, and stop."""
         if self._thread is None:
             return
         with self._wake:
             self._listing = None
             self._closing = True
-            self._chore_at = 0.0
             self._wake.notify()
         self._thread.join(timeout_s)
         self.drop_deletes()
@@ -212,8 +200,6 @@ class S3Control:
             return self._delete_some
         if self._listing is not None and now >= self._list_at_s(self._listing, now):
             return self._list_page
-        if self._has_chore and now >= self._chore_at:
-            return self._do_chore
         if deletes_due:
             return self._delete_some
         if self._versioning_unknown and self.connection.client is not None and not self._closing:
@@ -231,17 +217,11 @@ class S3Control:
             times.append(self._not_before["delete"] if self._sendable_deletes else now + PERMISSION_CHECK_S)
         if self._listing is not None:
             times.append(self._list_at_s(self._listing, now))
-        if self._has_chore:
-            times.append(self._chore_at)
         soonest = min(times)
         return None if soonest == float("inf") else max(0.0, soonest - now)
 
     def _list_at_s(self, listing: Listing, now: float) -> float:
         return max(self._not_before["list"], listing.next_step_s(now))
-
-    @property
-    def _has_chore(self) -> bool:
-        return self._chore is not None and self.connection.client is not None
 
     @property
     def _sendable_deletes(self) -> bool:
@@ -326,22 +306,6 @@ class S3Control:
             pass  # it may not ask, or the server knows no versions
         except Exception as error:  # noqa: BLE001 (this thread must not end)
             self._request_failed("the look at its versioning", error)
-
-    def _do_chore(self) -> None:
-        self._deletes_turn = True
-        chore = self._chore
-        if chore is None:
-            return
-        pause_s = RETRY_S
-        try:
-            pause_s = chore(self.connection.client)
-        except Exception as error:  # noqa: BLE001 (this thread must not end)
-            self._request_failed("the manifest", error)
-        with self._wake:
-            if self._closing:
-                self._chore = None  # that was the last time
-            elif self._chore is chore:
-                self._chore_at = time.monotonic() + pause_s
 
     def _request_failed(self, what: str, error: Exception) -> None:
         """Log errors that are not the server's or the network's: `denials` and circuit breakers know of these."""

@@ -11,9 +11,8 @@ deletes only leave its index, since others may use them: the janitor (janitor.py
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from nixl_tiers.base.chunk import Geometry, Key
 from nixl_tiers.base.manifest import Description
@@ -27,7 +26,7 @@ from nixl_tiers.tiers.base import (
     Move,
     StorageTier,
 )
-from nixl_tiers.tiers.manifests import ManifestAuthor, ManifestKeeper, OtherNamespaces
+from nixl_tiers.tiers.manifests import ManifestKeeper, ManifestMedium
 from nixl_tiers.tiers.s3.conditional import small_object
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.existence import ExistenceChecker
@@ -36,13 +35,10 @@ from nixl_tiers.tiers.s3.lease import Ownership
 from nixl_tiers.tiers.s3.rows import PrefixRows
 from nixl_tiers.tiers.s3.transfers import RowTransfers
 
-logger = logging.getLogger(__name__)
-
 RELIST_S: Final = 30.0  # between two listings of a shared prefix
 SWEEP_S: Final = 3600.0  # the longest time between two listings of a private prefix for max_age
 SWEEPS_PER_AGE: Final = 8
 INTERVALS: Final = JanitorIntervals()
-MANIFEST_CHECK_S: Final = 2.0  # how often it is looked whether there are rows to describe
 LEASE_CHECK_S: Final = 1.0  # how often a private prefix's tier looks whether it has got the lease
 
 
@@ -60,24 +56,26 @@ class S3Tier(StorageTier):
         exists = self._control.connection.exists
         self._existence = ExistenceChecker(lambda key: exists(self._rows.name(key), self._row_bytes))
         self._janitor: Janitor | None = None
-        self._author = ManifestAuthor(self._row_bytes, self._owner.engine)
-        self._closing = False
-        self._others = OtherNamespaces(logger)
+        self._manifests = ManifestKeeper(self._row_bytes, self._owner.engine)
 
     def identify(self, engine: str) -> None:
-        self._owner.engine = self._author.engine = engine
+        self._owner.engine = self._manifests.engine = engine
 
     def describe(self, description: Description) -> None:
-        self._author.description = description
+        self._manifests.description = description
 
     def open(self, namespace: bytes, epoch: int) -> int:
-        self._control.set_chore(None)
+        self._manifests.stop()
         credentials = self._control.connect()
         self._transfers.open(namespace, epoch, credentials)
         self._existence.clear()
         self._owner.start(self._control)
         self._rows.serve(namespace.hex(), epoch)
-        self._keep_manifest(namespace, epoch)
+        # Not for weights that were replaced under a running engine: each time leaves a namespace that is never used
+        # again, and no listing counts what is not a row.
+        if not epoch and not self._owner.reads_only:
+            medium = _Manifests(namespace.hex(), self._config.bucket, self._control, self._rows, self._owner)
+            self._manifests.serve(namespace.hex(), epoch, medium, self._control.connection.server_time_s)
         if self._owner.reads_only:  # whatever others have stored
             return MAX_SLOTS
         slots = min(self._config.capacity // self._row_bytes, MAX_SLOTS)
@@ -166,35 +164,32 @@ class S3Tier(StorageTier):
             self._janitor.close()
             self._janitor = None
         self._existence.close()
-        self._closing = True
         self._control.close()
         self._transfers.data.close()
+        self._manifests.stop(last=True)
         self._owner.close(release=self._control.idle and not self._transfers.data.busy)
 
-    # --- the manifest -----------------------------------------------------------------------------------------------
 
-    def _keep_manifest(self, namespace: bytes, epoch: int) -> None:
-        """Write it on the control thread, once there are rows. Not for weights that were replaced under a running
-        engine: each time leaves a namespace that is never used again, and no listing counts what is not a row."""
-        own = self._author.manifest(namespace.hex(), epoch)
-        if own is None or epoch or self._owner.reads_only:
-            return
-        manifest = ManifestKeeper(own, self._control.connection.server_time_s)
-        name = self._rows.names.manifest(own.namespace)
+class _Manifests(ManifestMedium):
+    """For the namespace that is served, once there are rows."""
 
-        def refresh(client: Any) -> float:
-            others = None if self._closing else self._rows.quota.other_bytes()
-            if others is not None and self._others.first():
-                names, bucket = self._rows.names, self._config.bucket
-                self._others.tell(own, others, lambda other: small_object(client, bucket, names.manifest(other)))
-            if not self._owner.may_write or not len(self._rows.quota):
-                return MANIFEST_CHECK_S
-            if not manifest.due:  # asked by `close`
-                return manifest.wait_s
-            manifest.update(
-                lambda: small_object(client, self._config.bucket, name),
-                lambda raw: bool(client.put_object(Bucket=self._config.bucket, Key=name, Body=raw)),
-            )
-            return manifest.wait_s
+    def __init__(self, namespace: str, bucket: str, control: S3Control, rows: PrefixRows, owner: Ownership) -> None:
+        self._namespace = namespace
+        self._bucket = bucket
+        self._control = control
+        self._rows = rows
+        self._owner = owner
 
-        self._control.set_chore(refresh)
+    def is_wanted(self) -> bool:
+        return self._owner.may_write and len(self._rows.quota) > 0
+
+    def read(self, namespace: str) -> bytes | None:
+        return small_object(self._control.connection.client, self._bucket, self._rows.names.manifest(namespace))
+
+    def write(self, raw: bytes) -> bool:
+        name = self._rows.names.manifest(self._namespace)
+        self._control.connection.client.put_object(Bucket=self._bucket, Key=name, Body=raw)
+        return True
+
+    def other_bytes(self) -> Mapping[str, int] | None:
+        return self._rows.quota.other_bytes()

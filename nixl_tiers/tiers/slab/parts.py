@@ -29,6 +29,7 @@ from nixl_tiers.tiers.folder import Folder
 # Names on disk: part of the format.
 DESCRIPTION: Final = "namespace.json"
 LOCK: Final = ".lock"
+FIRST_SEEN: Final = ".first-seen"  # others than its engine write it
 JOURNAL: Final = re.compile(r"manifest\.journal")
 ROWS: Final = re.compile(rf"slab-\d{{5}}\.kv|{JOURNAL.pattern}")
 SHARD: Final = re.compile(rf"{ROWS.pattern}|(namespace|about)\.json(\.new)?|\.first-seen|{PROBE.pattern}")
@@ -253,15 +254,21 @@ def try_lock(folder: Folder) -> int | None:
     return descriptor
 
 
+def written_ns(shard: Path) -> int:
+    """When an engine last wrote a file of a shard, as it does when it ends; in ns since the epoch. Raises OSError."""
+    last_ns = 0
+    for file in shard.iterdir():
+        if file.name != FIRST_SEEN and SHARD.fullmatch(file.name):
+            with suppress(FileNotFoundError):  # replaced meanwhile
+                last_ns = max(last_ns, file.lstat().st_mtime_ns)
+    return last_ns
+
+
 def used_ns(shard: Path) -> int:
-    """When a shard was last used, in ns since the epoch; without its description, when it was last written to. 0 if
-    that is not known."""
-    try:
-        with suppress(FileNotFoundError):
-            return (shard / DESCRIPTION).lstat().st_mtime_ns
-        return max((each.lstat().st_mtime_ns for each in shard.iterdir()), default=0)
-    except OSError:
-        return 0
+    """`written_ns`, to rank shards by it; 0 if that is not known."""
+    with suppress(OSError):
+        return written_ns(shard)
+    return 0
 
 
 def _free_part(number: int, path: Path, namespace: bytes) -> FreePart:

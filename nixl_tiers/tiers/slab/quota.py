@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from nixl_tiers.base.chunk import NAMESPACE_NAME
-from nixl_tiers.base.manifest import Manifest
 from nixl_tiers.tiers.base import TierDown, has_expired
 from nixl_tiers.tiers.disk import SLAB_LOCK, FileIdentity, FreeSpace, describe
 from nixl_tiers.tiers.folder import Folder, ForeignTrees, Found, NotOwned, tree_bytes
-from nixl_tiers.tiers.manifests import OtherNamespaces, read_manifest
+from nixl_tiers.tiers.manifests import read_manifest
 from nixl_tiers.tiers.slab.parts import (
     DELETING,
     DESCRIPTION,
+    FIRST_SEEN,
     HELD_RETRY_S,
     LOCK,
     SHARD,
@@ -40,12 +40,12 @@ from nixl_tiers.tiers.slab.parts import (
     part_number,
     try_lock,
     used_ns,
+    written_ns,
 )
 
 logger = logging.getLogger(__name__)
 
 # Names on disk: part of the format, whatever the code calls these things.
-_FIRST_SEEN: Final = ".first-seen"  # see `_first_seen_ns`
 _JOURNAL: Final = "manifest."
 _SLAB: Final = "slab-"
 
@@ -256,9 +256,8 @@ class SlabQuota:
         """Delete every shard that no process serves and that was not written for `max_age_s`. Inside `locked`."""
         for directory in self._shards():
             with suppress(OSError):
-                files = (file.stat().st_mtime_ns for file in directory.iterdir() if file.name != _FIRST_SEEN)
-                written_ns = max(files, default=0)
-                if has_expired(_first_seen_ns(directory, written_ns, int(now_s * 1e9)) / 1e9, now_s, max_age_s):
+                first_seen_ns = _first_seen_ns(directory, written_ns(directory), int(now_s * 1e9))
+                if has_expired(first_seen_ns / 1e9, now_s, max_age_s):
                     self.delete_shard(directory)
 
     def delete_shard(self, directory: Path) -> bool:
@@ -306,23 +305,22 @@ class SlabQuota:
                 path = part.path / found["namespace"]
             logger.warning("%s: the shard was deleted, and foreign files in it stay", path)
 
-    def tell_others(self, others: OtherNamespaces, own: Manifest) -> None:
-        """What the slabs of all namespaces take but for the one that is served. Inside `locked`. Raises OSError."""
+    def other_bytes(self) -> Counter[str]:
+        """What the slabs of each namespace take that is not served. Inside `locked`. Raises OSError."""
         nbytes: Counter[str] = Counter()
-        shards: dict[str, Path] = {}
         for directory in self._shards():
             if directory.name != self._serving:
                 slabs = (file for file in os.scandir(directory) if file.name.startswith(_SLAB))
                 nbytes[directory.name] += sum(tree_bytes(file.path) for file in slabs)
-                shards[directory.name] = directory
-        others.tell(own, nbytes, lambda name: self._manifest_in(shards[name]))
+        return nbytes
 
-    def _manifest_in(self, directory: Path) -> bytes | None:
-        try:
-            with self._locked.folder(directory.parent.name) as part, part.folder(directory.name) as folder:
-                return read_manifest(folder)
-        except OSError:
-            return None
+    def manifest_of(self, namespace: str) -> bytes | None:
+        """Of the shard of this namespace that was used last. Inside `locked`. Raises OSError."""
+        for directory in reversed(self._shards()):
+            if directory.name == namespace:
+                with self._locked.folder(directory.parent.name) as part, part.folder(namespace) as folder:
+                    return read_manifest(folder)
+        return None
 
     def _shards(self) -> list[Path]:
         """The directories of all shards of all parts, the first to be deleted first, but for those in parts that other
@@ -352,17 +350,17 @@ class SlabQuota:
         self.used_bytes, self._part_used_bytes = used_bytes, part_used_bytes
 
 
-def _first_seen_ns(directory: Path, written_ns: int, now_ns: int) -> int:
+def _first_seen_ns(directory: Path, last_ns: int, now_ns: int) -> int:
     """When the shard was last written, or first seen with a time ahead of the clock, which the times of a file record.
     Raises OSError."""
-    if written_ns <= now_ns:
-        return written_ns
-    record = directory / _FIRST_SEEN
+    if last_ns <= now_ns:
+        return last_ns
+    record = directory / FIRST_SEEN
     os.close(os.open(record, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     status = record.stat()
-    if status.st_atime_ns == written_ns and status.st_mtime_ns <= now_ns:
+    if status.st_atime_ns == last_ns and status.st_mtime_ns <= now_ns:
         return status.st_mtime_ns
-    os.utime(record, ns=(written_ns, now_ns))
+    os.utime(record, ns=(last_ns, now_ns))
     return now_ns
 
 

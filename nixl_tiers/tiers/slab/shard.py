@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +21,7 @@ from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, MAX_SLOTS, Entry, TierDown, expired, has_expired, sweep_s
 from nixl_tiers.tiers.disk import HealthMonitor, describe, probe_name
 from nixl_tiers.tiers.folder import Folder
-from nixl_tiers.tiers.manifests import CLOSE_S, ManifestKeeper, read_manifest
+from nixl_tiers.tiers.manifests import ManifestMedium, read_manifest
 from nixl_tiers.tiers.nixl_agent import Agent
 from nixl_tiers.tiers.slab.journal import Journal
 from nixl_tiers.tiers.slab.journal_file import journal_bytes
@@ -55,7 +54,6 @@ class Shard:
         *,
         max_age_s: float | None = None,
         clock: Callable[[], float] = time.time,
-        manifest: ManifestKeeper | None = None,
         writes: bool = True,
     ) -> None:
         """`clock`: Unix seconds. Without `writes` it serves what is there, whatever `slots` says, and nothing below its
@@ -67,7 +65,6 @@ class Shard:
         self._quota = quota
         self._max_age_s = max_age_s
         self._clock = clock
-        self._manifest = manifest
         layout = self._layout_to_write(slots) if writes else self._layout_to_read()
         self.slabs = Slabs(directory.folder, layout, agent, quota, writes=writes)
         self.journal = Journal(directory.folder, layout.slots, self.slabs.allocated(), writes=writes)
@@ -77,7 +74,6 @@ class Shard:
         """Slots that are being erased: nothing may be stored into them or loaded from them."""
         self._expired_at_s = 0.0
         self._eraser = ThreadPoolExecutor(1, thread_name_prefix="eraser")
-        self._describing = self._eraser.submit(lambda: None)
         self._closing = False
         self._scan: SealScan | None = None
         self._log_once = LogOnce(logger)
@@ -266,36 +262,6 @@ class Shard:
             with suppress(OSError), self._quota.locked():
                 self._quota.delete_expired(max_age_s, self._clock())
 
-    # --- the manifest -----------------------------------------------------------------------------------------------
-
-    def refresh_manifest(self) -> None:
-        """If it is due, on the eraser's thread."""
-        if self._manifest is not None and self._manifest.due and self._describing.done():
-            self._describing = self._eraser.submit(self._update_manifest, self._manifest)
-
-    def _update_manifest(self, manifest: ManifestKeeper) -> None:
-        try:
-            with self._quota.locked():  # nobody allocates what is measured as free
-                manifest.update(lambda: read_manifest(self._directory.folder), self._write_manifest)
-        except OSError as error:
-            self._log_once.report("manifest", f"{self.path}: {MANIFEST_NAME} cannot be written ({describe(error)})")
-
-    def _write_manifest(self, raw: bytes) -> bool:
-        if not self._quota.fits(MAX_MANIFEST_BYTES + PAGE):
-            return False
-        self._directory.write(MANIFEST_NAME, raw)
-        return True
-
-    def _describe_last(self) -> bool:
-        """Write the manifest if it is due. False if that hangs: it uses the directory until the process exits."""
-        manifest = self._manifest
-        if manifest is None or not manifest.due or self.health.problem:
-            return True
-        writing = threading.Thread(target=self._update_manifest, args=(manifest,), daemon=True)
-        writing.start()
-        writing.join(CLOSE_S)
-        return not writing.is_alive()
-
     # --- failures ---------------------------------------------------------------------------------------------------
 
     def store_failed(self) -> None:
@@ -316,9 +282,8 @@ class Shard:
             self._log_once.report("store", f"{self.path}: rows cannot be written ({reason})")
         return problem
 
-    def close(self, *, last: bool = False) -> None:
-        """Write what is pending, as far as that is possible, and unlock it. `last`: the process is about to exit, so
-        also the manifest, if it has not been written yet."""
+    def close(self) -> None:
+        """Write what is pending, as far as that is possible; then `release` it."""
         self._closing = True
         self._eraser.shutdown(cancel_futures=True)
         self.health.close()
@@ -328,8 +293,38 @@ class Shard:
             self.journal.mark_empty(self.slabs.allocated())  # so that the next open need not look for seals in them
         self.journal.close()
         self.slabs.close()
-        if not last or self._describe_last():
-            self._directory.release()  # else the exit does
+
+    def release(self) -> None:
+        """It is not served any more, and nothing uses it: else the exit of the process does this."""
+        self._directory.release()
+
+
+class ShardManifests(ManifestMedium):
+    """For one open shard."""
+
+    def __init__(self, shard: Shard, directory: ShardDir, quota: SlabQuota) -> None:
+        self._shard = shard
+        self._directory = directory
+        self._quota = quota
+
+    def is_wanted(self) -> bool:
+        return not self._shard.health.problem
+
+    def read(self, namespace: str) -> bytes | None:
+        if namespace == self._directory.path.name:
+            return read_manifest(self._directory.folder)
+        with self._quota.locked():
+            return self._quota.manifest_of(namespace)
+
+    def write(self, raw: bytes) -> bool:
+        with self._quota.locked():  # nobody allocates what is measured as free
+            if fits := self._quota.fits(MAX_MANIFEST_BYTES + PAGE):
+                self._directory.write(MANIFEST_NAME, raw)
+            return fits
+
+    def other_bytes(self) -> Mapping[str, int]:
+        with self._quota.locked():
+            return self._quota.other_bytes()
 
 
 def slots_within(capacity_bytes: int, row_bytes: int) -> int:

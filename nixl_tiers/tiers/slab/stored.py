@@ -24,7 +24,7 @@ from nixl_tiers.tiers.folder import Folder, NotOwned
 from nixl_tiers.tiers.manifests import read_manifest
 from nixl_tiers.tiers.slab.journal_file import CHUNK_RECORDS, RECORD, JournalFile, Records, decode
 from nixl_tiers.tiers.slab.layout import SlabLayout, described, slab_name, slab_number
-from nixl_tiers.tiers.slab.parts import DELETING, DESCRIPTION, holder_now, is_shard, part_number, used_ns
+from nixl_tiers.tiers.slab.parts import DELETING, DESCRIPTION, holder_now, is_shard, part_number, written_ns
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.stored import CheckedRow, Problems, Step, StoredNamespace, defect, reason
 
@@ -77,8 +77,8 @@ class StoredShard(StoredNamespace):
         found = cls(str(folder.path.parent), folder.path.name, before_s, holder=holder)
         raw = read_manifest(folder)
         manifest = found.manifest = None if raw is None else Manifest.decode(raw)
-        found.last_used_s = max(used_ns(folder.path) / 1e9, 0.0 if manifest is None else manifest.last_used) or None
-        if before_s is not None and (found.last_used_s or 0.0) >= before_s:
+        found.last_used_s = max(written_ns(folder.path) / 1e9, 0.0 if manifest is None else manifest.last_used)
+        if before_s is not None and found.last_used_s >= before_s:
             return found
         if before_s is not None and holder:
             found.refused = f"{found.place} is held by {holder}, so nothing in it is deleted"
@@ -108,8 +108,12 @@ class StoredShard(StoredNamespace):
 
     def delete(self, step: Step) -> None:
         shard = Path(self.place, self.name)
-        if self.before_s is None or used_ns(shard) / 1e9 < self.before_s:
-            self._delete(shard, lambda quota: quota.delete_shard(shard), step)
+
+        def delete(quota: SlabQuota) -> None:
+            if self.before_s is None or written_ns(shard) / 1e9 < self.before_s:
+                quota.delete_shard(shard)
+
+        self._delete(shard, delete, step)
 
     def _delete(self, path: Path, delete: Callable[[SlabQuota], object], step: Step) -> None:
         """By the lock of the tier's path and that of the part, as engines do it."""

@@ -12,7 +12,6 @@ import resource
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from typing import Final
 
 from nixl_tiers.base.chunk import Geometry, Outcome
@@ -23,11 +22,11 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused, sweep_s
 from nixl_tiers.tiers.disk import SLAB_LOCK, FreeSpace, MountGuard, describe, open_agent, open_error, prepare_path
-from nixl_tiers.tiers.manifests import ManifestAuthor, ManifestKeeper, OtherNamespaces
+from nixl_tiers.tiers.manifests import ManifestKeeper
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit
 from nixl_tiers.tiers.nixl_agent import AgentError, Registration, Span, Transfer
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
-from nixl_tiers.tiers.slab.shard import GROWTH_S, OVERDUE_S, Growth, Shard, slots_within
+from nixl_tiers.tiers.slab.shard import GROWTH_S, OVERDUE_S, Growth, Shard, ShardManifests, slots_within
 from nixl_tiers.tiers.slab.slabs import NoSpace
 from nixl_tiers.tiers.staging import DirectRows, Staging
 
@@ -81,17 +80,16 @@ class SlabTier(StorageTier):
             may_start=lambda: self._open is None or not self._open.health.problem,
             held_until_s=lambda: region.stores_held_until_s,
         )
-        self._author = ManifestAuthor(geometry.row_bytes)
-        self._others = OtherNamespaces(logger)
+        self._manifests = ManifestKeeper(geometry.row_bytes)
         _raise_file_limit()
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
     def identify(self, engine: str) -> None:
-        self._author.engine = engine
+        self._manifests.engine = engine
 
     def describe(self, description: Description) -> None:
-        self._author.description = description
+        self._manifests.description = description
 
     def open(self, namespace: bytes, epoch: int) -> int:
         # A reset keeps the part; after a fault it is claimed anew.
@@ -121,7 +119,6 @@ class SlabTier(StorageTier):
             )
         prepare_path(self._config, self._mount, self._log_once)
         self._quota.forget_path()
-        own = self._author.manifest(namespace.hex(), epoch)
 
         def opened(directory: ShardDir) -> Shard:
             self._mount.remember(self._config.path)
@@ -133,7 +130,6 @@ class SlabTier(StorageTier):
                 self._quota,
                 max_age_s=self._config.max_age,
                 clock=self._clock,
-                manifest=ManifestKeeper(own, self._clock) if own is not None and writes else None,
                 writes=writes,
             )
 
@@ -151,15 +147,14 @@ class SlabTier(StorageTier):
                 shard = opened(directory)
                 assert shard.slabs.layout.slots <= slots, "a part has more slots than its share"
                 self._quota.make_room(0)  # the capacity may be smaller than last time
-                if own is not None and self._others.first():
-                    with suppress(OSError):
-                        self._quota.tell_others(self._others, own)
             except BaseException:
                 if shard is not None:
                     shard.close()
                 self._quota.discard(directory)
                 raise
-            return shard
+        medium = ShardManifests(shard, directory, self._quota)
+        self._manifests.serve(namespace.hex(), epoch, medium, self._clock)
+        return shard
 
     @property
     def slots(self) -> int | None:
@@ -173,9 +168,8 @@ class SlabTier(StorageTier):
         return self._served.list_rows()
 
     def maintain(self) -> Iterator[list[Entry]]:
-        """Refresh the manifest, erase what is too old, then try again to grow, and free what is empty."""
+        """Erase what is too old, then try again to grow, and free what is empty."""
         served, slots = self._served, self._slots
-        served.refresh_manifest()
         yield from served.expire(self._slots_in_use)
         if slots is not None:
             yield from slots.maintain(self._slots_in_use, lambda: self._growth is not None)
@@ -254,7 +248,9 @@ class SlabTier(StorageTier):
         shard, self._open, self._slots = self._open, None, None
         if shard is not None:
             self._allocator.submit(lambda: None).result()  # wait for its current task, which uses this shard
-            shard.close(last=last)
+            shard.close()
+            if self._manifests.stop(last=last):
+                shard.release()
 
     # --- moving rows ------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from nixl_tiers.base.chunk import Geometry, Outcome, object_name
 from nixl_tiers.base.manifest import Description, Manifest
 from nixl_tiers.cli import FAILED, INCOMPLETE, OK, main
 from nixl_tiers.config.schema import S3Config
+from nixl_tiers.tiers import manifests
 from nixl_tiers.tiers.s3 import answers, janitor, lease
-from nixl_tiers.tiers.s3 import tier as tier_module
 from nixl_tiers.tiers.s3.answers import answered_at_s
 from nixl_tiers.tiers.s3.lease_state import Record
 from nixl_tiers.tiers.stored import find_stored
@@ -34,7 +34,7 @@ def test_prefix_is_inspected_verified_and_purged_under_an_open_tier(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(tier_module, "MANIFEST_CHECK_S", 0.02)
+    monkeypatch.setattr(manifests, "CHECK_S", 0.02)
     shared = isinstance(s3_server, SeaweedServer)  # one of each kind is enough
     url = f"s3://{place['bucket']}/{place['prefix']}"
 

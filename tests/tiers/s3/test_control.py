@@ -76,7 +76,7 @@ def test_steady_deletes_leave_time_for_everything_else(monkeypatch: pytest.Monke
     """Rows are evicted without end while a server is slow to delete."""
     monkeypatch.setattr(control, "CREDENTIALS_CHECK_S", 0.0)
     bucket = S3Control(S3Config(type="s3", bucket="kv-control", endpoint="http://127.0.0.1:1", capacity="1GiB"))
-    listing, manifest, renewed = FailingListing(failures=0, pages=3), threading.Event(), threading.Event()
+    listing, renewed = FailingListing(failures=0, pages=3), threading.Event()
     deletes, steady = list[str](), True
 
     def delete_objects(**_: object) -> dict[str, object]:
@@ -85,10 +85,6 @@ def test_steady_deletes_leave_time_for_everything_else(monkeypatch: pytest.Monke
             bucket.delete(deletes[-1:])
         return {}
 
-    def write_manifest(_client: object) -> float:
-        manifest.set()
-        return 3600.0
-
     connection = bucket.connection
     connection.credentials = Credentials("id", "secret")
     connection.client = connection.delete_client = SimpleNamespace(delete_objects=delete_objects)
@@ -96,12 +92,10 @@ def test_steady_deletes_leave_time_for_everything_else(monkeypatch: pytest.Monke
         try:
             bucket.delete(["nixl-tiers/first"])
             bucket.start_listing(listing)
-            bucket.set_chore(write_manifest)
             bucket.connect()
             assert renewed.wait(30), "credentials are not renewed"
             monkeypatch.setattr(control, "CREDENTIALS_CHECK_S", 3600.0)
             assert listing.done.wait(30), "no sweep ends"
-            assert manifest.wait(30), "no manifest is written"
             before = len(deletes)
             assert wait_until(lambda: len(deletes) > before + 10)  # and deletes go on
         finally:

@@ -10,6 +10,7 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.base.manifest import Description, Manifest
+from nixl_tiers.tiers import manifests
 from nixl_tiers.tiers.s3 import tier as tier_module
 from nixl_tiers.tiers.s3.conditional import small_object
 from tests.support.servers import MotoServer
@@ -21,7 +22,7 @@ ABOUT = Description(model="org/model", note="test rows")
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_module, "MANIFEST_CHECK_S", 0.02)
+    monkeypatch.setattr(manifests, "CHECK_S", 0.02)
 
 
 @pytest.fixture
@@ -37,6 +38,19 @@ def name_of(driver: TierDriver, namespace: bytes = NAMESPACE) -> str:
 def manifest_in(moto: MotoServer, driver: TierDriver) -> Manifest | None:
     raw = small_object(moto.client(), driver.config.bucket, name_of(driver))
     return None if raw is None else Manifest.decode(raw)
+
+
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Grows each time that a tier has looked whether there are rows."""
+    found: list[bool] = []
+    is_wanted = tier_module._Manifests.is_wanted
+
+    def noted(self: tier_module._Manifests) -> bool:
+        found.append(is_wanted(self))
+        return found[-1]
+
+    monkeypatch.setattr(tier_module._Manifests, "is_wanted", noted)
+    return found
 
 
 def start(place: dict[str, Any], **fields: Any) -> TierDriver:
@@ -68,9 +82,10 @@ def test_manifest_is_written_with_the_first_rows_and_is_no_row(
 def test_manifest_of_an_engine_that_ran_for_seconds_is_written_at_close(
     moto: MotoServer, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_module, "MANIFEST_CHECK_S", 1e9)  # it is looked once, before there are rows
+    monkeypatch.setattr(manifests, "CHECK_S", 1e6)  # it is looked once, before there are rows
+    looks = looked(monkeypatch)
     with start(place) as driver:
-        assert wait_until(lambda: driver.tier._control._chore_at > 1e8)
+        assert wait_until(lambda: bool(looks))
         assert wait_until(lambda: driver.store([1]) == [Outcome.OK])
         assert manifest_in(moto, driver) is None
     found = manifest_in(moto, driver)
@@ -79,7 +94,8 @@ def test_manifest_of_an_engine_that_ran_for_seconds_is_written_at_close(
 
 
 def test_server_that_hangs_does_not_hang_the_close(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_module, "MANIFEST_CHECK_S", 1e9)
+    monkeypatch.setattr(manifests, "CHECK_S", 1e6)
+    looks = looked(monkeypatch)
     hangs, goes_on = threading.Event(), threading.Event()
 
     def hang(*_: object) -> None:
@@ -88,7 +104,7 @@ def test_server_that_hangs_does_not_hang_the_close(place: dict[str, Any], monkey
 
     monkeypatch.setattr(tier_module, "small_object", hang)
     driver = start(place)
-    assert wait_until(lambda: driver.tier._control._chore_at > 1e8)
+    assert wait_until(lambda: bool(looks))
     assert wait_until(lambda: driver.store([1]) == [Outcome.OK])
     closing = threading.Thread(target=driver.tier.close, daemon=True)
     closing.start()
@@ -127,8 +143,8 @@ def test_reader_writes_no_manifest(moto: MotoServer, place: dict[str, Any]) -> N
         assert driver.store([1]) == [Outcome.OK]
     with start(place, write="off") as reader:
         assert reader.load([1]) == [Outcome.OK]
-        assert reader.tier._control._chore is None
-        assert manifest_in(moto, reader) is None
+        assert reader.tier._manifests._thread is None
+    assert manifest_in(moto, reader) is None
 
 
 def test_server_that_takes_no_manifest_costs_no_row(faulty: FaultyS3) -> None:

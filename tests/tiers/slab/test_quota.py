@@ -32,7 +32,8 @@ def leave_shard(path: Path, number: int, nbytes: int, age_s: float = 0, part: in
     (shard / "namespace.json").write_text(json.dumps({"journal_bytes": MIB}))
     (shard / "slab-00000.kv").write_bytes(b"x" * nbytes)
     stamp = time.time() - age_s
-    os.utime(shard / "namespace.json", (stamp, stamp))
+    for file in shard.iterdir():
+        os.utime(file, (stamp, stamp))
     return shard
 
 
@@ -212,6 +213,16 @@ def test_orphan_of_a_crashed_deletion_is_deleted(tmp_path: Path) -> None:
     quota.release()
     assert not gone.exists()
     assert all((each / "slab-00000.kv").exists() for each in foreign)
+
+
+@pytest.mark.parametrize("name", ["namespace.json", "manifest.journal", "about.json", "slab-00000.kv"])
+def test_shard_is_as_young_as_what_its_engine_wrote_last(name: str, tmp_path: Path) -> None:
+    """It was killed, so it has marked no end of its use."""
+    quota = SlabQuota(tmp_path, 8 * MIB)
+    shards = [leave_shard(tmp_path, number, 3 * MIB, age_s=100 * number) for number in (1, 2)]
+    (shards[1] / name).touch()
+    assert room(quota, 3 * MIB)
+    assert [shard.exists() for shard in shards] == [False, True]
 
 
 def test_foreign_things_in_a_shard_stay_when_it_is_deleted(tmp_path: Path) -> None:
