@@ -107,7 +107,7 @@ def test_get_holds_stores_while_it_copies(monkeypatch: pytest.MonkeyPatch) -> No
             held.append(store.coordinator.region.stores_held_until_s)
             super().__setitem__(key, value)
 
-    monkeypatch.setattr("nixl_tiers.store.out_of", lambda out, *_: out)
+    monkeypatch.setattr("nixl_tiers.store._out_of", lambda out, *_: out)
     with nixl_tiers.open({"tiers": [{"type": "cpu", "capacity": "1MiB"}]}, 1000, "test") as store:
         store.put(KEYS, np.ones((2, 1000), np.uint8))
         assert store.get(KEYS, np.zeros((2, 1000), np.uint8).view(Out)) == [True, True]
