@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from botocore.parsers import ResponseParserError
@@ -385,7 +385,7 @@ class Janitor:
             if unknown and unknown & self._read_counters().keys():
                 return
             self._account.read(self._usage.counted)
-        usage = self._account.usage
+        usage = replace(self._account.usage, oldest=self._victims.oldest)
         if self._usage is not None:  # else the prefix could hold more than its capacity: docs/internals/s3-tier.md
             counted = self._usage.counted.items()
             assert all(usage.counted.get(mover, n) >= n for mover, n in counted), "a record counts less than the last"

@@ -25,21 +25,27 @@ MIN_VICTIMS: Final = 1 << 16
 
 @dataclass(frozen=True)
 class Usage:
-    """The usage record: at most so many bytes are below the prefix, but for uploads beyond `counted`, by mover ID."""
+    """The usage record: at most so many bytes are below the prefix, but for uploads beyond `counted`, by mover ID.
+
+    `oldest`: the janitor has deleted all that was last written before, in Unix seconds by the server's Last-Modified;
+    0: not known, as in the records of older releases. Fields that are not known here are ignored.
+    """
 
     nbytes: int
     counted: Mapping[str, int] = field(default_factory=dict)
+    oldest: int = 0
 
     def encode(self) -> bytes:
-        return json.dumps({"bytes": self.nbytes, "counted": dict(self.counted)}).encode()
+        return json.dumps({"bytes": self.nbytes, "counted": dict(self.counted), "oldest": self.oldest}).encode()
 
     @classmethod
     def decode(cls, raw: bytes) -> Self | None:
         """None if this is not a usage record."""
         try:
             found = json.loads(raw)
-            return cls(int(found["bytes"]), {str(mover): int(n) for mover, n in found["counted"].items()})
-        except (ValueError, TypeError, KeyError, AttributeError):
+            counted = {str(mover): int(n) for mover, n in found["counted"].items()}
+            return cls(int(found["bytes"]), counted, max(0, int(found.get("oldest", 0))))
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return None
 
 
@@ -85,6 +91,12 @@ class UploadQuota:
         """Bytes below the prefix by the usage record; None before there is one."""
         with self._lock:
             return None if self._usage is None else self._usage.nbytes
+
+    @property
+    def oldest(self) -> int:
+        """`Usage.oldest` of that record; 0 before there is one."""
+        with self._lock:
+            return 0 if self._usage is None else self._usage.oldest
 
     def refresh(self, usage: Usage | None, valid_for_s: float) -> None:
         """The usage record, which is valid for `valid_for_s` from now on."""
@@ -158,12 +170,11 @@ class Victims:
 
     def take(self, nbytes: int, before_s: float, most: int) -> dict[bytes, int]:
         """Up to `most` more of them, the oldest first: until they have `nbytes`, and all written before `before_s`."""
-        if self._order is None:
-            self._order = np.argsort(np.frombuffer(self._modified_s, np.float64), kind="stable")
+        order = self._sorted()
         taken: dict[bytes, int] = {}
         self._taken_from = self._next
-        while self._next < len(self._order) and len(taken) < most:
-            number = int(self._order[self._next])
+        while self._next < len(order) and len(taken) < most:
+            number = int(order[self._next])
             if nbytes <= 0 and self._modified_s[number] >= before_s:
                 break
             taken[self._names[number]] = self._nbytes[number]
@@ -174,6 +185,21 @@ class Victims:
     def put_back(self) -> None:
         """What `take` has returned last is the first to be taken again."""
         self._next = self._taken_from
+
+    @property
+    def oldest(self) -> int:
+        """All that the listing has found of before was taken (Unix seconds); 0 if it has found nothing."""
+        order = self._sorted()
+        if not len(order):
+            return 0
+        if self._next == len(order) and self._cut_s < float("inf"):
+            return int(self._cut_s)
+        return int(self._modified_s[int(order[min(self._next, len(order) - 1)])])
+
+    def _sorted(self) -> np.ndarray[Any, np.dtype[np.intp]]:
+        if self._order is None:
+            self._order = np.argsort(np.frombuffer(self._modified_s, np.float64), kind="stable")
+        return self._order
 
     def _prune(self) -> None:
         modified_s = np.frombuffer(self._modified_s, np.float64)

@@ -221,6 +221,25 @@ class TestBudget:
         assert fresh in rows_in(s3_server, place)
         assert client.head_object(Bucket=bucket, Key=f"{place['prefix']}/notes.txt")
 
+    def test_the_usage_record_says_what_is_deleted(
+        self, drivers: list[TierDriver], s3_server: S3Server, place: dict[str, Any]
+    ) -> None:
+        """All that was written before `oldest`, and nothing that was written a second later or more."""
+        one, two, _ = drivers
+        client, bucket = s3_server.client(), place["bucket"]
+        for number in range(CAPACITY_ROWS):
+            client.put_object(Bucket=bucket, Key=one.name(number, OTHER_NAMESPACE), Body=bytes(ROW))
+        one.open()
+        two.open()
+        left = CAPACITY_ROWS - 2 * WINDOW_ROWS
+        assert wait_until(lambda: len(rows_in(s3_server, place)) == left)
+        heads = [client.head_object(Bucket=bucket, Key=name) for name in rows_in(s3_server, place)]
+        oldest = min(int(head["LastModified"].timestamp()) for head in heads)
+        for driver in (one, two):
+            assert driver.tier._rows.upload_quota is not None
+            quota = driver.tier._rows.upload_quota
+            assert wait_until(lambda quota=quota: quota.oldest == oldest)  # type: ignore[misc]
+
     def test_uploads_go_on_between_listings(self, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             tier_module,

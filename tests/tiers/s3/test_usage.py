@@ -54,7 +54,13 @@ class TestUploadQuota:
 )
 def test_invalid_usage_records_are_rejected(raw: bytes) -> None:
     assert Usage.decode(raw) is None
-    assert Usage.decode(Usage(5, {"me": 7}).encode()) == Usage(5, {"me": 7})
+    assert Usage.decode(Usage(5, {"me": 7}, 9).encode()) == Usage(5, {"me": 7}, 9)
+
+
+def test_records_of_other_releases_are_read() -> None:
+    assert Usage.decode(b'{"bytes": 5, "counted": {"me": 7}}') == Usage(5, {"me": 7}, 0), "an older one"
+    assert Usage.decode(b'{"bytes": 5, "counted": {}, "oldest": 9, "new": {"a": [1]}}') == Usage(5, {}, 9), "a newer one"
+    assert Usage.decode(b'{"bytes": 5, "counted": {}, "oldest": Infinity}') is None
 
 
 class TestAccount:
@@ -89,6 +95,24 @@ class TestVictims:
         assert list(victims.take(0, 15.0, 1000)) == [b"%d" % age for age in range(10, 15)], "the expired ones"
         assert len(victims.take(10**9, 0.0, 7)) == 7
         assert len(victims.take(10**9, 0.0, 10_000)) == 1000 - 22
+
+    def test_what_was_taken_is_older_than_all_that_is_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(usage, "MIN_VICTIMS", 20)
+        assert Victims(0).oldest == 0
+        victims = Victims(0)
+        for age in random.Random(1).sample(range(1, 1001), 1000):
+            victims.add(float(age), b"%d" % age, ROW)
+        assert victims.oldest == 1
+        victims.take(5 * ROW, 0.0, 1000)
+        assert victims.oldest == 6
+        victims.put_back()
+        assert victims.oldest == 1, "perhaps they are still there"
+        taken = victims.take(10**9, 0.0, 10_000)
+        assert victims.oldest == len(taken) + 1, "the rows whose names were not kept"
+        few = Victims(0)
+        few.add(7.5, b"x", ROW)
+        few.take(ROW, 0.0, 1000)
+        assert few.oldest == 7, "others may have been written at the same time"
 
     @pytest.mark.parametrize("order", ["random", "newest first", "oldest first"])
     def test_no_row_that_is_left_out_is_older(self, monkeypatch: pytest.MonkeyPatch, order: str) -> None:
