@@ -292,8 +292,8 @@ class GenerationIgnored(Events):
     """A new mover's jobs have the same ids as those of the one before it."""
 
     def lost(self, tier: int, now: float) -> None:
-        index = self._state.tiers[tier]
-        open_jobs = [*index.jobs, *(job.id for dead in index.dead for job in dead.to_end)]
+        lost = self._state.tiers[tier]
+        open_jobs = [*lost.jobs, *(job.id for dead in lost.dead for job in dead.to_end)]
         super().lost(tier, now)
         self._state.last_job_id = min(open_jobs, default=self._state.last_job_id + 1) - 1
 

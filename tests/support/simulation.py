@@ -385,28 +385,28 @@ class Simulation:
         """Expire, plan, send; kill what is overdue."""
         self._told_s = self.now
         expire(self.core, self.now)
-        for tier in self.core.health.overdue(self.now):
-            self.send_kill(tier)
-        for index in self.core.tiers:
-            index.send_credits = self.room
+        for number in self.core.health.overdue(self.now):
+            self.send_kill(number)
+        for tier in self.core.tiers:
+            tier.send_credits = self.room
         jobs = sorted(self.core.events.plan(self.now), key=lambda job: job.direction is Direction.STORE)
         self._hold.planned(jobs, self.now)
         loads = sum(job.direction is Direction.LOAD for job in jobs)
         self._send_jobs(jobs[:loads])
-        for tier, index in enumerate(self.core.tiers):
-            for batch in index.delete_batches(self.limits.deletes_per_batch):
-                self._send(tier, batch)
+        for number, tier in enumerate(self.core.tiers):
+            for batch in tier.delete_batches(self.limits.deletes_per_batch):
+                self._send(number, batch)
             self.core.garbage.drop(4)
-            require(index.send_credits >= 0, "more is sent than there is room for")
-            stores = any(job.tier == tier for job in jobs[loads:])
-            require(not (stores and index.index.to_delete), "a store overtakes what goes before it")
+            require(tier.send_credits >= 0, "more is sent than there is room for")
+            stores = any(job.tier == number for job in jobs[loads:])
+            require(not (stores and tier.index.to_delete), "a store overtakes what goes before it")
         self._send_jobs(jobs[loads:])
-        for tier, index in enumerate(self.core.tiers):
-            due = self.now >= self._uses_due_s and index.send_credits > 0
-            if due and index.state is TierState.UP and (used := index.index.take_uses(4)):
-                keys = {row.slot: key for key, row in rows_of(index).items()}
-                require(self.movers[tier].physical, "a tier without places is sent slots")
-                self._send(tier, Uses([(slot, keys[slot], tick) for slot, tick in used]))
+        for number, tier in enumerate(self.core.tiers):
+            due = self.now >= self._uses_due_s and tier.send_credits > 0
+            if due and tier.state is TierState.UP and (used := tier.index.take_uses(4)):
+                keys = {row.slot: key for key, row in rows_of(tier).items()}
+                require(self.movers[number].physical, "a tier without places is sent slots")
+                self._send(number, Uses([(slot, keys[slot], tick) for slot, tick in used]))
         if self.now >= self._uses_due_s:
             self._uses_due_s = self.now + USES_S
         for probe in self.core.events.plan_checks(self.now):
@@ -724,30 +724,30 @@ class Simulation:
         require(held <= int(self.limits.line_share * self.rows), "requests that wait for their turn hold too much")
         pinned = sum(sum(not row.invalidated for row in place.request.pinned.values()) for place in line._places)
         require(pinned <= held, "a request in line pins more than it holds")
-        for index, mover in zip(core.tiers, self.movers, strict=True):
-            rows = rows_of(index)
-            require(len(rows) == len(index.index), "a row is lost, or there twice")
+        for tier, mover in zip(core.tiers, self.movers, strict=True):
+            rows = rows_of(tier)
+            require(len(rows) == len(tier.index), "a row is lost, or there twice")
             held = sum(row.stored for row in rows.values())
-            require(index.counters.rows == held, f"a tier holds {held} rows, and {index.counters} say otherwise")
+            require(tier.counters.rows == held, f"a tier holds {held} rows, and {tier.counters} say otherwise")
             slots = [row.slot for row in rows.values()] if mover.physical else []
             require(len(set(slots)) == len(slots), "two keys in one slot")
-            if self._steps is not None and index.number == self._stepping:
-                require(len(rows) <= len(index.index.slots), "a row without a slot")
+            if self._steps is not None and tier.number == self._stepping:
+                require(len(rows) <= len(tier.index.slots), "a row without a slot")
             else:
-                budget = max(index.index.slots.limit, 0)
-                require(len(rows) == len(index.index.slots) <= budget, "slots leak, or above the budget")
-            moving = [move for job in index.jobs.values() for move in job.moves]
-            moving += [move for dead in index.dead for job in dead.to_end for move in job.moves]
+                budget = max(tier.index.slots.limit, 0)
+                require(len(rows) == len(tier.index.slots) <= budget, "slots leak, or above the budget")
+            moving = [move for job in tier.jobs.values() for move in job.moves]
+            moving += [move for dead in tier.dead for job in dead.to_end for move in job.moves]
             loads = Counter(move.key for move in moving if rows.get(move.key, NO_ROW).id == move.id and not move.tick)
             pins = {key: row.pins for key, row in rows.items() if row.pins}
             require(sum(pins.values()) <= sum(loads.values()), "a row stays pinned that nobody moves")
             require(len(mover.here) <= mover.slots or not mover.physical, "more on the medium than it may hold")
-            require(not index.rows_loading < 0 and not index.rows_storing < 0, "window counts below nothing")
-            staged = [row for row in index.staged.values() if not row.invalidated]
+            require(not tier.rows_loading < 0 and not tier.rows_storing < 0, "window counts below nothing")
+            staged = [row for row in tier.staged.values() if not row.invalidated]
             require(len(staged) <= max(1, self.rows // 4), "demotion pins too much of the host")
             require(all(row.request_pins for row in staged), "a row under demotion may be evicted")
             mover.used = {key: tick for key, tick in mover.used.items() if key in rows}
-            for job in index.jobs.values():
+            for job in tier.jobs.values():
                 waited_s = self._told_s - job.started_s
                 require(
                     mover.dying or waited_s <= self.limits.hard_deadline_max_s,
@@ -786,20 +786,20 @@ class Simulation:
     def _check_victims(self) -> None:
         """Each victim that waits to be written below is on its way there, or back to the policy."""
         core = self.core
-        for index in (None, *core.tiers):
-            below = core._state.below_host if index is None else core._state.below(index)
-            evicting = core.host.evicting if index is None else index.index.evicting
+        for tier in (None, *core.tiers):
+            below = core._state.below_host if tier is None else core._state.below(tier)
+            evicting = core.host.evicting if tier is None else tier.index.evicting
             written = set()
             if below is not None:
                 written |= {*below.to_store, *below.waiting_for_seal}
                 jobs = [*below.jobs.values(), *(job for dead in below.dead for job in dead.to_end)]
                 written |= {move.key for job in jobs if job.direction is Direction.STORE for move in job.moves}
-            if index is not None:
-                written |= {*index.to_demote, *index.staged}
+            if tier is not None:
+                written |= {*tier.to_demote, *tier.staged}
             require(written >= set(evicting), "a victim waits for ever for its write")
-            rows = core.host.index if index is None else rows_of(index)
+            rows = core.host.index if tier is None else rows_of(tier)
             marked = {key for key, row in rows.items() if row.evicting}
-            former = set() if index is None else {key for keys in index.index.former for key in keys}
+            former = set() if tier is None else {key for keys in tier.index.former for key in keys}
             require(set(evicting) <= marked <= former.union(evicting), "a victim is lost")
 
     def _check_uses(self) -> None:
@@ -809,9 +809,9 @@ class Simulation:
             for row in use.rows:
                 gone = row.invalidated or core.host.index.get(row.key) is not row
                 require(gone or row.tick >= use.tick, "a use by the engine is never noted")
-            for (tier, key), row_id in use.ids.items():
-                if core.tiers[tier].index.has(key, row_id):
-                    used = self.movers[tier].used
+            for (number, key), row_id in use.ids.items():
+                if core.tiers[number].index.has(key, row_id):
+                    used = self.movers[number].used
                     used[key] = max(use.tick, used.get(key, 0))
         self._uses.clear()
 
@@ -819,9 +819,9 @@ class Simulation:
         """Let everything that can end, end; then nothing may be pinned, queued or pending."""
         self.room = max(self.room, SOME_ROOM)
         self.turns = MANY_TURNS
-        for tier in range(len(self.movers)):
-            self.heal(tier)
-            self.reap(tier)
+        for number in range(len(self.movers)):
+            self.heal(number)
+            self.reap(number)
         for name in list(self.queued):
             self.turn(name)
         self._run_out()
@@ -836,15 +836,18 @@ class Simulation:
         require(not self.core.checks.busy, "a check never ends")
         require(not self.core.engine_hits.waiting, "a use by the engine is never noted")
         require(not any(tier.index.former for tier in self.core.tiers), "a victim from before a reset stays one")
-        require(not any(index.staged for index in self.core.tiers), "a demotion never ends")
-        require(not any(s.index.to_delete for s in self.core.tiers), "rows to delete are never sent")
-        for index, mover in zip(self.core.tiers, self.movers, strict=True):
+        require(not any(tier.staged for tier in self.core.tiers), "a demotion never ends")
+        require(not any(tier.index.to_delete for tier in self.core.tiers), "rows to delete are never sent")
+        for tier, mover in zip(self.core.tiers, self.movers, strict=True):
             for key, tick in mover.used.items():
-                recorded = mover.ticks.get((mover.epoch, rows_of(index)[key].slot), 0) >= tick
+                recorded = mover.ticks.get((mover.epoch, rows_of(tier)[key].slot), 0) >= tick
                 require(recorded or self.now < self._uses_due_s, "a use is never recorded")
         require(not self.core._requests.queued, "a request waits for its turn for ever")
-        require(self.core.backlog() == 0 and not any(s.jobs for s in self.core.tiers), "a job never ends")
-        require(not any(s.dead or s.trials_running or s.quarantined for s in self.core.tiers), "a dead job never ends")
+        require(self.core.backlog() == 0 and not any(tier.jobs for tier in self.core.tiers), "a job never ends")
+        require(
+            not any(tier.dead or tier.trials_running or tier.quarantined for tier in self.core.tiers),
+            "a dead job never ends",
+        )
         self._measuring.ended()
         self._recover()
 
@@ -853,9 +856,9 @@ class Simulation:
         has those that are asked for."""
         for number in range(20):
             tiers = [
-                (index.spec.write is Write.OFF, self._loadable(index, mover))
-                for index, mover in zip(self.core.tiers, self.movers, strict=True)
-                if index.circuit is not BreakerState.CLOSED
+                (tier.spec.write is Write.OFF, self._loadable(tier, mover))
+                for tier, mover in zip(self.core.tiers, self.movers, strict=True)
+                if tier.circuit is not BreakerState.CLOSED
             ]
             if all(only_read and not held for only_read, held in tiers):
                 return
@@ -869,10 +872,10 @@ class Simulation:
                 self.advance(self.limits.breaker.max_backoff_s / 2)
         require(False, "a circuit never closes")
 
-    def _loadable(self, index: Tier, mover: SimulatedMover) -> list[Key]:
+    def _loadable(self, tier: Tier, mover: SimulatedMover) -> list[Key]:
         """Good rows of the tier that the host lacks."""
         good = [key for key, content in mover.here.values() if content == Content(key, self.epoch)]
-        return sorted(key for key in good if key in index.index and key not in self.core.host.index)
+        return sorted(key for key in good if key in tier.index and key not in self.core.host.index)
 
     def _run_out(self) -> None:
         for _ in range(300):
@@ -968,7 +971,7 @@ class Simulation:
                 keys, waits_for = [key, *waits_for], []
                 known = any(key in self.core.host.index for key in keys)
                 known |= any(key in tier.index for tier in self.core.tiers for key in keys)
-                known |= any(queued in keys for index in self.core.tiers for _, queued in index.to_load)
+                known |= any(queued in keys for tier in self.core.tiers for _, queued in tier.to_load)
                 known |= prompt.scan is Scan.EACH and self._listing()
                 known |= self.core.events.unfinished
                 require(known or self._may_be_checked(since), "a request waits too long for a check")
@@ -1021,7 +1024,7 @@ class Simulation:
         require(self.now <= since + self.limits.wait_s, "a request waits past its deadline")
         known = any(key in self.core.host.index for key in keys)
         known |= any(key in tier.index for tier in self.core.tiers for key in keys)
-        known |= any(queued in keys for index in self.core.tiers for _, queued in index.to_load)
+        known |= any(queued in keys for tier in self.core.tiers for _, queued in tier.to_load)
         known |= self.core.events.unfinished
         require(known or self._may_be_checked(since), "a request waits too long for a check")
 
@@ -1035,15 +1038,15 @@ class Simulation:
             require(self.region[row] == Content(key, self.epoch), f"a hit on {key!r} gives {self.region[row]}")
 
     def _listing(self) -> bool:
-        return any(index.state is TierState.LISTING for index in self.core.tiers)
+        return any(tier.state is TierState.LISTING for tier in self.core.tiers)
 
     def _yet_to_be_listed(self, key: Key) -> bool:
         """Whether a serving tier is still going to list `key`. For a shared one, a check may have found it absent."""
         return any(
             key in {row[1] for row in (piece if isinstance(piece, list) else piece.rows)}
-            for index, mover in zip(self.core.tiers, self.movers, strict=True)
-            if index.readable and index.state is TierState.LISTING and not index.spec.existence_checks
-            for piece in (mover.listing if key not in index.index else ())
+            for tier, mover in zip(self.core.tiers, self.movers, strict=True)
+            if tier.readable and tier.state is TierState.LISTING and not tier.spec.existence_checks
+            for piece in (mover.listing if key not in tier.index else ())
         )
 
     def _run(self, name: str, prompt: Prompt) -> None:
@@ -1079,9 +1082,9 @@ class Simulation:
     def _used(self, keys: Sequence[Key], name: str) -> None:
         tick = self.core._requests.by_name[name].tick
         assert tick is not None
-        for index, mover in zip(self.core.tiers, self.movers, strict=True):
+        for tier, mover in zip(self.core.tiers, self.movers, strict=True):
             for key in keys if mover.physical else ():
-                if key in index.index:
+                if key in tier.index:
                     mover.used[key] = max(tick, mover.used.get(key, 0))
 
     def _finish(self, name: str) -> None:

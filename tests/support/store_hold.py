@@ -40,17 +40,21 @@ class HoldJudge:
         """All jobs of one turn were planned, with credits for more."""
         self._look_at_jobs()
         stores = {job.tier for job in jobs if job.direction is Direction.STORE}
-        for index, tier in zip(self._core.tiers, self._tiers, strict=True):
-            room = index.store_credits > 0 and index.rows_storing < self._core._state.store_window
-            could = index.writable and index.to_store and not index.dead and room and not self._core.events.unfinished
-            first = next(iter(index.to_store), None)
-            if not could or index.number in stores:
-                tier.waits_since_s = None
+        for tier, watched in zip(self._core.tiers, self._tiers, strict=True):
+            room = tier.store_credits > 0 and tier.rows_storing < self._core._state.store_window
+            could = tier.writable and tier.to_store and not tier.dead and room and not self._core.events.unfinished
+            first = next(iter(tier.to_store), None)
+            if not could or tier.number in stores:
+                watched.waits_since_s = None
                 continue
-            if tier.waits_since_s is None or first != tier.first:  # those before it found no slot, and were dropped
-                tier.waits_since_s = now
-            tier.first = first
-            self._require(now - tier.waits_since_s <= self._core.limits.store_hold_s, "a store is held up for too long")
+            if (
+                watched.waits_since_s is None or first != watched.first
+            ):  # those before it found no slot, and were dropped
+                watched.waits_since_s = now
+            watched.first = first
+            self._require(
+                now - watched.waits_since_s <= self._core.limits.store_hold_s, "a store is held up for too long"
+            )
 
     def _judged_plan(self, tier: Tier, now: float) -> list[Job]:
         watched, held, hold_s = self._tiers[tier.number], self._watch(tier, now), self._core.limits.store_hold_s
@@ -89,29 +93,29 @@ class HoldJudge:
 
     @property
     def _promoting(self) -> bool:
-        running = {job.id for index in self._core.tiers for job in index.jobs.values() if not job.abandoned}
-        return bool(self._promotions & running) or any(index.to_load for index in self._core.tiers)
+        running = {job.id for tier in self._core.tiers for job in tier.jobs.values() if not job.abandoned}
+        return bool(self._promotions & running) or any(tier.to_load for tier in self._core.tiers)
 
-    def _must_hold(self, index: Tier) -> bool:
+    def _must_hold(self, tier: Tier) -> bool:
         """Whether only promotions that are no more under way, and time, can let stores of this tier go."""
         core = self._core
         loads = any(job.direction is Direction.LOAD for other in core.tiers for job in other.jobs.values())
         dead = any(other.dead for other in core.tiers)
         perhaps = self._promoting or loads or dead or core._promotion.busy or bool(core._promotion_jobs._retries)
-        far_behind = index.rows_to_write > core.limits.hold_share * core.host.rows
-        return perhaps and not far_behind and not _short_above(core, index)
+        far_behind = tier.rows_to_write > core.limits.hold_share * core.host.rows
+        return perhaps and not far_behind and not _short_above(core, tier)
 
 
-def _promotes(index: Tier, job: Job) -> bool:
+def _promotes(tier: Tier, job: Job) -> bool:
     loads = job.direction is Direction.LOAD and not job.is_trial
-    return loads and any(index.staged.get(move.key) is not move.row and not move.row.invalidated for move in job.moves)
+    return loads and any(tier.staged.get(move.key) is not move.row and not move.row.invalidated for move in job.moves)
 
 
-def _short_above(core: TierManager, index: Tier) -> bool:
+def _short_above(core: TierManager, tier: Tier) -> bool:
     """Whether the tier above has less than half of its reserve."""
-    if index.spec.write is not Write.ON_EVICT:
+    if tier.spec.write is not Write.ON_EVICT:
         return False
-    writers = [other for other in core.tiers[: index.number] if other.spec.write is not Write.OFF]
+    writers = [other for other in core.tiers[: tier.number] if other.spec.write is not Write.OFF]
     share = core.limits.reserve_share
     if not writers:
         return 2 * core.host.free < max(1, int(core.host.rows * share))
