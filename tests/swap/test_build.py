@@ -23,7 +23,8 @@ def copy(tmp_path: Path) -> Path:
     built = shutil.ignore_patterns("*.so", "*.fatbin", "__pycache__")
     for folder in ("csrc", "nixl_tiers/swap"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=built)
-    (tmp_path / "nixl_tiers" / "memory").mkdir()  # where the other library goes
+    for other in ("memory", "core"):  # where the other libraries go
+        (tmp_path / "nixl_tiers" / other).mkdir()
     (tmp_path / "nixl_tiers" / "__init__.py").touch()
     shutil.copytree(ROOT / "nixl_tiers" / "base", tmp_path / "nixl_tiers" / "base", ignore=built)
     shutil.copy(ROOT / "setup.py", tmp_path)

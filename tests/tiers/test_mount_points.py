@@ -71,7 +71,7 @@ def test_next_mover_wants_the_mount_point_of_the_first(layout: str, tmp_path: Pa
 def test_mount_point_goes_to_the_engine_and_to_the_next_mover() -> None:
     opened = decode_to_coordinator(encode(Opened(0, 1, b"/mnt/\xff")))
     assert isinstance(opened, Opened)
-    configure = decode_to_mover(encode(Configure({}, 1, 1, 1, 1, 1, mount_point=opened.mount_point)))
+    configure = decode_to_mover(encode(Configure({}, 1, 1, 1, 1, mount_point=opened.mount_point)))
     assert isinstance(configure, Configure)
     assert configure.mount_point == b"/mnt/\xff"
 
