@@ -36,6 +36,9 @@ PIP := $(PY) -m pip
 QUIET = $$(test -t 2 || echo --quiet)
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+# Where it is set, as in many container images, each process that a test starts compiles all of our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: all setup lint format docs dist test test-all faults stress fuzz soak test-gds demo bench clean distclean
 all: lint test
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import os
@@ -59,6 +60,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         chosen = not any(map(item.get_closest_marker, ("slow", "faults", "stress")))
         if chosen and item.get_closest_marker("vllm") and engines not in item.path.parents:
             raise pytest.UsageError(f"{item.nodeid} is marked `vllm`: `make test` runs such tests in tests/vllm only")
+
+
+def pytest_collection_finish() -> None:
+    """What the imports of all tests have made is a million objects that stay: no garbage collection walks over them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,7 +18,7 @@ CHUNKS = 16  # a request
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
 def test_garbage_collector_does_not_track_rows(policy: Eviction) -> None:
-    core = TierManager(ROWS, 4096, [TierSpec("file", Write.THROUGH, True, policy)], policy=policy)
+    core = TierManager(ROWS, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)], policy=policy)
     opened(core, 0, ROWS)
     core.events.listed(0, [], last=True)
     before, walked_before = tracked(), walked()

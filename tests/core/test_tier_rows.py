@@ -323,13 +323,13 @@ print("done", len(rows))
 """
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_native_table_under_sanitizers(seed: int, tmp_path: Path) -> None:
-    """AddressSanitizer and UBSan: whatever is called, and whatever a mover lists."""
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The native table with AddressSanitizer and UBSan."""
     compiler = shutil.which("gcc")
     if compiler is None:
         pytest.skip("no gcc here")
-    library = tmp_path / "_tier_rows.so"
+    library = tmp_path_factory.mktemp("sanitized") / "_tier_rows.so"
     include = sysconfig.get_paths()["include"]
     flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1", "-std=c11", "-shared", "-fPIC"]
     source = str(CSRC / "tier_rows.c")
@@ -338,8 +338,14 @@ def test_native_table_under_sanitizers(seed: int, tmp_path: Path) -> None:
     )
     if built.returncode:
         pytest.skip("no headers of Python, or no sanitizers")
-    preload = subprocess.run([compiler, "-print-file-name=libasan.so"], check=True, capture_output=True, text=True)
+    return library
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_native_table_under_sanitizers(seed: int, sanitized: Path) -> None:
+    """Whatever is called, and whatever a mover lists."""
+    preload = subprocess.run(["gcc", "-print-file-name=libasan.so"], check=True, capture_output=True, text=True)
     environment = os.environ | {"LD_PRELOAD": preload.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
-    walk = [sys.executable, "-c", _WALK, str(library), str(seed)]
+    walk = [sys.executable, "-c", _WALK, str(sanitized), str(seed)]
     ended = subprocess.run(walk, check=False, capture_output=True, text=True, env=environment)
     assert ended.stdout.startswith("done"), ended.stderr[-3000:]

@@ -716,19 +716,19 @@ class Simulation:
         indices = [row.index for row in core.host.index.values()]
         require(len(set(indices)) == len(indices), "two keys in one row")
         ready = sum(row.state is RowState.READY for row in core.host.index.values())
-        require(
-            core.host.counters.rows == ready, f"the host holds {ready} rows, and {core.host.counters} say otherwise"
-        )
+        counted = core.host.counters.rows
+        require(counted == ready, f"the host holds {ready} rows, and {counted} are counted")
         line = core._promotion.prefetch_queue
         held = sum(place.held for place in line._holding)
         require(held <= int(self.limits.line_share * self.rows), "requests that wait for their turn hold too much")
         pinned = sum(sum(not row.invalidated for row in place.request.pinned.values()) for place in line._places)
         require(pinned <= held, "a request in line pins more than it holds")
-        for tier, mover in zip(core.tiers, self.movers, strict=True):
-            rows = rows_of(tier)
+        by_tier = [rows_of(tier) for tier in core.tiers]
+        for tier, mover, rows in zip(core.tiers, self.movers, by_tier, strict=True):
             require(len(rows) == len(tier.index), "a row is lost, or there twice")
             held = sum(row.stored for row in rows.values())
-            require(tier.counters.rows == held, f"a tier holds {held} rows, and {tier.counters} say otherwise")
+            counted = tier.counters.rows
+            require(counted == held, f"a tier holds {held} rows, and {counted} are counted")
             slots = [row.slot for row in rows.values()] if mover.physical else []
             require(len(set(slots)) == len(slots), "two keys in one slot")
             if self._steps is not None and tier.number == self._stepping:
@@ -761,14 +761,13 @@ class Simulation:
                 )
                 require(not job.is_trial or len(job.moves) == 1, "a trial of more than one row")
 
-        self._check_victims()
+        self._check_victims(by_tier)
         if not core.engine_hits.waiting:
             self._check_uses()
         promotion = core._promotion
         waiting = sum(request.waiting for request in promotion._waiting.values())
-        require(
-            promotion.waiting_count == waiting, f"{waiting} requests wait, and {promotion.waiting_count} are counted"
-        )
+        counted = promotion.waiting_count
+        require(counted == waiting, f"{waiting} requests wait, and {counted} are counted")
         for request in promotion._waiting.values():
             asked = sum(request.asked.values())
             require(request.rows_awaited == asked, f"{asked} rows are to come, and {request.rows_awaited} are counted")
@@ -783,7 +782,7 @@ class Simulation:
             require(len(shared.open) <= self.limits.max_checks, "too many open checks")
             require(shared.absent_count <= self.limits.absent_keys, "the negative cache is too large")
 
-    def _check_victims(self) -> None:
+    def _check_victims(self, by_tier: list[dict[Key, Found]]) -> None:
         """Each victim that waits to be written below is on its way there, or back to the policy."""
         core = self.core
         for tier in (None, *core.tiers):
@@ -797,7 +796,7 @@ class Simulation:
             if tier is not None:
                 written |= {*tier.to_demote, *tier.staged}
             require(written >= set(evicting), "a victim waits for ever for its write")
-            rows = core.host.index if tier is None else rows_of(tier)
+            rows = core.host.index if tier is None else by_tier[tier.number]
             marked = {key for key, row in rows.items() if row.evicting}
             former = set() if tier is None else {key for keys in tier.index.former for key in keys}
             require(set(evicting) <= marked <= former.union(evicting), "a victim is lost")
