@@ -27,7 +27,7 @@ from nixl_tiers.base.chunk import Geometry, Outcome, align
 from nixl_tiers.mover.protocol import Load, Store
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import CudaError, Device, NoDriver, open_driver
-from nixl_tiers.swap.plan import CopyPlan, Segment
+from nixl_tiers.swap.plan import CopyPlan, Segment, Share
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration
 from tests.mover.harness import MoverProcess, key_of, payload
@@ -120,7 +120,7 @@ class Blocks:
             Segment(self._base + layer * self._stride, self._page, self._page, layer * self._page, self._count)
             for layer in range(LAYERS)
         ]
-        plan = CopyPlan([segments], setup.geometry, 0, mover.region.address, setup.depth)
+        plan = CopyPlan([segments], setup.geometry, Share(0), mover.region.address, setup.depth)
         self._swap = CudaSwap(plan, setup.gpu, lambda: 0, driver=self._driver)
         stack.callback(self._swap.close)
         self.pinned = self._swap.pinned

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import Device, Driver, open_driver
-from nixl_tiers.swap.plan import CopyPlan, Memory, Segment
+from nixl_tiers.swap.plan import CopyPlan, Memory, Segment, Share
 from nixl_tiers.swap.self_check import choose
 from nixl_tiers.swap.strategies import NAMES
 
@@ -111,7 +111,7 @@ class Case:
         order = rng.permutation(rows) if ids == "random" else np.arange(rows)
         if not self.fits:
             return
-        self.plan = CopyPlan([self.segments], geometry, 0, machine.region.ctypes.data, rows)
+        self.plan = CopyPlan([self.segments], geometry, Share(0), machine.region.ctypes.data, rows)
         self.places = self.plan.places(order, 0, blocks)
         self.nbytes = blocks * LAYERS * fragment
         self.engine = [

@@ -28,7 +28,7 @@ import numpy as np
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.swap import host
 from nixl_tiers.swap.host import HostSwap
-from nixl_tiers.swap.plan import CopyPlan, Segment
+from nixl_tiers.swap.plan import CopyPlan, Segment, Share
 
 KERNEL_PLAIN = 1  # one memcpy per page
 
@@ -56,7 +56,7 @@ def measure(buffers: Buffers, page: int, layers: int, ids: str, rounds: int) -> 
         raise SystemExit(f"{layers} layers of {page} bytes are too small: rows would be mostly padding\n")
     address = buffers.engine.ctypes.data
     segments = [Segment(address + i * blocks * page, page, page, i * page, blocks) for i in range(layers)]
-    swap = HostSwap(CopyPlan([segments], geometry, 0, buffers.region.ctypes.data, blocks))
+    swap = HostSwap(CopyPlan([segments], geometry, Share(0), buffers.region.ctypes.data, blocks))
     rng = np.random.default_rng(1)
     block_ids = rng.permutation(blocks) if ids == "random" else np.arange(blocks)
     places = np.arange(blocks, dtype=np.uint32)

@@ -39,11 +39,11 @@ from nixl_tiers.memory.region_layout import (
     HELD_UNTIL_AT,
     HUGE_BYTES_AT,
     STEPS_AT,
+    Header,
     Layout,
     RankRecords,
     RegionError,
     checked,
-    header,
 )
 
 if TYPE_CHECKING:
@@ -88,18 +88,18 @@ class HostRegion:
     hugetlb     whether it lies in a pool of huge pages, and so has all its pages
     """
 
-    def __init__(self, fd: int, geometry: Geometry, rows: int, identity: bytes, *, transparent: bool) -> None:
+    def __init__(self, fd: int, says: Header) -> None:
         """Map `fd`. Not for callers: use create or attach, which check it."""
         self.hugetlb = is_hugetlb(fd)
-        layout = Layout(geometry, rows, hugetlb=self.hugetlb)
-        self.geometry = geometry
-        self.rows = rows
+        self.geometry = geometry = says.geometry
+        self.rows = rows = says.rows
+        layout = Layout(geometry, rows, says.ranks, hugetlb=self.hugetlb)
         self.fd = fd
-        self.identity = identity
+        self.identity = says.identity
         self.nbytes = rows * geometry.row_bytes
         self._map = mmap.mmap(fd, layout.total)
-        self._transparent = transparent
-        self._advise(mmap.MADV_HUGEPAGE if transparent else mmap.MADV_NOHUGEPAGE)
+        self._transparent = says.transparent
+        self._advise(mmap.MADV_HUGEPAGE if says.transparent else mmap.MADV_NOHUGEPAGE)
         self._advise(mmap.MADV_DONTDUMP)  # a core file must not hold gigabytes of prompts
         self.rows_view: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, self.nbytes, layout.rows).reshape(
             rows, geometry.row_bytes
@@ -109,7 +109,7 @@ class HostRegion:
         ).reshape(rows, geometry.cells)
         self._held_until_s: NDArray[np.float64] = np.frombuffer(self._map, np.float64, 1, HELD_UNTIL_AT)
         self._steps: NDArray[np.void] = np.frombuffer(self._map, _STEP, STEPS_KEPT, STEPS_AT)
-        self.ranks = RankRecords(self._map, fd, layout.records, geometry.cells)
+        self.ranks = RankRecords(self._map, fd, layout.records, says.ranks)
         self._rows_at = layout.rows
         self.address = int(self.rows_view.ctypes.data)
         self._at_close: list[Callable[[], object]] = []
@@ -124,45 +124,48 @@ class HostRegion:
         rows: int,
         bounds: Iterable[Room] | None = None,
         huge_pages: HugePages = HugePages.AUTO,
+        *,
+        copies: int = 1,
     ) -> HostRegion:
         """Make a region of `rows` rows. RegionError names what is short: the cgroup's memory, the machine's, a limit.
 
         `bounds`: how much memory is available; None reads it from the system (cgroup.rooms). No page is touched
         yet: pages are allocated at first use, or by `prefault`. Only with HugePages.HUGETLB all are allocated now;
-        where that fails, a warning says why, and the region is made as with HugePages.AUTO.
+        where that fails, a warning says why, and the region is made as with HugePages.AUTO. `copies`: how many ranks
+        share each cell.
         """
         if rows < 1:
             raise RegionError(f"a region needs at least one row, not {rows}")
+        ranks = geometry.cells * copies
+        says = Header(geometry, rows, ranks, huge_pages is not HugePages.OFF, secrets.token_bytes(16))
         if huge_pages is HugePages.HUGETLB:
-            size = Layout(geometry, rows, hugetlb=True).total
+            size = Layout(geometry, rows, ranks, hugetlb=True).total
             problem = shortage(size, hugetlb_rooms())
             try:
                 if problem is None:
-                    return cls._made(hugetlb_memfd("nixl_tiers", size), geometry, rows, transparent=True)
+                    return cls._made(hugetlb_memfd("nixl_tiers", size), says)
             except OSError as error:
                 problem = f"{error.strerror} while {size >> 21} pages of 2 MiB were taken"
             _log.warning("huge_pages: hugetlb is not possible, other pages are used: %s", problem)
-        size = Layout(geometry, rows, hugetlb=False).total
+        size = Layout(geometry, rows, ranks, hugetlb=False).total
         problem = shortage(size, rooms_of_this_process() if bounds is None else bounds)
         if problem:
             raise RegionError(problem)
         try:
-            fd = _memfd(size)
-            return cls._made(fd, geometry, rows, transparent=huge_pages is not HugePages.OFF)
+            return cls._made(_memfd(size), says)
         except OSError as error:
             raise RegionError(f"cannot make a region of {size} bytes: {error.strerror}") from error
 
     @classmethod
-    def _made(cls, fd: int, geometry: Geometry, rows: int, *, transparent: bool) -> HostRegion:
+    def _made(cls, fd: int, says: Header) -> HostRegion:
         """The region in this memfd, which has its size; closed if that raises OSError."""
         try:
-            identity = secrets.token_bytes(16)
             first = HUGE_PAGE_BYTES if is_hugetlb(fd) else PAGE
             with mmap.mmap(fd, first) as page:  # hugetlbfs has no write()
-                start = header(geometry, rows, identity, transparent=transparent)
+                start = says.packed()
                 page[: len(start)] = start
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS | fcntl.F_SEAL_SEAL)
-            return cls(fd, geometry, rows, identity, transparent=transparent)
+            return cls(fd, says)
         except OSError:
             os.close(fd)
             raise
@@ -176,8 +179,7 @@ class HostRegion:
         """
         try:
             os.set_inheritable(fd, False)
-            geometry, rows, transparent, identity = checked(fd)
-            return cls(fd, geometry, rows, identity, transparent=transparent)
+            return cls(fd, checked(fd))
         except (OSError, RegionError) as error:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -259,11 +261,16 @@ class HostRegion:
     def stores_held_until_s(self, until_s: float) -> None:
         self._held_until_s[0] = until_s
 
-    def prefault(self, threads: int = 4, cell: int = 0) -> Prefault:
+    @property
+    def copies(self) -> int:
+        """How many ranks share each cell."""
+        return self.ranks.count // self.geometry.cells
+
+    def prefault(self, threads: int = 4, rank: int = 0) -> Prefault:
         """Allocate and map all rows' pages now, in the background. Each rank begins with its own share of them; the
         first logs at the end which pages they are. Ends early when the region is closed."""
-        begin = self.nbytes * cell // self.geometry.cells
-        prefault = Prefault(self.address, self.nbytes, threads, None if cell else self._note_pages, begin)
+        begin = self.nbytes * rank // self.ranks.count
+        prefault = Prefault(self.address, self.nbytes, threads, None if rank else self._note_pages, begin)
         self.at_close(prefault.stop)
         return prefault
 

@@ -1,7 +1,8 @@
 """Where the parts of the host region lie, what its header says, and what the ranks publish in it.
 
-A header page (identity, sizes, what pages there are, the times of the last steps), one record per cell, one for all
-ranks and one for the revision, one control word per (row, cell), and from a 2 MiB boundary on the rows.
+A header page (identity, sizes, what pages there are, the times of the last steps), one record per rank, one for all
+ranks and one for the revision, one control word per (row, cell), and from a 2 MiB boundary on the rows. Ranks that hold
+the same bytes share a cell (swap/plan.py), so that there may be more ranks than cells.
 
 `RankRecords`: a rank's record holds the fingerprint of its layout and weights, the NUMA node of its GPU, and how often
 its weights have been changed since. The record for all holds what only one rank has to find out.
@@ -16,7 +17,7 @@ import os
 import struct
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -25,14 +26,14 @@ from nixl_tiers.memory.memfd import CHECK, header_of
 from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, is_hugetlb
 
 _MAGIC: Final = b"nixlregn"
-_VERSION: Final = 1
-# magic, version, cells, cell_payload, sub_blocks, rows, whether transparent huge pages are wanted, identity
-HEADER: Final = struct.Struct("<8sQQQQQ?16s")
+_VERSION: Final = 2
+# magic, version, cells, cell_payload, sub_blocks, rows, ranks, whether transparent huge pages are wanted, identity
+HEADER: Final = struct.Struct("<8sQQQQQQ?16s")
 # Of the header page:
 STEPS_AT: Final = 1024  # the times of the last steps
 HELD_UNTIL_AT: Final = PAGE - 24  # until when movers start no stores, a float64
 HUGE_BYTES_AT: Final = PAGE - 16  # how many bytes lie in huge pages
-RECORD_BYTES: Final = 512  # of one fingerprint (rank_records.py)
+RECORD_BYTES: Final = 512  # of one rank, or of all
 
 
 class RegionError(RuntimeError):
@@ -40,40 +41,51 @@ class RegionError(RuntimeError):
 
 
 class Layout:
-    """Where the parts are, in bytes from the start: a function of geometry and rows, so that it can be checked."""
+    """Where the parts are, in bytes from the start: a function of these sizes, so that it can be checked."""
 
-    def __init__(self, geometry: Geometry, rows: int, *, hugetlb: bool) -> None:
+    def __init__(self, geometry: Geometry, rows: int, ranks: int, *, hugetlb: bool) -> None:
         self.records = PAGE
-        self.control = self.records + align((geometry.cells + 2) * RECORD_BYTES)
+        self.control = self.records + align((ranks + 2) * RECORD_BYTES)
         self.rows = align(self.control + rows * geometry.cells * 8, HUGE_PAGE_BYTES)
         end = self.rows + rows * geometry.row_bytes
         self.total = align(end, HUGE_PAGE_BYTES) if hugetlb else end
 
 
-def header(geometry: Geometry, rows: int, identity: bytes, *, transparent: bool) -> bytes:
-    """The header page's beginning, with its check word."""
-    sizes = (geometry.cells, geometry.cell_payload, geometry.sub_blocks, rows)
-    packed = HEADER.pack(_MAGIC, _VERSION, *sizes, transparent, identity)
-    return packed + CHECK.pack(xxh3_64_intdigest(packed))
+class Header(NamedTuple):
+    """What a region says of itself. `transparent`: whether it asks for transparent huge pages; `identity`: 16 bytes."""
+
+    geometry: Geometry
+    rows: int
+    ranks: int
+    transparent: bool
+    identity: bytes
+
+    def packed(self) -> bytes:
+        """The header page's beginning, with its check word."""
+        geometry = self.geometry
+        sizes = (geometry.cells, geometry.cell_payload, geometry.sub_blocks, self.rows, self.ranks)
+        packed = HEADER.pack(_MAGIC, _VERSION, *sizes, self.transparent, self.identity)
+        return packed + CHECK.pack(xxh3_64_intdigest(packed))
 
 
-def checked(fd: int) -> tuple[Geometry, int, bool, bytes]:
-    """Geometry, rows, whether it asks for transparent huge pages, and identity of the region behind `fd`. RegionError
-    names what is wrong with it."""
+def checked(fd: int) -> Header:
+    """What the region behind `fd` says of itself. RegionError names what is wrong with it."""
     try:
         fields = header_of(fd, HEADER, _MAGIC, _VERSION, "region")
-        _, _, cells, cell_payload, sub_blocks, rows, transparent, identity = fields
+        _, _, cells, cell_payload, sub_blocks, rows, ranks, transparent, identity = fields
     except ValueError as error:
         raise RegionError(str(error)) from error
     try:
         geometry = Geometry(cells, cell_payload, sub_blocks)
     except ValueError as error:
         raise RegionError(f"the region behind descriptor {fd} has an impossible geometry: {error}") from error
+    if ranks < cells or ranks % cells:
+        raise RegionError(f"the region behind descriptor {fd} has {cells} cells for {ranks} ranks")
     size = os.fstat(fd).st_size
-    expected = Layout(geometry, rows, hugetlb=is_hugetlb(fd)).total
+    expected = Layout(geometry, rows, ranks, hugetlb=is_hugetlb(fd)).total
     if rows < 1 or size != expected:
         raise RegionError(f"the region behind descriptor {fd} has {size} bytes where its header needs {expected}")
-    return geometry, rows, transparent, identity
+    return Header(geometry, rows, ranks, transparent, identity)
 
 
 # Of a record: check word, length of the note, digest, note; how often the weights changed; and a NUMA node.
@@ -86,41 +98,41 @@ MAX_NOTE_BYTES: Final = 400
 
 
 class RankRecords:
-    """Of one region. A record is read whole or not at all."""
+    """Of one region, of `count` ranks. A record is read whole or not at all."""
 
-    def __init__(self, region: mmap.mmap, fd: int, at: int, cells: int) -> None:
-        """`at`: of the first record in the region, which `fd` stands for. One record a cell, and two more."""
+    def __init__(self, region: mmap.mmap, fd: int, at: int, count: int) -> None:
+        """`at`: of the first record in the region, which `fd` stands for. One record a rank, and two more."""
         self._map = region
         self._fd = fd
         self._at = at
-        self._cells = cells
-        self._weights_at = [at + cell * RECORD_BYTES + _WEIGHTS_AT for cell in range(cells)]
+        self.count = count
+        self._weights_at = [at + rank * RECORD_BYTES + _WEIGHTS_AT for rank in range(count)]
 
-    def publish(self, cell: int, digest: bytes, note: str = "") -> None:
-        """Publish the fingerprint of this cell's rank (16 bytes) to the scheduler, with a note cut to 400 bytes."""
-        self._write_record(self._record(cell), digest, note)
+    def publish(self, rank: int, digest: bytes, note: str = "") -> None:
+        """Publish this rank's fingerprint (16 bytes) to the scheduler, with a note cut to 400 bytes."""
+        self._write_record(self._record(rank), digest, note)
 
     def published(self) -> list[tuple[bytes, str] | None]:
-        """(fingerprint, note) of each cell, None where its rank has not published yet."""
-        return [self._read_record(self._record(cell)) for cell in range(self._cells)]
+        """(fingerprint, note) of each rank, None where it has not published yet."""
+        return [self._read_record(self._record(rank)) for rank in range(self.count)]
 
-    def publish_node(self, cell: int, node: int | None) -> None:
+    def publish_node(self, rank: int, node: int | None) -> None:
         """Publish the NUMA node of this rank's GPU to the other ranks; None: not known."""
-        _NODE.pack_into(self._map, self._record(cell) + _NODE_AT, 1 if node is None else node + 2)
+        _NODE.pack_into(self._map, self._record(rank) + _NODE_AT, 1 if node is None else node + 2)
 
     def wait_for_nodes(self, timeout_s: float) -> set[int]:
         """The NUMA nodes of all ranks' GPUs, as far as they are known; after `timeout_s` those of some."""
         deadline = time.monotonic() + timeout_s
         while True:
-            at = (self._record(cell) + _NODE_AT for cell in range(self._cells))
+            at = (self._record(rank) + _NODE_AT for rank in range(self.count))
             words = [_NODE.unpack_from(self._map, place)[0] for place in at]
             if all(words) or time.monotonic() >= deadline:
                 return {word - 2 for word in words if word >= 2}
             time.sleep(0.005)
 
-    def publish_weights(self, cell: int, *, changing: bool) -> None:
+    def publish_weights(self, rank: int, *, changing: bool) -> None:
         """Publish to the scheduler that this rank's weights begin to change, or that this change has ended."""
-        at = self._weights_at[cell]
+        at = self._weights_at[rank]
         with contextlib.suppress(ValueError):  # unmapped: nobody reads it any more
             (word,) = _WEIGHTS.unpack_from(self._map, at)
             if word % 2 != changing:
@@ -135,7 +147,7 @@ class RankRecords:
     def shared_by_ranks(self, find: Callable[[], tuple[bytes, str]], timeout_s: float) -> tuple[bytes, str]:
         """What `find` (a digest of 16 bytes, a note) returns in the rank that comes first. The others wait for its
         result, and one of them takes over if that rank dies. RegionError if this takes longer than `timeout_s`."""
-        at = self._at + self._cells * RECORD_BYTES
+        at = self._at + self.count * RECORD_BYTES
         deadline = time.monotonic() + timeout_s
         while (found := self._read_record(at)) is None:
             # A POSIX lock, because the kernel takes it from a process that dies. Its byte is never written to.
@@ -165,14 +177,14 @@ class RankRecords:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _record(self, cell: int) -> int:
-        if not 0 <= cell < self._cells:
-            raise ValueError(f"cell {cell} is not one of the {self._cells} of a row")
-        return self._at + cell * RECORD_BYTES
+    def _record(self, rank: int) -> int:
+        if not 0 <= rank < self.count:
+            raise ValueError(f"rank {rank} is not one of the region's {self.count}")
+        return self._at + rank * RECORD_BYTES
 
     @property
     def _revision(self) -> int:
-        return self._at + (self._cells + 1) * RECORD_BYTES
+        return self._at + (self.count + 1) * RECORD_BYTES
 
     def _write_record(self, at: int, digest: bytes, note: str) -> None:
         if len(digest) != NAMESPACE_BYTES:

@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 import weakref
-from typing import Final
+from typing import Final, NamedTuple
 
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.base.policies import HugePages
@@ -28,10 +28,33 @@ ADDRESS_PREFIX: Final = "nixl-tiers-"
 _ANSWER_S: Final = 2.0  # how long it waits for one of them to answer: a stopped one must not block the rest
 _RETRY_S: Final = 0.01
 
-_FIELDS: Final = ("cells", "cell_payload", "sub_blocks", "rows", "processes")
-_REQUEST: Final = struct.Struct("<8s5Q")
+_REQUEST: Final = struct.Struct("<8s6Q")
 _REQUEST_MAGIC: Final = b"nixljoin"
 _ACK: Final = b"have it"
+
+
+class OtherSizes(RegionError):
+    """The region exists, and is another one than this process asks for."""
+
+
+class _Sizes(NamedTuple):
+    """What all processes of an engine must ask for alike."""
+
+    cells: int
+    cell_payload: int
+    sub_blocks: int
+    rows: int
+    copies: int
+    processes: int
+
+    def create(self, huge_pages: HugePages) -> HostRegion:
+        geometry = Geometry(self.cells, self.cell_payload, self.sub_blocks)
+        return HostRegion.create(geometry, self.rows, huge_pages=huge_pages, copies=self.copies)
+
+    def are_of(self, region: HostRegion) -> bool:
+        got = region.geometry
+        return self[:-1] == (got.cells, got.cell_payload, got.sub_blocks, region.rows, region.copies)
+
 
 # A forked child would keep the listener, and with it the name, after its parent is dead, and never answer.
 _listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -59,22 +82,24 @@ def rendezvous(
     timeout_s: float = 60.0,
     *,
     huge_pages: HugePages = HugePages.AUTO,
+    copies: int = 1,
 ) -> HostRegion:
     """Create the region `name`, or attach to the one that another of its `processes` (this one included) has created.
 
     `name` must belong to one start of one engine: processes of different starts must not meet. All must ask for the
-    same geometry, rows and number of processes. One that calls this n times counts as n processes. RegionError says
-    what differs, what is short, or which process did not answer within `timeout_s`. A process that comes after the
-    owner died, while others have its region already, gets a new one: `identity` and missing fingerprints show that.
+    same geometry, rows, copies of each cell (HostRegion.create) and number of processes. One that calls this n times
+    counts as n processes. RegionError says what differs, what is short, or which process did not answer within
+    `timeout_s`. A process that comes after the owner died, while others have its region already, gets a new one:
+    `identity` and missing fingerprints show that.
     """
     if processes < 1:
         raise RegionError(f"region {name!r} needs at least one process, not {processes}")
+    sizes = _Sizes(geometry.cells, geometry.cell_payload, geometry.sub_blocks, rows, copies, processes)
     if processes == 1:
-        return HostRegion.create(geometry, rows, huge_pages=huge_pages)
-    sizes = (geometry.cells, geometry.cell_payload, geometry.sub_blocks, rows, processes)
+        return sizes.create(huge_pages)
     deadline = time.monotonic() + timeout_s
     while True:
-        region = _create(name, geometry, rows, sizes, huge_pages) or _ask_owner(name, sizes, deadline)
+        region = _create(name, sizes, huge_pages) or _ask_owner(name, sizes, deadline)
         if region is not None:
             return region
         if time.monotonic() >= deadline:
@@ -82,9 +107,7 @@ def rendezvous(
         time.sleep(_RETRY_S)
 
 
-def _create(
-    name: str, geometry: Geometry, rows: int, sizes: tuple[int, ...], huge_pages: HugePages
-) -> HostRegion | None:
+def _create(name: str, sizes: _Sizes, huge_pages: HugePages) -> HostRegion | None:
     """Become the owner, or None if another process is."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -96,7 +119,7 @@ def _create(
         raise RegionError(f"region {name!r} cannot be offered to others: {error.strerror}") from error
     _listeners.add(listener)
     try:
-        region = HostRegion.create(geometry, rows, huge_pages=huge_pages)
+        region = sizes.create(huge_pages)
     except RegionError:
         listener.close()
         raise
@@ -118,10 +141,10 @@ def _create(
     return region
 
 
-def _serve(listener: socket.socket, wake: int, fd: int, sizes: tuple[int, ...]) -> None:
+def _serve(listener: socket.socket, wake: int, fd: int, sizes: _Sizes) -> None:
     """Send the region until all processes have it, or `wake` signals that the region is closed. An engine may compile
     for as long as it likes before its scheduler asks."""
-    missing = sizes[-1] - 1
+    missing = sizes.processes - 1
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     poll.register(wake, select.POLLIN)
@@ -138,7 +161,7 @@ def _serve(listener: socket.socket, wake: int, fd: int, sizes: tuple[int, ...]) 
         os.close(fd)
 
 
-def _hand_over(peer: socket.socket, fd: int, sizes: tuple[int, ...]) -> bool:
+def _hand_over(peer: socket.socket, fd: int, sizes: _Sizes) -> bool:
     """Whether this peer has the region now."""
     if _identity(peer)[1] != os.geteuid():
         return False
@@ -151,7 +174,7 @@ def _hand_over(peer: socket.socket, fd: int, sizes: tuple[int, ...]) -> bool:
     return peer.recv(len(_ACK)) == _ACK
 
 
-def _ask_owner(name: str, sizes: tuple[int, ...], deadline: float) -> HostRegion | None:
+def _ask_owner(name: str, sizes: _Sizes, deadline: float) -> HostRegion | None:
     """Get the region from its owner; None if there is none (yet, or any more)."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as owner:
         owner.settimeout(max(deadline - time.monotonic(), _RETRY_S))
@@ -170,27 +193,26 @@ def _ask_owner(name: str, sizes: tuple[int, ...], deadline: float) -> HostRegion
         if not answer:
             return None
         if not fds:
-            raise RegionError(_difference(name, pid, sizes, answer))
+            raise OtherSizes(_difference(name, pid, sizes, answer))
         region = _attach(fds[0], name, sizes)
         with contextlib.suppress(OSError):  # an owner that has died since does not count any more
             owner.send(_ACK)
         return region
 
 
-def _attach(fd: int, name: str, sizes: tuple[int, ...]) -> HostRegion:
+def _attach(fd: int, name: str, sizes: _Sizes) -> HostRegion:
     region = HostRegion.attach(fd)
-    got = region.geometry
-    if (got.cells, got.cell_payload, got.sub_blocks, region.rows) != sizes[:4]:
+    if not sizes.are_of(region):
         region.close()
         raise RegionError(f"region {name!r} is not what its owner announced")
     return region
 
 
-def _difference(name: str, pid: int, mine: tuple[int, ...], answer: bytes) -> str:
+def _difference(name: str, pid: int, mine: _Sizes, answer: bytes) -> str:
     if len(answer) != _REQUEST.size or answer[:8] != _REQUEST_MAGIC:
         return f"region {name!r}: process {pid} answers in another version of the protocol"
     theirs = _REQUEST.unpack(answer)[1:]
-    pairs = zip(_FIELDS, mine, theirs, strict=True)
+    pairs = zip(mine._fields, mine, theirs, strict=True)
     differences = ", ".join(f"{field} is {m} here and {t} there" for field, m, t in pairs if m != t)
     return f"region {name!r} was created by process {pid} with other sizes: {differences}"
 

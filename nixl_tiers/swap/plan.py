@@ -54,10 +54,30 @@ class GroupPlan:
         return np.array(self.gaps, np.uint64).reshape(-1, 2)
 
 
+class Share(NamedTuple):
+    """What one rank moves: it loads cell `cell` of every row, and writes it in those whose number is `turn` modulo
+    `turns`. Ranks that hold the same bytes (replicated KV heads, MLA's latents) share a cell: they write it in turns,
+    so that it is stored once, and all load it, each over its own link."""
+
+    cell: int
+    turn: int = 0
+    turns: int = 1
+
+    @classmethod
+    def of(cls, rank: int, copies: int) -> Share:
+        """`copies`: how many consecutive ranks hold the same bytes."""
+        return cls(rank // copies, rank % copies, copies)
+
+    def writes(self, rows: NDArray[np.int64]) -> NDArray[np.bool_] | slice:
+        """Which of them this rank writes, as an index."""
+        return slice(None) if self.turns == 1 else rows % self.turns == self.turn
+
+
 class CopyPlan:
     """Which bytes move between a rank's blocks and its cell of the region's rows.
 
-    `segments` holds one sequence per KV group; `region_address` is the address of row 0.
+    `segments` holds one sequence per KV group; `share` says which cell and whose turn it is; `region_address` is the
+    address of row 0.
     Raises ValueError where segments overlap in the cell, stick out of a sub-block, or have impossible sizes.
     """
 
@@ -65,16 +85,16 @@ class CopyPlan:
         self,
         segments: Sequence[Sequence[Segment]],
         geometry: Geometry,
-        cell: int,
+        share: Share,
         region_address: int,
         rows: int,
     ) -> None:
-        if not 0 <= cell < geometry.cells:
-            raise ValueError(f"cell {cell} is not one of the row's {geometry.cells}")
+        if not 0 <= share.cell < geometry.cells:
+            raise ValueError(f"cell {share.cell} is not one of the row's {geometry.cells}")
         if rows < 1 or rows * geometry.sub_blocks > MAX_IDS:
             raise ValueError(f"{rows} rows of {geometry.sub_blocks} blocks are not between 1 and {MAX_IDS} places")
         self.geometry = geometry
-        self.cell = cell
+        self.share = share
         self.region_address = region_address
         self.rows = rows
         self.groups = tuple(_group(index, group, geometry.sub_block_bytes) for index, group in enumerate(segments))
@@ -82,7 +102,7 @@ class CopyPlan:
     @property
     def cell_offset(self) -> int:
         """Where this rank's cell begins inside a row, in bytes."""
-        return self.cell * self.geometry.cell_bytes
+        return self.share.cell * self.geometry.cell_bytes
 
     @property
     def row_layout(self) -> tuple[int, int, int, int, int]:
@@ -106,6 +126,12 @@ class CopyPlan:
         _check_range(chunk_rows, self.rows, "row")
         index = np.arange(first, first + count, dtype=np.int64)
         return (chunk_rows[index // sub_blocks] * sub_blocks + index % sub_blocks).astype(np.uint32)
+
+    def writes(self, places: NDArray[np.uint32]) -> NDArray[np.bool_] | slice:
+        """Which of them this rank writes, as an index."""
+        if self.share.turns == 1:
+            return slice(None)
+        return self.share.writes(places.astype(np.int64) // self.geometry.sub_blocks)
 
     def pairs(self, group: int, blocks: ArrayLike, places: ArrayLike) -> NDArray[np.uint32]:
         """(n, 2) checked pairs (block, place) of one transfer: what a copy is given besides the plan itself.

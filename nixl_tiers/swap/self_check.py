@@ -99,12 +99,14 @@ class _Trial:
     ) -> None:
         self._device = device
         self._rng = np.random.default_rng(0)
-        places = plan.rows * plan.geometry.sub_blocks
+        rows = np.arange(plan.rows)
+        rows = rows[plan.share.writes(rows)]  # other ranks may be trying theirs
         block_bytes = max(1, plan.groups[group].block_bytes)
+        places = len(rows) * plan.geometry.sub_blocks
         self._blocks = max(1, min(places, MAX_BLOCKS, max(MIN_BLOCKS, SAMPLE_BYTES // block_bytes)))
         with ExitStack() as undo:
             self._plan, self._scratch, self._nbytes = self._scratch_plan(plan, group, undo)
-            self._pairs = self._plan.pairs(0, self._rng.permutation(self._blocks), self._sample_places(places))
+            self._pairs = self._plan.pairs(0, self._rng.permutation(self._blocks), self._sample_places(rows))
             self._region = np.asarray(Memory(plan.region_address, (plan.rows * plan.geometry.row_bytes,), (1,)))
             self._cells = self._plan.place_offsets(self._pairs[:, 1])
             self._saved = self._cells_now()
@@ -162,10 +164,10 @@ class _Trial:
         for cell, row in zip(self._cells.tolist(), self._saved, strict=True):
             self._region[cell : cell + len(row)] = row
 
-    def _sample_places(self, places: int) -> NDArray[np.int64]:
+    def _sample_places(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Whole rows in random order, each from its beginning, as chunks are stored and loaded."""
         sub_blocks = self._plan.geometry.sub_blocks
-        rows = self._rng.permutation(places // sub_blocks)[: -(-self._blocks // sub_blocks)]
+        rows = self._rng.permutation(rows)[: -(-self._blocks // sub_blocks)]
         ordered: NDArray[np.int64] = (rows[:, None] * sub_blocks + np.arange(sub_blocks)).reshape(-1)
         return ordered[: self._blocks]
 
@@ -182,7 +184,7 @@ class _Trial:
             address = driver.allocate(nbytes)
         undo.callback(self._free, address)
         segments = [segment._replace(address=segment.address + address) for segment in segments]
-        return CopyPlan([segments], plan.geometry, plan.cell, plan.region_address, plan.rows), address, nbytes
+        return CopyPlan([segments], plan.geometry, plan.share, plan.region_address, plan.rows), address, nbytes
 
     def _free(self, address: int) -> None:
         with contextlib.suppress(CudaError), self._device.current() as driver:

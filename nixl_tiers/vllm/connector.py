@@ -21,6 +21,7 @@ from nixl_tiers.vllm.compat import UnsupportedVllm, beginning, scheduled_tokens
 from nixl_tiers.vllm.fingerprint import current_vllm_config
 from nixl_tiers.vllm.manager import NixlTiersManager
 from nixl_tiers.vllm.plugin import SPEC
+from nixl_tiers.vllm.replicated import copies_by_configuration, told
 from nixl_tiers.vllm.worker import NixlTiersWorker
 
 try:
@@ -53,7 +54,8 @@ class NixlTiersConnector(OffloadingConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         transfer = vllm_config.kv_transfer_config
         refuse(transfer.kv_connector_extra_config)
-        super().__init__(vllm_config, role, kv_cache_config)
+        with told(copies_by_configuration(vllm_config, kv_cache_config)):
+            super().__init__(vllm_config, role, kv_cache_config)
         self._loading: dict[int, str] = {}  # job -> request, on workers
         if self.connector_scheduler is not None:
             self._manager().times_are_published(compat.step_tokens(vllm_config.scheduler_config))

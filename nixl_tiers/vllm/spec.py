@@ -20,8 +20,8 @@ from nixl_tiers.config.schema import ConfigError, FileConfig, S3Config, StorageC
 from nixl_tiers.config.source import without_vllm
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
-from nixl_tiers.memory.rendezvous import rendezvous
-from nixl_tiers.vllm import compat, live, metrics
+from nixl_tiers.memory.rendezvous import OtherSizes, rendezvous
+from nixl_tiers.vllm import compat, live, metrics, replicated
 from nixl_tiers.vllm.compat import (
     CanonicalKVCaches,
     OffloadingConfig,
@@ -51,10 +51,10 @@ class NixlTiersSpec(OffloadingSpec):
         log_as_vllm()
         refuse_layout(config)
         tiers = parse(config)
-        replicas = replicas_of(config, tiers)
-        self.tiers = with_own_prefixes(tiers.shared_by(replicas), config)
-        self.geometry = geometry_of(config)
-        self.rows = rows_of(self.tiers, self.geometry, replicas)
+        self._replicas = replicas_of(config, tiers)
+        self.tiers = with_own_prefixes(tiers.shared_by(self._replicas), config)
+        self._copies = replicated.copies_of(config)
+        self._lay_out(self._copies.ranks)
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
 
@@ -70,10 +70,21 @@ class NixlTiersSpec(OffloadingSpec):
             self._manager = self._make_manager()
         return self._manager
 
+    def _lay_out(self, copies: int) -> None:
+        self.geometry = geometry_of(self.config, copies)
+        self.rows = rows_of(self.tiers, self.geometry, self._replicas)
+
     def _rendezvous(self) -> HostRegion:
-        processes = self.config.parallel.world_size + 1  # the workers and the scheduler
-        name, huge_pages = self.config.engine_id, self.tiers.cpu.huge_pages
-        return rendezvous(name, self.geometry, self.rows, processes, RENDEZVOUS_S, huge_pages=huge_pages)
+        ranks = self.config.parallel.world_size
+        return rendezvous(
+            self.config.engine_id,
+            self.geometry,
+            self.rows,
+            ranks + 1,  # and the scheduler
+            RENDEZVOUS_S,
+            huge_pages=self.tiers.cpu.huge_pages,
+            copies=ranks // self.geometry.cells,
+        )
 
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         from nixl_tiers.vllm.fingerprint import Fingerprint, current_vllm_config, fingerprint, revision_of, weights_of
@@ -83,6 +94,7 @@ class NixlTiersSpec(OffloadingSpec):
         vllm_config = current_vllm_config()
         refuse_nodes(vllm_config)
         rank = self.config.parallel.rank
+        self._confirm_copies(vllm_config)
         region = self._rendezvous()
         try:
             weights = Fingerprint(*self._of_one_rank(region, lambda: weights_of(vllm_config, self.tiers)))
@@ -97,6 +109,20 @@ class NixlTiersSpec(OffloadingSpec):
             raise
         return worker
 
+    def _confirm_copies(self, vllm_config: Any) -> None:
+        if self._copies.declared:
+            return
+        layers = vllm_config.compilation_config.static_forward_context if vllm_config is not None else {}
+        names = {name for group in self.config.groups for name in group.layer_names}
+        if not replicated.confirmed(compat.calling_worker(), layers, names, self._copies.ranks):
+            self._lay_out(1)
+            if self.config.parallel.rank == 0:
+                log.warning(
+                    "nixl_tiers: by its configuration this model has each KV head on %d ranks, and its layers do not "
+                    "confirm it: each rank's KV blocks are stored",
+                    self._copies.ranks,
+                )
+
     def _of_one_rank(self, region: HostRegion, find: Callable[[], tuple[bytes, str]]) -> tuple[bytes, str]:
         try:
             return region.ranks.shared_by_ranks(find, WEIGHTS_S)
@@ -109,7 +135,13 @@ class NixlTiersSpec(OffloadingSpec):
         from nixl_tiers.vllm.live import LiveGauges
         from nixl_tiers.vllm.manager import PAUSE_S, NixlTiersManager
 
-        region = self._rendezvous()
+        try:
+            region = self._rendezvous()
+        except OtherSizes:
+            if self._copies.declared:
+                raise
+            self._lay_out(1)  # as the workers have, who looked at their layers
+            region = self._rendezvous()
         try:
             namespace = agreed_namespace(region, self.tiers, RENDEZVOUS_S)
             description = description_of(self.config, region.ranks.revision)
@@ -141,12 +173,12 @@ def parse(config: OffloadingConfig) -> TiersConfig:
     return tiers
 
 
-def geometry_of(config: OffloadingConfig) -> Geometry:
-    """One cell a worker, one sub-block an engine block."""
+def geometry_of(config: OffloadingConfig, copies: int) -> Geometry:
+    """One cell for the ranks that hold the same bytes, one sub-block an engine block."""
     if config.worker_kv_bytes_per_block < 1:
         raise ValueError("vLLM does not report how many KV bytes a block has, so nothing can be offloaded")
     blocks = config.cache.blocks_per_chunk
-    return Geometry(config.parallel.world_size, config.worker_kv_bytes_per_block * blocks, blocks)
+    return Geometry(config.parallel.world_size // copies, config.worker_kv_bytes_per_block * blocks, blocks)
 
 
 def replicas_of(config: OffloadingConfig, tiers: TiersConfig) -> int:

@@ -5,7 +5,6 @@ load_weights. The rank publishes it before and after, since vLLM tells neither i
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import threading
 import weakref
@@ -15,6 +14,7 @@ from functools import partial
 from typing import Any, Final
 
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.vllm.compat import calling_worker, models_of
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +54,13 @@ class WeightChanges:
                 self._publish(changing=False)
 
 
-def watch_weights(region: HostRegion, cell: int, worker: Any = None) -> None:
-    """Publish the changes of this process's weights as those of `cell`, until the region is closed. `worker`: vLLM's,
+def watch_weights(region: HostRegion, rank: int, worker: Any = None) -> None:
+    """Publish the changes of this process's weights as those of `rank`, until the region is closed. `worker`: vLLM's,
     which has loaded its models; by default the one that this is called from."""
-    watch = WeightChanges(partial(region.ranks.publish_weights, cell))
+    watch = WeightChanges(partial(region.ranks.publish_weights, rank))
     _watches.add(watch)
     region.at_close(partial(_watches.discard, watch))
-    worker = worker or _calling_worker()
+    worker = worker or calling_worker()
     if worker is None:
         log.warning("nixl_tiers: this vLLM does not show its worker, so that a change of its weights is not noticed")
         return
@@ -68,8 +68,9 @@ def watch_weights(region: HostRegion, cell: int, worker: Any = None) -> None:
     for name in CALLS:
         if hasattr(kind, name):
             setattr(kind, name, _published(name, getattr(kind, name)))
-    for model in _models(worker):
-        model.load_weights = _published("load_weights", model.load_weights)
+    for model in models_of(worker):
+        if hasattr(model, "load_weights"):
+            model.load_weights = _published("load_weights", model.load_weights)
 
 
 def _published(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,23 +98,3 @@ def _change(name: str) -> Iterator[None]:
     finally:
         for watch in watches:
             watch.end(name, done=done)
-
-
-def _calling_worker() -> Any:
-    """vLLM's worker in whose method this happens: connectors are not given it."""
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    frame = inspect.currentframe()
-    while frame is not None:
-        if isinstance(found := frame.f_locals.get("self"), WorkerBase):
-            return found
-        frame = frame.f_back
-    return None
-
-
-def _models(worker: Any) -> list[Any]:
-    """The model and its draft model, if there is one."""
-    runner = worker.model_runner
-    find_draft = getattr(runner, "get_draft_model", None)
-    draft = find_draft() if find_draft is not None else getattr(getattr(runner, "drafter", None), "model", None)
-    return [model for model in (runner.get_model(), draft) if hasattr(model, "load_weights")]

@@ -24,7 +24,7 @@ from nixl_tiers.base.lifetime import finalize_once
 from nixl_tiers.memory.pages import place
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.host import HostSwap
-from nixl_tiers.swap.plan import CopyPlan, Segment
+from nixl_tiers.swap.plan import CopyPlan, Segment, Share
 from nixl_tiers.vllm.compat import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -67,7 +67,7 @@ class Swap(Protocol):
 
 
 def worker_over(
-    region: HostRegion, kv_caches: CanonicalKVCaches, cell: int, last_block_only: Collection[int] = ()
+    region: HostRegion, kv_caches: CanonicalKVCaches, rank: int, last_block_only: Collection[int] = ()
 ) -> NixlTiersWorker:
     """A worker for these caches, with the swap that their device needs; it closes the region when it shuts down.
 
@@ -75,11 +75,12 @@ def worker_over(
     caches that it cannot copy.
     """
     geometry = region.geometry
-    plan = CopyPlan(segments_of(kv_caches, geometry.sub_block_bytes), geometry, cell, region.address, region.rows)
+    segments, share = segments_of(kv_caches, geometry.sub_block_bytes), Share.of(rank, region.copies)
+    plan = CopyPlan(segments, geometry, share, region.address, region.rows)
     device = kv_caches.tensors[0].tensor.device
     if device.type == "cpu":
-        region.prefault(cell=cell)
-        return NixlTiersWorker(region, plan, HostSwap(plan), cell, last_block_only, jobs=ThreadedJobs())
+        region.prefault(rank=rank)
+        return NixlTiersWorker(region, plan, HostSwap(plan), rank, last_block_only, jobs=ThreadedJobs())
     if device.type != "cuda" or torch.version.hip:
         raise ValueError(f"nixl_tiers copies KV blocks of CUDA GPUs and CPUs, not of {device.type} devices")
     from nixl_tiers.memory.pages import node_of
@@ -87,27 +88,27 @@ def worker_over(
     from nixl_tiers.swap.driver import open_driver
 
     ordinal = torch.cuda.current_device() if device.index is None else device.index
-    place_region(region, cell, node_of(open_driver().pci_address(ordinal)))
-    region.prefault(cell=cell).wait()  # pinning would allocate the same pages, on one thread
+    place_region(region, rank, node_of(open_driver().pci_address(ordinal)))
+    region.prefault(rank=rank).wait()  # pinning would allocate the same pages, on one thread
     swap = CudaSwap(plan, ordinal)
     region.at_close(swap.close)
     drain_before_sleep(swap)
-    return NixlTiersWorker(region, plan, swap, cell, last_block_only, jobs=PolledJobs())
+    return NixlTiersWorker(region, plan, swap, rank, last_block_only, jobs=PolledJobs())
 
 
-def step_clock_of(region: HostRegion, jobs: CopyJobs, cell: int) -> StepClock:
+def step_clock_of(region: HostRegion, jobs: CopyJobs, rank: int) -> StepClock:
     """The first rank measures: all ranks of a step wait for each other."""
-    if cell:
+    if rank:
         return NoClock()
     return EventClock(region.publish_step) if isinstance(jobs, PolledJobs) else HostClock(region.publish_step)
 
 
-def place_region(region: HostRegion, cell: int, node: int | None) -> None:
+def place_region(region: HostRegion, rank: int, node: int | None) -> None:
     """Before the region's pages are allocated: request them on the NUMA node of the ranks' GPUs, or interleaved over
     their nodes, since every row holds a part of every rank. `node`: of this rank's GPU, None if not known."""
     if region.hugetlb:  # its pages are where they are
         return
-    region.ranks.publish_node(cell, node)
+    region.ranks.publish_node(rank, node)
     nodes = region.ranks.wait_for_nodes(NODES_S)
     if nodes:
         accepted = place(region.address, region.nbytes, nodes)
@@ -142,14 +143,14 @@ def segments_of(kv_caches: CanonicalKVCaches, sub_block_bytes: int) -> list[list
 
 
 class NixlTiersWorker(OffloadingWorker):
-    """One rank's copies into and out of cell `cell` of every row, by the kind of jobs that its swap needs."""
+    """One rank's copies into and out of its cell of every row, by the kind of jobs that its swap needs."""
 
     def __init__(
         self,
         region: HostRegion,
         plan: CopyPlan,
         swap: Swap,
-        cell: int,
+        rank: int,
         last_block_only: Collection[int] = (),
         *,
         jobs: CopyJobs,
@@ -157,12 +158,11 @@ class NixlTiersWorker(OffloadingWorker):
         self._region = region
         self._plan = plan
         self._swap = swap
-        self._cell = cell
         self._last_block_only = frozenset(last_block_only)
         self._jobs = jobs
         self._blocks_per_chunk = region.geometry.sub_blocks
         self._failed_loads: set[int] | None = None  # None: they are reported to vLLM as failed
-        self.step_clock = step_clock_of(region, jobs, cell)
+        self.step_clock = step_clock_of(region, jobs, rank)
         # vLLM does not always call shutdown, and the region would stay mapped.
         self._end = finalize_once(self, partial(_end, jobs, region))
 
@@ -237,8 +237,10 @@ class NixlTiersWorker(OffloadingWorker):
         return Started(transfers, finish)
 
     def _store_part(self, part: Part, store_seq: int, transfers: list[Transfer]) -> Finish:
+        mine = self._plan.share.writes(part.rows)
         # An open job must not keep this worker from being collected.
-        mark, last_block_only = partial(self._region.mark, part.rows, self._cell, store_seq), self._last_block_only
+        mark = partial(self._region.mark, part.rows[mine], self._plan.share.cell, store_seq)
+        last_block_only = self._last_block_only
 
         def finish() -> Moved:
             copied, moved = not part.known, Moved()  # an unknown part is not a failure
@@ -250,15 +252,18 @@ class NixlTiersWorker(OffloadingWorker):
                     log.exception("nixl_tiers: a copy to host memory failed; %d chunks are dropped", len(part.rows))
             missing = np.zeros(len(part.rows), np.int64)
             missing[0] = part.first
-            # In other groups a look-up cannot know whether the load would read the missing blocks.
+            # In other groups a look-up cannot know whether the load would read the missing blocks. All of this is of
+            # all rows, before those that other ranks write are left out.
             whole = part.known & ((missing == 0) | (part.group in last_block_only))
-            mark(copied, missing, whole=whole)
+            mark(copied, missing[mine], whole=whole[mine])
             return moved
 
         started: Finish | None = None
         if part.known:
             try:
-                started = self._copy(self._swap.store, part, transfers)
+                places = self._plan.places(part.rows, part.first, len(part.blocks))
+                written = self._plan.writes(places)
+                started = self._copy(self._swap.store, part.group, part.blocks[written], places[written], transfers)
             except Exception:
                 log.exception("nixl_tiers: a copy to host memory did not start; %d chunks are dropped", len(part.rows))
         return finish
@@ -271,7 +276,8 @@ class NixlTiersWorker(OffloadingWorker):
         failures: list[Exception] = []
         for part in split_load(rows, engine, self._blocks_per_chunk):
             try:
-                copies.append(self._copy(self._swap.load, part, transfers))
+                places = self._plan.places(part.rows, part.first, len(part.blocks))
+                copies.append(self._copy(self._swap.load, part.group, part.blocks, places, transfers))
             except Exception as error:  # noqa: BLE001 - raised again by finish
                 failures.append(error)
 
@@ -291,14 +297,16 @@ class NixlTiersWorker(OffloadingWorker):
     def _copy(
         self,
         copy: Callable[[int, NDArray[np.int64], NDArray[np.uint32]], Transfer | None],
-        part: Part,
+        group: int,
+        blocks: NDArray[np.int64],
+        places: NDArray[np.uint32],
         transfers: list[Transfer],
     ) -> Finish:
-        """Start copying a part; what is in flight then is added to `transfers`."""
-        transfer = copy(part.group, part.blocks, self._plan.places(part.rows, part.first, len(part.blocks)))
+        """Start a copy; what is in flight then is added to `transfers`."""
+        transfer = copy(group, blocks, places) if len(blocks) else None
         if transfer is not None:
             transfers.append(transfer)
-        nbytes = len(part.blocks) * self._plan.groups[part.group].block_bytes
+        nbytes = len(blocks) * self._plan.groups[group].block_bytes
 
         def finish() -> Moved:
             return Moved(nbytes, 0.0 if transfer is None else transfer.elapsed_s())

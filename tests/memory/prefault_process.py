@@ -25,7 +25,7 @@ def main() -> None:
         return populate(self, address, size)
 
     pages.Prefault._populate_part = stopping  # type: ignore[method-assign]
-    running = region.prefault(1, cell=int(sys.argv[2]))
+    running = region.prefault(1, rank=int(sys.argv[2]))
     running.wait()
     assert running.populated_bytes == region.nbytes
     print("done", flush=True)

@@ -304,7 +304,7 @@ def test_a_sentence_says_how_much_is_huge_and_what_to_do_about_the_rest() -> Non
 
 
 def test_rows_are_at_the_same_place_with_and_without() -> None:
-    small, huge = (Layout(GEOMETRY, ROWS, hugetlb=hugetlb) for hugetlb in (False, True))
+    small, huge = (Layout(GEOMETRY, ROWS, GEOMETRY.cells, hugetlb=hugetlb) for hugetlb in (False, True))
     assert (small.rows, huge.total % HUGE_PAGE_BYTES) == (huge.rows, 0)
     assert 0 <= huge.total - small.total < HUGE_PAGE_BYTES
     assert small.total % PAGE == 0

@@ -134,14 +134,14 @@ def test_region_closes_while_its_pages_are_not_allocated() -> None:
         assert mapping.wait(0)
 
 
-@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("rank", range(6))
 def test_every_part_is_populated_once_whatever_the_sizes(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[tuple[int, int]] = []
     monkeypatch.setattr(pages, "_CHUNK_BYTES", MiB)
     monkeypatch.setattr(pages.Prefault, "_populate_part", lambda _, address, size: parts.append((address, size)) or 0)
-    with HostRegion.create(Geometry(3, 700_000), 5) as region:
-        assert region.prefault(1, cell=rank).wait(120)
-        begin = region.address + region.nbytes * rank // 3
+    with HostRegion.create(Geometry(3, 700_000), 5, copies=2) as region:
+        assert region.prefault(1, rank=rank).wait(120)
+        begin = region.address + region.nbytes * rank // 6
         assert parts[0][0] <= begin < parts[0][0] + parts[0][1]
         end = region.address
         for address, size in sorted(parts):

@@ -87,6 +87,24 @@ def test_an_attached_region_reads_what_another_wrote(made: HostRegion) -> None:
         assert made.written([3], 9).tolist() == [True]
 
 
+def test_ranks_that_share_cells_have_records_of_their_own() -> None:
+    """Control words are one a cell: the rank whose turn a row is writes it."""
+    with HostRegion.create(Geometry(2, 8192), ROWS, copies=3) as made, HostRegion.attach(os.dup(made.fd)) as other:
+        assert (made.ranks.count, made.copies, other.ranks.count, other.copies) == (6, 3, 6, 3)
+        for rank in range(6):
+            made.ranks.publish(rank, bytes([rank]) * 16)
+            made.ranks.publish_node(rank, rank)
+        made.ranks.publish_weights(5, changing=True)
+        assert other.ranks.published() == [(bytes([rank]) * 16, "") for rank in range(6)]
+        assert (other.ranks.wait_for_nodes(0), other.ranks.weights) == (set(range(6)), (0, 0, 0, 0, 0, 1))
+        with pytest.raises(ValueError, match="rank 6 is not one of the region's 6"):
+            made.ranks.publish(6, bytes(16))
+        made.mark([1], 0, 7, ok=True)
+        assert not other.written([1], 7).any()
+        made.mark([1], 1, 7, ok=True)
+        assert other.written([1], 7).all()
+
+
 def test_two_regions_have_different_identities(made: HostRegion) -> None:
     with HostRegion.create(GEOMETRY, ROWS) as other:
         assert other.identity != made.identity
@@ -105,7 +123,7 @@ def test_a_child_attaches_by_number(made: HostRegion) -> None:
 
 
 def header_with(made: HostRegion, **changes: int) -> bytes:
-    names = ("magic", "version", "cells", "cell_payload", "sub_blocks", "rows", "transparent", "identity")
+    names = ("magic", "version", "cells", "cell_payload", "sub_blocks", "rows", "ranks", "transparent", "identity")
     fields = dict(zip(names, HEADER.unpack_from(image(made)), strict=True)) | changes
     header = HEADER.pack(*fields.values())
     return header + CHECK.pack(xxh3_64_intdigest(header)) + image(made)[len(header) + 8 :]
@@ -125,13 +143,15 @@ def test_a_foreign_unsealed_or_wrongly_sized_descriptor_is_refused(made: HostReg
         ],
         "not a region": [memfd(b""), memfd(b"x"), memfd(bytes(len(whole))), memfd(bytes(flipped))],
         "has .* bytes": [memfd(whole[:-PAGE]), memfd(whole + bytes(PAGE)), memfd(whole[: 2 * PAGE])],
-        "version 2": [memfd(header_with(made, version=2))],
+        "version 1": [memfd(header_with(made, version=1))],
+        "3 cells for": [memfd(header_with(made, ranks=ranks)) for ranks in (0, 2, 4)],
         "impossible geometry": [
             memfd(header_with(made, cells=0)), memfd(header_with(made, sub_blocks=5)),
         ],
         "its header needs": [
             memfd(header_with(made, rows=0)), memfd(header_with(made, rows=ROWS + 1)),
             memfd(header_with(made, rows=1 << 63)), memfd(header_with(made, cell_payload=1 << 40)),
+            memfd(header_with(made, ranks=6000)),
         ],
         "cannot map": [memfd(whole, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)],
     }  # fmt: skip
@@ -273,7 +293,7 @@ def test_fingerprints_may_be_republished_and_notes_are_cut_at_a_character(made: 
     with pytest.raises(ValueError, match="16 bytes"):
         made.ranks.publish(0, b"short")
     for cell in (-1, 3):
-        with pytest.raises(ValueError, match="not one of the 3"):
+        with pytest.raises(ValueError, match="not one of the region's 3"):
             made.ranks.publish(cell, bytes(16))
 
 

@@ -283,16 +283,17 @@ def test_closing_the_owners_region_frees_the_name(name: str) -> None:
         ((Geometry(2, 8192, 8), ROWS, 3), "sub_blocks is 8 here and 4 there"),
         ((GEOMETRY, 7, 3), "rows is 7 here and 6 there"),
         ((GEOMETRY, ROWS, 2), "processes is 2 here and 3 there"),
+        ((GEOMETRY, ROWS, 3, 2), "copies is 2 here and 1 there"),
         ((Geometry(2, 8192, 8), 7, 3), "sub_blocks is 8 here and 4 there, rows is 7 here and 6 there"),
     ],
 )  # fmt: skip
 def test_another_geometry_is_refused_with_the_difference(
-    asked: tuple[Geometry, int, int], differences: str, name: str, peer_process: StartPeer
+    asked: tuple[Geometry, *tuple[int, ...]], differences: str, name: str, peer_process: StartPeer
 ) -> None:
     made = rendezvous(name, GEOMETRY, ROWS, 3)
-    geometry, rows, peers = asked
+    geometry, rows, peers, *copies = asked
     with pytest.raises(RegionError) as refusal:
-        rendezvous(name, geometry, rows, peers, TIMEOUT_S)
+        rendezvous(name, geometry, rows, peers, TIMEOUT_S, copies=copies[0] if copies else 1)
     assert str(refusal.value) == f"region {name!r} was created by process {os.getpid()} with other sizes: {differences}"
     # The one that was refused does not count: two more may come, and a third then makes its own.
     others = [rendezvous(name, GEOMETRY, ROWS, 3, TIMEOUT_S) for _ in range(2)]
@@ -327,7 +328,7 @@ def test_a_name_that_is_bound_and_never_served_times_out(name: str) -> None:
 
 def test_peers_that_disconnect_or_send_garbage_do_not_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = rendezvous(name, GEOMETRY, ROWS, 2)
-    request_bytes = rendezvous_module._REQUEST.pack(b"nixljoin", 2, 8192, 4, ROWS, 2)
+    request_bytes = rendezvous_module._REQUEST.pack(b"nixljoin", 2, 8192, 4, ROWS, 1, 2)
     with (
         monkeypatch.context() as patch,  # of the silent one only: the others may be slow, on a busy machine
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent,
@@ -421,7 +422,7 @@ def test_another_user_does_not_get_the_region(name: str) -> None:
         "try: s.send(bytes.fromhex(sys.argv[2])); print(socket.recv_fds(s, 100, 1)[:2])\n"
         "except OSError as error: print('hung up')"
     )
-    request_bytes = rendezvous_module._REQUEST.pack(b"nixljoin", 2, 8192, 4, ROWS, 2)
+    request_bytes = rendezvous_module._REQUEST.pack(b"nixljoin", 2, 8192, 4, ROWS, 1, 2)
     command = [sys.executable, "-c", program, address_of(name), request_bytes.hex()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     assert done.stdout.strip() in {"(b'', [])", "hung up"}
@@ -453,8 +454,9 @@ def test_region_is_made_with_the_pages_that_its_processes_ask_for(
 ) -> None:
     asked: list[HugePages] = []
 
-    def refuse(*_: object, huge_pages: HugePages) -> HostRegion:
+    def refuse(*_: object, huge_pages: HugePages, copies: int) -> HostRegion:
         asked.append(huge_pages)
+        assert copies == 1
         raise RegionError("refused")
 
     monkeypatch.setattr(HostRegion, "create", refuse)

@@ -16,7 +16,7 @@ from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap import submit
 from nixl_tiers.swap.cuda import CudaSwap
-from nixl_tiers.swap.plan import CopyPlan, Segment
+from nixl_tiers.swap.plan import CopyPlan, Segment, Share
 
 BLOCKS, LAYERS, PAGE, ROWS = 8, 3, 4096, 16
 GEOMETRY: Final = Geometry(cells=2, cell_payload=LAYERS * PAGE)
@@ -49,7 +49,7 @@ class Rank:
         segments = [
             Segment(address + layer * BLOCKS * PAGE, PAGE, PAGE, layer * PAGE, BLOCKS) for layer in range(LAYERS)
         ]
-        self._plan = CopyPlan([segments], GEOMETRY, cell, region.address, region.rows)
+        self._plan = CopyPlan([segments], GEOMETRY, Share(cell), region.address, region.rows)
         self.swap = CudaSwap(self._plan, **how)  # type: ignore[arg-type]
 
     def store(self) -> None:
@@ -71,7 +71,7 @@ class Rank:
 def main() -> None:
     fd, cell, *library = sys.argv[1:]
     region = HostRegion.attach(int(fd))
-    region.prefault(cell=int(cell)).wait()
+    region.prefault(rank=int(cell)).wait()
     rank = Rank(region, int(cell), Path(library[0]) if library else None)
     print("locked" if rank.swap.pinned else "not locked", flush=True)
     for line in sys.stdin:

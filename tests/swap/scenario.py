@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.base.chunk import Geometry
-from nixl_tiers.swap.plan import CopyPlan, Segment
+from nixl_tiers.swap.plan import CopyPlan, Segment, Share
 
 Bytes = NDArray[np.uint8]
 GUARD = 192  # bytes of engine memory before the first and after the last page that no copy may touch
@@ -126,7 +126,9 @@ def scenario_of(
     ]
     for group in segments:
         rng.shuffle(group)  # type: ignore[arg-type]
-    plan = CopyPlan([[Segment(*s) for s in group] for group in segments], geometry, cell, region.ctypes.data, rows)
+    plan = CopyPlan(
+        [[Segment(*s) for s in group] for group in segments], geometry, Share(cell), region.ctypes.data, rows
+    )
     return CopyScenario(geometry, cell, rows, blocks, memory, region, layers, plan)
 
 

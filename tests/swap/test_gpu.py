@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 from nixl_tiers.base.chunk import Geometry  # noqa: E402
 from nixl_tiers.memory.region import HostRegion  # noqa: E402
 from nixl_tiers.swap.cuda import CudaSwap  # noqa: E402
-from nixl_tiers.swap.plan import CopyPlan, Segment  # noqa: E402
+from nixl_tiers.swap.plan import CopyPlan, Segment, Share  # noqa: E402
 from nixl_tiers.swap.strategies import NAMES  # noqa: E402
 from tests.swap.conftest import ROOT  # noqa: E402
 from tests.swap.scenario import LAYOUTS, CopyScenario, assert_same, layout_of, random_scenario, scenario_of  # noqa: E402
@@ -50,7 +50,7 @@ class GpuScenario:
             ]
             for group in scenario.layers
         ]
-        self.plan = CopyPlan(segments, scenario.geometry, scenario.cell, self.region.ctypes.data, scenario.rows)
+        self.plan = CopyPlan(segments, scenario.geometry, Share(scenario.cell), self.region.ctypes.data, scenario.rows)
 
     def swap(self, strategy: str) -> CudaSwap:
         swap = CudaSwap(self.plan, torch.cuda.current_device(), strategies=(strategy,) * len(self.scenario.layers))
@@ -232,7 +232,7 @@ def test_a_store_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     geometry = Geometry(1, sub_blocks * 4096 * len(segments), sub_blocks)
     region = HostRegion.create(geometry, rows)
     region.prefault().wait()
-    swap = CudaSwap(CopyPlan([segments], geometry, 0, region.address, rows))
+    swap = CudaSwap(CopyPlan([segments], geometry, Share(0), region.address, rows))
     region.at_close(swap.close)
     rng = np.random.default_rng(0)
     ids = rng.permutation(blocks)[: 3 * sub_blocks]

@@ -15,7 +15,7 @@ from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.pages import node_of, place
 from nixl_tiers.swap.driver import Device
 from nixl_tiers.swap.pinned import PinnedRegion
-from nixl_tiers.swap.plan import CopyPlan
+from nixl_tiers.swap.plan import CopyPlan, Share
 from tests.swap.fake_gpu import FakeGpu
 
 ROWS = 10
@@ -25,7 +25,7 @@ ROWS = 10
 def pin(fake_library: Path) -> Iterator[tuple[FakeGpu, CopyPlan, Callable[..., PinnedRegion]]]:
     geometry = Geometry(1, 3 * 4096)
     memory = np.frombuffer(mmap.mmap(-1, ROWS * geometry.row_bytes), np.uint8)
-    plan = CopyPlan([[]], geometry, 0, memory.ctypes.data, ROWS)
+    plan = CopyPlan([[]], geometry, Share(0), memory.ctypes.data, ROWS)
     fake = FakeGpu(fake_library)
     device = Device(fake.driver, 0)
     yield fake, plan, lambda **how: PinnedRegion(device, plan, **how)

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from nixl_tiers.base.chunk import Geometry
-from nixl_tiers.swap.plan import CopyPlan, Gap, Segment
+from nixl_tiers.swap.plan import CopyPlan, Gap, Segment, Share
 
 GEOMETRY = Geometry(cells=2, cell_payload=4 * 3000, sub_blocks=4)
 
 
 def plan_of(*segments: Segment, rows: int = 8) -> CopyPlan:
-    return CopyPlan([segments], GEOMETRY, 1, 1 << 20, rows)
+    return CopyPlan([segments], GEOMETRY, Share(1), 1 << 20, rows)
 
 
 def test_places_number_the_blocks_of_chunks_from_the_middle_of_the_first_to_the_middle_of_the_last() -> None:
@@ -51,7 +51,7 @@ def test_offsets_of_places() -> None:
 
 def test_offsets_do_not_overflow_32_bits() -> None:
     geometry = Geometry(cells=1, cell_payload=1 << 20, sub_blocks=16)
-    plan = CopyPlan([[]], geometry, 0, 0, 1 << 28)
+    plan = CopyPlan([[]], geometry, Share(0), 0, 1 << 28)
     offset = plan.place_offsets(np.array([(1 << 32) - 1], dtype=np.uint32))
     assert offset.tolist() == [((1 << 28) - 1) * geometry.row_bytes + 15 * (1 << 16)]
 
@@ -106,11 +106,11 @@ def test_impossible_segments_are_refused(segments: list[Segment], message: str) 
 
 def test_impossible_regions_are_refused() -> None:
     with pytest.raises(ValueError, match="cell 2 is not one of the row's 2"):
-        CopyPlan([], GEOMETRY, 2, 0, 1)
+        CopyPlan([], GEOMETRY, Share(2), 0, 1)
     with pytest.raises(ValueError, match="0 rows"):
-        CopyPlan([], GEOMETRY, 0, 0, 0)
+        CopyPlan([], GEOMETRY, Share(0), 0, 0)
     with pytest.raises(ValueError, match="not between 1 and 4294967296 places"):
-        CopyPlan([], GEOMETRY, 0, 0, (1 << 30) + 1)
+        CopyPlan([], GEOMETRY, Share(0), 0, (1 << 30) + 1)
 
 
 def test_the_block_limit_is_the_smallest_of_a_group() -> None:

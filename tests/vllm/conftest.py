@@ -44,6 +44,7 @@ def offloading_config() -> Callable[..., Any]:
         world_size: int = 1,
         rank: int = 0,
         pp_size: int = 1,
+        dcp_size: int = 1,
         replicas: int = 1,
         index: int = 0,
         groups: int = 1,
@@ -62,7 +63,7 @@ def offloading_config() -> Callable[..., Any]:
             model=OffloadingModelConfig("model", "bfloat16"),
             cache=OffloadingCacheConfig(32, blocks_per_chunk),
             parallel=OffloadingParallelConfig(
-                rank, world_size, world_size // pp_size, pp_size, 1, 1, index, replicas, None, False
+                rank, world_size, world_size // pp_size, pp_size, 1, dcp_size, index, replicas, None, False
             ),
             **other,
         )

@@ -112,9 +112,15 @@ def digests(worker: Any) -> list[list[str]]:
     """Of each block that is in use, in the order of their numbers: one of each layer. Block 0 is vLLM's dummy."""
     import hashlib
 
+    import torch
+
     layers = [layer.flatten(1) for layer in worker.model_runner.kv_caches]
     used = layers[0].any(1).nonzero().flatten().tolist()
-    return [[hashlib.sha256(layer[block].numpy()).hexdigest() for layer in layers] for block in used if block]
+    return [
+        [hashlib.sha256(layer[block].view(torch.uint8).numpy()).hexdigest() for layer in layers]
+        for block in used
+        if block
+    ]
 
 
 def generate(llm: Any, prompts: list[list[int]], max_tokens: int, adapter: Any = None) -> list[dict[str, Any]]:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
+from nixl_tiers.base.chunk import Geometry
 from tests.support import vllm_cpu
 from tests.support.file_tier import file_tier
 from tests.support.models import save_random
@@ -186,7 +188,8 @@ def test_latent_attention_with_two_ranks(engine: Engine, tmp_path: Path) -> None
         first_k_dense_replace=2,
         initializer_range=0.2,
     )
-    block = 16  # of vLLM's kernel
+    amx = bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
+    block = 32 if amx else 16  # of vLLM's kernel for these processors
     prompt = PROMPT[:300]
     chunks = len(prompt) // block
     ask = ["generate", [prompt], 4]
@@ -195,8 +198,9 @@ def test_latent_attention_with_two_ranks(engine: Engine, tmp_path: Path) -> None
     options: dict[str, Any] = {
         "path": model,
         "skip_tokenizer_init": True,
-        "dtype": "float32",
+        "dtype": "bfloat16",
         "block_size": block,
+        "enable_prefix_caching": False,
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "mp",
         "env": {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}", "VLLM_CPU_KVCACHE_SPACE": "1"},
@@ -216,3 +220,38 @@ def test_latent_attention_with_two_ranks(engine: Engine, tmp_path: Path) -> None
         # Here the engine uses its blocks again, in another order.
         assert all(block in loaded[rank] for block in whole)
     assert cpu == file, "the same sums upon the same bytes"
+    # Every rank has the same bytes: they are stored once, and are those of an engine with one rank.
+    assert read[0] == read[1]
+    row = Geometry(1, block * (512 + 64) * 2 * 2)  # of two layers
+    assert others["file"]["bytes_read"] == chunks * row.row_bytes
+    one = options | {"tensor_parallel_size": 1, "distributed_executor_backend": None}
+    alone, pages, found = engine(tiers, ask, ["pages"], ["stats"], **one)
+    assert (alone[0]["cached"], found["file"]["hits"]) == (chunks * block, chunks)
+    assert pages[0][:chunks] == computed[0][:chunks]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(vllm_cpu.cores()) < 2, reason="two ranks need two cores")
+def test_a_kv_head_that_two_ranks_hold_is_stored_once(engine: Engine, tmp_path: Path) -> None:
+    """And is found by an engine with one rank, and the other way round."""
+    model = save_random("LlamaForCausalLM", tmp_path / "one-head", num_key_value_heads=1, initializer_range=0.2)
+    cores = vllm_cpu.cores()
+    one: dict[str, Any] = {"path": model, "skip_tokenizer_init": True, "dtype": "float32"}
+    # Only our connector sees that the heads are replicated.
+    one["transfer"] = vllm_cpu.recomputing_transfer([])
+    del one["transfer"]["kv_connector_extra_config"]
+    two = one | {
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "env": {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}", "VLLM_CPU_KVCACHE_SPACE": "1"},
+    }
+    row = Geometry(1, 2 * 2 * BLOCK * 64 * 4)  # keys and values of two layers in float32
+    for place, (writer, reader) in (("kv-1", (one, two)), ("kv-2", (two, one))):
+        tiers = {"tiers": [CPU, file_tier(tmp_path / place, "64MiB")]}
+        cold, gpu, _, cpu, stored, _ = engine(tiers, ASK, ASK, ["forget"], ASK, ["stats"], ["flush"], **writer)
+        file, found = engine(tiers, ASK, ["stats"], **reader)
+        assert [answers[0]["cached"] for answers in (cold, gpu, cpu, file)] == [0, WHOLE, WHOLE, WHOLE]
+        assert tokens(cold) == tokens(cpu) == tokens(file)
+        assert gpu[0]["logprobs"] == cpu[0]["logprobs"]
+        assert (stored["cpu"]["hits"], found["file"]["hits"]) == (CHUNKS, CHUNKS)
+        assert found["file"]["bytes_read"] == CHUNKS * row.row_bytes

@@ -15,9 +15,10 @@ pytest.importorskip("vllm")
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 
-from nixl_tiers.vllm import plugin
+from nixl_tiers.vllm import plugin, replicated
 from nixl_tiers.vllm.chains import Arrivals
 from nixl_tiers.vllm.connector import NixlTiersConnector, refuse
+from nixl_tiers.vllm.replicated import Copies
 from tests.support import vllm_cpu
 from tests.support.file_tier import files_tier
 
@@ -78,7 +79,7 @@ def test_the_scheduler_is_told_at_once_what_vllms_own_connector_does_not_show(mo
             kv_connector_extra_config={"spec_name": "NixlTiersSpec"}, kv_load_failure_policy="recompute"
         ),
         scheduler_config=SimpleNamespace(policy="fcfs", max_num_batched_tokens=2048, long_prefill_token_threshold=512),
-        parallel_config=SimpleNamespace(rank=0),
+        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
     )
     NixlTiersConnector(config, None, None)
     most_tokens_of_a_prompt_in_a_step, windows = told
@@ -113,7 +114,7 @@ def test_what_happens_to_failed_loads_is_up_to_the_parent_connector(
                 kv_connector_extra_config={"spec_name": "NixlTiersSpec"}, kv_load_failure_policy=policy
             ),
             scheduler_config=SimpleNamespace(policy="fcfs"),
-            parallel_config=SimpleNamespace(rank=0),
+            parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
         )
         for policy in (parents, "fail" if parents == "recompute" else "recompute")
     )
@@ -122,8 +123,26 @@ def test_what_happens_to_failed_loads_is_up_to_the_parent_connector(
         lambda self, *_: vars(self).update(connector_scheduler=None, connector_worker=object()),
     )
     with set_current_vllm_config(parent):
-        NixlTiersConnector(child, None, None)
+        NixlTiersConnector(child, None, SimpleNamespace())
     assert ("kv_load_failure_policy is fail" in caplog.text) == warned
+
+
+def test_the_spec_learns_which_ranks_hold_the_same_kv_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[Copies] = []
+    monkeypatch.setattr(
+        "nixl_tiers.vllm.connector.OffloadingConnector.__init__",
+        lambda self, *_: (
+            known.append(replicated._told.get()),
+            vars(self).update(connector_scheduler=None, connector_worker=object()),
+        ),
+    )
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"spec_name": "NixlTiersSpec"}),
+        scheduler_config=SimpleNamespace(policy="fcfs"),
+        parallel_config=SimpleNamespace(rank=1, tensor_parallel_size=4),
+    )
+    NixlTiersConnector(config, None, SimpleNamespace(kv_tp_replicas=4))
+    assert (known, replicated._told.get()) == ([Copies(4, declared=True)], replicated.NONE)
 
 
 def test_vllms_own_bound_of_a_load_reaches_the_manager(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,11 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
-from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.vllm import fingerprint
 from nixl_tiers.vllm.fingerprint import Fingerprint
+from nixl_tiers.vllm.replicated import Copies, copies_of, told
+from nixl_tiers.vllm.spec import geometry_of
 
 CPU = {"type": "cpu", "capacity": "1MiB"}
 TIERS = {"tiers": [CPU, {"type": "s3", "bucket": "bucket", "capacity": "1MiB"}]}
@@ -76,8 +77,7 @@ def make(
         caches = CanonicalKVCaches(
             [CanonicalKVCacheTensor(torch.zeros(2, page, dtype=torch.int8), page)], [[CanonicalKVCacheRef(0, page)]]
         )
-        blocks = config.cache.blocks_per_chunk
-        geometry = Geometry(config.parallel.world_size, config.worker_kv_bytes_per_block * blocks, blocks)
+        geometry = geometry_of(config, copies_of(config).ranks)
         model = changes.pop("model", str(weights_folder))
         engine = vllm_config(model, **changes)
         weights = fingerprint.weights_of(engine, checked)
@@ -108,6 +108,8 @@ def test_equal_facts_give_equal_fingerprints(make: Callable[..., Fingerprint]) -
         {"model_config__multimodal_config": SimpleNamespace(video_pruning_method="vidcom2")},
         {"tiers": {"salt": "tenant"}},
         {"tiers": {"model_id": "mine"}},
+        {"tiers": {"tp_sizes": "apart"}, "offloading": {"world_size": 2, "replicated_layout": True}},
+        {"offloading": {"world_size": 2, "dcp_size": 2, "replicated_layout": True}},
         {"offloading": {"world_size": 2}},
         {"offloading": {"blocks_per_chunk": 2}},
         {"offloading": {"groups": 2}},
@@ -121,6 +123,18 @@ def test_options_that_change_the_bytes_change_the_namespace(
     make: Callable[..., Fingerprint], difference: dict[str, Any]
 ) -> None:
     assert make(**difference).digest != make().digest
+
+
+def test_tensor_parallel_sizes_with_the_same_rows_share_a_namespace(make: Callable[..., Fingerprint]) -> None:
+    """With MLA a row has one cell at every size; with two KV heads it has two, from two ranks on."""
+    alone = make()
+    assert [make(offloading={"world_size": size, "replicated_layout": True}) for size in (2, 8)] == [alone] * 2
+    assert make(tiers={"tp_sizes": "apart"}) == alone, "rows of one rank are found whatever is set"
+    two = make(offloading={"world_size": 2})
+    with told(Copies(4, declared=True)):
+        assert make(offloading={"world_size": 8}) == two
+        apart = make({"tp_sizes": "apart"}, {"world_size": 8})
+    assert len({alone, two, apart, make(offloading={"world_size": 8})}) == 4
 
 
 def test_vllm_has_these_options() -> None:
@@ -250,5 +264,7 @@ def test_a_worker_without_vllms_configuration_refuses_storage(
     )
     tiers = tiers_config.load(TIERS)
     weights = fingerprint.weights_of(None, tiers)
-    made = fingerprint.fingerprint(offloading_config(), tiers, Geometry(1, 8192), caches, None, weights=weights)
+    made = fingerprint.fingerprint(
+        offloading_config(), tiers, geometry_of(offloading_config(), 1), caches, None, weights=weights
+    )
     assert "did not give this worker its configuration" in made.note

@@ -30,6 +30,7 @@ from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.vllm import compat, fingerprint
+from nixl_tiers.vllm.replicated import Copies, told
 from nixl_tiers.vllm.spec import NixlTiersSpec, agreed_namespace, description_of, refuse_nodes
 from tests.support.file_tier import file_tier
 
@@ -120,10 +121,37 @@ def test_region_is_made_with_the_pages_that_are_configured(
     pages: HugePages, offloading_config: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[HugePages] = []
-    monkeypatch.setattr("nixl_tiers.vllm.spec.rendezvous", lambda *_, huge_pages: asked.append(huge_pages))
+    monkeypatch.setattr("nixl_tiers.vllm.spec.rendezvous", lambda *_, huge_pages, copies: asked.append(huge_pages))
     NixlTiersSpec(offloading_config({"tiers": [{**CPU, "huge_pages": pages}]}))._rendezvous()
     NixlTiersSpec(offloading_config({"tiers": [CPU]}))._rendezvous()
     assert asked == [pages, HugePages.AUTO]
+
+
+@pytest.mark.parametrize(
+    ("other", "replicas", "cells"),
+    [
+        ({"world_size": 8}, 1, 8),
+        ({"world_size": 8, "replicated_layout": True}, 1, 1),
+        ({"world_size": 8}, 8, 1),
+        ({"world_size": 8}, 2, 4),
+        ({"world_size": 8, "replicated_layout": True}, 8, 1),
+        ({"world_size": 8}, 3, 8),
+        ({"world_size": 8, "dcp_size": 2}, 4, 8),
+        ({"world_size": 1}, 1, 1),
+    ],
+)
+def test_ranks_that_hold_the_same_bytes_share_a_cell(
+    offloading_config: Build, other: dict[str, Any], replicas: int, cells: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would have rank 0 do all stores if the spec said that its layout is replicated."""
+    asked: list[int] = []
+    monkeypatch.setattr("nixl_tiers.vllm.spec.rendezvous", lambda *_, huge_pages, copies: asked.append(copies))
+    with told(Copies(replicas, declared=True)):
+        spec = NixlTiersSpec(offloading_config(**other))
+    spec._rendezvous()
+    assert (spec.geometry.cells, spec.replicated_layout) == (cells, False)
+    assert asked == [other["world_size"] // cells]
+    assert NixlTiersSpec(offloading_config(world_size=8)).geometry.cells == 8, "known to no other spec"
 
 
 def test_file_tiers_are_divided_by_the_replicas_of_the_node(

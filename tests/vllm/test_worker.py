@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 import weakref
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
@@ -53,11 +56,14 @@ class Rank:
         cells: int = 1,
         cell: int = 0,
         last_block_only: tuple[int, ...] = (),
+        *,
+        region: HostRegion | None = None,
     ) -> None:
         block_bytes = max(sum(group) for group in pages)
         geometry = Geometry(cells, block_bytes * blocks_per_chunk, blocks_per_chunk)
-        self.region = HostRegion.create(geometry, ROWS)
-        self.region.rows_view[:] = 0xEE
+        self.region = region or HostRegion.create(geometry, ROWS)
+        if region is None:
+            self.region.rows_view[:] = 0xEE
         self.caches = caches_of(pages)
         self.worker = worker_over(self.region, self.caches, cell, last_block_only)
         self.jobs = 0
@@ -149,6 +155,60 @@ def test_a_rank_touches_its_own_cell_only(rank: Rank) -> None:
     for cell in (0, 1):
         rank.region.mark(np.array([1]), cell, 1, True)
     assert rank.region.written([1], 1).all()
+
+
+@st.composite
+def stores(draw: st.DrawFn) -> tuple[RowsSpec, GPULoadStoreSpec]:
+    """A job of two groups of chunks of four blocks: of the first group the first chunk's beginning may be missing, of
+    the second, a recurrent layer's, all but the last block of each."""
+    rows = draw(st.permutations(range(ROWS)))
+    attending = draw(st.integers(0, 3))
+    recurrent = draw(st.integers(0, ROWS - attending))
+    first = draw(st.integers(0, 3)) if attending else 0
+    alone = draw(st.booleans()) and recurrent
+    sizes = [attending * 4 - first, recurrent if alone else recurrent * 4]
+    blocks = [draw(st.integers(0, BLOCKS - 1)) for _ in range(sum(sizes))]
+    spec = RowsSpec(np.array(rows[: attending + recurrent], np.int64), (attending, recurrent), store_seq=1)
+    return spec, GPULoadStoreSpec(blocks, sizes, [first, 3 if alone else 0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(store=stores(), copies=st.integers(2, 4))
+def test_ranks_that_hold_the_same_bytes_store_what_one_would(
+    store: tuple[RowsSpec, GPULoadStoreSpec], copies: int
+) -> None:
+    """Bytes and control words; each writes the rows whose turn is its own and no others; and all load all of them."""
+    rows, engine = store
+    pages = [[256], [192]]
+    one = Rank(pages, 4, last_block_only=(1,))
+    one.store(rows, engine)
+    region = HostRegion.create(one.region.geometry, ROWS, copies=copies)
+    region.rows_view[:] = 0xEE
+    for number in range(copies):
+        rank = Rank(pages, 4, cell=number, last_block_only=(1,), region=HostRegion.attach(os.dup(region.fd)))
+        before = region.rows_view.copy()
+        assert rank.store(rows, engine).success
+        changed = np.flatnonzero((region.rows_view != before).any(axis=1))
+        assert set(changed % copies) <= {number}
+        rank.worker.shutdown()
+    assert np.array_equal(region.rows_view, one.region.rows_view)
+    assert np.array_equal(region._control, one.region._control)
+    whole = one.region.written(rows.rows[: rows.counts[0]], 1) & (one.region.missing(rows.rows[: rows.counts[0]]) == 0)
+    if whole.any():
+        loaded = rows.rows[: rows.counts[0]][whole]
+        blocks = GPULoadStoreSpec(list(range(4 * len(loaded))), [4 * len(loaded), 0], [0, 0])
+        one.clear()
+        one.load(RowsSpec(loaded, (len(loaded), 0)), blocks)
+        for number in range(copies):
+            rank = Rank(pages, 4, cell=number, last_block_only=(1,), region=HostRegion.attach(os.dup(region.fd)))
+            rank.clear()
+            assert rank.load(RowsSpec(loaded, (len(loaded), 0)), blocks).success
+            assert [rank.bytes_of(0, block) for block in range(BLOCKS)] == [
+                one.bytes_of(0, block) for block in range(BLOCKS)
+            ]
+            rank.worker.shutdown()
+    region.close()
+    one.worker.shutdown()
 
 
 @pytest.mark.parametrize("rank", [{"pages": [[256]], "blocks_per_chunk": 4}], indirect=True)

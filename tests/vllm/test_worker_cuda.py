@@ -19,7 +19,7 @@ from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap import kernels
 from nixl_tiers.swap.cuda import CudaSwap
-from nixl_tiers.swap.plan import CopyPlan, Segment
+from nixl_tiers.swap.plan import CopyPlan, Segment, Share
 from nixl_tiers.vllm import worker as worker_module
 from nixl_tiers.vllm.copy_jobs import PolledJobs, RowsSpec
 from nixl_tiers.vllm.worker import NixlTiersWorker, place_region
@@ -44,7 +44,7 @@ class Rank:
         ]
         geometry = Geometry(1, LAYERS * PAGE * SUB_BLOCKS, SUB_BLOCKS)
         self.region = HostRegion.create(geometry, ROWS)
-        plan = CopyPlan([segments], geometry, 0, self.region.address, ROWS)
+        plan = CopyPlan([segments], geometry, Share(0), self.region.address, ROWS)
         swap = CudaSwap(plan, compute_stream=lambda: 0, driver=self.fake.driver, strategies=(strategy,))
         self.region.at_close(swap.close)
         self.worker = NixlTiersWorker(self.region, plan, swap, 0, jobs=PolledJobs())
