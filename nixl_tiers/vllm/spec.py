@@ -22,6 +22,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
 from nixl_tiers.memory.rendezvous import OtherSizes, rendezvous
 from nixl_tiers.vllm import compat, live, metrics, replicated
+from nixl_tiers.vllm.amplification import refuse_amplification
 from nixl_tiers.vllm.compat import (
     CanonicalKVCaches,
     OffloadingConfig,
@@ -94,6 +95,8 @@ class NixlTiersSpec(OffloadingSpec):
         vllm_config = current_vllm_config()
         refuse_nodes(vllm_config)
         rank = self.config.parallel.rank
+        runner = getattr(compat.calling_worker(), "model_runner", None)
+        refuse_amplification(self.config, getattr(runner, "kv_cache_config", None), self.tiers.max_amplification)
         self._confirm_copies(vllm_config)
         region = self._rendezvous()
         try:

@@ -1,0 +1,97 @@
+"""What a byte of KV takes in tiers, where KV groups differ in size."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.v1 import kv_cache_interface as interface
+
+from nixl_tiers.vllm import spec as spec_module
+from nixl_tiers.vllm.amplification import amplification, refuse_amplification
+from nixl_tiers.vllm.spec import NixlTiersSpec
+
+BLOCK = 32
+HEAD = 64
+PAGE = 2 * BLOCK * HEAD * 2  # one head's keys and values in 16 bits
+Build = Callable[..., Any]
+
+
+def attention(heads: int = 1, padded: int | None = None) -> Any:
+    return interface.FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=heads, head_size=HEAD, dtype=torch.bfloat16, page_size_padded=padded
+    )
+
+
+def state(floats: int, padded: int | None = None) -> Any:
+    return interface.MambaSpec(block_size=BLOCK, shapes=((floats,),), dtypes=(torch.float32,), page_size_padded=padded)
+
+
+def groups(*specs: Any) -> Any:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=each) for each in specs])
+
+
+@pytest.mark.parametrize(
+    ("specs", "block_bytes", "expected"),
+    [
+        ((attention(),), PAGE, 1.0),
+        ((attention(), attention()), PAGE, 1.0),
+        ((attention(4), attention(1)), 5 * PAGE, 2.0),  # packed: both groups' pages in each block
+        ((attention(1, padded=3 * PAGE),), 3 * PAGE, 3.0),
+        ((attention(), state(PAGE // 8, padded=PAGE)), PAGE, 4 / 3),
+    ],
+    ids=["one", "equal", "packed", "padded", "recurrent"],
+)
+def test_what_a_byte_of_kv_takes(
+    offloading_config: Build, specs: tuple[Any, ...], block_bytes: int, expected: float
+) -> None:
+    config = offloading_config(groups=len(specs), block_bytes=block_bytes)
+    assert amplification(config, groups(*specs)) == pytest.approx(expected)
+
+
+def test_groups_whose_layers_differ(offloading_config: Build) -> None:
+    config = offloading_config(block_bytes=10 * PAGE)
+    of_layers = SimpleNamespace(kv_cache_specs={"layer.0": attention(2), "layer.1": attention(50)})
+    assert amplification(config, groups(of_layers)) == 5.0
+
+
+def test_more_than_the_limit_is_refused_and_less_is_said(
+    offloading_config: Build, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = offloading_config(groups=2, block_bytes=8 * PAGE)
+    monkeypatch.setattr(logging.getLogger("nixl_tiers"), "propagate", True)
+    with pytest.raises(ValueError, match=r"takes 8\.0 bytes in tiers.*max_amplification is 4"):
+        refuse_amplification(config, groups(attention(), attention()), 4)
+    with caplog.at_level(logging.WARNING):
+        refuse_amplification(config, groups(attention(), attention()), 8)
+        assert [record.getMessage() for record in caplog.records if "takes 8.0 bytes" in record.getMessage()]
+        caplog.clear()
+        refuse_amplification(config, groups(attention(8), attention(8)), 4)
+        refuse_amplification(config, None, 1)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("limit", [None, 8])
+def test_an_engine_that_would_waste_more_does_not_start(
+    offloading_config: Build, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra: dict[str, Any] = {"tiers": [{"type": "cpu", "capacity": "8MiB"}]}
+    if limit is not None:
+        extra["max_amplification"] = limit
+    made = NixlTiersSpec(offloading_config(extra, groups=2, block_bytes=8 * PAGE))
+    runner = SimpleNamespace(kv_cache_config=groups(attention(), attention()))
+    monkeypatch.setattr(spec_module.compat, "calling_worker", lambda: SimpleNamespace(model_runner=runner))
+    monkeypatch.setattr(spec_module, "rendezvous", lambda *_, **__: pytest.fail("let pass"))
+    with (
+        pytest.raises(ValueError, match="max_amplification")
+        if limit is None
+        else pytest.raises(BaseException, match="let pass")
+    ):
+        made.get_worker(SimpleNamespace())
