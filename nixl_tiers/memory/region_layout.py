@@ -1,8 +1,8 @@
 """Where the parts of the host region lie, what its header says, and what the ranks publish in it.
 
 A header page (identity, sizes, what pages there are, the times of the last steps), one record per rank, one for all
-ranks and one for the revision, one control word per (row, cell), and from a 2 MiB boundary on the rows. Ranks that hold
-the same bytes share a cell (swap/plan.py), so that there may be more ranks than cells.
+ranks and one for the model's names, one control word per (row, cell), and from a 2 MiB boundary on the rows. Ranks that
+hold the same bytes share a cell (swap/plan.py), so that there may be more ranks than cells.
 
 `RankRecords`: a rank's record holds the fingerprint of its layout and weights, the NUMA node of its GPU, and how often
 its weights have been changed since. The record for all holds what only one rank has to find out.
@@ -165,15 +165,16 @@ class RankRecords:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
         return found
 
-    def publish_revision(self, revision: str) -> None:
-        """Publish the model's revision to the scheduler, whose process is not told it."""
-        self._write_record(self._revision, bytes(NAMESPACE_BYTES), revision)
+    def publish_model(self, name: str, revision: str) -> None:
+        """Publish the model's name and revision to the scheduler, whose process is not told them."""
+        self._write_record(self._model, bytes(NAMESPACE_BYTES), f"{name}\n{revision}")
 
     @property
-    def revision(self) -> str:
-        """What a rank has published; empty: nothing."""
-        found = self._read_record(self._revision)
-        return "" if found is None else found[1]
+    def model(self) -> tuple[str, str]:
+        """Name and revision that a rank has published. Empty: none, or a name of 400 bytes or more."""
+        found = self._read_record(self._model)
+        name, whole, revision = ("" if found is None else found[1]).partition("\n")
+        return (name if whole else ""), revision
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -183,7 +184,7 @@ class RankRecords:
         return self._at + rank * RECORD_BYTES
 
     @property
-    def _revision(self) -> int:
+    def _model(self) -> int:
         return self._at + (self.count + 1) * RECORD_BYTES
 
     def _write_record(self, at: int, digest: bytes, note: str) -> None:

@@ -90,11 +90,13 @@ def weights_of(vllm_config: Any, tiers: TiersConfig) -> Fingerprint:
     return Fingerprint(Namespace.of(facts).digest, "")
 
 
-def revision_of(vllm_config: Any) -> str:
-    """For people: the commit that the model's configuration came from, else the revision that was asked for."""
+def names_of(vllm_config: Any) -> tuple[str, str]:
+    """For people: the model's name in vLLM's metrics, and the commit that its configuration came from, else the
+    revision that was asked for."""
     model = getattr(vllm_config, "model_config", None)
     commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
-    return str(commit or getattr(model, "revision", None) or "")
+    revision = commit or getattr(model, "revision", None)
+    return str(getattr(model, "served_model_name", None) or ""), str(revision or "")
 
 
 def current_vllm_config() -> Any:

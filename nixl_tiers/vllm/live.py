@@ -1,53 +1,49 @@
 """Gauges that are true at every scrape, also while the engine is idle: vLLM reports numbers only when it steps.
 
-The engine's process publishes its gauges once a second, and the API server's process shows them at /metrics:
+The engine's process writes its gauges once a second, as one more process of prometheus_client:
 
-    one API server      it has a memfd, which its child, the engine, finds among its parent's files; when /metrics is
-                        scraped, the gauges that vLLM has declared are set to what the engine has written there
-    several of them     vLLM has a directory of prometheus_client (PROMETHEUS_MULTIPROC_DIR), all of which every API
-                        server shows: the engine writes there as one more process. vLLM gets no gauges then, since
-                        each API server would keep an old value of its own
+    several API servers   in their common directory (PROMETHEUS_MULTIPROC_DIR), all of which each of them shows. vLLM
+                          gets no gauges then, since each API server would keep an old value of its own
+    one API server        in a memfd. Its parent, the API server, finds that among its children's files when /metrics is
+                          scraped, and sets the gauges that vLLM has declared to what is written there
 
-Where neither is found (an engine on another node), gauges come with the engine's steps only.
+Of an engine that is no child of its API server (on another node), gauges come with its steps only.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import multiprocessing
 import os
-import struct
 import time
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
-from nixl_tiers.base.metrics import INFO, INFO_TEXT, METRICS, PREFIX
+from nixl_tiers.memory.memfd import memfd
 
 MEMFD: Final = "nixl-tiers-gauges"
-SLOT_BYTES: Final = 1 << 16  # of one engine
-MAX_ENGINES: Final = 256
 PERIOD_S: Final = 1.0
-MAX_BACKOFF_S: Final = 60.0
-_HEAD: Final = struct.Struct("<II")  # bytes of the text, and its CRC-32
-KNOWN: Final = "vllm:num_requests_running"
-"""A gauge of vLLM whose series exist from the start: it has the label values of each engine."""
 
-Level = tuple[str, Mapping[str, str], float]
-"""Name, own labels, value."""
+log = logging.getLogger(__name__)
 
-
-# --- the API server's process ------------------------------------------------------------------------------------
+Labels = tuple[tuple[str, str], ...]
+Level = tuple[str, str, Labels, float]
+"""Name, what it means, own labels, value."""
+Written = Iterable[tuple[Any, ...]]
+"""(prometheus_client's key, value, ...)."""
 
 
 class Shown:
-    """A collector of prometheus_client without metrics of its own. It is registered before vLLM's gauges are, so it is
-    asked first, and then sets them to what the engines have written."""
+    """In the API server's process: a collector of prometheus_client without metrics of its own. It is registered before
+    vLLM's gauges are, so it is asked first, and then sets them to what the engines have written."""
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create(MEMFD, os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, MAX_ENGINES * SLOT_BYTES)
+        self._files: dict[int, Path] = {}  # by the child that writes it: a search is long beside a scrape
 
     def describe(self) -> list[Any]:
         return []
@@ -55,16 +51,27 @@ class Shown:
     def collect(self) -> Iterator[Any]:
         from prometheus_client import REGISTRY
 
-        made: Mapping[str, Any] = getattr(REGISTRY, "_names_to_collectors", {})
-        known = (
-            (sample.labels for metric in made[KNOWN].collect() for sample in metric.samples) if KNOWN in made else ()
-        )
-        with suppress(Exception):  # vLLM's own metrics are shown whatever it changes about its gauges
-            for labels in _engine_labels(known):
-                for name, own, value in _read(self._fd, labels["engine"]):
-                    if name in made:
-                        made[name].labels(**labels, **own).set(value)
+        declared = getattr(REGISTRY, "_names_to_collectors", {})
+        reads: list[Callable[[], Written]] = [gauges.values for gauges in list(_here)]
+        reads += [partial(self._values_of, child.pid) for child in multiprocessing.active_children() if child.pid]
+        for read in reads:
+            with suppress(Exception):  # vLLM's own metrics are shown whatever it changes, and whoever ends just now
+                for key, value, *_ in read():
+                    name, _, labels, _ = json.loads(key)
+                    if name in declared:
+                        declared[name].labels(**labels).set(value)
         return iter(())
+
+    def _values_of(self, pid: int) -> Written:
+        from prometheus_client.mmap_dict import MmapedDict
+
+        if pid not in self._files:
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):  # closed since
+                    if str(file.readlink()).startswith(f"/memfd:{MEMFD} "):
+                        self._files[pid] = file
+        values: Any = MmapedDict
+        return values.read_all_values_from_file(self._files[pid]) if pid in self._files else ()
 
 
 _shown: list[Shown] = []
@@ -74,81 +81,54 @@ def show() -> None:
     """Call it in the API server's process before vLLM's metrics are made."""
     from prometheus_client import REGISTRY
 
-    if not _shown and not _directory():
+    if not _shown and _directory() is None:
         _shown.append(Shown())
         REGISTRY.register(_shown[0])
 
 
-# --- the engine's process ----------------------------------------------------------------------------------------
-
-
 class LiveGauges:
-    """Publishes the gauges of engine number `engine`; `publish` may be called at any rate, by one thread at a time."""
+    """In the engine's process. `model`, `engine`: the values of vLLM's own labels. One thread at a time calls it."""
 
-    def __init__(self, engine: int) -> None:
-        self._engine = engine
-        self._sink: _Memfd | _Directory | None = None
-        self._next_s = 0.0
-        self._backoff_s = PERIOD_S
-        self.replaces_reports = bool(_directory())
+    def __init__(self, model: str, engine: int) -> None:
+        self.replaces_reports = _directory() is not None
         """Whether vLLM must not get the gauges besides."""
+        self._labels = {"model_name": model, "engine": str(engine)}
+        self._key = cache(self._make_key)
+        self._file: Any = None
+        self._failed = False
+        self._next_s = 0.0
+        _here.add(self)
 
-    def due(self) -> bool:
-        """Whether it is time to publish again."""
-        return time.monotonic() >= self._next_s
+    def values(self) -> Written:
+        return self._file.read_all_values() if self._file is not None else ()
 
-    def publish(self, levels: Sequence[Level]) -> None:
-        self._next_s = time.monotonic() + (PERIOD_S if self._sink is not None else self._backoff_s)
-        with suppress(OSError, ValueError):
-            if self._sink is None:
-                self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
-                self._sink = self._find()
-            if self._sink is not None:
-                self._sink.write(levels)
+    def tick(self, levels: Callable[[], Iterable[Level]]) -> None:
+        """Publish if the last time was a second ago or more. Call it at any rate."""
+        if (now := time.monotonic()) >= self._next_s:
+            self._next_s = now + PERIOD_S
+            self.publish(levels)
 
-    def _find(self) -> _Memfd | _Directory | None:
-        if directory := _directory():
-            known = {labels["engine"]: labels for labels in _engine_labels(_samples_of(directory))}
-            labels = known.get(str(self._engine))
-            return None if labels is None else _Directory(directory, labels)
-        for pid in (os.getppid(), os.getpid()):
-            if (path := _memfd_of(pid)) is not None:
-                return _Memfd(path, self._engine)
-        return None
+    def publish(self, levels: Callable[[], Iterable[Level]]) -> None:
+        """Raises nothing: no number is worth the thread that calls this, the engine's or that of the movers."""
+        try:
+            self._file = self._file or _new_file()
+            now = time.time()
+            for name, text, own, value in levels():
+                self._file.write_value(self._key(name, text, own), value, now)
+        except Exception:
+            if not self._failed:
+                log.exception("nixl_tiers: gauges could not be published; they are tried again, without this message")
+            self._failed = True
 
-
-class _Memfd:
-    def __init__(self, path: Path, engine: int) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._offset = engine * SLOT_BYTES
-        self._last = b""
-
-    def write(self, levels: Sequence[Level]) -> None:
-        text = json.dumps(levels).encode()
-        if text != self._last and len(text) <= SLOT_BYTES - _HEAD.size:
-            self._last = text
-            os.pwrite(self._fd, _HEAD.pack(len(text), zlib.crc32(text)) + text, self._offset)
-
-
-class _Directory:
-    def __init__(self, directory: Path, labels: Mapping[str, str]) -> None:
-        from prometheus_client import mmap_dict
-
-        values: Any = mmap_dict.MmapedDict
-        self._values = values(str(directory / f"gauge_mostrecent_{os.getpid()}.db"))
-        self._labels = labels
-        self._texts = {PREFIX + name: metric.text for name, metric in METRICS.items()} | {PREFIX + INFO: INFO_TEXT}
-
-    def write(self, levels: Sequence[Level]) -> None:
+    def _make_key(self, name: str, text: str, own: Labels) -> str:
         from prometheus_client.mmap_dict import mmap_key
 
-        for name, own, value in levels:
-            labels = {**self._labels, **own}
-            key = mmap_key(name, name, list(labels), list(labels.values()), self._texts.get(name, ""))
-            self._values.write_value(key, value, time.time())
+        labels = {**self._labels, **dict(own)}
+        return str(mmap_key(name, name, list(labels), list(labels.values()), text))
 
 
-# --- inside ------------------------------------------------------------------------------------------------------
+_here: Final = weakref.WeakSet[LiveGauges]()
+"""An engine may run in its caller's process."""
 
 
 def _directory() -> Path | None:
@@ -156,37 +136,15 @@ def _directory() -> Path | None:
     return Path(path) if path and Path(path).is_dir() else None
 
 
-def _memfd_of(pid: int) -> Path | None:
-    for file in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            if str(file.readlink()).startswith(f"/memfd:{MEMFD} "):
-                return file
-    return None
+def _new_file() -> Any:
+    """A dict of prometheus_client that others can read."""
+    from prometheus_client.mmap_dict import MmapedDict
 
-
-def _read(fd: int, engine: str) -> list[Level]:
-    """What this engine has written last; nothing if it is being written just now."""
-    if not (engine.isdecimal() and int(engine) < MAX_ENGINES):
-        return []
-    data = os.pread(fd, SLOT_BYTES, int(engine) * SLOT_BYTES)
-    size, checksum = _HEAD.unpack_from(data)
-    text = data[_HEAD.size : _HEAD.size + size]
-    return (
-        [(name, own, value) for name, own, value in json.loads(text)] if size and zlib.crc32(text) == checksum else []
-    )
-
-
-def _engine_labels(samples: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
-    """vLLM's own labels of each engine."""
-    return [{name: labels[name] for name in ("model_name", "engine")} for labels in samples if "engine" in labels]
-
-
-def _samples_of(directory: Path) -> Iterator[Mapping[str, str]]:
-    from prometheus_client import mmap_dict
-
-    values: Any = mmap_dict.MmapedDict
-    for path in directory.glob("gauge_*.db"):
-        for key, *_ in values.read_all_values_from_file(str(path)):
-            name, _, labels, _ = json.loads(key)
-            if name == KNOWN:
-                yield labels
+    values: Any = MmapedDict
+    if (directory := _directory()) is not None:
+        return values(str(directory / f"gauge_mostrecent_{os.getpid()}.db"))
+    fd = memfd(MEMFD)
+    try:
+        return values(f"/proc/self/fd/{fd}")  # has a descriptor of its own from then on
+    finally:
+        os.close(fd)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -32,9 +32,9 @@ from nixl_tiers.vllm.compat import (
 )
 from nixl_tiers.vllm.copy_jobs import RowsSpec
 from nixl_tiers.vllm.events import EventLog
-from nixl_tiers.vllm.live import LiveGauges
+from nixl_tiers.vllm.live import Level, LiveGauges
 from nixl_tiers.vllm.lookups import Lookups
-from nixl_tiers.vllm.metrics import Levels, Reporter, info_labels, traits
+from nixl_tiers.vllm.metrics import Reporter, info_labels, traits
 from nixl_tiers.vllm.prefill_meter import PrefillMeter, Scheduled
 from nixl_tiers.vllm.request_options import RequestOptionsReader, Scope
 from nixl_tiers.vllm.store_gate import StoreGate, WeightsGate
@@ -56,8 +56,7 @@ class NixlTiersManager(OffloadingManager):
     `groups`: vLLM's number of each offloaded KV group, in the order of OffloadingConfig.groups. `events`: the log
     of KV events for KV-aware routers, or None if vLLM does not publish them. `pause_s`: the longest wait in a step in
     which the engine has nothing to compute because requests wait for storage or for copies; 0 if replicas step
-    together. `chunk_tokens`: of a chunk of each group. `live`: shows the gauges of an idle
-    engine.
+    together. `chunk_tokens`: of a chunk of each group. `live`: shows the gauges of an idle engine.
     """
 
     def __init__(
@@ -82,10 +81,9 @@ class NixlTiersManager(OffloadingManager):
         row_bytes = coordinator.region.geometry.row_bytes
         info = info_labels(config, coordinator.namespace.digest.hex(), row_bytes, max(self._chunk_tokens, default=0))
         self._reporter = Reporter(traits(config), info, gauges=live is None or not live.replaces_reports)
-        self._levels = Levels(traits(config), info)
         self._live = live
         if live is not None:
-            coordinator.after_tick(partial(_publish, weakref.ref(self)))
+            coordinator.after_tick(partial(_publish, live, weakref.WeakMethod(self.gauges)))
         self._events = events
         self._pause_s = pause_s
         self._requests: set[str] = set()
@@ -372,6 +370,8 @@ class NixlTiersManager(OffloadingManager):
         totals["cpu"]["kv_hints"] = float(self._options.hints)
         with self._coordinator.core() as core:
             samples = core.take_samples()
+        if self._live is not None and not self._has_storage:  # no supervisor, and nothing changes between steps
+            self._live.publish(lambda: self._reporter.levels(totals))
         return self._reporter.report(totals, samples)
 
     @override
@@ -380,13 +380,9 @@ class NixlTiersManager(OffloadingManager):
             self._closed = True
             self._coordinator.close(SHUTDOWN_S)
 
-    def publish_gauges(self) -> None:
-        """On the supervisor's thread, which goes on while the engine is idle."""
-        if self._live is not None and self._live.due() and not self._closed:
-            self._live.publish(self._levels.of(self._coordinator.counters()))
-
-    def stop_publishing(self) -> None:
-        self._live = None
+    def gauges(self) -> Iterable[Level]:
+        """All that there are, with their values now. On the supervisor's thread, which goes on in an idle engine."""
+        return () if self._closed else self._reporter.levels(self._coordinator.counters())
 
     def _can_only_wait(self) -> bool:
         """Whether some request waits for storage or a copy, and no request can be computing in this step.
@@ -428,13 +424,9 @@ class NixlTiersManager(OffloadingManager):
         return sorted(keys, key=lambda key: position_of(key, req_context) or 0)
 
 
-def _publish(manager: weakref.ref[NixlTiersManager]) -> None:
-    if (alive := manager()) is not None:
-        try:
-            alive.publish_gauges()
-        except Exception:  # no number is worth the movers, which end with the thread that calls this
-            log.exception("nixl_tiers: gauges are not published while the engine is idle any more")
-            alive.stop_publishing()
+def _publish(live: LiveGauges, gauges: weakref.WeakMethod[Callable[[], Iterable[Level]]]) -> None:
+    if (levels := gauges()) is not None:
+        live.tick(levels)
 
 
 def _sources(config: TiersConfig) -> Mapping[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import nixl_tiers
@@ -27,16 +28,12 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         PREFIX + INFO: OffloadingGaugeMetadata(documentation=INFO_TEXT, labelnames=INFO_LABELS)
     }
     for name, metric in METRICS.items():
-        match metric.kind:
-            case Kind.COUNTER:
-                made = OffloadingCounterMetadata(documentation=metric.text, labelnames=metric.labels)
-            case Kind.GAUGE:
-                made = OffloadingGaugeMetadata(documentation=metric.text, labelnames=metric.labels)
-            case Kind.HISTOGRAM:
-                made = OffloadingHistogramMetadata(
-                    documentation=metric.text, labelnames=metric.labels, buckets=metric.buckets
-                )
-        declared[PREFIX + name] = made
+        make: Callable[..., OffloadingMetricMetadata] = {
+            Kind.COUNTER: OffloadingCounterMetadata,
+            Kind.GAUGE: OffloadingGaugeMetadata,
+            Kind.HISTOGRAM: partial(OffloadingHistogramMetadata, buckets=metric.buckets),
+        }[metric.kind]
+        declared[PREFIX + name] = make(documentation=metric.text, labelnames=metric.labels)
     return declared
 
 
@@ -55,42 +52,24 @@ def info_labels(config: TiersConfig, namespace: str, chunk_bytes: int, chunk_tok
     return (nixl_tiers.__version__, namespace, str(chunk_bytes), str(chunk_tokens), places[:MAX_LABEL])
 
 
-class Levels:
-    """All gauges at once, with their values now."""
-
-    def __init__(self, tiers: Sequence[TierTraits], info: tuple[str, ...]) -> None:
-        self._info: Level = (PREFIX + INFO, dict(zip(INFO_LABELS, info, strict=True)), 1.0)
-        self._series = [
-            (tier, number, PREFIX + name, dict(zip(metric.labels, labels, strict=True)))
-            for (tier, number), (name, metric, labels) in published(list(tiers)).items()
-            if metric.kind is Kind.GAUGE
-        ]
-
-    def of(self, totals: Mapping[str, Mapping[str, float]]) -> list[Level]:
-        """`totals`: as in Reporter."""
-        return [
-            self._info,
-            *(
-                (name, labels, float(totals[tier][number]))
-                for tier, number, name, labels in self._series
-                if number in totals.get(tier, ())
-            ),
-        ]
-
-
 class Reporter:
-    """Turns running totals into differences since the last report; without `gauges` if vLLM does not get them."""
+    """Turns running totals into differences since the last report, and gauges into levels. `info`: the label values of
+    the gauge INFO. `gauges`: whether vLLM gets them."""
 
-    def __init__(
-        self, tiers: Sequence[TierTraits], info: tuple[str, ...] | None = None, *, gauges: bool = True
-    ) -> None:
-        self._series = {
-            place: series
-            for place, series in published(list(tiers)).items()
-            if gauges or series[1].kind is not Kind.GAUGE
-        }
+    def __init__(self, tiers: Sequence[TierTraits], info: tuple[str, ...] = (), *, gauges: bool = True) -> None:
+        self._series = published(list(tiers))
         self._last: dict[str, Mapping[str, float]] = {}  # by tier
-        self._info = info if gauges else None
+        self._info = info
+        self._gauges = gauges
+        self._info_is_due = gauges and bool(info)
+
+    def levels(self, totals: Mapping[str, Mapping[str, float]]) -> Iterator[Level]:
+        """All gauges at once. `totals`: as in `report`."""
+        yield PREFIX + INFO, INFO_TEXT, tuple(zip(INFO_LABELS, self._info, strict=True)), 1.0
+        for (tier, number), (name, metric, labels) in self._series.items():
+            if metric.kind is Kind.GAUGE and number in totals.get(tier, ()):
+                own = tuple(zip(metric.labels, labels, strict=True))
+                yield PREFIX + name, metric.text, own, float(totals[tier][number])
 
     def report(
         self,
@@ -100,9 +79,9 @@ class Reporter:
         """`totals`: tier -> number -> running total or level; `samples`: those since the last report. None if nothing
         has changed. Numbers that are no series of the tier are left out."""
         stats = OffloadingConnectorStats()
-        if self._info is not None:
+        if self._info_is_due:
             stats.set_gauge(PREFIX + INFO, 1, self._info)
-            self._info = None
+            self._info_is_due = False
         for tier, numbers in totals.items():
             if tier not in self._last:
                 self._declare_histograms(stats, tier)
@@ -132,7 +111,7 @@ class Reporter:
             if value == before or (series := self._series.get((tier, number))) is None:
                 continue
             name, metric, labels = series
-            if metric.kind is Kind.GAUGE:
+            if metric.kind is Kind.GAUGE and self._gauges:
                 stats.set_gauge(PREFIX + name, value, labels)
             elif metric.kind is Kind.COUNTER:
                 stats.increase_counter(PREFIX + name, max(value - (before or 0), 0), labels)

@@ -88,7 +88,7 @@ class NixlTiersSpec(OffloadingSpec):
         )
 
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        from nixl_tiers.vllm.fingerprint import Fingerprint, current_vllm_config, fingerprint, revision_of, weights_of
+        from nixl_tiers.vllm.fingerprint import Fingerprint, current_vllm_config, fingerprint, names_of, weights_of
         from nixl_tiers.vllm.weight_changes import watch_weights
         from nixl_tiers.vllm.worker import worker_over
 
@@ -104,7 +104,7 @@ class NixlTiersSpec(OffloadingSpec):
             digest, note = fingerprint(self.config, self.tiers, self.geometry, kv_caches, vllm_config, weights=weights)
             worker = worker_over(region, kv_caches, rank, last_block_only(self.config, vllm_config))
             if rank == 0:
-                region.ranks.publish_revision(revision_of(vllm_config))
+                region.ranks.publish_model(*names_of(vllm_config))
             watch_weights(region, rank)
             region.ranks.publish(rank, digest, note)
         except BaseException:
@@ -147,7 +147,8 @@ class NixlTiersSpec(OffloadingSpec):
             region = self._rendezvous()
         try:
             namespace = agreed_namespace(region, self.tiers, RENDEZVOUS_S)
-            description = description_of(self.config, region.ranks.revision)
+            model, revision = region.ranks.model
+            description = description_of(self.config, revision)
             coordinator = Coordinator.open(
                 self.tiers, namespace, region, device=compat.device_name(), description=description
             )
@@ -165,7 +166,7 @@ class NixlTiersSpec(OffloadingSpec):
             events,
             pause_s=pause_s,
             chunk_tokens=chunk_tokens,
-            live=LiveGauges(int(getattr(self.config.parallel, "data_parallel_index", 0))),
+            live=LiveGauges(model, int(getattr(self.config.parallel, "data_parallel_index", 0))) if model else None,
         )
 
 

@@ -297,10 +297,12 @@ def test_fingerprints_may_be_republished_and_notes_are_cut_at_a_character(made: 
             made.ranks.publish(cell, bytes(16))
 
 
-def test_the_revision_is_kept_apart_from_the_fingerprints(made: HostRegion) -> None:
-    assert made.ranks.revision == ""
-    made.ranks.publish_revision("0123abcd")
-    assert made.ranks.revision == "0123abcd"
+def test_the_models_names_are_kept_apart_from_the_fingerprints(made: HostRegion) -> None:
+    assert made.ranks.model == ("", "")
+    made.ranks.publish_model("served", "0123abcd")
+    assert made.ranks.model == ("served", "0123abcd")
+    made.ranks.publish_model("n" * 400, "0123abcd")
+    assert made.ranks.model == ("", ""), "half a name would be another one"
     assert made.ranks.published() == [None] * 3
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.listing import take_all
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
-from nixl_tiers.vllm.manager import NixlTiersManager, _publish
+from nixl_tiers.vllm.manager import NixlTiersManager
 from tests.support.core import put
 from tests.support.file_tier import file_tier
 from tests.support.holds import counted
@@ -423,18 +422,6 @@ def test_waiting_request_whose_local_hit_has_grown_still_waits(engine: Engine) -
     assert engine.step(state, TOKENS) is None
     engine.load_all()
     assert engine.step(state, TOKENS) == (CHUNKS - 1) * TOKENS
-
-
-def test_error_of_gauges_ends_no_mover(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    class Broken:
-        def due(self) -> bool:
-            raise RuntimeError("torn file")
-
-    engine.manager._live = Broken()  # type: ignore[assignment]
-    alive = weakref.ref(engine.manager)
-    for _ in range(2):
-        _publish(alive)
-    assert len([record for record in caplog.records if "gauges" in record.message]) == 1
 
 
 def test_holds_of_a_requests_calls_are_bounded() -> None:

@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from nixl_tiers.vllm.live import LiveGauges
+import prometheus_client
+from prometheus_client import CollectorRegistry, Gauge, multiprocess
+
+from nixl_tiers.base.chunk import Geometry, Namespace
+from nixl_tiers.config import schema
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.runtime.coordinator import Coordinator
+from nixl_tiers.vllm import live
+from nixl_tiers.vllm.compat import OffloadingGaugeMetadata
+from nixl_tiers.vllm.live import PERIOD_S, LiveGauges, Shown
+from nixl_tiers.vllm.manager import NixlTiersManager
+from nixl_tiers.vllm.metrics import definitions
+from tests.support.file_tier import file_tier
+from tests.support.waiting import until
+
+LABELS = ["model_name", "engine"]
+GEOMETRY = Geometry(cells=1, cell_payload=4096)
 
 PARENT = """
     import multiprocessing, os, sys
     from prometheus_client import CollectorRegistry, Gauge, REGISTRY, generate_latest, multiprocess
     from nixl_tiers.vllm import live
 
-    def engine(number, values):
-        gauges = live.LiveGauges(number)
+    def engine(number, values, pipe):
+        gauges = live.LiveGauges("m", number)
         for value in values:
-            levels = [("nixl_tiers:up", {"tier": "file"}, value), ("nixl_tiers:unknown", {}, 1.0)]
-            gauges.publish(levels)
+            levels = [("nixl_tiers:unknown", "", (), 1.0), ("nixl_tiers:up", "Text.", (("tier", "file"),), value)]
+            gauges.publish(lambda: levels)
+        pipe.send("idle")
+        pipe.recv()
 
     def scrape():
         if not live._directory():
@@ -33,17 +54,18 @@ PARENT = """
 
     if __name__ == "__main__":
         live.show()
-        known = Gauge("vllm:num_requests_running", "", ["model_name", "engine"], multiprocess_mode="mostrecent")
-        for number in "01":
-            known.labels("m", number).set(0)
-        Gauge("nixl_tiers:up", "1 while the tier's medium is open, else 0.", ["model_name", "engine", "tier"])
+        Gauge("nixl_tiers:up", "Text.", ["model_name", "engine", "tier"])
+        spawn = multiprocessing.get_context("spawn")
+        pipes = []
         for number, values in ((0, [1.0, 0.0]), (1, [1.0])):
-            child = multiprocessing.get_context("spawn").Process(target=engine, args=(number, values))
-            child.start()
-            child.join()
-            assert child.exitcode == 0
+            here, there = spawn.Pipe()
+            spawn.Process(target=engine, args=(number, values, there)).start()
+            assert here.recv() == "idle"
+            pipes.append(here)
         for _ in range(2):
             print("\\n".join(line for line in scrape().splitlines() if "nixl_tiers:up" in line))
+        for pipe in pipes:
+            pipe.send("exit")
 """
 
 
@@ -59,24 +81,113 @@ def test_what_an_engine_has_published_shows_as_one_series_each(servers: str, tmp
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert shown.returncode == 0, shown.stderr
-    lines = {line for line in shown.stdout.split("\n") if line and not line.startswith("# HELP")}
-    assert sorted(lines) == [
+    assert sorted({line for line in shown.stdout.split("\n") if line}) == [
+        "# HELP nixl_tiers:up Text.",
         "# TYPE nixl_tiers:up gauge",
         'nixl_tiers:up{engine="0",model_name="m",tier="file"} 0.0',
         'nixl_tiers:up{engine="1",model_name="m",tier="file"} 1.0',
     ]
 
 
-def test_an_engine_that_nobody_reads_looks_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+Page = Callable[[], dict[str, float]]
+
+
+@pytest.fixture(params=["one", "several"])
+def page(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
+    """Scrapes one API server, which shows its own registry, or several, which show a directory: the gauges of the model
+    `tmp_path`, by name and tier."""
+    registry = CollectorRegistry()
+    monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
+    if request.param == "one":
+        monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+        registry.register(Shown())  # type: ignore[arg-type]
+        for name, made in definitions().items():
+            if isinstance(made, OffloadingGaugeMetadata):
+                Gauge(name, made.documentation, [*LABELS, *made.labelnames], registry=registry)
+    else:
+        (tmp_path / "metrics").mkdir()
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "metrics"))
+        multiprocess.MultiProcessCollector(registry)
+
+    def scrape() -> dict[str, float]:
+        samples = [sample for metric in registry.collect() for sample in metric.samples]
+        mine = [sample for sample in samples if sample.labels["model_name"] == str(tmp_path)]
+        return {f"{sample.name} {sample.labels.get('tier', '')}".strip(): sample.value for sample in mine}
+
+    return scrape
+
+
+def manager_of(tmp_path: Path, *storage: dict[str, object]) -> NixlTiersManager:
+    config = schema.load({"tiers": [{"type": "cpu", "capacity": 8 * GEOMETRY.row_bytes}, *storage]})
+    coordinator = Coordinator.open(config, Namespace.of({"test": 1}), HostRegion.create(GEOMETRY, 8))
+    return NixlTiersManager(coordinator, config, (0,), None, live=LiveGauges(str(tmp_path), 0))
+
+
+def test_tier_that_fails_in_an_idle_engine_shows(page: Page, tmp_path: Path) -> None:
+    """The engine takes no step: its file tier's mover dies, and cannot open the tier again."""
+    manager = manager_of(tmp_path, file_tier(tmp_path / "kv", "1MiB"))
+    until(lambda: page().get("nixl_tiers:up file") == 1, "the tier to be up", timeout_s=120)
+    shown = page()
+    assert (shown["nixl_tiers:info"], shown["nixl_tiers:breaker file"], shown["nixl_tiers:denials file"]) == (1, 0, 0)
+    (tmp_path / "kv").rename(tmp_path / "gone")
+    (tmp_path / "kv").write_text("no directory")
+    for pid in manager._coordinator.mover_pids:
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: page()["nixl_tiers:up file"] == 0, "the failure", timeout_s=120)
+    until(lambda: page()["nixl_tiers:breaker file"] == 2, "an open circuit", timeout_s=120)
+    assert manager._coordinator.problems()["file"]
+    manager.shutdown()
+
+
+def test_engine_without_storage_shows_what_its_last_step_left(page: Page, tmp_path: Path) -> None:
+    """It has no thread that could publish, and no need of one."""
+    manager = manager_of(tmp_path)
+    reported = manager.get_stats().data["types"]
+    assert ("gauge" in reported.values()) is (live._directory() is None), "several API servers would keep old values"
+    shown = page()
+    assert shown["nixl_tiers:info"] == 1
+    assert shown["nixl_tiers:capacity_bytes cpu"] == 8 * GEOMETRY.row_bytes
+    manager.shutdown()
+
+
+@pytest.fixture
+def gauges(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveGauges]:
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
-    live, now = LiveGauges(0), [1000.0]
-    monkeypatch.setattr("nixl_tiers.vllm.live.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("nixl_tiers.vllm.live._memfd_of", lambda _: None)
-    tries = 0
-    for _ in range(3600):
-        if live.due():
-            tries += 1
-            live.publish([])
-        now[0] += 1.0
-    assert tries < 70
-    assert not live.replaces_reports
+    return LiveGauges("m", 0)
+
+
+def test_gauges_are_read_once_a_second(gauges: LiveGauges, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the supervisor turns."""
+    now, reads = [1000.0], []
+    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
+    for _ in range(100):
+        gauges.tick(lambda: reads.append(now[0]) or ())
+        now[0] += PERIOD_S / 10
+    assert len(reads) == 10
+
+
+def test_error_of_gauges_ends_no_thread_and_is_not_the_last_word(
+    gauges: LiveGauges, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> list[live.Level]:
+        raise RuntimeError("torn file")
+
+    for _ in range(2):
+        gauges.publish(fails)
+    assert len([record for record in caplog.records if "gauges" in record.message]) == 1
+    gauges.publish(lambda: [("nixl_tiers:up", "Text.", (("tier", "file"),), 0.0)])
+    assert [value for _, value, *_ in gauges.values()] == [0.0], "else it would be the old value for ever"
+
+
+def test_files_of_a_child_are_searched_once(gauges: LiveGauges, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have thousands, and an API server answers requests on the thread that answers a scrape."""
+    monkeypatch.setattr(live, "MEMFD", "gauges-of-this-test")  # those of other tests are in this process too
+    shown, levels = Shown(), [("nixl_tiers:up", "Text.", (("tier", "file"),), 1.0)]
+    assert [*shown._values_of(os.getpid())] == [], "it is searched again, until there is one"
+    gauges.publish(lambda: levels)
+    assert [value for _, value, *_ in shown._values_of(os.getpid())] == [1.0]
+    monkeypatch.setattr(Path, "iterdir", lambda _: pytest.fail("a search"))
+    levels[0] = (*levels[0][:3], 0.0)
+    gauges.publish(lambda: levels)
+    assert [value for _, value, *_ in shown._values_of(os.getpid())] == [0.0]

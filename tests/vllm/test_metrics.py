@@ -12,7 +12,7 @@ import prometheus_client
 
 from nixl_tiers.base.metrics import METRICS, PREFIX, Kind, TierTraits, published
 from nixl_tiers.core.stats import Counters
-from nixl_tiers.vllm.metrics import Levels, Reporter, definitions
+from nixl_tiers.vllm.metrics import Reporter, definitions
 
 CPU = TierTraits("cpu")
 FILE = TierTraits("file", disk=True)
@@ -169,13 +169,13 @@ def test_vllm_accepts_and_exports_every_metric(clean_registry: None) -> None:
 
 def test_levels_are_all_gauges_of_the_tiers_and_what_runs() -> None:
     numbers = dict.fromkeys((number for metric in METRICS.values() for number in metric.series), 2)
-    levels = Levels([CPU, FILE], ("1", "2", "3", "4", "5")).of({"cpu": numbers, "file": numbers})
-    names = {(name, labels.get("tier")) for name, labels, _ in levels}
+    levels = [*Reporter([CPU, FILE], ("1", "2", "3", "4", "5")).levels({"cpu": numbers, "file": numbers})]
+    names = {(name, dict(labels).get("tier")) for name, _, labels, _ in levels}
     gauges = {name for name, metric in METRICS.items() if metric.kind is Kind.GAUGE}
     assert {name for name, _ in names} == {PREFIX + name for name in (*gauges, "info")}
     assert ("nixl_tiers:up", "file") in names
     assert ("nixl_tiers:up", "cpu") not in names
-    assert all(isinstance(value, float) for _, _, value in levels)
+    assert all(text and isinstance(value, float) for _, text, _, value in levels)
 
 
 def test_gauges_that_are_published_live_are_not_reported_besides() -> None:

@@ -20,7 +20,7 @@ from tests.support.dashboard import still_unchanged
 from tests.support.file_tier import file_tier
 from tests.support.leaks import command_line, process_tree
 from tests.support.prometheus import Prometheus, program, prometheus
-from tests.support.vllm_server import VllmServer
+from tests.support.vllm_server import MetricsPage, VllmServer
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -61,6 +61,9 @@ def serve(tmp_path: Path, *more: str, host: str = "128MiB") -> Iterator[VllmServ
         "--max-model-len",
         "2048",
         "--enable-prompt-tokens-details",
+        "--served-model-name",  # the first is that of metrics
+        "served",
+        str(model),
         "--kv-transfer-config",
         json.dumps(vllm_cpu.kv_transfer(tiers)),
         *more,
@@ -106,6 +109,15 @@ def file_tier_fails_while_idle(server: VllmServer, tmp_path: Path) -> None:
         return not page.total("nixl_tiers:up", tier="file") and page.total("nixl_tiers:breaker", tier="file") == 2
 
     until(has_failed, "the failure to show at /metrics", timeout_s=300)
+    page = server.metrics()
+    (up,) = (sample for sample in page.samples if sample.name == "nixl_tiers:up")
+    assert {name: up.labels[name] for name in ("model_name", "engine")} == labels_of_vllm(page)
+
+
+def labels_of_vllm(page: MetricsPage) -> dict[str, str]:
+    """vLLM's own labels of this server's one engine."""
+    (running, *_) = (sample for sample in page.samples if sample.name == "vllm:num_requests_running")
+    return {name: running.labels[name] for name in ("model_name", "engine")}
 
 
 def test_several_api_servers_show_each_gauge_once_and_as_it_is_now(two_api_servers: VllmServer, tmp_path: Path) -> None:
@@ -123,8 +135,7 @@ def test_several_api_servers_show_each_gauge_once_and_as_it_is_now(two_api_serve
         assert len({(s.name, tuple(sorted(s.labels.items()))) for s in samples}) == len(samples)
         assert not [sample for sample in samples if "pid" in sample.labels]
         (up,) = (sample for sample in samples if sample.name == "nixl_tiers:up")
-        assert up.labels["engine"] == "0"
-        assert up.labels["model_name"]
+        assert up.labels == {**labels_of_vllm(server.metrics()), "tier": "file"}
         (info,) = (sample for sample in samples if sample.name == "nixl_tiers:info")
         assert info.labels["places"] == f"file: {tmp_path / 'kv'}"
     page = server.metrics()

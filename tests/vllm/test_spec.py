@@ -262,7 +262,8 @@ def test_two_workers_and_a_scheduler_in_one_process(
     monkeypatch.setattr(fingerprint, "model_facts", lambda *_: {"dtype": "bfloat16"})
     monkeypatch.setattr(fingerprint, "weights_of", read)
     monkeypatch.setattr(fingerprint, "refusal", lambda *_: "")
-    monkeypatch.setattr(fingerprint, "current_vllm_config", object)
+    engine = SimpleNamespace(model_config=SimpleNamespace(served_model_name="served"))
+    monkeypatch.setattr(fingerprint, "current_vllm_config", lambda: engine)
     options: dict[str, Any] = {"world_size": 2, "engine_id": f"{request.node.name}-{id(request)}"}
     memory = [caches(), caches()]
     workers = [NixlTiersSpec(offloading_config(rank=r, **options)).get_worker(memory[r]) for r in (1, 0)][::-1]
@@ -270,6 +271,7 @@ def test_two_workers_and_a_scheduler_in_one_process(
     spec = NixlTiersSpec(offloading_config(**options))
     manager = spec.get_manager()
     assert spec.get_manager() is manager
+    assert manager._live._labels == {"model_name": "served", "engine": "0"}, "as in vLLM's own metrics"
     kept = manager._coordinator._prefill_cache
     assert kept.device == compat.device_name(), "the next start knows the speed of prefill"
     key = make_offload_key(b"k" * 32, 0)
@@ -354,8 +356,10 @@ def test_manifests_describe_the_model_and_its_chunks(offloading_config: Build) -
 
 
 def test_revision_for_people_is_the_commit_else_what_was_asked_for() -> None:
-    model = SimpleNamespace(revision="main", hf_config=SimpleNamespace(_commit_hash="0123abcd"))
-    assert fingerprint.revision_of(SimpleNamespace(model_config=model)) == "0123abcd"
+    model = SimpleNamespace(
+        served_model_name="served", revision="main", hf_config=SimpleNamespace(_commit_hash="0123abcd")
+    )
+    assert fingerprint.names_of(SimpleNamespace(model_config=model)) == ("served", "0123abcd")
     model.hf_config._commit_hash = None
-    assert fingerprint.revision_of(SimpleNamespace(model_config=model)) == "main"
-    assert fingerprint.revision_of(None) == ""
+    assert fingerprint.names_of(SimpleNamespace(model_config=model)) == ("served", "main")
+    assert fingerprint.names_of(None) == ("", "")
