@@ -185,6 +185,11 @@ def replicas(config: OffloadingConfig) -> int:
     return int(getattr(config.parallel, "data_parallel_size", 1))
 
 
+def replica(config: OffloadingConfig) -> int:
+    """Which of them this is, from 0 on."""
+    return int(getattr(config.parallel, "data_parallel_index", 0))
+
+
 def is_recurrent(layer: object) -> bool:
     """Whether a layer of the model keeps a state instead of keys and values."""
     from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -243,6 +248,7 @@ __all__ = [
     "group_ids",
     "is_recurrent",
     "position_of",
+    "replica",
     "replicas",
     "scheduled_tokens",
     "step_tokens",

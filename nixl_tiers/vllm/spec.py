@@ -166,7 +166,7 @@ class NixlTiersSpec(OffloadingSpec):
             events,
             pause_s=pause_s,
             chunk_tokens=chunk_tokens,
-            live=LiveGauges(model, int(getattr(self.config.parallel, "data_parallel_index", 0))) if model else None,
+            live=LiveGauges(model, compat.replica(self.config)) if model else None,
         )
 
 
@@ -195,7 +195,7 @@ def replicas_of(config: OffloadingConfig, tiers: TiersConfig) -> int:
     if tiers.replicas is not None:
         return tiers.replicas
     reported = compat.replicas(config)
-    index = int(getattr(config.parallel, "data_parallel_index", 0))
+    index = compat.replica(config)
     if reported == 1 and index > 0:
         undivided = [
             f"tiers[{i}].path" for i, tier in enumerate(tiers.tiers) if isinstance(tier, FileConfig) and tier.undivided
@@ -213,7 +213,7 @@ def with_own_prefixes(tiers: TiersConfig, config: OffloadingConfig) -> TiersConf
     """Give each data-parallel engine its own part of a private S3 prefix, which has one owner: `<prefix>/<index>`, with
     its share of the capacity. Readers (`write: off`) and shared prefixes stay as they are."""
     replicas = max(compat.replicas(config), tiers.replicas or 1)
-    index = int(getattr(config.parallel, "data_parallel_index", 0))
+    index = compat.replica(config)
     private = [t for t in tiers.storage if isinstance(t, S3Config) and not t.shared and t.write is not Write.OFF]
     if not private or (replicas == 1 and index == 0):
         return tiers
