@@ -19,6 +19,7 @@ from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.chains import Arrivals, chain_at_arrival
 from nixl_tiers.vllm.compat import UnsupportedVllm, beginning, scheduled_tokens
 from nixl_tiers.vllm.fingerprint import current_vllm_config
+from nixl_tiers.vllm.log_line import LoggedStats
 from nixl_tiers.vllm.manager import NixlTiersManager
 from nixl_tiers.vllm.plugin import SPEC
 from nixl_tiers.vllm.replicated import copies_by_configuration, told
@@ -109,6 +110,13 @@ class NixlTiersConnector(OffloadingConnector):
             for job_id in ended:
                 del self._loading[job_id]
         return results
+
+    # --- in the API server -------------------------------------------------------------------------------------
+
+    @classmethod
+    @override
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LoggedStats:
+        return LoggedStats() if data is None else LoggedStats(data=data)
 
     # --- in the scheduler --------------------------------------------------------------------------------------
 

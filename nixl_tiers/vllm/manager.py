@@ -49,6 +49,9 @@ SHUTDOWN_S: Final = 0.3  # vLLM kills processes that have not exited a few secon
 # request.
 PAUSE_S: Final = 0.001
 
+# Numbers go to vLLM no more often than this while requests run: gathering them takes longer than a look-up.
+REPORT_S: Final = 0.25
+
 
 class NixlTiersManager(OffloadingManager):
     """Answers vLLM's scheduler. Its one thread makes all calls, and none of them blocks.
@@ -56,7 +59,8 @@ class NixlTiersManager(OffloadingManager):
     `groups`: vLLM's number of each offloaded KV group, in the order of OffloadingConfig.groups. `events`: the log
     of KV events for KV-aware routers, or None if vLLM does not publish them. `pause_s`: the longest wait in a step in
     which the engine has nothing to compute because requests wait for storage or for copies; 0 if replicas step
-    together. `chunk_tokens`: of a chunk of each group. `live`: shows the gauges of an idle engine.
+    together. `chunk_tokens`: of a chunk of each group. `live`: shows the gauges of an idle engine. `report_s`: between
+    two reports of numbers while there are requests.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class NixlTiersManager(OffloadingManager):
         pause_s: float = PAUSE_S,
         chunk_tokens: Sequence[int] = (),
         live: LiveGauges | None = None,
+        report_s: float = REPORT_S,
     ) -> None:
         self._coordinator = coordinator
         self._place = {group: place for place, group in enumerate(groups)}
@@ -81,6 +86,8 @@ class NixlTiersManager(OffloadingManager):
         row_bytes = coordinator.region.geometry.row_bytes
         info = info_labels(config, coordinator.namespace.digest.hex(), row_bytes, max(self._chunk_tokens, default=0))
         self._reporter = Reporter(traits(config), info, gauges=live is None or not live.replaces_reports)
+        self._report_s = report_s
+        self._report_at_s = 0.0
         self._live = live
         if live is not None:
             coordinator.after_tick(partial(_publish, live, weakref.WeakMethod(self.gauges)))
@@ -365,7 +372,11 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        self._meter.end(time.monotonic())  # vLLM asks once for each step whose output it processes
+        now_s = time.monotonic()
+        self._meter.end(now_s)  # vLLM asks once for each step whose output it processes
+        if self._requests and now_s < self._report_at_s:
+            return None
+        self._report_at_s = now_s + self._report_s
         totals = self._coordinator.counters()
         totals["cpu"]["kv_hints"] = float(self._options.hints)
         with self._coordinator.core() as core:

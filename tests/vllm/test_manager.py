@@ -35,11 +35,13 @@ STEP = ScheduleEndContext((), ())
 class ManagerRig:
     """A manager over a real coordinator with host memory only; the test acts as the workers."""
 
-    def __init__(self, groups: tuple[int, ...] = (0,), geometry: Geometry = GEOMETRY, **fields: Any) -> None:
+    def __init__(
+        self, groups: tuple[int, ...] = (0,), geometry: Geometry = GEOMETRY, report_s: float = 0.0, **fields: Any
+    ) -> None:
         config = tiers_config.load({"tiers": [{"type": "cpu", "capacity": ROWS * geometry.row_bytes}], **fields})
         self.region = HostRegion.create(geometry, ROWS)
         coordinator = Coordinator.open(config, Namespace.of({"test": 1}), self.region)
-        self.manager = NixlTiersManager(coordinator, config, groups, EventLog(self.region))
+        self.manager = NixlTiersManager(coordinator, config, groups, EventLog(self.region), report_s=report_s)
 
     def request(self, name: str, *keys: bytes) -> ReqContext:
         context = ReqContext(name)
@@ -263,6 +265,30 @@ def test_stats_are_differences_and_no_work_is_ever_pending(rig: ManagerRig) -> N
     assert values["nixl_tiers:used_bytes"] == {("cpu",): GEOMETRY.row_bytes}
     assert rig.manager.get_stats() is None
     assert rig.manager.has_pending_work() is False
+
+
+def test_numbers_are_reported_seldom_while_requests_run_and_always_after_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = ManagerRig(report_s=1e9)
+    (key,) = keys_of(1)
+    try:
+        first = rig.request("first", key)
+        second = rig.request("second", key)
+        rig.manager.get_stats()
+        ended: list[float] = []
+        monkeypatch.setattr(rig.manager._meter, "end", ended.append)
+        rig.store(first, key)
+        rig.manager.on_request_finished(first)
+        assert rig.manager.get_stats() is None
+        assert ended, "the end of each step is noted"
+        rig.manager.on_request_finished(second)
+        values = rig.manager.get_stats().data["data"]
+        assert values["nixl_tiers:added_chunks"] == {("cpu", "stored"): 1}, "what was not reported is not lost"
+        assert rig.manager.get_stats() is None, "nothing has changed"
+        assert len(ended) == 3
+    finally:
+        rig.manager.shutdown()
 
 
 def test_a_chunk_is_a_miss_once_a_request_however_often_it_is_looked_up(rig: ManagerRig) -> None:
