@@ -48,7 +48,7 @@ OBJECT = (
     "<Contents><Key>{}</Key><LastModified>2026-11-22T12:00:00.000Z</LastModified>"
     '<ETag>"0123456789abcdef0123456789abcdef"</ETag><Size>{}</Size><StorageClass>STANDARD</StorageClass></Contents>'
 )
-INTERVALS = JanitorIntervals(renew_s=3600.0, lease_timeout_s=3600.0, usage_timeout_s=3600.0)
+INTERVALS = JanitorIntervals(renew_s=3600.0, usage_timeout_s=3600.0)
 
 
 def serve(rows: int, port: Connection) -> None:
@@ -177,7 +177,7 @@ def main() -> None:
             intervals=INTERVALS,
             denials=Denials("bench"),
         )
-        janitor._lease, janitor._renew_at = '"0"', time.monotonic() + 3600.0
+        janitor._lease.state._held, janitor._renew_at = (1, float("inf")), time.monotonic() + 3600.0
 
         def sweep(janitor: Janitor = janitor) -> None:
             janitor._sweep()

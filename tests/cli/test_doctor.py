@@ -27,8 +27,7 @@ from nixl_tiers.config.schema import S3Config, load
 from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.swap.driver import Driver, NoDriver
 from nixl_tiers.tiers import staging_trial
-from nixl_tiers.tiers.s3.lease import LEASE_NAME
-from nixl_tiers.tiers.s3.lease_state import Record
+from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS, Record
 from tests.support.file_tier import file_config, file_tier
 from tests.support.machine import SHMEM_ENABLED, setting
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
@@ -471,7 +470,7 @@ def test_delete_that_is_denied_in_an_answer_of_success_is_an_error() -> None:
 def test_corrupted_rows_are_broken(proxied: tuple[S3Config, FaultProxy]) -> None:
     config, proxy = proxied
     proxy.inject(
-        ProxyFault(FaultKind.BIT_FLIP, target=LEASE_NAME, probability=0.0),
+        ProxyFault(FaultKind.BIT_FLIP, target=OWNER_TERMS.name, probability=0.0),
         ProxyFault(FaultKind.BIT_FLIP, methods=frozenset({"GET"}), target=SCRATCH),
     )
     found = named(bucket.examine(config, "token"))
@@ -522,7 +521,7 @@ def test_owner_is_alive_to_a_date_that_is_minutes_ahead(ahead_s: float, alive: b
 def test_nothing_is_written_beside_an_owner_or_with_write_off(write: str, place: S3Config, s3_server: S3Server) -> None:
     if write == "through":
         body = Record("engine-7", time.time(), 3600.0).encode()
-        s3_server.client().put_object(Bucket=place.bucket, Key=f"{place.prefix}/{LEASE_NAME}", Body=body)
+        s3_server.client().put_object(Bucket=place.bucket, Key=f"{place.prefix}/{OWNER_TERMS.name}", Body=body)
     before = objects(s3_server, place)
     found = named(bucket.examine(place.model_copy(update={"write": write}), "token"))
     assert found[NAME].status is found["put, delete"].status is Status.NOT_TRIED

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from nixl_tiers.tiers.s3.janitor import USAGE_NAME
-from nixl_tiers.tiers.s3.lease import LEASE_NAME
-from nixl_tiers.tiers.s3.lease_state import Record
+from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS, Record
 from nixl_tiers.tiers.s3.usage import Usage
 from tests.support.disks import assert_never_exceeds, least_disk_bytes
 from tests.support.engines import (
@@ -140,7 +139,7 @@ class PrivatePrefix(Prefix):
         self.bound = (MOST_ROWS + MAX_UPLOADS) * ROW
 
     def owner(self) -> object:
-        record = Record.decode(self.read(LEASE_NAME))
+        record = Record.decode(self.read(OWNER_TERMS.name))
         assert record is not None
         return record.engine, record.since_s
 

@@ -18,7 +18,7 @@ import pytest
 from nixl_tiers.base.chunk import PAGE
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.rowfile.quota import FANOUT, MARGIN_BYTES, NAME_BYTES
-from nixl_tiers.tiers.s3.lease import LEASE_NAME
+from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS
 from tests.support.disks import disk_bytes
 from tests.support.engines import MOST_ROWS, ROW, TIMEOUT_S, Engine, Engines, Tier, s3_rows, sleep_a_moment
 from tests.support.file_tier import file_tier
@@ -47,7 +47,7 @@ class Medium:
         killed engine, for whose expiry each round would wait."""
         if self._server is not None:
             until(lambda: not self._hung_up(), "the server to end its requests", timeout_s=TIMEOUT_S)
-            name = f"{self.tier['prefix']}/{LEASE_NAME}"
+            name = f"{self.tier['prefix']}/{OWNER_TERMS.name}"
             self._server.client().delete_object(Bucket=self.tier["bucket"], Key=name)
 
     def _hung_up(self) -> bool:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -89,10 +90,11 @@ class FastJanitorConfig(S3Config):
 def s3_with_fast_janitor(config: FastJanitorConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
     from nixl_tiers.tiers.s3 import janitor, usage
     from nixl_tiers.tiers.s3 import tier as s3_tier
+    from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS
 
-    s3_tier.INTERVALS = janitor.JanitorIntervals(
-        renew_s=0.1, lease_timeout_s=config.lease_timeout_s, usage_timeout_s=2 * config.lease_timeout_s, sweep_s=1.0
-    )
+    lease_s = config.lease_timeout_s
+    lease = replace(JANITOR_TERMS, lease_s=lease_s, margin_s=lease_s / 3, renew_s=0.1, poll_s=0.1, confirm_s=0.05)
+    s3_tier.INTERVALS = janitor.JanitorIntervals(renew_s=0.1, usage_timeout_s=2 * lease_s, sweep_s=1.0, lease=lease)
     usage.WINDOW_SHARE = config.window_share
     return s3_tier.S3Tier(config, geometry, region)
 
@@ -113,7 +115,7 @@ def s3_with_short_lease(config: ShortLeaseConfig, geometry: Geometry, region: Ho
 
     denials.CLEAR_S = 0.1  # type: ignore[misc]
     terms = LeaseTerms(config.lease_s, config.lease_s / 3, renew_s=0.3, poll_s=0.1, retry_s=0.1, confirm_s=0.05)
-    lease.LEASE_TERMS = terms  # type: ignore[misc]
+    lease.OWNER_TERMS = terms  # type: ignore[misc]
     return s3_tier.S3Tier(config, geometry, region)
 
 

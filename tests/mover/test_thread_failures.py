@@ -88,7 +88,7 @@ def test_an_error_on_a_thread_of_a_file_tier_ends_its_mover(
 
 
 LEASE_THREADS = {
-    "lease": "nixl_tiers.tiers.s3.lease:PrefixLease._step",
+    "lease": "nixl_tiers.tiers.s3.lease:PrefixLease.step",
     "janitor": "nixl_tiers.tiers.s3.janitor:Janitor._renew",
 }
 

@@ -25,7 +25,8 @@ from nixl_tiers.tiers.s3.client import client_of
 from nixl_tiers.tiers.s3.conditional import RACERS, conditional_writes_work, most_winners, put_if
 from nixl_tiers.tiers.s3.connection import REMEDY, VERSIONED, is_versioned
 from nixl_tiers.tiers.s3.control import S3Control
-from nixl_tiers.tiers.s3.lease import owner_now
+from nixl_tiers.tiers.s3.lease import holder_now
+from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS
 
 ROWS: Final = 16
 ATTEMPTS: Final = 3
@@ -160,7 +161,7 @@ def _owner(client: Any, config: S3Config) -> str:
     if config.shared:
         return ""
     try:
-        owner = owner_now(client, config.bucket, config.prefix)
+        owner = holder_now(client, config.bucket, config.prefix, OWNER_TERMS)
     except (*REQUEST_ERRORS, ValueError, TypeError):
         return ""
     if owner is None:

@@ -1,19 +1,19 @@
 """The byte budget of a shared prefix: one mover at a time, the janitor, enforces it; all movers respect its record.
 
-Every mover publishes what it has uploaded (`<prefix>/.landed-<id>`). The holder of the lease (`<prefix>/.janitor`)
-lists the prefix, deletes the oldest rows of any namespace when space runs out, and writes what is left, and what others
-have uploaded since, to `<prefix>/.usage`. A mover uploads at most one window of bytes that this record has not counted.
+Every mover publishes what it has uploaded (`<prefix>/.landed-<id>`). The holder of the lease (lease_state.py) lists the
+prefix, deletes the oldest rows of any namespace when space runs out, and writes what is left, and what others have
+uploaded since, to `<prefix>/.usage`. A mover uploads at most one window of bytes that this record has not counted.
 So the prefix never holds more than the capacity plus one window for each mover but one, also while two movers believe
 that they hold the lease, or none does: the lease saves work, the bound does not depend on it (usage.py).
 
-Times are compared with times of the same server (its Date and Last-Modified, and by how much the one is ahead of the
-other); local clocks only measure intervals.
-Requests that block run on a thread of the janitor's own.
+The ages of rows and counters are by the server's clocks (Date and Last-Modified); whether somebody still renews the
+lease or the record is seen by its changes.
+Requests that block run on a thread of the janitor's own. The lease is renewed there too, so that a janitor that hangs
+loses it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -25,43 +25,33 @@ from botocore.parsers import ResponseParserError
 
 from nixl_tiers.base.chunk import NAMESPACE_BYTES
 from nixl_tiers.base.log_once import LogOnce
-from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, SKEW_S, age_s, answered_at_s
-from nixl_tiers.tiers.s3.conditional import (
-    CONDITIONS,
-    ConditionalWrites,
-    conditional_writes_work,
-    delete_object,
-    get_object,
-    put_if,
-    write_test_name,
-)
+from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, answered_at_s
+from nixl_tiers.tiers.s3.conditional import get_object, put_if
 from nixl_tiers.tiers.s3.denials import Denials
+from nixl_tiers.tiers.s3.lease import Lease, lease_clock
+from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, LeaseTerms
 from nixl_tiers.tiers.s3.listing import EmptyPages, limited
-from nixl_tiers.tiers.s3.names import RowNames, below
+from nixl_tiers.tiers.s3.names import RowNames
 from nixl_tiers.tiers.s3.usage import Account, UploadQuota, Usage, Victims
 
 logger = logging.getLogger(__name__)
 
-LEASE_NAME: Final = ".janitor"
 USAGE_NAME: Final = ".usage"
 COUNTER_NAME: Final = ".landed-"  # and the mover's ID
 COUNTER_REWRITE_S: Final = 3600.0  # a counter that does not change is written again, to show that its mover lives
 COUNTER_TIMEOUT_S: Final = 3 * COUNTER_REWRITE_S  # one that was not, for this long, is deleted
 MAX_DELETES: Final = 1000  # names in one DeleteObjects request
 CLOSE_TIMEOUT_S: Final = 2.0
-LEAST_AHEAD_S: Final = 5.0  # both times are in whole seconds, and answers take time
 
 
 @dataclass(frozen=True)
 class JanitorIntervals:
     """Intervals and timeouts, in seconds."""
 
-    renew_s: float = 5.0  # between renewals of the lease (the janitor's heartbeat), and reads of the usage record
-    lease_timeout_s: float = 30.0  # a lease not renewed for this long has expired, and may be taken over
+    renew_s: float = JANITOR_TERMS.renew_s  # between renewals of the lease and the usage record, and reads of it
     usage_timeout_s: float = 60.0  # a usage record not renewed for this long is stale, and allows no upload
     sweep_s: float = 30.0  # between two listings of the whole prefix; longer if a listing takes longer
-    doubt_s: float = 60.0  # as in LeaseTerms
-    ask_again_s: float = 3600.0
+    lease: LeaseTerms = JANITOR_TERMS
 
 
 @dataclass
@@ -101,21 +91,21 @@ class Janitor:
         self._log_once = LogOnce(logger)
         self._max_age_s = float("inf") if max_age_s is None else max_age_s
         self._id = quota.mover
-        self._lease: str | None = None  # the ETag that it was last renewed with
+        self._lease = Lease(client, bucket, prefix, quota.mover, denials, time.time, intervals.lease)
+        self._others = 0  # of the lease, when what was listed was last forgotten
         self._usage_etag: str | None = None  # the usage record's ETag
         self._usage: Usage | None = None  # the record with that ETag
+        self._usage_version: object = None  # of the record as last read, another one after each renewal
+        self._renewed_s = float("-inf")  # when it was renewed, at the earliest
+        self._looked_s = float("-inf")  # when it was last asked for
         self._account: Account | None = None  # of this mover's last sweep
         self._victims = Victims(0)
         self._rows = 0  # found by the last sweep
         self._sweeping: _Sweep | None = None  # in progress
         self._counters: dict[str, tuple[str, int]] = {}  # of each mover: the ETag and the value
         self._published: tuple[int, float] | None = None  # this mover's counter, and when it was written
-        self._renewals = 0
         self._server_s = 0.0
-        self._ahead_s = 0.0  # of the server's Date to its Last-Modified, if they come from different clocks
-        self._asked_at = 0.0
         self._valid_at = time.monotonic()  # when there was last a usage record that allows uploads
-        self._conditions = ConditionalWrites(intervals.doubt_s, intervals.ask_again_s, intervals.renew_s)
         self._sweep_at = 0.0
         self._renew_at = 0.0
         self._stop = threading.Event()
@@ -124,7 +114,7 @@ class Janitor:
     @property
     def holds_lease(self) -> bool:
         """Whether this mover holds the lease, as far as it knows."""
-        return self._lease is not None
+        return self._lease.tenure() != 0
 
     def start(self) -> None:
         self._thread.start()
@@ -140,25 +130,23 @@ class Janitor:
         while not self._stop.is_set():
             self._turn()
             self._stop.wait(self._intervals.renew_s)
-        if self._lease is not None:
-            with contextlib.suppress(*REQUEST_ERRORS):
-                self._put(LEASE_NAME, b"", IfMatch=self._lease)
+        self._lease.release()
 
     def _turn(self) -> None:
         """What is to be done every `renew_s`. A request that fails ends it; the next turn goes on from there."""
         try:
-            if time.monotonic() >= self._conditions.next_at_s:
-                self._ask()
-            if not self._conditions.work:
+            can_be_held = self._lease.can_be_held()
+            self._lease.report_conditions(f'so nothing is written below the shared prefix "{self._prefix}"')
+            if not can_be_held:
                 return
             self._renew()
-            if self._lease is not None and time.monotonic() >= self._sweep_at:
+            if self.holds_lease and time.monotonic() >= self._sweep_at:
                 self._sweep()
             self._make_room()
         except REQUEST_ERRORS:
-            self._lease = None  # a write may have arrived, with an unknown ETag: read the lease again
+            pass
         except (KeyError, ValueError):
-            self._lease = None
+            self._lease.state.lost(lease_clock())
             self._denials.report(
                 "shared prefix",
                 "answers lack an ETag, a Date or a Last-Modified, "
@@ -166,7 +154,7 @@ class Janitor:
             )
             return
         except Exception as error:  # noqa: BLE001 (this thread must not end)
-            self._lease = None
+            self._lease.state.lost(lease_clock())
             self._forget()
             self._log_once.report(
                 "janitor",
@@ -175,28 +163,8 @@ class Janitor:
             )
         self._report_usage()
 
-    def _ask(self) -> None:
-        """Find out whether the server knows conditional writes: without them nothing is written but for that. And
-        whether its clocks agree, by an object that was written just now."""
-        name, self._asked_at = write_test_name(self._id), time.monotonic()
-        self._conditions.asking(self._asked_at)
-        if work := conditional_writes_work(self._put, name):
-            found = self._client().get_object(Bucket=self._bucket, Key=self._name(name))
-            ahead_s = _date(found) - found["LastModified"].timestamp() - (time.monotonic() - self._asked_at)
-            self._ahead_s = ahead_s if ahead_s > LEAST_AHEAD_S else 0.0
-        self._conditions.answered(work, time.monotonic())
-        if self._conditions.refused:
-            self._denials.report(
-                CONDITIONS,
-                "this server does not support conditional writes (If-None-Match, If-Match), "
-                f'so nothing is written below the shared prefix "{self._prefix}"',
-            )
-        else:
-            self._denials.succeeded(CONDITIONS)
-        delete_object(self._client(), self._bucket, self._name(name))
-
     def _report_usage(self) -> None:
-        """Say so if nothing may be uploaded for long, and look at the server's clocks again."""
+        """Say so if nothing may be uploaded for long."""
         since_s = time.monotonic() - self._valid_at
         if since_s <= self._intervals.usage_timeout_s:
             self._denials.succeeded("shared prefix")
@@ -206,7 +174,6 @@ class Janitor:
             f'the usage record of the shared prefix "{self._prefix}" was not renewed for {since_s:.0f} s, so nothing '
             "is written there until a janitor has listed it",
         )
-        self._conditions.next_at_s = min(self._conditions.next_at_s, self._asked_at + self._intervals.doubt_s)
 
     def _forget(self) -> None:
         """Forget what was listed: with the lease, begin with a sweep."""
@@ -215,34 +182,16 @@ class Janitor:
 
     def _renew(self) -> None:
         """Publish the counter, renew the lease or try to acquire it, renew the usage record, and read it."""
-        self._renew_at = time.monotonic() + self._intervals.renew_s
-        self._renewals += 1
         self._publish()
-        body = f"{self._id} {self._renewals}".encode()  # unique, so that no other mover's ETag equals ours
-        if self._lease is not None:
-            self._lease = self._put(LEASE_NAME, body, IfMatch=self._lease)
-        else:
-            self._try_acquire_lease(body)
-        if self._lease is not None and self._account is not None:
+        self._lease.keep(self._stop)
+        if self._lease.state.others != self._others:  # one of them may have been the janitor since the last sweep
+            self._others = self._lease.state.others
+            self._forget()
+        self._renew_at = time.monotonic() + self._intervals.renew_s
+        if self.holds_lease and self._account is not None:
             self._account.read(self._read_counters())
             self._write_usage()
         self._read_usage()
-
-    def _try_acquire_lease(self, body: bytes) -> None:
-        holder, condition = "", {"IfNoneMatch": "*"}
-        age_s = 0.0
-        found = get_object(self._client(), self._bucket, self._name(LEASE_NAME))
-        if found is not None:
-            age_s = self._age_s(found)
-            holder = found["Body"].read().partition(b" ")[0].decode("ascii", "replace")
-            condition = {"IfMatch": found["ETag"]}
-        if holder != self._id:
-            # Before the write, whose answer may be lost: the next turn then finds this mover's ID here. If it is found,
-            # nobody else has been the janitor since the last sweep, so what was listed is as good as ever.
-            self._forget()
-            if holder and age_s <= self._intervals.lease_timeout_s:
-                return
-        self._lease = self._put(LEASE_NAME, body, **condition)
 
     def _publish(self) -> None:
         counter, now = self._quota.counter, time.monotonic()
@@ -251,14 +200,19 @@ class Janitor:
             self._published = (counter, now)
 
     def _read_usage(self) -> None:
-        requested = time.monotonic()
+        """A record was renewed after it was last seen without that, so the age that counts is at least the true one."""
+        asked_s = time.monotonic()
         found = get_object(self._client(), self._bucket, self._name(USAGE_NAME))
+        looked_before_s, self._looked_s = self._looked_s, asked_s
         if found is None:
-            self._usage_etag = self._usage = None
+            self._usage_etag = self._usage = self._usage_version = None
             return
         usage = Usage.decode(found["Body"].read())
         self._usage_etag, self._usage = found["ETag"], usage
-        valid_for_s = self._intervals.usage_timeout_s - self._age_s(found) - (time.monotonic() - requested)
+        version = found["ETag"], found["LastModified"]  # if its content stays, only the time changes
+        if version != self._usage_version:
+            self._usage_version, self._renewed_s = version, looked_before_s
+        valid_for_s = self._intervals.usage_timeout_s - (time.monotonic() - self._renewed_s)
         self._quota.refresh(usage, valid_for_s)
         if usage is not None and valid_for_s > 0:
             self._valid_at = time.monotonic()
@@ -324,7 +278,7 @@ class Janitor:
             if time.monotonic() >= self._renew_at:
                 self._renew()
                 self._make_room()
-            if self._lease is None or self._stop.is_set():
+            if self._sweeping is not sweep or not self.holds_lease or self._stop.is_set():
                 return
         sweep.account.read({mover: counter for mover, (_, counter) in self._counters.items()})
         self._account, self._victims, self._rows = sweep.account, sweep.victims, sweep.rows
@@ -336,13 +290,14 @@ class Janitor:
     def _make_room(self) -> None:
         """Delete expired rows, and if less than a window is free the oldest others until two are."""
         window, capacity = self._quota.window_bytes, self._quota.capacity_bytes
-        if self._account is None:
+        account = self._account
+        if account is None:
             return
-        total = self._account.usage.nbytes
+        total = account.usage.nbytes
         # A window more than necessary, or there would be room for one row at a time.
         excess = total - max(0, capacity - 2 * window) if total + window > capacity else 0
         freed = 0
-        while self.holds_lease and not self._stop.is_set():
+        while self.holds_lease and self._account is account and not self._stop.is_set():
             names = self._victims.take(excess - freed, self._server_s - self._max_age_s, MAX_DELETES)
             if not names:
                 break
@@ -354,13 +309,15 @@ class Janitor:
             if not deleted:
                 return
             freed += deleted
-            self._account.deleted(deleted)
+            account.deleted(deleted)
             if time.monotonic() >= self._renew_at:
                 self._renew()
+        if self._account is not account:
+            return
         if freed:
             self._write_usage()  # without the lease it fails, or writes what is true
             self._read_usage()
-        if freed < excess and (freed or self._account.landed_bytes):
+        if freed < excess and (freed or account.landed_bytes):
             self._sweep_at = 0.0  # there are no more names, but the next listing finds some
 
     def _row_name(self, packed: bytes) -> str:
@@ -395,10 +352,6 @@ class Janitor:
 
     # Requests
 
-    def _age_s(self, found: dict[str, Any]) -> float:
-        """How long ago an object was written, by the answer that it came with."""
-        return _date(found) - float(found["LastModified"].timestamp()) - self._ahead_s
-
     def _put(self, name: str, body: bytes, **condition: str) -> str | None:
         """Write a small object; its ETag, or None if the condition does not hold."""
         answer = put_if(self._client(), self._bucket, self._name(name), body, condition)
@@ -409,15 +362,6 @@ class Janitor:
 
     def _name(self, name: str) -> str:
         return f"{self._prefix}/{name}"
-
-
-def has_janitor(client: Any, bucket: str, prefix: str) -> bool:
-    """Whether some engine uses a shared prefix, by the janitor's lease, for who reads it once. Raises what boto3
-    raises."""
-    found = get_object(client, bucket, below(prefix, LEASE_NAME))
-    if found is None or age_s(found) > JanitorIntervals().lease_timeout_s + SKEW_S:
-        return False
-    return bool(found["Body"].read(1))
 
 
 def _date(answer: dict[str, Any]) -> float:

@@ -1,5 +1,5 @@
-"""Holding a private prefix's lease (lease_state.py): the requests, on a thread of their own; and what follows from it,
-whether a tier may store and delete below its prefix now (`Ownership`)."""
+"""Holding a lease (lease_state.py): the requests for it (`Lease`); a private prefix's, on a thread of its own
+(`PrefixLease`), and what follows from that, whether a tier may store and delete there now (`Ownership`)."""
 
 from __future__ import annotations
 
@@ -26,15 +26,13 @@ from nixl_tiers.tiers.s3.conditional import (
 )
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.lease_state import LeaseState, LeaseTerms, Read, Record
+from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS, LeaseState, LeaseTerms, Read, Record
 from nixl_tiers.tiers.s3.names import below
 
 logger = logging.getLogger(__name__)
 
-LEASE_NAME: Final = ".owner"
 KIND: Final = "private prefix"
 CLOSE_TIMEOUT_S: Final = 2.0
-LEASE_TERMS: Final = LeaseTerms()
 LEASE_START_S: Final = 3.0  # how long opening waits for it
 
 
@@ -44,26 +42,132 @@ def lease_clock() -> float:
 
 
 @dataclass
-class PrefixLease:
-    """Holds or awaits one prefix's lease on a thread of its own. `tenure` is for any thread."""
+class Lease:
+    """One lease, and the requests for it. `tenure`, `coming_tenure` and `is_claiming` are for any thread, the rest is
+    for one."""
 
     client: Callable[[], Any]
     """Returns the present boto3 client."""
     bucket: str
     prefix: str
     engine: str
+    """The ID to hold it with."""
     denials: Denials
-    """Where it reports that another engine holds the lease."""
+    """Where it is reported why it is not held."""
     server_time_s: Callable[[], float]
-    """Unix seconds."""
+    """Unix seconds, for the record only."""
     terms: LeaseTerms
 
     def __post_init__(self) -> None:
-        self._state = LeaseState(self.engine, self.terms)
+        self.state = LeaseState(self.engine, self.terms)
         self._conditions = ConditionalWrites(self.terms.doubt_s, self.terms.ask_again_s, self.terms.retry_s)
+        self._since_s: float | None = None
+
+    def tenure(self) -> int:
+        """See LeaseState.tenure."""
+        return self.state.tenure(lease_clock())
+
+    def coming_tenure(self) -> int:
+        """See LeaseState.coming_tenure."""
+        return self.state.coming_tenure(lease_clock())
+
+    def is_claiming(self) -> bool:
+        """See LeaseState.is_claiming."""
+        return self.state.is_claiming(lease_clock())
+
+    @property
+    def next_at_s(self) -> float:
+        """When `step` should be called (`lease_clock`)."""
+        ask_at_s = self._conditions.next_at_s
+        return min(ask_at_s, self.state.next_at_s) if self._can_be_held else ask_at_s
+
+    def can_be_held(self) -> bool:
+        """Whether the server has what that needs; asks it if that is due."""
+        if lease_clock() >= self._conditions.next_at_s:
+            self._ask()
+        return self._can_be_held
+
+    def step(self) -> None:
+        """Send what is due, at most one request for the lease. Raises what boto3 raises, and KeyError for answers that
+        are not S3's."""
+        try:
+            if self.can_be_held():
+                self._send(lease_clock())
+        except (*REQUEST_ERRORS, KeyError):
+            self.state.failed(lease_clock())
+            raise
+
+    def keep(self, stop: threading.Event) -> None:
+        """Renew it now, or try to get it, which takes `confirm_s` if it is to be had, and ends with `stop`. Raises what
+        `step` raises."""
+        self.step()
+        while (wait_s := self.next_at_s - lease_clock()) <= 0 or self.is_claiming():
+            if stop.wait(max(0.0, wait_s)):
+                return
+            self.step()
+
+    def release(self, *, write: bool = True) -> None:
+        """Do not hold it any longer. `write`: tell the others, if that is possible; else it expires."""
+        request = self.state.release()
+        if write and request is not None:
+            with contextlib.suppress(Exception):
+                self._put(self.terms.name, self.terms.record("", 0.0, self.terms.lease_s).encode(), **request.condition)
+
+    def report_conditions(self, so: str) -> None:
+        """Report it if the server has no conditional writes. `so`: what follows from that."""
+        if self._conditions.refused:
+            self.denials.report(
+                CONDITIONS, f"this server does not support conditional writes (If-None-Match, If-Match), {so}"
+            )
+        elif self._conditions.work:
+            self.denials.succeeded(CONDITIONS)
+
+    @property
+    def _can_be_held(self) -> bool:
+        return bool(self._conditions.work) or self.state.unguarded
+
+    def _ask(self) -> None:
+        """Find out whether the server knows conditional writes."""
+        name = write_test_name(self.engine)
+        self._conditions.asking(lease_clock())
+        work = conditional_writes_work(self._put, name)  # KeyError: no ETag, so not S3's answer
+        self._conditions.answered(work, lease_clock())
+        unguarded = self.terms.unguarded and self._conditions.work is False
+        if self.state.unguarded != unguarded:
+            self.state.begin_anew(unguarded=unguarded)
+        delete_object(self.client(), self.bucket, f"{self.prefix}/{name}")
+
+    def _send(self, now: float) -> None:
+        request = self.state.next_request(now)
+        if isinstance(request, Read):
+            self.state.read(*self._read(), lease_clock())
+            return
+        if self._since_s is None:
+            self._since_s = self.server_time_s()
+        body = self.terms.record(self.engine, self._since_s, self.terms.lease_s).encode()
+        self.state.written(self._put(self.terms.name, body, **request.condition), now, lease_clock())
+
+    def _read(self) -> tuple[str | None, Record | None]:
+        found = get_object(self.client(), self.bucket, f"{self.prefix}/{self.terms.name}")
+        if found is None:
+            self._since_s = None
+            return None, None
+        record = self.terms.record.decode(found["Body"].read(1 << 16))
+        self._since_s = record.since_s if record is not None and record.engine == self.engine else None
+        return str(found["ETag"]), record
+
+    def _put(self, name: str, body: bytes, **condition: str) -> str | None:
+        answer = put_if(self.client(), self.bucket, f"{self.prefix}/{name}", body, condition)
+        return None if answer is None else str(answer["ETag"])
+
+
+class PrefixLease(Lease):
+    """Holds or awaits a private prefix's lease on a thread of its own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._started_s = lease_clock()
         self._awaited: Record | None = None  # whose lease is waited for, as was logged
-        self._since_s: float | None = None
         self._log_once = LogOnce(logger)
         self._answered = threading.Event()
         self._stop = threading.Event()
@@ -74,18 +178,6 @@ class PrefixLease:
         """Start, and wait until the lease was asked for once, at most this long."""
         self._thread.start()
         self._answered.wait(wait_s)
-
-    def tenure(self) -> int:
-        """See LeaseState.tenure."""
-        return self._state.tenure(lease_clock())
-
-    def coming_tenure(self) -> int:
-        """See LeaseState.coming_tenure."""
-        return self._state.coming_tenure(lease_clock())
-
-    def is_claiming(self) -> bool:
-        """See LeaseState.is_claiming."""
-        return self._state.is_claiming(lease_clock())
 
     def close(self, *, release: bool, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Stop within `timeout_s`. `release`: hand the lease over, as nothing that was begun can still arrive."""
@@ -99,89 +191,37 @@ class PrefixLease:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                self._step()
+                self.step()
             except REQUEST_ERRORS:
-                self._state.failed(lease_clock())
+                pass
             except KeyError:
-                self._state.failed(lease_clock())
                 self.denials.report(
                     KIND,
                     "answers have no ETag, so they are not S3's, perhaps a proxy's page: there is no lease of the "
                     f'private prefix "{self.prefix}", and nothing is stored or deleted there',
                 )
             except Exception as error:  # noqa: BLE001 (this thread must not end: nobody would renew, nor say why)
-                self._state.lost(lease_clock())
+                self.state.lost(lease_clock())
                 self._log_once.report(
                     "lease",
                     f'the lease of the private prefix "{self.prefix}" is given up after an unexpected error '
                     f"({type(error).__name__}), and asked for again",
                 )
-            wait_s = self._next_at_s - lease_clock()
+            wait_s = self.next_at_s - lease_clock()
             if wait_s > 0:
                 self._report()
                 self._answered.set()
                 self._stop.wait(wait_s)
-        write = self._state.release()
-        if self._release and write is not None:
-            with contextlib.suppress(Exception):  # it expires then
-                self._put(LEASE_NAME, Record("", 0.0, self.terms.lease_s).encode(), **write.condition)
-
-    def _step(self) -> None:
-        """Send one request."""
-        now = lease_clock()
-        if now >= self._conditions.next_at_s:
-            self._ask(now)
-            return
-        request = self._state.next_request(now)
-        if isinstance(request, Read):
-            self._state.read(*self._read(), lease_clock())
-            return
-        if self._since_s is None:
-            self._since_s = self.server_time_s()
-        body = Record(self.engine, self._since_s, self.terms.lease_s).encode()
-        self._state.written(self._put(LEASE_NAME, body, **request.condition), now, lease_clock())
-
-    @property
-    def _next_at_s(self) -> float:
-        ask_at_s = self._conditions.next_at_s
-        return ask_at_s if self._conditions.work is None else min(ask_at_s, self._state.next_at_s)
-
-    def _ask(self, now: float) -> None:
-        """Find out whether the server knows conditional writes."""
-        name = write_test_name(self.engine)
-        self._conditions.asking(now)
-        work = conditional_writes_work(self._put, name)  # KeyError: no ETag, so not S3's answer
-        self._conditions.answered(work, lease_clock())
-        if self._state.unguarded != (self._conditions.work is False):
-            self._state.begin_anew(unguarded=not self._state.unguarded)
-        delete_object(self.client(), self.bucket, f"{self.prefix}/{name}")
-
-    def _read(self) -> tuple[str | None, Record | None]:
-        found = get_object(self.client(), self.bucket, f"{self.prefix}/{LEASE_NAME}")
-        if found is None:
-            self._since_s = None
-            return None, None
-        record = Record.decode(found["Body"].read(1 << 16))
-        self._since_s = record.since_s if record is not None and record.engine == self.engine else None
-        return str(found["ETag"]), record
-
-    def _put(self, name: str, body: bytes, **condition: str) -> str | None:
-        answer = put_if(self.client(), self.bucket, f"{self.prefix}/{name}", body, condition)
-        return None if answer is None else str(answer["ETag"])
+        self.release(write=self._release)
 
     def _report(self) -> None:
         """Say why nothing is stored, if that is not ordinary."""
-        state, now = self._state, lease_clock()
-        if self._conditions.work:
-            self.denials.succeeded(CONDITIONS)
-        elif self._conditions.refused:
-            where = f'the private prefix "{self.prefix}"'
-            so = f"so two engines on {where} would not notice each other, and delete each other's rows"
-            if self._conditions.work is None:
-                so = f"and is asked again for {self.terms.doubt_s:g} s, in which nothing is stored below {where}"
-            self.denials.report(
-                CONDITIONS, f"this server does not support conditional writes (If-None-Match, If-Match), {so}"
-            )
+        state, now = self.state, lease_clock()
+        where = f'the private prefix "{self.prefix}"'
+        so = f"so two engines on {where} would not notice each other, and delete each other's rows"
+        if self._conditions.work is None:
+            so = f"and is asked again for {self.terms.doubt_s:g} s, in which nothing is stored below {where}"
+        self.report_conditions(so)
         if state.tenure(now):
             self.denials.succeeded(KIND)
         elif (other := state.other) is not None:
@@ -191,7 +231,7 @@ class PrefixLease:
             since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(other.since_s))
             owner = f"belongs to engine {other.engine} since {since}"
             if not other.engine:
-                owner = f'belongs to an unknown engine ("{self.prefix}/{LEASE_NAME}" is no record of one)'
+                owner = f'belongs to an unknown engine ("{self.prefix}/{self.terms.name}" is no record of one)'
             self.denials.report(
                 KIND,
                 f'the private prefix "{self.prefix}" {owner}, so rows are only '
@@ -220,14 +260,14 @@ class PrefixLease:
             )
 
 
-def owner_now(client: Any, bucket: str, prefix: str) -> Record | None:
-    """Of a private prefix, by its lease object, for who reads it once: None if nobody has the lease, or it has surely
-    expired. Raises what boto3 raises."""
-    found = get_object(client, bucket, below(prefix, LEASE_NAME))
-    record = None if found is None else Record.decode(found["Body"].read(1 << 16))
-    if found is None or record is None or not record.engine or age_s(found) > record.lease_s + SKEW_S:
+def holder_now(client: Any, bucket: str, prefix: str, terms: LeaseTerms) -> Record | None:
+    """Of a lease, by its object, for who reads it once: None if nobody has it, or it has surely expired. Raises what
+    boto3 raises."""
+    found = get_object(client, bucket, below(prefix, terms.name))
+    record = None if found is None else terms.record.decode(found["Body"].read(1 << 16))
+    if found is None or record is None or not record.engine:
         return None
-    return record
+    return record if age_s(found) <= max(terms.lease_s, record.lease_s) + SKEW_S else None
 
 
 class Ownership:
@@ -255,7 +295,7 @@ class Ownership:
             self.engine,
             control.denials,
             control.connection.server_time_s,
-            LEASE_TERMS,
+            OWNER_TERMS,
         )
         self.lease.start(LEASE_START_S)
 

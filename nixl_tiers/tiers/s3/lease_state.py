@@ -1,23 +1,23 @@
-"""The lease of a private prefix: one engine at a time stores and deletes there; all others only read.
+"""A lease below a prefix: of a private one's owner, or of a shared one's janitor. One holder at a time works there.
 
 The lease is an object below the prefix, written with If-None-Match or If-Match only, so that each write replaces the
 content that its writer has read. Every write has a new ETag, and the object is never deleted. Some servers let several
-such writes through that arrive at once, so one does not make an owner: an engine claims the lease with the first,
-waits, reads that its own is the one that stayed, and becomes the owner with the second. Nobody compares clocks:
+such writes through that arrive at once, so one does not make a holder: an engine claims the lease with the first,
+waits, reads that its own is the one that stayed, and holds it from the second on. Nobody compares clocks:
 
-- The owner may store for `lease_s - margin_s` after it *sent* its last successful renewal, by its own clock.
+- The holder may work for `lease_s - margin_s` after it *sent* its last successful renewal, by its own clock.
 - Another engine takes over once the object's ETag has not changed for `lease_s` after the *answer* that first had it,
   by that engine's clock. The condition of its write makes sure that no renewal came in between.
 
-The renewal was sent before it was first read, so the owner's time ends `margin_s` before another's begins, however late
-requests arrive and whichever answers are lost, while clocks differ in rate by less than margin_s / (2 * lease_s). The
-margin is also for what the owner began in time: the second try of a delete request.
+The renewal was sent before it was first read, so the holder's time ends `margin_s` before another's begins, however
+late requests arrive and whichever answers are lost, while clocks differ in rate by less than margin_s / (2 * lease_s).
+The margin is also for what the holder began in time: the second try of a delete request.
 
 The owner is an engine, not a mover: a mover that was restarted finds its engine's ID in the object and need not wait
-until the lease expires.
+until the lease expires. The janitor is a mover, whose counts end with it.
 
-On a server without conditional writes there is no lease: an engine stores there without one, but not while the object
-names another that renews it.
+On a server without conditional writes there is no lease: an engine stores below a private prefix without one, but not
+while the object names another that renews it. A shared prefix has no janitor there.
 """
 
 from __future__ import annotations
@@ -34,29 +34,12 @@ NEVER_S: Final = float("-inf")
 
 
 @dataclass(frozen=True)
-class LeaseTerms:
-    """In seconds."""
-
-    lease_s: float = 60.0  # a lease that was not renewed for this long has expired
-    margin_s: float = 20.0  # the owner stops to write so long before that
-    renew_s: float = 15.0  # between two renewals: two may fail before the owner stops
-    poll_s: float = 10.0  # between two reads of another engine's lease
-    retry_s: float = 1.0  # after an error, or a condition that did not hold; doubles up to renew_s
-    confirm_s: float = 1.0  # between the two writes that begin a tenure, or a little more
-    doubt_s: float = 60.0  # conditional writes must fail for so long before the engine stores without a lease
-    ask_again_s: float = 3600.0  # whether they work meanwhile
-
-    def __post_init__(self) -> None:
-        assert 0 < self.margin_s < self.lease_s, "else two engines could own one prefix: docs/internals/s3-tier.md"
-
-
-@dataclass(frozen=True)
 class Record:
-    """What the lease object holds."""
+    """What an owner's lease holds."""
 
     engine: str  # "": released; as `LeaseState.other`: not known
     since_s: float  # Unix time since when it is this engine's
-    lease_s: float
+    lease_s: float  # as `LeaseTerms.lease_s`, at least
 
     def encode(self) -> bytes:
         """Different for each call, so that no two writes have the same ETag."""
@@ -73,6 +56,43 @@ class Record:
         except (ValueError, TypeError, KeyError, OverflowError, OSError, RecursionError):
             return None
         return cls("".join(filter(str.isprintable, engine))[:128], since_s, min(lease_s, MAX_LEASE_S))
+
+
+class JanitorRecord(Record):
+    """What a janitor's lease holds."""
+
+    def encode(self) -> bytes:
+        return f"{self.engine} {secrets.randbits(63)}".encode() if self.engine else b""
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Self:
+        return cls(raw.partition(b" ")[0].decode("ascii", "replace"), 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class LeaseTerms:
+    """Of a lease, in seconds; by default of an owner's."""
+
+    lease_s: float = 60.0  # a lease that was not renewed for this long has expired
+    margin_s: float = 20.0  # its holder stops so long before that
+    renew_s: float = 15.0  # between two renewals: two may fail before the holder stops
+    poll_s: float = 10.0  # between two reads of another engine's lease
+    retry_s: float = 1.0  # after an error, or a condition that did not hold; doubles up to renew_s
+    confirm_s: float = 1.0  # between the two writes that begin a tenure, or a little more
+    doubt_s: float = 60.0  # conditional writes must fail for so long before it is believed that there are none
+    ask_again_s: float = 3600.0  # whether they work meanwhile
+    unguarded: bool = True  # whether its holder works without a lease where there are none
+    name: str = ".owner"  # of the object, below the prefix
+    record: type[Record] = Record
+
+    def __post_init__(self) -> None:
+        assert 0 < self.margin_s < self.lease_s, "else two could hold it: docs/internals/s3-tier.md"
+
+
+OWNER_TERMS: Final = LeaseTerms()
+JANITOR_TERMS: Final = LeaseTerms(
+    lease_s=30.0, margin_s=10.0, renew_s=5.0, poll_s=5.0, unguarded=False, name=".janitor", record=JanitorRecord
+)
 
 
 @dataclass(frozen=True)
@@ -113,10 +133,13 @@ class LeaseState:
         """Whether the server has no conditional writes: nothing is written, and nobody else's lease is taken over."""
         self.other: Record | None = None  # of the engine that holds it
         self.other_lives = False  # whether that engine was seen to write it
+        self.others = 0
+        """How often the object was not this engine's when it was read. While that does not change, nobody else has held
+        the lease."""
         self.was_owner = False
         self.next_at_s = NEVER_S
         """When to send the next request."""
-        self._held = (0, NEVER_S)  # tenure, and until when it may store; replaced as one, since other threads read it
+        self._held = (0, NEVER_S)  # tenure, and until when it may work; replaced as one, since other threads read it
         self._tenures = 0  # and claims to one, so far
         self._claim: _Claim | None = None
         self._known = False  # whether the object was last seen with `_etag`
@@ -127,7 +150,7 @@ class LeaseState:
         self._retry_s = terms.retry_s
 
     def tenure(self, now: float) -> int:
-        """The number of the time since which this engine may store without an interruption, from 1 on; 0: it may not.
+        """The number of the time since which this engine may work without an interruption, from 1 on; 0: it may not.
         A new number: others may have written in between."""
         number, until_s = self._held
         return number if now < until_s else 0
@@ -159,6 +182,7 @@ class LeaseState:
         self._etag, self._known = etag, True
         if engine != self.engine:
             self._claim = None
+            self.others += 1
         if self._ours:
             self.other, self.next_at_s = None, now
         else:
@@ -200,7 +224,7 @@ class LeaseState:
         self._retry_s = min(2 * self._retry_s, self.terms.renew_s)
 
     def lost(self, now: float) -> None:
-        """Something unknown went wrong: store no more rows until a new tenure begins."""
+        """Something unknown went wrong: no more work until a new tenure begins."""
         self._held = (self._held[0], NEVER_S)
         self._claim = None
         self.failed(now)
@@ -213,7 +237,7 @@ class LeaseState:
         self._known, self.next_at_s = False, NEVER_S
 
     def release(self) -> Write | None:
-        """Store no more rows from now on. The request that hands the lease over; None: it must expire."""
+        """No more work from now on. The request that hands the lease over; None: it must expire."""
         held = self._held[1] > NEVER_S or self._claim is not None
         self._held, self._claim = (self._held[0], NEVER_S), None
         return Write(self._etag) if held and self._known and self._ours and not self.unguarded else None

@@ -21,8 +21,8 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, code_of, status_of, tier_error
 from nixl_tiers.tiers.s3.client import client_of, configured_region
-from nixl_tiers.tiers.s3.janitor import has_janitor
-from nixl_tiers.tiers.s3.lease import owner_now
+from nixl_tiers.tiers.s3.lease import holder_now
+from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, OWNER_TERMS
 from nixl_tiers.tiers.s3.names import below
 from nixl_tiers.tiers.stored import NamespaceByKey, Problems, Step, StoredRow, reason
 
@@ -184,11 +184,11 @@ class _Bucket:
     def holder(self, root: str) -> str:
         """Of a private prefix the owner, unless its lease has surely expired; of a shared one only that some engine
         runs."""
-        owner = self._asked(lambda: owner_now(self._client, self._config.bucket, root))
+        owner = self._asked(lambda: holder_now(self._client, self._config.bucket, root, OWNER_TERMS))
         if owner is not None:
             return f"engine {owner.engine}"
-        shared = self._asked(lambda: has_janitor(self._client, self._config.bucket, root))
-        return "at least one engine" if shared else ""
+        janitor = self._asked(lambda: holder_now(self._client, self._config.bucket, root, JANITOR_TERMS))
+        return "" if janitor is None else "at least one engine"
 
     def _lists_versions(self) -> bool:
         """Whether the bucket may have versions, and they can be listed."""

@@ -17,7 +17,7 @@ from tests.tiers.s3.harness import FAST_JANITOR, QUICK_LEASE, FaultyS3, faulty_s
 def _opens_with_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening waits for the lease's first answer, however busy the machine is: what is stored without it is refused."""
     monkeypatch.setattr(lease, "LEASE_START_S", 120.0)
-    monkeypatch.setattr(lease, "LEASE_TERMS", QUICK_LEASE)
+    monkeypatch.setattr(lease, "OWNER_TERMS", QUICK_LEASE)
 
 
 @pytest.fixture

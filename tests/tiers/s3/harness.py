@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -23,11 +23,14 @@ from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Entry, Move, TierDown, TierRefused
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.janitor import JanitorIntervals
-from nixl_tiers.tiers.s3.lease_state import LeaseTerms
+from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, LeaseTerms
 from nixl_tiers.tiers.s3.tier import S3Tier
 
 TIMEOUT_S = 120.0
-FAST_JANITOR = JanitorIntervals(renew_s=0.1, lease_timeout_s=2.0, usage_timeout_s=10.0, sweep_s=0.1, doubt_s=0.0)
+FAST_LEASE = replace(
+    JANITOR_TERMS, lease_s=2.0, margin_s=0.5, renew_s=0.1, poll_s=0.1, retry_s=0.1, confirm_s=0.02, doubt_s=0.0
+)
+FAST_JANITOR = JanitorIntervals(renew_s=0.1, usage_timeout_s=10.0, sweep_s=0.1, lease=FAST_LEASE)
 QUICK_LEASE = LeaseTerms(confirm_s=0.02, doubt_s=0.0)  # tenures begin sooner, and one answer is believed
 NAMESPACE = bytes(range(16))
 OTHER_NAMESPACE = bytes(range(16, 32))

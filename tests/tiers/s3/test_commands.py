@@ -16,9 +16,9 @@ from nixl_tiers.base.manifest import Description, Manifest
 from nixl_tiers.cli import FAILED, INCOMPLETE, OK, main
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers import manifests
-from nixl_tiers.tiers.s3 import answers, janitor, lease
+from nixl_tiers.tiers.s3 import answers
 from nixl_tiers.tiers.s3.answers import answered_at_s
-from nixl_tiers.tiers.s3.lease_state import Record
+from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, OWNER_TERMS, Record
 from nixl_tiers.tiers.stored import find_stored
 from tests.support.servers import S3Server, SeaweedServer
 from tests.tiers.s3.harness import NAMESPACE, TierDriver, wait_until
@@ -95,9 +95,9 @@ def test_holder_is_alive_to_a_date_that_is_minutes_ahead(
     client, bucket = seaweedfs.client(), f"kv-{secrets.token_hex(4)}"
     client.create_bucket(Bucket=bucket)
     client.put_object(Bucket=bucket, Key=f"p/{NAMESPACE.hex()}/{object_name(b'key')}", Body=b"row")
-    name, body = lease.LEASE_NAME, Record("pod-7", 0.0, 60.0).encode()
+    name, body = OWNER_TERMS.name, Record("pod-7", 0.0, 60.0).encode()
     if shared:
-        name, body = janitor.LEASE_NAME, b"mover 1"
+        name, body = JANITOR_TERMS.name, b"mover 1"
     client.put_object(Bucket=bucket, Key=f"p/{name}", Body=body)
     monkeypatch.setattr(answers, "answered_at_s", lambda answer: (answered_at_s(answer) or 0.0) + ahead_s)
     assert main(["inspect", f"s3://{bucket}/p", "--endpoint", seaweedfs.endpoint, "--json"]) == OK
@@ -112,7 +112,7 @@ def test_shared_prefix_whose_janitor_has_ended_has_no_holder(
     client, bucket = seaweedfs.client(), f"kv-{secrets.token_hex(4)}"
     client.create_bucket(Bucket=bucket)
     client.put_object(Bucket=bucket, Key=f"p/{NAMESPACE.hex()}/{object_name(b'key')}", Body=b"row")
-    client.put_object(Bucket=bucket, Key=f"p/{janitor.LEASE_NAME}", Body=b"")
+    client.put_object(Bucket=bucket, Key=f"p/{JANITOR_TERMS.name}", Body=b"")
     assert main(["inspect", f"s3://{bucket}/p", "--endpoint", seaweedfs.endpoint, "--json"]) == OK
     assert json.loads(capsys.readouterr().out)["namespaces"][0]["held_by"] is None
 

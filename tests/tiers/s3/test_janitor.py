@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,17 +16,19 @@ from botocore.exceptions import EndpointConnectionError
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import GONE
-from nixl_tiers.tiers.s3 import janitor as janitor_module
+from nixl_tiers.tiers.s3 import lease as lease_module
 from nixl_tiers.tiers.s3 import tier as tier_module
 from nixl_tiers.tiers.s3 import usage
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.janitor import COUNTER_NAME, USAGE_NAME, Janitor, JanitorIntervals
+from nixl_tiers.tiers.s3.janitor import COUNTER_NAME, USAGE_NAME, Janitor
+from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS
 from nixl_tiers.tiers.s3.usage import Account, UploadQuota, Usage
 from tests.support.engines import least_s3_bytes
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, S3Server
 from tests.tiers.s3.harness import (
     CUT_OFF,
     FAST_JANITOR,
+    FAST_LEASE,
     NAMESPACE,
     OTHER_NAMESPACE,
     TierDriver,
@@ -80,7 +83,7 @@ def disconnect_janitor(driver: TierDriver) -> None:
         raise EndpointConnectionError(endpoint_url="disconnected")
 
     assert driver.tier._janitor is not None
-    driver.tier._janitor._client = client
+    driver.tier._janitor._client = driver.tier._janitor._lease.client = client
 
 
 class TestRowsOfOtherMovers:
@@ -244,7 +247,7 @@ class TestBudget:
         monkeypatch.setattr(
             tier_module,
             "INTERVALS",
-            JanitorIntervals(renew_s=0.1, lease_timeout_s=20.0, usage_timeout_s=60.0, sweep_s=3600.0),
+            replace(FAST_JANITOR, usage_timeout_s=60.0, sweep_s=3600.0, lease=replace(FAST_LEASE, lease_s=20.0)),
         )
         with TierDriver(SMALL, 32, **place) as one:
             one.open()
@@ -300,15 +303,15 @@ class TestLease:
         self, s3_server: S3Server, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """With a timeout that no busy machine exceeds, so that it is looked at that the lease is renewed."""
-        patient = JanitorIntervals(renew_s=0.1, lease_timeout_s=600.0, usage_timeout_s=600.0, sweep_s=0.1)
+        patient = replace(FAST_JANITOR, usage_timeout_s=600.0, lease=replace(FAST_LEASE, lease_s=600.0))
         monkeypatch.setattr(tier_module, "INTERVALS", patient)
-        client, lease = s3_server.client(), f"{place['prefix']}/{janitor_module.LEASE_NAME}"
+        client, lease = s3_server.client(), f"{place['prefix']}/{JANITOR_TERMS.name}"
         renewed: set[str] = set()
 
         def asked_often() -> bool:
             renewed.add(client.get_object(Bucket=place["bucket"], Key=lease)["ETag"])
             assert other is not None
-            return other._renewals > 20 and len(renewed) > 10
+            return other._lease.state.others > 20 and len(renewed) > 10
 
         with TierDriver(SMALL, 32, **place) as one, TierDriver(SMALL, 32, **place) as two:
             one.open()
@@ -323,7 +326,7 @@ class TestLease:
         monkeypatch.setattr(
             tier_module,
             "INTERVALS",
-            JanitorIntervals(renew_s=0.1, lease_timeout_s=3600.0, usage_timeout_s=10.0, sweep_s=0.1),
+            replace(FAST_JANITOR, lease=replace(FAST_LEASE, lease_s=3600.0)),
         )
         with TierDriver(SMALL, 8, **place) as one:
             one.open()
@@ -354,7 +357,7 @@ class TestServersAndRights:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        monkeypatch.setattr(janitor_module, "conditional_writes_work", lambda *_: True)
+        monkeypatch.setattr(lease_module, "conditional_writes_work", lambda *_: True)
         monkeypatch.setattr(Janitor, "_publish", lambda _: None)
         with faulty_s3() as server:
             server.fault = lambda request: CUT_OFF if request.method == "GET" else None
@@ -373,7 +376,7 @@ class TestServersAndRights:
     def test_a_server_without_a_date_is_reported_and_a_damaged_one_is_a_failed_request(
         self, headers: dict[str, str], reported: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(janitor_module, "conditional_writes_work", lambda *_: True)
+        monkeypatch.setattr(lease_module, "conditional_writes_work", lambda *_: True)
         names: list[str] = []
 
         class Client:
@@ -381,7 +384,7 @@ class TestServersAndRights:
                 names.append(Key)
                 return {"ResponseMetadata": {"HTTPHeaders": headers}, "ETag": '"etag"'}
 
-            get_object = put_object
+            get_object = delete_object = put_object
 
         quota, denials = UploadQuota("me", CAPACITY_ROWS * ROW, ROW), Denials("here")
         janitor = Janitor(Client, "kv", "p", quota=quota, intervals=FAST_JANITOR, denials=denials)

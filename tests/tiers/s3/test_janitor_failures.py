@@ -1,165 +1,39 @@
 """The janitor's requests fail, one at a time or all the time: what it has listed is not listed again for that.
 
-No thread runs: each turn of the janitor's is a step of the test, over a bucket in memory.
+No thread runs: each turn of the janitor's is a step of the test, over a bucket in memory, whose clock is everybody's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from io import BytesIO
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from botocore.exceptions import ClientError, EndpointConnectionError
 
+from nixl_tiers.tiers.s3 import janitor as janitor_module
+from nixl_tiers.tiers.s3 import lease as lease_module
+from nixl_tiers.tiers.s3 import usage as usage_module
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.janitor import COUNTER_NAME, LEASE_NAME, USAGE_NAME, Janitor, JanitorIntervals
+from nixl_tiers.tiers.s3.janitor import COUNTER_NAME, USAGE_NAME, Janitor, JanitorIntervals
+from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS
 from nixl_tiers.tiers.s3.listing import MAX_EMPTY_PAGES
-from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME, RowNames
+from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 from nixl_tiers.tiers.s3.usage import UploadQuota, Usage
+from tests.tiers.s3.memory_bucket import LISTING, ROW, Bucket, failed, once, row
 
-ROW = 1 << 16
 CAPACITY_ROWS = 640  # so a window is 10 rows
-NAMES = RowNames("p")
 PAGE_NAMES = 3  # where a listing has several pages
-SELDOM = JanitorIntervals(renew_s=3600.0, lease_timeout_s=30.0, usage_timeout_s=60.0, sweep_s=3600.0)
-EACH_PAGE = JanitorIntervals(renew_s=0.0, lease_timeout_s=30.0, usage_timeout_s=60.0, sweep_s=3600.0)
+LEASE_NAME = JANITOR_TERMS.name
+SELDOM = JanitorIntervals(renew_s=3600.0, sweep_s=3600.0, lease=replace(JANITOR_TERMS, confirm_s=0.0))
+EACH_PAGE = replace(SELDOM, renew_s=0.0)
 
 
-def row(number: int) -> str:
-    return NAMES.name("00" * 16, b"%08d" % number)
-
-
-def failed(status: int) -> ClientError:
-    return ClientError({"Error": {"Code": "any"}, "ResponseMetadata": {"HTTPStatusCode": status}}, "any")
-
-
-def lost() -> EndpointConnectionError:
-    return EndpointConnectionError(endpoint_url="here")
-
-
-@dataclass
-class Bucket:
-    """A boto3 client and its bucket. Each request is noted, as "PUT .usage" or "LIST p/"."""
-
-    objects: dict[str, tuple[bytes, str, float]] = field(default_factory=dict)
-    requests: list[str] = field(default_factory=list)
-    before: Callable[[str], None] = lambda _: None  # may raise: the request does not arrive
-    after: Callable[[str], None] = lambda _: None  # may raise: the answer does not
-    page_names: int = 1000
-    delete_errors: tuple[dict[str, str], ...] = ()
-    damaged_names: dict[str, str] = field(default_factory=dict)  # in listings
-    now_s: float = 1e9
-    ahead_s: float = 0.0  # of the Date to Last-Modified
-
-    def store(self, name: str, body: bytes = b"") -> None:
-        self.objects[name] = (body, f'"{len(self.requests)} {body!r}"', self.now_s)
-
-    def small(self, name: str) -> bytes:
-        return self.objects[f"p/{name}"][0]
-
-    @property
-    def usage(self) -> Usage | None:
-        """What and whose the bytes are; how far was deleted is for test_janitor.py."""
-        found = Usage.decode(self.small(USAGE_NAME))
-        return None if found is None else replace(found, oldest=0)
-
-    @property
-    def rows(self) -> set[str]:
-        return {name for name in self.objects if NAMES.parse(name)}
-
-    def count(self, request: str) -> int:
-        return self.requests.count(request)
-
-    def put_object(self, *, Bucket: str, Key: str, Body: bytes, **condition: str) -> dict[str, Any]:  # noqa: N803
-        with self._request("PUT", Key):
-            found = self.objects.get(Key)
-            if "IfNoneMatch" in condition and found is not None:
-                raise failed(412)
-            if "IfMatch" in condition and (found is None or found[1] != condition["IfMatch"]):
-                raise failed(412)
-            self.store(Key, Body)
-        return {"ETag": self.objects[Key][1], **self._date}
-
-    def get_object(self, *, Bucket: str, Key: str) -> dict[str, Any]:  # noqa: N803
-        with self._request("GET", Key):
-            if Key not in self.objects:
-                raise failed(404)
-        body, etag, modified_s = self.objects[Key]
-        modified = datetime.fromtimestamp(modified_s, UTC)
-        return {"Body": BytesIO(body), "ETag": etag, "LastModified": modified, **self._date}
-
-    def delete_object(self, *, Bucket: str, Key: str) -> None:  # noqa: N803
-        del self.objects[Key]
-
-    def delete_objects(self, *, Bucket: str, Delete: dict[str, Any]) -> dict[str, Any]:  # noqa: N803
-        with self._request("DELETE", "rows"):
-            failures = {error.get("Key") for error in self.delete_errors}
-            for each in Delete["Objects"]:
-                if each["Key"] not in failures:
-                    self.objects.pop(each["Key"], None)
-        return {"Errors": list(self.delete_errors)}
-
-    def get_paginator(self, _: str) -> Bucket:
-        return self
-
-    def paginate(self, *, Bucket: str, Prefix: str, StartAfter: str = "") -> Iterator[dict[str, Any]]:  # noqa: N803
-        while True:
-            with self._request("LIST", Prefix):
-                names = sorted(name for name in self.objects if name.startswith(Prefix) and name > StartAfter)
-            some = names[: self.page_names]
-            contents = [
-                {
-                    "Key": self.damaged_names.get(name, name),
-                    "Size": ROW if NAMES.parse(name) else len(self.objects[name][0]),
-                    "LastModified": datetime.fromtimestamp(self.objects[name][2], UTC),
-                    "ETag": self.objects[name][1],
-                }
-                for name in some
-            ]
-            yield {"Contents": contents, **self._date}
-            if len(names) <= self.page_names:
-                return
-            StartAfter = some[-1]  # noqa: N806
-
-    def _request(self, verb: str, name: str) -> _Request:
-        return _Request(self, f"{verb} {name.removeprefix('p/') or name}")
-
-    @property
-    def _date(self) -> dict[str, Any]:
-        now = datetime.fromtimestamp(self.now_s + self.ahead_s, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
-        return {"ResponseMetadata": {"HTTPHeaders": {"date": now}, "HTTPStatusCode": 200}}
-
-
-@dataclass
-class _Request:
-    bucket: Bucket
-    name: str
-
-    def __enter__(self) -> None:
-        self.bucket.requests.append(self.name)
-        self.bucket.before(self.name)
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self.bucket.after(self.name)
-
-
-LISTING = "LIST p/"
-
-
-def once(request: str) -> Callable[[str], None]:
-    """The next request of this name fails."""
-    left = [request]
-
-    def fail(name: str) -> None:
-        if name in left:
-            left.remove(name)
-            raise lost()
-
-    return fail
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_module, "lease_clock", lambda: Bucket.made_last.now_s)
 
 
 def mover(bucket: Bucket, name: str = "me", intervals: JanitorIntervals = SELDOM) -> tuple[UploadQuota, Janitor]:
@@ -216,8 +90,9 @@ class TestOneFailedRequest:
         janitor._turn()
         bucket.store(f"p/{LEASE_NAME}", b"me 2")
         janitor._turn()
-        assert not janitor.holds_lease
+        read = bucket.count(f"GET {LEASE_NAME}")
         janitor._turn()
+        assert bucket.count(f"GET {LEASE_NAME}") == read + 1, "it finds its own"
         assert janitor.holds_lease
         assert bucket.count(LISTING) == 1
         assert uploads(quota, bucket, range(5)) == 5
@@ -237,6 +112,7 @@ class TestOneFailedRequest:
         _, one = mover(bucket, "one")
         _, two = mover(bucket, "two")
         one._turn()
+        two._turn()
         bucket.before = once(f"PUT {LEASE_NAME}")
         one._turn()
         bucket.now_s += 31.0
@@ -256,7 +132,8 @@ class TestOneFailedRequest:
         _, one = mover(bucket, "one")
         one._turn()
         bucket.store(f"p/{LEASE_NAME}", b"two 1")
-        one._turn()
+        for _ in range(2):
+            one._turn()
         bucket.now_s += 31.0
         bucket.after = once(f"PUT {LEASE_NAME}")
         one._turn()
@@ -303,8 +180,13 @@ class TestOneFailedRequest:
 class TestRequestsThatAlwaysFail:
     """With an error that is no denial: nothing may be uploaded, and somebody has to say so."""
 
-    @pytest.mark.parametrize("status", [412, 500])
-    @pytest.mark.parametrize("request_name", [f"PUT {WRITE_TEST_NAME}-me", f"GET {LEASE_NAME}", f"LIST {COUNTER_NAME}"])
+    @pytest.mark.parametrize(
+        ("request_name", "status"),
+        [
+            (f"PUT {WRITE_TEST_NAME}-me", 500),
+            *itertools.product([f"PUT {LEASE_NAME}", f"GET {LEASE_NAME}", f"LIST {COUNTER_NAME}"], [412, 500]),
+        ],
+    )
     def test_is_a_problem_until_they_succeed(self, request_name: str, status: int) -> None:
         def fail(name: str) -> None:
             if name == request_name:
@@ -315,13 +197,13 @@ class TestRequestsThatAlwaysFail:
         janitor._turn()
         assert janitor._denials.current() == {}, "not after one"
         janitor._valid_at -= SELDOM.usage_timeout_s
-        janitor._conditions.next_at_s = min(janitor._conditions.next_at_s, 0.0)
+        bucket.now_s += 5.0
         janitor._turn()
         (problem,) = janitor._denials.current().values()
         assert "was not renewed for 6" in problem
         assert uploads(quota, bucket, range(1)) == 0
         bucket.before = lambda _: None
-        janitor._conditions.next_at_s = 0.0
+        bucket.now_s += 5.0
         janitor._turn()
         assert uploads(quota, bucket, range(1)) == 1
 
@@ -347,38 +229,47 @@ class TestEmptyPages:
 
 
 class TestServersWithTwoClocks:
-    """The Date of an answer is ahead of the Last-Modified in it."""
+    """The Date of an answer is ahead of the Last-Modified in it: whether the lease and the record are renewed is seen
+    by their changes."""
 
-    def test_they_are_found_out_and_allowed_for(self) -> None:
-        bucket = Bucket(ahead_s=60.0)
+    @pytest.mark.parametrize("ahead_s", [-3600.0, 60.0, 3600.0])
+    def test_change_nothing(self, ahead_s: float) -> None:
+        bucket = Bucket()
         quota, one = mover(bucket, "one")
         _, two = mover(bucket, "two")
-        for _ in range(3):
+        for _ in range(12):
             one._turn()
             two._turn()
             bucket.now_s += 5.0
-        assert (one.holds_lease, two.holds_lease) == (True, False), "which has not expired"
+            bucket.ahead_s = ahead_s
+        assert (one.holds_lease, two.holds_lease) == (True, False)
         assert uploads(quota, bucket, range(5)) == 5
         assert one._denials.current() == {}
-        bucket.now_s += 40.0
+        bucket.now_s += 31.0
         two._turn()
         assert two.holds_lease
 
-    def test_one_that_steps_later_is_a_problem_until_it_is_measured_again(self) -> None:
+
+class TestUsageRecord:
+    def test_one_that_is_not_renewed_allows_uploads_for_a_minute_since_it_was_last_seen_older(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Though its content stays as it is, and by no clock but the mover's own."""
         bucket = Bucket()
-        quota, janitor = mover(bucket)
-        janitor._turn()
-        assert uploads(quota, bucket, range(1)) == 1
-        bucket.ahead_s = 600.0
-        janitor._turn()
-        assert uploads(quota, bucket, range(1, 2)) == 0
-        janitor._valid_at -= SELDOM.usage_timeout_s
-        janitor._turn()
-        (problem,) = janitor._denials.current().values()
-        assert "was not renewed for 6" in problem
-        janitor._asked_at = janitor._conditions.next_at_s = float("-inf")
-        janitor._turn()
-        assert uploads(quota, bucket, range(1, 2)) == 1
+        for module in (janitor_module, usage_module):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: bucket.now_s, time=lambda: 0.0))
+        _, one = mover(bucket, "one")
+        quota, two = mover(bucket, "two")
+        for _ in range(20):
+            one._turn()
+            two._turn()
+            bucket.now_s += 5.0
+            one._sweep_at = 0.0
+        assert uploads(quota, bucket, range(1)) == 1, "it is renewed"
+        for seconds, allowed in ((49.0, 1), (2.0, 0)):
+            bucket.now_s += seconds
+            two._read_usage()
+            assert uploads(quota, bucket, range(1)) == allowed
 
 
 class TestSweepsUnderThrottling:
@@ -472,7 +363,9 @@ class TestCountersThatCannotBeRead:
         bucket = Bucket()
         _, one = mover(bucket, "one")
         other, two = mover(bucket, "two")
-        two._publish()
+        one._turn()
+        two._turn()
+        one._sweep_at = 0.0
         one._turn()
         two._turn()
         assert uploads(other, bucket, range(3)) == 3
@@ -484,8 +377,9 @@ class TestCountersThatCannotBeRead:
         one._sweep_at = 0.0
         one._turn()
         assert bucket.usage == Usage(6 * ROW, {"one": 0, "two": 3 * ROW}), "found by the listing, and not yet counted"
-        bucket.now_s += 31.0
         third, three = mover(bucket, "three")
+        three._turn()
+        bucket.now_s += 31.0
         three._turn()
         assert three.holds_lease
         assert bucket.usage is not None

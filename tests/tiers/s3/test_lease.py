@@ -26,8 +26,8 @@ from nixl_tiers.tiers.s3 import lease as lease_module
 from nixl_tiers.tiers.s3 import lease_state
 from nixl_tiers.tiers.s3.conditional import CONDITIONS, write_test_name
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.lease import KIND, LEASE_NAME, PrefixLease
-from nixl_tiers.tiers.s3.lease_state import LeaseTerms, Record
+from nixl_tiers.tiers.s3.lease import KIND, PrefixLease
+from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS, LeaseTerms, Record
 from nixl_tiers.tiers.s3.listing import ExpirySweep
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 from tests.mover.harness import MoverProcess, has_exited
@@ -52,13 +52,13 @@ def refused(status: int, code: str) -> ClientError:
 
 @pytest.fixture(autouse=True)
 def _short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_module, "LEASE_TERMS", SHORT)
+    monkeypatch.setattr(lease_module, "OWNER_TERMS", SHORT)
 
 
 @pytest.fixture
 def lease_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     """No lease expires, on a machine however busy: another engine takes over only if the owner has released its own."""
-    monkeypatch.setattr(lease_module, "LEASE_TERMS", replace(SHORT, lease_s=600.0, margin_s=200.0))
+    monkeypatch.setattr(lease_module, "OWNER_TERMS", replace(SHORT, lease_s=600.0, margin_s=200.0))
 
 
 @pytest.fixture
@@ -281,7 +281,7 @@ class TestTwoEngines:
     def test_uploads_that_come_with_the_claim_wait_for_the_lease(
         self, make: Callable[..., TierDriver], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(lease_module, "LEASE_TERMS", replace(lease_module.LEASE_TERMS, confirm_s=3.0))
+        monkeypatch.setattr(lease_module, "OWNER_TERMS", replace(lease_module.OWNER_TERMS, confirm_s=3.0))
         monkeypatch.setattr(lease_state, "CLAIM_S", 60.0)
         owner = make("one")
         assert owner.open() == []
@@ -353,7 +353,7 @@ class TestWithoutALease:
 
     def test_lease_that_is_no_record_is_of_an_unknown_engine(self, s3_server: S3Server, place: dict[str, Any]) -> None:
         client, bucket, prefix = s3_server.client(), place["bucket"], place["prefix"]
-        client.put_object(Bucket=bucket, Key=f"{prefix}/{LEASE_NAME}", Body=b'{"engine": "torn')
+        client.put_object(Bucket=bucket, Key=f"{prefix}/{OWNER_TERMS.name}", Body=b'{"engine": "torn')
         lease = PrefixLease(lambda: client, bucket, prefix, "one", Denials("here"), time.time, SHORT)
         lease.start(60.0)
         sentence = lease.denials.current()[KIND]
@@ -379,7 +379,7 @@ class TestWithoutALease:
         self, make: Callable[..., TierDriver], monkeypatch: pytest.MonkeyPatch, s3_server: S3Server
     ) -> None:
         """Nor does an object that somebody deletes between two test writes."""
-        monkeypatch.setattr(lease_module, "LEASE_TERMS", replace(SHORT, doubt_s=0.5))
+        monkeypatch.setattr(lease_module, "OWNER_TERMS", replace(SHORT, doubt_s=0.5))
         answers = [refused(405, "MethodNotAllowed"), DELETED]
         put_if = lease_module.put_if
 
@@ -398,7 +398,7 @@ class TestWithoutALease:
         assert "and is asked again for 0.5 s" in owner.tier.denials[CONDITIONS]
         assert stored(owner, 1)
         assert owner.tier._owner.lease is not None
-        assert not owner.tier._owner.lease._state.unguarded
+        assert not owner.tier._owner.lease.state.unguarded
         assert answers == []
 
     def test_test_object_has_the_engines_name_and_is_deleted(
@@ -415,7 +415,7 @@ class TestWithoutALease:
         self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         renewals = 0
-        owner = f"nixl-tiers/{LEASE_NAME}"
+        owner = f"nixl-tiers/{OWNER_TERMS.name}"
 
         def renew() -> None:
             nonlocal renewals
@@ -448,7 +448,7 @@ class TestWithoutALease:
         supported = True
         lease = owner.tier._owner.lease
         assert lease is not None
-        assert wait_until(lambda: not lease._state.unguarded and owner.tier._owner.tenure > before)
+        assert wait_until(lambda: not lease.state.unguarded and owner.tier._owner.tenure > before)
         other.open()
         assert other.store([2]) == [Outcome.NO_SPACE]
         assert stored(owner, 2)
@@ -465,7 +465,7 @@ class TestWithoutALease:
             assert driver.settled(0)
             assert list(driver.tier.denials) == [CONDITIONS]
             assert "two engines on the private prefix" in driver.tier.denials[CONDITIONS]
-        assert f"nixl-tiers/{LEASE_NAME}" not in faulty.objects
+        assert f"nixl-tiers/{OWNER_TERMS.name}" not in faulty.objects
 
 
 ENGINE = """
@@ -502,7 +502,7 @@ def test_mover_of_a_killed_engine_releases_the_lease_though_uploads_wait(
     engine.wait()
     engine.stdout.close()
     assert wait_until(lambda: has_exited(mover))
-    found = moto.client().get_object(Bucket=place["bucket"], Key=f"{s3_prefix}/{LEASE_NAME}")
+    found = moto.client().get_object(Bucket=place["bucket"], Key=f"{s3_prefix}/{OWNER_TERMS.name}")
     record = Record.decode(found["Body"].read())
     assert record is not None
     assert record.engine == "", "released: the next engine takes it when it reads it"
@@ -549,6 +549,6 @@ def test_killed_owners_rows_stay_and_the_capacity_is_kept(
             owner = heir
         owner.store(list(range(2000, 2040)), slots=list(range(40)))
         assert sum(objects(moto, place).values()) <= (CAPACITY_ROWS + MAX_UPLOADS) * ROW
-        record = moto.client().get_object(Bucket=place["bucket"], Key=f"{s3_prefix}/{LEASE_NAME}")["Body"].read()
+        record = moto.client().get_object(Bucket=place["bucket"], Key=f"{s3_prefix}/{OWNER_TERMS.name}")["Body"].read()
         assert Record.decode(record).engine == "engine-2"  # type: ignore[union-attr]
         owner.stop()

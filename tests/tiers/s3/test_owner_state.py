@@ -7,6 +7,7 @@ machine, at a time that the machine sets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from io import BytesIO
@@ -199,17 +200,12 @@ class SteppedLease(PrefixLease):
 
     def step(self) -> None:
         """What the thread does when it is due."""
-        if lease_module.lease_clock() < self._state.next_at_s:
-            return
-        try:
-            self._step()
-        except (ClientError, EndpointConnectionError):
-            self._state.failed(lease_module.lease_clock())
+        if lease_module.lease_clock() >= self.state.next_at_s:
+            with suppress(ClientError, EndpointConnectionError):
+                super().step()
 
     def close(self, *, release: bool, timeout_s: float = 0.0) -> None:
-        write = self._state.release()
-        if release and write is not None:
-            self._put(lease_module.LEASE_NAME, lease_module.Record("", 0.0, 60.0).encode(), **write.condition)
+        self.release(write=release)
 
 
 @dataclass
@@ -277,7 +273,7 @@ class Engine:
     @property
     def tenure(self) -> int:
         """The number of the lease's tenure; 0 without it."""
-        return self.lease._state._held[0] if self.lease.tenure() else 0
+        return self.lease.state._held[0] if self.lease.tenure() else 0
 
     def may_touch(self, what: str) -> None:
         """It uploads or deletes."""
@@ -385,7 +381,7 @@ class OwnerMachine(RuleBasedStateMachine):
     def clock_of_an_owner_steps(self, number: int, seconds: float) -> None:
         """Forward, as after a sleep. One that waits for the lease must not: its clock is what is trusted."""
         engine = self.engines[number]
-        if engine.lease._state.other is None:
+        if engine.lease.state.other is None:
             engine.offset_s += seconds
 
     @rule(number=NUMBERS)
@@ -437,7 +433,7 @@ class OwnerMachine(RuleBasedStateMachine):
             self.renew(number)
             self.control(number)
             self.loop(number)
-            if self.engines[number].lease._state._claim is not None:
+            if self.engines[number].lease.state._claim is not None:
                 self.time_passes(1.0)
 
     @rule(number=NUMBERS)
@@ -615,7 +611,7 @@ def test_sweep_that_outlives_its_tenure_deletes_nothing() -> None:
         client.meanwhile = another_owns_the_prefix
         machine.sweep(0)
         machine.control(0)
-        assert one.lease._state._held[0] == 2
+        assert one.lease.state._held[0] == 2
         (stored_again,) = machine.bucket.rows.values()
         for _ in range(3):
             machine.control(0)

@@ -1,0 +1,157 @@
+"""A bucket in memory, as boto3 client of the movers that share a prefix. No thread runs; its clock is the test's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from io import BytesIO
+from typing import Any, ClassVar
+
+from botocore.exceptions import ClientError, EndpointConnectionError
+
+from nixl_tiers.tiers.s3.janitor import USAGE_NAME
+from nixl_tiers.tiers.s3.names import RowNames
+from nixl_tiers.tiers.s3.usage import Usage
+
+ROW = 1 << 16
+NAMES = RowNames("p")
+LISTING = "LIST p/"
+
+
+def row(number: int) -> str:
+    return NAMES.name("00" * 16, b"%08d" % number)
+
+
+def failed(status: int) -> ClientError:
+    return ClientError({"Error": {"Code": "any"}, "ResponseMetadata": {"HTTPStatusCode": status}}, "any")
+
+
+def lost() -> EndpointConnectionError:
+    return EndpointConnectionError(endpoint_url="here")
+
+
+@dataclass
+class Bucket:
+    """A boto3 client and its bucket. Each request is noted, as "PUT .usage" or "LIST p/"."""
+
+    objects: dict[str, tuple[bytes, str, float]] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+    before: Callable[[str], None] = lambda _: None  # may raise: the request does not arrive
+    after: Callable[[str], None] = lambda _: None  # may raise: the answer does not
+    tested: Callable[[str], None] = lambda _: None  # a write's condition holds, and it is not written yet
+    knows_conditions: bool = True
+    page_names: int = 1000
+    delete_errors: tuple[dict[str, str], ...] = ()
+    damaged_names: dict[str, str] = field(default_factory=dict)  # in listings
+    now_s: float = 1e9
+    ahead_s: float = 0.0  # of the Date to Last-Modified
+    made_last: ClassVar[Bucket]
+
+    def __post_init__(self) -> None:
+        Bucket.made_last = self
+
+    def store(self, name: str, body: bytes = b"") -> None:
+        self.objects[name] = (body, f'"{body.hex()}"', self.now_s)  # as S3's: the same content has the same ETag
+
+    def small(self, name: str) -> bytes:
+        return self.objects[f"p/{name}"][0]
+
+    @property
+    def usage(self) -> Usage | None:
+        """The record, without how far the janitor has deleted."""
+        found = Usage.decode(self.small(USAGE_NAME))
+        return None if found is None else replace(found, oldest=0)
+
+    @property
+    def rows(self) -> set[str]:
+        return {name for name in self.objects if NAMES.parse(name)}
+
+    def count(self, request: str) -> int:
+        return self.requests.count(request)
+
+    def put_object(self, *, Bucket: str, Key: str, Body: bytes, **condition: str) -> dict[str, Any]:  # noqa: N803
+        with self._request("PUT", Key):
+            found = self.objects.get(Key)
+            fails = "IfNoneMatch" in condition and found is not None
+            fails |= "IfMatch" in condition and (found is None or found[1] != condition["IfMatch"])
+            if fails and self.knows_conditions:
+                raise failed(412)
+            self.tested(Key)
+            self.store(Key, Body)
+        return {"ETag": self.objects[Key][1], **self._date}
+
+    def get_object(self, *, Bucket: str, Key: str) -> dict[str, Any]:  # noqa: N803
+        with self._request("GET", Key):
+            if Key not in self.objects:
+                raise failed(404)
+        body, etag, modified_s = self.objects[Key]
+        modified = datetime.fromtimestamp(modified_s, UTC)
+        return {"Body": BytesIO(body), "ETag": etag, "LastModified": modified, **self._date}
+
+    def delete_object(self, *, Bucket: str, Key: str) -> None:  # noqa: N803
+        del self.objects[Key]
+
+    def delete_objects(self, *, Bucket: str, Delete: dict[str, Any]) -> dict[str, Any]:  # noqa: N803
+        with self._request("DELETE", "rows"):
+            failures = {error.get("Key") for error in self.delete_errors}
+            for each in Delete["Objects"]:
+                if each["Key"] not in failures:
+                    self.objects.pop(each["Key"], None)
+        return {"Errors": list(self.delete_errors)}
+
+    def get_paginator(self, _: str) -> Bucket:
+        return self
+
+    def paginate(self, *, Bucket: str, Prefix: str, StartAfter: str = "") -> Iterator[dict[str, Any]]:  # noqa: N803
+        while True:
+            with self._request("LIST", Prefix):
+                names = sorted(name for name in self.objects if name.startswith(Prefix) and name > StartAfter)
+            some = names[: self.page_names]
+            contents = [
+                {
+                    "Key": self.damaged_names.get(name, name),
+                    "Size": ROW if NAMES.parse(name) else len(self.objects[name][0]),
+                    "LastModified": datetime.fromtimestamp(self.objects[name][2], UTC),
+                    "ETag": self.objects[name][1],
+                }
+                for name in some
+            ]
+            yield {"Contents": contents, **self._date}
+            if len(names) <= self.page_names:
+                return
+            StartAfter = some[-1]  # noqa: N806
+
+    def _request(self, verb: str, name: str) -> _Request:
+        return _Request(self, f"{verb} {name.removeprefix('p/') or name}")
+
+    @property
+    def _date(self) -> dict[str, Any]:
+        now = datetime.fromtimestamp(self.now_s + self.ahead_s, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
+        return {"ResponseMetadata": {"HTTPHeaders": {"date": now}, "HTTPStatusCode": 200}}
+
+
+@dataclass
+class _Request:
+    bucket: Bucket
+    name: str
+
+    def __enter__(self) -> None:
+        self.bucket.requests.append(self.name)
+        self.bucket.before(self.name)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.bucket.after(self.name)
+
+
+def once(request: str) -> Callable[[str], None]:
+    """The next request of this name fails."""
+    left = [request]
+
+    def fail(name: str) -> None:
+        if name in left:
+            left.remove(name)
+            raise lost()
+
+    return fail
