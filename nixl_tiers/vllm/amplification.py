@@ -11,7 +11,7 @@ import logging
 from dataclasses import replace
 from typing import Any, Final
 
-from nixl_tiers.vllm.compat import OffloadingConfig
+from nixl_tiers.vllm.compat import OffloadingConfig, group_ids
 
 WARN_ABOVE: Final = 1.5
 log = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ def refuse_amplification(config: OffloadingConfig, kv_cache_config: Any, at_most
 def amplification(config: OffloadingConfig, kv_cache_config: Any) -> float:
     """Bytes that are stored for a byte of KV, if every group stores each of its blocks."""
     stored = kv = 0.0
-    for place, group in enumerate(config.groups):
-        of_vllm = kv_cache_config.kv_cache_groups[getattr(group, "group_id", place)]  # since 0.31
+    for group, number in zip(config.groups, group_ids(config), strict=True):
+        of_vllm = kv_cache_config.kv_cache_groups[number]
         stored += config.worker_kv_bytes_per_block / group.tokens_per_block
         kv += sum(_page_bytes(of_vllm.kv_cache_spec, name) for name in group.layer_names) / group.tokens_per_block
     return stored / kv if kv else 1.0

@@ -211,6 +211,26 @@ def windows(scheduler: Any) -> dict[int, int | None] | None:
         return None
 
 
+def models_of(worker: Any) -> list[Any]:
+    """The model and its draft model, if there is one, of vLLM's worker."""
+    runner = worker.model_runner
+    find_draft = getattr(runner, "get_draft_model", None)
+    draft = find_draft() if find_draft is not None else getattr(getattr(runner, "drafter", None), "model", None)
+    return [model for model in (runner.get_model(), draft) if model is not None]
+
+
+def calling_worker() -> Any:
+    """vLLM's worker in whose method this happens, or None: connectors are not given it."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), WorkerBase):
+            return found
+        frame = frame.f_back
+    return None
+
+
 __all__ = [
     "HOST_MEDIUM",
     "OLDEST",
@@ -255,23 +275,3 @@ __all__ = [
     "version",
     "windows",
 ]
-
-
-def models_of(worker: Any) -> list[Any]:
-    """The model and its draft model, if there is one, of vLLM's worker."""
-    runner = worker.model_runner
-    find_draft = getattr(runner, "get_draft_model", None)
-    draft = find_draft() if find_draft is not None else getattr(getattr(runner, "drafter", None), "model", None)
-    return [model for model in (runner.get_model(), draft) if model is not None]
-
-
-def calling_worker() -> Any:
-    """vLLM's worker in whose method this happens, or None: connectors are not given it."""
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    frame = inspect.currentframe()
-    while frame is not None:
-        if isinstance(found := frame.f_locals.get("self"), WorkerBase):
-            return found
-        frame = frame.f_back
-    return None

@@ -21,7 +21,7 @@ from nixl_tiers.config.source import without_vllm
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
 from nixl_tiers.memory.rendezvous import OtherSizes, rendezvous
-from nixl_tiers.vllm import compat, live, metrics, replicated
+from nixl_tiers.vllm import compat, contract, live, metrics, replicated
 from nixl_tiers.vllm.amplification import refuse_amplification
 from nixl_tiers.vllm.compat import (
     CanonicalKVCaches,
@@ -50,6 +50,7 @@ class NixlTiersSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         log_as_vllm()
+        contract.check_newer(compat.version())
         refuse_layout(config)
         tiers = parse(config)
         self._replicas = replicas_of(config, tiers)
