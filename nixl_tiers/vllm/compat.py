@@ -155,7 +155,7 @@ def declare_histogram(stats: OffloadingConnectorStats, name: str, labels: tuple[
     """Let a histogram have this series without a sample. vLLM has no call for it, but takes an empty list."""
     stats.observe_histogram(name, 0.0, labels)
     for by_name in stats.data.values():  # one has the types of metrics, one their values
-        if isinstance(by_name.get(name), dict):
+        if isinstance(by_name, dict) and isinstance(by_name.get(name), dict):  # not what 0.33 adds
             by_name[name][labels].clear()
 
 

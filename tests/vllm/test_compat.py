@@ -37,6 +37,15 @@ def test_an_unknown_interface_is_refused_in_one_sentence(monkeypatch: pytest.Mon
     assert str(raised.value).startswith("nixl_tiers does not know the offloading interface of vLLM")
 
 
+def test_a_histogram_begins_without_a_sample_whatever_else_the_statistics_hold() -> None:
+    """From 0.33 on they have facts of the configuration besides, or None."""
+    for more in ({}, {"info": None}, {"info": [{"model": "m"}]}):
+        stats = compat.OffloadingConnectorStats()
+        stats.data |= more
+        compat.declare_histogram(stats, "h", ("cpu",))
+        assert stats.data["data"] == {"h": {("cpu",): []}}
+
+
 def test_registering_twice_is_harmless() -> None:
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
