@@ -78,15 +78,23 @@ class NixlTiersSpec(OffloadingSpec):
 
     def _rendezvous(self) -> HostRegion:
         ranks = self.config.parallel.world_size
-        return rendezvous(
-            self.config.engine_id,
-            self.geometry,
-            self.rows,
-            ranks + 1,  # and the scheduler
-            RENDEZVOUS_S,
-            huge_pages=self.tiers.cpu.huge_pages,
-            copies=ranks // self.geometry.cells,
-        )
+        try:
+            return rendezvous(
+                self.config.engine_id,
+                self.geometry,
+                self.rows,
+                ranks + 1,  # and the scheduler
+                RENDEZVOUS_S,
+                huge_pages=self.tiers.cpu.huge_pages,
+                copies=ranks // self.geometry.cells,
+            )
+        except OtherSizes as error:
+            if self.config.parallel.pp_size == 1:
+                raise
+            raise OtherSizes(
+                f"{error}; with pipeline parallelism all stages need equally many bytes of KV a block, as with equally "
+                "many layers (VLLM_PP_LAYER_PARTITION)"
+            ) from None
 
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         from nixl_tiers.vllm.fingerprint import Fingerprint, current_vllm_config, fingerprint, names_of, weights_of
@@ -147,7 +155,7 @@ class NixlTiersSpec(OffloadingSpec):
             self._lay_out(1)  # as the workers have, who looked at their layers
             region = self._rendezvous()
         try:
-            namespace = agreed_namespace(region, self.tiers, RENDEZVOUS_S)
+            namespace = agreed_namespace(region, self.tiers, RENDEZVOUS_S, stages=self.config.parallel.pp_size)
             model, revision = region.ranks.model
             description = description_of(self.config, revision)
             coordinator = Coordinator.open(
@@ -259,12 +267,7 @@ def rows_of(tiers: TiersConfig, geometry: Geometry, replicas: int) -> int:
 
 
 def refuse_layout(config: OffloadingConfig) -> None:
-    """Raise ValueError for parallelism and layouts that are not supported."""
-    if config.parallel.pp_size > 1:
-        raise ValueError(
-            "nixl_tiers does not work with pipeline parallelism "
-            f"(pipeline_parallel_size is {config.parallel.pp_size}), because every stage has other layers"
-        )
+    """Raise ValueError for layouts that are not supported."""
     if getattr(config, "canonical_layout", False):
         raise ValueError("nixl_tiers has its own row layout: remove canonical_layout from kv_connector_extra_config")
 
@@ -310,8 +313,9 @@ def description_of(config: OffloadingConfig, revision: str) -> Description:
     )
 
 
-def agreed_namespace(region: HostRegion, tiers: TiersConfig, timeout_s: float) -> Namespace:
-    """The namespace that all workers publish. ValueError if they differ, do not join in time, or refuse storage."""
+def agreed_namespace(region: HostRegion, tiers: TiersConfig, timeout_s: float, *, stages: int = 1) -> Namespace:
+    """The namespace that all workers publish: of a pipeline, those of its stages in their order, since each has other
+    layers. ValueError if the workers of a stage differ, do not join in time, or refuse storage."""
     deadline = time.monotonic() + timeout_s
     while None in (published := region.ranks.published()):
         if time.monotonic() > deadline:
@@ -325,9 +329,12 @@ def agreed_namespace(region: HostRegion, tiers: TiersConfig, timeout_s: float) -
         if tiers.storage:
             raise ValueError(note)
         log.warning("nixl_tiers: host memory only; %s", note)
-    if len({digest for digest, _ in known}) > 1:
+    size = len(known) // stages  # vLLM numbers its ranks stage by stage
+    by_stage = [{digest.hex() for digest, _ in known[begin : begin + size]} for begin in range(0, len(known), size)]
+    if any(len(digests) > 1 for digests in by_stage):
         raise ValueError("the workers of this engine do not run the same model with the same options")
-    return Namespace.of({"worker": known[0][0].hex()})
+    worker, *others = (digests.pop() for digests in by_stage)
+    return Namespace.of({"worker": worker} | ({"stages": others} if others else {}))
 
 
 def log_as_vllm() -> None:

@@ -97,7 +97,9 @@ def worker_over(
 
 
 def step_clock_of(region: HostRegion, jobs: CopyJobs, rank: int) -> StepClock:
-    """The first rank measures: all ranks of a step wait for each other."""
+    """The first rank measures: all ranks of a step wait for each other. Stages of a pipeline do not: they take as long,
+    with equally many layers, and that a prompt passes through them once is left out, so that no load seems worth more
+    than it is."""
     if rank:
         return NoClock()
     return EventClock(region.publish_step) if isinstance(jobs, PolledJobs) else HostClock(region.publish_step)

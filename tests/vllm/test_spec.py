@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from nixl_tiers.base.policies import HugePages
 from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.region_layout import RegionError
 from nixl_tiers.vllm import compat, fingerprint
 from nixl_tiers.vllm.replicated import Copies, told
 from nixl_tiers.vllm.spec import NixlTiersSpec, agreed_namespace, description_of, refuse_nodes
@@ -72,7 +74,6 @@ def test_a_bad_configuration_is_one_sentence(offloading_config: Build, extra: di
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [
-        ({"pp_size": 2, "world_size": 2}, "does not work with pipeline parallelism"),
         ({"canonical_layout": True}, "remove canonical_layout"),
         ({"block_bytes": 0}, "does not report how many KV bytes"),
         ({"replicas": 256}, "shared by 256 data-parallel replicas does not hold one chunk each"),
@@ -249,10 +250,12 @@ def caches(block_bytes: int = 8192) -> CanonicalKVCaches:
     return CanonicalKVCaches([CanonicalKVCacheTensor(tensor, block_bytes)], [[CanonicalKVCacheRef(0, block_bytes)]])
 
 
+@pytest.mark.parametrize("stages", [1, 2])
 def test_two_workers_and_a_scheduler_in_one_process(
-    offloading_config: Build, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    stages: int, offloading_config: Build, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Workers first and in any order, as vLLM does it; a chunk goes out through all of them and comes back."""
+    """Workers first and in any order, as vLLM does it; a chunk goes out through all of them and comes back. Stages of a
+    pipeline have other layers."""
     readings: list[int] = []
 
     def read(*_: object) -> fingerprint.Fingerprint:
@@ -264,9 +267,20 @@ def test_two_workers_and_a_scheduler_in_one_process(
     monkeypatch.setattr(fingerprint, "refusal", lambda *_: "")
     engine = SimpleNamespace(model_config=SimpleNamespace(served_model_name="served"))
     monkeypatch.setattr(fingerprint, "current_vllm_config", lambda: engine)
-    options: dict[str, Any] = {"world_size": 2, "engine_id": f"{request.node.name}-{id(request)}"}
+    options: dict[str, Any] = {
+        "world_size": 2,
+        "pp_size": stages,
+        "engine_id": f"{request.node.name}-{id(request)}",
+    }
     memory = [caches(), caches()]
-    workers = [NixlTiersSpec(offloading_config(rank=r, **options)).get_worker(memory[r]) for r in (1, 0)][::-1]
+
+    def worker(rank: int) -> Any:
+        config = offloading_config(rank=rank, **options)
+        (group,) = config.groups
+        layers = ("layer.0",) if rank < 2 // stages else ("layer.1",)
+        return NixlTiersSpec(replace(config, groups=(replace(group, layer_names=layers),))).get_worker(memory[rank])
+
+    workers = [worker(rank) for rank in (1, 0)][::-1]
     assert len(readings) == 1  # by one of them for all
     spec = NixlTiersSpec(offloading_config(**options))
     manager = spec.get_manager()
@@ -293,13 +307,25 @@ def test_two_workers_and_a_scheduler_in_one_process(
         worker.shutdown()
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_stages_of_unequal_size_are_refused_in_one_sentence(
+    stages: int, offloading_config: Build, request: pytest.FixtureRequest
+) -> None:
+    options: dict[str, Any] = {"world_size": 2, "pp_size": stages, "engine_id": f"{request.node.name}-{id(request)}"}
+    region = NixlTiersSpec(offloading_config(**options))._rendezvous()
+    with region, pytest.raises(RegionError, match=r"cell_payload is 16384 here and 8192 there") as raised:
+        NixlTiersSpec(offloading_config(rank=1, block_bytes=16384, **options))._rendezvous()
+    assert ("equally many bytes of KV a block" in str(raised.value)) == (stages > 1)
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize(("replicas", "pauses"), [(1, True), (2, False)])
 def test_an_engine_that_steps_with_others_never_waits_in_a_step(
     replicas: int, pauses: bool, offloading_config: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     region = HostRegion.create(Geometry(cells=1, cell_payload=8192), 4)
     monkeypatch.setattr(NixlTiersSpec, "_rendezvous", lambda _: region)
-    monkeypatch.setattr("nixl_tiers.vllm.spec.agreed_namespace", lambda *_: Namespace.of({"test": 1}))
+    monkeypatch.setattr("nixl_tiers.vllm.spec.agreed_namespace", lambda *_, stages: Namespace.of({"test": 1}))
     manager = NixlTiersSpec(offloading_config(replicas=replicas)).get_manager()
     assert bool(manager._pause_s) is pauses
     manager.shutdown()
@@ -327,6 +353,25 @@ class TestAgreement:
         region.ranks.publish(1, b"b" * 16)
         with pytest.raises(ValueError, match="do not run the same model"):
             agreed_namespace(region, self.tiers, 5)
+
+    def test_stages_of_a_pipeline_are_a_namespace_in_their_order(self, region: HostRegion) -> None:
+        def namespace(first: bytes, second: bytes, stages: int = 2) -> bytes:
+            region.ranks.publish(0, first * 16)
+            region.ranks.publish(1, second * 16)
+            return agreed_namespace(region, self.with_storage, 5, stages=stages).digest
+
+        both, turned, alike = namespace(b"a", b"b"), namespace(b"b", b"a"), namespace(b"a", b"a")
+        assert len({both, turned, alike, namespace(b"a", b"a", stages=1), namespace(b"a", b"c")}) == 5
+        assert namespace(b"a", b"b") == both
+
+    def test_workers_of_a_stage_agree(self) -> None:
+        with HostRegion.create(Geometry(4, 4096), 1) as region:
+            for rank, digest in enumerate((b"a", b"a", b"b", b"c")):
+                region.ranks.publish(rank, digest * 16)
+            with pytest.raises(ValueError, match="do not run the same model"):
+                agreed_namespace(region, self.tiers, 5, stages=2)
+            region.ranks.publish(3, b"b" * 16)
+            agreed_namespace(region, self.tiers, 5, stages=2)
 
     def test_a_missing_worker_is_named(self, region: HostRegion) -> None:
         region.ranks.publish(0, b"a" * 16)
