@@ -45,7 +45,6 @@ class Limits:
     measure_s: float = 5.0  # a tier whose rows are declined for its speed is measured again so often,
     measure_share: float = 0.125  # with so much of a job's rows, or more, by turns, for which no request waits,
     measure_time: float = 0.05  # and which take so much of its time, or seldom enough for that
-    measure_again_s: float = 1.0  # so soon, and twice as many, if it was clearly faster than before
     measure_busy_s: float = 1.0  # later, if requests are alive until then: while none is, it takes nothing from them
     moves_per_job: int = 64
     rows_per_slice: int = 64  # work that concerns many rows is done in slices of so many, each one hold of the lock

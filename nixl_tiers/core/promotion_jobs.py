@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
@@ -278,23 +278,18 @@ def _still_wanted(wanted: dict[Key, list[Request]]) -> dict[Key, list[Request]]:
     return {key: requests for key, requests in asking.items() if requests}
 
 
-BYTES_TO_LATENCY: Final = 2  # of a large measurement's time: what the bytes take at least, in latencies
-LARGE: Final = 2  # a large one is at least so many times as many rows as a small one
-MAX_DOUBLED: Final = 6
+ROUNDING: Final = 1e-6
+LARGE: Final = 2  # a large measurement is at least so many times as many rows as a small one
 
 
 @dataclass(slots=True)
 class _Plan:
-    """Of one tier. `keys`: rows to measure it with; none: nothing is to be measured. It is as soon as no request is
-    alive, from `from_s` on; at `due_s` at the latest; never after `until_s`. `again`: it was, with these keys."""
+    """Of one tier. `keys`: rows that a request declined at `declined_s`, to measure it with; none: it is not to be."""
 
-    keys: list[Key] = field(default_factory=list)
-    from_s: float = 0.0
-    due_s: float = 0.0
-    until_s: float = 0.0
-    again: bool = False
-    last_rows: int = 0  # of the last measurement
-    last_s: float = float("-inf")  # when it began
+    keys: Sequence[Key] = ()
+    declined_s: float = 0.0
+    measured_s: float = float("-inf")  # when the last measurement began
+    rows: int = 0  # of that one
 
 
 class Measurements:
@@ -318,65 +313,53 @@ class Measurements:
     def declined(self, tier: Tier, keys: Sequence[Key], now: float) -> None:
         """A request does not load these rows. If the tier was not measured for a while, some are going to be loaded.
         While it loads anything, that measures it. O(1)."""
-        plan, limits = self._plans[tier.number], self._state.limits
+        plan, limits, loads = self._plans[tier.number], self._state.limits, tier.loads
         if plan.keys or tier.to_load or tier.rows_loading:
             return
-        expected_s = tier.loads.seconds(self._rows(tier, len(keys)) * self._state.row_bytes)
+        expected_s = loads.seconds(self._rows(tier, len(keys)) * self._state.row_bytes)
         pause_s = max(limits.measure_s, expected_s / limits.measure_time)
-        if tier.loads.contradictions:
-            pause_s = limits.measure_again_s
-        if now >= max(tier.loads.last_s or 0.0, plan.last_s) + pause_s:
-            plan.keys = list(keys[: self._state.rows_per_job])
-            plan.from_s, plan.due_s = now, now + limits.measure_busy_s
-            plan.until_s, plan.again = now + limits.measure_s, False
+        if now >= max(loads.last_s or 0.0, plan.measured_s) + (limits.measure_busy_s if loads.surprising else pause_s):
+            plan.keys, plan.declined_s = keys[: self._state.rows_per_job], now
+            loads.doubt()
 
     def plan(self, tier: Tier, now: float) -> list[Job]:
-        """The measurement of this tier, if one is due.
-
-        While no request is alive it takes nothing from any, and takes as long as if one waited for it. If the result
-        contradicts those before, more follow without any other request.
-        """
+        """The measurement of this tier, if one is due: as soon as no request is alive, since it takes nothing from any
+        then, and takes as long as if one waited for it; or else a while later. One that surprises is followed by
+        another, a while later too."""
         plan, limits = self._plans[tier.number], self._state.limits
-        if not plan.keys or (plan.again and tier.rows_loading):
+        measured = plan.measured_s >= plan.declined_s  # with these keys
+        if not plan.keys or (measured and tier.rows_loading):
             return []
-        decided = plan.again and not tier.loads.contradictions
-        if decided or tier.to_load or tier.rows_loading or now > plan.until_s or not tier.readable:
-            plan.keys = []
+        decided = measured and not tier.loads.surprising
+        late = now > plan.declined_s + limits.measure_s
+        if decided or late or tier.to_load or tier.rows_loading or not tier.readable:
+            plan.keys = ()
+            return []
         idle = not (self._requests.by_name or self._requests.queued)
-        if not plan.keys or now < plan.from_s or (now < plan.due_s and not idle):
+        waits_s = 0.0 if idle and not measured else limits.measure_busy_s
+        if now < max(plan.declined_s, plan.measured_s) + waits_s:
             return []
         rows = self._rows(tier, len(plan.keys))
         jobs = self._jobs.load_unasked(tier, plan.keys[:rows], now)
         if jobs:
-            plan.last_rows, plan.last_s = rows, now
-            plan.again = True
-            plan.from_s = plan.due_s = now + limits.measure_again_s
+            plan.rows, plan.measured_s = rows, now
         return jobs
 
     def reset(self) -> None:
         """Nothing that was declined before is loaded any more."""
         for plan in self._plans:
-            plan.keys = []
+            plan.keys = ()
 
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _rows(self, tier: Tier, most: int) -> int:
         """How many rows the next measurement loads: few and many by turns, since only different sizes tell the latency
         from the time of a row. Many: as much as the share of the tier's time allows; if not even twice as many as few
-        fit into that, only where all transfers were of one size. Where the last contradicted those before, it is
-        judged by others: each of twice as many."""
+        fit into that, only where all transfers were of one size."""
         limits, loads, job = self._state.limits, tier.loads, self._state.rows_per_job
-        share_s, row_s = limits.measure_s * limits.measure_time, loads.s_per_byte * self._state.row_bytes
-        rows = int(job * limits.measure_share)
-        if row_s:
-            rows = min(rows, int((share_s - loads.latency_s) / row_s))
-        few = rows = max(1, rows)
-        if loads.contradictions:
-            rows <<= min(loads.contradictions, MAX_DOUBLED)
-        elif self._plans[tier.number].last_rows <= few:
-            fits = int((share_s - loads.latency_s) / row_s) if row_s else job
-            if fits >= LARGE * few:
-                rows = fits
-            elif loads.one_size and loads.known:
-                rows = max(LARGE * few, int(BYTES_TO_LATENCY * loads.latency_s / row_s))
+        row_s = loads.s_per_byte * self._state.row_bytes
+        fits = int(ROUNDING + (limits.measure_s * limits.measure_time - loads.latency_s) / row_s) if row_s else job
+        few = max(1, min(fits, int(job * limits.measure_share)))
+        many = LARGE * few if (loads.one_size and loads.known) or loads.surprising else few
+        rows = few if self._plans[tier.number].rows > few else max(many, fits if fits >= LARGE * few else 0)
         return min(rows, job, most)

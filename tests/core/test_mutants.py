@@ -432,7 +432,8 @@ class MeasuresBesideRequests(Measurements):
     """As soon as something is declined, whether requests are alive or not."""
 
     def plan(self, tier: Tier, now: float) -> list[Job]:
-        self._plans[tier.number].due_s = now
+        plan = self._plans[tier.number]
+        plan.declined_s = min(plan.declined_s, now - self._state.limits.measure_busy_s)
         return super().plan(tier, now)
 
 
@@ -452,7 +453,8 @@ class MeasuresLongAfter(Measurements):
     """With what was declined however long ago."""
 
     def plan(self, tier: Tier, now: float) -> list[Job]:
-        self._plans[tier.number].until_s = now
+        plan = self._plans[tier.number]
+        plan.declined_s = max(plan.declined_s, now - self._state.limits.measure_s)
         return super().plan(tier, now)
 
 

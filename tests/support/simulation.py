@@ -698,8 +698,8 @@ class Simulation:
 
     def slow_down(self, tier: int, row_s: float) -> None:
         """The tier's last loads, some time ago, took so long a row."""
-        for _ in range(ENOUGH + 1):
-            self.core.tiers[tier].loads.record(ROW_BYTES, row_s, self.now - LONG_AGO_S)
+        for number in range(ENOUGH + 1):  # one after the other
+            self.core.tiers[tier].loads.record(ROW_BYTES, row_s, self.now - LONG_AGO_S + number * row_s)
 
     def held_below(self, tier: int) -> list[Key]:
         """Rows that the tier can load, and that the host lacks."""
