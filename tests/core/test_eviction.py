@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import get_args
+from typing import Any, Final, get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nixl_tiers.base.chunk import Key
@@ -85,8 +85,16 @@ operations = st.lists(
 )
 
 
+# A victim that comes back after its own ghost was forgotten for want of room.
+BACK_WITHOUT_GHOST: Final[list[Any]] = [
+    *[("use", bytes([number]), int(at == 1)) for at, number in enumerate((0, 0, 1, 2, 3, 4))],
+    *[("evict", frozenset[Key](), 4), ("put back", frozenset[Key](), 1)],
+]
+
+
 @every_policy
 @given(rows=st.integers(0, 30), steps=operations)
+@example(rows=1, steps=BACK_WITHOUT_GHOST)
 @settings(max_examples=300, deadline=None)
 def test_no_key_is_lost_duplicated_or_evicted_while_pinned(
     name: Eviction, rows: int, steps: list[tuple[str, Key | frozenset[Key], int]]

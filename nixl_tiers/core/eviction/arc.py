@@ -58,6 +58,7 @@ class Arc:
             self._once_ghosts.pop(key, None)
             self._once.add(key, tick)
             self._last_tick[key] = tick
+            self._trim()
 
     def touch(self, key: Key, tick: int) -> None:
         last_tick = self._last_tick.get(key)
