@@ -74,7 +74,7 @@ class Bench:
     def __init__(self, write: Write = Write.THROUGH, policy: Eviction = "lru") -> None:
         specs = [
             TierSpec("file", write, physical_slots=True),
-            TierSpec("s3", Write.THROUGH, physical_slots=False, existence_checks=True),
+            TierSpec("s3", Write.THROUGH, physical_slots=False, asked=True),
         ]
         limits = replace(Limits(), wait_s=60.0)
         self.core = TierManager(ROWS, ROW_BYTES, specs, limits, policy)

@@ -207,7 +207,9 @@ class TieredStore:
                 core.prefetch(checked)
 
     def locate(self, keys: Sequence[Key]) -> list[str | None]:
-        """The name of the first tier that holds each key now ("cpu", "file", "s3"), or None. Loads nothing.
+        """The name of the first tier that holds each key now ("cpu", "file", "s3"), or None. Loads nothing,
+        and asks no medium: it is what this engine knows. What others have stored below a shared S3 prefix it knows from
+        `get` and `prefetch`.
 
         Raises TypeError or ValueError for invalid keys, RuntimeError after `close`.
         """

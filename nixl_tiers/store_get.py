@@ -26,7 +26,8 @@ class Slice:
     """Some of the keys, from `start` on, and the request (`name`) on whose behalf they come up.
 
     `to_come`: rows that it has asked for and that have not come; `hits`: of its last look-ups. `unsure`: it waits for
-    something else too, such as a tier's listing, so that only look-ups can tell what of it is to be brought up.
+    something else too, such as a tier's listing or answer, so that only look-ups can tell what of it is to be brought
+    up.
     """
 
     __slots__ = ("hits", "keys", "name", "start", "to_come", "unsure")
@@ -138,7 +139,7 @@ class StoreGet:
         self._slices.append(part)
         self._next += len(part.keys)
         with self._coordinator.core() as core:
-            core.wait_for_listing(part.name)
+            core.be_patient(part.name)
         return part
 
     def _ask_ahead(self) -> None:

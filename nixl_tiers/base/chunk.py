@@ -62,13 +62,14 @@ def key_of_object(name: str) -> Key | None:
 
 
 class Outcome(IntEnum):
-    """The result of one move. Anything but OK is a miss for the requests that wait for the row."""
+    """The result of one move. Of a load, anything but OK is a miss for the requests that wait for the row."""
 
     OK = 0
     MISSING = 1  # nothing is stored there
     CORRUPT = 2  # its seal does not match: another row, or corrupt bytes
     FAILED = 3  # an I/O error: the bytes may still be good
     NO_SPACE = 4  # a store that the medium has no room for
+    FOUND = 5  # a store of a row that the medium has already
 
 
 @dataclass(frozen=True)

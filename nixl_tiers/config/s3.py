@@ -42,8 +42,8 @@ class S3Config(StorageConfig):
     max_age: Age = None
     list_requests_per_hour: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = Field(
         2000,
-        description="maximum number of LIST requests per hour for rows that others have stored (`shared`) or that have "
-        "expired (`max_age`); the first listing and the janitor's are not limited",
+        description="maximum number of LIST requests per hour for rows that have expired (`max_age`) below a prefix of "
+        "one engine; the first listing, and those of a shared prefix's janitor, are not limited",
     )
     max_transfers: Annotated[int, Field(strict=True, ge=1, le=256)] = Field(
         64,
@@ -89,7 +89,7 @@ class S3Config(StorageConfig):
         return f"s3://{self.bucket}/{self.prefix} at {self.endpoint or 'AWS'}"
 
     @property
-    def existence_checks(self) -> bool:
+    def asked(self) -> bool:
         return self.shared
 
     def shares_place(self, other: StorageConfig) -> bool:

@@ -121,7 +121,8 @@ class TiersConfig(Model):
     )
     probe_s: Annotated[Seconds, Field(ge=0, le=60)] = Field(
         DEFAULT_PROBE_S,
-        description="maximum time that a request waits for existence checks on a shared prefix; 0: no checks",
+        description="maximum time that a request waits for existence checks on a shared prefix; 0 is withdrawn: with "
+        "no checks an engine finds only what it stored itself, since it started",
     )
     ready_s: Annotated[Seconds, Field(ge=0, le=3600)] | None = Field(
         None,

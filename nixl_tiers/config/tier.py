@@ -116,7 +116,7 @@ class StorageConfig(Model):
         return False
 
     @property
-    def existence_checks(self) -> bool:
+    def asked(self) -> bool:
         """Whether others store to this medium too, and the tier can check whether single keys are there."""
         return False
 

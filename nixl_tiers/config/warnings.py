@@ -125,6 +125,11 @@ def _server(tier: S3Config) -> str:
 def _no_effect(config: TiersConfig) -> Iterator[str]:
     if config.flush_on_exit_s and all(tier.write is not Write.ON_EVICT for tier in config.storage):
         yield "flush_on_exit_s: has no effect, because no tier has write: on_evict"
+    if not config.probe_s and any(tier.asked for tier in config.storage):
+        yield (
+            "probe_s: 0 is withdrawn for a shared prefix, which is no longer listed: only what this engine stored "
+            "itself, since it started, is found there"
+        )
     for i, tier in enumerate(config.tiers):
         if isinstance(tier, S3Config) and tier.shared and "eviction" in tier.model_fields_set:
             yield f"tiers[{i}].eviction: has no effect on a shared prefix, which deletes what was written first"

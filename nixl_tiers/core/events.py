@@ -64,7 +64,8 @@ class Events:
         listed = self._state.tiers[tier]
         for slot, key, tick in entries:
             listed.index.add_listed(slot, key, tick)
-            listed.index.newest_listed = max(listed.index.newest_listed, min(tick, MOST_TICK))
+            if not listed.spec.asked:
+                listed.index.newest_listed = max(listed.index.newest_listed, min(tick, MOST_TICK))
         self._go_on_from(listed)
         if last:
             take_all(self.listing_ends(tier))
@@ -81,6 +82,10 @@ class Events:
         """To be done before the last `listed`, if that is not to take long: rows of before the tier was opened again
         that were not listed are gone."""
         return end_listing(self._state.tiers[tier])
+
+    def gone_before(self, tier: int, tick: int) -> None:
+        """Of an asked tier: rows that were written before are not there any more. They are forgotten in slices."""
+        self._state.tiers[tier].index.gone_before = min(tick, MOST_TICK)
 
     def existence_checked(self, tier: int, check: int, absent: Collection[Key], now: float) -> None:
         """An existence check was answered: what it found was listed before this, `absent` is not there."""
@@ -305,6 +310,8 @@ class Events:
                     tier.index.clear_deletes()  # the next mover lists what is there
             while tier.index.former and self._state.take():
                 tier.index.return_victims(1)
+            while tier.index.has_gone and self._state.take():
+                tier.index.forget_gone()
         self._promotion_jobs.retry(now)
         host = self._state.host
         while host.has_old and self._state.take():

@@ -29,6 +29,8 @@ class Limits:
     check_timeout_s: float = DEFAULT_PROBE_S  # `probe_s` of the configuration: a request waits so long for checks
     max_checks: int = 4  # open existence checks of one tier
     keys_per_check: int = 512
+    keys_at_once: int = 16  # of them, that a medium is asked for at the same time
+    later_keys: int = 1024  # of one tier, unknown while it was slow, or busy, that are asked for later
     absent_s: float = 30.0  # negative cache: an absent key is not checked again sooner
     absent_keys: int = 65536  # of one tier's negative cache
     clean_wait_s: float = 0.25  # a promotion waits so long for write-back to free a row; then it evicts one unwritten

@@ -1,6 +1,7 @@
 """Listing: what a medium holds is what its index holds from then on. In steps, as it may be millions of rows.
 
-Rows of before the tier was opened again serve while it lists; those that it has not listed by the end are gone.
+Rows of before the tier was opened again serve while it lists; those that it has not listed by the end are gone. A tier
+that is asked lists nothing: what is known of it stays.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def _add(tier: Tier, columns: Columns, clears: int) -> Steps:
 
 
 def end_listing(tier: Tier) -> Steps:
-    """All has been listed: what was not listed since the tier was opened again is gone."""
-    return _sweep(tier, tier.index.clears)
+    """All has been listed: what was not listed since the tier was opened again is gone; unless nothing ever is."""
+    return iter(()) if tier.spec.asked else _sweep(tier, tier.index.clears)
 
 
 def _sweep(tier: Tier, clears: int, limit: int = ALL_SLOTS) -> Steps:

@@ -292,7 +292,7 @@ class Chains:
             if not (
                 self._promotion.enqueue(key, request, now)  # a suspect, a circuit that is open: noted there
                 or self._checks.should_wait(key, request, now)
-                or (request.waits_for_listing and self._promotion.may_be_listed(key, request, now))
+                or (request.patient and self._promotion.may_be_listed(key, request, now))
             ):
                 break
             self._promotion.wait(request, now)

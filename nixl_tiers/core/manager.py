@@ -139,7 +139,7 @@ class TierManager:
             or request.asked.get(key, False)
             or self._promotion.enqueue(key, request, now)
             or (check and self.checks.should_wait(key, request, now))
-            or (request.waits_for_listing and self._promotion.may_be_listed(key, request, now))
+            or (request.patient and self._promotion.may_be_listed(key, request, now))
         ):
             self._promotion.wait(request, now)
             request.note_missing(key)
@@ -209,9 +209,10 @@ class TierManager:
         another request, without this, stores or uses too is written like any other from then on."""
         self._requests.host_only.add(name)
 
-    def wait_for_listing(self, name: str) -> None:
-        """Let this request wait for unknown keys while a tier is being listed that may hold them."""
-        self._requests.get(name).waits_for_listing = True
+    def be_patient(self, name: str) -> None:
+        """Let this request wait for unknown keys as long as for any rows, while a tier may turn out to hold them: one
+        that is being listed, or that is asked and has not answered yet."""
+        self._requests.get(name).patient = True
 
     def rows_to_come(self, names: Iterable[str]) -> list[int]:
         """How many rows each of these requests has asked for, and waits for, of storage tiers. O(1) for each."""

@@ -5,6 +5,8 @@ queue. Promotions for the line are a second class. They are queued only while fe
 whose turn has come waits about `ahead_s` for them at most; and the rows that they pin in host memory are given back,
 those of the last in line first, when a request before them needs the room. And nothing is promoted for a request before
 a step has passed it over: the turn of one that finds an idle engine comes at once, and then its load is weighed first.
+
+Where a tier is asked, a chain does not end at the first key that is not known: it is asked for first (existence.py).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.host import RowState
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.state import CascadeState
@@ -30,11 +33,14 @@ class QueuedPrefetch:
 
     `keys`: of its chain, from the first that the engine lacks, of which `at` are dealt with; `held`: so many of them
     are in host memory, or on their way there, and pinned for it; `queued`: where in the chain those are that were
-    queued. `step`: in which it joined, and `full_step` in which it last found no room. A `prefetch` is no request: it
-    ends when its rows have come, of which `arrived` are known to have.
+    queued. `asked`: of what is before this place of its chain, tiers were asked whether they hold it. `step`: in which
+    it joined, and `full_step` in which it last found no room. A `prefetch` is no request: it ends when its rows have
+    come, of which `arrived` are known to have.
     """
 
-    __slots__ = ("arrived", "at", "full_step", "held", "keys", "order", "prefetch", "queued", "request", "step")
+    __slots__ = (
+        "arrived", "asked", "at", "full_step", "held", "keys", "order", "prefetch", "queued", "request", "step",
+    )  # fmt: skip
 
     def __init__(self, request: Request, keys: Sequence[Key], rank: Rank, number: int, step: int) -> None:
         self.request = request
@@ -42,7 +48,7 @@ class QueuedPrefetch:
         self.step = step
         self.order = (rank, number)
         self.prefetch = rank is AFTER_ALL
-        self.at = self.held = self.arrived = 0
+        self.at = self.held = self.arrived = self.asked = 0
         self.full_step = -1
         self.queued: dict[Key, int] = {}
 
@@ -53,8 +59,9 @@ class QueuedPrefetch:
 class PrefetchQueue:
     """Requests in the order of their turns. `feed` queues promotions for those that are next."""
 
-    def __init__(self, state: CascadeState) -> None:
+    def __init__(self, state: CascadeState, checks: ExistenceChecks) -> None:
         self._state = state
+        self._checks = checks
         self._host = state.host
         self._places: list[QueuedPrefetch] = []
         self._holding: list[QueuedPrefetch] = []  # those that hold rows, in the same order
@@ -88,7 +95,9 @@ class PrefetchQueue:
         if last is not None and few and isinstance(last.keys, list):
             last.keys += keys
         elif len(self._places) < MAX_PREFETCHES or not self._places[-MAX_PREFETCHES].prefetch:
-            self.join(Request(f"prefetch {self._joined}", self._host.generation), list(keys), AFTER_ALL)
+            request = Request(f"prefetch {self._joined}", self._host.generation)
+            request.ascending = False
+            self.join(request, list(keys), AFTER_ALL)
 
     def find_no_room(self, request: Request, key: Key) -> None:
         """The host has no room for a row that was queued for a request in line. The next steps try again from there, as
@@ -170,6 +179,9 @@ class PrefetchQueue:
     def _advance(self, place: QueuedPrefetch, now: float) -> bool:
         """Keep the next row of its chain, or queue it to be promoted; False: not now."""
         request, key = place.request, place.keys[place.at]
+        if request.lost is not None:
+            place.keys = ()  # a tier lacked a row of its chain
+            return True
         row = self._host.index.get(key)
         if request.asked.get(key) or (row is not None and request.pinned.get(key) is row):
             place.at += 1  # it has this one already, or it is queued
@@ -180,6 +192,8 @@ class PrefetchQueue:
             request.pin(row)
         else:
             tier = self._tier_of(request, key, now)
+            if tier is None and self._ask(place, key, now):
+                return False
             if tier is None:
                 if not place.prefetch:
                     place.keys = ()  # a chain ends at its first hole
@@ -204,6 +218,20 @@ class PrefetchQueue:
             if (request.allowed is None or tier.number in request.allowed) and tier.can_load(key, now):
                 return tier
         return None
+
+    def _ask(self, place: QueuedPrefetch, key: Key, now: float) -> bool:
+        """Whether a tier may turn out to hold its next key, which none is known to."""
+        if self._checks.is_asked(place.request, key):
+            return True
+        if place.at < place.asked:
+            return False
+        keys = place.keys[place.at : place.at + self._state.limits.keys_per_check]
+        if place.prefetch:  # no chain: each of them is asked for
+            keys = [each for each in keys if each not in self._host.index]
+        asked = self._checks.ask_ahead(place.request, keys, now, chain=not place.prefetch)
+        if asked:
+            place.asked = place.at + self._state.limits.keys_per_check
+        return asked is not None
 
     def _has_time(self, tier: Tier) -> bool:
         """Whether one row more keeps a request whose turn comes now waiting no longer than about `ahead_s`."""

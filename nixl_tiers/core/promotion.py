@@ -32,7 +32,7 @@ class Promotion:
         self._state = state
         self._host = state.host
         self._checks = checks
-        self.prefetch_queue = PrefetchQueue(state)
+        self.prefetch_queue = PrefetchQueue(state, checks)
         self._waiting: dict[str, Request] = {}  # requests that wait, or for which rows were promoted and pinned
         self._overdue: set[str] = set()  # those of them that have waited too long, and only keep what has come
         self._look_again_s = float("-inf")  # for requests that never came back

@@ -182,6 +182,10 @@ class PromotionJobs:
             request, key = tier.to_load.popleft()
             if not (request.waiting and request.asked.get(key)):
                 continue  # it has loaded, expired or ended since it asked
+            if request.lost == tier.number:
+                tier.index.forget(key)
+                request.withdraw(key)
+                continue
             row = self._host.index.get(key)
             if row is None and tier.can_load(key, now):
                 wanted.setdefault(key, []).append(request)
@@ -219,7 +223,16 @@ class PromotionJobs:
                 tier.counters.missing += outcome is Outcome.MISSING
                 tier.gone.note(move.key, tag_of(tier.number, Gone.LOST))
                 self._checks.mark_absent(tier.number, move.key, now)
+                if tier.spec.asked and outcome is Outcome.MISSING:
+                    self._lose(tier, row)
             self.give_up(tier, row)
+
+    def _lose(self, tier: Tier, row: Row) -> None:
+        """A row is gone that an asked tier was thought to have. Of a chain that is worth nothing without it, what is
+        queued behind it is not loaded, and forgotten: it was written at about the same time."""
+        for request in self._loading_for.get(row.order, ()):
+            if request.ascending:
+                request.lost = tier.number
 
     def _retry(self, tier: Tier, row: Row) -> None:
         key = row.key

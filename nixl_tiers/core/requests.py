@@ -48,10 +48,12 @@ class Request:
         "idle_until_s",
         "in_prefetch_queue",
         "load_failed",
+        "lost",
         "lowest",
         "missing",
         "name",
         "open_checks",
+        "patient",
         "pending",
         "pinned",
         "position",
@@ -65,7 +67,6 @@ class Request:
         "unknown",
         "wait",
         "waited_since_s",
-        "waits_for_listing",
     )
 
     def __init__(self, name: str, generation: Generation, allowed: frozenset[int] | None = None) -> None:
@@ -82,7 +83,8 @@ class Request:
         self.pending = False  # it waits for promotions, or has rows pinned
         self.in_prefetch_queue = False  # and it was not looked up yet (line.py)
         self.expired = False  # its deadline has passed: nothing is promoted on its behalf any more
-        self.waits_for_listing = False  # also for tiers that are still being listed
+        self.patient = False  # it waits for all that a tier may turn out to hold, and no shorter time for checks
+        self.lost: int | None = None  # the tier that lacked one of its rows: what is behind it there is not loaded
         self.load_failed = False  # one of its loads failed: it computes everything itself
         # Keys queued for promotion on its behalf: True until they have come, False once the host had no room.
         self.asked: dict[Key, bool] = {}
@@ -200,7 +202,7 @@ class Request:
         """Its load is prepared: if it comes back after a preemption, it may wait again."""
         self.deadline_s = None
         self.expired = False
-        self.chosen = self.wait = None
+        self.chosen = self.wait = self.lost = None
         self._count()
 
     def note_missing(self, key: Key) -> None:

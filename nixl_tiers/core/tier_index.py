@@ -41,6 +41,8 @@ class TierIndex:
         self.to_delete: deque[tuple[int, Key]] = deque()
         self.newest_listed = 0
         """The highest tick that the medium listed: all uses in this process are later."""
+        self.gone_before = 0
+        """Of an asked tier: rows with a lower tick are gone, and are forgotten step by step (`forget_gone`)."""
         self.clears = 0
         """How often it was cleared."""
 
@@ -82,6 +84,8 @@ class TierIndex:
         slot = self.slots.allocate()
         if slot is None:
             return None
+        if self._spec.asked:
+            tick = self.gone_before  # until it is known when it was written
         row = self.rows.add(key, slot, tick, False)
         assert row != NO_ID, "a key is stored twice"
         return slot, row
@@ -94,7 +98,10 @@ class TierIndex:
     # --- uses --------------------------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[Key], tick: int) -> None:
-        """Rows were used, here or in a tier above, in prefix order; those that are not here do not matter."""
+        """Rows were used, here or in a tier above, in prefix order; those that are not here do not matter. To an asked
+        tier uses do not matter: its janitor knows of none."""
+        if self._spec.asked:
+            return
         keys = list(keys)
         if victims := self.rows.touch_many(keys, tick):
             for key in victims:
@@ -160,14 +167,19 @@ class TierIndex:
 
     def add_listed(self, slot: int, key: Key, tick: int) -> None:
         """A row that the medium lists: it held it at the start, or another engine has stored it; a negative slot: one
-        that was removed. One that is known in another slot, or finds no slot, is deleted there."""
+        that was removed. One that is known in another slot, or finds no slot, is deleted there. Of an asked tier: a row
+        that was found, in the place of the one written first if there are too many."""
         found = self.rows.get(key)
+        if self._spec.asked:
+            tick = max(tick, self.gone_before)  # it is there, whatever was deleted by then
+            if found is None and slot > _REMOVED:
+                self.make_room(1)
         if slot <= _REMOVED:
-            if found is not None and not self._is_pinned(key):
-                self.invalidate(key, NO_ID)
-                self._forgotten(key)
+            self.forget(key)
         elif found is not None and self._spec.physical_slots and Found(*found).slot != slot:
             self.queue_delete(slot, key)
+        elif found is not None and self._spec.asked:
+            self.rows.touch_many([key], tick)
         elif found is not None:
             self.rows.add(key, slot, tick, True)  # confirms it
         elif not self.slots.claim(slot):
@@ -189,6 +201,23 @@ class TierIndex:
             for slot, key in left_out:
                 self.queue_delete(slot, key)
 
+    def forget(self, key: Key) -> None:
+        """The medium does not hold this row any more; if it is being moved, the end of that tells."""
+        if key in self.rows and not self._is_pinned(key):
+            self.invalidate(key, NO_ID)
+            self._forgotten(key)
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether the next victim is gone (`gone_before`). Those that are being moved find out themselves."""
+        return self.gone_before > 0 and (oldest := self.rows.oldest()) is not None and oldest < self.gone_before
+
+    def forget_gone(self) -> None:
+        """Forget the next victim, which is gone."""
+        for key, slot in self.rows.evict(1):
+            self.slots.release(slot)
+            self._forgotten(key)
+
     def sweep(self, start: int, count: int, limit: int = ALL_SLOTS) -> int:
         """Of `count` rows from place `start` on, those go that the medium has not listed again (`begin_listing`), or in
         slots not below `limit`. Returns where to go on; -1: that was the end."""
@@ -205,9 +234,9 @@ class TierIndex:
     # --- deletes -----------------------------------------------------------------------------------------------
 
     def queue_delete(self, slot: int, key: Key) -> None:
-        """Have the medium delete a row, unless this engine only reads it: its tier forgets by itself what it cannot
-        load."""
-        if self._spec.write is not Write.OFF:
+        """Have the medium delete a row, unless it is not this engine's to delete, as it only reads there or the tier is
+        asked: such a tier deletes by itself what it cannot load."""
+        if self._spec.write is not Write.OFF and not self._spec.asked:
             self.to_delete.append((slot, key))
 
     def clear_deletes(self) -> None:

@@ -27,12 +27,16 @@ class Direction(Enum):
 
 @dataclass(frozen=True)
 class TierSpec:
-    """What the core must know of a storage tier. `physical_slots`: a slot is a place on the medium, no mere count."""
+    """What the core must know of a storage tier. `physical_slots`: a slot is a place on the medium, no mere count.
+
+    `asked`: other engines store to it too, and nothing is listed: whether a key exists is asked (existence.py). What is
+    known of such a tier stays known when its mover is restarted. A row's tick is the time by the medium's clock before
+    which it was not written last, so the order of the index is that in which rows vanish (`TierIndex.gone_before`)."""
 
     name: str
     write: Write
     physical_slots: bool
-    existence_checks: bool = False  # other engines store to it, and unknown keys can be checked
+    asked: bool = False
 
 
 class Columns(Protocol):

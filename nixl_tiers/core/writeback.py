@@ -213,7 +213,8 @@ class WriteBack:
     def stores_ended(self, tier: Tier, moves: Sequence[PlannedMove], outcomes: Sequence[Outcome]) -> None:
         """A mover is done with these stores, which are in `tier.ending_moves`, the first one last; their rows and slots
         are no longer pinned by them."""
-        ending, rows, counters, ok = tier.ending_moves, tier.index.rows, tier.counters, Outcome.OK
+        ending, rows, counters = tier.ending_moves, tier.index.rows, tier.counters
+        ok, found = Outcome.OK, Outcome.FOUND
         row_bytes, reclaim = self._state.row_bytes, self._host.reclaim
         on_evict = tier.spec.write is Write.ON_EVICT
         for move, outcome in zip(moves, outcomes, strict=True):
@@ -224,10 +225,12 @@ class WriteBack:
             if move.seal:
                 row.sealing = False
                 row.sealed = outcome is ok
-            if outcome is ok:
-                counters.bytes_written += row_bytes
+            if outcome is ok or outcome is found:
+                if outcome is ok:
+                    counters.bytes_written += row_bytes
                 if rows.stored(key, move.id):
-                    counters.stored += 1
+                    counters.stored += outcome is ok
+                    counters.found += outcome is found
                     if on_evict:
                         self._finish_eviction_above(tier, key, written=True)
             else:

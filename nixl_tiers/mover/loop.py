@@ -80,6 +80,7 @@ class Mover:
         self._used_bytes = 0
         self._denials: dict[str, str] = {}
         self._staged = (False, False)
+        self._gone_before = 0
 
     def receive(self, message: ToMover) -> None:
         self._received.append(message)
@@ -141,8 +142,9 @@ class Mover:
             self._used_bytes = self._tier.used_bytes
             self._denials = _bounded(self._tier.denials)
             self._staged = self._tier.staged
+            self._gone_before = self._tier.gone_before
         listed = 0 if self._publisher is None else self._publisher.listed
-        self.send_queue.send(Heartbeat(self._used_bytes, self._denials, listed, self._staged))
+        self.send_queue.send(Heartbeat(self._used_bytes, self._denials, listed, self._staged, self._gone_before))
 
     # --- opening --------------------------------------------------------------------------------------------------
 
@@ -249,16 +251,16 @@ class Mover:
                 self._backoff_s = RETRY_S[0]
             self._report_down(self._served, error, now)
             return
+        answers, found = self._tier.existence_answers(), self._tier.found()
+        assert self._served is not None
+        for start in range(0, len(found), MAX_ENTRIES):
+            self.send_queue.send(Listed(self._served.epoch, list(found[start : start + MAX_ENTRIES]), last=False))
         for done in ended:
             message, started = self._jobs.pop(done.batch_id)
             self.send_queue.send(
                 Finished(message.job, bytes(done.outcomes), now - started, self._partial(message, done.outcomes))
             )
-        for answer in self._tier.existence_answers():
-            assert self._served is not None
-            for start in range(0, len(answer.found), MAX_ENTRIES):
-                batch = list(answer.found[start : start + MAX_ENTRIES])
-                self.send_queue.send(Listed(self._served.epoch, batch, last=False))
+        for answer in answers:
             self.send_queue.send(ExistenceChecked(answer.check_id, list(answer.absent)))
 
     def _partial(self, message: Store | Load, outcomes: Sequence[Outcome]) -> list[tuple[int, int]]:

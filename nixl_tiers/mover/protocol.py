@@ -125,7 +125,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 class Listed(msgspec.Struct, tag="listed", frozen=True):
     """Mover -> coordinator, after Opened: rows found in this namespace, oldest first by `tick`. `last` ends the first
-    listing; on a shared medium, changes may follow it at any time."""
+    listing, which is empty where the medium is asked; on a shared medium, changes may follow it at any time."""
 
     epoch: int
     entries: list[Entry]
@@ -167,6 +167,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
     denials: _Denials = {}  # StorageTier.denials
     listed: _Bytes = 0  # rows that the first listing has found so far
     staged: tuple[bool, bool] = (False, False)  # StorageTier.staged
+    gone_before: Tick = 0  # StorageTier.gone_before
 
 
 def sendable_text(text: object, most: int = MAX_SENTENCE_CHARS) -> str:

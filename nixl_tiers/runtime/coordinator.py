@@ -86,7 +86,7 @@ class Coordinator(DeprecatedCalls):
                 name,
                 tier.write,
                 physical_slots=tier.physical_slots,
-                existence_checks=tier.existence_checks,
+                asked=tier.asked,
             )
             for name, tier in zip(config.names, config.storage, strict=True)
         ]

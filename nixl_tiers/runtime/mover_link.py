@@ -177,6 +177,7 @@ class MoverLink:
                     status.used_bytes = message.used_bytes
                     status.listed_rows = message.listed
                     status.staged = message.staged
+                    self._core.events.gone_before(tier, message.gone_before)
                     if self._core.tiers[tier].state is TierState.LISTING:
                         status.log.listing(message.listed, now)
                     status.log.denied(message.denials)
@@ -186,7 +187,8 @@ class MoverLink:
                         entries = [(entry.slot, entry.key, entry.tick) for entry in message.entries]
                         self._core.events.listed(tier, entries, message.last)
                         if message.last:
-                            status.log.listed(len(self._core.tiers[tier].index.slots))
+                            each = self._core.tiers[tier]
+                            status.log.listed(None if each.spec.asked else len(each.index.slots))
                 case ExistenceChecked():
                     self._core.events.existence_checked(tier, message.check_id, message.absent, now)
                 case Slots():

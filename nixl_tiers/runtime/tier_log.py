@@ -115,11 +115,12 @@ class TierLog:
         """Why the tier is down or what its medium denies, in words; empty if nothing is known to be wrong."""
         return "; ".join([*filter(None, [self._reason]), *self.denials.values()])
 
-    def listed(self, rows: int) -> None:
-        """The tier is up and all its `rows` are listed. Only the first time is logged."""
+    def listed(self, rows: int | None) -> None:
+        """The tier is up and all its `rows` are listed; None: it is asked. Only the first time is logged."""
         if not self._listed:
             self._listed = True
-            self._write(logging.INFO, f"nixl_tiers: the {self._where} is up, {rows} rows found")
+            found = "and asked for rows when they are needed" if rows is None else f"{rows} rows found"
+            self._write(logging.INFO, f"nixl_tiers: the {self._where} is up, {found}")
 
     def listing(self, rows: int, now: float) -> None:
         """The tier is being listed, with `rows` so far: one line every LISTING_S."""

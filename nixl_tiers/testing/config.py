@@ -50,8 +50,8 @@ class FaultyConfig(StorageConfig):
         return self.inner.physical_slots
 
     @property
-    def existence_checks(self) -> bool:
-        return self.inner.existence_checks
+    def asked(self) -> bool:
+        return self.inner.asked
 
     @property
     def locality(self) -> Literal["LOCAL", "REMOTE"] | None:

@@ -200,6 +200,13 @@ class FaultyTier(StorageTier):
     def existence_answers(self) -> Sequence[ExistenceAnswer]:
         return self._inner.existence_answers()
 
+    def found(self) -> Sequence[Entry]:
+        return self._inner.found()
+
+    @property
+    def gone_before(self) -> int:
+        return self._inner.gone_before
+
     def maintain(self) -> Iterator[list[Entry]]:
         return self._inner.maintain()
 

@@ -127,10 +127,10 @@ class FinishedBatch:
 
 @dataclass(frozen=True)
 class ExistenceAnswer:
-    """An existence check that has ended: rows found, and keys certainly absent. The other keys are unknown."""
+    """An existence check that has ended, and keys certainly absent. What it found is in `StorageTier.found`; the other
+    keys are unknown."""
 
     check_id: int
-    found: Sequence[Entry]
     absent: Sequence[bytes]
 
 
@@ -230,8 +230,12 @@ class StorageTier(ABC):
         """How long after a listing `list_rows` is called again, in seconds. None: never, there is no other writer."""
         return None
 
+    # Where the medium is asked (the capability `asked`), since others write to it and it is too large to be listed:
+    # `list_rows` yields nothing, `delete` is not called, and the engine goes on with what it knows when its mover is
+    # restarted. A row's tick is when it was last written, or any time before, by one clock for all engines.
+
     def check_existence(self, check_id: int, keys: Sequence[bytes], chain: bool) -> bool:
-        """Where others write to the medium too: start to find out which of `keys` are there. False: not possible.
+        """Start to find out which of `keys` are there. False: not possible.
 
         `chain`: each key is useful only with all those before it, so finding where the chain ends is enough.
         """
@@ -240,6 +244,16 @@ class StorageTier(ABC):
     def existence_answers(self) -> Sequence[ExistenceAnswer]:
         """The existence checks that have ended since the last call."""
         return ()
+
+    def found(self) -> Sequence[Entry]:
+        """Rows that are there: those that existence checks have found since the last call, and those that were stored.
+        Called after `poll` and `existence_answers`, and reported before these."""
+        return ()
+
+    @property
+    def gone_before(self) -> int:
+        """Rows of lower ticks are not there any more, or may go any time: 0 at first, and it may fall."""
+        return 0
 
     # --- upkeep and state ---------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
 def traits(config: TiersConfig) -> list[TierTraits]:
     """Of the host and of each storage tier."""
     storage = [
-        TierTraits(name, written=tier.write is not Write.OFF, checked=tier.existence_checks, disk=tier.on_disk)
+        TierTraits(name, written=tier.write is not Write.OFF, checked=tier.asked, disk=tier.on_disk)
         for name, tier in zip(config.names, config.storage, strict=True)
     ]
     return [TierTraits(CPU, only=not storage), *storage]

@@ -76,7 +76,7 @@ def test_names_are_unique() -> None:
 
 def test_capabilities_have_safe_defaults() -> None:
     (tier,) = schema.load(config(TAPE)).storage
-    assert (tier.physical_slots, tier.existence_checks, tier.on_disk, tier.locality) == (False, False, False, None)
+    assert (tier.physical_slots, tier.asked, tier.on_disk, tier.locality) == (False, False, False, None)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,12 @@ def test_eviction_policy_of_a_shared_prefix_is_warned_about() -> None:
     assert warned(CPU, shared | {"eviction": "lru", "shared": False}) == []
 
 
+def test_shared_prefix_without_checks_is_warned_about() -> None:
+    assert warned(CPU, S3 | {"shared": True}) == warned(CPU, S3, probe_s=0) == []
+    (line,) = warned(CPU, S3 | {"shared": True}, S3 | {"prefix": "other", "shared": True}, probe_s=0)
+    assert line.startswith("probe_s: 0 is withdrawn for a shared prefix")
+
+
 @pytest.mark.parametrize("policy", ["s3fifo", "arc"])
 def test_eviction_policy_of_a_storage_tier_is_accepted_and_warned_about(policy: str) -> None:
     assert warned(CPU | {"eviction": policy}, FILE) == []

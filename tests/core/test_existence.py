@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +14,7 @@ from nixl_tiers.core.existence import ExistenceCheck
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.types import Direction, TierSpec
-from tests.support.core import expire, opened
+from tests.support.core import expire, opened, put, rows_of
 
 CHAIN = [b"k%d" % i for i in range(8)]
 LIMITS = Limits(
@@ -31,7 +33,7 @@ class CheckedCore:
     """A manager over one shared tier, whose mover answers when a test calls `answer`."""
 
     def __init__(self, shared: bool = True, limits: Limits = LIMITS) -> None:
-        specs = [TierSpec("s3", Write.THROUGH, physical_slots=False, existence_checks=shared)]
+        specs = [TierSpec("s3", Write.THROUGH, physical_slots=False, asked=shared)]
         self.core = TierManager(64, 4096, specs, limits)
         opened(self.core, 0, 100)
         self.core.events.listed(0, [], last=True)
@@ -110,6 +112,24 @@ def test_absent_key_is_not_checked_again_for_a_while(core: CheckedCore) -> None:
     assert len(core.asked()) == 1
 
 
+def test_what_finds_no_room_is_asked_for_later(core: CheckedCore) -> None:
+    """As many as one wave takes in a check, the newest of them, and nothing that is known by then."""
+    limits = core.core.limits
+    for name in "ab":
+        core.scan(name, [name.encode()])
+    first, second = core.asked()
+    late = [b"late %d" % number for number in range(limits.later_keys + 2)]
+    for key in late:
+        assert core.scan(key.decode(), [key]) == [MISS]
+    assert core.asked() == []
+    core.core.events.listed(0, [(0, late[2], 0)], last=False)
+    core.answer(first, 0)
+    core.answer(second, 0)
+    (check,) = core.asked()
+    assert check.keys == late[3 : 3 + limits.keys_at_once]
+    assert core.scan("c", [b"c"]) == [PENDING], "requests have room beside it"
+
+
 def test_negative_cache_is_bounded(core: CheckedCore) -> None:
     for number in range(5):
         core.scan(f"r{number}", [b"x%d" % number])
@@ -135,10 +155,12 @@ def test_no_request_waits_for_a_slow_tier(core: CheckedCore) -> None:
     core.now = 12.0
     assert core.scan("third", [b"b"]) == [MISS], "asked, but not waited for"
     (trial,) = core.asked()
-    assert trial.keys == [b"b"]
+    assert (trial.keys, trial.chain) == ([b"a", b"b"], False), "and what was unknown meanwhile"
     core.now = 12.1
-    core.answer(trial, 0)
+    core.answer(trial, 1)
     assert core.scan("fourth", [b"c"]) == [PENDING]
+    assert core.scan("fifth", [b"a"]) == [PENDING], "it was found, and is loaded"
+    assert core.loading == [b"a"]
 
 
 def test_late_answer_still_serves_later_requests(core: CheckedCore) -> None:
@@ -267,6 +289,261 @@ def test_corrupt_or_missing_row_is_not_checked_again(core: CheckedCore, outcome:
     assert core.scan("s", CHAIN[:1]) == [MISS]
     core.now = 31.0
     assert core.scan("t", CHAIN[:1]) == [PENDING]
+
+
+class TestPatientRequests:
+    """A store's `get` waits for checks as long as for rows."""
+
+    @pytest.fixture
+    def core(self) -> CheckedCore:
+        core = CheckedCore()
+        core.core.be_patient("get")
+        return core
+
+    def test_it_waits_longer_than_others(self, core: CheckedCore) -> None:
+        assert core.each("get", CHAIN[:2]) == [PENDING] * 2
+        (check,) = core.asked()
+        core.now = core.core.limits.wait_s - 0.1
+        assert core.each("get", CHAIN[:2]) == [PENDING] * 2
+        core.answer(check, 1)
+        assert core.each("get", CHAIN[:2]) == [PENDING, MISS]
+        assert core.loading == CHAIN[:1]
+
+    def test_but_not_for_ever(self, core: CheckedCore) -> None:
+        assert core.each("get", CHAIN[:2]) == [PENDING] * 2
+        core.asked()
+        core.now = core.core.limits.wait_s + 0.1
+        assert core.each("get", CHAIN[:2]) == [MISS] * 2
+
+    def test_it_waits_until_there_is_room_for_its_check(self, core: CheckedCore) -> None:
+        for name in "ab":
+            core.scan(name, [name.encode()])
+        first, _ = core.asked()
+        assert core.each("get", CHAIN[:2]) == [PENDING] * 2
+        assert core.asked() == []
+        assert core.each("get", CHAIN[:2]) == [PENDING] * 2
+        core.answer(first, 0)
+        (check,) = core.asked()
+        assert check.keys == CHAIN[:2]
+
+    def test_it_is_told_of_more_keys_than_one_check_takes(self) -> None:
+        core = CheckedCore(limits=replace(LIMITS, absent_keys=100))
+        core.core.be_patient("get")
+        assert core.each("get", CHAIN) == [PENDING] * 8
+        (check,) = core.asked()
+        assert check.keys == CHAIN[:5]
+        core.core.events.existence_checked(0, check.id, CHAIN[:5], core.now)
+        assert core.each("get", CHAIN) == [MISS] * 5 + [PENDING] * 3
+        (check,) = core.asked()
+        assert check.keys == CHAIN[5:]
+        core.core.events.listed(0, [(0, CHAIN[7], 0)], last=False)
+        core.core.events.existence_checked(0, check.id, CHAIN[5:7], core.now)
+        assert core.each("get", CHAIN) == [MISS] * 7 + [PENDING]
+
+    def test_it_waits_for_a_slow_tier_only_where_it_tries_it(self, core: CheckedCore) -> None:
+        core.scan("r", [b"x"])
+        core.asked()
+        core.now = 0.3
+        core.asked()
+        assert core.each("get", CHAIN[:2]) == [MISS] * 2, "a check is late already"
+        core.now = 21.0
+        core.asked()
+        core.now = 27.0
+        core.core.be_patient("again")
+        assert core.each("again", CHAIN[:2]) == [PENDING] * 2
+        (check,) = core.asked()
+        assert check.keys == CHAIN[:2]
+
+    def test_many_keys_are_not_late_for_their_number(self) -> None:
+        core = CheckedCore(limits=replace(LIMITS, keys_per_check=64))
+        core.core.be_patient("get")
+        keys = [b"%d" % number for number in range(64)]
+        core.each("get", keys)
+        (check,) = core.asked()
+        core.now = 0.9
+        core.core.events.existence_checked(0, check.id, keys, core.now)
+        assert not core.core.checks.tiers[0].slow, "four waves"
+
+
+class TestAheadOfRequests:
+    """Requests that wait for their turn, and prefetches."""
+
+    def arrive(self, core: CheckedCore, name: str, keys: Sequence[bytes] = CHAIN) -> None:
+        core.core.anticipate(name, keys, (0.0,))
+        core.core.end_step()
+
+    def planned(self, core: CheckedCore) -> tuple[list[bytes], list[ExistenceCheck]]:
+        expire(core.core, core.now)
+        loads = core.loading
+        return loads, core.core.events.plan_checks(core.now)
+
+    def test_a_chain_is_asked_for_before_its_turn_and_then_promoted(self, core: CheckedCore) -> None:
+        self.arrive(core, "r")
+        loads, (check,) = self.planned(core)
+        assert (loads, check.keys, check.chain) == ([], CHAIN[:5], True)
+        assert self.planned(core) == ([], [])
+        core.answer(check, 5)
+        loads, (check,) = self.planned(core)
+        assert (loads, check.keys) == (CHAIN[:5], CHAIN[5:])
+        core.answer(check, 0)
+        assert self.planned(core) == ([], [])
+        core.now = 1.0
+        assert core.scan("r") == [PENDING] * 5 + [MISS], "no wait for a check at its turn"
+        assert core.asked() == []
+
+    def test_a_request_whose_turn_comes_waits_for_the_check_that_is_open(self, core: CheckedCore) -> None:
+        self.arrive(core, "r")
+        _, (check,) = self.planned(core)
+        assert core.scan("r") == [PENDING, MISS]
+        assert core.asked() == []
+        core.answer(check, 2)
+        assert core.scan("r") == [PENDING, PENDING, MISS]
+
+    def test_they_leave_room_to_requests(self, core: CheckedCore) -> None:
+        for number in range(3):
+            self.arrive(core, f"r{number}", [b"%d" % number])
+        _, checks = self.planned(core)
+        assert len(checks) == 1, "half of two"
+        assert core.scan("now", [b"x"]) == [PENDING]
+        assert len(core.asked()) == 1
+        core.answer(checks[0], 0)
+        assert self.planned(core)[1] == [], "a request's check is open"
+
+    def test_a_check_without_an_answer_is_not_repeated(self, core: CheckedCore) -> None:
+        self.arrive(core, "r")
+        _, (check,) = self.planned(core)
+        core.core.events.existence_checked(0, check.id, [], core.now)
+        for core.now in (1.0, 6.0, 20.0):
+            assert self.planned(core)[1] == []
+        assert not core.core._promotion.prefetch_queue.busy
+
+    def test_a_slow_tier_is_asked_later(self, core: CheckedCore) -> None:
+        core.core.checks.tiers[0].mark_slow(core.now)
+        self.arrive(core, "r")
+        assert self.planned(core) == ([], [])
+        core.now = 6.0
+        _, (check,) = self.planned(core)
+        assert check.keys == CHAIN[:1]
+
+    def test_a_prefetch_asks_for_each_of_its_keys(self, core: CheckedCore) -> None:
+        core.core.prefetch(CHAIN)
+        loads, (check,) = self.planned(core)
+        assert (loads, check.keys, check.chain) == ([], CHAIN[:5], False)
+        core.core.events.listed(0, [(0, CHAIN[1], 0)], last=False)
+        core.core.events.existence_checked(0, check.id, [CHAIN[0], *CHAIN[2:5]], core.now)
+        loads, (check,) = self.planned(core)
+        assert (loads, check.keys) == (CHAIN[1:2], CHAIN[5:])
+        core.answer(check, 3)
+        loads, checks = self.planned(core)
+        assert (loads, checks) == (CHAIN[5:], [])
+
+    def test_nothing_is_asked_ahead_of_a_tier_that_is_down_or_if_checks_are_off(self, core: CheckedCore) -> None:
+        off = CheckedCore(limits=replace(LIMITS, check_timeout_s=0.0))
+        core.core.events.down(0, core.now)
+        for each in (core, off):
+            self.arrive(each, "r")
+            each.core.prefetch(CHAIN)
+            assert self.planned(each) == ([], [])
+            assert not each.core._promotion.prefetch_queue.busy
+
+
+class TestWhatOthersDelete:
+    def known(self, core: CheckedCore, keys: Sequence[bytes] = CHAIN, first: int = 100) -> None:
+        core.core.events.listed(0, [(0, key, first + n) for n, key in enumerate(keys)], last=False)
+
+    def places(self, core: CheckedCore) -> list[bytes]:
+        return [key for key in CHAIN if core.core.where(key, core.now)]
+
+    def test_rows_written_before_are_forgotten_in_slices(self) -> None:
+        core = CheckedCore(limits=replace(LIMITS, rows_per_slice=2))
+        self.known(core)
+        core.core.events.gone_before(0, 105)
+        assert len(self.places(core)) == 8
+        seen = []
+        for _ in range(3):
+            expire(core.core, core.now)
+            seen.append(len(self.places(core)))
+        assert seen == [6, 4, 3]
+        assert self.places(core) == CHAIN[5:]
+        assert not core.core.events.unfinished
+        assert core.core.tiers[0].counters.removed == 5
+
+    def test_a_row_that_is_found_again_is_there_whatever_was_deleted(self, core: CheckedCore) -> None:
+        core.core.events.gone_before(0, 105)
+        self.known(core, CHAIN[:2])
+        expire(core.core, core.now)
+        assert self.places(core) == CHAIN[:2]
+        core.core.events.gone_before(0, 106)
+        expire(core.core, core.now)
+        assert self.places(core) == []
+
+    def test_a_use_makes_no_row_younger_and_a_later_write_does(self, core: CheckedCore) -> None:
+        self.known(core, CHAIN[:3])
+        core.core.tiers[0].index.touch(CHAIN[:1], 10**6)
+        self.known(core, CHAIN[1:2], first=200)
+        core.core.events.gone_before(0, 150)
+        expire(core.core, core.now)
+        assert self.places(core) == CHAIN[1:2]
+
+    def test_too_many_rows_take_the_place_of_the_oldest(self, core: CheckedCore) -> None:
+        core.core.events.resized(0, 3)
+        self.known(core)
+        assert self.places(core) == CHAIN[5:]
+        assert core.core.tiers[0].index.to_delete == deque()
+
+    def test_rows_stay_known_when_the_mover_is_restarted(self, core: CheckedCore) -> None:
+        self.known(core)
+        core.core.events.lost(0, core.now)
+        opened(core.core, 0, 100)
+        core.core.events.listed(0, [], last=True)
+        core.now = 100.0
+        assert len(core.core.tiers[0].index) == 8
+
+    def test_a_row_that_is_missing_ends_its_chain(self, core: CheckedCore) -> None:
+        """What was behind it was written at about the same time, and is worth nothing without it."""
+        self.known(core)
+        core.core._state.load_window = 2
+        assert core.scan("r") == [PENDING] * 8
+        (job,) = core.core.events.plan(core.now)
+        assert [move.key for move in job.moves] == CHAIN[:2]
+        core.core.events.finished(0, job.id, [Outcome.OK, Outcome.MISSING], core.now)
+        assert core.loading == []
+        assert core.scan("r") == [HIT, MISS]
+        assert self.places(core) == CHAIN[:1]
+        assert core.core.tiers[0].breakers[Direction.LOAD].closed
+        assert core.core.tiers[0].counters.missing == 1, "the others were not asked for"
+        assert core.scan("other") == [HIT, MISS], "known to be absent"
+        assert core.asked() == []
+
+    def test_unrelated_keys_are_not_lost_with_one(self, core: CheckedCore) -> None:
+        self.known(core)
+        core.core._state.load_window = 2
+        assert core.each("r", CHAIN) == [PENDING] * 8
+        (job,) = core.core.events.plan(core.now)
+        core.core.events.finished(0, job.id, [Outcome.MISSING, Outcome.OK], core.now)
+        assert core.loading == CHAIN[2:4]
+        assert self.places(core) == CHAIN[1:]
+
+    def test_missing_rows_open_no_circuit(self, core: CheckedCore) -> None:
+        keys = [b"gone %d" % number for number in range(64)]
+        for key in keys:
+            self.known(core, [key])
+            core.scan(key.decode(), [key])
+            for job in core.core.events.plan(core.now):
+                core.core.events.finished(0, job.id, [Outcome.MISSING], core.now)
+        assert core.core.tiers[0].counters.missing == 64
+        assert core.core.tiers[0].breakers[Direction.LOAD].closed
+
+    def test_a_row_that_the_medium_has_already_counts_as_found(self, core: CheckedCore) -> None:
+        put(core.core, CHAIN[:2])
+        (job,) = core.core.events.plan(core.now)
+        core.core.events.listed(0, [(0, CHAIN[0], 100), (0, CHAIN[1], 200)], last=False)
+        core.core.events.finished(0, job.id, [Outcome.FOUND, Outcome.OK], core.now)
+        counters = core.core.tiers[0].counters
+        assert (counters.found, counters.stored, counters.bytes_written, counters.failed_stores) == (1, 1, 4096, 0)
+        core.core.events.gone_before(0, 150)
+        expire(core.core, core.now)
+        assert list(rows_of(core.core.tiers[0])) == [CHAIN[1]], "each has the time of its own write"
 
 
 def test_tier_that_answers_about_no_key_is_not_waited_for(core: CheckedCore) -> None:

@@ -21,7 +21,7 @@ from tests.support.core import opened, put
 
 def killed(write: Write, rows: list[tuple[int, Key, int]]) -> TierManager:
     """A core with one shared tier whose mover was killed, and which was opened again with these rows."""
-    core = TierManager(4, 4096, [TierSpec("s3", write, physical_slots=False, existence_checks=True)])
+    core = TierManager(4, 4096, [TierSpec("s3", write, physical_slots=False, asked=True)])
     for _ in range(2):
         opened(core, 0, 10)
         core.events.listed(0, rows, last=True)
@@ -149,7 +149,7 @@ def listed(core: TierManager) -> None:
 
 def killed_by(suspects: Sequence[Key], *, physical_slots: bool) -> TierManager:
     """A core whose mover was killed while it loaded `suspects`; its tier has been opened again."""
-    spec = TierSpec("tier", Write.OFF, physical_slots, existence_checks=not physical_slots)
+    spec = TierSpec("tier", Write.OFF, physical_slots, asked=not physical_slots)
     core = TierManager(4, 4096, [spec])
     listed(core)
     core.events.killed(0, 0.0)

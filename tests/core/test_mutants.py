@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
-from functools import partialmethod
+from functools import partial, partialmethod
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
 
 from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.core import manager
+from nixl_tiers.core import listing, manager
 from nixl_tiers.core.copies import Copies, EngineHits
 from nixl_tiers.core.events import Events
+from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.health import Health
 from nixl_tiers.core.host import HostTier, Row, RowState
 from nixl_tiers.core.listing import Steps
@@ -367,10 +368,97 @@ class ChecksBadRowsAgain(PromotionJobs):
         super().load_ended(tier, move, outcome, now)
 
 
+class KnownRowsAreSwept(Events):
+    """What is known of an asked tier is forgotten when its mover is restarted, as it lists nothing."""
+
+    def listing_ends(self, tier: int) -> Steps:
+        return listing._sweep(self._state.tiers[tier], self._state.tiers[tier].index.clears)
+
+
+class GoneRowsStay(Events):
+    """What others have deleted is promised to requests until it is loaded."""
+
+    def gone_before(self, tier: int, tick: int) -> None:
+        pass
+
+
+class UsesMakeRowsYounger(TierManager):
+    """The order in which an asked tier forgets rows is by their uses, of which its janitor knows nothing."""
+
+    def __init__(self, *arguments, **named) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*arguments, **named)
+        for tier in self.tiers:
+            tier.index.touch = partial(_touched_late, tier)  # type: ignore[method-assign]
+
+
+def _touched_late(tier: Tier, keys: Sequence[Key], tick: int) -> None:
+    late = tier.spec.asked * 10**6
+    tier.index.rows.touch_many([key for key in keys if key not in tier.index.evicting], late + tick)
+
+
+class AskedTierIsToldToDelete(TierManager):
+    """What leaves the index of an asked tier is deleted, though others may use it."""
+
+    def __init__(self, *arguments, **named) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*arguments, **named)
+        for tier in self.tiers:
+            tier.index.queue_delete = partial(_queued, tier)  # type: ignore[method-assign]
+
+
+def _queued(tier: Tier, slot: int, key: Key) -> None:
+    tier.index.to_delete.append((slot, key))
+
+
+class BehindAMissingRowIsLoaded(PromotionJobs):
+    """A request whose chain has lost a row goes on loading what is behind it."""
+
+    def _lose(self, tier: Tier, row: Row) -> None:
+        pass
+
+
+class ChecksAheadTakeAllRoom(ExistenceChecks):
+    """Checks that nobody waits for leave none to requests."""
+
+    def __init__(self, tiers, limits) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(tiers, limits)
+        for shared in self.tiers.values():
+            shared.has_room = partial(_has_room, shared.has_room)  # type: ignore[method-assign]
+
+
+def _has_room(has_room, now, *, ahead=False):  # type: ignore[no-untyped-def]
+    return has_room(now)
+
+
+class GetsGiveUpWhenChecksAreMany(ExistenceChecks):
+    def _worth(self, shared, key, request, now):  # type: ignore[no-untyped-def]
+        return super()._worth(shared, key, request, now) and (shared.has_room(now) or key in shared.by_first)
+
+
+class LaterIsNever(ExistenceChecks):
+    """What was unknown while a medium was slow is never asked for."""
+
+    def plan(self, now):  # type: ignore[no-untyped-def]
+        later = {number: shared.later for number, shared in self.tiers.items()}
+        for shared in self.tiers.values():
+            shared.later = OrderedDict()
+        planned = super().plan(now)
+        for number, shared in self.tiers.items():
+            later[number].update(shared.later)
+            shared.later = later[number]
+        return planned
+
+
+class LaterWithoutBounds(ExistenceChecks):
+    def should_wait(self, key, request, now):  # type: ignore[no-untyped-def]
+        for shared in self.tiers.values():
+            shared.ask_later = shared.later.setdefault  # type: ignore[method-assign,assignment]
+        return super().should_wait(key, request, now)
+
+
 class ChecksWithoutBounds(Events):
     def plan_checks(self, now: float) -> list:  # type: ignore[type-arg]
         for shared in self._checks.tiers.values():
-            shared.has_room = lambda now: True  # type: ignore[method-assign]
+            shared.has_room = lambda now, ahead=False: True  # type: ignore[method-assign,misc]
         return super().plan_checks(now)
 
 
@@ -400,7 +488,7 @@ class StoresOvertakeDeletes(Events):
 
 
 class MissesWhileListing(TierManager):
-    def wait_for_listing(self, name: str) -> None:
+    def be_patient(self, name: str) -> None:
         pass
 
 
@@ -490,6 +578,15 @@ class MeasurementWithoutRoomIsWorkLeft(PromotionJobs):
 
 
 MUTANTS = [
+    KnownRowsAreSwept,
+    GoneRowsStay,
+    UsesMakeRowsYounger,
+    AskedTierIsToldToDelete,
+    BehindAMissingRowIsLoaded,
+    ChecksAheadTakeAllRoom,
+    GetsGiveUpWhenChecksAreMany,
+    LaterIsNever,
+    LaterWithoutBounds,
     MeasuresBesideRequests,
     MeasuresBesideLoads,
     MeasuresLongAfter,
@@ -562,6 +659,14 @@ FOCUS: dict[type, tuple[str, ...]] = {
     MeasuresBesideLoads: ("slow_tier_is_declined", "another_engine_stores"),
     MeasurementEvictsUnwritten: ("slow_tier_is_declined", "traffic"),
     MeasuredRowCountsAsUnderWay: ("slow_tier_is_declined", "another_engine_stores"),
+    GoneRowsStay: ("another_engine_stores", "chain_vanishes", "others_delete"),
+    UsesMakeRowsYounger: ("another_engine_stores", "chain_vanishes", "others_delete"),
+    KnownRowsAreSwept: ("another_engine_stores", "mover_dies"),
+    BehindAMissingRowIsLoaded: ("another_engine_stores", "chain_vanishes", "others_delete"),
+    ChecksAheadTakeAllRoom: ("arrive", "prefetch"),
+    GetsGiveUpWhenChecksAreMany: ("arrive", "prefetch", "call"),
+    LaterIsNever: ("time_passes", "medium_stalls"),
+    LaterWithoutBounds: ("time_passes", "medium_stalls"),
     MissesWhileListing: ("engine_comes_back", "engine_crashes", "call", "call_ends", "call_comes_back"),
 }
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import nixl_tiers
@@ -23,9 +24,10 @@ from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
 from tests.integration.test_budget import use
 from tests.integration.test_round_trips import KIB, check, chunks, config, known
+from tests.support.core import rows_of
 from tests.support.engines import least_s3_bytes
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, MotoServer
-from tests.support.waiting import until_up
+from tests.support.waiting import until, until_up
 from tests.tiers.s3.harness import faulty_s3
 
 SIZE = 64 * KIB
@@ -142,3 +144,38 @@ def test_two_engines_on_a_shared_prefix_keep_one_budget_plus_one_upload_window(
             sampling.result()
     assert written >= 6 * WINDOW_ROWS * ROW
     assert (BUDGET_ROWS - WINDOW_ROWS) * ROW <= max(samples) <= (BUDGET_ROWS + WINDOW_ROWS) * ROW
+
+
+def test_engines_forget_what_the_janitor_has_deleted(moto: MotoServer, place: dict[str, Any]) -> None:
+    """Four engines write several times the budget, and find what the others have stored. What any of them thinks is
+    there then is there, but for the second up to which the janitor has deleted."""
+    client, root = moto.client(), f"{place['prefix']}/"
+    seeds, written = itertools.count(1), list[bytes]()
+    deadline = time.monotonic() + TIMEOUT_S
+
+    def fill(store: TieredStore) -> None:
+        out = np.empty((8, SIZE), np.uint8)
+        while store.stats()["s3"]["bytes_written"] < BUDGET_ROWS * ROW and time.monotonic() < deadline:
+            keys, rows = chunks(8, SIZE, next(seeds))
+            store.put(keys, rows)
+            store.flush(30.0)
+            written.extend(keys)
+            store.get(written[-16:-8] if len(written) >= 16 else keys, out)
+
+    def is_gone(store: TieredStore) -> bool:
+        """Whether it promises nothing that is not there."""
+        with store.coordinator.core() as core:
+            promised = rows_of(core.tiers[0])
+            oldest = core.tiers[0].index.gone_before
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=place["bucket"], Prefix=root)
+        names = {each["Key"] for page in pages for each in page.get("Contents", ())}
+        there = {key for key in promised if any(name.endswith(f"/{object_name(key)}") for name in names)}
+        return bool(oldest) and all(row.tick == oldest for key, row in promised.items() if key not in there)
+
+    with ExitStack() as stack, ThreadPoolExecutor(4) as threads:
+        stores = [stack.enter_context(store_of(place)) for _ in range(4)]
+        list(threads.map(fill, stores))
+        assert all(store.stats()["s3"]["bytes_written"] >= BUDGET_ROWS * ROW for store in stores)
+        assert sum(store.stats()["s3"]["found"] for store in stores) > 0
+        until(lambda: all(map(is_gone, stores)), "the engines to forget", timeout_s=TIMEOUT_S)
+        assert all(store.stats()["s3"]["removed"] > 0 for store in stores)

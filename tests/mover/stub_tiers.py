@@ -88,13 +88,13 @@ class FastJanitorConfig(S3Config):
 
 
 def s3_with_fast_janitor(config: FastJanitorConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
-    from nixl_tiers.tiers.s3 import janitor, usage
+    from nixl_tiers.tiers.s3 import janitor, shared, usage
     from nixl_tiers.tiers.s3 import tier as s3_tier
     from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS
 
     lease_s = config.lease_timeout_s
     lease = replace(JANITOR_TERMS, lease_s=lease_s, margin_s=lease_s / 3, renew_s=0.1, poll_s=0.1, confirm_s=0.05)
-    s3_tier.INTERVALS = janitor.JanitorIntervals(renew_s=0.1, usage_timeout_s=2 * lease_s, sweep_s=1.0, lease=lease)
+    shared.INTERVALS = janitor.JanitorIntervals(renew_s=0.1, usage_timeout_s=2 * lease_s, sweep_s=1.0, lease=lease)
     usage.WINDOW_SHARE = config.window_share
     return s3_tier.S3Tier(config, geometry, region)
 

@@ -21,7 +21,7 @@ from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.existence import ExistenceCheck
 from nixl_tiers.core.host import Row, RowState
 from nixl_tiers.core.limits import Limits
-from nixl_tiers.core.listing import Steps
+from nixl_tiers.core.listing import Steps, take_all
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import ENOUGH
@@ -141,23 +141,28 @@ class Uses:
 
 @dataclass
 class Answer:
-    """A mover's answer to an existence check: the keys that it found, and those that are absent."""
+    """A mover's answer to an existence check: the keys that it found, when they were written, and those that are
+    absent."""
 
     probe: int
     epoch: int
-    found: list[Key]
+    found: list[tuple[Key, int]]
     absent: list[Key]
 
 
 @dataclass
 class SimulatedMover:
     """One mover process and the medium that survives it: by epoch, by place, the key according to the journal (or the
-    object's name) and the content. `inbox`: what it was sent and has not done yet."""
+    object's name) and the content. `inbox`: what it was sent and has not done yet. Of a medium that is asked `ticks`
+    are the times of writing, and `oldest` is that before which others have deleted all."""
 
     physical: bool
     slots: int
     medium: dict[int, dict[object, tuple[Key, Content]]] = field(default_factory=dict)
     ticks: dict[tuple[int, object], int] = field(default_factory=dict)  # (epoch, place) -> its row's, by the journal
+    oldest: int = 0
+    told: int = 0  # `oldest`, as the engine knows it,
+    told_ticks: dict[Key, int] = field(default_factory=dict)  # and times of writing
     newest: int = 0  # tick of the last listing,
     listed_after: int = 0  # and the last job that was planned before it
     used: dict[Key, int] = field(default_factory=dict)  # the last use of rows that no message of may have been lost
@@ -214,6 +219,8 @@ class Simulation:
             check_timeout_s=0.5,
             max_checks=2,
             keys_per_check=4,
+            keys_at_once=2,
+            later_keys=3,
             absent_s=8.0,
             store_hold_s=0.5,
             hold_share=0.5,
@@ -230,10 +237,9 @@ class Simulation:
         self._tokens_per_s = tokens_per_s
         self._policy: Eviction = policy
         self._epochs = 0
-        # Slots of the odd tiers are no places: other engines store there too.
+        # Slots of the odd tiers are no places: other engines store there too, and they are asked.
         self.specs = [
-            TierSpec(f"tier{i}", write, physical_slots=i % 2 == 0, existence_checks=i % 2 == 1)
-            for i, write in enumerate(writes)
+            TierSpec(f"tier{i}", write, physical_slots=i % 2 == 0, asked=i % 2 == 1) for i, write in enumerate(writes)
         ]
         self.movers = [
             SimulatedMover(spec.physical_slots, count) for spec, count in zip(self.specs, slots, strict=True)
@@ -244,6 +250,7 @@ class Simulation:
         self.waiting: dict[str, Prompt] = {}
         self.running: dict[str, Prompt] = {}  # have loaded and stored what they could, and may be preempted
         self._since: dict[str, float] = {}  # request -> when it was first put off, since it last loaded anything
+        self._lost: dict[tuple[str, int], set[Key]] = {}  # by request and tier: what is behind a row that was missing
         self.calls: list[StoreCall] = []
         self.getting: dict[str, Prompt] = {}  # calls that wait
         self._uses: list[EngineUse] = []  # that the core is yet to note
@@ -358,8 +365,11 @@ class Simulation:
     def tick(self) -> None:
         """What the supervisor does, as often as it has time for: at once again where work is left."""
         for _ in range(self.turns):
+            supervised = self._steps is None
             self._turn()
             if not (self.core.events.unfinished or self.core.garbage or self._steps):
+                if supervised:
+                    self._check_gone()
                 return
         require(self.turns < MANY_TURNS, "work is left for ever")
 
@@ -420,6 +430,10 @@ class Simulation:
                 self._check_row(move.row.index, writing=not reads, beside=(job.tier, job.id))
                 if reads:
                     self.movers[job.tier].used.pop(move.key, None)  # of a row that was evicted a moment ago
+                else:
+                    requests = self.core._promotion_jobs._loading_for.get(move.row.order, [])
+                    lost = [move.key in self._lost.get((request.name, job.tier), ()) for request in requests]
+                    require(not lost or not all(lost), "a row is loaded behind one that is missing")
             self._check_slots(job)
             self._send(job.tier, SimulatedJob(job, self.movers[job.tier].epoch))
 
@@ -429,8 +443,10 @@ class Simulation:
         for job in self.workers:
             job.stale = True
         self._uses.clear()
+        self._lost.clear()
         for mover in self.movers:
             mover.reported_absent.clear()
+            mover.told_ticks.clear()
         self.core.reset(keep_tiers=keep, now=self.now)
         if not keep:
             self._epochs += 1
@@ -448,6 +464,8 @@ class Simulation:
             for queue in (mover.inbox, mover.finished, mover.unreported, mover.listing):
                 queue.clear()
             mover.reported_absent.clear()
+            mover.told_ticks.clear()
+            mover.told = 0
             mover.used.clear()
             mover.alive = True
             mover.stuck = mover.dying = False
@@ -459,6 +477,7 @@ class Simulation:
         self.waiting.clear()
         self.running.clear()
         self._since.clear()
+        self._lost.clear()
         self.calls.clear()
         self.getting.clear()
         self._uses.clear()
@@ -552,9 +571,39 @@ class Simulation:
     def other_stores(self, chain: Sequence[Key], epoch: int = 0) -> None:
         """Another engine, with the weights of `epoch`, writes these chunks to the media that are shared."""
         self.allowed.update(chain)
-        for spec, mover in zip(self.specs, self.movers, strict=True):
-            if spec.existence_checks:
+        for mover in self.movers:
+            if not mover.physical:
                 mover.medium.setdefault(epoch, {}).update({key: (key, Content(key, epoch)) for key in chain})
+                mover.ticks.update({(epoch, key): self._time for key in chain})
+
+    def others_delete(self, tier: int, count: int) -> None:
+        """The janitor of a medium that is asked, which may be another engine's, deletes the rows that were written
+        first, of whatever weights. `heartbeat` reports it."""
+        mover = self.movers[tier]
+        rows = [(epoch, key) for epoch, held in mover.medium.items() for key in held if isinstance(key, bytes)]
+        rows.sort(key=lambda row: (mover.ticks[row], row))
+        for epoch, key in rows[:count]:
+            del mover.medium[epoch][key]
+        if rows:
+            mover.oldest = mover.ticks[rows[min(count, len(rows) - 1)]]
+
+    def heartbeat(self, tier: int) -> None:
+        mover = self.movers[tier]
+        if mover.alive and not (mover.stuck or mover.dying):
+            self.core.events.gone_before(tier, mover.oldest)
+            mover.told = mover.oldest
+            self.tick()
+
+    def _tell(self, tier: int, key: Key, tick: int) -> None:
+        """The engine hears that a row is there, and when it was written."""
+        self.core.events.listed(tier, [(0, key, tick)], last=False)
+        mover = self.movers[tier]
+        mover.told_ticks[key] = max(tick, mover.told, mover.told_ticks.get(key, 0))
+
+    @property
+    def _time(self) -> int:
+        """By the clock of a medium."""
+        return 1 + int(10 * self.now)
 
     def mover_works(self, tier: int, outcome: Outcome = Outcome.OK) -> None:
         """The tier's mover does its next step: one move of a job, a batch of deletes, a check, a change of namespace.
@@ -603,7 +652,8 @@ class Simulation:
             ended = mover.finished.popleft()
             if isinstance(ended, Answer):
                 if ended.epoch == self.epoch:
-                    self.core.events.listed(tier, [(0, key, 0) for key in ended.found], last=False)
+                    for key, tick in ended.found:
+                        self._tell(tier, key, tick)
                 if ended.probe in self.core.checks.tiers[tier].open:  # who is given up on is not listened to
                     mover.reported_absent.update(dict.fromkeys(ended.absent, self.now))
                 self.core.events.existence_checked(tier, ended.probe, ended.absent, self.now)
@@ -612,8 +662,23 @@ class Simulation:
                     bad = (Outcome.CORRUPT, Outcome.MISSING)
                     keys = [m.key for m, done in zip(ended.job.moves, ended.done, strict=True) if done in bad]
                     mover.reported_absent.update(dict.fromkeys(keys, self.now))
+                if not mover.physical:
+                    self._report_moves(tier, ended)
                 self.core.events.finished(tier, ended.job.id, ended.done, self.now)
             self.tick()
+
+    def _report_moves(self, tier: int, ended: SimulatedJob) -> None:
+        """Before its end: when rows were written. And which rows were missing, of which chains."""
+        for move, done in zip(ended.job.moves, ended.done, strict=True):
+            if ended.job.direction is Direction.STORE:
+                if ended.epoch == self.epoch and done in (Outcome.OK, Outcome.FOUND):
+                    self._tell(tier, move.key, self.movers[tier].ticks[ended.epoch, move.key])
+            elif done is Outcome.MISSING and self.core.tiers[tier].index.has(move.key, move.id):
+                for request in self.core._promotion_jobs._loading_for.get(move.row.order, ()):
+                    asked = list(request.asked)
+                    if request.ascending and move.key in asked:
+                        behind = asked[asked.index(move.key) + 1 :]
+                        self._lost.setdefault((request.name, tier), set()).update(behind)
 
     def kill(self, tier: int) -> None:
         """The mover dies in the middle of its job, is reaped, and another one opens the same medium."""
@@ -780,7 +845,18 @@ class Simulation:
         require(counted == stuck, f"requests that wait for more hold {stuck} rows, and {counted} are counted")
         for shared in core.checks.tiers.values():
             require(len(shared.open) <= self.limits.max_checks, "too many open checks")
+            ahead = sum(not check.requests for check in shared.open.values())
+            require(ahead <= max(1, self.limits.max_checks // 2), "requests find no room for their checks")
+            require(len(shared.later) <= self.limits.later_keys, "too many keys are to be asked for later")
             require(shared.absent_count <= self.limits.absent_keys, "the negative cache is too large")
+
+    def _check_gone(self) -> None:
+        """Nothing that others have deleted, as far as this engine was told, is promised to requests."""
+        for tier, mover in zip(self.core.tiers, self.movers, strict=True):
+            for key, row in rows_of(tier).items() if mover.told else ():
+                idle = row.stored and not (row.pins or row.evicting)
+                gone = mover.told_ticks.get(key, mover.told) < mover.told
+                require(not (idle and gone), "a row is promised that others have deleted")
 
     def _check_victims(self, by_tier: list[dict[Key, Found]]) -> None:
         """Each victim that waits to be written below is on its way there, or back to the policy."""
@@ -849,6 +925,11 @@ class Simulation:
         )
         self._measuring.ended()
         self._recover()
+        for _ in self.core.checks.tiers:
+            self.advance(self.limits.retry_s + self.limits.hard_deadline_min_s)
+            self._run_out()
+        later = any(shared.later for shared in self.core.checks.tiers.values() if shared.tier.readable)
+        require(not later, "what was unknown while a medium was slow is never asked for")
 
     def _recover(self) -> None:
         """All media work: so all circuits must close soon, once there are rows to probe with. A tier that is only read
@@ -913,6 +994,8 @@ class Simulation:
         self._end_steps()
         self._take_steps(tier, self.core.events.opened(tier, mover.slots))
         places = sorted(mover.here.items(), key=lambda item: (mover.ticks.get((mover.epoch, item[0]), 0), repr(item)))
+        if not mover.physical:
+            places = []  # it is asked
         held = [
             (place if isinstance(place, int) else number, key, mover.ticks.get((mover.epoch, place), 0))
             for number, (place, (key, _)) in enumerate(places)
@@ -944,7 +1027,11 @@ class Simulation:
 
     def _listed(self, tier: int, rows: list[tuple[int, Key, int]], last: bool) -> Steps:
         epoch = self.epoch
-        if last:
+        if last and not self.movers[tier].physical:
+            before = set(rows_of(self.core.tiers[tier]))
+            take_all(self.core.events.listing_ends(tier))
+            require(before == set(rows_of(self.core.tiers[tier])), "what is known of an asked tier is forgotten")
+        elif last:
             yield from self.core.events.listing_ends(tier)
         if self.epoch == epoch:
             self.core.events.listed(tier, rows, last)
@@ -955,7 +1042,7 @@ class Simulation:
         put_off = False
         places = list(enumerate(prompt.chain))
         if prompt.scan is Scan.EACH:
-            self.core.wait_for_listing(name)
+            self.core.be_patient(name)
         if prompt.scan in {Scan.CHAIN, Scan.HYBRID}:
             return self._scan(name, prompt)
         waits_for = (
@@ -971,7 +1058,7 @@ class Simulation:
                 known = any(key in self.core.host.index for key in keys)
                 known |= any(key in tier.index for tier in self.core.tiers for key in keys)
                 known |= any(queued in keys for tier in self.core.tiers for _, queued in tier.to_load)
-                known |= prompt.scan is Scan.EACH and self._listing()
+                known |= prompt.scan is Scan.EACH and (self._listing() or self._is_asked(name))
                 known |= self.core.events.unfinished
                 require(known or self._may_be_checked(since), "a request waits too long for a check")
             elif answer is Lookup.HIT:
@@ -982,6 +1069,8 @@ class Simulation:
                 given_up = self.now > self._since.get(name, self.now) + self.limits.wait_s
                 patient = prompt.scan is Scan.EACH and not given_up and name not in self._load_failed
                 require(not (patient and self._yet_to_be_listed(key)), "a miss while a tier is about to list the key")
+                first = patient and name not in self._since
+                require(not (first and self._may_be_found(key)), "a get gives up a key that nobody was asked for")
                 if prompt.scan is Scan.PREFIX:
                     break
         return None if put_off else hits
@@ -1039,12 +1128,28 @@ class Simulation:
     def _listing(self) -> bool:
         return any(tier.state is TierState.LISTING for tier in self.core.tiers)
 
+    def _is_asked(self, name: str) -> bool:
+        """Whether checks are still to say something about what this request waits for."""
+        request = self.core._requests.by_name[name]
+        return request.check_queued or request.open_checks > 0
+
+    def _may_be_found(self, key: Key) -> bool:
+        """Whether a tier that is asked, and is in time, might be found to hold a key that nobody knows of."""
+        absent = self.limits.absent_s
+        return key not in self.core.host.index and any(
+            shared.tier.readable
+            and not shared.slow
+            and key not in shared.tier.index
+            and self.now >= self.movers[number].reported_absent.get(key, -absent) + absent
+            for number, shared in self.core.checks.tiers.items()
+        )
+
     def _yet_to_be_listed(self, key: Key) -> bool:
-        """Whether a serving tier is still going to list `key`. For a shared one, a check may have found it absent."""
+        """Whether a serving tier is still going to list `key`."""
         return any(
             key in {row[1] for row in (piece if isinstance(piece, list) else piece.rows)}
             for tier, mover in zip(self.core.tiers, self.movers, strict=True)
-            if tier.readable and tier.state is TierState.LISTING and not tier.spec.existence_checks
+            if tier.readable and tier.state is TierState.LISTING
             for piece in (mover.listing if key not in tier.index else ())
         )
 
@@ -1061,6 +1166,7 @@ class Simulation:
             rows = self.core.copies.prepare_load(hits, name)
             self._used(hits, name)
             self._since.pop(name, None)
+            self._loaded(name)
             for row in rows:
                 self._check_row(row, writing=False)
             self.workers.append(WorkerJob(False, hits, rows, self.epoch, name))
@@ -1086,8 +1192,14 @@ class Simulation:
                 if key in tier.index:
                     mover.used[key] = max(tick, mover.used.get(key, 0))
 
+    def _loaded(self, name: str) -> None:
+        """What it lacks by now it may ask for anew."""
+        for tier in range(len(self.movers)):
+            self._lost.pop((name, tier), None)
+
     def _finish(self, name: str) -> None:
         self._since.pop(name, None)
+        self._loaded(name)
         self.core.finish_request(name)
 
     def _check_probe(self, probe: ExistenceCheck) -> None:
@@ -1102,11 +1214,15 @@ class Simulation:
         there = [(key in mover.here) is honest for key in probe.keys]
         if probe.chain:
             reach = there.index(False) if False in there else len(there)
-            return Answer(probe.id, mover.epoch, probe.keys[:reach], probe.keys[reach : reach + 1])
-        found = [key for key, is_there in zip(probe.keys, there, strict=True) if is_there]
-        return Answer(probe.id, mover.epoch, found, [key for key in probe.keys if key not in found])
+            found, absent = probe.keys[:reach], probe.keys[reach : reach + 1]
+        else:
+            found = [key for key, is_there in zip(probe.keys, there, strict=True) if is_there]
+            absent = [key for key in probe.keys if key not in found]
+        ticks = [mover.ticks.get((mover.epoch, key), self._time) for key in found]
+        return Answer(probe.id, mover.epoch, list(zip(found, ticks, strict=True)), absent)
 
     def _send(self, tier: int, message: SimulatedJob | list[tuple[int, Key]] | int | Uses | ExistenceCheck) -> None:
+        require(self.movers[tier].physical or not isinstance(message, list), "an asked tier is told to delete")
         if not self.movers[tier].dying:
             self.movers[tier].inbox.append(message)
 
@@ -1147,12 +1263,14 @@ class Simulation:
         if work.job.direction is Direction.STORE:
             content = self.region[row]
             require(move.key in self.allowed, "a row is written that is to stay in host memory")
-            if outcome is Outcome.OK:
+            if outcome is Outcome.OK and not mover.physical and place in medium:
+                outcome = Outcome.FOUND
+            elif outcome is Outcome.OK:
                 stale = work.epoch != self.epoch
                 require(stale or content == Content(move.key, work.epoch), f"{content} is sealed as {move.key!r}")
                 medium[place] = (move.key, content)
+                mover.ticks[work.epoch, place] = move.tick if mover.physical else self._time
                 if mover.physical:
-                    mover.ticks[work.epoch, place] = move.tick
                     earlier = stale or work.job.id <= mover.listed_after
                     require(earlier or move.tick >= mover.newest, "a row stored now is older than one that was listed")
             elif mover.physical and place in medium:
@@ -1162,5 +1280,7 @@ class Simulation:
             content = medium.get(place, (b"", GARBAGE))[1]
             if outcome is Outcome.OK and content != Content(move.key, work.epoch):
                 outcome = Outcome.CORRUPT if place in medium else Outcome.MISSING
+                if not mover.physical:
+                    medium.pop(place, None)  # by its mover: nobody else is to load it
             self.region[row] = content if outcome is Outcome.OK else GARBAGE
         work.done.append(outcome)

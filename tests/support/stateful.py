@@ -193,6 +193,28 @@ class CascadeStateMachine(RuleBasedStateMachine):
         chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
         self.simulation.other_stores(chain[-1:] if stale else chain[:chunks])
 
+    @rule(tier=TIERS, count=st.integers(1, 4), told=st.booleans())
+    def others_delete(self, tier: int, count: int, told: bool) -> None:
+        """Of a medium that engines share, what was written first."""
+        self.simulation.others_delete(tier, count)
+        if told:
+            self.simulation.heartbeat(tier)
+
+    @rule(prompt=PROMPTS, count=st.integers(1, 4), wait_s=st.sampled_from([0.1, 1.0, 9.0]), told=st.booleans())
+    def chain_vanishes(self, prompt: str, count: int, wait_s: float, told: bool) -> None:
+        """Another engine's chain is found, and others delete its beginning before it is loaded."""
+        chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
+        self.simulation.other_stores(chain)
+        self.request(prompt)
+        for tier in range(len(self.simulation.movers)):
+            self.mover_works(tier, Outcome.OK, 1)
+            self.simulation.deliver(tier)
+        for name in sorted(self.simulation.waiting):
+            self.simulation.again(name)
+        self.simulation.advance(wait_s)
+        for tier in range(len(self.simulation.movers)):
+            self.others_delete(tier, count, told)
+
     @rule(room=st.sampled_from([0, 1, SOME_ROOM, UNLIMITED]))
     def movers_read(self, room: int) -> None:
         """Movers take so many messages a turn from now on (back-pressure)."""

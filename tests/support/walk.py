@@ -40,6 +40,7 @@ ARGUMENTS: Final[dict[str, Callable[[Random], object]]] = {
     "after": _prompt,
     "before": _prompt,
     "beside": _rarely,
+    "count": lambda random: random.randint(1, 4),
     "chunks": lambda random: random.randint(1, 5),
     "ends": lambda random: random.randrange(32),
     "good": lambda random: not _rarely(random),
@@ -66,6 +67,7 @@ ARGUMENTS: Final[dict[str, Callable[[Random], object]]] = {
     "steps": lambda random: random.randint(1, 4),
     "store": lambda random: random.random() < 0.5,
     "tier": lambda random: random.randrange(2),
+    "told": lambda random: random.random() < 0.5,
     "turns": lambda random: random.choice([1, 2, MANY_TURNS, MANY_TURNS]),
     "wait_s": lambda random: random.choice([0.4, 1.5, 1.5, 6.0]),
 }

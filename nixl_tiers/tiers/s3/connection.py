@@ -31,7 +31,7 @@ from nixl_tiers.tiers.s3.denials import Denials
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS: Final = 16
+CONNECTIONS: Final = 24  # existence checks use as many
 VERSIONED: Final = "versioning is on: deleted and overwritten objects stay as old versions, which no capacity bounds"
 REMEDY: Final = "suspend versioning, or have a lifecycle rule delete noncurrent versions"
 _KNOWN: Final = get_args(Sse)
@@ -89,8 +89,9 @@ class S3Connection:
             self.credentials = found
             self._make_clients()
 
-    def exists(self, name: str, nbytes: int) -> bool | None:
-        """Whether there is an object of this name and size that has not expired; None if the answer is an error.
+    def written_s(self, name: str, nbytes: int) -> int | None:
+        """When the object of this name was last written, in Unix seconds by the server's clock; 0 if there is none of
+        this size that has not expired, None if the answer is an error.
 
         Blocks, but not for long. Raises what boto3 raises if there is no answer.
         """
@@ -99,11 +100,10 @@ class S3Connection:
         try:
             found = self._quick_client.head_object(Bucket=self._tier.bucket, Key=name)
         except ClientError as error:
-            return False if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404 else None
-        if self._tier.max_age is not None and (now_s := answered_at_s(found)) is not None:
-            age_s = now_s - found["LastModified"].timestamp()
-            return bool(found["ContentLength"] == nbytes and age_s <= self._tier.max_age)
-        return bool(found["ContentLength"] == nbytes)
+            return 0 if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404 else None
+        written_s, now_s = int(found["LastModified"].timestamp()), answered_at_s(found)
+        expired = self._tier.max_age is not None and now_s is not None and now_s - written_s > self._tier.max_age
+        return max(1, written_s) if found["ContentLength"] == nbytes and not expired else 0
 
     def is_versioned(self) -> bool:
         """Whether the bucket keeps what is deleted. Blocks, but not for long; raises what boto3 raises."""

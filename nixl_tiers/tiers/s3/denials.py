@@ -19,12 +19,19 @@ from botocore.exceptions import HTTPClientError
 
 CLEAR_S: Final = 5.0  # a success clears a denial after so long without another: some servers deny every other request
 
-_OPERATIONS: Final = {"PutObject": "put", "GetObject": "get", "DeleteObjects": "delete", "ListObjectsV2": "list"}
+_OPERATIONS: Final = {
+    "PutObject": "put",
+    "GetObject": "get",
+    "DeleteObjects": "delete",
+    "ListObjectsV2": "list",
+    "HeadObject": "head",
+}
 _EFFECTS: Final = {
     "put": ("uploads", "s3:PutObject", "nothing is stored there"),
     "get": ("downloads", "s3:GetObject", "rows stored there are misses"),
     "delete": ("deletes", "s3:DeleteObject", "evicted rows stay and use space"),
     "list": ("listings", "s3:ListBucket", "rows stored earlier, or by others, are not found"),
+    "head": ("existence checks", "s3:GetObject, or s3:ListBucket", "rows stored by others are not found"),
 }
 _ROOTS: Final = {"list": b"ListBucketResult", "delete": b"DeleteResult"}
 """The root elements of answers that boto3 takes for empty, and so for good, whatever XML they are."""

@@ -14,6 +14,7 @@ loses it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -42,6 +43,7 @@ COUNTER_REWRITE_S: Final = 3600.0  # a counter that does not change is written a
 COUNTER_TIMEOUT_S: Final = 3 * COUNTER_REWRITE_S  # one that was not, for this long, is deleted
 MAX_DELETES: Final = 1000  # names in one DeleteObjects request
 CLOSE_TIMEOUT_S: Final = 2.0
+LEAST_AHEAD_S: Final = 5.0  # both times are in whole seconds, and answers take time
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,11 @@ class Janitor:
         intervals: JanitorIntervals,
         denials: Denials,
         max_age_s: float | None = None,
+        reads_only: bool = False,
     ) -> None:
         """`client`: returns the present boto3 client. `denials`: where it reports what the server does not support.
-        `max_age_s`: rows that were last written longer ago are deleted even if there is room."""
+        `max_age_s`: rows that were last written longer ago are deleted even if there is room. `reads_only`: it only
+        reads the usage record."""
         self._client = client
         self._bucket = bucket
         self._prefix = prefix
@@ -90,6 +94,7 @@ class Janitor:
         self._denials = denials
         self._log_once = LogOnce(logger)
         self._max_age_s = float("inf") if max_age_s is None else max_age_s
+        self._reads_only = reads_only
         self._id = quota.mover
         self._lease = Lease(client, bucket, prefix, quota.mover, denials, time.time, intervals.lease)
         self._others = 0  # of the lease, when what was listed was last forgotten
@@ -134,6 +139,10 @@ class Janitor:
 
     def _turn(self) -> None:
         """What is to be done every `renew_s`. A request that fails ends it; the next turn goes on from there."""
+        if self._reads_only:
+            with contextlib.suppress(*REQUEST_ERRORS, KeyError, ValueError):
+                self._read_usage()
+            return
         try:
             can_be_held = self._lease.can_be_held()
             self._lease.report_conditions(f'so nothing is written below the shared prefix "{self._prefix}"')
@@ -212,6 +221,8 @@ class Janitor:
         version = found["ETag"], found["LastModified"]  # if its content stays, only the time changes
         if version != self._usage_version:
             self._usage_version, self._renewed_s = version, looked_before_s
+            ahead_s = _date(found) - found["LastModified"].timestamp() - (asked_s - looked_before_s)
+            self._quota.ahead_s = ahead_s if ahead_s > LEAST_AHEAD_S else 0.0
         valid_for_s = self._intervals.usage_timeout_s - (time.monotonic() - self._renewed_s)
         self._quota.refresh(usage, valid_for_s)
         if usage is not None and valid_for_s > 0:

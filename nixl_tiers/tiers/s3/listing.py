@@ -1,4 +1,4 @@
-"""Listings of the objects below a tier's prefix, page by page, on the control thread.
+"""Listings of the objects below a private prefix, page by page, on the control thread.
 
 Names come in order, and so does PrefixQuota hold them: each page is compared with what is known of its part of the
 names, and only the differences are handed to the mover's loop.
@@ -90,77 +90,59 @@ class Listing(ABC):
     it may be older than that; then a load finds the row expired.
     """
 
-    def __init__(
-        self, quota: PrefixQuota, names: RowNames, list_prefix: str, *, max_age_s: float | None, pause_s: float = 0.0
-    ) -> None:
+    def __init__(self, quota: PrefixQuota, names: RowNames, *, max_age_s: float | None, pause_s: float = 0.0) -> None:
         """`pause_s`: at least this long between the requests of two pages."""
         self.done = threading.Event()
         self.comparing = False  # left true by an exception: a page was compared in part, and cannot be again
         self._quota = quota
         self._names = names
-        self._list_prefix = list_prefix
         self._max_age_s = max_age_s
         self._pause_s = pause_s
         self._requested_s = float("-inf")
         self._after = ""
         self._token: str | None = None  # of the request after an empty page
         self._empty = EmptyPages()
-        self._differences: deque[tuple[bool, Key]] = deque()  # (whether it is there, key)
+        self._differences: deque[Key] = deque()  # rows that are gone
 
     def next_step_s(self, now: float) -> float:
         """When `step` may be called (monotonic)."""
         if len(self._differences) >= MAX_WAITING:
             return now + PAUSE_S
-        return now if self._has_more or self._token is not None else self._requested_s + self._pause_s
+        return now if self._token is not None else self._requested_s + self._pause_s
 
     def step(self, client: Any, bucket: str) -> None:
         """Request the next page, and compare it. Raises what boto3 raises; then call it again later."""
-        page = None
-        if not self._has_more:
-            self._requested_s = time.monotonic()
-            if self._token is None:
-                self._before_page()
-            page = self._fetch(client, bucket)
-            if page is None:
-                return
+        self._requested_s = time.monotonic()
+        if self._token is None:
+            self._before_page()
+        page = self._fetch(client, bucket)
+        if page is None:
+            return
         self.comparing = True
-        if page is not None:
-            self._after = page.last or ""
-            self._begin_page(page)
-        ended = self._compare()
+        self._after = page.last or ""
+        self._compare(page)
         self.comparing = False
-        if ended:
+        if page.last is None:
             self.done.set()
 
     def entries(self, tick: Callable[[], int]) -> Iterator[list[Entry]]:
-        """The differences, in batches; an empty one: nothing yet. `tick`: above those of all rows known by then."""
+        """What has changed, in batches; an empty one: nothing yet. `tick`: above those of all rows known by then."""
         while True:
             ended = self.done.is_set()
             some = [self._differences.popleft() for _ in range(min(MAX_ENTRIES, len(self._differences)))]
-            # The loop may have stored or deleted the row since then: it knows better.
-            slots = [0 if there else GONE for there, _ in some]
-            current = [there == (key in self._quota) for there, key in some]
-            now = tick()
-            batch = [Entry(slot, key, now) for slot, (_, key), yes in zip(slots, some, current, strict=True) if yes]
+            # The loop may have stored the row since then: it knows better.
+            batch = [Entry(GONE, key, tick()) for key in some if key not in self._quota]
             if batch or not (ended or some):
                 yield batch
             elif not some:
                 return
 
-    @property
-    def _has_more(self) -> bool:
-        """Whether the last page has not been compared to its end."""
-        return False
-
     def _before_page(self) -> None:
         self._quota.watch()
 
     @abstractmethod
-    def _begin_page(self, page: Page) -> None: ...
-
-    @abstractmethod
-    def _compare(self) -> bool:
-        """Compare a part of the last page. True if that was the end of the listing."""
+    def _compare(self, page: Page) -> None:
+        """Compare a page, which may be the last."""
 
     def _fetch(self, client: Any, bucket: str) -> Page | None:
         """None: an empty page, which is not the end of the listing. After too many of them each raises EndlessListing,
@@ -169,7 +151,7 @@ class Listing(ABC):
         if self._token is not None:
             position = {"ContinuationToken": self._token}
         self._token = None  # if this request fails, the next begins behind the last page
-        answer = client.list_objects_v2(Bucket=bucket, Prefix=self._list_prefix, **position)
+        answer = client.list_objects_v2(Bucket=bucket, Prefix=self._names.root, **position)
         if answer.get("IsTruncated") and not answer.get("Contents"):
             self._token = answer["NextContinuationToken"]
             if self._empty.too_many(answer):
@@ -197,10 +179,8 @@ class Listing(ABC):
 
 
 class FullListing(Listing):
-    """After an open: the rows of one namespace, oldest first; on a private prefix, what else is below the prefix too.
-
-    Expired rows of a private prefix are deleted at once; those of a shared one are left out, and to the janitor.
-    """
+    """After an open: the rows of one namespace, oldest first; what else is below the prefix is counted. Expired rows
+    are deleted at once, or left out."""
 
     def __init__(
         self,
@@ -208,18 +188,16 @@ class FullListing(Listing):
         names: RowNames,
         served: Kind,
         *,
-        whole: bool,
         max_age_s: float | None,
         deleter: Deleter | None,
         differences_only: bool = False,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
-        """`whole`: list all namespaces. `deleter`: of expired objects; None: they are only left out.
+        """`deleter`: of expired objects; None: they are only left out.
         `differences_only`: the tier has listed its rows before; hand over what is new, and what is gone.
         `begin`: called on the control thread before the first page is requested, again if that fails."""
-        super().__init__(quota, names, names.root if whole else f"{names.root}{served[0]}/", max_age_s=max_age_s)
+        super().__init__(quota, names, max_age_s=max_age_s)
         self._served = served
-        self._whole = whole
         self._deleter = deleter
         self._differences_only = differences_only
         self._begin = begin
@@ -228,7 +206,6 @@ class FullListing(Listing):
         self._order: np.ndarray[Any, np.dtype[np.intp]] = np.empty(0, np.intp)
         self._known = 0  # how many of the rows listed were known before
         self._gone: set[Key] = set()  # handed over when the quota does not hold them any more
-        self._page: Page | None = None
 
     def entries(self, tick: Callable[[], int]) -> Iterator[list[Entry]]:
         yield from super().entries(tick)
@@ -250,35 +227,28 @@ class FullListing(Listing):
             self._begin()
             super()._before_page()
 
-    def _begin_page(self, page: Page) -> None:
-        self._page = page
-
-    def _compare(self) -> bool:
-        assert self._page is not None
-        for row in self._page.rows:
+    def _compare(self, page: Page) -> None:
+        for row in page.rows:
+            if row.expired and self._expired(row):
+                continue
             kind = (row.namespace, row.nbytes)
-            if kind == self._served or self._whole:
-                if row.expired and self._expired(row):
-                    continue
-                run = self._runs.setdefault(kind, Run())
-                run.add(place_of(row.key), row.modified_s)
-                if kind == self._served:
-                    self._modified_s.append(row.modified_s)
-        if self._page.last is not None:
-            return False
-        self._page = None
+            run = self._runs.setdefault(kind, Run())
+            run.add(place_of(row.key), row.modified_s)
+            if kind == self._served:
+                self._modified_s.append(row.modified_s)
+        if page.last is None:
+            self._end()
+
+    def _end(self) -> None:
         for run in self._runs.values():
             run.end()
         groups = {kind: Group(KeySet(run.leaves), run.newest_s) for kind, run in self._runs.items()}
         if self._differences_only:
             self._leave_out_known()
-        else:  # the few that were stored since the open, before the first page was requested
-            self._gone.update(self._quota.missing_in(groups[self._served].keys))
         self._quota.adopt(groups)
-        self._differences.extend((False, key) for key in self._gone)
+        self._differences.extend(self._gone)
         order = np.argsort(np.frombuffer(self._modified_s, np.float64), kind="stable")  # with NaN last
         self._order = order[: len(order) - self._known]
-        return True
 
     def _leave_out_known(self) -> None:
         """Find out which of the rows listed are new to the quota, and which of its rows are gone."""
@@ -290,7 +260,7 @@ class FullListing(Listing):
             found: set[Place] = set()
             while upto is None or compared < upto:
                 rest = [place for place in places if place > compared]
-                some, gone, reached = self._quota.compare(compared, upto, rest, adopt=False)
+                some, gone, reached = self._quota.compare(compared, upto, rest)
                 found.update(some)
                 self._gone.update(place[1:] for place in gone)
                 if reached is None:
@@ -312,7 +282,7 @@ class FullListing(Listing):
                 self._deleter.delete([name])
         elif not served:
             return False
-        if self._whole and served and row.key in self._quota:
+        if served and row.key in self._quota:
             self._gone.add(row.key)
         return True
 
@@ -337,49 +307,8 @@ class Run:
             self._last = []
 
 
-class Relisting(Listing):
-    """Of a shared prefix: the rows of one namespace that others have stored, and those that are gone."""
-
-    def __init__(
-        self, quota: PrefixQuota, names: RowNames, served: Kind, *, max_age_s: float | None, pause_s: float
-    ) -> None:
-        super().__init__(quota, names, f"{names.root}{served[0]}/", max_age_s=max_age_s, pause_s=pause_s)
-        self._served = served
-        self._listed: list[Place] = []
-        self._compared: Place = b""
-        self._upto: Place | None = b""  # how far the last page is compared; None: to the end
-        self._ragged = False  # whether it goes further than that
-
-    @property
-    def _has_more(self) -> bool:
-        return self._upto is None or self._compared < self._upto
-
-    def _before_page(self) -> None:
-        if not self._ragged:
-            super()._before_page()
-
-    def _begin_page(self, page: Page) -> None:
-        self._listed = [
-            place_of(row.key) for row in page.rows if (row.namespace, row.nbytes) == self._served and not row.expired
-        ]
-        last = None if page.last is None else self._names.parse(page.last)
-        # A page that ends with a name that is no row's is compared as far as its last row; the next one does the rest.
-        self._ragged = page.last is not None and last is None
-        self._upto = place_of(last[1]) if last else None if page.last is None else [self._compared, *self._listed][-1]
-
-    def _compare(self) -> bool:
-        found, gone, upto = self._quota.compare(self._compared, self._upto, self._listed, adopt=True)
-        self._differences.extend((True, place[1:]) for place in found)
-        self._differences.extend((False, place[1:]) for place in gone)
-        if upto is None:
-            return True
-        self._listed = [place for place in self._listed if place > upto]
-        self._compared = upto
-        return False
-
-
 class ExpirySweep(Listing):
-    """Of a private prefix: expired objects, which are deleted."""
+    """Expired objects, which are deleted."""
 
     def __init__(
         self,
@@ -392,21 +321,15 @@ class ExpirySweep(Listing):
         deleter: Deleter | None,
     ) -> None:
         """`deleter`: None: expired rows of the namespace served are only forgotten."""
-        super().__init__(quota, names, names.root, max_age_s=max_age_s, pause_s=pause_s)
+        super().__init__(quota, names, max_age_s=max_age_s, pause_s=pause_s)
         self._served = served
         self._deleter = deleter
-        self._page: Page | None = None
 
-    def _begin_page(self, page: Page) -> None:
-        self._page = page
-
-    def _compare(self) -> bool:
-        assert self._page is not None
-        for row in self._page.rows:
+    def _compare(self, page: Page) -> None:
+        for row in page.rows:
             served = (row.namespace, row.nbytes) == self._served
             if row.expired and (served or self._deleter is not None) and self._expire(row) and served:
-                self._differences.append((False, row.key))
-        return self._page.last is None
+                self._differences.append(row.key)
 
     def _expire(self, row: ListedRow) -> bool:
         if self._deleter is not None and not self._deleter.has_room:

@@ -199,22 +199,11 @@ class PrefixQuota:
             self._group_bytes = sum(kind[1] * len(group.keys) for kind, group in groups.items())
             self._complete = True
 
-    def missing_in(self, listed: KeySet) -> list[Key]:
-        """Rows held that a whole listing has not found: others have deleted them, before it began."""
-        with self._lock:
-            return [
-                place[1:]
-                for place in self._rows.keys.after(b"", len(self._rows.keys))
-                if place[1:] not in listed and self._is_settled(self._name(place[1:]))
-            ]
-
     def compare(
-        self, after: Place, upto: Place | None, listed: Sequence[Place], *, adopt: bool
+        self, after: Place, upto: Place | None, listed: Sequence[Place]
     ) -> tuple[list[Place], list[Place], Place | None]:
         """Compare a portion of the rows with a listing that has found `listed` behind `after`, up to and with `upto`
-        (None: it ends there). Returns what was found, what is gone, and how far this portion goes.
-
-        `adopt`: the listing is right from now on."""
+        (None: it ends there). Returns what was found, what is gone, and how far this portion goes."""
         with self._lock:
             known = self._rows.keys.after(after, PORTION)
             if len(known) >= PORTION and (upto is None or known[-1] < upto):
@@ -225,9 +214,6 @@ class PrefixQuota:
             here, there = set(known), set(listed)
             found = [place for place in listed if place not in here and self._is_settled(self._name(place[1:]))]
             gone = [place for place in known if place not in there and self._is_settled(self._name(place[1:]))]
-            if adopt:
-                self._remove(self._served, gone)
-                self._add(self._served, found)
         return found, gone, upto
 
     def expire(self, namespace: str, key: Key, nbytes: int, *, delete: bool) -> str | None:

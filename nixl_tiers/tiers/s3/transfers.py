@@ -25,7 +25,7 @@ from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.concurrency import PollPace, TransferLimit
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.data import ERROR_PAGE_BYTES, ObjectTransfer, S3Data
-from nixl_tiers.tiers.s3.rows import PrefixRows
+from nixl_tiers.tiers.s3.rows import Rows
 
 TRIES: Final = 2
 
@@ -34,7 +34,7 @@ class RowTransfers:
     """The moves of one tier: each row is an object, with a transfer of its own."""
 
     def __init__(
-        self, config: S3Config, geometry: Geometry, region: HostRegion, control: S3Control, rows: PrefixRows
+        self, config: S3Config, geometry: Geometry, region: HostRegion, control: S3Control, rows: Rows
     ) -> None:
         self._config = config
         self._geometry = geometry
@@ -49,7 +49,12 @@ class RowTransfers:
         self._downloads, self._uploads = TransferLimit(most), TransferLimit(most)
         self.moves = MovePipeline(
             MoveQueue(limit=most, admit=self._admit_load, run=self._run_load),
-            MoveQueue(limit=most, admit=self._admit_store, run=self._run_store),
+            MoveQueue(
+                limit=most,
+                admit=self._admit_store,
+                run=self._run_store,
+                on_end=lambda move, _: rows.store_ended(move.key),
+            ),
             may_start=self._may_start,
             held_until_s=lambda: region.stores_held_until_s,
         )
@@ -62,6 +67,7 @@ class RowTransfers:
 
     def store(self, moves: Sequence[Move]) -> int:
         self.pace.hurry()
+        self._rows.stores_begin(moves)
         return self.moves.store(moves)
 
     def load(self, moves: Sequence[Move]) -> int:
@@ -134,10 +140,10 @@ class RowTransfers:
             page = row[:ERROR_PAGE_BYTES].tobytes()
             self._control.denials.error_page("get", page)
             if b"<Code>NoSuchKey</Code>" in page:
-                self._rows.quota.forget(move.key)
+                self._rows.is_missing(move.key)
                 return Outcome.MISSING
             if b"<Code>InvalidRange</Code>" in page:
-                self._rows.unusable.add(move.key)
+                self._rows.is_unusable(move.key)
                 return Outcome.CORRUPT  # an empty object has no range that could be read
             self._downloads.failed(download.started_s, time.monotonic())
             answered = any(page)  # no retry while the server is down
@@ -151,7 +157,7 @@ class RowTransfers:
             self._region.rows_view[move.row],
             name=f's3 bucket "{self._config.bucket}": {self._rows.name(move.key)}',
             has_expired=lambda sealed_at: has_expired(sealed_at, now_s, age_s),
-            forget=lambda _: self._rows.unusable.add(move.key),
+            forget=lambda _: self._rows.is_unusable(move.key),
             last_try=last_try,
         )
 

@@ -57,6 +57,8 @@ class UploadQuota:
         self.mover = mover
         self.capacity_bytes = capacity_bytes
         self.window_bytes = max(row_bytes, capacity_bytes // WINDOW_SHARE)
+        self.ahead_s = 0.0
+        """How much the server's Date is ahead of its Last-Modified, if they come from different clocks."""
         self._lock = threading.Lock()
         self._usage: Usage | None = None
         self._valid_until = 0.0  # monotonic

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.tiers.s3 import lease
-from nixl_tiers.tiers.s3 import tier as tier_module
+from nixl_tiers.tiers.s3 import lease, shared
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, S3Server
 from tests.tiers.s3.harness import FAST_JANITOR, QUICK_LEASE, FaultyS3, faulty_s3
 
@@ -49,4 +48,4 @@ def faulty(server_credentials: None) -> Iterator[FaultyS3]:
 @pytest.fixture
 def fast_janitor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The S3 tier's janitor has short intervals."""
-    monkeypatch.setattr(tier_module, "INTERVALS", FAST_JANITOR)
+    monkeypatch.setattr(shared, "INTERVALS", FAST_JANITOR)

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -24,6 +26,7 @@ from nixl_tiers.tiers.base import Entry, Move, TierDown, TierRefused
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.janitor import JanitorIntervals
 from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, LeaseTerms
+from nixl_tiers.tiers.s3.rows import PrefixRows
 from nixl_tiers.tiers.s3.tier import S3Tier
 
 TIMEOUT_S = 120.0
@@ -125,7 +128,9 @@ class TierDriver:
         """The entries of the mover's next round: a listing, or upkeep of a private prefix."""
         tier, entries = self.tier, list[Entry]()
         deadline = time.monotonic() + TIMEOUT_S
-        for batch in tier.maintain() if tier._rows.listed and tier.maintain_s is not None else tier.list_rows():
+        rows = tier._rows
+        upkeep = isinstance(rows, PrefixRows) and rows.listed and tier.maintain_s is not None
+        for batch in tier.maintain() if upkeep else tier.list_rows():
             entries += batch
             if not batch:
                 assert time.monotonic() < deadline, "the listing does not end"
@@ -234,7 +239,8 @@ class FaultyS3:
     etag: str = ""  # of every answer; "": none, or with `tests_conditions` the right one
     versioning: tuple[int, bytes] = (200, b"<VersioningConfiguration/>")  # the answer; such requests are not recorded
     region: str = ""  # the bucket's, as reported in headers
-    modified: dict[str, str] = field(default_factory=dict)  # Last-Modified in listings, instead of LONG_AGO
+    modified: dict[str, str] = field(default_factory=dict)  # Last-Modified, instead of LONG_AGO
+    tells_times: bool = False  # Last-Modified is the time of a PUT, and is sent with GET too
     hold: threading.Event | None = None  # while it is not set, GET sends one byte and waits
     requests: list[Request] = field(default_factory=list)
     max_objects: int = 0  # but for manifests and the lease, which no capacity counts
@@ -330,8 +336,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-    def _answer(self, status: int, body: bytes = b"", etag: str = "") -> None:
+    def _answer(self, status: int, body: bytes = b"", etag: str = "", modified: str = "") -> None:
+        """`modified`: as in a listing."""
         self.send_response(status)
+        if modified:
+            self.send_header("Last-Modified", formatdate(datetime.fromisoformat(modified).timestamp(), usegmt=True))
         self.send_header("Content-Length", str(len(body)))
         if self.s3.region:
             self.send_header("x-amz-bucket-region", self.s3.region)
@@ -343,13 +352,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _head(self, name: str, body: bytes, query: dict[str, list[str]]) -> None:
         found = self.s3.objects.get(name) if name else b""
-        self._answer(404 if found is None else 200, found or b"")
+        modified = self.s3.modified.get(name, LONG_AGO) if name else ""
+        self._answer(404 if found is None else 200, found or b"", modified=modified if found is not None else "")
 
     def _put(self, name: str, body: bytes, query: dict[str, list[str]]) -> None:
         with self.s3.lock:
             if not self._condition_holds(self.s3.objects.get(name)):
                 return self._answer(412, b"<Error><Code>PreconditionFailed</Code><Message>no</Message></Error>")
             self.s3.objects[name] = body
+            if self.s3.tells_times:
+                self.s3.modified[name] = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
             rows = sum("/." not in each and not each.endswith(f"/{MANIFEST_NAME}") for each in self.s3.objects)
             self.s3.max_objects = max(self.s3.max_objects, rows)
         return self._answer(200, etag=self._etag(body))
@@ -372,7 +384,8 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None:
             return self._answer(404, b"<Error><Code>NoSuchKey</Code><Message>none</Message></Error>")
         if self.s3.hold is None:
-            return self._answer(200, found, self._etag(found))
+            modified = self.s3.modified.get(name, LONG_AGO) if self.s3.tells_times else ""
+            return self._answer(200, found, self._etag(found), modified)
         self.send_response(200)
         self.send_header("Content-Length", str(len(found)))
         self.end_headers()
@@ -388,7 +401,7 @@ class _Handler(BaseHTTPRequestHandler):
             names = sorted(name for name in self.s3.objects if name.startswith(prefix) and name > after)
             rows = "".join(
                 f"<Contents><Key>{name}</Key><LastModified>{self.s3.modified.get(name, LONG_AGO)}</LastModified>"
-                f"<Size>{len(self.s3.objects[name])}</Size></Contents>"
+                f"<ETag>{self._etag(self.s3.objects[name])}</ETag><Size>{len(self.s3.objects[name])}</Size></Contents>"
                 for name in names[:1000]
             )
         more = "true" if len(names) > 1000 else "false"

@@ -282,7 +282,7 @@ def test_page_that_was_compared_in_part_ends_the_thread() -> None:
     """The next request would begin behind that page, and its other rows would be known to nobody."""
     bucket = S3Control(S3Config(type="s3", bucket="kv-control", endpoint="http://127.0.0.1:1", capacity="1GiB"))
     bucket._listing = listing = FullListing(
-        PrefixQuota(RowNames("p"), 100, 10**9), RowNames("p"), ("", 100), whole=True, max_age_s=None, deleter=None
+        PrefixQuota(RowNames("p"), 100, 10**9), RowNames("p"), ("", 100), max_age_s=None, deleter=None
     )
     with (
         mock.patch.object(listing, "_fetch", return_value=Page([], "p/a")),

@@ -20,7 +20,7 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.s3 import control
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS
 from nixl_tiers.tiers.s3.control import S3Control
-from nixl_tiers.tiers.s3.listing import FullListing, Listing, Relisting
+from nixl_tiers.tiers.s3.listing import ExpirySweep, FullListing, Listing
 from nixl_tiers.tiers.s3.names import RowNames, place_of
 from nixl_tiers.tiers.s3.quota import PrefixQuota
 from tests.tiers.s3.harness import FaultyS3, Request, client_of, connects, is_listing, wait_until
@@ -217,9 +217,11 @@ def test_a_damaged_value_is_a_failed_request(answers: Answers, damage: tuple[byt
 def test_a_listing_takes_a_damaged_page_or_asks_again(answers: Answers, body: bytes, full: bool) -> None:
     quota = new_quota()
     if full:
-        listing: Listing = FullListing(quota, NAMES, SERVED, whole=True, max_age_s=None, deleter=None)
+        listing: Listing = FullListing(quota, NAMES, SERVED, max_age_s=None, deleter=None)
     else:
-        listing = Relisting(quota, NAMES, SERVED, max_age_s=None, pause_s=0.0)
+        for key in KEYS:
+            quota.reserve(key)
+        listing = ExpirySweep(quota, NAMES, SERVED, max_age_s=600.0, pause_s=0.0, deleter=None)
     answers.bodies = [body]
     refused = False
     while not listing.done.is_set():
@@ -230,7 +232,7 @@ def test_a_listing_takes_a_damaged_page_or_asks_again(answers: Answers, body: by
             assert not refused, "a page that is whole is refused"
             refused = True
     if refused:
-        assert all(key in quota for key in KEYS)
+        assert all((key in quota) is full for key in KEYS), "listed, or found to have expired"
     assert quota.used_bytes >= 0
     found = [entry.key for batch in listing.entries(lambda: 0) for entry in batch]
     assert len(found) == len(set(found))
@@ -240,7 +242,7 @@ def test_a_listing_takes_a_damaged_page_or_asks_again(answers: Answers, body: by
 def test_rows_that_do_not_ascend_are_asked_for_again(answers: Answers, rows: list[int]) -> None:
     """As after a damaged digit. A set of places that are not in order has no defined answers."""
     quota = new_quota()
-    listing = FullListing(quota, NAMES, SERVED, whole=True, max_age_s=None, deleter=None)
+    listing = FullListing(quota, NAMES, SERVED, max_age_s=None, deleter=None)
     answers.bodies = [page([KEYS[row] for row in rows], more=True)]
     with pytest.raises(REQUEST_ERRORS):
         listing.step(answers.client, "kv")
@@ -265,7 +267,7 @@ def test_a_tier_logs_a_damaged_listing_once_and_lists_again(
     connected, faulty.fault = False, answer
     quota = new_quota()
     bucket = S3Control(S3Config(type="s3", bucket="kv-damaged", prefix="p", endpoint=faulty.endpoint, capacity="1GiB"))
-    listing = FullListing(quota, NAMES, SERVED, whole=True, max_age_s=None, deleter=None)
+    listing = FullListing(quota, NAMES, SERVED, max_age_s=None, deleter=None)
     try:
         assert wait_until(lambda: connects(bucket))
         connected = True

@@ -236,7 +236,7 @@ def test_incomplete_answers_do_not_end_the_janitor(faulty: FaultyS3) -> None:
 @pytest.mark.usefixtures("fast_janitor", "short_intervals")
 def test_on_a_shared_prefix_the_janitor_finds_denials(faulty: FaultyS3, kind: str) -> None:
     """Nothing is ever uploaded by NIXL there, because there is no record of what the prefix holds."""
-    faulty.tests_conditions = True
+    faulty.tests_conditions = faulty.tells_times = True
     faulty.fault = denying(KINDS[kind])
     with TierDriver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
         driver.open_only(NAMESPACE, 0)

@@ -12,11 +12,15 @@ from nixl_tiers.tiers.s3.existence import (
     MAX_CONCURRENT,
     MAX_WAVES,
     TIMEOUT_S,
+    UPLOAD_RETRY_S,
+    UPLOAD_WAIT_S,
     Answer,
     ExistenceChecker,
     Presence,
     Search,
+    UploadChecks,
     galloping_search,
+    one_by_one,
 )
 from tests.support.waiting import until
 
@@ -36,41 +40,52 @@ def run(search: Search, presence: list[Presence]) -> tuple[list[int], list[int],
 @given(count=st.integers(1, 3000), data=st.data())
 def test_a_chain_without_holes_is_found_to_its_end(count: int, data: st.DataObject) -> None:
     reach = data.draw(st.integers(0, count))
-    found, absent, waves = run(galloping_search(count), [place < reach for place in range(count)])
+    found, absent, waves = run(galloping_search(count), [int(place < reach) for place in range(count)])
     assert found == list(range(reach))
     assert absent == ([reach] if reach < count else [])
     assert len(waves) <= MAX_WAVES
 
 
 def test_a_chain_that_does_not_exist_costs_one_request() -> None:
-    assert run(galloping_search(500), [False] * 500) == ([], [0], [[0]])
+    assert run(galloping_search(500), [0] * 500) == ([], [0], [[0]])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16, 17, 500, 512])
 def test_a_chain_that_exists_costs_two_waves(count: int) -> None:
-    found, absent, waves = run(galloping_search(count), [True] * count)
+    found, absent, waves = run(galloping_search(count), [1] * count)
     assert (found, absent) == (list(range(count)), [])
     assert len(waves) <= 2
 
 
-@given(there=st.lists(st.sampled_from([True, True, True, False, None]), min_size=1, max_size=600))
+@given(there=st.lists(st.sampled_from([1, 1, 1, 0, None]), min_size=1, max_size=600))
 def test_answers_are_right_with_holes_and_without_answers(there: list[Presence]) -> None:
     found, absent, waves = run(galloping_search(len(there)), there)
     asked = {place for wave in waves for place in wave}
     assert found == list(range(len(found)))
     assert all(there[place] for place in asked if place < len(found)), "no key behind a known hole is found"
     assert len(waves) <= MAX_WAVES
-    assert all(there[place] is False and place in asked for place in absent)
+    assert all(there[place] == 0 and place in asked for place in absent)
     assert len(absent) <= 1
 
 
-def test_chains_and_single_keys_are_checked() -> None:
-    there = {b"%d" % n for n in range(40)}
+@given(there=st.lists(st.sampled_from([5, 0, None]), min_size=1, max_size=100))
+def test_unrelated_keys_are_checked_in_waves(there: list[Presence]) -> None:
+    found, absent, waves = run(one_by_one(len(there)), there)
+    assert found == [place for place, exists in enumerate(there) if exists]
+    assert absent == [place for place, exists in enumerate(there) if exists == 0]
+    assert len(waves) == -(-len(there) // MAX_CONCURRENT)
 
-    def exists(key: bytes) -> bool:
+
+def test_chains_and_single_keys_are_checked() -> None:
+    there = {b"%d" % n: 1000 + n for n in range(40)}
+    there[b"15"] = 7  # those around it were written again
+    asked: set[bytes] = set()
+
+    def exists(key: bytes) -> int:
+        asked.add(key)
         if key == b"bad":
             raise OSError("no")
-        return key in there
+        return there.get(key, 0)
 
     checker = ExistenceChecker(exists, lambda: 0.0)  # no check times out
     keys = [b"%d" % n for n in range(100)]
@@ -78,13 +93,20 @@ def test_chains_and_single_keys_are_checked() -> None:
     checker.start(2, [b"bad", b"7", b"70"], chain=False)
     answers: dict[int, Answer] = {}
     until(lambda: bool(answers.update({a.check_id: a for a in checker.answers()}) or not checker.busy), "the answers")
-    assert answers == {1: Answer(1, keys[:40], keys[40:41]), 2: Answer(2, [b"7"], [b"70"])}
+    assert answers[2] == Answer(2, [(b"7", 1007)], [b"70"])
+    assert [key for key, _ in answers[1].found] == keys[:40]
+    assert answers[1].absent == keys[40:41]
+    around = {n for n in range(40) if keys[n] in asked}
+    assert around < set(range(40)), "a few of them"
+    for n, (key, written_s) in enumerate(answers[1].found):
+        before, behind = max(each for each in around if each <= n), min(each for each in around if each >= n)
+        assert written_s == min(there[keys[before]], there[keys[behind]]) <= there[key]
     checker.close()
 
 
 def test_cleared_checks_are_never_answered() -> None:
     gate = threading.Event()
-    checker = ExistenceChecker(lambda _: gate.wait(20))
+    checker = ExistenceChecker(lambda _: int(gate.wait(20)))
     checker.start(1, [b"a"], chain=True)
     checker.clear()
     assert not checker.busy
@@ -97,10 +119,10 @@ def test_a_check_ends_at_its_timeout_if_the_medium_never_answers() -> None:
     gate = threading.Event()
     now = [0.0]
 
-    def exists(key: bytes) -> bool:
+    def exists(key: bytes) -> int:
         if key.startswith(b"slow"):
             gate.wait(20)
-        return True
+        return 9
 
     checker = ExistenceChecker(exists, lambda: now[0])
     found: list[Answer] = []
@@ -116,7 +138,7 @@ def test_a_check_ends_at_its_timeout_if_the_medium_never_answers() -> None:
         gate.set()
         checker.close()
     assert {(answer.check_id, *answer.absent) for answer in found} == {(1,), (2,)}
-    assert found[0].found == [b"a"]
+    assert found[0].found == [(b"a", 9)]
 
 
 def test_nothing_is_queued_while_all_threads_are_stuck() -> None:
@@ -124,9 +146,9 @@ def test_nothing_is_queued_while_all_threads_are_stuck() -> None:
     now = [0.0]
     asked: list[bytes] = []
 
-    def exists(key: bytes) -> bool:
+    def exists(key: bytes) -> int:
         asked.append(key)
-        return not gate.is_set() and gate.wait(60)
+        return int(not gate.is_set() and gate.wait(60))
 
     checker = ExistenceChecker(exists, lambda: now[0])
     try:
@@ -145,3 +167,56 @@ def test_nothing_is_queued_while_all_threads_are_stuck() -> None:
     finally:
         gate.set()
         checker.close()
+
+
+class TestUploadChecks:
+    """Before rows are uploaded."""
+
+    def test_an_upload_waits_for_its_answer(self) -> None:
+        gate = threading.Event()
+        checks = UploadChecks(lambda key: (gate.wait(60) and 7) or 0 if key == b"there" else 0, lambda: 0.0)
+        checks.ask([b"there", b"absent"])
+        assert checks.answer(b"there") is None
+        until(lambda: checks.answer(b"absent") == 0, "an answer")
+        gate.set()
+        until(lambda: checks.answer(b"there") == 7, "an answer")
+        assert checks.answer(b"there") == 7, "also if it has to wait for room"
+        checks.forget(b"there")
+        assert checks.answer(b"there") == 0
+        checks.close()
+
+    def test_errors_hold_up_no_upload(self) -> None:
+        def fails(key: bytes) -> int:
+            raise OSError
+
+        checks = UploadChecks(fails, lambda: 0.0)
+        checks.ask([b"a"])
+        until(lambda: checks.answer(b"a") == 0, "an answer")
+        checks.close()
+
+    def test_a_late_server_is_not_asked_for_a_while(self) -> None:
+        gate, now, asked = threading.Event(), [0.0], []
+
+        def exists(key: bytes) -> int:
+            asked.append(key)
+            gate.wait(60)
+            return 7
+
+        checks = UploadChecks(exists, lambda: now[0])
+        try:
+            checks.ask([b"a", b"b"])
+            assert checks.answer(b"a") is None
+            now[0] = UPLOAD_WAIT_S + 0.1
+            assert checks.answer(b"a") == 0, "it goes without an answer"
+            assert checks.answer(b"b") == 0, "and so do those behind it"
+            until(lambda: b"a" in asked, "the request")
+            asked.clear()
+            checks.ask([b"c"])
+            assert checks.answer(b"c") == 0
+            now[0] += UPLOAD_RETRY_S
+            checks.ask([b"d"])
+            assert checks.answer(b"d") is None
+            assert b"c" not in asked
+        finally:
+            gate.set()
+            checks.close()

@@ -1,17 +1,19 @@
-"""Existence checks on a shared prefix: rows that another mover has just stored are found before any listing."""
+"""A shared prefix is asked, and not listed: rows of other movers are found, and not uploaded twice."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from datetime import datetime
+from typing import Any, NamedTuple
 
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.tiers.base import GONE, ExistenceAnswer
+from nixl_tiers.tiers.base import Entry, ExistenceAnswer
 from nixl_tiers.tiers.s3 import connection, existence
-from tests.tiers.s3.harness import FaultyS3, Request, TierDriver, hold_requests, is_listing, key_of, wait_until
+from nixl_tiers.tiers.s3.usage import Usage
+from tests.tiers.s3.harness import LONG_AGO, FaultyS3, Request, TierDriver, is_listing, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ROW = SMALL.row_bytes
@@ -20,18 +22,24 @@ ROW = SMALL.row_bytes
 pytestmark = pytest.mark.usefixtures("fast_janitor")
 
 
-def check(driver: TierDriver, numbers: Sequence[int], chain: bool = True) -> ExistenceAnswer:
+class Checked(NamedTuple):
+    found: list[bytes]
+    absent: list[bytes]
+    entries: Sequence[Entry]
+
+
+def check(driver: TierDriver, numbers: Sequence[int], chain: bool = True) -> Checked:
     """The answer to one existence check."""
+    driver.tier.found()
     assert driver.tier.check_existence(7, [key_of(number) for number in numbers], chain)
     answers: list[ExistenceAnswer] = []
     assert wait_until(lambda: bool(answers.extend(driver.tier.existence_answers()) or answers))
-    assert not driver.tier._existence.busy
-    assert [answer.check_id for answer in answers] == [7]
-    return answers[0]
-
-
-def found(answer: ExistenceAnswer) -> list[bytes]:
-    return [entry.key for entry in answer.found]
+    assert not driver.tier._rows.busy
+    ((check_id, absent),) = [(answer.check_id, answer.absent) for answer in answers]
+    assert check_id == 7
+    entries = driver.tier.found()
+    assert driver.tier.found() == [], "reported once"
+    return Checked([entry.key for entry in entries], list(absent), entries)
 
 
 def keys(*numbers: int) -> list[bytes]:
@@ -49,12 +57,10 @@ def test_a_row_that_another_mover_has_just_stored_is_found_and_loads(
         for number in range(1, 21):
             assert one.store([number]) == [Outcome.OK]
         # A server that is too slow for one question leaves the chain's end open: the next one finds more.
-        answers: list[ExistenceAnswer] = []
-        assert wait_until(lambda: bool(answers.append(check(two, range(32))) or len(answers[-1].found) == 21))
-        assert found(answers[-1]) == keys(*range(21))
-        assert wait_until(lambda: list(check(two, range(32)).absent) == keys(21))
+        assert wait_until(lambda: check(two, range(32)).found == keys(*range(21)))
+        assert wait_until(lambda: check(two, range(32)).absent == keys(21))
         assert two.load(range(21)) == [Outcome.OK] * 21
-        assert wait_until(lambda: sorted(found(check(two, [40, 7, 50], chain=False))) == keys(7))
+        assert wait_until(lambda: check(two, [40, 7, 50], chain=False).found == keys(7))
 
 
 class TestAnswers:
@@ -76,41 +82,50 @@ class TestAnswers:
     def test_a_chain_that_does_not_exist_costs_one_request(self, driver: TierDriver, faulty: FaultyS3) -> None:
         before = faulty.count("HEAD")
         answer = check(driver, range(500))
-        assert (found(answer), list(answer.absent)) == ([], keys(0))
+        assert (answer.found, answer.absent) == ([], keys(0))
         assert faulty.count("HEAD") == before + 1
 
     def test_a_long_chain_costs_few_requests(self, driver: TierDriver, faulty: FaultyS3) -> None:
         self.put(driver, faulty, *range(300))
         before = faulty.count("HEAD")
         answer = check(driver, range(500))
-        assert (found(answer), list(answer.absent)) == (keys(*range(300)), keys(300))
+        assert (answer.found, answer.absent) == (keys(*range(300)), keys(300))
         assert faulty.count("HEAD") - before <= 1 + 10 + 16 + 16
 
     def test_a_row_of_another_size_is_absent(self, driver: TierDriver, faulty: FaultyS3) -> None:
         self.put(driver, faulty, 1, nbytes=ROW - 1)
-        assert list(check(driver, [1]).absent) == keys(1)
+        assert check(driver, [1]).absent == keys(1)
 
     def test_errors_of_the_server_leave_a_key_unknown(self, driver: TierDriver, faulty: FaultyS3) -> None:
         self.put(driver, faulty, 1, 2)
         faulty.fault = lambda request: 503 if request.method == "HEAD" else None
         answer = check(driver, [1, 2])
-        assert (found(answer), list(answer.absent)) == ([], [])
+        assert (answer.found, answer.absent) == ([], [])
         faulty.fault = lambda request: 403 if request.name == driver.name(2) else None
         answer = check(driver, [1, 2])
-        assert (found(answer), list(answer.absent)) == (keys(1), [])
+        assert (answer.found, answer.absent) == (keys(1), [])
+        assert "existence checks are denied (403; the right is s3:GetObject" in driver.tier.denials["head"]
 
-    def test_a_found_row_survives_a_listing_that_began_earlier(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        gate = hold_requests(faulty, is_listing)
-        listing = driver.tier.list_rows()
-        assert next(listing) == []
-        names = set(faulty.objects)
+    def test_rows_are_found_with_the_time_of_their_last_write(self, driver: TierDriver, faulty: FaultyS3) -> None:
+        self.put(driver, faulty, 1, 2)
+        faulty.modified[driver.name(2)] = "2024-05-01T00:00:00.700Z"
+        answer = check(driver, [1, 2])
+        ticks = [int(datetime.fromisoformat(at).timestamp()) for at in (LONG_AGO, faulty.modified[driver.name(2)])]
+        assert [(entry.slot, entry.tick) for entry in answer.entries] == [(0, ticks[0]), (0, ticks[1])]
+
+    def test_what_the_janitor_may_delete_next_is_not_promised(self, driver: TierDriver) -> None:
+        assert driver.tier.gone_before == 0
+        now = int(driver.tier._control.connection.server_time_s())
+        for age_s, margin_s in ((6400, 200), (10, 0), (-100, 0)):
+            driver.tier._rows.upload_quota.refresh(Usage(0, {}, now - age_s), 60.0)  # type: ignore[attr-defined]
+            assert margin_s <= driver.tier.gone_before - (now - age_s) <= margin_s + 2
+
+    def test_nothing_is_listed(self, driver: TierDriver, faulty: FaultyS3) -> None:
         self.put(driver, faulty, 1)
-        assert found(check(driver, [1])) == keys(1)
-        for name in set(faulty.objects) - names:
-            faulty.objects.pop(name)  # the listing passed this name before it was written
-        gate.set()
-        assert [entry for batch in listing for entry in batch] == []
-        assert [(e.slot, e.key) for e in driver.listed_rows()] == [(GONE, key_of(1))], "the next listing misses it"
+        assert driver.listed_rows() == []
+        assert driver.tier.relist_s is None
+        assert driver.tier.maintain_s is None
+        assert not any(is_listing(request) for request in faulty.requests)
 
     def test_checks_of_an_earlier_namespace_are_not_answered(self, driver: TierDriver, faulty: FaultyS3) -> None:
         gate = threading.Event()
@@ -125,10 +140,105 @@ class TestAnswers:
         assert driver.tier.check_existence(1, keys(1), True)
         driver.open(epoch=1)
         gate.set()
-        assert not driver.tier._existence.busy
+        assert not driver.tier._rows.busy
         assert list(driver.tier.existence_answers()) == []
 
     def test_a_private_prefix_has_no_existence_checks(self, faulty: FaultyS3) -> None:
         with TierDriver(SMALL, 8, bucket="kv-exists", endpoint=faulty.endpoint) as driver:
             driver.open()
             assert not driver.tier.check_existence(1, keys(1), True)
+
+
+class TestUploads:
+    """Before a row is uploaded it is looked whether others have stored it meanwhile."""
+
+    @pytest.fixture
+    def driver(self, faulty: FaultyS3) -> Iterator[TierDriver]:
+        faulty.tests_conditions = faulty.tells_times = True
+        with TierDriver(SMALL, 8, bucket="kv-uploads", endpoint=faulty.endpoint, shared=True) as driver:
+            driver.open()
+            assert wait_until(lambda: driver.store([0]) == [Outcome.OK])
+            driver.tier.found()
+            yield driver
+
+    def asked(self, driver: TierDriver, faulty: FaultyS3, number: int, method: str) -> int:
+        return sum((r.method, r.name) == (method, driver.name(number)) for r in faulty.requests)
+
+    def test_a_row_that_is_there_is_not_uploaded(self, driver: TierDriver, faulty: FaultyS3) -> None:
+        faulty.objects[driver.name(1)] = bytes(ROW)
+        quota = driver.tier._rows.upload_quota  # type: ignore[attr-defined]
+        started = quota._started
+        assert driver.store([1, 2]) == [Outcome.FOUND, Outcome.OK]
+        assert [self.asked(driver, faulty, number, "PUT") for number in (1, 2)] == [0, 1]
+        assert quota._started == started + ROW == quota.counter
+        there, stored = driver.tier.found()
+        assert (there.key, there.tick) == (key_of(1), int(datetime.fromisoformat(LONG_AGO).timestamp()))
+        assert stored.key == key_of(2)
+        assert 0 <= driver.tier._control.connection.server_time_s() - stored.tick < 120, "when its upload began"
+
+    def test_a_row_that_is_known_to_be_absent_is_not_asked_for(self, driver: TierDriver, faulty: FaultyS3) -> None:
+        assert wait_until(lambda: check(driver, [1, 2], chain=False).absent == keys(1, 2))
+        before = faulty.count("HEAD")
+        assert driver.load([3]) == [Outcome.MISSING]
+        assert driver.store([1, 2, 3]) == [Outcome.OK] * 3
+        assert faulty.count("HEAD") == before
+        assert driver.store([4]) == [Outcome.OK]
+        assert self.asked(driver, faulty, 4, "HEAD") == 1
+
+    def test_a_corrupt_row_is_deleted_and_written_again(self, driver: TierDriver, faulty: FaultyS3) -> None:
+        name = driver.name(1)
+        faulty.objects[name] = bytes(ROW)
+        assert driver.load([1]) == [Outcome.CORRUPT]
+        assert wait_until(lambda: name not in faulty.objects)
+        faulty.objects[name] = bytes(ROW)
+        assert driver.load([1]) == [Outcome.CORRUPT]
+        assert driver.store([1]) == [Outcome.OK]
+        assert driver.load([1]) == [Outcome.OK]
+
+    def test_a_server_that_does_not_answer_holds_up_uploads_for_a_moment(
+        self, driver: TierDriver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(existence, "UPLOAD_WAIT_S", 0.2)
+        monkeypatch.setattr(existence, "UPLOAD_RETRY_S", 3600.0)
+        gate = threading.Event()
+
+        def slow(request: Request) -> None:
+            if request.method == "HEAD":
+                faulty.lock.release()
+                gate.wait(60)
+                faulty.lock.acquire()
+
+        faulty.fault = slow
+        try:
+            assert driver.store(range(1, 7)) == [Outcome.OK] * 6
+            assert driver.store([7]) == [Outcome.OK]
+            assert self.asked(driver, faulty, 7, "HEAD") == 0
+        finally:
+            gate.set()
+
+    def test_an_evicted_row_stays_for_others(self, driver: TierDriver, faulty: FaultyS3) -> None:
+        driver.delete(0)
+        assert not driver.tier._control.has_pending_deletes
+        assert driver.load([0]) == [Outcome.OK]
+
+
+def test_only_the_janitor_lists(faulty: FaultyS3) -> None:
+    faulty.tests_conditions = faulty.tells_times = True
+    place = {"bucket": "kv-janitor", "endpoint": faulty.endpoint, "shared": True}
+    with TierDriver(SMALL, 8, **place) as janitor, TierDriver(SMALL, 8, **place) as other:
+        janitor.open()
+        assert wait_until(lambda: janitor.store([0]) == [Outcome.OK])
+        assert wait_until(lambda: janitor.tier.gone_before > 0)
+        with TierDriver(SMALL, 8, **place, write="off") as reader:
+            janitor.tier._rows._janitor.close()  # type: ignore[attr-defined]
+            mark = len(faulty.requests)
+            reader.open()
+            assert wait_until(lambda: reader.tier.gone_before == janitor.tier.gone_before)
+            assert check(reader, [0]).found == keys(0)
+            assert reader.load([0]) == [Outcome.OK]
+            assert reader.tier.used_bytes == ROW
+            assert {request.method for request in faulty.requests[mark:]} <= {"GET", "HEAD"}
+            assert not any(is_listing(request) for request in faulty.requests[mark:])
+        other.open()
+        assert wait_until(lambda: other.store([1]) == [Outcome.OK])
+        assert any(is_listing(request) for request in faulty.requests[mark:]), "it is the janitor by now"

@@ -8,20 +8,24 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import UTC, datetime
+from email.utils import formatdate
+from io import BytesIO
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from botocore.exceptions import EndpointConnectionError
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.tiers.base import GONE
 from nixl_tiers.tiers.s3 import lease as lease_module
-from nixl_tiers.tiers.s3 import tier as tier_module
+from nixl_tiers.tiers.s3 import shared as shared_module
 from nixl_tiers.tiers.s3 import usage
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.janitor import COUNTER_NAME, USAGE_NAME, Janitor
 from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS
+from nixl_tiers.tiers.s3.shared import SharedRows
 from nixl_tiers.tiers.s3.usage import Account, UploadQuota, Usage
 from tests.support.engines import least_s3_bytes
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, S3Server
@@ -65,8 +69,28 @@ def stored(driver: TierDriver, number: int) -> bool:
     return wait_until(lambda: driver.store([number]) == [Outcome.OK])
 
 
+def found(driver: TierDriver, *numbers: int) -> list[bytes]:
+    """Which of these keys the mover finds by asking."""
+    driver.tier.found()
+    assert driver.tier.check_existence(1, [key_of(number) for number in numbers], False)
+    assert wait_until(lambda: bool(driver.tier.existence_answers()))
+    return [entry.key for entry in driver.tier.found()]
+
+
+def rows_of(driver: TierDriver) -> SharedRows:
+    rows = driver.tier._rows
+    assert isinstance(rows, SharedRows)
+    return rows
+
+
+def janitor_of(driver: TierDriver) -> Janitor:
+    janitor = rows_of(driver)._janitor
+    assert janitor is not None
+    return janitor
+
+
 def holds_lease(driver: TierDriver) -> bool:
-    return driver.tier._janitor is not None and driver.tier._janitor.holds_lease
+    return janitor_of(driver).holds_lease
 
 
 def rows_in(server: S3Server, place: dict[str, Any]) -> list[str]:
@@ -82,63 +106,43 @@ def disconnect_janitor(driver: TierDriver) -> None:
     def client() -> Any:
         raise EndpointConnectionError(endpoint_url="disconnected")
 
-    assert driver.tier._janitor is not None
-    driver.tier._janitor._client = driver.tier._janitor._lease.client = client
+    janitor = janitor_of(driver)
+    janitor._client = janitor._lease.client = client
 
 
 class TestRowsOfOtherMovers:
-    def test_rows_are_found_without_reopening(self, drivers: list[TierDriver]) -> None:
+    """They are asked for: see also test_existence_checks.py."""
+
+    def test_rows_are_found_without_a_listing(self, drivers: list[TierDriver]) -> None:
         one, two, other = drivers
         assert one.open() == two.open() == other.open(OTHER_NAMESPACE) == []
         assert stored(one, 1)
-        assert two.tier.relist_s is not None
-        assert [entry.key for entry in two.listed_rows()] == [key_of(1)]
+        assert two.listed_rows() == []
+        assert found(two, 1, 2) == [key_of(1)]
         assert two.load([1]) == [Outcome.OK]
-        assert two.listed_rows() == [], "listed once"
-        assert other.listed_rows() == []
+        assert found(other, 1) == []
         assert other.load([1]) == [Outcome.MISSING]
 
-    def test_rows_found_later_are_more_recent(self, drivers: list[TierDriver]) -> None:
-        one, two, _ = drivers
+    def test_rows_are_found_after_a_restart(self, drivers: list[TierDriver], place: dict[str, Any]) -> None:
+        one, *_ = drivers
         one.open()
         assert stored(one, 1)
-        (first,) = two.open()
-        assert stored(one, 2)
-        (second,) = two.listed_rows()
-        assert stored(two, 7), "its tick is the tier's newest"
-        assert stored(one, 3)
-        (third,) = two.listed_rows()
-        assert (first.key, second.key, third.key) == (key_of(1), key_of(2), key_of(3))
-        assert first.tick < second.tick < third.tick
-        assert third.tick > 7
+        with TierDriver(SMALL, 32, **place) as again:
+            assert again.open() == []
+            assert found(again, 1) == [key_of(1)]
 
     def test_vanished_rows_are_misses(
         self, drivers: list[TierDriver], s3_server: S3Server, place: dict[str, Any]
     ) -> None:
         one, two, _ = drivers
         one.open()
+        two.open()
         assert stored(one, 1)
-        assert len(two.open()) == 1
+        assert found(two, 1) == [key_of(1)]
         s3_server.client().delete_object(Bucket=place["bucket"], Key=one.name(1))
         assert two.load([1]) == [Outcome.MISSING]
         assert stored(one, 1)
-        assert [entry.key for entry in two.listed_rows()] == [key_of(1)], "found again when stored again"
-
-    def test_vanished_rows_are_reported(
-        self, drivers: list[TierDriver], s3_server: S3Server, place: dict[str, Any]
-    ) -> None:
-        one, two, _ = drivers
-        one.open()
-        for number in (1, 2):
-            assert stored(one, number)
-        assert len(two.open()) == 2
-        s3_server.client().delete_object(Bucket=place["bucket"], Key=one.name(1))
-        listing = two.tier.list_rows()
-        assert next(listing) == []
-        assert stored(two, 3), "a row that the listing may have missed"
-        entries = [entry for batch in listing for entry in batch]
-        assert [(entry.slot, entry.key) for entry in entries] == [(GONE, key_of(1))]
-        assert two.listed_rows() == []
+        assert found(two, 1) == [key_of(1)], "found again when stored again"
 
     def test_a_row_survives_its_eviction_by_one_mover(self, drivers: list[TierDriver]) -> None:
         one, two, _ = drivers
@@ -149,7 +153,7 @@ class TestRowsOfOtherMovers:
         assert wait_until(lambda: not two.tier._control.has_pending_deletes)
         assert one.load([1]) == [Outcome.OK]
 
-    def test_a_corrupt_row_is_deleted_when_evicted(
+    def test_a_corrupt_row_is_deleted(
         self, drivers: list[TierDriver], s3_server: S3Server, place: dict[str, Any]
     ) -> None:
         one, two, _ = drivers
@@ -159,7 +163,6 @@ class TestRowsOfOtherMovers:
         two.open()
         s3_server.client().put_object(Bucket=place["bucket"], Key=one.name(1), Body=bytes(ROW))
         assert two.load([1, 2]) == [Outcome.CORRUPT, Outcome.OK]
-        two.delete(1, 2)
         assert wait_until(lambda: rows_in(s3_server, place) == [one.name(2)])
 
 
@@ -239,13 +242,12 @@ class TestBudget:
         heads = [client.head_object(Bucket=bucket, Key=name) for name in rows_in(s3_server, place)]
         oldest = min(int(head["LastModified"].timestamp()) for head in heads)
         for driver in (one, two):
-            assert driver.tier._rows.upload_quota is not None
-            quota = driver.tier._rows.upload_quota
+            quota = rows_of(driver).upload_quota
             assert wait_until(lambda quota=quota: quota.oldest == oldest)  # type: ignore[misc]
 
     def test_uploads_go_on_between_listings(self, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
-            tier_module,
+            shared_module,
             "INTERVALS",
             replace(FAST_JANITOR, usage_timeout_s=60.0, sweep_s=3600.0, lease=replace(FAST_LEASE, lease_s=20.0)),
         )
@@ -253,8 +255,7 @@ class TestBudget:
             one.open()
             for number in range(CAPACITY_ROWS - WINDOW_ROWS):
                 assert stored(one, number)
-            janitor = one.tier._janitor
-            assert janitor is not None
+            janitor = janitor_of(one)
             assert janitor._rows == 0, "the only listing found nothing"
             numbers = itertools.count(100)
             assert wait_until(lambda: bool(one.store([next(numbers)])) and janitor._rows > 0), "out of names, it lists"
@@ -284,6 +285,22 @@ class TestBudget:
         assert replaced(late) == Usage(4, {"me": 9}), "a mover that is long gone"
 
 
+@pytest.mark.parametrize(("date_s", "ahead_s"), [(1066, 61), (1006, 0), (940, 0)], ids=["ahead", "equal", "behind"])
+def test_how_much_the_servers_date_is_ahead_is_seen_by_a_record_that_was_renewed(date_s: int, ahead_s: int) -> None:
+    """Else rows that this mover stores would seem to be younger than they are, and be promised for longer."""
+    quota, client = UploadQuota("me", CAPACITY_ROWS * ROW, ROW), Mock()
+    janitor = Janitor(lambda: client, "b", "p", quota=quota, intervals=FAST_JANITOR, denials=Denials("here"))
+    for etag, written_s in (("one", 1000), ("two", 1005), ("two", 1005)):
+        client.get_object.return_value = {
+            "ETag": etag,
+            "LastModified": datetime.fromtimestamp(written_s, UTC),
+            "Body": BytesIO(Usage(0).encode()),
+            "ResponseMetadata": {"HTTPHeaders": {"date": formatdate(date_s, usegmt=True)}},
+        }
+        janitor._read_usage()
+    assert quota.ahead_s == pytest.approx(ahead_s, abs=1)
+
+
 class TestLease:
     def test_a_dead_janitor_is_replaced(self, drivers: list[TierDriver]) -> None:
         one, two, three = drivers
@@ -304,27 +321,26 @@ class TestLease:
     ) -> None:
         """With a timeout that no busy machine exceeds, so that it is looked at that the lease is renewed."""
         patient = replace(FAST_JANITOR, usage_timeout_s=600.0, lease=replace(FAST_LEASE, lease_s=600.0))
-        monkeypatch.setattr(tier_module, "INTERVALS", patient)
+        monkeypatch.setattr(shared_module, "INTERVALS", patient)
         client, lease = s3_server.client(), f"{place['prefix']}/{JANITOR_TERMS.name}"
         renewed: set[str] = set()
 
         def asked_often() -> bool:
             renewed.add(client.get_object(Bucket=place["bucket"], Key=lease)["ETag"])
-            assert other is not None
             return other._lease.state.others > 20 and len(renewed) > 10
 
         with TierDriver(SMALL, 32, **place) as one, TierDriver(SMALL, 32, **place) as two:
             one.open()
             assert wait_until(lambda: holds_lease(one))
             two.open()
-            other = two.tier._janitor
+            other = janitor_of(two)
             assert wait_until(asked_often)
             assert holds_lease(one)
             assert not holds_lease(two)
 
     def test_close_releases_the_lease(self, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
-            tier_module,
+            shared_module,
             "INTERVALS",
             replace(FAST_JANITOR, lease=replace(FAST_LEASE, lease_s=3600.0)),
         )
@@ -404,7 +420,7 @@ class TestServersAndRights:
             assert "Contents" not in client.list_objects_v2(Bucket=place["bucket"], Prefix=f"{place['prefix']}/")
             drivers[0].open()
             assert stored(drivers[0], 1)
-            assert [entry.key for entry in reader.listed_rows()] == [key_of(1)]
+            assert found(reader, 1) == [key_of(1)]
             assert reader.load([1]) == [Outcome.OK]
 
     def test_shared_is_off_by_default(self) -> None:

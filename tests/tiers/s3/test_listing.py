@@ -27,7 +27,6 @@ from nixl_tiers.tiers.s3.listing import (
     ExpirySweep,
     FullListing,
     Listing,
-    Relisting,
     limited,
 )
 from nixl_tiers.tiers.s3.names import LEAF_KEYS, KeySet, RowNames, pack, place_in, place_of, unpack
@@ -138,7 +137,7 @@ def run(listing: Listing, bucket: FakeBucket) -> list[list[Entry]]:
 
 
 def full(quota: PrefixQuota, **options: Any) -> FullListing:
-    return FullListing(quota, NAMES, SERVED, **{"whole": True, "max_age_s": None, "deleter": None} | options)
+    return FullListing(quota, NAMES, SERVED, **{"max_age_s": None, "deleter": None} | options)
 
 
 def test_empty_page_is_not_the_end_of_the_listing() -> None:
@@ -190,18 +189,6 @@ def test_pages_of_the_janitor_are_limited_too() -> None:
         list(limited(itertools.repeat(empty)))
 
 
-def test_row_stored_and_deleted_by_another_engine_before_the_first_page_is_reported() -> None:
-    """The core has it since it was stored, and no later listing would find that it is gone."""
-    quota, bucket = new_quota(), FakeBucket(page_rows=2)
-    for key in (b"gone", b"here"):
-        assert quota.reserve(key, upload=True)
-        quota.upload_ended(key)
-    bucket.put(b"here")
-    (batch,) = [batch for batch in run(full(quota, whole=False), bucket) if any(entry.slot == GONE for entry in batch)]
-    assert [entry.key for entry in batch if entry.slot == GONE] == [b"gone"]
-    assert (b"gone" in quota, b"here" in quota) == (False, True)
-
-
 def test_row_whose_delete_waits_when_the_first_listing_begins_is_not_handed_over() -> None:
     """The core has given it up: it would be a miss when it is loaded."""
     quota, bucket = new_quota(), FakeBucket()
@@ -212,8 +199,13 @@ def test_row_whose_delete_waits_when_the_first_listing_begins_is_not_handed_over
     assert [entry.key for batch in run(full(quota), bucket) for entry in batch] == [b"held"]
 
 
-def relisting(quota: PrefixQuota, pause_s: float = 0.0) -> Relisting:
-    return Relisting(quota, NAMES, SERVED, max_age_s=None, pause_s=pause_s)
+def again(quota: PrefixQuota) -> FullListing:
+    """As a new owner lists: only the differences are handed over."""
+    return full(quota, differences_only=True)
+
+
+def sweep(quota: PrefixQuota, **options: Any) -> ExpirySweep:
+    return ExpirySweep(quota, NAMES, SERVED, **{"max_age_s": 100.0, "pause_s": 0.0, "deleter": None} | options)
 
 
 def new_quota(capacity_bytes: int = 10**9) -> PrefixQuota:
@@ -222,14 +214,14 @@ def new_quota(capacity_bytes: int = 10**9) -> PrefixQuota:
     return quota
 
 
-class SharedPrefixMachine(RuleBasedStateMachine):
-    """One mover of a shared prefix: what it holds and what the core was told, while others store and delete."""
+class PrefixMachine(RuleBasedStateMachine):
+    """One mover that lists again and again: what it holds and what the core was told, while others store and delete."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bucket = FakeBucket(page_rows=2)
         self.quota = new_quota()
-        self.listing: Listing = full(self.quota, whole=False)
+        self.listing: Listing = full(self.quota)
         self.entries = self.listing.entries(lambda: 0)
         self.core: set[bytes] = set()
         self.uploads: set[bytes] = set()
@@ -291,7 +283,7 @@ class SharedPrefixMachine(RuleBasedStateMachine):
     def the_loop_takes_entries(self) -> None:
         batch = next(self.entries, None)
         if batch is None:
-            self.listing = relisting(self.quota)
+            self.listing = again(self.quota)
             self.entries = self.listing.entries(lambda: 0)
         for entry in batch or ():
             (self.core.discard if entry.slot == GONE else self.core.add)(entry.key)
@@ -306,7 +298,7 @@ class SharedPrefixMachine(RuleBasedStateMachine):
             for batch in self.entries:
                 for entry in batch:
                     (self.core.discard if entry.slot == GONE else self.core.add)(entry.key)
-            self.listing = relisting(self.quota)
+            self.listing = again(self.quota)
             self.entries = self.listing.entries(lambda: 0)
         assert self.core == self.there()
         assert {key for key in self.core if key in self.quota} == self.core
@@ -317,8 +309,8 @@ class SharedPrefixMachine(RuleBasedStateMachine):
         assert all(key in self.quota for key in self.uploads)
 
 
-TestSharedPrefix = SharedPrefixMachine.TestCase
-TestSharedPrefix.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPrefix = PrefixMachine.TestCase
+TestPrefix.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 class TestFullListing:
@@ -377,50 +369,58 @@ class TestFullListing:
 class TestWork:
     """What a listing costs the mover's loop."""
 
-    def test_a_relisting_without_changes_hands_over_nothing(self) -> None:
+    def test_a_listing_without_changes_hands_over_nothing(self) -> None:
         bucket, quota = FakeBucket(), new_quota()
         for number in range(3000):
-            bucket.put(b"%d" % number)
-        run(full(quota, whole=False), bucket)
-        assert run(relisting(quota), bucket) == []
+            bucket.put(b"%d" % number, modified_s=950.0)
+        run(full(quota), bucket)
+        assert run(again(quota), bucket) == []
+        assert run(sweep(quota), bucket) == []
 
     def test_the_loop_takes_bounded_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
         bucket, quota_ = FakeBucket(), new_quota()
         for number in range(20_000):
             bucket.put(b"%d" % number)
-        batches = run(full(quota_, whole=False), bucket)
+        batches = run(full(quota_), bucket)
         assert sum(map(len, batches)) == 20_000
         assert max(map(len, batches)) <= MAX_ENTRIES
-        bucket.objects.clear()  # one empty page tells that all 20,000 are gone
-        compared: list[int] = []
-        plain = PrefixQuota.compare
-        monkeypatch.setattr(
-            PrefixQuota,
-            "compare",
-            lambda *args, **options: compared.append(len((r := plain(*args, **options))[1])) or r,
-        )
-        listing = relisting(quota_)
+        listing = sweep(quota_)
         while not listing.done.is_set():
             if listing.next_step_s(time.monotonic()) > time.monotonic():
                 break
             listing.step(bucket, "bucket")
         assert not listing.done.is_set(), "it waits for the loop"
-        assert max(compared) <= quota.PORTION + LEAF_KEYS
-        waiting = len(listing._differences)
-        assert waiting <= MAX_WAITING + quota.PORTION + LEAF_KEYS
-        gone = [entry for batch in run(listing, bucket) for entry in batch]
-        assert len(gone) == 20_000
+        assert MAX_WAITING <= len(listing._differences) < MAX_WAITING + 1000
+        batches = run(listing, bucket)
+        assert sum(map(len, batches)) == 20_000
+        assert max(map(len, batches)) <= MAX_ENTRIES
         assert len(quota_) == 0
 
-    def test_pages_of_a_relisting_keep_the_request_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_books_are_compared_in_portions(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        bucket, quota_ = FakeBucket(), new_quota()
+        for number in range(20_000):
+            bucket.put(b"%d" % number)
+        run(full(quota_), bucket)
+        bucket.objects.clear()  # one empty page tells that all 20,000 are gone
+        compared: list[int] = []
+        plain = PrefixQuota.compare
+        monkeypatch.setattr(
+            PrefixQuota, "compare", lambda *args: compared.append(len((result := plain(*args))[1])) or result
+        )
+        gone = [entry for batch in run(again(quota_), bucket) for entry in batch]
+        assert len(gone) == 20_000 == sum(compared)
+        assert max(compared) <= quota.PORTION + LEAF_KEYS
+        assert len(quota_) == 0
+
+    def test_pages_of_a_sweep_keep_the_request_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = [100.0]
         monkeypatch.setattr("nixl_tiers.tiers.s3.listing.time.monotonic", lambda: now[0])
         bucket, quota = FakeBucket(page_rows=10), new_quota()
         for number in range(100):
             bucket.put(b"%d" % number)
-        run(full(quota, whole=False), bucket)
+        run(full(quota), bucket)
         bucket.requests = 0
-        listing = relisting(quota, pause_s=1.8)
+        listing = sweep(quota, pause_s=1.8)
         began = now[0]
         while not listing.done.is_set():
             now[0] = max(now[0], listing.next_step_s(now[0]))
@@ -430,11 +430,10 @@ class TestWork:
 
 
 def test_a_row_stored_behind_a_page_that_ends_with_a_foreign_object_stays() -> None:
-    """The page is compared only as far as its last row; the rest is compared with the next page."""
     bucket, quota = FakeBucket(page_rows=1), new_quota()
     bucket.objects |= dict.fromkeys([f"p/{OURS}/80/~", f"p/{OURS}/zz"], (1, 0.0))
     key = next(key for number in range(256) if place_of(key := b"%d" % number) < b"\x80")
-    listing = relisting(quota)
+    listing = again(quota)
     listing.step(bucket, "bucket")
     quota.reserve(key, upload=True)
     bucket.put(key)
@@ -459,8 +458,7 @@ class TestExpiry:
             bucket.put(b"%d" % number, modified_s=995.0 if number % 2 else 10.0)
             bucket.put(b"%d" % number, modified_s=995.0 if number % 2 else 10.0, namespace=THEIRS)
         run(full(quota), bucket)
-        sweep = ExpirySweep(quota, NAMES, SERVED, max_age_s=100.0, pause_s=0.0, deleter=deletes)
-        entries = [entry for batch in run(sweep, bucket) for entry in batch]
+        entries = [entry for batch in run(sweep(quota, deleter=deletes), bucket) for entry in batch]
         assert {(entry.slot, entry.key) for entry in entries} == {(GONE, b"0"), (GONE, b"2"), (GONE, b"4")}
         assert len(deletes.names) == 6
         assert quota.used_bytes == 12 * ROW, "until the deletes are confirmed"
@@ -473,18 +471,16 @@ class TestExpiry:
         deletes.has_room = False
         (batch,) = run(full(quota, max_age_s=100.0, deleter=deletes), bucket)
         assert [entry.key for entry in batch] == [b"old"], "counted like any other; a load finds it expired"
-        sweep = ExpirySweep(quota, NAMES, SERVED, max_age_s=100.0, pause_s=0.0, deleter=deletes)
-        assert run(sweep, bucket) == []
+        assert run(sweep(quota, deleter=deletes), bucket) == []
         deletes.has_room = True
-        sweep = ExpirySweep(quota, NAMES, SERVED, max_age_s=100.0, pause_s=0.0, deleter=deletes)
-        assert len(run(sweep, bucket)) == 1
+        assert len(run(sweep(quota, deleter=deletes), bucket)) == 1
 
 
 def test_a_listing_runs_while_rows_are_stored_on_another_thread() -> None:
     bucket, quota = FakeBucket(page_rows=50), new_quota()
     for number in range(5000):
         bucket.put(b"%d" % number)
-    run(full(quota, whole=False), bucket)
+    run(full(quota), bucket)
     stop = threading.Event()
     stored = 0
 
@@ -500,7 +496,7 @@ def test_a_listing_runs_while_rows_are_stored_on_another_thread() -> None:
     thread = threading.Thread(target=store)
     thread.start()
     try:
-        entries = [entry for batch in run(relisting(quota), bucket) for entry in batch]
+        entries = [entry for batch in run(again(quota), bucket) for entry in batch]
     finally:
         stop.set()
         thread.join()

@@ -1,0 +1,181 @@
+"""SharedRows: the rows of a prefix that engines share. Nothing is listed here, and no row is counted.
+
+Whether a row is there is asked (existence.py): when a request wants it, and before it is uploaded. The janitor
+(janitor.py) keeps the budget for all engines: it grants uploads, deletes, and says how far it has deleted.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final
+
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.config.schema import S3Config
+from nixl_tiers.tiers.base import MAX_SLOTS, Entry, ExistenceAnswer, Move
+from nixl_tiers.tiers.s3.control import S3Control
+from nixl_tiers.tiers.s3.existence import ExistenceChecker, Presence, UploadChecks
+from nixl_tiers.tiers.s3.janitor import Janitor, JanitorIntervals
+from nixl_tiers.tiers.s3.rows import Rows
+from nixl_tiers.tiers.s3.usage import WINDOW_SHARE, UploadQuota
+
+INTERVALS: Final = JanitorIntervals()
+ABSENT_S: Final = 30.0  # so long a row that was not there is uploaded without asking again
+MAX_ABSENT: Final = 1 << 14
+
+
+class SharedRows(Rows):
+    """What was found, and what was stored, is handed to the core with the time of its last write (`found`)."""
+
+    def __init__(self, config: S3Config, row_bytes: int, control: S3Control) -> None:
+        super().__init__(config, row_bytes, control)
+        self.upload_quota = UploadQuota(uuid.uuid4().hex, config.capacity, row_bytes)
+        self._has_rows = False
+        self._reads_only = config.write == "off"
+        self._checker = ExistenceChecker(self._written_s)
+        self._uploads = UploadChecks(self._written_s)
+        self._janitor: Janitor | None = None
+        self._found: list[Entry] = []
+        self._absent: dict[Key, float] = {}  # until when, the oldest first
+        self._began_s: dict[Key, int] = {}  # uploads that run
+
+    def serve(self, namespace: str, epoch: int) -> None:
+        self._namespace = namespace
+        self._checker.clear()
+        self._uploads.clear()
+        self._found.clear()
+        self._absent.clear()
+        self._has_rows = False
+        if self._janitor is None:
+            self._janitor = Janitor(
+                lambda: self._control.connection.client,
+                self._config.bucket,
+                self._config.prefix,
+                quota=self.upload_quota,
+                intervals=INTERVALS,
+                denials=self._control.denials,
+                max_age_s=self._config.max_age,
+                reads_only=self._reads_only,
+            )
+            self._janitor.start()
+
+    def slots(self, capacity: int) -> int:
+        """Of a reader: whatever others have stored. Others forget the oldest rows if they know of more."""
+        return MAX_SLOTS if self._reads_only else 2 * capacity
+
+    @property
+    def used_bytes(self) -> int:
+        return self.upload_quota.used_bytes or 0
+
+    @property
+    def gone_before(self) -> int:
+        """With what the janitor may delete before this engine hears of it: it makes room for two windows at once, of a
+        prefix that was written evenly from its oldest row on."""
+        oldest = self.upload_quota.oldest
+        written_for_s = self._control.connection.server_time_s() - self.upload_quota.ahead_s - oldest
+        return oldest + max(0, int(written_for_s * 2 / WINDOW_SHARE)) if oldest else 0
+
+    # --- what is there ----------------------------------------------------------------------------------------------
+
+    def check_existence(self, check_id: int, keys: Sequence[Key], chain: bool) -> bool:
+        self._checker.start(check_id, keys, chain=chain)
+        return True
+
+    def existence_answers(self) -> Sequence[ExistenceAnswer]:
+        answers = self._checker.answers()
+        for answer in answers:
+            self._note_absent(answer.absent)
+            for key, written_s in answer.found:
+                self._note(key, written_s)
+        return [ExistenceAnswer(answer.check_id, answer.absent) for answer in answers]
+
+    def found(self) -> Sequence[Entry]:
+        found, self._found = self._found, []
+        return found
+
+    @property
+    def busy(self) -> bool:
+        return self._checker.busy
+
+    # --- uploads ----------------------------------------------------------------------------------------------------
+
+    def stores_begin(self, moves: Sequence[Move]) -> None:
+        now = time.monotonic()
+        self._uploads.ask(move.key for move in moves if self._absent.get(move.key, 0.0) <= now)
+
+    def room_for(self, key: Key, uploads: int) -> Outcome | None:
+        """None: it is being asked whether it is there, or a delete of it is under way."""
+        written_s = self._uploads.answer(key)
+        if written_s is None:
+            return None
+        if written_s:
+            self._note(key, written_s)
+            return Outcome.FOUND
+        # A delete of this name that arrives after the upload would delete the new object.
+        if not self._control.cancel_delete(self.name(key)):
+            return Outcome.FAILED if self._control.deletes_backing_off else None
+        return Outcome.OK if self.upload_quota.try_acquire(self._row_bytes) else Outcome.NO_SPACE
+
+    def upload_begins(self, key: Key) -> None:
+        self._began_s[key] = int(self._control.connection.server_time_s() - self.upload_quota.ahead_s)
+
+    def upload_ended(self, key: Key, *, done: bool) -> Outcome:
+        self.upload_quota.upload_ended(self._row_bytes)
+        began_s = self._began_s.pop(key)
+        if not done:  # it may have arrived nevertheless: then it will be found
+            self._control.transfer_failed()
+            self._control.upload_failed()
+            return Outcome.FAILED
+        self._control.denials.succeeded("put")
+        self._note(key, began_s)
+        return Outcome.OK
+
+    def store_ended(self, key: Key) -> None:
+        self._uploads.forget(key)
+
+    # --- what goes --------------------------------------------------------------------------------------------------
+
+    def delete(self, keys: Sequence[Key], uploading: Collection[Key]) -> None:
+        """Others may use them: they are the janitor's."""
+
+    def is_missing(self, key: Key) -> None:
+        self._note_absent([key])
+
+    def is_unusable(self, key: Key) -> None:
+        """Delete it, so that nobody else loads it, and have it written again."""
+        self._note_absent([key])
+        if not self._reads_only:
+            self._control.delete([self.name(key)])
+
+    def poll(self) -> None:
+        self._control.confirmed_deletes()
+
+    def close(self) -> None:
+        if self._janitor is not None:
+            self._janitor.close()
+            self._janitor = None
+        self._checker.close()
+        self._uploads.close()
+
+    @property
+    def has_rows(self) -> bool:
+        return self._has_rows
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _written_s(self, key: Key) -> Presence:
+        return self._control.connection.written_s(self.name(key), self._row_bytes)
+
+    def _note(self, key: Key, written_s: int) -> None:
+        self._has_rows = True
+        self._absent.pop(key, None)
+        self._found.append(Entry(0, key, written_s))
+
+    def _note_absent(self, keys: Iterable[Key]) -> None:
+        until_s = time.monotonic() + ABSENT_S
+        for key in keys:
+            self._absent.pop(key, None)
+            self._absent[key] = until_s
+        while len(self._absent) > MAX_ABSENT:
+            del self._absent[next(iter(self._absent))]
