@@ -3,7 +3,7 @@
     python -m bench.s3_listing [--rows 200000] [--rounds 3] [--json FILE]
 
 A server in a process of its own lists `--rows` objects with keys of 36 bytes, from memory. In this process run, one
-after the other: the first listing of a tier, re-listings without changes and without the request budget's pauses, and
+after the other: the first listing of a tier, those of an engine that gets the lease again, without changes, and
 sweeps of the janitor. Each through boto3, as movers do it. Figures, medians over the rounds:
 
 - `seconds`: of one listing, and microseconds an object; with a real server its answers' time comes on top;
@@ -37,7 +37,7 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.janitor import Janitor, JanitorIntervals
-from nixl_tiers.tiers.s3.listing import FullListing, Listing, Relisting
+from nixl_tiers.tiers.s3.listing import FullListing, Listing
 from nixl_tiers.tiers.s3.names import RowNames
 from nixl_tiers.tiers.s3.quota import PrefixQuota
 from nixl_tiers.tiers.s3.usage import UploadQuota
@@ -162,11 +162,12 @@ def main() -> None:
         quota.serve(NAMESPACE, 0.0)
 
         def first(quota: PrefixQuota = quota) -> None:
-            listing = FullListing(quota, NAMES, served, whole=True, max_age_s=None, deleter=None)
+            listing = FullListing(quota, NAMES, served, max_age_s=None, deleter=None)
             assert listed(listing, control.connection.client) == rows
 
         def again(quota: PrefixQuota = quota) -> None:
-            assert listed(Relisting(quota, NAMES, served, max_age_s=None, pause_s=0.0), control.connection.client) == 0
+            listing = FullListing(quota, NAMES, served, max_age_s=None, deleter=None, differences_only=True)
+            assert listed(listing, control.connection.client) == 0
 
         uploads = UploadQuota("bench", CAPACITY, ROW_BYTES)
         janitor = Janitor(
