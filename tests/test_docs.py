@@ -78,6 +78,18 @@ def test_files_named_in_a_page_exist(page: Path) -> None:
     assert missing == set()
 
 
+def test_files_named_in_comments_exist() -> None:
+    names = {path.rpartition("/")[2] for path in files()}
+    missing = {
+        (path, name)
+        for path in files()
+        if path.startswith("/nixl_tiers/") and path.endswith(".py")
+        for name in re.findall(r"\b[a-z_0-9]+\.py\b", (ROOT / path[1:]).read_text())
+        if name not in names
+    }
+    assert missing == set()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_code_named_beside_a_file_is_defined_there(page: Path) -> None:
     missing = []

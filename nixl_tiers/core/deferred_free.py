@@ -22,7 +22,7 @@ class Freeable(Protocol):
 
 
 class DeferredFree:
-    """`add` with the lock held, `drop` without it, by one thread at a time."""
+    """`add` with the lock held, `drop` without it, by any thread: each frees what it has taken out."""
 
     def __init__(self) -> None:
         self._structures: deque[Any] = deque()
@@ -37,8 +37,11 @@ class DeferredFree:
 
     def drop(self, most: int) -> None:
         """Free up to `most` entries."""
-        while most > 0 and self._structures:
-            structure = self._structures.pop()
+        while most > 0:
+            try:
+                structure = self._structures.pop()
+            except IndexError:
+                return
             if isinstance(structure, Freeable):
                 if structure.free(1):
                     self._structures.append(structure)

@@ -23,7 +23,8 @@ PAUSE_SHARE: Final = 0.5  # of the time that a tier needs for what it is moving
 
 
 class Events:
-    """The movers' side of the core. `tier` is a tier's number in the cascade, from 0; `now` is in seconds."""
+    """The movers' side of the core: what they report, and (`turn`) every job that they get. `tier`: its number in the
+    cascade, from 0; `now`: in seconds."""
 
     def __init__(
         self,
@@ -104,7 +105,8 @@ class Events:
     # --- movers ------------------------------------------------------------------------------------------------
 
     def killed(self, tier: int, now: float) -> None:
-        """The tier's mover was sent a kill. It may still write to its rows: these stay in quarantine until `lost`."""
+        """The tier's mover was sent a kill. It may still write to its rows: these stay in quarantine until `lost`. Both
+        circuits open: loads resume after two good probes."""
         killed = self._state.tiers[tier]
         killed.counters.kills += 1
         self.down(tier, now)
@@ -112,7 +114,8 @@ class Events:
         self._work(now)
 
     def lost(self, tier: int, now: float) -> None:
-        """The tier's mover is dead and reaped: nothing writes to its rows any more. All its jobs have failed."""
+        """The tier's mover is dead and reaped: nothing writes to its rows any more. All its jobs have failed. For each
+        circuit that is one failure: unless it was killed, its rows are hits as soon as the next mover has opened."""
         lost = self._state.tiers[tier]
         lost.counters.deaths += 1
         self.down(tier, now)
@@ -233,7 +236,7 @@ class Events:
 
     def plan(self, now: float) -> list[Job]:
         """The jobs to start now, within every bound and one slice; promotions of all tiers first. Demotions and stores
-        keep out of their way (`store_hold.py`).
+        keep out of their way (`StoreThrottle`).
 
         Loads may be sent before the keys to delete (`Tier.delete_batches`); stores must be sent after them.
         """
@@ -248,7 +251,7 @@ class Events:
             jobs.extend(self._promotion_jobs.plan(tier, now))
         for tier in known:
             jobs.extend(self._measurements.plan(tier, now))
-        self._writeback.hold.begin(self._promotion_jobs.under_way, now)
+        self._writeback.throttle.begin(self._promotion_jobs.under_way, now)
         for tier in known:  # before other tiers seal these rows, whose end may be that they leave the host
             if not tier.writable and tier.store_credits > 0:
                 jobs.extend(self._health.plan_store_probe(tier, now))

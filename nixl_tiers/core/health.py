@@ -187,6 +187,7 @@ class Health:
             or deque(jobs.values())
         )
         dead = [*jobs.values(), *ending]
+        # Of a mover that is reaped nothing needs to be abandoned first: its jobs end at once, as FAILED.
         tier.dead.append(OrphanedJobs(suspects, deque(() if reaped else dead), deque(dead), now, reaped))
 
     def _abandon(self, tier: Tier, job: Job, now: float) -> None:

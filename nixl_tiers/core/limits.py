@@ -34,12 +34,14 @@ class Limits:
     absent_s: float = 30.0  # negative cache: an absent key is not checked again sooner
     absent_keys: int = 65536  # of one tier's negative cache
     clean_wait_s: float = 0.25  # a promotion waits so long for write-back to free a row; then it evicts one unwritten
-    store_hold_s: float = 0.5  # promotions hold up a tier's stores so long; then a window of them goes (store_hold.py)
+    store_hold_s: float = (
+        0.5  # promotions hold up a tier's stores so long; then a window of them goes (`StoreThrottle`)
+    )
     hold_share: float = 0.25  # of the host rows: with more to write to a tier, promotions do not hold that up
     load_share: float = 0.10  # of the host rows: what may be under promotion at once
     store_share: float = 0.05
     quarantine_share: float = 0.75  # of the load window: how many rows may be stuck before the mover is killed
-    line_share: float = 0.5  # of the host rows: what requests may hold that wait for their turn (line.py)
+    line_share: float = 0.5  # of the host rows: what requests may hold that wait for their turn (prefetch_queue.py)
     line_requests: int = 32  # of those that wait, so many are next
     ahead_s: float = 0.25  # promotions for them keep a request whose turn comes waiting no longer than about that
     reserve_share: float = 0.05  # of a tier whose evictions are written below: kept free ahead of need

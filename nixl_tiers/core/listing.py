@@ -46,7 +46,7 @@ def _begin(tier: Tier, limit: int, clears: int) -> Steps:
         yield from _sweep(tier, clears, limit)
     yield from _evict_surplus(tier)
     if index.clears == clears:
-        index.rows.begin_listing()
+        index.begin_listing()
         tier.state = TierState.LISTING
 
 
@@ -67,8 +67,9 @@ def _add(tier: Tier, columns: Columns, clears: int) -> Steps:
 
 
 def end_listing(tier: Tier) -> Steps:
-    """All has been listed: what was not listed since the tier was opened again is gone; unless nothing ever is."""
-    return iter(()) if tier.spec.asked else _sweep(tier, tier.index.clears)
+    """All has been listed: what was not listed since the tier was opened again is gone; unless nothing ever is. Without
+    steps if they have all been taken before."""
+    return iter(()) if tier.spec.asked or not tier.index.listing else _sweep(tier, tier.index.clears)
 
 
 def _sweep(tier: Tier, clears: int, limit: int = ALL_SLOTS) -> Steps:

@@ -3,7 +3,9 @@
 Callers report what happened (a look-up, a finished job, a dead mover) and when (`now`, in seconds of any monotonic
 clock), and carry out the jobs that it plans. The same code runs in the engine, in the stateful tests and in trace
 replays. Rows come up in `promotion.py` and `promotion_jobs.py`, go down in `writeback.py`, and are copied to and from
-the engine in `copies.py`; movers report to `events.py`; `health.py` keeps what fails or hangs out of the way.
+the engine in `copies.py`; movers report to `events.py`, which also plans all that they are sent; `health.py` keeps what
+fails or hangs out of the way. A *load* is a copy from host memory to the engine in `copies.py`, and from a medium to
+host memory everywhere else.
 """
 
 from __future__ import annotations
@@ -292,7 +294,7 @@ class TierManager:
     # --- resets and time ---------------------------------------------------------------------------------------
 
     def reset(self, keep_tiers: bool, now: float = 0.0) -> None:
-        """The bytes may no longer match the weights. Rows in use are quarantined (invalid, not yet free), all others
+        """The bytes may no longer match the weights. Rows in use are held back (invalid, not yet free), all others
         become free in slices, and when they are needed. Those of workers become free after `flushed`, or when a job
         that began after the reset completes; those of a call when it ends. Storage tiers are emptied (of this epoch)
         unless `keep_tiers`, until `events.opened`. `take_evicted` does not return the keys that a reset removes.

@@ -45,7 +45,7 @@ class PromotionJobs:
 
     @property
     def under_way(self) -> bool:
-        """Whether rows are queued to be promoted, or are being loaded, for requests."""
+        """Whether rows are queued to be promoted for requests, or are being loaded, be it to measure a tier."""
         return bool(self._loading_for or self._retries or any(tier.to_load for tier in self._state.tiers))
 
     def waited_since(self, job: Job) -> float | None:

@@ -81,8 +81,8 @@ class Request:
         self.seen_s = 0.0
         self.lowest = 0
         self.pending = False  # it waits for promotions, or has rows pinned
-        self.in_prefetch_queue = False  # and it was not looked up yet (line.py)
-        self.expired = False  # its deadline has passed: nothing is promoted on its behalf any more
+        self.in_prefetch_queue = False  # and it was not looked up yet (prefetch_queue.py)
+        self.expired = False  # nothing is promoted for it any more: too late, computing is quicker, or it has ended
         self.patient = False  # it waits for all that a tier may turn out to hold, and no shorter time for checks
         self.lost: int | None = None  # the tier that lacked one of its rows: what is behind it there is not loaded
         self.load_failed = False  # one of its loads failed: it computes everything itself
@@ -106,7 +106,7 @@ class Request:
         self.check_deadline_s: float | None = None
         self.first_key_found = False
         self.rescan = False
-        # Load or recompute (chains.py): nothing is loaded beyond this token, whatever turns up there meanwhile.
+        # Load or recompute (lookup.py): nothing is loaded beyond this token, whatever turns up there meanwhile.
         self.chosen: int | None = None
         self.wait: Wait | None = None  # what its wait is judged by
         self.idle_until_s = NEVER  # its wait need not be judged before, unless its last row comes
@@ -215,7 +215,7 @@ class Request:
         if self.generation is not generation:
             self.generation = generation
             self.pending = False
-            self.chosen = self.wait = None
+            self.chosen = self.wait = self.lost = None
             for collection in (self.pinned, self.scan_hits, self.asked):
                 collection.clear()
             self.rows_awaited = self._counted_as_waiting = 0
@@ -223,6 +223,7 @@ class Request:
     def release(self) -> None:
         """It waits no longer: unpin its rows, forget what it asked for."""
         self.pending = False
+        self.lost = None
         for row in self.pinned.values():
             row.request_pins -= 1
         self.pinned.clear()

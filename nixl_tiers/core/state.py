@@ -171,6 +171,7 @@ class CascadeState:
         nbytes = self.row_bytes * (soon + (tier.rows_loading if direction is Direction.LOAD else tier.rows_storing))
         soft_s = throughput.timeout_s(nbytes, min(limits.soft_deadline_min_s, limits.wait_s), limits.wait_s)
         hard_s = throughput.timeout_s(4 * nbytes, limits.hard_deadline_min_s, limits.hard_deadline_max_s)
+        hard_s = max(hard_s, 2 * soft_s)  # a long `wait_s` is longer than the longest of these
         jobs = []
         most = self.rows_per_job if direction is Direction.LOAD else self._rows_per_store_job(tier)
         for start in range(0, len(moves), most):

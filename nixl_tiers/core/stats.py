@@ -66,7 +66,7 @@ class Counters:
     missed_late: int = 0
     missed_no_room: int = 0  # host only
     missed_excluded: int = 0
-    # What loads brought, in seconds (savings.py):
+    # What loads brought, in seconds (`Savings`):
     saved_prefill_s: float = 0.0
     saved_first_token_s: float = 0.0
     lost_slower_s: float = 0.0  # loading took longer than computing would have

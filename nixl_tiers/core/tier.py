@@ -42,8 +42,9 @@ class Tier:
         default_factory=deque
     )  # of movers that were killed or have died, the oldest first
     trials_running: int = 0  # open jobs that are trials of a suspect, or probes
-    quarantined: int = 0  # host rows that cannot be allocated since its mover may still write to them
-    to_store: OrderedDict[Key, int] = field(default_factory=OrderedDict)  # key -> tick, first in, first out
+    quarantined: int = 0  # host rows of abandoned loads, until the mover is done with them or reaped
+    # Key -> tick, first in, first out. Not pinned in host memory; what is dropped is not queued again.
+    to_store: OrderedDict[Key, int] = field(default_factory=OrderedDict)
     waiting_for_seal: dict[Key, int] = field(default_factory=dict)  # the same while another tier's mover seals the row
     to_load: deque[tuple[Request, Key]] = field(default_factory=deque)
     queued: int = 0  # rows that were ever put there

@@ -45,16 +45,24 @@ class TierIndex:
         """Of an asked tier: rows with a lower tick are gone, and are forgotten step by step (`forget_gone`)."""
         self.clears = 0
         """How often it was cleared."""
+        self.listing = False
+        """Whether rows are there that the medium has not confirmed since it was opened again."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __contains__(self, key: Key) -> bool:
+        """Also for a row that is only reserved, whose write may still fail. A hit is `rows.is_stored`."""
         return key in self.rows
 
     def has_many(self, keys: Sequence[Key]) -> list[bool]:
         """`in`, of each key."""
         return self.rows.has_many(list(keys), False)
+
+    def begin_listing(self) -> None:
+        """The medium lists its rows: all that are here are to be confirmed, or go by a `sweep` over all of them."""
+        self.rows.begin_listing()
+        self.listing = True
 
     def has(self, key: Key, row: int) -> bool:
         """Whether the key still has the row of this id."""
@@ -229,6 +237,7 @@ class TierIndex:
                 self.evicting.pop(key, None)
                 self.slots.release(slot)
                 self._forgotten(key)
+        self.listing &= start >= 0 or limit != ALL_SLOTS
         return start
 
     # --- deletes -----------------------------------------------------------------------------------------------
@@ -256,6 +265,7 @@ class TierIndex:
         self.evicting, self.former = {}, deque()
         self.clear_deletes()
         self.newest_listed = 0
+        self.listing = False
         self.clears += 1
 
     # --- inside ------------------------------------------------------------------------------------------------

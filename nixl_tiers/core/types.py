@@ -15,8 +15,8 @@ from nixl_tiers.core.host import Row
 
 
 class TierState(Enum):
-    DOWN = "down"  # no mover, or its medium does not answer: every look-up misses, stores are dropped
-    LISTING = "listing"  # rows that are listed already are hits; stores wait until all are listed
+    DOWN = "down"  # no mover, or its medium does not answer: every look-up misses, stores are dropped; its rows stay
+    LISTING = "listing"  # hits: rows listed so far, and of before if they may still be listed; stores wait for the end
     UP = "up"
 
 

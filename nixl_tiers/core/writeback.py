@@ -26,7 +26,7 @@ class WriteBack:
     def __init__(self, state: CascadeState) -> None:
         self._state = state
         self._host = state.host
-        self.hold = StoreThrottle(state)
+        self.throttle = StoreThrottle(state)
         self.awaited = 0
         """How many threads wait for rows to be written."""
         self._now = 0.0
@@ -57,7 +57,7 @@ class WriteBack:
     def demote(self, rows: Iterable[Row]) -> None:
         """The engine shuts down, and no request waits any more: queue those of these rows that are ready and that the
         tier below the host lacks."""
-        self.hold.closing = True
+        self.throttle.closing = True
         target = self._state.below_host
         if target is not None and target.writable:
             for row in rows:
@@ -112,7 +112,7 @@ class WriteBack:
         rows: list[tuple[Row, int]] = []
         suspect: list[tuple[Row, int]] = []
         most = min(
-            self.hold.room(tier),
+            self.throttle.room(tier),
             self._state.store_window - tier.rows_storing,
             tier.store_credits * self._state.rows_per_job,
         )
@@ -137,7 +137,7 @@ class WriteBack:
             else:
                 rows.append((row, tick))
         self._state.slice_left = looks
-        self.hold.started(tier, len(rows) + len(suspect))
+        self.throttle.started(tier, len(rows) + len(suspect))
         if rows:
             self._kept_s.pop(tier.number, None)
         soon = min(len(tier.to_store), most - len(rows))
@@ -172,7 +172,7 @@ class WriteBack:
         if target is None or not target.writable:
             self.drop_demotions(tier)
             return []
-        if not self.hold.room(target):
+        if not self.throttle.room(target):
             return []
         most = min(
             self._state.load_window - tier.rows_loading,
@@ -327,7 +327,8 @@ class WriteBack:
         row = tier.staged.pop(key, None)
         if row is not None:
             row.request_pins -= 1
-            row.source = CPU  # no request asked for it
+            if row.state is RowState.READY:
+                row.source = CPU  # no request asked for it
             unused = not (row.tick or row.invalidated)
             if written and unused and self._state.below_host is not None:  # the host would write it to `tier` again
                 self._host.evict(row)

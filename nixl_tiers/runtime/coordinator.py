@@ -163,8 +163,8 @@ class Coordinator(DeprecatedCalls):
         return coordinator
 
     def start(self, timeout_s: float = START_TIMEOUT_S, ready_s: float = 0.0) -> None:
-        """Start the movers. Wait up to `timeout_s` for the tiers to judge their configuration, and up to `ready_s`,
-        counted from the start too, for them to list what they hold (see wait_ready).
+        """Start the movers. Wait up to the longer of both times for the tiers to judge their configuration, and up to
+        `ready_s`, counted from the start too, for them to list what they hold (see wait_ready).
 
         Raises TierRefusedError if one can never work. One that is down is retried; until it is up its rows are misses.
         """

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 
 import pytest
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import TierSpec
 from tests.support.core import opened
@@ -45,3 +47,17 @@ def tracked() -> int:
 def walked() -> int:
     """What a full collection looks at."""
     return sum(len(gc.get_referents(one)) for one in gc.get_objects())
+
+
+def test_another_thread_may_take_the_last_structure() -> None:
+    garbage = DeferredFree()
+    garbage.add({1: 2})
+
+    class Raced(deque[object]):
+        def pop(self) -> object:
+            self.clear()
+            return super().pop()
+
+    garbage._structures = Raced(garbage._structures)
+    garbage.drop(10)
+    assert not garbage

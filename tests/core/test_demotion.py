@@ -8,9 +8,10 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
+from nixl_tiers.core.host import RowState
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup, TierManager
-from nixl_tiers.core.types import Job, TierSpec
+from nixl_tiers.core.types import Direction, Job, TierSpec
 from tests.support.core import expire, opened, rows_of
 
 
@@ -416,3 +417,29 @@ def test_promotion_waits_for_writeback_only_briefly(put_s: float) -> None:
     assert waited_s < 2 * life.core.limits.clean_wait_s
     lost = life.core.tiers[1].counters.dropped
     assert lost == 0 if put_s < 0.1 else lost > 0, "rows are lost for what comes up where the cleaner keeps up"
+
+
+def test_an_old_place_in_the_queue_ends_a_demotion_and_not_its_load() -> None:
+    """Its victim was used and evicted meanwhile, and selected again. A look-up then asked a tier "cpu" for the row."""
+    core = manager(8, (Write.THROUGH, Write.ON_EVICT), (12, 100))
+    above, below = core.tiers
+    loads: list[Job] = []
+    for key in keys(60):
+        put(core, key, 0.0)
+        while (jobs := core.events.plan(0.0)) and not loads:
+            loads = [job for job in jobs if job.direction is Direction.LOAD]
+            for job in jobs:
+                if job.direction is Direction.STORE:
+                    core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
+        if loads:
+            break
+    (key, *_) = above.staged
+    assert core.host.index[key].state is RowState.LOADING
+    below.to_store[key] = 0
+    below.to_store.move_to_end(key, last=False)
+    core.events.plan(0.0)
+    assert key not in above.staged
+    assert core.host.index[key].source == "tier0"
+    assert core.lookup(key, "request", None, 0.0) is Lookup.PENDING
+    core.events.finished(0, loads[0].id, [Outcome.OK] * len(loads[0].moves), 0.0)
+    assert core.lookup(key, "request", None, 0.0) is Lookup.HIT

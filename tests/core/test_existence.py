@@ -13,6 +13,7 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.existence import ExistenceCheck
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.requests import Request
 from nixl_tiers.core.types import Direction, TierSpec
 from tests.support.core import expire, opened, put, rows_of
 
@@ -556,3 +557,13 @@ def test_tier_that_answers_about_no_key_is_not_waited_for(core: CheckedCore) -> 
     assert core.scan("t", [b"b"]) == [MISS]
     core.answer(core.asked()[0], 0)
     assert core.scan("u", [b"c"]) == [PENDING]
+
+
+def test_which_tier_lacked_a_row_is_forgotten_when_a_request_waits_no_more() -> None:
+    """Else the rows before the gap, which the tier has, were forgotten at its next look-up."""
+    before = object()
+    for end in (lambda request: request.release(), lambda request: request.belongs_to(object())):
+        request = Request("r", before)  # type: ignore[arg-type]
+        request.lost = 1
+        end(request)
+        assert request.lost is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.limits import Limits
@@ -59,3 +61,19 @@ def test_jobs_of_stores_to_a_slow_tier_stay_small() -> None:
 
 def test_a_window_has_room_for_several_jobs() -> None:
     assert after_samples(ROWS // 4, 5e9) < STORE_JOBS * LOAD_ROWS
+
+
+@pytest.mark.parametrize("wait_s", [1.0, 10.0, 300.0, 3600.0])
+@pytest.mark.parametrize("seconds", [0.001, 1.0, 30.0, 75.0])
+def test_a_job_is_given_up_before_its_mover_is_killed(wait_s: float, seconds: float) -> None:
+    """Also with a `wait_s` that is longer than any hard deadline: a slow mover was killed before."""
+    core = TierManager(ROWS, ROW, [TierSpec("file", Write.THROUGH, physical_slots=True)], Limits(wait_s=wait_s))
+    opened(core, 0, ROWS)
+    core.events.listed(0, [], last=True)
+    for first in range(0, 300, 60):
+        store_jobs(core, first, LOAD_ROWS * ROW / seconds)
+    put(core, [key_of(number) for number in range(300, 360)], "last")
+    jobs = core.turn(1e6, 1e6)
+    assert jobs
+    for job in jobs:
+        assert 1e6 < job.soft_deadline_s < job.hard_deadline_s

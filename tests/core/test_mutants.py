@@ -504,7 +504,7 @@ class StoresBesidePromotions(Events):
     """Stores do not keep out of the way of promotions."""
 
     def plan(self, now: float) -> list:  # type: ignore[type-arg]
-        self._writeback.hold.begin = lambda promoting, now: None  # type: ignore[method-assign]
+        self._writeback.throttle.begin = lambda promoting, now: None  # type: ignore[method-assign]
         return super().plan(now)
 
 

@@ -16,6 +16,7 @@ from nixl_tiers.base.policies import Eviction, Write
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import MAX_LOOKS, HostTier
 from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.types import Job, TierSpec, TierState
@@ -318,6 +319,29 @@ def test_eviction_passes_over_a_bounded_number_of_pinned_rows(policy: Eviction) 
             assert looks.total() <= MAX_LOOKS + 4
     assert not core.events.busy, "it looks on for ever"
     assert len(core.copies.prepare_store([b"other"], "other").rows) == 1, "rows behind the pinned ones were not found"
+
+
+def test_what_a_listing_has_not_confirmed_is_swept_once_and_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message that ends a listing comes after the slices, and looked at all rows again in one hold of the lock."""
+    core = TierManager(ROWS, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)], Limits(listed_per_step=8))
+    opened(core, 0, 10_000)
+    core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(CHAIN)], last=True)
+    index = core.tiers[0].index
+    before = len(index)
+    looked_at: list[int] = []
+    sweep = index.sweep
+    monkeypatch.setattr(index, "sweep", lambda start, *more: (looked_at.append(start), sweep(start, *more))[1])
+    opened(core, 0, 10_000)
+    core.events.listed(0, [(0, CHAIN[0], 0)], last=False)
+    take_all(core.events.listing_ends(0))
+    assert len(looked_at) >= before // 8
+    looked_at.clear()
+    core.events.listed(0, [], last=True)
+    assert looked_at == []
+    assert len(index) == 1
+    opened(core, 0, 10_000)
+    core.events.listed(0, [], last=True)
+    assert len(index) == 0, "without slices before it, the message itself does it"
 
 
 def test_eviction_passes_over_a_bounded_number_of_pinned_rows_that_wait_for_their_write() -> None:
