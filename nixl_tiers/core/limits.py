@@ -34,9 +34,7 @@ class Limits:
     absent_s: float = 30.0  # negative cache: an absent key is not checked again sooner
     absent_keys: int = 65536  # of one tier's negative cache
     clean_wait_s: float = 0.25  # a promotion waits so long for write-back to free a row; then it evicts one unwritten
-    store_hold_s: float = (
-        0.5  # promotions hold up a tier's stores so long; then a window of them goes (`StoreThrottle`)
-    )
+    store_hold_s: float = 0.5  # promotions hold up a tier's stores so long; then a window goes (`StoreThrottle`)
     hold_share: float = 0.25  # of the host rows: with more to write to a tier, promotions do not hold that up
     load_share: float = 0.10  # of the host rows: what may be under promotion at once
     store_share: float = 0.05

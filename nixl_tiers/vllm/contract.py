@@ -7,6 +7,7 @@ The tests check it, and so does the start of an engine whose vLLM is newer than 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -114,7 +115,7 @@ def _of_fields() -> Iterator[str]:
     for path, names in FIELDS.items():
         module, _, name = path.rpartition(".")
         try:
-            cls = getattr(__import__(module, fromlist=[name]), name)
+            cls = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError):
             yield f"there is no {path} any more"
             continue

@@ -104,9 +104,10 @@ class NixlTiersSpec(OffloadingSpec):
         vllm_config = current_vllm_config()
         refuse_nodes(vllm_config)
         rank = self.config.parallel.rank
-        runner = getattr(compat.calling_worker(), "model_runner", None)
+        caller = compat.calling_worker()
+        runner = getattr(caller, "model_runner", None)
         refuse_amplification(self.config, getattr(runner, "kv_cache_config", None), self.tiers.max_amplification)
-        self._confirm_copies(vllm_config)
+        self._confirm_copies(caller, vllm_config)
         region = self._rendezvous()
         try:
             weights = Fingerprint(*self._of_one_rank(region, lambda: weights_of(vllm_config, self.tiers)))
@@ -114,19 +115,19 @@ class NixlTiersSpec(OffloadingSpec):
             worker = worker_over(region, kv_caches, rank, last_block_only(self.config, vllm_config))
             if rank == 0:
                 region.ranks.publish_model(*names_of(vllm_config))
-            watch_weights(region, rank)
+            watch_weights(region, rank, caller)
             region.ranks.publish(rank, digest, note)
         except BaseException:
             region.close()
             raise
         return worker
 
-    def _confirm_copies(self, vllm_config: Any) -> None:
+    def _confirm_copies(self, worker: Any, vllm_config: Any) -> None:
         if self._copies.declared:
             return
         layers = vllm_config.compilation_config.static_forward_context if vllm_config is not None else {}
         names = {name for group in self.config.groups for name in group.layer_names}
-        if not replicated.confirmed(compat.calling_worker(), layers, names, self._copies.ranks):
+        if not replicated.confirmed(worker, layers, names, self._copies.ranks):
             self._lay_out(1)
             if self.config.parallel.rank == 0:
                 log.warning(

@@ -263,7 +263,7 @@ class NixlTiersWorker(OffloadingWorker):
         started: Finish | None = None
         if part.known:
             try:
-                places = self._plan.places(part.rows, part.first, len(part.blocks))
+                places = self._places(part)
                 written = self._plan.writes(places)
                 started = self._copy(self._swap.store, part.group, part.blocks[written], places[written], transfers)
             except Exception:
@@ -278,8 +278,7 @@ class NixlTiersWorker(OffloadingWorker):
         failures: list[Exception] = []
         for part in split_load(rows, engine, self._blocks_per_chunk):
             try:
-                places = self._plan.places(part.rows, part.first, len(part.blocks))
-                copies.append(self._copy(self._swap.load, part.group, part.blocks, places, transfers))
+                copies.append(self._copy(self._swap.load, part.group, part.blocks, self._places(part), transfers))
             except Exception as error:  # noqa: BLE001 - raised again by finish
                 failures.append(error)
 
@@ -295,6 +294,9 @@ class NixlTiersWorker(OffloadingWorker):
             return moved
 
         return Started(transfers, finish)
+
+    def _places(self, part: Part) -> NDArray[np.uint32]:
+        return self._plan.places(part.rows, part.first, len(part.blocks))
 
     def _copy(
         self,
