@@ -50,7 +50,7 @@ class Limits:
     measure_busy_s: float = 1.0  # later, if requests are alive until then: while none is, it takes nothing from them
     moves_per_job: int = 64
     rows_per_slice: int = 64  # work that concerns many rows is done in slices of so many, each one hold of the lock
-    listed_per_step: int = 512  # rows that are listed, or looked at after a listing, in one hold of the lock
+    listed_per_step: int = 256  # rows that are listed, or looked at after a listing, in one hold of the lock
     deletes_per_turn: int = 4096  # of a tier; with more to delete nothing is stored to it
     deletes_per_batch: int = 256  # rows to delete in one message; not fewer than moves_per_job
     job_bytes: int = 16 << 20  # small jobs keep a window full: a row is free, or a hit, when its own job ends

@@ -6,6 +6,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from nixl_tiers.base.zeroed import zeroed
+from nixl_tiers.core.deferred_free import DeferredFree
 
 
 class SlotCount:
@@ -52,7 +53,7 @@ class SlotCount:
         """So many slots were allocated for rows that the medium lists, all below `end`. This may pass the limit."""
         self._used += count
 
-    def clear(self) -> None:
+    def clear(self, garbage: DeferredFree) -> None:
         """No slots any more: the limit is 0."""
         self._limit = self._used = 0
 
@@ -130,8 +131,9 @@ class Slots(SlotCount):
         super().claimed(count, end)
         self._end = max(self._end, end)
 
-    def clear(self) -> None:
-        super().clear()
+    def clear(self, garbage: DeferredFree) -> None:
+        super().clear(garbage)
+        garbage.add(self._map)
         self._map = zeroed(0)
         self._end = 0
         self._search_from(0)

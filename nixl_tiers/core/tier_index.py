@@ -261,7 +261,7 @@ class TierIndex:
         """A new epoch: no row of before it is found. Moves under way end as usual, of rows that are not here."""
         self._garbage.add(self.rows, self.evicting, self.former)
         self.rows = make_rows(uses=self._spec.physical_slots)
-        self.slots.clear()
+        self.slots.clear(self._garbage)
         self.evicting, self.former = {}, deque()
         self.clear_deletes()
         self.newest_listed = 0

@@ -54,7 +54,7 @@ TOUCH_S: Final = 1.0  # between two packets of recent uses to one mover
 USES_A_PART: Final = 256
 _OUTCOMES: Final = {outcome.value: outcome for outcome in Outcome}
 DROPPED_PER_TURN: Final = 4096  # entries of structures that a reset has replaced
-PAUSE_S: Final = 0.0002  # between two steps of a listing
+PAUSE_S: Final = 0.0001  # between two steps of a listing
 MAX_CAPACITIES: Final = 2  # of slots: a shared medium may hold more than this engine's own capacity
 
 

@@ -9,8 +9,10 @@ import pytest
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.base.zeroed import FREED_AT_ONCE
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.slots import Slots
 from nixl_tiers.core.types import TierSpec
 from tests.support.core import opened
 
@@ -61,3 +63,14 @@ def test_another_thread_may_take_the_last_structure() -> None:
     garbage._structures = Raced(garbage._structures)
     garbage.drop(10)
     assert not garbage
+
+
+def test_a_map_of_slots_is_given_back_in_parts() -> None:
+    garbage, slots = DeferredFree(), Slots(4 * FREED_AT_ONCE)
+    used = slots._map
+    slots.clear(garbage)
+    sizes = []
+    while garbage:
+        garbage.drop(1)
+        sizes.append(0 if used.closed else len(used))
+    assert sizes == [3 * FREED_AT_ONCE, 2 * FREED_AT_ONCE, FREED_AT_ONCE, 0]
