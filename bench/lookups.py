@@ -60,6 +60,7 @@ class VllmLookups:
         side._sliding_window_groups = tuple(n for n, window in enumerate(windows) if window is not None)
         side._lookup_groups = side._full_attention_groups + side._sliding_window_groups
         side._mamba_align_size = None
+        side._eagle_proof_margins, side._max_eagle_proof_margin = {}, 0  # from 0.33 on
         side._chunks_being_loaded = set()
         side._events_tracker = OffloadingEventsTracker(SimpleNamespace(enable_kv_cache_events=False))
 

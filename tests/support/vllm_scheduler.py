@@ -17,8 +17,10 @@ BLOCK: Final = 32  # tokens
 
 def offloading_scheduler(manager: Any, block_tokens: int) -> Any:
     """One full-attention group of blocks of so many tokens, a chunk each."""
+    group = SimpleNamespace(group_id=0, tokens_per_block=block_tokens, sliding_window_size_in_chunks=None)
     spec = SimpleNamespace(
-        config=SimpleNamespace(groups=(SimpleNamespace(group_id=0, tokens_per_block=block_tokens),)),
+        config=SimpleNamespace(groups=(group,)),
+        extra_config={},
         get_manager=lambda: manager,
         blocks_per_chunk=1,
         tokens_per_hash=block_tokens,
@@ -32,7 +34,8 @@ def offloading_scheduler(manager: Any, block_tokens: int) -> Any:
         speculative_config=None,
     )
     attention = FullAttentionSpec(block_size=block_tokens, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-    caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=attention, is_eagle_group=False)])
+    layers = SimpleNamespace(kv_cache_spec=attention, is_eagle_group=False, layer_names=("layer",))
+    caches = SimpleNamespace(kv_cache_groups=[layers], cache_hit_alignment_tokens=None)
     return OffloadingConnectorScheduler(spec, config, caches)
 
 

@@ -14,7 +14,6 @@ pytest.importorskip("vllm")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _create_req_context
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as tiers_config
@@ -23,6 +22,7 @@ from nixl_tiers.core.lookup import Scan
 from nixl_tiers.core.manager import Lookup
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
+from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.events import EventLog
 from nixl_tiers.vllm.manager import PAUSE_S, SHUTDOWN_S, NixlTiersManager
 from tests.support.file_tier import file_tier, files_tier
@@ -89,7 +89,8 @@ def test_a_chunk_written_by_every_worker_is_a_hit(rig: ManagerRig) -> None:
     assert rig.manager.lookup(one, context) is LookupResult.MISS
     assert rig.store(context, one, two) == [one, two]
     assert rig.manager.lookup(one, context) is LookupResult.HIT
-    assert rig.manager.get_load_source(one, context) is CacheHitSource.HOST
+    if compat.CacheHitSource:  # vLLM asks from 0.32 on
+        assert rig.manager.get_load_source(one, context) is compat.CacheHitSource.HOST
     spec = rig.manager.prepare_load([two, one], context)
     assert len(set(spec.rows.tolist())) == 2
     assert spec.counts == (2,)
@@ -382,11 +383,9 @@ class ScriptedCoordinator:
         pass
 
 
-@pytest.mark.parametrize(
-    ("source", "named"),
-    [("cpu", CacheHitSource.HOST), ("file", CacheHitSource.DISK), ("s3", CacheHitSource.EXTERNAL_UNSPECIFIED)],
-)
-def test_a_hit_names_its_tier_and_waiting_is_a_pending_hit(source: str, named: CacheHitSource, tmp_path: Any) -> None:
+@pytest.mark.skipif(compat.CacheHitSource is None, reason="vLLM asks from 0.32 on")
+@pytest.mark.parametrize(("source", "named"), [("cpu", "HOST"), ("file", "DISK"), ("s3", "EXTERNAL_UNSPECIFIED")])
+def test_a_hit_names_its_tier_and_waiting_is_a_pending_hit(source: str, named: str, tmp_path: Any) -> None:
     config = tiers_config.load(
         {
             "tiers": [
@@ -400,7 +399,7 @@ def test_a_hit_names_its_tier_and_waiting_is_a_pending_hit(source: str, named: C
     manager = NixlTiersManager(coordinator, config, (0,), None)  # type: ignore[arg-type]
     (key,) = keys_of(1)
     assert manager.lookup(key, ReqContext("r")) is LookupResult.HIT_PENDING
-    assert manager.get_load_source(key, ReqContext("r")) is named
+    assert manager.get_load_source(key, ReqContext("r")) is compat.CacheHitSource[named]
     assert list(manager.take_events()) == []
     manager.shutdown()
     assert 0 <= coordinator.close_timeout_s == SHUTDOWN_S <= 0.5
