@@ -150,6 +150,8 @@ class Steps:
         self.counts: Counter[str] = Counter()
         self._left = empty
         self._may_copy = threading.Event()
+        if not empty:
+            self._may_copy.set()
         self._pauses = 0
         swap = get_kv_transfer_group().connector_worker.worker._swap
         changed = core.scheduler.connector.connector_scheduler.manager._coordinator.changed
