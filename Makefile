@@ -5,6 +5,7 @@
 #   make test                       the tests
 #   make faults                     every fault on every tier; writes bench/results/faults.json and docs/internals/faults.md
 #   make stress                     random load, aborts and resets on vLLM, every answer checked; half an hour and more
+#   make matrix VERSIONS='0.31.0'    the tests of the vLLM face with other versions of vLLM, whose wheels it downloads
 #   make docs                       the documentation as HTML, in docs/_build
 #   make dist                       sdist and wheel in dist/, checked: docs/internals/releasing.md
 #   make fuzz MINUTES=10            fresh random examples for the property tests; SEED=n repeats a run
@@ -39,7 +40,7 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # Where it is set, as in many container images, each process that a test starts compiles all of our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: all setup lint format docs dist test test-all faults stress fuzz soak test-gds demo bench clean distclean
+.PHONY: all setup lint format docs dist test test-all faults stress matrix fuzz soak test-gds demo bench clean distclean
 all: lint test
 
 setup: $(VENV)/.ready
@@ -113,6 +114,12 @@ faults: $(VENV)/.ready
 # All cells of the stress test, 500 requests each, twice. STRESS_SEED=n repeats a run.
 stress: $(VENV)/.ready
 	$(PY) -m pytest tests/vllm/test_stress.py -m stress -s $(PYTEST_ARGS)
+
+# Of each version the unit tests, and the engines that docs/features.toml names: half an hour. Writes
+# bench/results/matrix.json and the tables of docs/guide/compatibility.md.
+VERSIONS := 0.31.0 0.32.0 0.33.0
+matrix: $(VENV)/.ready
+	$(PY) -m tests.matrix $(VERSIONS); tests=$$?; $(PY) docs/generate.py && exit $$tests
 
 # Fresh random examples for the state machines and formats, until the time is up.
 fuzz: $(VENV)/.ready

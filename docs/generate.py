@@ -6,13 +6,16 @@ python-api.md       from signatures and docstrings of what `nixl_tiers` exports
 metrics.md          from the table in `nixl_tiers/base/metrics.py`
 results.md          from `bench/results/*.json`: what was measured, by which command, on which machine and when
 faults.md           from `bench/results/faults.json`, which `make faults` writes
+compatibility.md    from `features.toml`, the tests that it names, and `bench/results/matrix.json` of `make matrix`
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
@@ -32,9 +35,12 @@ from nixl_tiers.config import fields
 from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, unset
 
 WIDTH: Final = 100  # of help texts
-FOLDERS: Final = tuple(Path(__file__).parent / name for name in ("reference", "internals"))
+FOLDERS: Final = tuple(Path(__file__).parent / name for name in ("reference", "internals", "guide"))
 RESULTS: Final = Path(__file__).parents[1] / "bench/results"
 FAULTS: Final = RESULTS / "faults.json"
+MATRIX: Final = RESULTS / "matrix.json"
+FEATURES: Final = Path(__file__).with_name("features.toml")
+TESTS: Final = Path(__file__).parents[1] / "tests/vllm"  # that features.toml names
 BLOCK: Final = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 MODELS: Final[Mapping[str, type[BaseModel]]] = {"cpu": CpuConfig, "file": FileConfig, "s3": S3Config}
 # By the schema's own validators, and by pydantic's plain types.
@@ -229,6 +235,37 @@ def faults() -> str:
     )
 
 
+def features() -> str:
+    """A line a feature: what kind of test shows it, and the versions of vLLM with which all of its tests passed."""
+    table = json.loads(MATRIX.read_text())["tables"][1]
+    outcomes = {test: dict(zip(table["columns"][1:], row, strict=True)) for test, *row in table["rows"]}
+    rows = []
+    for name, feature in tomllib.loads(FEATURES.read_text()).items():
+        tests = feature.get("tests", [])
+        kind = "real engine" if any(map(runs_an_engine, tests)) else "unit tests" if tests else "no test"
+        versions = [
+            version.rpartition(".")[0]
+            for version in table["columns"][1:]
+            if tests and all(outcomes.get(test, {}).get(version) == "passed" for test in tests)
+        ]
+        rows.append((name, kind, ", ".join(versions), feature.get("note", "")))
+    return _table(["feature of vLLM", "shown by", "vLLM", "what was run, and what not"], rows)
+
+
+def runs_an_engine(test: str) -> bool:
+    """Whether a test of tests/vllm, as file.py::name, has the marker `vllm`. KeyError if it does not exist."""
+    name, _, function = test.partition("::")
+    tree = ast.parse((TESTS / name).read_text()).body
+    functions = {node.name: node for node in tree if isinstance(node, ast.FunctionDef)}
+    marks = [*functions[function].decorator_list, *(node for node in tree if isinstance(node, ast.Assign))]
+    return any("pytest.mark.vllm" in ast.unparse(mark) for mark in marks)
+
+
+def versions() -> str:
+    table = json.loads(MATRIX.read_text())["tables"][0]
+    return _table(table["columns"], table["rows"])
+
+
 def _aligned(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table as text: many numbers are read better so, and the page stays narrow."""
     lines = [*([columns] if any(columns) else []), *rows]
@@ -247,6 +284,8 @@ BLOCKS: Final[Mapping[str, Callable[[], str]]] = {
     "gauges": partial(metrics, Kind.GAUGE),
     "results": results,
     "faults": faults,
+    "features": features,
+    "versions": versions,
 }
 
 if __name__ == "__main__":

