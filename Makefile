@@ -117,8 +117,8 @@ faults: $(VENV)/.ready
 stress: $(VENV)/.ready
 	$(PY) -m pytest tests/vllm/test_stress.py -m stress -s $(PYTEST_ARGS)
 
-# Of each version the unit tests, and the engines that docs/features.toml names: half an hour. Writes
-# bench/results/matrix.json and the tables of docs/guide/compatibility.md.
+# Of each version the unit tests, and the engines that docs/features.toml names: for a machine with nothing else to do.
+# Writes bench/results/matrix.json and the tables of docs/guide/compatibility.md.
 VERSIONS := 0.31.0 0.32.0 0.33.0
 matrix: $(VENV)/.ready
 	$(PY) -m tests.matrix $(VERSIONS); tests=$$?; $(PY) docs/generate.py && exit $$tests
