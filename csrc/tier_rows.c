@@ -2,8 +2,9 @@
  *
  * A row is found by its key (open addressing in 1024 shards, each of which grows by itself, so that no call takes long),
  * and has a place in a heap: the least recently used tick first, and of a tick the row that was added last (the leaf of a
- * prefix). Rows that are pinned, not stored yet, or being evicted are not in the heap; they keep tick and sequence, so
- * that they go back to their place. Everything is in chunks that are never moved; a row costs about 100 bytes with its
+ * prefix). There is a heap for each tenant that has a quota, so that its own next victim is known too; the first of all
+ * is the least of their firsts. Rows that are pinned, not stored yet, or being evicted are not in the heap; they keep
+ * tick and sequence, so that they go back to their place. Everything is in chunks that are never moved; a row costs about 100 bytes with its
  * key of 36.
  *
  * The interpreter's lock guards it, and is kept: every call takes microseconds, or so many for each key that it is given.
@@ -16,7 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SHARDS = 1024, CHUNK_BITS = 14, CHUNK = 1 << CHUNK_BITS, INLINE_KEY = 36, LONGEST_KEY = 255 };
+enum { SHARDS = 1024, CHUNK_BITS = 14, CHUNK = 1 << CHUNK_BITS, INLINE_KEY = 36, LONGEST_KEY = 255, TENANTS = 65 };
 #define MOST_TICK ((uint64_t)1 << 39) /* a higher one, which only a defect makes, must not be the newest for ever */
 enum { STORED = 1, EVICTING = 2, USED = 4, LIVE = 8 };
 #define NONE UINT32_MAX
@@ -29,8 +30,8 @@ typedef struct {
     uint32_t place;  /* in the heap, or NONE */
     uint32_t id;     /* another one each time the row is taken */
     uint16_t pins;
-    uint16_t extra;  /* room for what is to be known of a row: salt class, priority */
-    uint8_t flags, listing, length, unused;
+    uint16_t extra;  /* room for what is to be known of a row: priority */
+    uint8_t flags, listing, length, tenant;
     union {
         char key[INLINE_KEY];
         char *far;  /* of a longer key */
@@ -58,11 +59,18 @@ typedef struct {  /* an array of chunks */
 } Chunks;
 
 typedef struct {
+    Chunks places;
+    uint32_t ordered; /* of these places, those in use */
+    uint32_t rows;    /* of the tenant, whether in the order or not */
+} Heap;
+
+typedef struct {
     PyObject_HEAD
     Shard shards[SHARDS];
-    Chunks rows, heap;
+    Chunks rows;
+    Heap heaps[TENANTS]; /* 0: of no tenant with a quota */
+    uint32_t tenants;    /* no row of a tenant from this one on was ever added */
     uint32_t live, free_row, next_row; /* next_row: no row from it on was ever used */
-    uint32_t ordered;                  /* in the heap */
     uint32_t seq;
     uint8_t listing;
     uint32_t *used; /* a ring of rows that were used since `take_used` */
@@ -75,7 +83,7 @@ static void *item(const Chunks *c, uint32_t i) {
     return c->chunks[i >> CHUNK_BITS] + (size_t)(i & (CHUNK - 1)) * c->item;
 }
 static Row *row_at(const Rows *self, uint32_t i) { return item(&self->rows, i); }
-static Place *place_at(const Rows *self, uint32_t i) { return item(&self->heap, i); }
+static Place *place_at(const Heap *heap, uint32_t i) { return item(&heap->places, i); }
 
 static int ensure(Chunks *c, uint32_t i) { /* room for item i; 0 if there is no memory */
     if (i >> CHUNK_BITS < c->count) return 1;
@@ -95,42 +103,44 @@ static int before(const Place *a, const Place *b) {
     return a->tick != b->tick ? a->tick < b->tick : (int32_t)(a->seq - b->seq) > 0;
 }
 
-static void put_place(Rows *self, uint32_t i, Place p) {
-    *place_at(self, i) = p;
+static void put_place(Rows *self, Heap *heap, uint32_t i, Place p) {
+    *place_at(heap, i) = p;
     row_at(self, p.row)->place = i;
 }
 
-static void sift(Rows *self, uint32_t i, Place p) { /* p belongs at i or above or below it */
+static void sift(Rows *self, Heap *heap, uint32_t i, Place p) { /* p belongs at i or above or below it */
     while (i) {
         uint32_t up = (i - 1) / 4;
-        if (!before(&p, place_at(self, up))) break;
-        put_place(self, i, *place_at(self, up));
+        if (!before(&p, place_at(heap, up))) break;
+        put_place(self, heap, i, *place_at(heap, up));
         i = up;
     }
     for (;;) {
         uint64_t down = 4 * (uint64_t)i + 1, least = NONE;
-        for (uint64_t c = down; c < down + 4 && c < self->ordered; c++)
-            if (least == NONE || before(place_at(self, c), place_at(self, least))) least = c;
-        if (least == NONE || !before(place_at(self, least), &p)) break;
-        put_place(self, i, *place_at(self, least));
+        for (uint64_t c = down; c < down + 4 && c < heap->ordered; c++)
+            if (least == NONE || before(place_at(heap, c), place_at(heap, least))) least = c;
+        if (least == NONE || !before(place_at(heap, least), &p)) break;
+        put_place(self, heap, i, *place_at(heap, least));
         i = least;
     }
-    put_place(self, i, p);
+    put_place(self, heap, i, p);
 }
 
 static void leave_order(Rows *self, Row *r) {
     if (r->place == NONE) return;
+    Heap *heap = &self->heaps[r->tenant];
     uint32_t i = r->place;
-    Place last = *place_at(self, --self->ordered);
+    Place last = *place_at(heap, --heap->ordered);
     r->place = NONE;
-    if (i < self->ordered) sift(self, i, last);
+    if (i < heap->ordered) sift(self, heap, i, last);
 }
 
-/* There is room: a chunk of places is made with each chunk of rows. */
+/* There is room: `take_row` has made it. */
 static void enter_order(Rows *self, Row *r, uint32_t row) {
     if (r->place != NONE || r->pins || (r->flags & (STORED | EVICTING)) != STORED) return;
-    uint32_t i = self->ordered++;
-    sift(self, i, (Place){r->tick, r->seq, row});
+    Heap *heap = &self->heaps[r->tenant];
+    uint32_t i = heap->ordered++;
+    sift(self, heap, i, (Place){r->tick, r->seq, row});
 }
 
 /* A later use than the last one: a second one at the same tick is by the same request, and does not count. */
@@ -138,7 +148,18 @@ static void use_row(Rows *self, Row *r, uint32_t row, uint64_t tick) {
     if (tick <= r->tick) return;
     r->tick = tick;
     r->seq = ++self->seq;
-    if (r->place != NONE) sift(self, r->place, (Place){tick, r->seq, row});
+    if (r->place != NONE) sift(self, &self->heaps[r->tenant], r->place, (Place){tick, r->seq, row});
+}
+
+/* The place of the next victim, of one tenant or of all; NULL if there is none. */
+static const Place *first(const Rows *self, uint32_t tenant) {
+    const Place *least = NULL;
+    for (uint32_t t = tenant < TENANTS ? tenant : 0, end = tenant < TENANTS ? tenant + 1 : self->tenants; t < end; t++) {
+        if (!self->heaps[t].ordered) continue;
+        const Place *top = place_at(&self->heaps[t], 0);
+        if (!least || before(top, least)) least = top;
+    }
+    return least;
 }
 
 /* --- keys */
@@ -210,11 +231,12 @@ static void remove_cell(Shard *s, Cell *cell) { /* and move those behind it that
 }
 
 /* A new row, in no order yet; NONE without memory, and an exception. The key must be unknown. */
-static uint32_t take_row(Rows *self, const Key *key, uint32_t slot, uint64_t tick, uint8_t flags) {
+static uint32_t take_row(Rows *self, const Key *key, uint32_t slot, uint64_t tick, uint8_t flags, uint8_t tenant) {
     Shard *s = key->shard;
+    Heap *heap = &self->heaps[tenant];
     uint32_t row = self->free_row != NONE ? self->free_row : self->next_row;
     char *far = NULL;
-    if (row >= NONE - 1 || !ensure(&self->rows, row) || !ensure(&self->heap, row) ||
+    if (row >= NONE - 1 || !ensure(&self->rows, row) || !ensure(&heap->places, heap->rows) ||
         (4 * (s->used + 1) > 3 * s->size && !grow(s)) || (key->length > INLINE_KEY && !(far = malloc(key->length)))) {
         PyErr_NoMemory();
         return NONE;
@@ -225,7 +247,9 @@ static uint32_t take_row(Rows *self, const Key *key, uint32_t slot, uint64_t tic
     else
         self->next_row++;
     *r = (Row){.tick = tick, .seq = ++self->seq, .tag = key->tag, .slot = slot, .place = NONE, .id = ++last_id,
-               .flags = flags | LIVE, .listing = self->listing, .length = (uint8_t)key->length};
+               .flags = flags | LIVE, .listing = self->listing, .length = (uint8_t)key->length, .tenant = tenant};
+    heap->rows++;
+    if (tenant >= self->tenants) self->tenants = tenant + 1;
     if (far) r->far = far;
     memcpy(far ? far : r->key, key->bytes, key->length);
     uint32_t i = key->tag & (s->size - 1);
@@ -240,6 +264,7 @@ static void drop_row(Rows *self, Shard *s, Cell *cell) {
     uint32_t row = cell->row - 1;
     Row *r = row_at(self, row);
     leave_order(self, r);
+    self->heaps[r->tenant].rows--;
     remove_cell(s, cell);
     if (r->length > INLINE_KEY) free(r->far);
     r->flags = 0;
@@ -294,12 +319,14 @@ static int arity(Py_ssize_t given, Py_ssize_t wanted) {
     uint64_t name;            \
     if (!number(args[i], most, &name)) return NULL
 
-/* add(key, slot, tick, stored) -> its id, or 0 if the key is known: its row is confirmed then */
+/* add(key, slot, tick, stored[, tenant]) -> its id, or 0 if the key is known: its row is confirmed then */
 METHOD(add) {
-    NEED(4);
+    if (nargs != 4) NEED(5);
     KEY(0);
     NUMBER(1, slot, NONE);
     NUMBER(2, tick, UINT64_MAX);
+    uint64_t tenant = 0;
+    if (nargs == 5 && !number(args[4], TENANTS - 1, &tenant)) return NULL;
     int stored = PyObject_IsTrue(args[3]);
     if (stored < 0) return NULL;
     uint32_t row = find_row(self, &key);
@@ -307,21 +334,21 @@ METHOD(add) {
         row_at(self, row)->listing = self->listing;
         return PyLong_FromLong(0);
     }
-    row = take_row(self, &key, (uint32_t)slot, tick, stored ? STORED : 0);
+    row = take_row(self, &key, (uint32_t)slot, tick, stored ? STORED : 0, (uint8_t)tenant);
     if (row == NONE) return NULL;
     enter_order(self, row_at(self, row), row);
     return PyLong_FromUnsignedLong(row_at(self, row)->id);
 }
 
-/* get(key) -> (slot, tick, id, pins, stored, evicting), or None */
+/* get(key) -> (slot, tick, id, pins, stored, evicting, tenant), or None */
 METHOD(get) {
     NEED(1);
     KEY(0);
     uint32_t row = find_row(self, &key);
     if (row == NONE) Py_RETURN_NONE;
     Row *r = row_at(self, row);
-    return Py_BuildValue("(IKIHOO)", r->slot, (unsigned long long)r->tick, r->id, r->pins,
-                         r->flags & STORED ? Py_True : Py_False, r->flags & EVICTING ? Py_True : Py_False);
+    return Py_BuildValue("(IKIHOOB)", r->slot, (unsigned long long)r->tick, r->id, r->pins,
+                         r->flags & STORED ? Py_True : Py_False, r->flags & EVICTING ? Py_True : Py_False, r->tenant);
 }
 
 /* is_stored(key) */
@@ -452,12 +479,11 @@ METHOD(stored) {
     Py_RETURN_TRUE;
 }
 
-static PyObject *victims(Rows *self, PyObject *const *args, Py_ssize_t nargs, int drop) {
-    NEED(1);
-    NUMBER(0, count, NONE);
+static PyObject *victims(Rows *self, uint64_t count, uint32_t tenant, int drop) {
+    const Place *next;
     PyObject *found = PyList_New(0);
-    while (found && count-- && self->ordered) {
-        Row *r = row_at(self, place_at(self, 0)->row);
+    while (found && count-- && (next = first(self, tenant))) {
+        Row *r = row_at(self, next->row);
         if (!append(self, found, r, drop)) {
             Py_CLEAR(found);
         } else if (!drop) {
@@ -469,10 +495,33 @@ static PyObject *victims(Rows *self, PyObject *const *args, Py_ssize_t nargs, in
 }
 
 /* select(count) -> list of keys: the next victims leave the order; they are being evicted */
-METHOD(select) { return victims(self, args, nargs, 0); }
+METHOD(select) {
+    NEED(1);
+    NUMBER(0, count, NONE);
+    return victims(self, count, TENANTS, 0);
+}
 
 /* evict(count) -> list of (key, slot): the next victims, which are gone */
-METHOD(evict) { return victims(self, args, nargs, 1); }
+METHOD(evict) {
+    NEED(1);
+    NUMBER(0, count, NONE);
+    return victims(self, count, TENANTS, 1);
+}
+
+/* evict_of(tenant, count) -> the same of this tenant's rows */
+METHOD(evict_of) {
+    NEED(2);
+    NUMBER(0, tenant, TENANTS - 1);
+    NUMBER(1, count, NONE);
+    return victims(self, count, (uint32_t)tenant, 1);
+}
+
+/* count_of(tenant) -> how many rows are there of it */
+METHOD(count_of) {
+    NEED(1);
+    NUMBER(0, tenant, TENANTS - 1);
+    return PyLong_FromUnsignedLong(self->heaps[tenant].rows);
+}
 
 /* cancel(key, tick) -> whether it was being evicted: it is back in its place, or where a use at this tick puts it */
 METHOD(cancel) {
@@ -557,7 +606,7 @@ METHOD(list_columns) {
             if (!drop) r->listing = self->listing;
         } else if (!length || (physical && (slot >= limit || slot >= (uint64_t)taken.len || ((char *)taken.buf)[slot]))) {
             drop = 1;
-        } else if ((row = take_row(self, &key, slot, tick, STORED)) == NONE) {
+        } else if ((row = take_row(self, &key, slot, tick, STORED, 0)) == NONE) {
             failed = 1;
         } else {
             enter_order(self, row_at(self, row), row);
@@ -625,16 +674,18 @@ METHOD(some) {
 METHOD(oldest) {
     NEED(0);
     (void)args;
-    if (!self->ordered) Py_RETURN_NONE;
-    return PyLong_FromUnsignedLongLong(place_at(self, 0)->tick);
+    const Place *next = first(self, TENANTS);
+    if (!next) Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(next->tick);
 }
 
 /* free(count) -> whether anything is left: release so many chunks of a table that is not used any more */
 METHOD(free) {
     NEED(1);
     NUMBER(0, count, NONE);
-    self->live = self->ordered = self->used_count = 0;
+    self->live = self->used_count = 0;
     self->free_row = NONE;
+    for (uint32_t t = 0; t < self->tenants; t++) self->heaps[t].ordered = self->heaps[t].rows = 0;
     for (; count && self->rows.count; count--) {
         char *chunk = self->rows.chunks[--self->rows.count];
         uint32_t first = self->rows.count << CHUNK_BITS;
@@ -644,7 +695,8 @@ METHOD(free) {
         }
         free(chunk);
         if (first < self->next_row) self->next_row = first;
-        if (self->heap.count > self->rows.count) free(self->heap.chunks[--self->heap.count]);
+        for (uint32_t t = 0; t < self->tenants; t++) /* together they have about as many chunks as there are of rows */
+            if (self->heaps[t].places.count) free(self->heaps[t].places.chunks[--self->heaps[t].places.count]);
     }
     if (self->rows.count) Py_RETURN_TRUE;
     for (uint32_t i = 0; i < SHARDS; i++) {
@@ -671,7 +723,7 @@ static PyObject *rows_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     Rows *self = (Rows *)alloc(type, 0); /* zeroed */
     if (!self) return NULL;
     self->rows.item = sizeof(Row);
-    self->heap.item = sizeof(Place);
+    for (uint32_t t = 0; t < TENANTS; t++) self->heaps[t].places.item = sizeof(Place);
     self->free_row = NONE;
     self->used_size = used;
     if (used && !(self->used = malloc(used * sizeof *self->used))) {
@@ -688,7 +740,7 @@ static void rows_dealloc(PyObject *object) {
     Py_XDECREF(left);
     Py_XDECREF(all);
     free(self->rows.chunks);
-    free(self->heap.chunks);
+    for (uint32_t t = 0; t < TENANTS; t++) free(self->heaps[t].places.chunks);
     free(self->used);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(object);
@@ -700,7 +752,7 @@ static PyMethodDef methods[] = {
     ENTRY(add),         ENTRY(get),        ENTRY(is_stored), ENTRY(has_many), ENTRY(touch_many),
     ENTRY(take_used),   ENTRY(pin),        ENTRY(unpin),     ENTRY(stored),        ENTRY(select),       ENTRY(cancel),
     ENTRY(evict),       ENTRY(remove),     ENTRY(sweep),     ENTRY(begin_listing), ENTRY(list_columns), ENTRY(some),
-    ENTRY(oldest),      ENTRY(free),       {NULL, NULL, 0, NULL},
+    ENTRY(oldest),      ENTRY(free),       ENTRY(evict_of),  ENTRY(count_of),      {NULL, NULL, 0, NULL},
 };
 static PyType_Slot slots[] = {
     {Py_tp_new, rows_new},       {Py_tp_dealloc, rows_dealloc}, {Py_tp_methods, methods},

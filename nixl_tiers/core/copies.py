@@ -141,16 +141,17 @@ class Copies:
         They are written until complete_store or, if a `call` is to write them, end_call.
         """
         fresh = [key for key in keys if key not in self._host.index]
-        tick = self._state.tick_of(self._requests.get(name))
+        request = self._requests.get(name)
+        tick = self._state.tick_of(request)
         if len(fresh) < len(keys):
             for key in keys:
                 if (row := self._host.index.get(key)) is not None:
                     self._use(row, name, tick)
-        room = self._state.make_room(len(fresh))
+        room = self._state.make_room(len(fresh), request.tenant)
         self._store_seq += 1
         plan = StorePlan(fresh[:room], [], self._store_seq)
         for key in plan.keys:
-            row = self._host.insert(key, RowState.FILLING, tick)
+            row = self._host.insert(key, RowState.FILLING, tick, request.tenant)
             self._reference(row, name, call)
             row.host_only = name in self._requests.host_only
             row.store_seq = self._store_seq

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from itertools import islice
 from typing import Final
@@ -13,6 +13,7 @@ import msgspec
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.eviction import EvictionPolicy
+from nixl_tiers.core.eviction.lru import LeafFirstLru
 from nixl_tiers.core.slots import Slots
 from nixl_tiers.core.stats import HOST, Counters, EvictionHistory, Gone, tag_of
 
@@ -73,6 +74,7 @@ class Row(msgspec.Struct, gc=False, eq=False):
     host_only: bool = False
     source: str = CPU
     missing: int = 0  # sub-blocks at its beginning that hold nothing
+    tenant: int = 0  # whose quota it counts against; 0: none
 
     @property
     def invalidated(self) -> bool:
@@ -90,8 +92,17 @@ class HostTier:
     A reset ends all rows at once; `reclaim_old` frees them in slices, and those that workers still use at `flushed`.
     """
 
-    def __init__(self, rows: int, policy: Callable[[], EvictionPolicy], gone: EvictionHistory | None = None) -> None:
+    def __init__(
+        self,
+        rows: int,
+        policy: Callable[[], EvictionPolicy],
+        gone: EvictionHistory | None = None,
+        quotas: Sequence[float] = (),
+    ) -> None:
+        """`quotas`: which share of the rows each tenant may have, from number 1 on."""
         self.rows = rows
+        self.quotas = tuple(rows_of_share(share, rows) for share in quotas)
+        self._own = [LeafFirstLru() for _ in quotas]  # the rows of each tenant, by their last use
         self.generation = Generation()
         self.index: dict[Key, Row] = {}
         self.counters = Counters()
@@ -137,6 +148,38 @@ class HostTier:
             elif not self._unseen and not self.no_victims:
                 self._unseen = max(len(self._policy), len(self.evicting))
         return victims
+
+    def make_quota_room(self, tenant: int, count: int) -> tuple[int, list[Row]]:
+        """How many of `count` rows this tenant's quota has room for, once those of its own that were used least
+        recently, and are not pinned, have been evicted; and these."""
+        if not tenant:
+            return count, []
+        own, quota = self._own[tenant - 1], self.quotas[tenant - 1]
+        over = len(own) + count - quota
+        victims = self.evict_some(over, tenant) if over > 0 else []
+        return max(0, min(count, quota - len(own))), victims
+
+    def evict_some(self, count: int, tenant: int = 0) -> list[Row]:
+        """Evict up to `count` rows that are not pinned, of one tenant or of all, though no room may be needed."""
+        if tenant:
+            victims = self._take_victims(count, self._own[tenant - 1])
+        else:
+            victims = self._unpinned_evicting(count)
+            victims += self._take_victims(count - len(victims))
+        for row in victims:
+            if tenant and not row.evicting:
+                self._policy.remove(row.key)
+            self._remove(row)
+        return victims
+
+    def rows_of(self, tenant: int) -> int:
+        """How many rows a look-up finds, or is about to: of one tenant, or of all."""
+        return len(self._own[tenant - 1]) if tenant else len(self.index)
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether the last eviction looked at some of the rows only, as many are pinned; the next one goes on."""
+        return self._gave_up
 
     @property
     def searching(self) -> bool:
@@ -184,14 +227,17 @@ class HostTier:
             del self.evicting[row.key]
             self._policy.put_back(row.key, tick)
 
-    def insert(self, key: Key, state: RowState, tick: int) -> Row:
-        """A free row for `key`; call make_room first."""
+    def insert(self, key: Key, state: RowState, tick: int, tenant: int = 0) -> Row:
+        """A free row for `key`; call make_room first, and make_quota_room."""
         index = self._slots.allocate()
         assert index is not None, "insert without room"
         self._inserted += 1
         row = self.index[key] = Row(key, index, self._inserted, state, self.generation)
         row.tick = tick
         self._policy.add(key, tick)
+        if tenant:
+            row.tenant = tenant
+            self._own[tenant - 1].add(key, tick)
         return row
 
     def in_slices(self, count: int) -> Iterator[list[Row]]:
@@ -216,6 +262,8 @@ class HostTier:
             self.cancel_eviction(row, row.tick)
         row.tick = max(row.tick, tick)  # not older by a request that began before the last one that used it
         self._policy.touch(key, tick)
+        if row.tenant:
+            self._own[row.tenant - 1].touch(key, tick)
 
     def invalidate(self, row: Row) -> None:
         """No look-up finds this row from now on; it is free once no job uses it."""
@@ -226,6 +274,7 @@ class HostTier:
                 del self.evicting[row.key]
             else:
                 self._policy.remove(row.key)
+            self._leave_quota(row)
             self.evicted.append(row.key)
         self.reclaim(row)
 
@@ -253,8 +302,9 @@ class HostTier:
         self.generation.ended = True
         self.generation = Generation(self.generation.number + 1)
         self._old.append(self.index)
-        garbage.add(self.evicting, self._policy)
+        garbage.add(self.evicting, self._policy, self._own)
         self.index, self.evicting, self._policy = {}, {}, self._make_policy()
+        self._own = [LeafFirstLru() for _ in self._own]
         self._unseen = 0
         self.no_victims = False
 
@@ -308,11 +358,16 @@ class HostTier:
     def _remove(self, row: Row) -> None:
         del self.index[row.key]
         self.evicting.pop(row.key, None)
+        self._leave_quota(row)
         self._slots.release(row.index)
         self.counters.evictions += 1
         self._gone.note(row.key, _EVICTED)
         self.counters.unused += row.source != CPU  # no load has read it since it was promoted
         self.evicted.append(row.key)
+
+    def _leave_quota(self, row: Row) -> None:
+        if row.tenant and row.key in self._own[row.tenant - 1]:
+            self._own[row.tenant - 1].remove(row.key)
 
     def _unpinned_evicting(self, count: int) -> list[Row]:
         """Up to `count` victims that can leave before they are written below. Passes over so many pinned ones, which
@@ -327,9 +382,10 @@ class HostTier:
                 found.append(row)
         return found
 
-    def _take_victims(self, count: int) -> list[Row]:
+    def _take_victims(self, count: int, policy: EvictionPolicy | None = None) -> list[Row]:
         """Up to `count` rows that the policy evicts; looks at so many rows that are pinned, and no more."""
-        before, most = len(self._policy), MAX_LOOKS + count
+        policy = self._policy if policy is None else policy
+        before, most = len(policy), MAX_LOOKS + count
         left = most
 
         def is_pinned(key: Key) -> bool:
@@ -337,17 +393,22 @@ class HostTier:
             left -= 1
             return left >= 0 and self._is_pinned(key)  # give up: the policy takes the next ones for victims
 
-        rows = [self.index[key] for key in self._policy.evict(count, is_pinned)]
+        rows = [self.index[key] for key in policy.evict(count, is_pinned)]
         self._gave_up = left < 0 or (len(rows) < count and most - left < before)
         if left >= 0:
             return rows
         pinned = {row.key for row in rows if self._is_pinned(row.key)}
         for row in reversed(rows):
             if row.key in pinned:
-                self._policy.put_back(row.key, row.tick)
+                policy.put_back(row.key, row.tick)
         return [row for row in rows if row.key not in pinned]
 
     def _is_pinned(self, key: Key) -> bool:
         row = self.index[key]
         # A hit of this step must still be there when the same step prepares its load.
         return bool(row.referenced or row.request_pins or row.state is not RowState.READY or row.step == self.step)
+
+
+def rows_of_share(share: float, rows: int) -> int:
+    """A quota, in rows: at least one, or what a tier above has evicted could never be written."""
+    return max(1, int(share * rows))

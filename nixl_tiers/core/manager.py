@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
+from typing import Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Eviction, Prefer, Write
@@ -38,6 +39,8 @@ from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Job, TierSpec, TierState
 from nixl_tiers.core.writeback import WriteBack
 
+CLEARED_AT_ONCE: Final = 128  # rows in a hold of the lock
+
 
 class Lookup(Enum):
     HIT = "hit"
@@ -62,9 +65,11 @@ class TierManager:
         *,
         prefill: PrefillEstimate | None = None,
         prefer: Prefer = "latency",
+        quotas: Sequence[float] = (),
     ) -> None:
+        """`quotas`: which share of the host each tenant may have, from number 1 on (`set_tenant`)."""
         gone = EvictionHistory()
-        self.host = HostTier(rows, partial(make_policy, policy, rows), gone)
+        self.host = HostTier(rows, partial(make_policy, policy, rows), gone, quotas)
         self.garbage = DeferredFree()
         self.limits = limits or Limits()
         self.tiers = [Tier(spec, number, self.limits, self.garbage, gone) for number, spec in enumerate(tiers)]
@@ -211,6 +216,11 @@ class TierManager:
         another request, without this, stores or uses too is written like any other from then on."""
         self._requests.host_only.add(name)
 
+    def set_tenant(self, name: str, tenant: int) -> None:
+        """What a new request stores and promotes counts against this tenant's quota, until it is finished. Requests of
+        different tenants must have no key in common."""
+        self._requests.tenants[name] = tenant
+
     def be_patient(self, name: str) -> None:
         """Let this request wait for unknown keys as long as for any rows, while a tier may turn out to hold them: one
         that is being listed, or that is asked and has not answered yet."""
@@ -322,6 +332,25 @@ class TierManager:
         plan the jobs to start now; one slice of that (`Events.turn`)."""
         self.checks.expire(received_s)
         return self.events.turn(received_s, now)
+
+    def clear_some(self, tier: int | None, tenant: int = 0) -> tuple[int, bool]:
+        """Evict some rows of a storage tier, or of the host (None), of one tenant or of all (0): how many, and whether
+        there may be more. Those in use stay, and are found again when they are not."""
+        self._state.turn_due = True
+        if tier is None:
+            victims = self.host.evict_some(CLEARED_AT_ONCE, tenant)
+            self._state.dropped(victims)
+            return len(victims), bool(victims) or self.host.gave_up
+        index = self.tiers[tier].index
+        count = len(index.evict_some(CLEARED_AT_ONCE, tenant))
+        return count, bool(count or index.former)
+
+    def rows_of(self, tier: int | None, tenant: int = 0) -> int:
+        """How many rows a storage tier, or the host (None), has of one tenant or of all (0), whatever their state."""
+        if tier is None:
+            return self.host.rows_of(tenant)
+        index = self.tiers[tier].index
+        return index.rows.count_of(tenant) if tenant else len(index)
 
     # --- what is where -----------------------------------------------------------------------------------------
 

@@ -224,12 +224,14 @@ class RequestIndex:
         self.by_name: dict[str, Request] = {}
         self.allowed: dict[str, frozenset[int]] = {}  # requests that may not load from every storage tier
         self.queued: set[str] = set()  # requests that wait for their turn
+        self.tenants: dict[str, int] = {}  # requests whose rows count against a quota
         self.host_only: set[str] = set()  # requests on whose behalf nothing is written to storage tiers
 
     def get(self, name: str) -> Request:
         request = self.by_name.get(name)
         if request is None:
-            request = self.by_name[name] = Request(name, self._host.generation, self.allowed.get(name))
+            allowed, tenant = self.allowed.get(name), self.tenants.get(name, 0)
+            request = self.by_name[name] = Request(name, self._host.generation, allowed, tenant)
         request.belongs_to(self._host.generation)
         return request
 
@@ -246,6 +248,7 @@ class RequestIndex:
     def finish(self, name: str) -> None:
         """The request has ended: unpin its rows."""
         self.allowed.pop(name, None)
+        self.tenants.pop(name, None)
         self.host_only.discard(name)
         self.queued.discard(name)
         self._savings.forget(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -81,6 +81,8 @@ class PromotionJobs:
         if self._waits_for_writeback(now):
             most = min(most, self._host.free)
         wanted = self._take_queued(tier, most, now)
+        if self._host.quotas:
+            wanted = self._within_quotas(wanted)
         room = self._state.make_room(len(wanted))
         if room < len(wanted) and self._prefetches_give_way(wanted, room):
             wanted = _still_wanted(wanted)
@@ -92,7 +94,8 @@ class PromotionJobs:
             if len(moves) == room:
                 put_off += self._without_room(key, requests)
                 continue
-            row = self._host.insert(key, RowState.LOADING, self._state.tick_of(requests[0]))
+            first = requests[0]
+            row = self._host.insert(key, RowState.LOADING, self._state.tick_of(first), first.tenant)
             row.source = tier.spec.name
             moves.append(tier.start_load(row))
             self._loading_for[row.order] = requests
@@ -103,7 +106,8 @@ class PromotionJobs:
 
     def load_unasked(self, tier: Tier, keys: Sequence[Key], now: float) -> list[Job]:
         """A job that loads these rows although no request waits for them; fewer where the host has no room. What host
-        memory has, or is about to get, is loaded into a row that no look-up finds."""
+        memory has, or is about to get, is loaded into a row that no look-up finds; and so is all where tenants have
+        quotas, as nobody says whose rows they are."""
         loadable = [key for key in keys if tier.can_load(key, now)]
         most = min(len(loadable), self._state.load_window - tier.rows_loading)
         room = self._make_room_unasked(most) if tier.send_credits else 0
@@ -111,7 +115,7 @@ class PromotionJobs:
             return []
         moves: list[PlannedMove] = []
         for key in loadable[:room]:
-            if key in self._host.index:
+            if key in self._host.index or self._host.quotas:
                 row = self._host.allocate_scratch(key)
             else:
                 row = self._host.insert(key, RowState.LOADING, 0)
@@ -198,6 +202,25 @@ class PromotionJobs:
                 else:
                     request.row_arrived(key)
         return wanted
+
+    def _within_quotas(self, wanted: dict[Key, list[Request]]) -> dict[Key, list[Request]]:
+        """Those that the quotas of their tenants have room for. The prefixes of others end there: the rows of their
+        tenant are all in use."""
+        of_tenant = Counter(requests[0].tenant for requests in wanted.values())
+        room = {tenant: self._state.make_quota_room(tenant, count) for tenant, count in of_tenant.items()}
+        within = {}
+        for key, requests in wanted.items():
+            tenant = requests[0].tenant
+            room[tenant] -= 1
+            if room[tenant] >= 0:
+                within[key] = requests
+                continue
+            for request in requests:
+                if request.in_prefetch_queue:
+                    self._prefetch_queue.find_no_room(request, key)
+                else:
+                    request.refuse(key)
+        return within
 
     def _judge(self, tier: Tier, move: PlannedMove, outcome: Outcome, now: float) -> None:
         row = move.row

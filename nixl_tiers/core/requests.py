@@ -63,14 +63,18 @@ class Request:
         "seen_s",
         "step",
         "stopped",
+        "tenant",
         "tick",
         "unknown",
         "wait",
         "waited_since_s",
     )
 
-    def __init__(self, name: str, generation: Generation, allowed: frozenset[int] | None = None) -> None:
+    def __init__(
+        self, name: str, generation: Generation, allowed: frozenset[int] | None = None, tenant: int = 0
+    ) -> None:
         self.name = name
+        self.tenant = tenant  # whose quota its rows count against; 0: none
         self.generation = generation
         self.allowed = allowed  # the storage tiers that it may load from; None: all
         self.tick: int | None = None

@@ -7,7 +7,7 @@ from typing import Final
 
 from nixl_tiers.base.policies import Prefer, Write
 from nixl_tiers.core.deferred_free import DeferredFree
-from nixl_tiers.core.host import HostTier, RowState
+from nixl_tiers.core.host import HostTier, Row, RowState
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import FREE, TierPrice, TransferEstimate
@@ -148,16 +148,26 @@ class CascadeState:
             self.tick += 1
         return request.tick
 
-    def make_room(self, count: int) -> int:
-        """Evict host rows until `count` are free, or all that are left are pinned; returns how many of `count` are.
-        Victims that the tier below should have got, and has not, are counted as dropped there."""
-        victims = self.host.make_room(count)
+    def make_room(self, count: int, tenant: int = 0) -> int:
+        """Evict host rows until `count` are free, or all that are left are pinned; returns how many of `count` are. For
+        a `tenant` also within its quota, to which its own rows give way first."""
+        count = self.make_quota_room(tenant, count)
+        self.dropped(self.host.make_room(count))
+        return min(count, self.host.free)
+
+    def make_quota_room(self, tenant: int, count: int) -> int:
+        """How many of `count` host rows the tenant's quota has room for, after some of its own were evicted."""
+        count, victims = self.host.make_quota_room(tenant, count)
+        self.dropped(victims)
+        return count
+
+    def dropped(self, victims: Sequence[Row]) -> None:
+        """The host has evicted these: what the tier below should have got, and has not, is counted as dropped there."""
         below = self.below_host
         if below is not None:
             for row in victims:
                 below.to_store.pop(row.key, None)
                 below.counters.dropped_evicted += not row.host_only and row.key not in below.index
-        return min(count, self.host.free)
 
     def start_jobs(
         self, tier: Tier, direction: Direction, moves: list[PlannedMove], now: float, soon: int = 0

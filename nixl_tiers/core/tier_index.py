@@ -10,11 +10,13 @@ from typing import Final
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.deferred_free import DeferredFree
+from nixl_tiers.core.host import rows_of_share
 from nixl_tiers.core.slots import SlotCount, Slots
 from nixl_tiers.core.stats import Counters, EvictionHistory, Gone, tag_of
 from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, Found, make_rows, most_rows
 from nixl_tiers.core.types import Columns, TierSpec
 
+MAX_SURPLUS: Final = 256  # rows above a quota that are evicted at once
 _REMOVED: Final = -1  # the slot of a row that the medium does not hold any more
 
 
@@ -82,19 +84,33 @@ class TierIndex:
         victims = list(islice((key for key in self.evicting if not self._is_pinned(key)), missing))
         for key in victims:
             self._evict(key, self.rows.remove(key, NO_ID))
-        for key, slot in self.rows.evict(missing - len(victims)):
-            self._evict(key, slot)
-            victims.append(key)
-        return victims
+        return victims + self._evict_all(self.rows.evict(missing - len(victims)))
 
-    def reserve(self, key: Key, tick: int) -> tuple[int, int] | None:
+    def make_quota_room(self, tenant: int, count: int) -> tuple[int, list[Key]]:
+        """How many of `count` rows this tenant's quota has room for, once those of its own that were used least
+        recently, and are not pinned, have been evicted; and these."""
+        if not (tenant and self._spec.quotas):
+            return count, []
+        quota = rows_of_share(self._spec.quotas[tenant - 1], self.slots.limit)
+        over = min(self.rows.count_of(tenant) - quota, MAX_SURPLUS) + count  # the tier may have become smaller
+        victims = self._evict_all(self.rows.evict_of(tenant, over)) if over > 0 else []
+        return max(0, min(count, quota - self.rows.count_of(tenant))), victims
+
+    def evict_some(self, count: int, tenant: int = 0) -> list[Key]:
+        """Evict up to `count` rows that are not pinned, of one tenant or of all, though no room may be needed. Victims
+        that were selected before are given back, not to be written below any more."""
+        self.drop_victims()
+        self.return_victims(count)
+        return self._evict_all(self.rows.evict_of(tenant, count) if tenant else self.rows.evict(count))
+
+    def reserve(self, key: Key, tick: int, tenant: int = 0) -> tuple[int, int] | None:
         """(slot, id) of a new row that is about to be written, or None if there is no slot; call make_room first."""
         slot = self.slots.allocate()
         if slot is None:
             return None
         if self._spec.asked:
             tick = self.gone_before  # until it is known when it was written
-        row = self.rows.add(key, slot, tick, False)
+        row = self.rows.add(key, slot, tick, False, tenant if self._spec.quotas else 0)
         assert row != NO_ID, "a key is stored twice"
         return slot, row
 
@@ -274,6 +290,11 @@ class TierIndex:
         """Whether a row of the index is being loaded or stored."""
         found = self.rows.get(key)
         return found is not None and (Found(*found).pins > 0 or not Found(*found).stored)
+
+    def _evict_all(self, rows: Sequence[tuple[Key, int]]) -> list[Key]:
+        for key, slot in rows:
+            self._evict(key, slot)
+        return [key for key, _ in rows]
 
     def _evict(self, key: Key, slot: int) -> None:
         self._removed(key, slot)

@@ -5,12 +5,12 @@ compiled, else `PlainTierRows`, which holds fewer.
 
 The order is (tick of last use, leaf first): the lowest tick goes first, and of one tick, which is one request, the row
 that was added last: the deepest of its prefix. A row that is pinned, being evicted, or not stored yet is in no order;
-it goes back to its place.
+it goes back to its place. A tenant that has a quota has an order of its own, which is a part of that.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
@@ -30,11 +30,12 @@ PLAIN_ROWS: Final = 250_000  # of a tier where the native table was not compiled
 MAX_USES: Final = 16384  # rows whose uses wait to be taken; of more, those used last are not noted
 ALL_SLOTS: Final = 1 << 63
 NO_ID: Final = 0
+MOST_TENANTS: Final = 64  # that have a quota of their own
 MOST_TICK: Final = 1 << 39  # a higher one, which only a defect makes, must not be the newest for ever
 
 
 class Found(NamedTuple):
-    """What is known of a key's row. `id`: another one each time that a row is added."""
+    """What is known of a key's row. `id`: another one each time that a row is added. `tenant`: 0: none with a quota."""
 
     slot: int
     tick: int
@@ -42,6 +43,7 @@ class Found(NamedTuple):
     pins: int
     stored: bool
     evicting: bool
+    tenant: int = 0
 
 
 class TierRows(Protocol):
@@ -54,10 +56,10 @@ class TierRows(Protocol):
 
     def __contains__(self, key: Key) -> bool: ...
 
-    def add(self, key: Key, slot: int, tick: int, stored: bool, /) -> int:
+    def add(self, key: Key, slot: int, tick: int, stored: bool, tenant: int = 0, /) -> int:
         """A new row; its id, or NO_ID if the key is known: its row is confirmed then (`begin_listing`)."""
 
-    def get(self, key: Key, /) -> tuple[int, int, int, int, bool, bool] | None:
+    def get(self, key: Key, /) -> tuple[int, int, int, int, bool, bool, int] | None:
         """As `Found`."""
 
     def is_stored(self, key: Key, /) -> bool:
@@ -91,6 +93,12 @@ class TierRows(Protocol):
 
     def evict(self, count: int, /) -> list[tuple[Key, int]]:
         """(key, slot) of the next victims, which are gone."""
+
+    def evict_of(self, tenant: int, count: int, /) -> list[tuple[Key, int]]:
+        """The same of this tenant's rows."""
+
+    def count_of(self, tenant: int, /) -> int:
+        """How many rows of this tenant there are, in whatever state."""
 
     def remove(self, key: Key, row: int, /) -> int:
         """Whatever its state: its slot, or -1 if the key has not the row of this id. NO_ID stands for any."""
@@ -135,16 +143,19 @@ def most_rows() -> int | None:
 
 
 class _Row:
-    __slots__ = ("evicting", "id", "key", "listing", "pins", "place", "seq", "slot", "stored", "tick", "used")
+    __slots__ = ("evicting", "id", "key", "listing", "pins", "place", "seq", "slot", "stored", "tenant", "tick", "used")
 
-    def __init__(self, key: Key, slot: int, tick: int, seq: int, number: int, *, stored: bool, listing: int) -> None:
+    def __init__(
+        self, key: Key, slot: int, tick: int, seq: int, number: int, *, stored: bool, listing: int, tenant: int
+    ) -> None:
         self.key, self.slot, self.tick, self.seq, self.id = key, slot, tick, seq, number
-        self.stored, self.listing = stored, listing
+        self.stored, self.listing, self.tenant = stored, listing, tenant
         self.pins = 0
         self.evicting = self.used = False
         self.place = 0  # the number of its entry in the order, if it has one
 
 
+_Entry = tuple[int, int, int, _Row]
 _ids: Final = count(1)
 
 
@@ -153,7 +164,8 @@ class PlainTierRows:
 
     def __init__(self, uses: int) -> None:
         self._rows: dict[Key, _Row] = {}
-        self._order: list[tuple[int, int, int, _Row]] = []  # a heap; an entry is void if its row has another place
+        self._orders: dict[int, list[_Entry]] = {}  # heaps, by tenant; an entry is void if its row has another place
+        self._counts: Counter[int] = Counter()
         self._numbers = count(1)
         self._listing = 0
         self._uses = uses
@@ -165,18 +177,20 @@ class PlainTierRows:
     def __contains__(self, key: Key) -> bool:
         return key in self._rows
 
-    def add(self, key: Key, slot: int, tick: int, stored: bool, /) -> int:
+    def add(self, key: Key, slot: int, tick: int, stored: bool, tenant: int = 0, /) -> int:
         if (known := self._rows.get(key)) is not None:
             known.listing = self._listing
             return NO_ID
-        row = _Row(key, slot, tick, next(self._numbers), next(_ids), stored=stored, listing=self._listing)
+        number, listing = next(self._numbers), self._listing
+        row = _Row(key, slot, tick, number, next(_ids), stored=stored, listing=listing, tenant=tenant)
         self._rows[key] = row
+        self._counts[tenant] += 1
         self._enter(row)
         return row.id
 
-    def get(self, key: Key, /) -> tuple[int, int, int, int, bool, bool] | None:
+    def get(self, key: Key, /) -> tuple[int, int, int, int, bool, bool, int] | None:
         row = self._rows.get(key)
-        return None if row is None else (row.slot, row.tick, row.id, row.pins, row.stored, row.evicting)
+        return None if row is None else (row.slot, row.tick, row.id, row.pins, row.stored, row.evicting, row.tenant)
 
     def is_stored(self, key: Key, /) -> bool:
         row = self._rows.get(key)
@@ -246,13 +260,19 @@ class PlainTierRows:
         return True
 
     def evict(self, count: int, /) -> list[tuple[Key, int]]:
-        return [(row.key, row.slot) for row in self._take(count, lambda row: self._rows.pop(row.key))]
+        return [(row.key, row.slot) for row in self._take(count, self._drop)]
+
+    def evict_of(self, tenant: int, count: int, /) -> list[tuple[Key, int]]:
+        return [(row.key, row.slot) for row in self._take(count, self._drop, tenant)]
+
+    def count_of(self, tenant: int, /) -> int:
+        return self._counts[tenant]
 
     def remove(self, key: Key, row: int, /) -> int:
         found = self._rows.get(key)
         if found is None or row not in {NO_ID, found.id}:
             return -1
-        del self._rows[key]
+        self._drop(found)
         found.place = 0
         return found.slot
 
@@ -310,14 +330,13 @@ class PlainTierRows:
         return at, keys
 
     def oldest(self) -> int | None:
-        while self._order and self._order[0][3].place != self._order[0][2]:
-            heappop(self._order)
-        return self._order[0][0] if self._order else None
+        order = self._first(None)
+        return order[0][0] if order else None
 
     def free(self, count: int, /) -> bool:
         for _ in range(min(count * PLAIN_ROWS // 256, len(self._rows))):
             self._rows.popitem()
-        self._order.clear()
+        self._orders.clear()
         self._used.clear()
         return bool(self._rows)
 
@@ -332,10 +351,11 @@ class PlainTierRows:
         if row.place or row.pins or row.evicting or not row.stored:
             return
         row.place = next(self._numbers)
-        heappush(self._order, (row.tick, -row.seq, row.place, row))
-        if len(self._order) > 2 * len(self._rows) + 64:
-            self._order = [entry for entry in self._order if entry[3].place == entry[2]]
-            heapify(self._order)
+        order = self._orders.setdefault(row.tenant, [])
+        heappush(order, (row.tick, -row.seq, row.place, row))
+        if len(order) > 2 * len(self._rows) + 64:
+            order[:] = [entry for entry in order if entry[3].place == entry[2]]
+            heapify(order)
 
     def _use(self, row: _Row, tick: int) -> None:
         if tick > row.tick:
@@ -344,10 +364,22 @@ class PlainTierRows:
                 row.place = 0
                 self._enter(row)
 
-    def _take(self, count: int, done: Callable[[_Row], object]) -> list[_Row]:
+    def _drop(self, row: _Row) -> None:
+        del self._rows[row.key]
+        self._counts[row.tenant] -= 1
+
+    def _first(self, tenant: int | None) -> list[_Entry] | None:
+        """The order that has the next victim, of this tenant or of all."""
+        orders = self._orders.values() if tenant is None else [self._orders.get(tenant, [])]
+        for order in orders:
+            while order and order[0][3].place != order[0][2]:
+                heappop(order)
+        return min(filter(None, orders), key=lambda order: order[0][:2], default=None)
+
+    def _take(self, count: int, done: Callable[[_Row], object], tenant: int | None = None) -> list[_Row]:
         taken: list[_Row] = []
-        while len(taken) < count and self.oldest() is not None:
-            row = heappop(self._order)[3]
+        while len(taken) < count and (order := self._first(tenant)):
+            row = heappop(order)[3]
             row.place = 0
             done(row)
             taken.append(row)

@@ -31,12 +31,17 @@ class TierSpec:
 
     `asked`: other engines store to it too, and nothing is listed: whether a key exists is asked (existence.py). What is
     known of such a tier stays known when its mover is restarted. A row's tick is the time by the medium's clock before
-    which it was not written last, so the order of the index is that in which rows vanish (`TierIndex.gone_before`)."""
+    which it was not written last, so the order of the index is that in which rows vanish (`TierIndex.gone_before`).
+
+    `own`: no other engine stores to it, so it can be cleared; and `quotas` hold there: which share of it each tenant
+    may have, from number 1 on."""
 
     name: str
     write: Write
     physical_slots: bool
     asked: bool = False
+    own: bool = False
+    quotas: tuple[float, ...] = ()
 
 
 class Columns(Protocol):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -13,6 +14,7 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.host import CPU, Row, RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import UNLIMITED, Tier
+from nixl_tiers.core.tier_rows import Found
 from nixl_tiers.core.types import Direction, Job, PlannedMove
 
 MAX_VICTIMS_PER_PASS: Final = 256
@@ -148,12 +150,14 @@ class WriteBack:
 
     def start_stores(self, tier: Tier, rows: Sequence[tuple[Row, int]]) -> list[PlannedMove]:
         """Reserve a slot and pin the row for each of `rows` (row, tick); those that find no slot are dropped."""
+        if tier.spec.quotas:
+            rows = self._within_quotas(tier, rows)
         self._count_unwritten(tier, tier.index.make_room(len(rows)))
         moves: list[PlannedMove] = []
         listed = tier.index.newest_listed
         for row, last_used in rows:
             tick = max(listed, last_used)  # its request may have begun before the listing ended
-            reserved = tier.index.reserve(row.key, tick)
+            reserved = tier.index.reserve(row.key, tick, row.tenant)
             if reserved is None:
                 tier.counters.dropped_no_room += 1
                 self._give_up(tier, row.key)
@@ -201,7 +205,11 @@ class WriteBack:
             tier.index.cancel_eviction(key, self._state.tick)
         moves: list[PlannedMove] = []
         for key in victims[:room]:
-            row = self._host.insert(key, RowState.LOADING, 0)  # tick 0: the next victim again
+            tenant = self._tenant_of(tier, key)
+            if not self._state.make_quota_room(tenant, 1):
+                tier.index.cancel_eviction(key, self._state.tick)
+                continue
+            row = self._host.insert(key, RowState.LOADING, 0, tenant)  # tick 0: the next victim again
             row.source = tier.spec.name
             moves.append(tier.start_load(row))
             row.request_pins += 1
@@ -270,6 +278,27 @@ class WriteBack:
             tier.index.cancel_eviction(tier.to_demote.popleft(), self._state.tick)
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _within_quotas(self, tier: Tier, rows: Sequence[tuple[Row, int]]) -> list[tuple[Row, int]]:
+        """Those that the quotas of their tenants have room for; the others are dropped."""
+        room: dict[int, int] = {}
+        for tenant, count in Counter(row.tenant for row, _ in rows).items():
+            room[tenant], evicted = tier.index.make_quota_room(tenant, count)
+            self._count_unwritten(tier, evicted)
+        within = []
+        for row, tick in rows:
+            room[row.tenant] -= 1
+            if room[row.tenant] >= 0:
+                within.append((row, tick))
+            else:
+                tier.counters.dropped_no_room += 1
+                self._give_up(tier, row.key)
+        return within
+
+    @staticmethod
+    def _tenant_of(tier: Tier, key: Key) -> int:
+        found = tier.index.rows.get(key)
+        return 0 if found is None else Found(*found).tenant
 
     def _clean(self, target: Tier) -> None:
         missing = min(self.rows_to_clean(target), MAX_VICTIMS_PER_PASS)

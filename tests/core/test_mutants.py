@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial, partialmethod
+from typing import Final
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
@@ -29,7 +30,7 @@ from nixl_tiers.core.tier_rows import PlainTierRows
 from nixl_tiers.core.types import Columns, Job, PlannedMove
 from nixl_tiers.core.writeback import WriteBack
 from tests.support.simulation import SimulatedJob, SimulatedMover, Simulation
-from tests.support.stateful import CascadeStateMachine
+from tests.support.stateful import CascadeStateMachine, TenantStateMachine
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -584,7 +585,26 @@ class MeasurementWithoutRoomIsWorkLeft(PromotionJobs):
         return super().load_unasked(tier, keys, now) if self._state.take(self._state.limits.rows_per_slice) else []
 
 
+class PromotionsIgnoreQuotas(PromotionJobs):
+    def _within_quotas(self, wanted: dict[Key, list[Request]]) -> dict[Key, list[Request]]:
+        return wanted
+
+
+class TiersIgnoreQuotas(WriteBack):
+    def _within_quotas(self, tier: Tier, rows: Sequence[tuple[Row, int]]) -> list[tuple[Row, int]]:
+        return list(rows)
+
+
+class ClearsRowsInUse(TierManager):
+    def clear_some(self, tier: int | None, tenant: int = 0) -> tuple[int, bool]:
+        for row in self.host.index.values():
+            row.worker_refs = 0
+        return super().clear_some(tier, tenant)
+
+
+OF_TENANTS: Final = (PromotionsIgnoreQuotas, TiersIgnoreQuotas, ClearsRowsInUse)
 MUTANTS = [
+    *OF_TENANTS,
     KnownRowsAreSwept,
     GoneRowsStay,
     UsesMakeRowsYounger,
@@ -654,6 +674,9 @@ MUTANTS = [
 # The whole machine finds these too, but may take minutes: one that does little else than what shows them.
 _OFTEN = ("request", "traffic", "come_back", "worker_finishes", "mover_works", "deliver", "end_step")
 FOCUS: dict[type, tuple[str, ...]] = {
+    PromotionsIgnoreQuotas: ("catch_up", "time_passes"),
+    TiersIgnoreQuotas: ("catch_up",),
+    ClearsRowsInUse: ("clear",),
     DeadlineRearmedByARetry: ("medium_stalls", "time_passes", "running_request_is_preempted", "mover_dies"),
     ChecksBadRowsAgain: ("traffic_hits_corrupt_row", "another_engine_stores", "medium_rots"),
     HitsAreNotKept: ("another_engine_stores", "time_passes"),
@@ -691,12 +714,14 @@ FIRST: dict[type, int] = {
 
 def machine_for(mutant: type) -> type[CascadeStateMachine]:
     members: dict[str, object] = {"core": mutant} if issubclass(mutant, TierManager) else {}
+    base = TenantStateMachine if mutant in OF_TENANTS else CascadeStateMachine
     if mutant in FOCUS:
-        rules = {name: member for name, member in vars(CascadeStateMachine).items() if hasattr(member, RULE_MARKER)}
+        every = {**vars(CascadeStateMachine), **vars(base)}
+        rules = {name: member for name, member in every.items() if hasattr(member, RULE_MARKER)}
         assert set(FOCUS[mutant]) <= set(rules)
         others = set(rules) - set(FOCUS[mutant]) - set(_OFTEN)
         members |= {name: partialmethod(rules[name]) for name in others}  # for other rules to call, and no rule itself
-    return type("Machine", (CascadeStateMachine,), members)
+    return type("Machine", (base,), members)
 
 
 def original_of(mutant: type) -> type:

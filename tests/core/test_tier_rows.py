@@ -21,7 +21,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core import tier_rows
 from nixl_tiers.core.eviction.lru import LeafFirstLru
-from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, PlainTierRows, TierRows, make_rows
+from nixl_tiers.core.tier_rows import ALL_SLOTS, MOST_TENANTS, NO_ID, PlainTierRows, TierRows, make_rows
 from tests.support.compiled import CSRC
 
 needs_native = pytest.mark.skipif(tier_rows._tier_rows is None, reason="the native table was not compiled")
@@ -30,6 +30,8 @@ USES: Final = 6
 SLOTS: Final = 64
 keys = st.sampled_from(KEYS)
 ticks = st.integers(0, 12)
+TENANTS: Final = (0, 1, MOST_TENANTS)
+tenants = st.sampled_from(TENANTS)
 
 
 def columns(rows: Iterable[tuple[int, Key, int]], width: int = 113) -> tuple[Any, Any, Any]:
@@ -59,9 +61,10 @@ class Twins(RuleBasedStateMachine):
         assert native == plain
         return native
 
-    @rule(target=ids, key=keys, slot=st.integers(0, SLOTS - 1), tick=ticks, stored=st.booleans())
-    def add(self, key: Key, slot: int, tick: int, stored: bool) -> Any:
-        mine, other = self.native.add(key, slot, tick, stored), self.plain.add(key, slot, tick, stored)
+    @rule(target=ids, key=keys, slot=st.integers(0, SLOTS - 1), tick=ticks, stored=st.booleans(), tenant=tenants)
+    def add(self, key: Key, slot: int, tick: int, stored: bool, tenant: int) -> Any:
+        mine = self.native.add(key, slot, tick, stored, tenant)
+        other = self.plain.add(key, slot, tick, stored, tenant)
         assert (mine == NO_ID) == (other == NO_ID)
         self.numbers[mine] = other
         return (key, mine) if mine else multiple()
@@ -107,6 +110,11 @@ class Twins(RuleBasedStateMachine):
     def evict(self, count: int) -> None:
         self.both(lambda rows: rows.evict(count))
 
+    @rule(tenant=tenants, count=st.integers(0, 3))
+    def evict_of(self, tenant: int, count: int) -> None:
+        for key, _ in self.both(lambda rows: rows.evict_of(tenant, count)):
+            assert key not in self.native
+
     @rule(key=keys)
     def remove(self, key: Key) -> None:
         self.both(lambda rows: rows.remove(key, NO_ID))
@@ -150,6 +158,7 @@ class Twins(RuleBasedStateMachine):
     @invariant()
     def are_alike(self) -> None:
         self.both(len)
+        assert len(self.native) == sum(self.both(lambda rows, each=each: rows.count_of(each)) for each in TENANTS)
         self.both(lambda rows: rows.oldest())
         self.both(lambda rows: rows.has_many(KEYS, True))
         self.both(lambda rows: rows.has_many(KEYS, False))
@@ -183,6 +192,21 @@ def test_row_of_before_is_not_that_of_the_same_key_after(make: Callable[[], Tier
     assert rows.remove(b"key", old) == -1
     assert rows.stored(b"key", new)
     assert rows.evict(2) == [(b"key", 2)]
+
+
+def test_tenants_rows_have_an_order_of_their_own_and_a_place_in_that_of_all(make: Callable[[], TierRows]) -> None:
+    rows = make()
+    for number, tenant in enumerate([1, 0, 2, 1, 2, 0]):
+        rows.add(b"%d" % number, number, number, True, tenant)
+    rows.touch_many([b"0"], 9)
+    assert rows.evict_of(1, 1) == [(b"3", 3)]
+    assert [rows.count_of(tenant) for tenant in (0, 1, 2)] == [2, 1, 2]
+    pinned = rows.pin(b"2")
+    assert pinned is not None
+    assert rows.evict_of(2, 5) == [(b"4", 4)]
+    rows.unpin(b"2", pinned[1])
+    assert [key for key, _ in rows.evict(9)] == [b"1", b"2", b"5", b"0"]
+    assert [rows.count_of(tenant) for tenant in (0, 1, 2)] == [0, 0, 0]
 
 
 def test_pinned_row_and_returned_victim_go_back_to_their_places(make: Callable[[], TierRows]) -> None:

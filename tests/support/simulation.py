@@ -198,10 +198,11 @@ class Simulation:
         listed: int | None = None,
         tokens_per_s: float | None = None,
         policy: Eviction = "lru",
+        quotas: tuple[float, ...] = (),
     ) -> None:
-        """`policy`: of the host. `listed`: so many rows that a tier held before are listed one by one; the others in
-        columns of a few, as `deliver` comes to them. None: all at once. `tokens_per_s`: of prefill, None if that is not
-        known."""
+        """`policy`: of the host. `quotas`: of the tenants whose prompts begin with "a", with "b" and so on. `listed`:
+        so many rows that a tier held before are listed one by one; the others in columns of a few, as `deliver` comes
+        to them. None: all at once. `tokens_per_s`: of prefill, None if that is not known."""
         self.room = UNLIMITED  # messages that a mover takes a turn
         self.turns = MANY_TURNS  # how many the supervisor takes before another event; more where work is left
         self.limits = limits or Limits(
@@ -239,8 +240,10 @@ class Simulation:
         self._epochs = 0
         # Slots of the odd tiers are no places: other engines store there too, and they are asked.
         self.specs = [
-            TierSpec(f"tier{i}", write, physical_slots=i % 2 == 0, asked=i % 2 == 1) for i, write in enumerate(writes)
+            TierSpec(f"tier{i}", write, i % 2 == 0, i % 2 == 1, own=i % 2 == 0, quotas=() if i % 2 else quotas)
+            for i, write in enumerate(writes)
         ]
+        self.quotas = quotas
         self.movers = [
             SimulatedMover(spec.physical_slots, count) for spec, count in zip(self.specs, slots, strict=True)
         ]
@@ -270,8 +273,7 @@ class Simulation:
     ) -> str:
         """A new request whose prompt is `chain`; returns its name. It runs at once unless it waits, and finishes unless
         it `stays`. Of one that is `host_only` nothing may be written to storage tiers."""
-        self._requests += 1
-        name = f"request-{self._requests}"
+        name = self._name("request", chain)
         if host_only:
             self.core.keep_in_host(name)
         else:
@@ -281,8 +283,7 @@ class Simulation:
 
     def engine_uses(self, chain: Sequence[Key], own: int, *, host_only: bool = False) -> None:
         """A new request of which the engine has the first `own` chunks in its own memory: it looks up the others."""
-        self._requests += 1
-        name = f"request-{self._requests}"
+        name = self._name("request", chain)
         if host_only:
             self.core.keep_in_host(name)
         else:
@@ -305,8 +306,7 @@ class Simulation:
 
     def queue(self, chain: Sequence[Key], rank: float = 0.0) -> str:
         """A new request whose turn comes later (`turn`); returns its name."""
-        self._requests += 1
-        name = f"request-{self._requests}"
+        name = self._name("request", chain)
         self.allowed.update(chain)
         self.core.queue(name)
         self.core.anticipate(name, chain, (rank,))
@@ -316,8 +316,7 @@ class Simulation:
 
     def look_up_in_vain(self, chain: Sequence[Key]) -> None:
         """A request that is aborted before it has computed or loaded anything."""
-        self._requests += 1
-        name = f"request-{self._requests}"
+        name = self._name("request", chain)
         self.allowed.update(chain)
         self._look_up(name, Prompt(list(chain), Scan.CHAIN, stays=False))
         self._finish(name)
@@ -457,6 +456,21 @@ class Simulation:
                 self._send(tier, self.epoch)
         self.check()
 
+    def clear(self, tenant: int) -> None:
+        """An operator clears the host and the tiers that are the engine's own, of one tenant or of all (0)."""
+        for place in (None, *(tier.number for tier in self.core.tiers if tier.spec.own)):
+            more = True
+            while more:
+                _, more = self.core.clear_some(place, tenant)
+                self.check()
+        host, whose = self.core.host, (tenant,) if tenant else range(len(self.quotas) + 1)
+        left = [row for row in host.index.values() if row.tenant in whose and not host._is_pinned(row.key)]
+        require(not left, "a row that nobody uses is not cleared")
+        for tier in self.core.tiers:
+            rows = [row for row in rows_of(tier).values() if tier.spec.own and row.tenant in whose]
+            require(all(row.pins or not row.stored for row in rows), "a row that nothing moves is not cleared")
+        self.tick()
+
     def crash(self) -> None:
         """The engine dies with its movers and comes back with the weights of epoch 0; the media survive."""
         self._steps = None
@@ -516,7 +530,7 @@ class Simulation:
 
     def put(self, chain: Sequence[Key]) -> None:
         """A thread begins to put `chain`; `call_ends` ends it."""
-        name = self._call()
+        name = self._name("call", chain)
         self.allowed.update(chain)
         plan = self.core.copies.prepare_store(chain, name, call=True)
         self._call_begins(StoreCall(name, True, plan.keys, plan.rows, self.epoch))
@@ -524,7 +538,7 @@ class Simulation:
     def get(self, chain: Sequence[Key]) -> None:
         """A thread begins to get `chain`; it waits (`get_again`), or reads what it has found until `call_ends`."""
         self.allowed.update(chain)
-        self._get(self._call(), Prompt(list(chain), Scan.EACH, stays=False))
+        self._get(self._name("call", chain), Prompt(list(chain), Scan.EACH, stays=False))
 
     def get_again(self, name: str) -> None:
         self._get(name, self.getting.pop(name))
@@ -540,10 +554,6 @@ class Simulation:
                 self.region[row] = Content(key, call.epoch)
         self.core.copies.end_call(call.name, set() if good else set(call.keys))
         self.tick()
-
-    def _call(self) -> str:
-        self._requests += 1
-        return f"call-{self._requests}"
 
     def _get(self, name: str, prompt: Prompt) -> None:
         found = self._look_up(name, prompt)
@@ -783,6 +793,12 @@ class Simulation:
         ready = sum(row.state is RowState.READY for row in core.host.index.values())
         counted = core.host.counters.rows
         require(counted == ready, f"the host holds {ready} rows, and {counted} are counted")
+        for tenant, quota in enumerate(core.host.quotas, 1):
+            count = sum(row.tenant == tenant for row in core.host.index.values())
+            require(count == core.host.rows_of(tenant), "a tenant's rows in the host are miscounted")
+            require(count <= quota, "a tenant has more of the host than its quota")
+        for key, row in core.host.index.items():
+            require(row.tenant in {0, self._tenant_of(key)}, "a row counts against another tenant's quota")
         line = core._promotion.prefetch_queue
         held = sum(place.held for place in line._holding)
         require(held <= int(self.limits.line_share * self.rows), "requests that wait for their turn hold too much")
@@ -794,6 +810,10 @@ class Simulation:
             held = sum(row.stored for row in rows.values())
             counted = tier.counters.rows
             require(counted == held, f"a tier holds {held} rows, and {counted} are counted")
+            for tenant, share in enumerate(tier.spec.quotas, 1):
+                count = sum(row.tenant == tenant for row in rows.values())
+                require(count == tier.index.rows.count_of(tenant), "a tenant's rows in a tier are miscounted")
+                require(count <= max(1, share * tier.index.slots.limit), "a tenant has more of a tier than its quota")
             slots = [row.slot for row in rows.values()] if mover.physical else []
             require(len(set(slots)) == len(slots), "two keys in one slot")
             if self._steps is not None and tier.number == self._stepping:
@@ -979,13 +999,25 @@ class Simulation:
 
     def _start(self) -> TierManager:
         prefill = PrefillEstimate(self._tokens_per_s)
-        core = self._make(self.rows, ROW_BYTES, self.specs, self.limits, self._policy, prefill=prefill)
+        quotas = {"quotas": self.quotas} if self.quotas else {}
+        core = self._make(self.rows, ROW_BYTES, self.specs, self.limits, self._policy, prefill=prefill, **quotas)
         self.core = core
         self._hold = HoldJudge(core, require)
         self._measuring = MeasurementJudge(core, require)
         for tier in range(len(self.movers)):
             self._announce(tier)
         return core
+
+    def _name(self, kind: str, chain: Sequence[Key]) -> str:
+        self._requests += 1
+        name = f"{kind}-{self._requests}"
+        if self.quotas and chain:
+            self.core.set_tenant(name, self._tenant_of(chain[0]))
+        return name
+
+    def _tenant_of(self, key: Key) -> int:
+        tenant = key.removeprefix(WINDOWED)[0] - ord("a") + 1
+        return tenant if tenant <= len(self.quotas) else 0
 
     def _announce(self, tier: int) -> None:
         mover = self.movers[tier]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -21,9 +23,20 @@ WRITES = [(Write.THROUGH, Write.THROUGH), (Write.THROUGH, Write.ON_EVICT), (Writ
 # Of a host of two rows one is free, or about to be; and a tier of one slot is full while anything is stored there.
 ROWS = [6, 6, 6, 2, 3, 4, 12]
 SLOTS = [(6, 12), (6, 12), (1, 12), (2, 2), (6, 1)]
+QUOTAS = [(), (), (0.5,), (0.34, 0.7)]
 SCANS = st.sampled_from([Scan.CHAIN, Scan.CHAIN, Scan.CHAIN, Scan.HYBRID, Scan.PREFIX, Scan.WINDOW, Scan.EACH])
 RARELY = st.sampled_from([False, False, False, False, True])
 OUTCOMES = st.sampled_from([Outcome.OK, Outcome.OK, Outcome.OK, Outcome.FAILED, Outcome.NO_SPACE])
+
+BEGIN: dict[str, Any] = {
+    "writes": st.sampled_from(WRITES),
+    "listed": st.sampled_from([None, 0, 2]),
+    "looks": st.sampled_from([MAX_LOOKS, 2, 3]),
+    "tokens_per_s": st.sampled_from([None, None, 5.0, 100.0]),
+    "policy": st.sampled_from(["lru", "lru", "s3fifo", "arc"]),
+    "rows": st.sampled_from(ROWS),
+    "slots": st.sampled_from(SLOTS),
+}
 
 
 class CascadeStateMachine(RuleBasedStateMachine):
@@ -33,15 +46,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
     simulated: type[Simulation] = Simulation
     simulation: Simulation
 
-    @initialize(
-        writes=st.sampled_from(WRITES),
-        listed=st.sampled_from([None, 0, 2]),
-        looks=st.sampled_from([MAX_LOOKS, 2, 3]),
-        tokens_per_s=st.sampled_from([None, None, 5.0, 100.0]),
-        policy=st.sampled_from(["lru", "lru", "s3fifo", "arc"]),
-        rows=st.sampled_from(ROWS),
-        slots=st.sampled_from(SLOTS),
-    )
+    @initialize(**BEGIN)
     def begin(
         self,
         writes: tuple[Write, Write],
@@ -52,6 +57,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
         *,
         rows: int = 6,
         slots: tuple[int, int] = (6, 12),
+        quotas: tuple[float, ...] = (),
     ) -> None:
         """`looks`: so many pinned rows are passed over in one search for victims."""
         host.MAX_LOOKS = looks  # type: ignore[misc]
@@ -63,6 +69,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
             listed=listed,
             tokens_per_s=tokens_per_s,
             policy=policy,
+            quotas=quotas,
         )
 
     @rule(prompt=PROMPTS, scan=SCANS, stays=RARELY, host_only=RARELY)
@@ -374,3 +381,18 @@ class CascadeStateMachine(RuleBasedStateMachine):
                 self.simulation.quiesce()
         finally:
             host.MAX_LOOKS = MAX_LOOKS  # type: ignore[misc]
+
+
+class TenantStateMachine(CascadeStateMachine):
+    """The same with tenants that have quotas, half of the time, and an operator. Planted bugs that have nothing to do
+    with either are sought without."""
+
+    @initialize(**BEGIN, quotas=st.sampled_from(QUOTAS))
+    def begin(self, *given: Any, **named: Any) -> None:
+        super().begin(*given, **named)
+
+    @rule(tenant=st.integers(0, 2), really=RARELY)
+    def clear(self, tenant: int, really: bool) -> None:
+        """An operator has all rows evicted that nobody uses, or a tenant's."""
+        if really:
+            self.simulation.clear(tenant if tenant <= len(self.simulation.quotas) else 0)
