@@ -105,6 +105,8 @@ def _type(annotation: Any, metadata: Iterable[Any]) -> str:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is tuple:
         return "list of tiers"
+    if get_origin(annotation) is dict:
+        return "table"
     if parts := [part for part in get_args(annotation) if part is not NoneType]:
         return _type(parts[0], metadata)
     named = [TYPES[part.func] for part in metadata if getattr(part, "func", None) in TYPES]
@@ -117,7 +119,7 @@ def _type(annotation: Any, metadata: Iterable[Any]) -> str:
 
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
-        return "required"
+        return "none" if field.default_factory else "required"
     if field.default is None:
         return unset(field) or "none"
     if isinstance(field.default, str):

@@ -192,7 +192,7 @@ def _fields(model: BaseModel) -> dict[str, dict[str, Any]]:
         if name in ("type", "tiers"):
             continue
         value, given = getattr(model, name), name in model.model_fields_set
-        meaning = _MEANINGS.get((name, value)) or field.description or ""
+        meaning = (None if isinstance(value, dict) else _MEANINGS.get((name, value))) or field.description or ""
         fields[name] = _field(_shown(name, value, field), meaning, given=given)
     if isinstance(model, S3Config) and all(getattr(model, way) is None for way in _CREDENTIALS):
         fields["credentials"] = _field("the AWS chain", "environment, files, container or instance role", given=False)
@@ -208,6 +208,8 @@ def _shown(name: str, value: Any, field: FieldInfo) -> str:
         return schema.unset(field) or "none"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, dict):
+        return ", ".join(f"{each}: {100 * quota.share:.4g}%" for each, quota in value.items()) or "none"
     if name in ("capacity", "min_free") and isinstance(value, int):
         return f"{schema.format_size(value)} ({value} bytes)"
     if name == "max_age" or name.endswith("_s"):

@@ -72,6 +72,22 @@ def parse_min_free(value: object) -> int | str | None:
         raise ValueError(f'{shown(value)} is neither a size such as "50GiB" nor a percentage such as "5%"') from None
 
 
+def parse_share(value: object) -> float:
+    """Convert a percentage such as "20%" to a number, of which 1 is all. Raises ValueError."""
+    if not (isinstance(value, str) and (match := _PERCENT.fullmatch(value))):
+        raise ValueError(f'{shown(value)} is not a percentage such as "20%"')
+    if not 0 < (share := float(match[1])) <= 100:
+        raise ValueError(f"{shown(value)} must be more than 0 and at most 100 %")
+    return share / 100
+
+
+def parse_digest(value: object) -> str:
+    """Check a SHA-256 digest in hexadecimal. Raises ValueError, which does not repeat the value: it may be the salt."""
+    if not (isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value.lower())):
+        raise ValueError("must be the SHA-256 digest of the salt: 64 hexadecimal digits")
+    return value.lower()
+
+
 def min_free_bytes(setting: int | str | None, size_bytes: int) -> int:
     """What a checked `min_free` is on a file system of `size_bytes`."""
     if isinstance(setting, str):

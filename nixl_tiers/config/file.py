@@ -89,6 +89,10 @@ class FileConfig(StorageConfig):
         return self.layout == "slabs"
 
     @property
+    def own(self) -> bool:
+        return self.layout == "slabs"
+
+    @property
     def locality(self) -> Literal["LOCAL", "REMOTE"] | None:
         return "LOCAL" if self.layout == "slabs" else None  # where a shared file system is cannot be known
 

@@ -27,6 +27,7 @@ from nixl_tiers.config.fields import (
 )
 from nixl_tiers.config.file import FileConfig
 from nixl_tiers.config.kinds import BUILT_IN, known_class, read_tier
+from nixl_tiers.config.quotas import Quotas
 from nixl_tiers.config.s3 import S3Config, Sse
 from nixl_tiers.config.tier import (
     AbsolutePath,
@@ -140,6 +141,11 @@ class TiersConfig(Model):
         json_schema_extra=when_unset("taken from vLLM"),
     )
 
+    quotas: Quotas = Field(
+        default_factory=dict,
+        description="which share of the tiers a tenant may have, by a name of yours: `{tenant-a: {share: 20%, "
+        'salt_sha256: ...}, "*": {share: 10%}}` ([tenants](../guide/tenants.md))',
+    )
     prefill_tokens_per_s: Annotated[int, Field(strict=True, ge=1, le=10**9)] | None = Field(
         None,
         description="prompt tokens that the engine computes per second, which loading is compared with",

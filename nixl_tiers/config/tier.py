@@ -121,6 +121,11 @@ class StorageConfig(Model):
         return False
 
     @property
+    def own(self) -> bool:
+        """Whether no other engine stores to this medium, so that quotas hold there, and it can be cleared."""
+        return not self.asked
+
+    @property
     def locality(self) -> Literal["LOCAL", "REMOTE"] | None:
         """Whether the medium is on this node (vLLM's `kv_load_tiers`); None: not known, so never a reason to leave
         the tier out."""

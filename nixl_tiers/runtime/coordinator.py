@@ -25,6 +25,7 @@ from nixl_tiers.base.chunk import Key, Namespace, check_keys
 from nixl_tiers.base.clock import RunningClock
 from nixl_tiers.base.lifetime import ForkedLock, finalize_once
 from nixl_tiers.base.manifest import Description
+from nixl_tiers.base.policies import Write
 from nixl_tiers.config.schema import ConfigError, TiersConfig, format_size
 from nixl_tiers.config.warnings import warnings_here, warnings_of
 from nixl_tiers.core.copies import StorePlan
@@ -81,12 +82,15 @@ class Coordinator(DeprecatedCalls):
         description: Description | None = None,
     ) -> None:
         """`description`: of the rows, for the manifests beside them."""
+        quotas = tuple(quota.share for quota in config.quotas.values())
         specs = [
             TierSpec(
                 name,
                 tier.write,
                 physical_slots=tier.physical_slots,
                 asked=tier.asked,
+                own=(own := tier.own and tier.write is not Write.OFF),
+                quotas=quotas if own else (),
             )
             for name, tier in zip(config.names, config.storage, strict=True)
         ]
@@ -101,6 +105,7 @@ class Coordinator(DeprecatedCalls):
             config.cpu.eviction,
             prefill=PrefillEstimate(config.prefill_tokens_per_s),
             prefer=config.prefer,
+            quotas=quotas,
         )
         lock = threading.RLock()
         self.config = config

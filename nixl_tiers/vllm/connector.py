@@ -144,6 +144,7 @@ class NixlTiersConnector(OffloadingConnector):
     def on_new_request(self, request: Any) -> None:
         """A request joins the scheduler's queue: what it is going to load comes up while it waits there."""
         super().on_new_request(request)
+        self._manager().salt_of(request.request_id, getattr(request, "cache_salt", None))
         if self._anticipates and self._manager().anticipates(request.request_id):
             rank = (float(request.priority), request.arrival_time) if self._by_priority else (0.0,)
             self._arrivals.add(request.request_id, rank)

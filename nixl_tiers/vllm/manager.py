@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 from typing_extensions import override
 
+from nixl_tiers.config.quotas import Tenants
 from nixl_tiers.config.schema import TiersConfig
 from nixl_tiers.core.prefetch_queue import Rank
 from nixl_tiers.runtime.coordinator import Coordinator
@@ -107,14 +108,24 @@ class NixlTiersManager(OffloadingManager):
         tokens = {group: each for group, each in zip(groups, chunk_tokens, strict=False) if each}
         self._lookups = Lookups(coordinator, len(groups), self._gate, self._meter, tokens)
         self._closed = False
+        self._tenants = Tenants(config.quotas)
+        self._has_quotas = bool(config.quotas)
+        self._sees_salts = False
 
     def times_are_published(self, step_tokens: int) -> None:
         """NixlTiersConnector calls it: its workers publish the time of steps, and `scheduled` is called at each, as are
-        `began_at` and `began` for all requests. No step computes more than `step_tokens` tokens of a request."""
-        self._weights.knows_own_hits = True
+        `began_at` and `began` for all requests, and `salt_of` for each new one. No step computes more than
+        `step_tokens` tokens of a request."""
+        self._weights.knows_own_hits = self._sees_salts = True
         with self._coordinator.core() as core:
             core.prefill.limit_step(step_tokens)
         self._meter.be_exact(self._coordinator.region.step_seconds)
+
+    def salt_of(self, request: str, salt: str | None) -> None:
+        """The `cache_salt` of a new request, by which it belongs to a tenant. NixlTiersConnector calls it."""
+        if self._has_quotas and (tenant := self._tenants.number_of(salt)):
+            with self._coordinator.core() as core:
+                core.set_tenant(request, tenant)
 
     def windows_are_known(self, windows: Mapping[int, int | None]) -> None:
         """NixlTiersConnector calls it: of each KV group, by vLLM's number, how many chunks before its end a load needs;
@@ -144,6 +155,11 @@ class NixlTiersManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         request = req_context.req_id
         self._requests.add(request)
+        if self._has_quotas and not self._sees_salts:
+            self._has_quotas = False
+            log.warning(
+                "nixl_tiers: quotas have no effect with OffloadingConnector: use kv_connector NixlTiersConnector"
+            )
         options = self._options.read(req_context)
         with self._coordinator.core() as core:
             core.queue(request)

@@ -79,6 +79,13 @@ def test_every_set_field_is_shown(
     assert "credentials" not in shown["s3"]
 
 
+def test_quotas_are_shown_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    quotas = {"tenant-a": {"share": "2.5%", "salt_sha256": "ab" * 32}, "*": {"share": "10%"}}
+    config = {"tiers": [{"type": "cpu", "capacity": "64GiB"}], "quotas": quotas}
+    assert cli.main(["config", json.dumps(config)]) == 0
+    assert "tenant-a: 2.5%, *: 10%\n" in capsys.readouterr().out
+
+
 def test_every_relevant_default_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiers: dict[str, dict[str, object]] = {
         "cpu": {"type": "cpu", "capacity": "64GiB"},

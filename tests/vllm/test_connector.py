@@ -107,6 +107,21 @@ def test_the_scheduler_is_told_at_once_what_vllms_own_connector_does_not_show(mo
     assert windows == {1: None, 4: 3}
 
 
+def test_the_manager_is_told_the_salt_of_a_new_request_once_it_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = object.__new__(NixlTiersConnector)
+    connector._anticipates = False
+    told: list[Any] = []
+    manager = SimpleNamespace(salt_of=lambda request, salt: told.append((request, salt)))
+    monkeypatch.setattr(connector, "_manager", lambda: manager, raising=False)
+    monkeypatch.setattr(
+        "nixl_tiers.vllm.connector.OffloadingConnector.on_new_request",
+        lambda self, request: told.append(request.request_id),
+    )
+    for salt in ("pepper", None):
+        connector.on_new_request(SimpleNamespace(request_id="r", cache_salt=salt))
+    assert told == ["r", ("r", "pepper"), "r", ("r", None)]
+
+
 def test_the_manager_is_told_of_vllms_own_hits_before_a_request_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     connector = object.__new__(NixlTiersConnector)
     calls: list[tuple[str, int]] = []

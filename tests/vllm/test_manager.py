@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import socket
 import threading
 from collections.abc import Collection, Iterable, Iterator
@@ -81,6 +82,35 @@ def test_a_new_request_waits_for_its_turn(rig: ManagerRig, monkeypatch: pytest.M
     monkeypatch.setattr(rig.manager._coordinator._core, "queue", queued.append)
     rig.request("r")
     assert queued == ["r"]
+
+
+QUOTAS = {"tenant-a": {"share": "50%", "salt_sha256": hashlib.sha256(b"pepper").hexdigest()}}
+
+
+@pytest.mark.parametrize(("salt", "stored"), [("pepper", ROWS // 2), ("salt", ROWS), (None, ROWS)])
+def test_a_request_belongs_to_the_tenant_of_its_salt(salt: str | None, stored: int) -> None:
+    rig = ManagerRig(quotas=QUOTAS)
+    try:
+        rig.manager.times_are_published(512)
+        keys = keys_of(ROWS)
+        context = rig.request("r", *keys)
+        rig.manager.salt_of("r", salt)
+        assert rig.store(context, *keys) == keys[:stored]
+    finally:
+        rig.manager.shutdown()
+
+
+@pytest.mark.parametrize("connector", ["NixlTiersConnector", "OffloadingConnector"])
+def test_quotas_without_salts_are_warned_of_once(connector: str, caplog: pytest.LogCaptureFixture) -> None:
+    rig = ManagerRig(quotas=QUOTAS)
+    try:
+        if connector == "NixlTiersConnector":
+            rig.manager.times_are_published(512)
+        for name in ("one", "two"):
+            rig.request(name)
+        assert sum("quotas have no effect" in line for line in caplog.messages) == (connector == "OffloadingConnector")
+    finally:
+        rig.manager.shutdown()
 
 
 def test_a_chunk_written_by_every_worker_is_a_hit(rig: ManagerRig) -> None:
