@@ -10,6 +10,7 @@ import typer
 
 import nixl_tiers
 from nixl_tiers.cli import BAD_INPUT
+from nixl_tiers.cli.clear import clear
 from nixl_tiers.cli.config import config
 from nixl_tiers.cli.doctor import doctor
 from nixl_tiers.cli.inspect import inspect
@@ -19,7 +20,7 @@ from nixl_tiers.cli.report import report
 from nixl_tiers.cli.verify import verify
 from nixl_tiers.config.schema import ConfigError
 
-COMMANDS: Final = (config, doctor, report, inspect, verify, purge)
+COMMANDS: Final = (config, doctor, report, inspect, verify, purge, clear)
 
 # Tracebacks are Python's own: typer's show the values of variables, which may be secrets.
 app: Final = typer.Typer(

@@ -60,6 +60,11 @@ class _Sizes(NamedTuple):
 _listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
+def close_in_children(listener: socket.socket) -> None:
+    """Have forked children close this listener."""
+    _listeners.add(listener)
+
+
 def _close_listeners() -> None:
     for listener in list(_listeners):
         listener.close()
@@ -117,7 +122,7 @@ def _create(name: str, sizes: _Sizes, huge_pages: HugePages) -> HostRegion | Non
         if error.errno == errno.EADDRINUSE:
             return None
         raise RegionError(f"region {name!r} cannot be offered to others: {error.strerror}") from error
-    _listeners.add(listener)
+    close_in_children(listener)
     try:
         region = sizes.create(huge_pages)
     except RegionError:
@@ -163,7 +168,7 @@ def _serve(listener: socket.socket, wake: int, fd: int, sizes: _Sizes) -> None:
 
 def _hand_over(peer: socket.socket, fd: int, sizes: _Sizes) -> bool:
     """Whether this peer has the region now."""
-    if _identity(peer)[1] != os.geteuid():
+    if identity(peer)[1] != os.geteuid():
         return False
     peer.settimeout(_ANSWER_S)
     request = _REQUEST.pack(_REQUEST_MAGIC, *sizes)
@@ -181,7 +186,7 @@ def _ask_owner(name: str, sizes: _Sizes, deadline: float) -> HostRegion | None:
         pid = 0
         try:
             owner.connect("\0" + address_of(name))
-            pid, uid = _identity(owner)
+            pid, uid = identity(owner)
             if uid != os.geteuid():
                 raise RegionError(f"region {name!r} is offered by process {pid} of another user (uid {uid})")
             owner.send(_REQUEST.pack(_REQUEST_MAGIC, *sizes))
@@ -217,7 +222,7 @@ def _difference(name: str, pid: int, mine: _Sizes, answer: bytes) -> str:
     return f"region {name!r} was created by process {pid} with other sizes: {differences}"
 
 
-def _identity(peer: socket.socket) -> tuple[int, int]:
+def identity(peer: socket.socket) -> tuple[int, int]:
     """(pid, uid) of the other end, as the kernel knows them."""
     pid, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return pid, uid

@@ -143,6 +143,7 @@ class NixlTiersSpec(OffloadingSpec):
             raise RegionError(f"the weights' identity: {error}; with model_id set, no weight file is read") from None
 
     def _make_manager(self) -> OffloadingManager:
+        from nixl_tiers.runtime import control
         from nixl_tiers.runtime.coordinator import Coordinator
         from nixl_tiers.vllm.events import EventLog
         from nixl_tiers.vllm.live import LiveGauges
@@ -165,6 +166,7 @@ class NixlTiersSpec(OffloadingSpec):
         except BaseException:
             region.close()
             raise
+        control.serve(coordinator)
         events = EventLog(region) if self.kv_events_config.enable_kv_cache_events else None
         # Data-parallel replicas step together: one that waits for storage must not make the others wait.
         pause_s = PAUSE_S if compat.replicas(self.config) == 1 else 0.0
