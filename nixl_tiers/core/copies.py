@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
@@ -23,7 +23,6 @@ class StorePlan:
     keys: list[Key]
     rows: list[int]
     store_seq: int
-    evicted: list[Key] = field(default_factory=list)
 
 
 class Copies:
@@ -157,7 +156,6 @@ class Copies:
             row.store_seq = self._store_seq
             plan.rows.append(row.index)
         self._host.counters.dropped_no_room += len(fresh) - room
-        plan.evicted.extend(self._host.take_evicted())
         return plan
 
     def rows_being_filled(self, keys: Iterable[Key]) -> list[Row]:
@@ -230,6 +228,9 @@ class Copies:
                     self._host.invalidate(row)
         for row in good:
             row.state = RowState.READY
+        if (announced := self._state.announced) is not None:
+            for row in good:
+                announced.seen(row.key)
         counters.stored += len(good)
         counters.bytes_written += len(good) * self._state.row_bytes
         return good

@@ -72,6 +72,8 @@ class Events:
             take_all(self.listing_ends(tier))
             if listed.state is TierState.LISTING:
                 listed.state = TierState.UP
+                if self._state.announced is not None:
+                    self._state.announced.listed()
 
     def columns_listed(self, tier: int, columns: Columns) -> Steps:
         """The same for many rows; the core owns `columns` from now on. No other event of this tier may come before the

@@ -107,8 +107,7 @@ class HostTier:
         self.index: dict[Key, Row] = {}
         self.counters = Counters()
         self._gone = gone or EvictionHistory()
-        # Keys, for a publisher of events; bounded, since there may be none.
-        self.evicted: deque[Key] = deque(maxlen=4 * rows)
+        self.changed: Callable[[Key], None] | None = None  # the key of each row that came up or goes, but for resets
         self.evicting: dict[Key, Row] = {}
         self.step = 0
         self._make_policy = policy
@@ -275,7 +274,8 @@ class HostTier:
             else:
                 self._policy.remove(row.key)
             self._leave_quota(row)
-            self.evicted.append(row.key)
+            if self.changed is not None:
+                self.changed(row.key)
         self.reclaim(row)
 
     def reclaim(self, row: Row) -> None:
@@ -331,12 +331,6 @@ class HostTier:
             self._unflushed = OrderedDict()
         self.reclaim_old(MAX_JUDGED)
 
-    def take_evicted(self) -> list[Key]:
-        """Keys of the rows that were evicted or invalidated since the last call."""
-        evicted = list(self.evicted)
-        self.evicted.clear()
-        return evicted
-
     def unflushed_stores(self, most: int) -> list[Row]:
         """Rows from before a reset that workers filled and may still write to. Looks at `most` rows, at others each
         time."""
@@ -363,7 +357,8 @@ class HostTier:
         self.counters.evictions += 1
         self._gone.note(row.key, _EVICTED)
         self.counters.unused += row.source != CPU  # no load has read it since it was promoted
-        self.evicted.append(row.key)
+        if self.changed is not None:
+            self.changed(row.key)
 
     def _leave_quota(self, row: Row) -> None:
         if row.tenant and row.key in self._own[row.tenant - 1]:

@@ -17,6 +17,7 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Eviction, Prefer, Write
+from nixl_tiers.core.announced import Announced
 from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.chain_rows import Chain
 from nixl_tiers.core.copies import Copies, EngineHits
@@ -307,7 +308,7 @@ class TierManager:
         """The bytes may no longer match the weights. Rows in use are held back (invalid, not yet free), all others
         become free in slices, and when they are needed. Those of workers become free after `flushed`, or when a job
         that began after the reset completes; those of a call when it ends. Storage tiers are emptied (of this epoch)
-        unless `keep_tiers`, until `events.opened`. `take_evicted` does not return the keys that a reset removes.
+        unless `keep_tiers`, until `events.opened`.
         """
         self.savings.reset()
         self._promotion_jobs.reset(self.garbage)
@@ -321,6 +322,8 @@ class TierManager:
             tier.drop_queues()
             if not keep_tiers:
                 tier.clear()
+        if (announced := self._state.announced) is not None:
+            announced.reset()
         self.events.work(now)
 
     def flushed(self) -> None:
@@ -354,9 +357,10 @@ class TierManager:
 
     # --- what is where -----------------------------------------------------------------------------------------
 
-    def take_evicted(self) -> list[Key]:
-        """Keys that have left the host tier since the last call."""
-        return self.host.take_evicted()
+    def announce(self, most_stored: int) -> Announced:
+        """From now on keep account of what followers of the tiers are to be told (`Announced`)."""
+        self._state.announced = Announced(self.host, self.tiers, most_stored)
+        return self._state.announced
 
     def where(self, key: Key, now: float) -> str | None:
         """The first tier in which `key` could be hit now."""

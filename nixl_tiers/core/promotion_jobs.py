@@ -230,6 +230,8 @@ class PromotionJobs:
                 row.state = RowState.READY
                 row.sealed = True
                 self._host.counters.promoted += 1
+                if self._host.changed is not None:
+                    self._host.changed(row.key)
                 for request in self._loading_for.get(row.order, ()):
                     request.row_arrived(row.key)
                 if tier.staged.get(move.key) is row:

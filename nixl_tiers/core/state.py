@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from nixl_tiers.base.policies import Prefer, Write
+from nixl_tiers.core.announced import Announced
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import HostTier, Row, RowState
 from nixl_tiers.core.limits import Limits
@@ -47,6 +48,7 @@ class CascadeState:
         self.garbage = garbage
         self.prefill = prefill
         self.samples = Samples()
+        self.announced: Announced | None = None
         self.gone = gone
         self.prefer = prefer
         self.copies = TransferEstimate()  # from the host to the engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Final
 
@@ -41,6 +41,8 @@ class TierIndex:
         self.evicting: dict[Key, None] = {}  # victims, the first selected first
         self.former: deque[dict[Key, None]] = deque()  # `evicting` of before resets, for `return_victims`
         self.to_delete: deque[tuple[int, Key]] = deque()
+        self.changed: Callable[[Key], None] | None = None
+        """Called with the key of each row that is stored or goes, but for resets and for rows listed in columns."""
         self.newest_listed = 0
         """The highest tick that the medium listed: all uses in this process are later."""
         self.gone_before = 0
@@ -211,6 +213,8 @@ class TierIndex:
         else:
             self.rows.add(key, slot, tick, True)
             self._counters.found += 1
+            if self.changed is not None:
+                self.changed(key)
 
     def add_columns(self, columns: Columns, start: int, stop: int) -> None:
         """`add_listed` of many rows; where slots only count, there may be more than the limit afterwards."""
@@ -305,8 +309,12 @@ class TierIndex:
         self.evicting.pop(key, None)
         self.slots.release(slot)
         self.queue_delete(slot, key)
+        if self.changed is not None:
+            self.changed(key)
 
     def _forgotten(self, key: Key) -> None:
         """The medium does not hold it any more."""
         self._gone.note(key, tag_of(self._number, Gone.EXPIRED))
         self._counters.removed += 1
+        if self.changed is not None:
+            self.changed(key)

@@ -224,7 +224,7 @@ class WriteBack:
         ending, rows, counters = tier.ending_moves, tier.index.rows, tier.counters
         ok, found = Outcome.OK, Outcome.FOUND
         row_bytes, reclaim = self._state.row_bytes, self._host.reclaim
-        on_evict = tier.spec.write is Write.ON_EVICT
+        on_evict, changed = tier.spec.write is Write.ON_EVICT, tier.index.changed
         for move, outcome in zip(moves, outcomes, strict=True):
             row, key = move.row, move.key
             ending.pop()
@@ -239,6 +239,8 @@ class WriteBack:
                 if rows.stored(key, move.id):
                     counters.stored += outcome is ok
                     counters.found += outcome is found
+                    if changed is not None:
+                        changed(key)
                     if on_evict:
                         self._finish_eviction_above(tier, key, written=True)
             else:

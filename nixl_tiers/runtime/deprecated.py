@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 _SAME: Final = (  # methods of the core
     "anticipate", "backlog", "end_step", "finish_request", "flushed", "is_being_loaded", "is_queued", "keep_in_host",
-    "line_has_room", "pin", "pressure", "queue", "rows_to_come", "set_allowed_tiers", "source", "take_evicted",
-    "take_samples",
+    "line_has_room", "pin", "pressure", "queue", "rows_to_come", "set_allowed_tiers", "source", "take_samples",
 )  # fmt: skip
 _ELSEWHERE: Final = {
     "drop_store": "copies.drop_store",

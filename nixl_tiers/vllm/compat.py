@@ -10,6 +10,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,6 +90,36 @@ try:
     HOST_MEDIUM = Medium.CPU
 except ImportError:  # before 0.28 a medium is a string
     HOST_MEDIUM = "CPU"
+
+_EVENT_FIELDS: Final = {each.name for each in fields(OffloadingEvent)}
+# Before 0.31 events cannot say of which storage tier they are, nor that vLLM is to keep a chunk's tokens for more.
+STORAGE_EVENTS: Final = {"locality", "ownership", "removal_expected"} <= _EVENT_FIELDS
+# From 0.33 on vLLM keeps the tokens of pending hits too, and can be told to forget them without a word to routers.
+PENDING_IS_KEPT: Final = "metadata_only" in _EVENT_FIELDS
+
+
+def host_event(keys: list[OffloadKey], removed: bool) -> OffloadingEvent:
+    """That chunks are in host memory, or have left it."""
+    # vLLM keeps their tokens until as many removals have come.
+    expected = {"removal_expected": True} if STORAGE_EVENTS else {}
+    return OffloadingEvent(keys=keys, medium=HOST_MEDIUM, removed=removed, **expected)
+
+
+def passing_events(keys: list[OffloadKey]) -> list[OffloadingEvent]:
+    """vLLM keeps the tokens of chunks that are not in host memory (any more): it is to forget them."""
+    if PENDING_IS_KEPT:
+        return [OffloadingEvent(keys=keys, medium=HOST_MEDIUM, removed=True, metadata_only=True)]
+    return [host_event(keys, removed) for removed in (False, True)]
+
+
+def storage_event(keys: list[OffloadKey], removed: bool, name: str, locality: str | None) -> OffloadingEvent:
+    """The same of a storage tier, where there are STORAGE_EVENTS. `locality`: LOCAL, REMOTE, or None if unknown."""
+    from vllm.v1.kv_offload.base import Locality
+
+    place = None if locality is None else Locality(locality)
+    return OffloadingEvent(
+        keys=keys, medium=Medium.STORAGE, removed=removed, locality=place, ownership=name, removal_expected=True
+    )
 
 
 def position_of(key: OffloadKey, context: ReqContext) -> int | None:
@@ -234,6 +265,8 @@ def calling_worker() -> Any:
 __all__ = [
     "HOST_MEDIUM",
     "OLDEST",
+    "PENDING_IS_KEPT",
+    "STORAGE_EVENTS",
     "CacheHitSource",
     "CanonicalKVCaches",
     "GPULoadStoreSpec",
@@ -266,12 +299,15 @@ __all__ = [
     "full_version",
     "get_offload_group_idx",
     "group_ids",
+    "host_event",
     "is_recurrent",
+    "passing_events",
     "position_of",
     "replica",
     "replicas",
     "scheduled_tokens",
     "step_tokens",
+    "storage_event",
     "version",
     "windows",
 ]

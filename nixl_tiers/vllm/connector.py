@@ -10,6 +10,7 @@ And it sees requests when they arrive: their chunks are promoted while they wait
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,7 @@ class NixlTiersConnector(OffloadingConnector):
         # Groups that are not offloaded bound a load, which vLLM finds out at the request's turn.
         self._anticipates = not getattr(self, "_bounding_group_ids", ())
         self._arrivals = Arrivals()
+        self._withdrawn: list[Any] = []  # KV events of before the last reset
         if self.connector_scheduler is None and vllm_config.parallel_config.rank == 0:
             # vLLM goes by its own configuration, which of the two roles only workers see under MultiConnector.
             policy = (current_vllm_config() or vllm_config).kv_transfer_config.kv_load_failure_policy
@@ -159,6 +161,18 @@ class NixlTiersConnector(OffloadingConnector):
                 if manager.load_failed(request):
                     log.warning("nixl_tiers: the load of request %s failed; its chunks are dropped", request)
         super().update_connector_output(connector_output)
+
+    @override
+    def reset_cache(self) -> bool | None:
+        self._manager().withdraw_events()
+        self._withdrawn += super().take_events()
+        done: bool | None = super().reset_cache()
+        return done
+
+    @override
+    def take_events(self) -> Iterable[Any]:
+        withdrawn, self._withdrawn = self._withdrawn, []
+        return [*withdrawn, *super().take_events()]
 
     def _fill_line(self) -> None:
         """Requests are next in line by now: read their chains."""

@@ -1,60 +1,59 @@
-"""KV events: which chunks were stored to host memory and which removed, for routers that follow vLLM's event stream."""
+"""KV events: which chunks are in which tiers, for routers that follow vLLM's event stream."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterator
+from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
+from nixl_tiers.core.announced import What
+from nixl_tiers.runtime.coordinator import Coordinator
+from nixl_tiers.vllm import compat
+from nixl_tiers.vllm.compat import OffloadingEvent, OffloadKey
 
-from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.vllm.compat import HOST_MEDIUM, OffloadingEvent, OffloadKey
+# Chunks of so many tokens are announced to be in storage. vLLM keeps the tokens of each in EngineCore's memory until
+# its removal is announced, of self-describing events: some 50 bytes a token.
+MOST_TOKENS: Final = 8 << 20
+HOLDS_A_STEP: Final = 2  # of the coordinator's lock: what is left waits for the next step
 
 
 class EventLog:
-    """Every key is announced once when it can be loaded from host memory, and once more when it is removed."""
+    """What routers are told, by `nixl_tiers.core.announced`: host memory and, from vLLM 0.31 on, each storage tier.
 
-    def __init__(self, region: HostRegion) -> None:
-        self._region = region
-        self._filling: dict[OffloadKey, tuple[int, int]] = {}  # key -> (row, store_seq) of the open store
-        self._announced: set[OffloadKey] = set()
-        self._events: list[OffloadingEvent] = []
+    Each key is announced once a tier when a request has found it or stored it, and once more when it has left the tier:
+    consumers count both. The events follow the tier's index: a tier that is down for a moment loses nothing; of a
+    prefix that engines share, that a row is gone is known only once it was missed. `chunk_tokens`: of a chunk.
+    """
 
-    def filling(self, keys: Sequence[OffloadKey], rows: NDArray[np.int64], store_seq: int) -> None:
-        """A store of these keys into these rows begins."""
-        for key, row in zip(keys, rows.tolist(), strict=True):
-            self._filling[key] = (row, store_seq)
+    def __init__(self, coordinator: Coordinator, chunk_tokens: int) -> None:
+        self._coordinator = coordinator
+        storage = coordinator.config.storage
+        self._tiers = [(name, tier.locality) for name, tier in zip(coordinator.config.names, storage, strict=True)]
+        most_stored = max(1, MOST_TOKENS // max(1, chunk_tokens)) if compat.STORAGE_EVENTS and storage else 0
+        with coordinator.core() as core:
+            self._announced = core.announce(most_stored)
+        self.seen = self._announced.seen
 
-    def written(self, keys: Collection[OffloadKey]) -> None:
-        """The store of these keys has ended: announce those that every worker wrote."""
-        good = []
-        for key in keys:
-            row, store_seq = self._filling.pop(key, (-1, 0))
-            if row >= 0 and self._region.written(np.array([row], np.int64), store_seq)[0]:
-                good.append(key)
-        self._announce(good)
-
-    def present(self, key: OffloadKey) -> None:
-        """`key` is a hit: it may have been promoted without any store."""
-        self._announce((key,))
-
-    def removed(self, keys: Iterable[OffloadKey]) -> None:
-        gone = [key for key in keys if key in self._announced]
-        if gone:
-            self._announced.difference_update(gone)
-            self._events.append(OffloadingEvent(keys=gone, medium=HOST_MEDIUM, removed=True))
-
-    def reset(self) -> None:
-        """Host memory is empty."""
-        self._filling.clear()
-        self.removed(list(self._announced))
+    def withdraw(self) -> None:
+        """Announce that all that was announced is gone."""
+        with self._coordinator.core():
+            self._announced.reset()
 
     def take(self) -> list[OffloadingEvent]:
-        events, self._events = self._events, []
+        """The next events."""
+        events: list[OffloadingEvent] = []
+        for _ in range(HOLDS_A_STEP):
+            if not self._announced.due:
+                break
+            with self._coordinator.core():
+                changes = self._announced.take()
+            for change in changes:
+                events += self._events(*change)
         return events
 
-    def _announce(self, keys: Collection[OffloadKey]) -> None:
-        new = [key for key in keys if key not in self._announced]
-        if new:
-            self._announced.update(new)
-            self._events.append(OffloadingEvent(keys=new, medium=HOST_MEDIUM, removed=False))
+    def _events(self, what: What, tier: int | None, keys: list[OffloadKey]) -> Iterator[OffloadingEvent]:
+        if tier is not None:
+            yield compat.storage_event(keys, what is What.REMOVED, *self._tiers[tier])
+        elif what is What.PASSED:
+            yield from compat.passing_events(keys)
+        else:
+            yield compat.host_event(keys, what is What.REMOVED)

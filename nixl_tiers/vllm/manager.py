@@ -217,8 +217,8 @@ class NixlTiersManager(OffloadingManager):
             answer = self._lookups.alone(key, req_context, answers)
         if answer is LookupResult.MISS:
             self._lookups.count_misses(key, req_context)
-        elif self._events is not None and answer is LookupResult.HIT:
-            self._events.present(key)
+        elif self._events is not None and (answer is LookupResult.HIT or compat.PENDING_IS_KEPT):
+            self._events.seen(key)
         return answer
 
     @override
@@ -288,13 +288,10 @@ class NixlTiersManager(OffloadingManager):
         accepted = [key for key in offered if key in row_of]
         self._storing.update(accepted)
         rows = np.array([row_of[key] for key in accepted], np.int64)
-        if self._events is not None:
-            self._events.removed(plan.evicted)
-            self._events.filling(accepted, rows, plan.store_seq)
         return PrepareStoreOutput(
             keys_to_store=accepted,
             store_spec=RowsSpec(rows, self._counts(accepted), plan.store_seq),
-            evicted_keys=list(plan.evicted),
+            evicted_keys=[],  # vLLM does not look at them
         )
 
     @override
@@ -306,8 +303,6 @@ class NixlTiersManager(OffloadingManager):
             with self._coordinator.core() as core:
                 core.copies.drop_store(keys)
             return
-        if self._events is not None:
-            self._events.written(keys)
         self._coordinator.complete_store(keys)
 
     @override
@@ -370,8 +365,6 @@ class NixlTiersManager(OffloadingManager):
         self._lookups.reset()
         self._coordinator.reset(changed=changed)
         self._meter.reset()
-        if self._events is not None:
-            self._events.reset()
 
     def on_reset_flushed(self) -> None:
         """Newer vLLM: workers have ended every job of before the last reset."""
@@ -380,11 +373,13 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
-        if self._events is None:
-            return ()
-        with self._coordinator.core() as core:
-            self._events.removed(core.take_evicted())
-        return self._events.take()
+        return () if self._events is None else self._events.take()
+
+    def withdraw_events(self) -> None:
+        """NixlTiersConnector calls it ahead of a reset, and takes events then: later vLLM does not know any more what
+        the chunks are."""
+        if self._events is not None:
+            self._events.withdraw()
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:

@@ -167,10 +167,12 @@ class NixlTiersSpec(OffloadingSpec):
             region.close()
             raise
         control.serve(coordinator)
-        events = EventLog(region) if self.kv_events_config.enable_kv_cache_events else None
         # Data-parallel replicas step together: one that waits for storage must not make the others wait.
         pause_s = PAUSE_S if compat.replicas(self.config) == 1 else 0.0
         chunk_tokens = [group.tokens_per_block * self.config.cache.blocks_per_chunk for group in self.config.groups]
+        events = None
+        if self.kv_events_config.enable_kv_cache_events:
+            events = EventLog(coordinator, max(chunk_tokens))
         return NixlTiersManager(
             coordinator,
             self.tiers,

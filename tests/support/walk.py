@@ -15,7 +15,9 @@ from typing import ClassVar, Final
 from hypothesis.stateful import RULE_MARKER
 
 from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.core.announced import Announced
 from nixl_tiers.core.existence import ExistenceCheck
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.tier import UNLIMITED
 from tests.support.simulation import MANY_TURNS, SOME_ROOM, Scan, SimulatedJob, Simulation, Uses
 from tests.support.stateful import ROWS, SLOTS, WRITES, CascadeStateMachine
@@ -80,6 +82,12 @@ class TracedSimulation(Simulation):
     """Notes what the core sends to movers."""
 
     notes: ClassVar[list[str]] = []  # of the one that runs
+    announced: Announced
+
+    def _start(self) -> TierManager:
+        core = super()._start()
+        self.announced = core.announce(8)
+        return core
 
     def _send(self, tier: int, message: SimulatedJob | list[tuple[int, Key]] | int | Uses | ExistenceCheck) -> None:
         if isinstance(message, SimulatedJob):
@@ -96,6 +104,7 @@ class TracedSimulation(Simulation):
 
 class TracedStateMachine(CascadeStateMachine):
     simulated = TracedSimulation
+    simulation: TracedSimulation
 
 
 def trace(seed: int, steps: int) -> Iterator[str]:
@@ -126,7 +135,7 @@ def trace(seed: int, steps: int) -> Iterator[str]:
         yield from TracedSimulation.notes
         TracedSimulation.notes.clear()
         core = machine.simulation.core
-        yield f"evicted {core.take_evicted()}"
+        yield f"announced {machine.simulation.announced.take()}"
         yield f"samples {core.take_samples()}"
         yield from (f"{name} {stats}" for name, stats in core.counters().items())
     if machine is not None:

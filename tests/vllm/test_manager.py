@@ -3,7 +3,7 @@ from __future__ import annotations
 import hashlib
 import socket
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -34,15 +34,22 @@ STEP = ScheduleEndContext((), ())
 
 
 class ManagerRig:
-    """A manager over a real coordinator with host memory only; the test acts as the workers."""
+    """A manager over a real coordinator, with host memory only by default; the test acts as the workers."""
 
     def __init__(
-        self, groups: tuple[int, ...] = (0,), geometry: Geometry = GEOMETRY, report_s: float = 0.0, **fields: Any
+        self,
+        groups: tuple[int, ...] = (0,),
+        geometry: Geometry = GEOMETRY,
+        report_s: float = 0.0,
+        storage: Sequence[dict[str, Any]] = (),
+        **fields: Any,
     ) -> None:
-        config = tiers_config.load({"tiers": [{"type": "cpu", "capacity": ROWS * geometry.row_bytes}], **fields})
+        cpu = {"type": "cpu", "capacity": ROWS * geometry.row_bytes}
+        config = tiers_config.load({"tiers": [cpu, *storage], **fields})
         self.region = HostRegion.create(geometry, ROWS)
         coordinator = Coordinator.open(config, Namespace.of({"test": 1}), self.region)
-        self.manager = NixlTiersManager(coordinator, config, groups, EventLog(self.region), report_s=report_s)
+        self.coordinator = coordinator
+        self.manager = NixlTiersManager(coordinator, config, groups, EventLog(coordinator, 64), report_s=report_s)
 
     def request(self, name: str, *keys: bytes) -> ReqContext:
         context = ReqContext(name)
@@ -243,7 +250,7 @@ def test_events_report_stored_and_removed_chunks(rig: ManagerRig) -> None:
     for _ in range(3):
         rig.manager.on_schedule_end(STEP)
     rig.store(rig.request("s", *new), *new)
-    (gone, came) = rig.events()
+    (came, gone) = rig.events()
     assert gone[0] is True
     assert len(gone[1]) == 2
     assert set(gone[1]) < set(old)
