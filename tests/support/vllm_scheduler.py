@@ -15,18 +15,18 @@ from nixl_tiers.vllm.manager import NixlTiersManager
 BLOCK: Final = 32  # tokens
 
 
-def offloading_scheduler(manager: Any, block_tokens: int) -> Any:
-    """One full-attention group of blocks of so many tokens, a chunk each."""
+def offloading_scheduler(manager: Any, block_tokens: int, blocks_per_chunk: int = 1, *, events: bool = False) -> Any:
+    """One full-attention group of blocks of so many tokens; `events`: it describes KV events."""
     group = SimpleNamespace(group_id=0, tokens_per_block=block_tokens, sliding_window_size_in_chunks=None)
     spec = SimpleNamespace(
         config=SimpleNamespace(groups=(group,)),
         extra_config={},
         get_manager=lambda: manager,
-        blocks_per_chunk=1,
+        blocks_per_chunk=blocks_per_chunk,
         tokens_per_hash=block_tokens,
         tokens_per_block=(block_tokens,),
         offload_prompt_only=True,
-        kv_events_config=SimpleNamespace(enable_kv_cache_events=False, self_describing_kv_events=False),
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=events, self_describing_kv_events=events),
     )
     config = SimpleNamespace(
         cache_config=SimpleNamespace(prefix_cache_retention_interval=None, enable_prefix_caching=True),
@@ -40,10 +40,10 @@ def offloading_scheduler(manager: Any, block_tokens: int) -> Any:
 
 
 class ConnectorScheduler:
-    """One full-attention group of blocks of BLOCK tokens, a chunk each. The test is the engine and its workers."""
+    """One full-attention group of blocks of BLOCK tokens. The test is the engine and its workers."""
 
-    def __init__(self, manager: NixlTiersManager) -> None:
-        self.scheduler = offloading_scheduler(manager, BLOCK)
+    def __init__(self, manager: NixlTiersManager, blocks_per_chunk: int = 1, *, events: bool = False) -> None:
+        self.scheduler = offloading_scheduler(manager, BLOCK, blocks_per_chunk, events=events)
 
     def request(self, name: str, hashes: list[bytes], params: dict[str, Any] | None = None) -> Any:
         """A new request of as many blocks as `hashes`, and a token more, as it arrives."""
@@ -59,6 +59,8 @@ class ConnectorScheduler:
             kv_transfer_params=params,
             kv_hints=None,
             block_hashes=hashes,
+            all_token_ids=[int.from_bytes(each[:4]) + n for each in hashes for n in range(BLOCK)] + [0],
+            lora_request=None,
             num_tokens=tokens,
             num_prompt_tokens=tokens,
             num_computed_tokens=0,

@@ -1,9 +1,14 @@
-"""KV events: what routers are told of a manager's tiers."""
+"""KV events: what routers are told of a manager's tiers, and what one that subscribes makes of it."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from hashlib import sha256
+from itertools import count
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,22 +16,28 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadingEvent
+from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadingEvent, get_offload_block_hash
 
+from nixl_tiers.store import TieredStore
 from nixl_tiers.vllm import compat, events
 from nixl_tiers.vllm.connector import NixlTiersConnector
 from tests.support.file_tier import file_tier
-from tests.support.waiting import until
+from tests.support.router import Router
+from tests.support.vllm_scheduler import ConnectorScheduler
+from tests.support.waiting import until, until_up
 from tests.vllm.test_manager import GEOMETRY, ROWS, STEP, ManagerRig, keys_of
 
 HOST, FILE = (Medium.CPU, None, None), (Medium.STORAGE, "file", Locality.LOCAL)
+WIRE_HOST, WIRE_FILE = ("CPU", None, None), ("STORAGE", "file", "LOCAL")
 
 
 class FileRig(ManagerRig):
     """With a file tier, whose writes a test waits for."""
 
-    def __init__(self, folder: Path, **fields: Any) -> None:
-        super().__init__(storage=[file_tier(folder, 64 * GEOMETRY.row_bytes)], **fields)
+    def __init__(self, folder: Path, rows: int = 64, **fields: Any) -> None:
+        super().__init__(storage=[file_tier(folder, rows * GEOMETRY.row_bytes)], **fields)
         until(lambda: self.coordinator.wait_ready(1.0), "the file tier")
 
     def told(self) -> list[tuple[tuple[Medium, str | None, Locality | None], bool, list[bytes]]]:
@@ -154,3 +165,115 @@ def test_tokens_that_vllm_keeps_for_storage_are_bounded(tmp_path: Path, monkeypa
         told = rig.told()
     assert (FILE, True, old[:1]) in told
     rig.manager.shutdown()
+
+
+# --- over ZeroMQ ---------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """vLLM's own scheduler side and publisher, with chunks of two blocks, and a router that subscribes to it."""
+
+    def __init__(self, folder: Path, **fields: Any) -> None:
+        self.rig = FileRig(folder / "kv", rows=24, **fields)
+        self.vllm = ConnectorScheduler(self.rig.manager, 2, events=True)
+        self.connector: Any = object.__new__(NixlTiersConnector)
+        self.connector.connector_scheduler = self.vllm.scheduler
+        self.connector._withdrawn = []
+        places = [f"ipc://{folder}/{name}" for name in ("live", "replay")]
+        self.publisher = ZmqEventPublisher(0, *places)
+        self.router = Router(*places)
+        self.ends: dict[bytes, int] = {}
+        self.kept = False  # there are chunks from before a reset, of which the router knows those that were found since
+        self._names = count()
+
+    def ask(self, hashes: list[bytes]) -> None:
+        """A request from its arrival to its end: what it finds, and what it stores."""
+        name, vllm, manager = f"r{next(self._names)}", self.vllm, self.rig.manager
+        request = vllm.request(name, hashes)
+        until(lambda: self._looked_up(request), "hits")
+        for spec in vllm.store(request):
+            for cell in (0, 1):
+                self.rig.region.mark(spec.rows, cell, spec.store_seq, True)
+        context = vllm.scheduler._req_status.pop(name).req_context
+        self.ends.update(context._offload_key_positions)
+        for job in vllm.scheduler._jobs.values():
+            manager.complete_store(job.keys, context)
+        vllm.scheduler._jobs.clear()
+        manager.on_request_finished(context)
+        self.step()
+
+    def step(self) -> None:
+        """The end of a step, in vLLM's order."""
+        self.rig.manager.on_schedule_end(STEP)
+        if events := self.connector.take_events():
+            self.publisher.publish(KVEventBatch(ts=0.0, events=events))
+
+    def agrees(self) -> bool:
+        """Whether the router knows what `locate` says, and all tiers that a chunk is in."""
+        self.step()
+        self.router.receive()
+        named = {key: maybe_convert_block_hash(get_offload_block_hash(key)) for key in self.ends}
+        keys = [key for key, block in named.items() if block in self.router.blocks or not self.kept]
+        blocks = [named[key] for key in keys]
+        told = [{"cpu" if medium == "CPU" else name for medium, name, _ in self.router.tiers(each)} for each in blocks]
+        for key, block, tiers in zip(keys, blocks, told, strict=True):
+            assert not tiers or len(self.router.prefix(block)) == self.ends[key]
+        with self.rig.coordinator.core() as core:
+            now = self.rig.coordinator.now()
+            denied = {key for key in keys if not core.tiers[0].can_load(key, now)}  # a load of it ended with a mover
+            held = [
+                {tier.spec.name for tier in core.tiers if tier.index.rows.is_stored(key)}
+                | ({"cpu"} if key in core.host.index else set())
+                for key in keys
+            ]
+            located = [core.where(key, now) for key in keys]
+        first = [
+            "cpu" if "cpu" in tiers else "file" if "file" in tiers and key not in denied else None
+            for key, tiers in zip(keys, told, strict=True)
+        ]
+        return told == held and first == located
+
+    def close(self) -> None:
+        self.publisher.shutdown()
+        self.router.close()
+        self.rig.manager.shutdown()
+
+    def _looked_up(self, request: Any) -> bool:
+        if self.vllm.matched(request) is not None:
+            return True
+        self.step()
+        return False
+
+
+@pytest.mark.skipif(not compat.STORAGE_EVENTS, reason="this vLLM cannot say of which tier an event is")
+@pytest.mark.parametrize("on_reset", ["new_epoch", "keep"])
+def test_router_knows_what_locate_says(tmp_path: Path, on_reset: str) -> None:
+    """With fewer rows in host memory and in files than chunks, through resets and the death of a mover."""
+    random = Random(on_reset)
+    engine = Engine(tmp_path, on_reset=on_reset)
+    states = set()
+    for turn in range(40):
+        prompt = "".join(random.choices("ab", k=random.randint(1, 4)))
+        chain = [sha256(f"{prompt[: end + 1]}{half}".encode()).digest() for end in range(len(prompt)) for half in "12"]
+        engine.ask(chain)
+        if turn in (12, 30):
+            engine.rig.flush()
+            assert engine.connector.reset_cache()
+            until(lambda: engine.rig.coordinator.ready, "the file tier")
+            engine.step()
+            engine.router.receive()
+            assert not any(map(engine.router.tiers, engine.router.blocks)), "a reset leaves something"
+            engine.router.blocks.clear()
+            engine.kept = on_reset == "keep"
+        if turn == 20:
+            engine.rig.flush()  # what it had yet to delete, its successor would find, and no request
+            (mover,) = engine.rig.coordinator.mover_pids
+            assert mover is not None
+            os.kill(mover, signal.SIGKILL)
+        if turn % 4 == 3:
+            until_up(TieredStore(engine.rig.coordinator))
+            engine.rig.flush()
+            until(engine.agrees, "the router to know what locate says")
+            states.update(frozenset(places) for places in map(engine.router.tiers, engine.router.blocks))
+    assert {frozenset(), frozenset({WIRE_HOST, WIRE_FILE}), frozenset({WIRE_FILE})} <= states
+    engine.close()
