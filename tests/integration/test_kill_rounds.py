@@ -2,7 +2,7 @@
 
 Every round opens what the kill of the last one left, and checks it before it goes on: every hit is byte-exact, every
 row that is accounted for is a hit, what is on the medium is what is accounted for, within its budget; no process, no
-shared memory and no temporary file is left. `KILL_ROUNDS=100` runs more than the default 20 rounds, shared by the
+shared memory and no temporary file is left. `KILL_ROUNDS=100` runs more than the default 12 rounds, shared by the
 media.
 """
 
@@ -29,7 +29,8 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.timeout(3600)
 
 MEDIA = ["slabs", "files", "s3"]
-ROUNDS = -(-int(os.environ.get("KILL_ROUNDS", "20")) // len(MEDIA))  # of each
+VICTIMS = ["engine", "mover", "both"]
+ROUNDS = -(-int(os.environ.get("KILL_ROUNDS", "12")) // len(MEDIA))  # of each
 STEPS = 40  # of the load, at most before a kill
 FILES_BYTES = MARGIN_BYTES + (FANOUT + 3) * PAGE + MOST_ROWS * (ROW + NAME_BYTES)
 OFFERED = MOST_ROWS - MOST_ROWS // 16  # of a full directory of files: the rest is left to what is to be stored
@@ -107,9 +108,9 @@ def test_after_a_kill_at_any_moment_rows_are_intact_and_accounted_for(medium: Me
     temporary.mkdir()
     shared = shared_memory_names()
     rows = []
+    victims = [*draw.sample(VICTIMS, len(VICTIMS)), *draw.choices(VICTIMS, k=ROUNDS)]
     with Engines(temporary) as engines:
-        for round_ in range(ROUNDS):
-            victim = draw.choice(["engine", "mover", "both"])
+        for round_, victim in enumerate(victims[:ROUNDS]):
             held, engine = medium.rows(), engines.start(medium.tier, round_)
             rows.append(check(engine, medium, held))
             engine.load()
