@@ -111,6 +111,7 @@ def trace(seed: int, steps: int) -> Iterator[str]:
     """What the core does on `steps` steps of a walk."""
     random = Random(seed)
     rules = {name: rule for name, rule in vars(CascadeStateMachine).items() if hasattr(rule, RULE_MARKER)}
+    parameters = {name: [*inspect.signature(rule).parameters][1:] for name, rule in rules.items()}
     names = [*OFTEN, *rules]
     machine = None
     for step in range(steps):
@@ -128,8 +129,7 @@ def trace(seed: int, steps: int) -> Iterator[str]:
                 slots=random.choice(SLOTS),
             )
         name = random.choice(names)
-        arguments = list(inspect.signature(rules[name]).parameters)[1:]
-        drawn = {each: ARGUMENTS.get(f"{name}.{each}", ARGUMENTS[each])(random) for each in arguments}
+        drawn = {each: ARGUMENTS.get(f"{name}.{each}", ARGUMENTS[each])(random) for each in parameters[name]}
         yield f"step {step}: {name} {drawn}"
         getattr(machine, name)(**drawn)
         yield from TracedSimulation.notes
