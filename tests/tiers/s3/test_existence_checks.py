@@ -153,7 +153,9 @@ class TestUploads:
     """Before a row is uploaded it is looked whether others have stored it meanwhile."""
 
     @pytest.fixture
-    def driver(self, faulty: FaultyS3) -> Iterator[TierDriver]:
+    def driver(self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[TierDriver]:
+        """However late an answer is on a busy machine, uploads wait for it."""
+        monkeypatch.setattr(existence, "UPLOAD_WAIT_S", 120.0)
         faulty.tests_conditions = faulty.tells_times = True
         with TierDriver(SMALL, 8, bucket="kv-uploads", endpoint=faulty.endpoint, shared=True) as driver:
             driver.open()
