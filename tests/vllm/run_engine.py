@@ -15,7 +15,9 @@ counts steps from then on; ["steps"] how many there were so far, by whether they
 paused, and how many drafted tokens they checked;
 ["wipe"] fills the engine's blocks with zeros, and ["pages"] gives digests of each rank's blocks with anything else;
 ["queue"] has steps that compute wait until what requests in the queue are to load is in host memory, and ["turns"] says
-of each of these requests where its chunks were at its arrival and when its turn came, and whether it then waited.
+of each of these requests where its chunks were at its arrival and when its turn came, and whether it then waited;
+["follow"] waits until a router that follows the KV events (settings: "kv_events_config") says of each chunk that was
+looked up or offered so far what `locate` and the tiers' indexes say, and counts chunks by their tiers, by that router.
 """
 
 from __future__ import annotations
@@ -38,9 +40,13 @@ def main(plan: dict[str, Any]) -> list[Any]:
     if plan["tiers"] is not None:
         patient = {"wait_s": 120.0, **plan["tiers"]}  # a busy machine's load is late, and no miss
         transfer = {**vllm_cpu.kv_transfer(**patient), **plan["transfer"]}
-    llm = vllm_cpu.in_process_llm(Path(plan["model"]), transfer, **plan["settings"])
+    settings = plan["settings"]
+    events = settings.pop("kv_events_config", None)
+    llm = vllm_cpu.in_process_llm(Path(plan["model"]), transfer, **settings, **(publishing(events) if events else {}))
     core = llm.llm_engine.engine_core.engine_core
     try:
+        if events:
+            core.follower = Follower(core, llm, events)
         if transfer is not None:
             until_up(store_of(core))
         return [carry_out(llm, core, *step) for step in plan["steps"]]
@@ -68,8 +74,8 @@ def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
     if verb in ("hold", "queue"):
         core.of_test = Steps(core, *arguments) if verb == "hold" else Queue(core)
         return None
-    if verb in ("steps", "turns"):
-        return core.of_test.seen()
+    if verb in ("steps", "turns", "follow"):
+        return core.follower.agrees() if verb == "follow" else core.of_test.seen()
     if verb in ("pages", "wipe"):
         return llm.collective_rpc(digests if verb == "pages" else wipe)
     assert verb in ("flush", "stats")
@@ -222,6 +228,65 @@ class Queue:
         if turn and "turn" not in turn:
             turn.update(turn=self._coordinator.locate(self._keys[request]), waits=found.waits)
         return found
+
+
+def publishing(events: dict[str, str]) -> dict[str, Any]:
+    from vllm.config import KVEventsConfig
+
+    return {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **events)}
+
+
+class Follower:
+    """A router beside the engine, and the chunks that requests had, with the tokens before their ends."""
+
+    def __init__(self, core: Any, llm: Any, events: dict[str, str]) -> None:
+        from tests.support.router import Router
+
+        self._llm = llm
+        self._router = Router(events["endpoint"], events["replay_endpoint"])
+        manager = core.scheduler.connector.connector_scheduler.manager
+        self._coordinator = manager._coordinator
+        self._ends: dict[Any, int] = {}
+        finish = manager.on_request_finished
+
+        def finished(context: Any) -> None:
+            self._ends.update(context._offload_key_positions)
+            finish(context)
+
+        manager.on_request_finished = finished
+
+    def agrees(self) -> dict[str, int]:
+        until(self._agrees, "the router to know what locate says")
+        return dict(Counter(", ".join(sorted(map(str, self._tiers(key)))) for key in self._ends))
+
+    def _agrees(self) -> bool:
+        generate(self._llm, [[1]], 1)  # an idle engine publishes nothing
+        self._router.receive()
+        places = self._coordinator.locate(list(self._ends))
+        if [self._located(key) for key in self._ends] != places:
+            return False
+        with self._coordinator.core() as tiers:
+            held = {
+                key: {tier.spec.name for tier in tiers.tiers if tier.index.rows.is_stored(key)}
+                | ({"cpu"} if key in tiers.host.index else set())
+                for key in self._ends
+            }
+        return all(self._tiers(key) == names for key, names in held.items())
+
+    def _tiers(self, key: Any) -> set[str | None]:
+        return {"cpu" if medium == "CPU" else owner for medium, owner, _ in self._router.tiers(self._block(key))}
+
+    def _located(self, key: Any) -> str | None:
+        tiers = self._tiers(key)
+        if tiers:
+            assert len(self._router.prefix(self._block(key))) == self._ends[key]
+        return next((name for name in ("cpu", *self._coordinator.config.names) if name in tiers), None)
+
+    def _block(self, key: Any) -> Any:
+        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+        from vllm.v1.kv_offload.base import get_offload_block_hash
+
+        return maybe_convert_block_hash(get_offload_block_hash(key))
 
 
 def break_loads(times: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -277,3 +277,43 @@ def test_router_knows_what_locate_says(tmp_path: Path, on_reset: str) -> None:
             states.update(frozenset(places) for places in map(engine.router.tiers, engine.router.blocks))
     assert {frozenset(), frozenset({WIRE_HOST, WIRE_FILE}), frozenset({WIRE_FILE})} <= states
     engine.close()
+
+
+# --- a real engine -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not compat.STORAGE_EVENTS, reason="this vLLM cannot say of which tier an event is")
+def test_router_of_a_real_engine_knows_what_locate_says(
+    engine: Callable[..., list[Any]], small_model: Path, tmp_path: Path
+) -> None:
+    """Chunks of two blocks, in a host that holds fewer than are stored, and files that do too; then a reset."""
+    ask = [["generate", [[(7 * i * i + 3 * i + 31 * number) % 500 + 1 for i in range(650)]], 2] for number in range(4)]
+    cpu = {"type": "cpu", "capacity": "4MiB"}
+    tiers = {
+        "blocks_per_chunk": 2,
+        "self_describing_kv_events": True,
+        "tiers": [cpu, file_tier(tmp_path / "kv", "7MiB")],
+    }
+    settings = {
+        "path": small_model,
+        "transfer": {"kv_connector": "NixlTiersConnector", "kv_load_failure_policy": "recompute"},
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "block_size": 32,
+        "max_num_seqs": 1,
+        "kv_events_config": {name: f"ipc://{tmp_path}/{name}" for name in ("endpoint", "replay_endpoint")},
+    }
+    _, _, first, *_, churned, _, _, reset, _, _, last = engine(
+        tiers,
+        *([ask[0], ["flush"], ["follow"]]),
+        *([ask[1], ["flush"], ask[2], ["flush"], ["forget"], ask[1], ask[3], ["flush"], ["follow"]]),
+        *([["reset"], ["flush"], ["follow"]]),
+        *([ask[0], ["flush"], ["follow"]]),
+        **settings,
+    )
+    assert first == {"cpu, file": 10}
+    assert churned.keys() >= {"cpu, file", "file", ""}, "host memory and files have evicted"
+    assert reset == {"": 40}
+    assert last == {"cpu, file": 10, "": 30}
