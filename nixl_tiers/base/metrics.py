@@ -155,8 +155,14 @@ METRICS: Final[Mapping[str, Metric]] = {
     "waiting_requests": _gauge(
         "Requests that wait for chunks to be promoted.", host, number="waiting_requests", labels=()
     ),
-    "kv_hint_requests": Metric(
-        Kind.COUNTER, "Requests that carried vLLM's kv_hints, which are ignored.", {"kv_hints": Series(host)}, ()
+    "kv_hint_requests": Metric(Kind.COUNTER, "Requests that carried vLLM's kv_hints.", {"kv_hints": Series(host)}, ()),
+    "hint_actions": _reasons(
+        "Hints of requests, in kv_hints or in kv_transfer_params, by what became of them.",
+        ("outcome",),
+        hints_accepted=Series(host, ("accepted",), "acted upon"),
+        hints_clipped=Series(host, ("clipped",), "acted upon for a shorter time or fewer chunks: the share was full"),
+        hints_rejected=Series(host, ("rejected",), "not understood, or no room for it"),
+        hints_unknown=Series(host, ("unknown",), "an action that nixl_tiers does not have"),
     ),
     # --- what it brought (core/stats.py) ------------------------------------------------------------------
     "saved_first_token_seconds": _counter(
@@ -253,6 +259,9 @@ METRICS: Final[Mapping[str, Metric]] = {
         reset=Series(every, ("reset",), "the weights may have changed"),
     ),
     "chunks": _gauge("Chunks that this tier is known to hold: what a look-up can hit.", number="rows"),
+    "retained_chunks": _gauge(
+        "Chunks that hints keep in host memory (retain).", host, number="retained_rows", labels=()
+    ),
     "used_bytes": _gauge("Bytes that this tier uses on its medium.", number="used_bytes"),
     "capacity_bytes": _gauge("Bytes that this tier may use.", number="capacity_bytes"),
     "huge_page_bytes": _gauge("Bytes of the host tier's memory in pages of 2 MiB.", host, number="huge_page_bytes"),

@@ -287,7 +287,7 @@ class EngineHits:
         """The engine used these chunks, in prefix order, for a request. Looks at none of them; nobody may change
         `keys` from now on."""
         request_tick = self._state.tick_of(self._requests.get(name))
-        tick = self._state.tick
+        tick = 0 if name in self._requests.evicted_first else self._state.tick
         self._state.tick += 1
         self._queue.append(_Hits(keys, tick, request_tick, name in self._requests.host_only))
         self.waiting += len(keys)

@@ -12,6 +12,7 @@ from nixl_tiers.core.health import Health
 from nixl_tiers.core.listing import Steps, add_columns, begin_listing, end_listing, take_all
 from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.promotion_jobs import Measurements, PromotionJobs
+from nixl_tiers.core.retention import Retention
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import MOST_TICK
@@ -37,6 +38,7 @@ class Events:
         health: Health,
         measurements: Measurements,
         engine_hits: EngineHits,
+        retention: Retention,
     ) -> None:
         self._state = state
         self._checks = checks
@@ -46,6 +48,7 @@ class Events:
         self._health = health
         self._measurements = measurements
         self._engine_hits = engine_hits
+        self._retention = retention
         self._plan_put_off = False
 
     # --- tiers -------------------------------------------------------------------------------------------------
@@ -189,7 +192,8 @@ class Events:
             return False, False
         self._state.turn_due = False
         work, at_once = self.wants_turn
-        return work or bool(self._state.garbage), at_once
+        alone = not self._state.tiers and self._retention.waiting  # else a supervisor looks at the time
+        return work or alone or bool(self._state.garbage), at_once
 
     @property
     def short_of_room(self) -> bool:
@@ -325,6 +329,7 @@ class Events:
             found = host.look_on()
             host.no_victims = not (found or host.searching)
         self._engine_hits.work()
+        self._retention.work(now)
 
     def _going_on(self, tier: Tier, steps: Steps) -> Steps:
         for _ in steps:

@@ -47,9 +47,9 @@ class Generation:
 class Row(msgspec.Struct, gc=False, eq=False):
     """One chunk in the host region. Refcounts: `worker_refs`, `mover_refs`: open jobs of workers and movers on its
     bytes; `call_refs`: calls of threads that use the store without an engine; `request_pins`: requests that wait and
-    need it. `evicting`: a victim that is written below first. `host_only`: not written below, since only requests that
-    forbid it have used it. `invalidated`: no look-up finds it any more, since it was `removed` or its generation has
-    ended, and it is free as soon as no job uses it.
+    need it. `evicting`: a victim that is written below first. `retained_until`: it is not evicted before this second.
+    `host_only`: not written below, since only requests that forbid it have used it. `invalidated`: no look-up finds it
+    any more, since it was `removed` or its generation has ended, and it is free as soon as no job uses it.
 
     Hidden from Python's garbage collector, which would otherwise traverse hundreds of thousands of rows at a time in
     the scheduler's thread. So a row must never refer to anything that may refer to a row.
@@ -71,6 +71,7 @@ class Row(msgspec.Struct, gc=False, eq=False):
     sealing: bool = False
     removed: bool = False
     evicting: bool = False
+    retained_until: int = 0
     host_only: bool = False
     source: str = CPU
     missing: int = 0  # sub-blocks at its beginning that hold nothing
@@ -109,6 +110,8 @@ class HostTier:
         self._gone = gone or EvictionHistory()
         self.changed: Callable[[Key], None] | None = None  # the key of each row that came up or goes, but for resets
         self.evicting: dict[Key, Row] = {}
+        self.retained_of = [0] * (1 + len(quotas))
+        """How many rows `retain` keeps from eviction, by tenant; 0: those of none."""
         self.step = 0
         self._make_policy = policy
         self._policy = policy()
@@ -129,6 +132,11 @@ class HostTier:
     @property
     def free(self) -> int:
         return self._slots.free
+
+    @property
+    def retained(self) -> int:
+        """How many rows `retain` keeps from eviction."""
+        return sum(self.retained_of)
 
     def make_room(self, count: int) -> list[Row]:
         """Evict until `count` rows are free, or all that are left are pinned, or `searching`; returns the victims."""
@@ -260,9 +268,26 @@ class HostTier:
         if row.evicting:
             self.cancel_eviction(row, row.tick)
         row.tick = max(row.tick, tick)  # not older by a request that began before the last one that used it
-        self._policy.touch(key, tick)
+        if not row.retained_until:
+            self._policy.touch(key, tick)
         if row.tenant:
             self._own[row.tenant - 1].touch(key, tick)
+
+    def retain(self, row: Row, until: int) -> None:
+        """Keep a row that a look-up finds from eviction until `release`. It leaves the order, so that no search for
+        victims passes over it."""
+        if not row.retained_until:
+            self.cancel_eviction(row, row.tick)
+            self._policy.remove(row.key)
+            self.retained_of[row.tenant] += 1
+        row.retained_until = until
+
+    def release(self, row: Row) -> None:
+        """A retained row may be evicted again: next after what was used last when it was, as that may be the rest of
+        its prefix."""
+        row.retained_until = 0
+        self.retained_of[row.tenant] -= 1
+        self._policy.add(row.key, row.tick + 1)
 
     def invalidate(self, row: Row) -> None:
         """No look-up finds this row from now on; it is free once no job uses it."""
@@ -271,6 +296,8 @@ class HostTier:
             del self.index[row.key]
             if row.evicting:
                 del self.evicting[row.key]
+            elif row.retained_until:
+                self.retained_of[row.tenant] -= 1
             else:
                 self._policy.remove(row.key)
             self._leave_quota(row)
@@ -305,6 +332,7 @@ class HostTier:
         garbage.add(self.evicting, self._policy, self._own)
         self.index, self.evicting, self._policy = {}, {}, self._make_policy()
         self._own = [LeafFirstLru() for _ in self._own]
+        self.retained_of = [0] * len(self.retained_of)
         self._unseen = 0
         self.no_victims = False
 
@@ -401,7 +429,8 @@ class HostTier:
     def _is_pinned(self, key: Key) -> bool:
         row = self.index[key]
         # A hit of this step must still be there when the same step prepares its load.
-        return bool(row.referenced or row.request_pins or row.state is not RowState.READY or row.step == self.step)
+        in_use = row.referenced or row.request_pins or row.state is not RowState.READY or row.step == self.step
+        return bool(in_use or row.retained_until)
 
 
 def rows_of_share(share: float, rows: int) -> int:

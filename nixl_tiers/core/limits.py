@@ -40,6 +40,7 @@ class Limits:
     store_share: float = 0.05
     quarantine_share: float = 0.75  # of the load window: how many rows may be stuck before the mover is killed
     line_share: float = 0.5  # of the host rows: what requests may hold that wait for their turn (prefetch_queue.py)
+    retain_share: float = 0.25  # of the host rows: what is kept for requests that have ended (retention.py)
     line_requests: int = 32  # of those that wait, so many are next
     ahead_s: float = 0.25  # promotions for them keep a request whose turn comes waiting no longer than about that
     reserve_share: float = 0.05  # of a tier whose evictions are written below: kept free ahead of need

@@ -34,6 +34,7 @@ from nixl_tiers.core.prefetch_queue import Rank
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.promotion_jobs import Measurements, PromotionJobs
+from nixl_tiers.core.retention import Retention
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import EvictionHistory, Savings, TierStats
 from nixl_tiers.core.tier import Tier
@@ -94,6 +95,7 @@ class TierManager:
         self._requests = RequestIndex(self.host, self._promotion, self.savings)
         self._measurements = Measurements(self._state, self._requests, self._promotion_jobs)
         self.engine_hits = EngineHits(self._state, self._requests, self._writeback)
+        self.retention = Retention(self._state, self._promotion.prefetch_queue)
         self.health = Health(self._state, self._promotion_jobs, self._writeback)
         self.events = Events(
             self._state,
@@ -104,6 +106,7 @@ class TierManager:
             health=self.health,
             measurements=self._measurements,
             engine_hits=self.engine_hits,
+            retention=self.retention,
         )
         self.copies = Copies(self._state, self._requests, self._promotion, self._writeback, self.savings)
         self._chains = Chains(self._state, self.checks, self._promotion, self._requests, self._measurements)
@@ -222,6 +225,15 @@ class TierManager:
         different tenants must have no key in common."""
         self._requests.tenants[name] = tenant
 
+    def tenant_of(self, name: str) -> int:
+        """Of a request that has not been finished; 0: none."""
+        return self._requests.tenants.get(name, 0)
+
+    def evict_first(self, name: str) -> None:
+        """Let what a new request stores, or has promoted, be evicted first, until another request uses it, in host
+        memory and in tiers of this engine's own. What it uses of others' rows makes these no younger."""
+        self._requests.evicted_first.add(name)
+
     def be_patient(self, name: str) -> None:
         """Let this request wait for unknown keys as long as for any rows, while a tier may turn out to hold them: one
         that is being listed, or that is asked and has not answered yet."""
@@ -315,6 +327,7 @@ class TierManager:
         self._promotion.reset(self.garbage)
         self._measurements.reset()
         self.engine_hits.reset(self.garbage)
+        self.retention.reset(self.garbage)
         self._state.gone.clear()
         self.checks.reset(self.garbage)
         self.host.reset(self.garbage)
@@ -338,12 +351,14 @@ class TierManager:
 
     def clear_some(self, tier: int | None, tenant: int = 0) -> tuple[int, bool]:
         """Evict some rows of a storage tier, or of the host (None), of one tenant or of all (0): how many, and whether
-        there may be more. Those in use stay, and are found again when they are not."""
+        there may be more. Those in use stay, and are found again when they are not. In the host that is the end of all
+        retentions."""
         self._state.turn_due = True
         if tier is None:
+            retained = self.retention.end_some(CLEARED_AT_ONCE)
             victims = self.host.evict_some(CLEARED_AT_ONCE, tenant)
             self._state.dropped(victims)
-            return len(victims), bool(victims) or self.host.gave_up
+            return len(victims), bool(victims) or retained or self.host.gave_up
         index = self.tiers[tier].index
         count = len(index.evict_some(CLEARED_AT_ONCE, tenant))
         return count, bool(count or index.former)

@@ -226,12 +226,14 @@ class RequestIndex:
         self.queued: set[str] = set()  # requests that wait for their turn
         self.tenants: dict[str, int] = {}  # requests whose rows count against a quota
         self.host_only: set[str] = set()  # requests on whose behalf nothing is written to storage tiers
+        self.evicted_first: set[str] = set()  # requests whose uses count as the oldest
 
     def get(self, name: str) -> Request:
         request = self.by_name.get(name)
         if request is None:
             allowed, tenant = self.allowed.get(name), self.tenants.get(name, 0)
             request = self.by_name[name] = Request(name, self._host.generation, allowed, tenant)
+            request.tick = 0 if name in self.evicted_first else None
         request.belongs_to(self._host.generation)
         return request
 
@@ -250,6 +252,7 @@ class RequestIndex:
         self.allowed.pop(name, None)
         self.tenants.pop(name, None)
         self.host_only.discard(name)
+        self.evicted_first.discard(name)
         self.queued.discard(name)
         self._savings.forget(name)
         request = self.by_name.pop(name, None)

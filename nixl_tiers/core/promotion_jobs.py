@@ -307,7 +307,7 @@ class PromotionJobs:
         for. Loading more after them is quicker than computing, and their requests end it by their deadlines. O(1)."""
         if self._host.searching or any(tier.rows_loading for tier in self._state.tiers):
             return True
-        return self._host.generation.pinned_by_waiting < self._host.used
+        return self._host.generation.pinned_by_waiting + self._host.retained < self._host.used
 
 
 def _still_wanted(wanted: dict[Key, list[Request]]) -> dict[Key, list[Request]]:

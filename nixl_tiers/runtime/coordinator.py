@@ -329,6 +329,16 @@ class Coordinator(DeprecatedCalls):
             with self._hold as core:
                 core.count_misses(keys[start : start + COUNT_BATCH], request, self.now())
 
+    def retain(self, keys: Sequence[Key], seconds: float) -> bool:
+        """Keep those of `keys`, in prefix order, that host memory holds from eviction; False: only the front of them,
+        as the share for that is full."""
+        until_s = self.now() + seconds
+        for start in range(0, len(keys), COUNT_BATCH):
+            with self._hold as core:
+                if not core.retention.retain(keys[start : start + COUNT_BATCH], until_s):
+                    return False
+        return True
+
     def locate(self, keys: Sequence[Key]) -> list[str | None]:
         """Of each key the first tier that holds it now. Starts no promotion."""
         places: list[str | None] = []
@@ -403,6 +413,7 @@ class Coordinator(DeprecatedCalls):
             gauges["cpu"] = {
                 "used_bytes": core.host.used * self.region.geometry.row_bytes,
                 "capacity_bytes": self.config.cpu.capacity,
+                "retained_rows": float(core.host.retained),
                 "denials": 0.0,
                 "huge_page_bytes": float(self.region.huge_bytes or 0),
                 "listed_rows": 0.0,

@@ -33,6 +33,7 @@ from nixl_tiers.vllm.compat import (
 )
 from nixl_tiers.vllm.copy_jobs import RowsSpec
 from nixl_tiers.vllm.events import EventLog
+from nixl_tiers.vllm.hints import AtEnd, Outcome, Verb
 from nixl_tiers.vllm.live import Level, LiveGauges
 from nixl_tiers.vllm.lookups import Lookups
 from nixl_tiers.vllm.metrics import Reporter, info_labels, traits
@@ -83,6 +84,7 @@ class NixlTiersManager(OffloadingManager):
         self._options = RequestOptionsReader(config.names, [tier.locality for tier in config.storage])
         self._store_none: set[str] = set()  # requests nothing of which is stored
         self._promote_none: set[str] = set()  # requests that may not load from storage
+        self._at_end: dict[str, tuple[AtEnd, ...]] = {}  # what requests asked for the time after them
         self._chunk_tokens = chunk_tokens or [0] * len(groups)
         row_bytes = coordinator.region.geometry.row_bytes
         info = info_labels(config, coordinator.namespace.digest.hex(), row_bytes, max(self._chunk_tokens, default=0))
@@ -167,12 +169,16 @@ class NixlTiersManager(OffloadingManager):
                 core.set_allowed_tiers(request, options.tiers)
             if options.store is not Scope.ALL:
                 core.keep_in_host(request)
+            if options.hints.evict_first:
+                core.evict_first(request)
         if not (options.loads and (options.tiers is None or options.tiers)):
             self._promote_none.add(request)
         if not options.loads:
             self._lookups.load_none.add(request)
         if options.store is Scope.NONE:
             self._store_none.add(request)
+        if options.hints.at_end:
+            self._at_end[request] = options.hints.at_end
         return RequestOffloadingContext()
 
     def anticipate(self, request: str, keys: Sequence[OffloadKey], rank: Rank) -> None:
@@ -205,6 +211,8 @@ class NixlTiersManager(OffloadingManager):
         self._lookups.ended(req_context)
         with self._coordinator.core() as core:
             core.finish_request(request)
+        if hints := self._at_end.pop(request, ()):
+            self._follow(hints, req_context)
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -389,7 +397,9 @@ class NixlTiersManager(OffloadingManager):
             return None
         self._report_at_s = now_s + self._report_s
         totals = self._coordinator.counters()
-        totals["cpu"]["kv_hints"] = float(self._options.hints)
+        hints = self._options.hints
+        totals["cpu"]["kv_hints"] = float(hints.requests)
+        totals["cpu"] |= {f"hints_{outcome}": float(hints.outcomes[outcome]) for outcome in Outcome}
         with self._coordinator.core() as core:
             samples = core.take_samples()
         if self._live is not None and not self._has_storage:  # no supervisor, and nothing changes between steps
@@ -405,6 +415,20 @@ class NixlTiersManager(OffloadingManager):
     def gauges(self) -> Iterable[Level]:
         """All that there are, with their values now. On the supervisor's thread, which goes on in an idle engine."""
         return () if self._closed else self._reporter.levels(self._coordinator.counters())
+
+    def _follow(self, hints: Iterable[AtEnd], context: ReqContext) -> None:
+        """The request has ended: retain its chunks that are there, and promote them before they are needed."""
+        positions: Mapping[OffloadKey, int] | None = getattr(context, "_offload_key_positions", None)
+        keys = sorted(positions or {}, key=(positions or {}).__getitem__)
+        for hint in hints:
+            if positions is None:
+                done = False  # before vLLM 0.31
+            elif hint.verb is Verb.RETAIN:
+                done = self._coordinator.retain(keys, hint.seconds)
+            else:
+                with self._coordinator.core() as core:
+                    done = core.retention.prefetch(keys, self._coordinator.now() + hint.seconds)
+            self._options.hints.ended(hint, done=done)
 
     def _can_only_wait(self) -> bool:
         """Whether some request waits for storage or a copy, and no request can be computing in this step.

@@ -1,8 +1,8 @@
-"""What a request asks of the tiers: vLLM's `kv_load_tiers`, and `nixl_tiers` among its `kv_transfer_params`.
+"""What a request asks of the tiers: vLLM's `kv_load_tiers` and `kv_hints`, and `nixl_tiers` in `kv_transfer_params`.
 
 A client wrote these, so whatever they hold is an answer and never an exception. What cannot be understood stores
 nothing, since it may have been meant to forbid that, and loads as if it were not there, since every hit has the right
-bytes.
+bytes. A hint (hints.py) that cannot be understood forbids nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.config.fields import shown
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.compat import ReqContext
+from nixl_tiers.vllm.hints import FIELDS, NO_HINTS, Hints, HintsReader
 
 log = logging.getLogger(__name__)
 
@@ -40,46 +41,44 @@ class RequestOptions:
     store: Scope = Scope.ALL
     loads: bool = True
     tiers: frozenset[int] | None = None
+    hints: Hints = NO_HINTS
 
 
 class RequestOptionsReader:
     """Reads the options of requests, and logs once what of them cannot be understood.
 
-    `names`, `localities`: of the storage tiers (`compat.allowed_tiers`). `hints`: how many requests have carried
-    vLLM's `kv_hints`, which are counted and not acted upon.
+    `names`, `localities`: of the storage tiers (`compat.allowed_tiers`).
     """
 
     def __init__(self, names: Sequence[str], localities: Sequence[str | None]) -> None:
         self._numbers = {name: number for number, name in enumerate(names)}
         self._localities = localities
         self._log = LogOnce(log)
-        self.hints = 0
+        self.hints = HintsReader(lambda kind, text: self._log.report(f"hint {kind}", f"nixl_tiers: a request {text}"))
 
     def read(self, context: ReqContext) -> RequestOptions:
         """Never raises."""
-        if getattr(context, "kv_hints", None) is not None:  # vLLM 0.32 has them
-            if not self.hints:
-                log.info("nixl_tiers: requests carry kv_hints, which are counted and not acted upon")
-            self.hints += 1
         allowed = compat.allowed_tiers(context, self._localities)
         tiers = None if allowed is None else frozenset(allowed)
         params = context.kv_transfer_params if isinstance(context.kv_transfer_params, Mapping) else {}
         if params.get("do_remote_prefill"):  # another connector brings its KV cache, and would wait for storage too
             tiers = frozenset()
         own = params.get(FIELD)
+        fields = own if isinstance(own, Mapping) else {}
+        hints = self.hints.read(fields, getattr(context, "kv_hints", None))  # vLLM 0.31 has them
         if own is None:
-            return RequestOptions(tiers=tiers)
+            return RequestOptions(tiers=tiers, hints=hints)
         if not isinstance(own, Mapping):
             self._report("options", f"is {shown(own)}, not a table: nothing of such requests is stored")
-            return RequestOptions(Scope.NONE, tiers=tiers)
+            return RequestOptions(Scope.NONE, tiers=tiers, hints=hints)
         store = self._store(own)
         loads, named = self._load(own.get("load", Scope.ALL))
         if named is not None:
             tiers = named if tiers is None else tiers & named
-        return RequestOptions(store, loads, tiers)
+        return RequestOptions(store, loads, tiers, hints)
 
     def _store(self, own: Mapping[object, object]) -> Scope:
-        unknown = next((name for name in own if name not in ("store", "load")), None)
+        unknown = next((name for name in own if name not in ("store", "load", *FIELDS)), None)
         if unknown is not None:
             self._report("field", f"has the unknown field {shown(unknown)}: nothing of such requests is stored")
             return Scope.NONE

@@ -24,6 +24,7 @@ from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.promotion_jobs import Measurements, PromotionJobs
 from nixl_tiers.core.requests import Request
+from nixl_tiers.core.retention import Retention
 from nixl_tiers.core.slots import Slots
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import PlainTierRows
@@ -585,6 +586,17 @@ class MeasurementWithoutRoomIsWorkLeft(PromotionJobs):
         return super().load_unasked(tier, keys, now) if self._state.take(self._state.limits.rows_per_slice) else []
 
 
+class RetainsBeyondItsShare(Retention):
+    def retain(self, keys: Sequence[Key], until_s: float) -> bool:
+        self._most = 100
+        return super().retain(keys, until_s)
+
+
+class RetentionEndsEarly(Retention):
+    def work(self, now: float) -> None:
+        super().work(now + 2)
+
+
 class PromotionsIgnoreQuotas(PromotionJobs):
     def _within_quotas(self, wanted: dict[Key, list[Request]]) -> dict[Key, list[Request]]:
         return wanted
@@ -605,6 +617,8 @@ class ClearsRowsInUse(TierManager):
 OF_TENANTS: Final = (PromotionsIgnoreQuotas, TiersIgnoreQuotas, ClearsRowsInUse)
 MUTANTS = [
     *OF_TENANTS,
+    RetainsBeyondItsShare,
+    RetentionEndsEarly,
     KnownRowsAreSwept,
     GoneRowsStay,
     UsesMakeRowsYounger,
@@ -695,6 +709,7 @@ FOCUS: dict[type, tuple[str, ...]] = {
     BehindAMissingRowIsLoaded: ("another_engine_stores", "chain_vanishes", "others_delete"),
     ChecksAheadTakeAllRoom: ("arrive", "prefetch"),
     GetsGiveUpWhenChecksAreMany: ("arrive", "prefetch", "call"),
+    RetentionEndsEarly: ("retain", "time_passes", "traffic"),
     LaterIsNever: ("time_passes", "medium_stalls"),
     LaterWithoutBounds: ("time_passes", "medium_stalls"),
     MissesWhileListing: ("engine_comes_back", "engine_crashes", "call", "call_ends", "call_comes_back"),

@@ -40,6 +40,7 @@ WINDOW_CHUNKS = 2
 WINDOWED = b"w"  # before a key of a hybrid model's windowed group
 USES_S = 1.0  # between two messages of recent uses
 LONG_AGO_S = 1000.0
+RETAINED_S = 20.0  # the longest that anything is retained or put off
 SOME_ROOM = 6  # the fewest messages a turn with which nothing stands still
 NO_ROW = Found(-1, 0, 0, 0, False, False)
 ROUNDING_S = 1e-9  # a deadline less the time from which it was counted differs from its span in the last digit
@@ -226,6 +227,7 @@ class Simulation:
             store_hold_s=0.5,
             hold_share=0.5,
             measure_s=2.0,
+            retain_share=0.4,
             measure_time=0.5,  # so that a tier that takes seconds for a row is measured often
             reserve_share=0.5,  # so that demotion has a queue in a tier of a few rows
             breaker=BreakerLimits(max_backoff_s=20.0),
@@ -257,6 +259,7 @@ class Simulation:
         self.calls: list[StoreCall] = []
         self.getting: dict[str, Prompt] = {}  # calls that wait
         self._uses: list[EngineUse] = []  # that the core is yet to note
+        self.retained: list[tuple[Row, float]] = []  # and until when each is not to be evicted
         self.allowed: set[Key] = set()  # some request or call that has them may write them to storage tiers
         self._requests = 0
         self._uses_due_s = 0.0
@@ -269,16 +272,26 @@ class Simulation:
     # --- the engine --------------------------------------------------------------------------------------------
 
     def request(
-        self, chain: Sequence[Key], scan: Scan = Scan.PREFIX, *, stays: bool = False, host_only: bool = False
+        self,
+        chain: Sequence[Key],
+        scan: Scan = Scan.PREFIX,
+        *,
+        stays: bool = False,
+        host_only: bool = False,
+        low: bool = False,
     ) -> str:
         """A new request whose prompt is `chain`; returns its name. It runs at once unless it waits, and finishes unless
-        it `stays`. Of one that is `host_only` nothing may be written to storage tiers."""
+        it `stays`. Of one that is `host_only` nothing may be written to storage tiers; what one of `low` priority
+        stores is evicted first."""
         name = self._name("request", chain)
+        if low:
+            self.core.evict_first(name)
         if host_only:
             self.core.keep_in_host(name)
         else:
             self.allowed.update([*chain, *(WINDOWED + key for key in chain)])
-        self._run(name, Prompt(list(chain), scan, stays))
+        preemptible = scan is not Scan.EACH  # as nobody preempts a store's get
+        self._run(name, Prompt(list(chain), scan, stays and preemptible))
         return name
 
     def engine_uses(self, chain: Sequence[Key], own: int, *, host_only: bool = False) -> None:
@@ -329,6 +342,24 @@ class Simulation:
         self.core.prefetch(chain)
         self.tick()
 
+    def prefetch_later(self, chain: Sequence[Key], seconds: float) -> None:
+        self.core.retention.prefetch(chain, self.now + seconds)
+        self.tick()
+
+    def retain(self, chain: Sequence[Key], seconds: float) -> None:
+        """A request has ended that had these chunks, and they are to stay for a while."""
+        until_s = self.now + seconds
+        rows = [row for key in chain if (row := self.core.host.index.get(key)) is not None]
+        before = [row.retained_until >= until_s for row in rows]
+        whole = self.core.retention.retain(chain, until_s)
+        kept = [row.retained_until >= until_s for row in rows]
+        front = [*kept, False].index(False)
+        require(kept[front:] == before[front:], "what is retained is not the front of a prefix")
+        full = len(self.core.retention._until) >= int(self.limits.retain_share * self.rows)
+        require(whole == all(kept) and (whole or full), "less is retained than there is room for")
+        self.retained += [(row, until_s) for row, is_kept in zip(rows, kept, strict=True) if is_kept]
+        self.tick()
+
     def again(self, name: str) -> None:
         """The scheduler comes back to a waiting request: in another step, as it looks up each of them once a step."""
         request = self.core._requests.by_name.get(name)
@@ -369,6 +400,8 @@ class Simulation:
             if not (self.core.events.unfinished or self.core.garbage or self._steps):
                 if supervised:
                     self._check_gone()
+                    over = [row.key for row in self.core.host.index.values() if 0 < row.retained_until <= self.now]
+                    require(not over, "a row is retained beyond its time")
                 return
         require(self.turns < MANY_TURNS, "work is left for ever")
 
@@ -446,7 +479,9 @@ class Simulation:
         for mover in self.movers:
             mover.reported_absent.clear()
             mover.told_ticks.clear()
+        self.retained.clear()
         self.core.reset(keep_tiers=keep, now=self.now)
+        require(not self.core.retention.waiting, "what was retained before a reset is not forgotten")
         if not keep:
             self._epochs += 1
             self.epoch = self._epochs
@@ -495,6 +530,7 @@ class Simulation:
         self.calls.clear()
         self.getting.clear()
         self._uses.clear()
+        self.retained.clear()
         self.core = self._start()
 
     # --- workers -----------------------------------------------------------------------------------------------
@@ -799,6 +835,12 @@ class Simulation:
             require(count <= quota, "a tenant has more of the host than its quota")
         for key, row in core.host.index.items():
             require(row.tenant in {0, self._tenant_of(key)}, "a row counts against another tenant's quota")
+        retained = sum(row.retained_until > 0 for row in core.host.index.values())
+        require(retained == core.host.retained, f"{retained} rows are retained, and {core.host.retained} are counted")
+        require(retained <= int(self.limits.retain_share * self.rows), "more is retained than the share of the host")
+        self.retained = [(row, until_s) for row, until_s in self.retained if until_s > self.now and not row.invalidated]
+        kept = all(core.host.index.get(row.key) is row for row, _ in self.retained)
+        require(kept, "a retained row is evicted")
         line = core._promotion.prefetch_queue
         held = sum(place.held for place in line._holding)
         require(held <= int(self.limits.line_share * self.rows), "requests that wait for their turn hold too much")
@@ -927,6 +969,9 @@ class Simulation:
         self._run_out()
         rows = self.core.host.index.values()
         require(not any(row.referenced or row.request_pins for row in rows), "a row stays pinned for ever")
+        self.advance(RETAINED_S + 1)
+        require(not (self.core.host.retained or self.core.retention.waiting), "a row is retained for ever")
+        self._run_out()
         require(self.core.host.used == len(rows), "a row is lost")
         require(not self.core.checks.busy, "a check never ends")
         require(not self.core.engine_hits.waiting, "a use by the engine is never noted")

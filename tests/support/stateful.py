@@ -13,7 +13,7 @@ from nixl_tiers.core import host
 from nixl_tiers.core.host import MAX_LOOKS
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.tier import UNLIMITED
-from tests.support.simulation import MANY_TURNS, SOME_ROOM, Scan, Simulation
+from tests.support.simulation import MANY_TURNS, RETAINED_S, SOME_ROOM, Scan, Simulation
 
 TIERS = st.integers(0, 1)
 PICK = st.integers(0, 31)
@@ -72,10 +72,12 @@ class CascadeStateMachine(RuleBasedStateMachine):
             quotas=quotas,
         )
 
-    @rule(prompt=PROMPTS, scan=SCANS, stays=RARELY, host_only=RARELY)
-    def request(self, prompt: str, scan: Scan = Scan.CHAIN, stays: bool = False, host_only: bool = False) -> None:
+    @rule(prompt=PROMPTS, scan=SCANS, stays=RARELY, host_only=RARELY, low=RARELY)
+    def request(
+        self, prompt: str, scan: Scan = Scan.CHAIN, stays: bool = False, host_only: bool = False, low: bool = False
+    ) -> None:
         chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
-        self.simulation.request(chain, scan, stays=stays, host_only=host_only)
+        self.simulation.request(chain, scan, stays=stays, host_only=host_only, low=low)
 
     @rule(prompt=PROMPTS, own=st.integers(1, 5), host_only=RARELY)
     def engine_has_the_beginning(self, prompt: str, own: int, host_only: bool) -> None:
@@ -104,6 +106,14 @@ class CascadeStateMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS)
     def prefetch(self, prompt: str) -> None:
         self.simulation.prefetch([prompt[: end + 1].encode() for end in range(len(prompt))])
+
+    @rule(prompt=PROMPTS, after_s=st.sampled_from([0.5, 3.0, RETAINED_S]))
+    def prefetch_later(self, prompt: str, after_s: float) -> None:
+        self.simulation.prefetch_later([prompt[: end + 1].encode() for end in range(len(prompt))], after_s)
+
+    @rule(prompt=PROMPTS, ttl_s=st.sampled_from([0.5, 3.0, RETAINED_S]))
+    def retain(self, prompt: str, ttl_s: float) -> None:
+        self.simulation.retain([prompt[: end + 1].encode() for end in range(len(prompt))], ttl_s)
 
     @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4))
     def traffic(self, prompts: list[str], host_only: bool = False) -> None:

@@ -39,6 +39,7 @@ def _rarely(random: Random) -> bool:
 
 ARGUMENTS: Final[dict[str, Callable[[Random], object]]] = {
     "abort": _rarely,
+    "after_s": lambda random: random.choice([0.5, 3.0]),
     "after": _prompt,
     "before": _prompt,
     "beside": _rarely,
@@ -48,6 +49,7 @@ ARGUMENTS: Final[dict[str, Callable[[Random], object]]] = {
     "good": lambda random: not _rarely(random),
     "host_only": _rarely,
     "keep": lambda random: random.random() < 0.5,
+    "low": _rarely,
     "keys": lambda random: random.randint(1, 3),
     "own": lambda random: random.randint(1, 5),
     "outcome": lambda random: random.choice([Outcome.OK] * 6 + [Outcome.FAILED, Outcome.NO_SPACE]),
@@ -70,6 +72,7 @@ ARGUMENTS: Final[dict[str, Callable[[Random], object]]] = {
     "store": lambda random: random.random() < 0.5,
     "tier": lambda random: random.randrange(2),
     "told": lambda random: random.random() < 0.5,
+    "ttl_s": lambda random: random.choice([0.5, 3.0, 20.0]),
     "turns": lambda random: random.choice([1, 2, MANY_TURNS, MANY_TURNS]),
     "wait_s": lambda random: random.choice([0.4, 1.5, 1.5, 6.0]),
 }

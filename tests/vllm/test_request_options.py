@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,13 +12,13 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.v1.kv_hints import KvHintsEnvelope
 from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext
 
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
+from nixl_tiers.vllm.hints import AtEnd, Hints, Verb
 from nixl_tiers.vllm.manager import NixlTiersManager
 from nixl_tiers.vllm.request_options import RequestOptions, RequestOptionsReader, Scope
 from tests.support.file_tier import files_tier
@@ -110,7 +109,8 @@ def test_example_in_the_guide_is_understood(caplog: pytest.LogCaptureFixture) ->
     params = [request.kv_transfer_params for request in requests]
     reader = RequestOptionsReader(["file", "s3"], ["LOCAL", "REMOTE"])
     options = [reader.read(ReqContext("r", kv_transfer_params=each)) for each in params]
-    assert options == [RequestOptions(store=Scope.HOST, tiers=frozenset({FILE}))]
+    agent = Hints(at_end=(AtEnd(Verb.RETAIN, 120, False), AtEnd(Verb.PREFETCH, 30, False)))
+    assert options == [RequestOptions(store=Scope.HOST, tiers=frozenset({FILE})), RequestOptions(hints=agent)]
     assert caplog.messages == []
 
 
@@ -135,21 +135,6 @@ def test_a_tier_must_be_allowed_by_both_parameters() -> None:
         rig.manager.shutdown()
 
 
-def test_hints_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    reader = RequestOptionsReader([], [])
-    caplog.set_level(logging.INFO, "nixl_tiers")
-    for _ in range(3):
-        assert reader.read(ReqContext("r", kv_hints=KvHintsEnvelope("1", "m", []))) == ALL
-    assert reader.read(ReqContext("r")) == ALL
-    assert reader.hints == 3
-    assert caplog.messages == ["nixl_tiers: requests carry kv_hints, which are counted and not acted upon"]
-
-
-def test_hints_are_a_metric(rig: Rig) -> None:
-    rig.manager.on_new_request(ReqContext("r", kv_hints=KvHintsEnvelope("1", "m", [])))
-    assert rig.manager.get_stats().data["data"]["nixl_tiers:kv_hint_requests"] == {(): 1.0}
-
-
 class Rig:
     """A manager in vLLM's connector, over host memory and these storage tiers; the test acts as the workers."""
 
@@ -159,6 +144,11 @@ class Rig:
         self.coordinator = Coordinator.open(config, Namespace.of({"test": "options"}), self.region, ready_s=60.0)
         self.manager = NixlTiersManager(self.coordinator, config, (0,), None)
         self.scheduler = ConnectorScheduler(self.manager)
+        self._keys: dict[str, list[Any]] = {}
+
+    def keys(self, name: str) -> list[Any]:
+        """Of a request that has run."""
+        return self._keys[name]
 
     def run(self, name: str, hashes: list[bytes], params: dict[str, Any] | None = None) -> int:
         """A request that loads what it can, computes and stores the rest, and ends: how many tokens it loaded."""
@@ -182,6 +172,7 @@ class Rig:
         for job in self.scheduler.scheduler._jobs.values():
             self.manager.complete_store(job.keys, context)
         self.scheduler.scheduler._jobs.clear()
+        self._keys[name] = list(self.scheduler.scheduler._req_status[name].group_states[0].offload_keys)
         self.manager.on_request_finished(context)
         self.manager.on_schedule_end(STEP)
         return tokens or 0

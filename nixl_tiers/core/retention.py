@@ -1,0 +1,89 @@
+"""Retention: what is kept in host memory for a while after the end of its request, and what is promoted again then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from math import ceil
+from typing import Final
+
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.deferred_free import DeferredFree
+from nixl_tiers.core.eviction.lru import UpwardBatches
+from nixl_tiers.core.prefetch_queue import PrefetchQueue
+from nixl_tiers.core.state import CascadeState
+
+LONGEST_S: Final = 3600.0  # that anything is retained, or put off
+
+
+class Retention:
+    """Agents say when they come back: rows that they need are kept until then (`retain`), or brought up again
+    (`prefetch`). Both are bounded over all requests, so that the rest of the host serves everybody else."""
+
+    def __init__(self, state: CascadeState, prefetch_queue: PrefetchQueue) -> None:
+        self._state = state
+        self._host = state.host
+        self._prefetch_queue = prefetch_queue
+        self._most = int(state.host.rows * state.limits.retain_share)
+        self._until = UpwardBatches()  # retained keys by the second at which that ends, those of a prefix in its order
+        self._ending = (0, 0)  # such a second, and the tick of use that its keys have in the tiers below
+        self._planned: list[tuple[float, int, Sequence[Key]]] = []  # a heap of prefetches, by time
+        self._plans = 0
+        self._planned_keys = 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether time brings work."""
+        return bool(len(self._until) or self._planned)
+
+    def retain(self, keys: Sequence[Key], until_s: float) -> bool:
+        """Evict those of `keys`, in prefix order, that the host has not before `until_s`; of one that is retained for
+        longer already that stays. False if the share is full: then the front of them is retained. O(1) a key."""
+        second = ceil(until_s)
+        for key in keys:
+            row = self._host.index.get(key)
+            if row is None or row.retained_until >= second:
+                continue
+            if key in self._until:
+                self._until.remove(key)
+            elif len(self._until) >= self._most:
+                return False
+            self._host.retain(row, second)
+            self._until.add_root(key, second)
+        return True
+
+    def prefetch(self, keys: Sequence[Key], at_s: float) -> bool:
+        """Promote `keys` at about `at_s` (TierManager.prefetch); False, and nothing, if more than the host can hold
+        is planned, or there is nothing to promote from. Nobody may change `keys`."""
+        if not self._state.tiers or self._planned_keys + len(keys) > self._host.rows:
+            return False
+        self._plans += 1
+        self._planned_keys += len(keys)
+        heappush(self._planned, (at_s, self._plans, keys))
+        return True
+
+    def work(self, now: float) -> None:
+        """End what is over by `now`, and begin what is due, as much as the slice has room for."""
+        while (second := self._until.lowest()) is not None and second <= now and not self._state.slice_used_up:
+            if second != self._ending[0]:
+                self._ending = second, self._state.tick
+                self._state.tick += 1
+            ended = []
+            while self._until.lowest() == second and self._state.take():
+                key, _ = self._until.pop()
+                ended.append(key)
+                row = self._host.index.get(key)
+                if row is not None and row.retained_until == second:
+                    self._host.release(row)
+            for tier in self._state.tiers:
+                tier.index.touch(ended, self._ending[1])
+        while self._planned and self._planned[0][0] <= now and self._state.take():
+            keys = heappop(self._planned)[2]
+            self._planned_keys -= len(keys)
+            self._prefetch_queue.prefetch(keys)
+
+    def reset(self, garbage: DeferredFree) -> None:
+        """Other bytes belong to all keys from now on."""
+        garbage.add(self._until, self._planned)
+        self._until, self._planned = UpwardBatches(), []
+        self._planned_keys = 0

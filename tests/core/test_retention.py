@@ -1,0 +1,214 @@
+"""What hints ask for: rows that stay for a while, chunks that come up again, rows that go first."""
+
+from __future__ import annotations
+
+import pytest
+
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.base.policies import Eviction
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.manager import TierManager
+from tests.core.test_manager import HIT, manager, scan
+from tests.core.test_prefetch_queue import chain, come_up, in_host, stored
+from tests.support.core import expire, put, rows_of, touched
+
+
+def alone(rows: int, policy: Eviction = "lru") -> TierManager:
+    """A host without storage tiers, half of which may be retained."""
+    return TierManager(rows, 4096, [], Limits(retain_share=0.5), policy)
+
+
+def retain(core: TierManager, keys: list[Key], until_s: float) -> bool:
+    return core.retention.retain(keys, until_s)
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
+def test_retained_rows_outlive_all_that_is_stored_after_them(policy: Eviction) -> None:
+    core, kept = alone(8, policy), chain("kept")
+    put(core, kept)
+    assert retain(core, kept, 60.0)
+    for number in range(20):
+        put(core, chain(f"other{number}"))
+        assert in_host(core, chain(f"other{number}")) == 4, "others find room as long as there is any"
+    assert in_host(core, kept) == 4
+    expire(core, 59.0)
+    assert core.host.retained == 4
+    expire(core, 60.0)
+    assert core.host.retained == 0
+    for number in range(20, 24):
+        put(core, chain(f"other{number}"))
+    assert in_host(core, kept) == 0, "they are rows like any other again"
+
+
+def test_beyond_the_share_the_front_of_the_prefix_is_retained() -> None:
+    core, kept, late = alone(8), chain("kept", 6), chain("late", 2)
+    put(core, kept)
+    put(core, late)
+    assert not retain(core, kept, 60.0)
+    assert not retain(core, late, 60.0), "over all requests"
+    for number in range(8):
+        put(core, chain(f"other{number}"))
+    assert [core.where(key, 0.0) for key in [*kept, *late]] == ["cpu"] * 4 + [None] * 4
+
+
+def test_a_longer_retention_counts_and_takes_no_more_room() -> None:
+    core, kept = alone(8), chain("kept")
+    put(core, kept)
+    assert all(retain(core, kept, until_s) for until_s in (60.0, 10.0, 90.0, 60.0))
+    expire(core, 89.0)
+    assert core.host.retained == 4
+    expire(core, 90.0)
+    assert not core.retention.waiting
+    assert core.host.retained == 0
+
+
+def test_released_rows_go_by_their_last_use_and_leaf_first() -> None:
+    core, kept = alone(16), chain("kept")
+    put(core, kept)
+    retain(core, kept, 10.0)
+    put(core, chain("older"))
+    core.copies.prepare_store([*kept, *chain("deeper", 2)], "again")  # uses them, and goes on
+    core.copies.complete_store(core.copies.rows_being_filled(chain("deeper", 2)), set())
+    core.end_step()
+    put(core, chain("newer"))
+    expire(core, 10.0)
+    core.take_evicted()
+    gone = [row.key for row in core.host.make_room(2 + 4 + 2 + 3)]
+    assert gone == [*reversed(chain("older")), *reversed(chain("deeper", 2)), *kept[:0:-1]]
+
+
+def test_a_row_that_cannot_be_read_is_retained_no_more() -> None:
+    core, kept = alone(8), chain("kept", 2)
+    put(core, kept)
+    retain(core, kept, 60.0)
+    core.copies.prepare_load(kept, "reader")
+    core.copies.fail_load(kept[:1], "reader")
+    assert core.host.retained == 1
+    put(core, kept)
+    assert retain(core, kept, 90.0)
+    expire(core, 60.0)
+    assert core.host.retained == 2, "the row that took its place is retained for its own time"
+
+
+def test_a_retained_victim_stays() -> None:
+    core, kept = alone(8), chain("kept")
+    put(core, kept)
+    victims = core.host.select_victims(4)
+    retain(core, kept, 60.0)
+    for row in victims:
+        core.host.finish_eviction(row)
+    assert in_host(core, kept) == 4
+
+
+def test_a_reset_forgets_what_was_retained_and_what_was_to_be_promoted() -> None:
+    core = stored(chain("a"), rows=16)
+    put(core, chain("kept"))
+    retain(core, chain("kept"), 60.0)
+    core.retention.prefetch(chain("a"), 5.0)
+    core.reset(keep_tiers=True)
+    assert not core.retention.waiting
+    assert core.host.retained == 0
+    expire(core, 60.0)
+    assert come_up(core) == []
+    put(core, chain("kept"))
+    assert retain(core, chain("kept"), 90.0)
+
+
+def test_the_end_of_a_retention_is_a_use_in_tiers_below() -> None:
+    core, kept, used = manager(16), chain("kept"), chain("used")
+    put(core, kept)
+    put(core, used)
+    core.retention.retain(kept, 10.0)
+    come_up(core)
+    touched(core, used, "later")
+    expire(core, 10.0)
+    assert set(rows_of(core.tiers[0])) == {*kept, *used}
+    assert core.tiers[0].index.select_victims(8) == [*reversed(used), *reversed(kept)]
+
+
+def test_many_retentions_end_in_slices() -> None:
+    core, kept = alone(1000), chain("kept", 500)
+    put(core, kept)
+    retain(core, kept, 10.0)
+    expire(core, 10.0)
+    assert core.host.retained == 500 - core.limits.rows_per_slice
+    assert core.events.unfinished
+    while core.events.unfinished:
+        expire(core, 10.0)
+    assert core.host.retained == 0
+
+
+def test_a_host_without_storage_tiers_takes_turns_for_what_is_retained() -> None:
+    core = alone(8)
+    put(core, chain("kept"))
+    core.end_step()
+    assert core.events.take_work() == (False, False)
+    retain(core, chain("kept"), 10.0)
+    core.end_step()
+    assert core.events.take_work() == (True, False)
+
+
+def test_chunks_come_up_again_when_they_are_to_be_needed() -> None:
+    a = chain("a")
+    core = stored(a, rows=16)
+    assert core.retention.prefetch(a, 5.0)
+    expire(core, 4.9)
+    assert come_up(core) == []
+    expire(core, 5.0)
+    assert come_up(core) == a
+    assert scan(core, a, "next turn") == [HIT] * 4
+    assert not core.retention.waiting
+
+
+def test_no_more_is_planned_to_come_up_than_the_host_holds() -> None:
+    core = stored(chain("a"), rows=16)
+    assert [core.retention.prefetch(chain(name), 5.0) for name in "aaaaa"] == [True] * 4 + [False]
+    expire(core, 5.0)
+    assert core.retention.prefetch(chain("a"), 9.0)
+    assert not alone(16).retention.prefetch(chain("a"), 5.0), "there is nothing to promote from"
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
+def test_what_a_request_of_low_priority_stores_goes_first(policy: Eviction) -> None:
+    core = alone(12, policy)
+    put(core, chain("older"))
+    core.evict_first("batch")
+    put(core, chain("low"), "batch")
+    put(core, chain("newer"))
+    put(core, chain("newest"))
+    assert [in_host(core, chain(name)) for name in ("older", "low", "newer", "newest")] == [4, 0, 4, 4]
+
+
+def test_what_another_request_uses_goes_first_no_more() -> None:
+    core = alone(12)
+    put(core, chain("older"))
+    core.evict_first("batch")
+    put(core, chain("low"), "batch")
+    put(core, chain("low"), "another")
+    put(core, chain("newer"))
+    put(core, chain("newest"))
+    assert [in_host(core, chain(name)) for name in ("older", "low", "newer", "newest")] == [0, 4, 4, 4]
+
+
+def test_a_request_of_low_priority_makes_nothing_younger() -> None:
+    core = alone(12)
+    put(core, chain("older"))
+    put(core, chain("newer"))
+    core.evict_first("batch")
+    touched(core, chain("older"), "batch")
+    assert scan(core, chain("older"), "batch") == [HIT] * 4
+    core.copies.prepare_load(chain("older"), "batch")
+    core.copies.complete_load(chain("older"))
+    core.finish_request("batch")
+    core.end_step()
+    put(core, chain("newest", 8))
+    assert [in_host(core, chain(name)) for name in ("older", "newer")] == [0, 4]
+
+
+def test_what_a_request_of_low_priority_stores_goes_first_below_too() -> None:
+    core = manager(16)
+    put(core, chain("older"))
+    core.evict_first("batch")
+    put(core, chain("low"), "batch")
+    come_up(core)
+    assert core.tiers[0].index.select_victims(4) == list(reversed(chain("low")))
