@@ -8,7 +8,7 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Eviction
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
-from tests.core.test_manager import HIT, manager, scan
+from tests.core.test_manager import HIT, MISS, PENDING, manager, scan
 from tests.core.test_prefetch_queue import chain, come_up, in_host, stored
 from tests.support.core import expire, put, rows_of, touched
 
@@ -95,9 +95,22 @@ def test_a_retained_victim_stays() -> None:
     put(core, kept)
     victims = core.host.select_victims(4)
     retain(core, kept, 60.0)
+    assert not core.host.evicting
     for row in victims:
         core.host.finish_eviction(row)
+        core.host.evict(row)
     assert in_host(core, kept) == 4
+
+
+def test_a_request_that_needs_more_than_the_rest_of_the_host_does_not_wait_for_retained_rows() -> None:
+    core, kept, long = stored(chain("long", 8), rows=8, retain_share=0.5), chain("kept"), chain("long", 8)
+    put(core, kept)
+    come_up(core)
+    core.retention.retain(kept, 60.0)
+    assert scan(core, long, "r") == [PENDING] * 8
+    core.end_step()
+    assert come_up(core) == long[:4]
+    assert scan(core, long, "r", now=0.1) == [HIT] * 4 + [MISS]
 
 
 def test_a_reset_forgets_what_was_retained_and_what_was_to_be_promoted() -> None:
@@ -174,6 +187,7 @@ def test_what_a_request_of_low_priority_stores_goes_first(policy: Eviction) -> N
     put(core, chain("older"))
     core.evict_first("batch")
     put(core, chain("low"), "batch")
+    assert not core._requests.evicted_first, "its name is forgotten"
     put(core, chain("newer"))
     put(core, chain("newest"))
     assert [in_host(core, chain(name)) for name in ("older", "low", "newer", "newest")] == [4, 0, 4, 4]
@@ -191,7 +205,8 @@ def test_what_another_request_uses_goes_first_no_more() -> None:
 
 
 def test_a_request_of_low_priority_makes_nothing_younger() -> None:
-    core = alone(12)
+    core = alone(13)
+    put(core, chain("first", 1))
     put(core, chain("older"))
     put(core, chain("newer"))
     core.evict_first("batch")
@@ -201,7 +216,7 @@ def test_a_request_of_low_priority_makes_nothing_younger() -> None:
     core.copies.complete_load(chain("older"))
     core.finish_request("batch")
     core.end_step()
-    put(core, chain("newest", 8))
+    put(core, chain("newest", 9))
     assert [in_host(core, chain(name)) for name in ("older", "newer")] == [0, 4]
 
 

@@ -72,12 +72,14 @@ class CascadeStateMachine(RuleBasedStateMachine):
             quotas=quotas,
         )
 
-    @rule(prompt=PROMPTS, scan=SCANS, stays=RARELY, host_only=RARELY, low=RARELY)
-    def request(
-        self, prompt: str, scan: Scan = Scan.CHAIN, stays: bool = False, host_only: bool = False, low: bool = False
-    ) -> None:
+    @rule(prompt=PROMPTS, scan=SCANS, stays=RARELY, host_only=RARELY)
+    def request(self, prompt: str, scan: Scan = Scan.CHAIN, stays: bool = False, host_only: bool = False) -> None:
         chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
-        self.simulation.request(chain, scan, stays=stays, host_only=host_only, low=low)
+        self.simulation.request(chain, scan, stays=stays, host_only=host_only)
+
+    @rule(prompt=PROMPTS, stays=RARELY)
+    def request_of_low_priority(self, prompt: str, stays: bool) -> None:
+        self.simulation.request([prompt[: end + 1].encode() for end in range(len(prompt))], stays=stays, low=True)
 
     @rule(prompt=PROMPTS, own=st.integers(1, 5), host_only=RARELY)
     def engine_has_the_beginning(self, prompt: str, own: int, host_only: bool) -> None:

@@ -49,7 +49,6 @@ ARGUMENTS: Final[dict[str, Callable[[Random], object]]] = {
     "good": lambda random: not _rarely(random),
     "host_only": _rarely,
     "keep": lambda random: random.random() < 0.5,
-    "low": _rarely,
     "keys": lambda random: random.randint(1, 3),
     "own": lambda random: random.randint(1, 5),
     "outcome": lambda random: random.choice([Outcome.OK] * 6 + [Outcome.FAILED, Outcome.NO_SPACE]),
