@@ -40,9 +40,15 @@ Series = tuple[str, str]
 """CPU or STORAGE, and the number of the series."""
 DECLARED: Final = set(published([TierTraits(CPU), TierTraits(STORAGE, checked=True, disk=True)]))
 
+HINTS: Final = "tests/vllm/test_hints.py"
 ELSEWHERE: Final[Mapping[Series, tuple[str, str]]] = {
     # Only vLLM's requests carry hints; its face counts them.
-    (CPU, "kv_hints"): ("tests/vllm/test_request_options.py", "test_hints_are_a_metric"),
+    (CPU, "kv_hints"): (HINTS, "test_hints_of_vllm_are_acted_on_and_counted"),
+    (CPU, "hints_accepted"): (HINTS, "test_hints_of_vllm_are_acted_on_and_counted"),
+    (CPU, "hints_clipped"): (HINTS, "test_chunks_of_a_request_that_has_ended_are_retained_within_a_share"),
+    (CPU, "hints_rejected"): (HINTS, "test_hints_of_vllm_are_acted_on_and_counted"),
+    (CPU, "hints_unknown"): (HINTS, "test_hints_of_vllm_are_acted_on_and_counted"),
+    (CPU, "retained_rows"): (HINTS, "test_chunks_of_a_request_that_has_ended_are_retained_within_a_share"),
 }
 """Where a test drives a series that no coordinator does: its file and its name."""
 
