@@ -87,15 +87,15 @@ class PrefetchQueue:
         request.join_prefetch_queue()
         insort(self._places, place)
 
-    def prefetch(self, keys: Sequence[Key]) -> None:
-        """Keys for which no request waits yet. Calls for which nothing was promoted yet are one place, as far as the
-        share has room for all of them; of calls beyond a number of places nothing is promoted."""
+    def prefetch(self, keys: Sequence[Key], tenant: int = 0) -> None:
+        """Keys of this tenant for which no request waits yet. Calls for which nothing was promoted yet are one place,
+        as far as the share has room for all of them; of calls beyond a number of places nothing is promoted."""
         last = self._places[-1] if self._places else None
         few = last is not None and last.prefetch and not last.at and len(last.keys) + len(keys) <= self._share
-        if last is not None and few and isinstance(last.keys, list):
+        if last is not None and few and isinstance(last.keys, list) and last.request.tenant == tenant:
             last.keys += keys
         elif len(self._places) < MAX_PREFETCHES or not self._places[-MAX_PREFETCHES].prefetch:
-            request = Request(f"prefetch {self._joined}", self._host.generation)
+            request = Request(f"prefetch {self._joined}", self._host.generation, None, tenant)
             request.ascending = False
             self.join(request, list(keys), AFTER_ALL)
 

@@ -25,9 +25,10 @@ class Retention:
         self._host = state.host
         self._prefetch_queue = prefetch_queue
         self._most = int(state.host.rows * state.limits.retain_share)
+        self._most_of = [int(quota * state.limits.retain_share) for quota in state.host.quotas]
         self._until = UpwardBatches()  # retained keys by the second at which that ends, those of a prefix in its order
         self._ending = (0, 0)  # such a second, and the tick of use that its keys have in the tiers below
-        self._planned: list[tuple[float, int, Sequence[Key]]] = []  # a heap of prefetches, by time
+        self._planned: list[tuple[float, int, Sequence[Key], int]] = []  # a heap of prefetches, by time; their tenants
         self._plans = 0
         self._planned_keys = 0
 
@@ -38,28 +39,38 @@ class Retention:
 
     def retain(self, keys: Sequence[Key], until_s: float) -> bool:
         """Evict those of `keys`, in prefix order, that the host has not before `until_s`; of one that is retained for
-        longer already that stays. False if the share is full: then the front of them is retained. O(1) a key."""
+        longer already that stays. False if the share of the host, or of the tenant's quota, is full: then the front of
+        them is retained. O(1) a key."""
         second = ceil(until_s)
         for key in keys:
             row = self._host.index.get(key)
             if row is None or row.retained_until >= second:
                 continue
-            if key in self._until:
-                self._until.remove(key)
-            elif len(self._until) >= self._most:
+            known = key in self._until
+            if not row.retained_until and self._is_full(row.tenant, len(self._until) - known):
                 return False
+            if known:
+                self._until.remove(key)
             self._host.retain(row, second)
             self._until.add_root(key, second)
         return True
 
-    def prefetch(self, keys: Sequence[Key], at_s: float) -> bool:
+    def end_some(self, most: int) -> bool:
+        """End the retention of some rows; whether there are more."""
+        for _ in range(min(most, len(self._until))):
+            key, _ = self._until.pop()
+            if (row := self._host.index.get(key)) is not None and row.retained_until:
+                self._host.release(row)
+        return len(self._until) > 0
+
+    def prefetch(self, keys: Sequence[Key], at_s: float, tenant: int = 0) -> bool:
         """Promote `keys` at about `at_s` (TierManager.prefetch); False, and nothing, if more than the host can hold
         is planned, or there is nothing to promote from. Nobody may change `keys`."""
         if not self._state.tiers or self._planned_keys + len(keys) > self._host.rows:
             return False
         self._plans += 1
         self._planned_keys += len(keys)
-        heappush(self._planned, (at_s, self._plans, keys))
+        heappush(self._planned, (at_s, self._plans, keys, tenant))
         return True
 
     def work(self, now: float) -> None:
@@ -78,12 +89,16 @@ class Retention:
             for tier in self._state.tiers:
                 tier.index.touch(ended, self._ending[1])
         while self._planned and self._planned[0][0] <= now and self._state.take():
-            keys = heappop(self._planned)[2]
+            _, _, keys, tenant = heappop(self._planned)
             self._planned_keys -= len(keys)
-            self._prefetch_queue.prefetch(keys)
+            self._prefetch_queue.prefetch(keys, tenant)
 
     def reset(self, garbage: DeferredFree) -> None:
         """Other bytes belong to all keys from now on."""
         garbage.add(self._until, self._planned)
         self._until, self._planned = UpwardBatches(), []
         self._planned_keys = 0
+
+    def _is_full(self, tenant: int, retained: int) -> bool:
+        of_tenant = tenant and self._host.retained_of[tenant] >= self._most_of[tenant - 1]
+        return bool(of_tenant or retained >= self._most)

@@ -210,9 +210,10 @@ class NixlTiersManager(OffloadingManager):
         self._meter.positions.forget(request)
         self._lookups.ended(req_context)
         with self._coordinator.core() as core:
+            tenant = core.tenant_of(request)
             core.finish_request(request)
         if hints := self._at_end.pop(request, ()):
-            self._follow(hints, req_context)
+            self._follow(hints, req_context, tenant)
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -416,7 +417,7 @@ class NixlTiersManager(OffloadingManager):
         """All that there are, with their values now. On the supervisor's thread, which goes on in an idle engine."""
         return () if self._closed else self._reporter.levels(self._coordinator.counters())
 
-    def _follow(self, hints: Iterable[AtEnd], context: ReqContext) -> None:
+    def _follow(self, hints: Iterable[AtEnd], context: ReqContext, tenant: int) -> None:
         """The request has ended: retain its chunks that are there, and promote them before they are needed."""
         positions: Mapping[OffloadKey, int] | None = getattr(context, "_offload_key_positions", None)
         keys = sorted(positions or {}, key=(positions or {}).__getitem__)
@@ -427,7 +428,7 @@ class NixlTiersManager(OffloadingManager):
                 done = self._coordinator.retain(keys, hint.seconds)
             else:
                 with self._coordinator.core() as core:
-                    done = core.retention.prefetch(keys, self._coordinator.now() + hint.seconds)
+                    done = core.retention.prefetch(keys, self._coordinator.now() + hint.seconds, tenant)
             self._options.hints.ended(hint, done=done)
 
     def _can_only_wait(self) -> bool:

@@ -227,3 +227,41 @@ def test_what_a_request_of_low_priority_stores_goes_first_below_too() -> None:
     put(core, chain("low"), "batch")
     come_up(core)
     assert core.tiers[0].index.select_victims(4) == list(reversed(chain("low")))
+
+
+def of_tenant(core: TierManager, keys: list[Key], name: str) -> None:
+    core.set_tenant(name, 1)
+    put(core, keys, name)
+
+
+def test_a_tenant_retains_no_more_than_a_share_of_its_quota() -> None:
+    core, kept = TierManager(16, 4096, [], Limits(retain_share=0.5), quotas=[0.25]), chain("kept")
+    of_tenant(core, kept, "tenant")
+    assert not retain(core, kept, 60.0)
+    assert core.host.retained_of == [0, 2]
+    of_tenant(core, chain("other", 2), "other")
+    assert in_host(core, chain("other", 2)) == 2, "it finds room in its quota"
+    assert [core.where(key, 0.0) for key in kept] == ["cpu", "cpu", None, None]
+    assert all(retain(core, key, 60.0) for key in ([kept[0]], kept[:2]))
+    expire(core, 60.0)
+    assert core.host.retained_of == [0, 0]
+
+
+def test_an_operator_clears_retained_rows_too() -> None:
+    core = alone(8)
+    put(core, chain("kept"))
+    retain(core, chain("kept"), 60.0)
+    while core.clear_some(None)[1]:
+        pass
+    assert in_host(core, chain("kept")) == 0
+    assert not core.retention.waiting
+    put(core, chain("kept"))
+    assert retain(core, chain("kept"), 60.0)
+
+
+def test_what_comes_up_again_counts_against_its_tenants_quota() -> None:
+    core = manager(16)
+    core.retention.prefetch(chain("a"), 1.0, 1)
+    core.retention.prefetch(chain("b"), 1.0, 2)
+    expire(core, 1.0)
+    assert [place.request.tenant for place in core._promotion.prefetch_queue._places] == [1, 2]

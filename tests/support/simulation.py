@@ -343,7 +343,7 @@ class Simulation:
         self.tick()
 
     def prefetch_later(self, chain: Sequence[Key], seconds: float) -> None:
-        self.core.retention.prefetch(chain, self.now + seconds)
+        self.core.retention.prefetch(chain, self.now + seconds, self._tenant_of(chain[0]))
         self.tick()
 
     def retain(self, chain: Sequence[Key], seconds: float) -> None:
@@ -355,7 +355,9 @@ class Simulation:
         kept = [row.retained_until >= until_s for row in rows]
         front = [*kept, False].index(False)
         require(kept[front:] == before[front:], "what is retained is not the front of a prefix")
-        full = len(self.core.retention._until) >= int(self.limits.retain_share * self.rows)
+        host, share = self.core.host, self.limits.retain_share
+        full = len(self.core.retention._until) >= int(share * self.rows)
+        full |= any(host.retained_of[tenant] >= int(share * quota) for tenant, quota in enumerate(host.quotas, 1))
         require(whole == all(kept) and (whole or full), "less is retained than there is room for")
         self.retained += [(row, until_s) for row, is_kept in zip(rows, kept, strict=True) if is_kept]
         self.tick()
@@ -493,11 +495,13 @@ class Simulation:
 
     def clear(self, tenant: int) -> None:
         """An operator clears the host and the tiers that are the engine's own, of one tenant or of all (0)."""
+        self.retained.clear()
         for place in (None, *(tier.number for tier in self.core.tiers if tier.spec.own)):
             more = True
             while more:
                 _, more = self.core.clear_some(place, tenant)
                 self.check()
+        require(not self.core.host.retained, "what is retained is not cleared")
         host, whose = self.core.host, (tenant,) if tenant else range(len(self.quotas) + 1)
         left = [row for row in host.index.values() if row.tenant in whose and not host._is_pinned(row.key)]
         require(not left, "a row that nobody uses is not cleared")
@@ -835,6 +839,9 @@ class Simulation:
             require(count <= quota, "a tenant has more of the host than its quota")
         for key, row in core.host.index.items():
             require(row.tenant in {0, self._tenant_of(key)}, "a row counts against another tenant's quota")
+        for tenant, quota in enumerate(core.host.quotas, 1):
+            count = sum(row.retained_until > 0 and row.tenant == tenant for row in core.host.index.values())
+            require(count <= int(self.limits.retain_share * quota), "a tenant retains more than a share of its quota")
         retained = sum(row.retained_until > 0 for row in core.host.index.values())
         require(retained == core.host.retained, f"{retained} rows are retained, and {core.host.retained} are counted")
         require(retained <= int(self.limits.retain_share * self.rows), "more is retained than the share of the host")
