@@ -209,10 +209,11 @@ class NixlTiersManager(OffloadingManager):
         self._weights.ended(request)
         self._meter.positions.forget(request)
         self._lookups.ended(req_context)
+        hints = self._at_end.pop(request, ())
         with self._coordinator.core() as core:
-            tenant = core.tenant_of(request)
+            tenant = core.tenant_of(request) if hints else 0
             core.finish_request(request)
-        if hints := self._at_end.pop(request, ()):
+        if hints:
             self._follow(hints, req_context, tenant)
 
     @override

@@ -817,10 +817,11 @@ class Simulation:
             self.core.tiers[tier].loads.record(ROW_BYTES, row_s, self.now - LONG_AGO_S + number * row_s)
 
     def held_below(self, tier: int) -> list[Key]:
-        """Rows that the tier can load, and that the host lacks."""
+        """Rows that the tier can load, and that the host lacks: of one tenant, as a request is."""
         held = self.core.tiers[tier]
         keys = sorted(rows_of(held))
-        return [key for key in keys if held.can_load(key, self.now) and key not in self.core.host.index]
+        keys = [key for key in keys if held.can_load(key, self.now) and key not in self.core.host.index]
+        return [key for key in keys if self._tenant_of(key) == self._tenant_of(keys[0])]
 
     # --- invariants --------------------------------------------------------------------------------------------
 
