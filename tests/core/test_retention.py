@@ -72,7 +72,6 @@ def test_released_rows_go_by_their_last_use_and_leaf_first() -> None:
     core.end_step()
     put(core, chain("newer"))
     expire(core, 10.0)
-    core.take_evicted()
     gone = [row.key for row in core.host.make_room(2 + 4 + 2 + 3)]
     assert gone == [*reversed(chain("older")), *reversed(chain("deeper", 2)), *kept[:0:-1]]
 
