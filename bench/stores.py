@@ -1,13 +1,16 @@
 """What storing new prompts costs the engine's step thread, in us of thread CPU time, beside vLLM's own CPU offloading.
 
-    python -m bench.stores [REPEATS] [--row-bytes BYTES] [--rows ROWS]
+    python -m bench.stores [REPEATS] [--row-bytes BYTES] [--rows ROWS] [--cold]
 
 vLLM's own scheduler side of the offloading connector, driven as an engine drives it: REQUESTS prompts of CHUNKS new
 chunks arrive at once, a few of them are computed in each step, all of them decode for STEPS steps more. The workers'
 jobs end one step later. Sides: `vllm` (its CPUOffloadingManager), `cpu` (a cpu tier), `cpu+file` (a file tier below,
 with its mover and the supervisor's thread at work meanwhile). Engine, model and copies are left out.
 
-The least of all repeats for each call, since a busy machine only adds to that, and the median of their sums.
+The least of all repeats for each call, since a busy machine only adds to that, and the median of their sums. Then what
+a step costs in which DECODING requests decode and nothing is stored: the median of all such steps. `--cold`: before
+each step the processor's caches are emptied, as a model's weights empty them; a loop that does nothing else is three
+times as fast.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, Final
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
@@ -40,6 +44,8 @@ REQUESTS: Final = 32
 CHUNKS: Final = 62
 AT_ONCE: Final = 7  # requests whose prompts are computed in one step
 STEPS: Final = 32
+DECODING: Final = 16
+CACHE_BYTES: Final = 64 << 20  # more than a processor's second-level cache, and most of its last one
 ROWS: Final = REQUESTS * CHUNKS
 CALLS: Final = ("arrive", "look up", "build", "output", "stats", "finish")
 
@@ -59,9 +65,13 @@ class Connector:
 
 
 class Turn:
-    """REQUESTS new prompts, from their arrival to their end; `took_s`: of each call."""
+    """`count` new prompts, from their arrival to their end; `took_s`: of each call; `decoding_s`: of each step in which
+    all of them decode and nothing is stored. `before_step` is called before each."""
 
-    def __init__(self, side: Any) -> None:
+    def __init__(self, side: Any, count: int = REQUESTS, before_step: Callable[[], object] = lambda: None) -> None:
+        self._count = count
+        self._before_step = before_step
+        self.decoding_s: list[float] = []
         self._connector = side.connector
         self._written = side.written
         self._end_step = side.end_step
@@ -69,12 +79,14 @@ class Turn:
         self.jobs = self.steps = 0
 
     def run(self) -> None:
-        requests = [self._request(f"{id(self)}-{number}") for number in range(REQUESTS)]
+        requests = [self._request(f"{id(self)}-{number}") for number in range(self._count)]
         with self._timed("arrive"):
             for request in requests:
                 self._connector.on_new_request(request)
         waiting, running, open_jobs, block = list(requests), list[Any](), dict[int, Any](), 1
         for _ in range(-(-REQUESTS // AT_ONCE) + STEPS + 1):
+            self._before_step()
+            before_s = sum(self.took_s.values())
             new, waiting = waiting[:AT_ONCE], waiting[AT_ONCE:]
             with self._timed("look up"):
                 for request in new:
@@ -105,6 +117,8 @@ class Turn:
                 self._connector.update_connector_output(output)
             with self._timed("stats"):
                 self._connector.get_kv_connector_stats()
+            if len(running) == self._count and not (new or ended or open_jobs or meta.store_jobs):
+                self.decoding_s.append(sum(self.took_s.values()) - before_s)
             open_jobs = meta.store_jobs
             self.jobs += len(open_jobs)
             self.steps += 1
@@ -211,6 +225,7 @@ def main() -> None:
     parser.add_argument("repeats", nargs="?", type=int, default=9)
     parser.add_argument("--row-bytes", type=int, default=64 << 10)
     parser.add_argument("--rows", type=int, default=3 * ROWS, help="of the host: later turns evict")
+    parser.add_argument("--cold", action="store_true", help="empty the processor's caches before each step")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         sides: dict[str, Any] = {
@@ -232,6 +247,19 @@ def main() -> None:
             each = [min(turn.took_s[call] for turn in made[1:]) * 1e6 / ROWS for call in CALLS]
             sums = median(sum(turn.took_s.values()) for turn in made[1:]) * 1e6 / ROWS
             print(f"{name:9} | " + " | ".join(f"{us:7.2f}" for us in each) + f" | {sum(each):7.2f} | {sums:6.2f}")
+        cache = np.ones(CACHE_BYTES, np.uint8)
+        empty = cache.sum if given.cold else None
+        decoding: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(given.repeats):
+            for name, side in sides.items():
+                turn = Turn(side, DECODING, *([empty] if empty is not None else []))
+                turn.run()
+                decoding[name] += turn.decoding_s
+                side.settle()
+        state = "emptied before each" if given.cold else "warm"
+        print(f"us a step of {DECODING} requests that decode, the caches {state}")
+        for name, each in decoding.items():
+            print(f"{name:9} | {1e6 * median(each):7.1f} | of {len(each)} steps")
         for side in sides.values():
             side.close()
 

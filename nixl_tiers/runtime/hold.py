@@ -25,9 +25,12 @@ class Hold:
         self._core = core
         self._link = link
         self._clock = clock
+        self.entered = 0
+        """How often it was entered: as long as it stays, there is no step for the core to end."""
 
     def __enter__(self) -> TierManager:
         self.lock.__enter__()
+        self.entered += 1
         return self._core
 
     def __exit__(

@@ -209,17 +209,17 @@ class Arrivals:
     wait, each with hundreds of keys."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Rank, int, str]] = []  # a heap
+        self.waiting: list[tuple[Rank, int, str]] = []  # a heap
         self._count = 0
 
     def add(self, request: str, rank: Rank) -> None:
         self._count += 1
-        heappush(self._waiting, (rank, self._count, request))
+        heappush(self.waiting, (rank, self._count, request))
 
     def take(self, has_room: Callable[[Rank], bool]) -> Iterator[tuple[str, Rank]]:
         """Those that are next by now, and are kept here no more. `has_room`: whether a request of this rank is."""
-        while self._waiting and has_room(self._waiting[0][0]):
-            rank, _, request = heappop(self._waiting)
+        while self.waiting and has_room(self.waiting[0][0]):
+            rank, _, request = heappop(self.waiting)
             yield request, rank
 
 

@@ -138,7 +138,10 @@ def chunk_tokens(context: ReqContext) -> int:
 def scheduled_tokens(output: Any) -> list[tuple[int, int, bool]]:
     """Of each request that a vLLM SchedulerOutput schedules: tokens computed before, tokens to be computed now, whether
     they are part of a prompt, and not one token decoded (with its speculated ones). Of a new request they always are,
-    be it only the last one, whose logits are needed although the whole prompt was loaded."""
+    be it only the last one, whose logits are needed although the whole prompt was loaded. Of a step that only decodes,
+    one token of each request, none."""
+    if not output.scheduled_new_reqs and sum(output.num_scheduled_tokens.values()) == len(output.num_scheduled_tokens):
+        return []
     computed = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
     new = frozenset(computed)
     cached = output.scheduled_cached_reqs

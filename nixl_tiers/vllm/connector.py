@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from typing_extensions import override
@@ -60,9 +61,9 @@ class NixlTiersConnector(OffloadingConnector):
             super().__init__(vllm_config, role, kv_cache_config)
         self._loading: dict[int, str] = {}  # job -> request, on workers
         if self.connector_scheduler is not None:
-            self._manager().times_are_published(compat.step_tokens(vllm_config.scheduler_config))
+            self._manager.times_are_published(compat.step_tokens(vllm_config.scheduler_config))
             if (windows := compat.windows(self.connector_scheduler)) is not None:
-                self._manager().windows_are_known(windows)
+                self._manager.windows_are_known(windows)
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         # Groups that are not offloaded bound a load, which vLLM finds out at the request's turn.
         self._anticipates = not getattr(self, "_bounding_group_ids", ())
@@ -83,17 +84,17 @@ class NixlTiersConnector(OffloadingConnector):
     @override
     def register_kv_caches(self, kv_caches: Any) -> None:
         super().register_kv_caches(kv_caches)
-        self._worker().keep_failed_loads()
+        self._worker.keep_failed_loads()
 
     @override
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         super().handle_preemptions(kv_connector_metadata)
         if isinstance(kv_connector_metadata, StepMetadata):
-            self._worker().step_clock.begin(kv_connector_metadata.step)
+            self._worker.step_clock.begin(kv_connector_metadata.step)
 
     @override
     def wait_for_save(self) -> None:
-        self._worker().step_clock.end()
+        self._worker.step_clock.end()
         super().wait_for_save()
 
     @override
@@ -105,7 +106,7 @@ class NixlTiersConnector(OffloadingConnector):
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
-        for job_id in self._worker().take_failed_loads():
+        for job_id in self._worker.take_failed_loads():
             results.failed_recving.add(self._loading[job_id])
         if results.finished_recving:  # a request has one load at a time
             ended = [job_id for job_id, request in self._loading.items() if request in results.finished_recving]
@@ -124,30 +125,33 @@ class NixlTiersConnector(OffloadingConnector):
 
     @override
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        self._manager().began_at(request.request_id, num_computed_tokens)
+        self._manager.began_at(request.request_id, num_computed_tokens)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return found
 
     @override
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        self._manager().began(beginning(scheduler_output))
+        manager = self._manager
+        if manager.weights.in_doubt:
+            manager.began(beginning(scheduler_output))
         meta = super().build_connector_meta(scheduler_output)
-        self._fill_line()
-        return StepMetadata(**vars(meta), step=self._manager().scheduled(scheduled_tokens(scheduler_output)))
+        if self._arrivals.waiting:
+            self._fill_line()
+        return StepMetadata(**vars(meta), step=manager.scheduled(scheduled_tokens(scheduler_output)))
 
     @override
     def _max_loadable_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
         """What vLLM asks before each look-up of a request (from 0.32 on)."""
         bound: int | None = super()._max_loadable_tokens(request, num_computed_tokens)
-        self._manager().bound_load(request.request_id, bound)
+        self._manager.bound_load(request.request_id, bound)
         return bound
 
     @override
     def on_new_request(self, request: Any) -> None:
         """A request joins the scheduler's queue: what it is going to load comes up while it waits there."""
         super().on_new_request(request)
-        self._manager().salt_of(request.request_id, getattr(request, "cache_salt", None))
-        if self._anticipates and self._manager().anticipates(request.request_id):
+        self._manager.salt_of(request.request_id, getattr(request, "cache_salt", None))
+        if self._anticipates and self._manager.anticipates(request.request_id):
             rank = (float(request.priority), request.arrival_time) if self._by_priority else (0.0,)
             self._arrivals.add(request.request_id, rank)
             self._fill_line()
@@ -156,7 +160,7 @@ class NixlTiersConnector(OffloadingConnector):
     def update_connector_output(self, connector_output: Any) -> None:
         """vLLM reports a failed load in the step in which all workers have ended it."""
         if connector_output.failed_recving:
-            manager = self._manager()
+            manager = self._manager
             for request in connector_output.failed_recving:
                 if manager.load_failed(request):
                     log.warning("nixl_tiers: the load of request %s failed; its chunks are dropped", request)
@@ -176,7 +180,7 @@ class NixlTiersConnector(OffloadingConnector):
 
     def _fill_line(self) -> None:
         """Requests are next in line by now: read their chains."""
-        manager = self._manager()
+        manager = self._manager
         for request, rank in self._arrivals.take(manager.line_has_room):
             if not manager.is_queued(request):
                 continue  # it has begun, or ended
@@ -192,11 +196,13 @@ class NixlTiersConnector(OffloadingConnector):
                 return
             manager.anticipate(request, keys, rank)
 
+    @cached_property
     def _manager(self) -> NixlTiersManager:
         manager = self.scheduler.manager
         assert isinstance(manager, NixlTiersManager)
         return manager
 
+    @cached_property
     def _worker(self) -> NixlTiersWorker:
         assert self.connector_worker is not None
         worker = self.connector_worker.worker

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -105,7 +106,7 @@ class NixlTiersManager(OffloadingManager):
         self._failed: set[str] = set()  # requests whose load a worker could not copy
         kept = config.on_reset == "keep"
         self._gate = StoreGate(kept=kept, one_block=coordinator.region.geometry.sub_blocks == 1)
-        self._weights = WeightsGate(lambda: coordinator.region.ranks.weights, kept=kept)
+        self.weights = WeightsGate(partial(attrgetter("ranks.weights"), coordinator.region), kept=kept)
         self._meter = PrefillMeter(coordinator.observe_prefill)
         tokens = {group: each for group, each in zip(groups, chunk_tokens, strict=False) if each}
         self._lookups = Lookups(coordinator, len(groups), self._gate, self._meter, tokens)
@@ -113,12 +114,15 @@ class NixlTiersManager(OffloadingManager):
         self._tenants = Tenants(config.quotas)
         self._has_quotas = bool(config.quotas)
         self._sees_salts = False
+        self._core = coordinator.core()
+        self._entered = -1  # how often at the last step's end
+        self._calm = False  # whether nothing is to be done at a step's end until it is entered again
 
     def times_are_published(self, step_tokens: int) -> None:
         """NixlTiersConnector calls it: its workers publish the time of steps, and `scheduled` is called at each, as are
         `began_at` and `began` for all requests, and `salt_of` for each new one. No step computes more than
         `step_tokens` tokens of a request."""
-        self._weights.knows_own_hits = self._sees_salts = True
+        self.weights.knows_own_hits = self._sees_salts = True
         with self._coordinator.core() as core:
             core.prefill.limit_step(step_tokens)
         self._meter.be_exact(self._coordinator.region.step_seconds)
@@ -140,18 +144,18 @@ class NixlTiersManager(OffloadingManager):
 
     def scheduled(self, requests: Iterable[Scheduled]) -> int:
         """What the step computes that on_schedule_end has just ended the planning of; returns its number."""
-        return self._meter.scheduled(requests)
+        return self._meter.scheduled(requests) if requests else self._meter.number
 
     def began_at(self, request: str, tokens: int) -> None:
         """A request begins, or begins anew, with so many tokens of vLLM's own cache. NixlTiersConnector calls it."""
         self._look_at_weights()
-        self._weights.began_at(request, tokens)
+        self.weights.began_at(request, tokens)
 
     def began(self, requests: Iterable[tuple[str, int]]) -> None:
-        """The step goes on with these requests from so many tokens on. NixlTiersConnector calls it."""
-        if self._weights.in_doubt:
-            for request, tokens in requests:
-                self._weights.scheduled_at(request, tokens)
+        """The step goes on with these requests from so many tokens on. NixlTiersConnector calls it, while the weights
+        are in doubt."""
+        for request, tokens in requests:
+            self.weights.scheduled_at(request, tokens)
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -206,7 +210,7 @@ class NixlTiersManager(OffloadingManager):
         for names in (self._requests, self._begun, self._failed, self._store_none, self._promote_none):
             names.discard(request)
         self._gate.ended(request)
-        self._weights.ended(request)
+        self.weights.ended(request)
         self._meter.positions.forget(request)
         self._lookups.ended(req_context)
         hints = self._at_end.pop(request, ())
@@ -248,7 +252,7 @@ class NixlTiersManager(OffloadingManager):
             self._lookups.chains.note_load(group, counts[place])
         self._prepared_load = True
         self._gate.load_began(req_context.req_id)
-        self._weights.load_began(req_context.req_id)
+        self.weights.load_began(req_context.req_id)
         if end is not None:
             self._meter.positions.hit(req_context.req_id, end)
         missing: dict[int, int] = {}
@@ -289,7 +293,7 @@ class NixlTiersManager(OffloadingManager):
         """Never None, which vLLM would retry at every step: keys without room are left out from the prefix's end."""
         self._note_position(keys, req_context)
         self._look_at_weights()
-        if req_context.req_id in self._store_none or not self._weights.may_store(req_context.req_id):
+        if req_context.req_id in self._store_none or not self.weights.may_store(req_context.req_id):
             keys = ()
         offered = self._gate.allowed(keys, req_context) if self._gate.shut else list(keys)
         plan = self._coordinator.prepare_store(self._in_prefix_order(offered, req_context), req_context.req_id)
@@ -309,7 +313,7 @@ class NixlTiersManager(OffloadingManager):
         """`success` is ignored: the region's control words record which rows every worker wrote."""
         self._look_at_weights()
         self._storing.difference_update(keys)
-        if self._weights.closed:  # what was copied may be of either weights
+        if self.weights.closed:  # what was copied may be of either weights
             with self._coordinator.core() as core:
                 core.copies.drop_store(keys)
             return
@@ -317,24 +321,35 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """A step in which nobody has asked for anything, as most that only decode, takes the short way: after a forward
+        pass no code is in a processor's cache, and each function costs microseconds."""
+        began, preempted = context.new_req_ids, context.preempted_req_ids
+        if self._calm and self._core.entered == self._entered and not began and not preempted:
+            if self._meter.exact:
+                self._meter.number += 1
+            else:
+                self._meter.begin(time.monotonic())
+            return
         with self._coordinator.core() as core:
-            core.end_step(context.new_req_ids, context.preempted_req_ids)
+            core.end_step(began, preempted)
         self._gate.end_step(context)
-        for request in context.preempted_req_ids:
+        for request in preempted:
             self._meter.positions.forget(request)
             self._lookups.chains.ended(request)
         self._meter.begin(time.monotonic())
-        if self._loading and (context.new_req_ids or not self._idle()):
+        if self._loading and (began or not self._idle()):
             self._beside.update(self._loading)
-        self._begun.update(context.new_req_ids)
+        self._begun.update(began)
         if self._gate.holding or self._loading:
-            self._weights.computed()
+            self.weights.computed = True
         self._look_at_weights()
-        if self._pause_s and not context.new_req_ids and self._can_only_wait():
+        if self._pause_s and not began and self._can_only_wait():
             with self._coordinator.changed:
                 self._coordinator.changed.wait(self._pause_s)
         self._lookups.end_step()
         self._prepared_load = False
+        self._calm = not (self._loading or self._gate.watches or self.weights.closed)
+        self._entered = self._core.entered
 
     @override
     def has_pending_work(self) -> bool:
@@ -345,7 +360,7 @@ class NixlTiersManager(OffloadingManager):
     def reset_cache(self) -> None:
         self._look_at_weights()
         self._gate.reset(self._requests, self._loading)
-        self._weights.reset()
+        self.weights.reset()
         self._loading.clear()  # vLLM completes no job of before a reset
         self._storing.clear()
         self._beside.clear()
@@ -356,19 +371,21 @@ class NixlTiersManager(OffloadingManager):
     def _look_at_weights(self) -> None:
         """See whether the weights have been changed in place. A number a rank is compared: call it wherever something
         is to be found or stored."""
-        if self._weights.look():
+        if self.weights.look():
             self._gate.weights_changed()
             self._lookups.reset()
-        self._begin_epoch()
-        self._lookups.closed = self._weights.closed
+            self._lookups.closed = True
+        if self.weights.closed:
+            self._begin_epoch()
 
     def _begin_epoch(self) -> bool:
         """Once a change of the weights has ended, and with it every copy of before: vLLM goes on with them, and reports
         each by the keys alone, which may be stored again in the new epoch."""
-        if not self._weights.closed or not self._weights.quiet or self._loading or self._storing:
+        if not self.weights.closed or not self.weights.quiet or self._loading or self._storing:
             return False
         self._forget(changed=True)
-        self._weights.opened()
+        self.weights.opened()
+        self._lookups.closed = False
         return True
 
     def _forget(self, *, changed: bool = False) -> None:
@@ -394,7 +411,8 @@ class NixlTiersManager(OffloadingManager):
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
         now_s = time.monotonic()
-        self._meter.end(now_s)  # vLLM asks once for each step whose output it processes
+        if self._meter.unpublished or not self._meter.exact:
+            self._meter.end(now_s)  # vLLM asks once for each step whose output it processes
         if self._requests and now_s < self._report_at_s:
             return None
         self._report_at_s = now_s + self._report_s

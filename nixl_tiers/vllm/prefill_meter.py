@@ -36,6 +36,10 @@ class _Step:
         self.prompt_tokens += (end - start) * prompt
         self.contexts += (end - start) * (start + end) / 2
 
+    @property
+    def is_prefill(self) -> bool:
+        return self.prompt_tokens > 0 and self.prompt_tokens >= MIN_SHARE * self.tokens
+
 
 class Positions:
     """How far each request has been computed, as far as vLLM's own connector shows it: in whole chunks."""
@@ -74,35 +78,40 @@ class PrefillMeter:
     ) -> None:
         self._observe = observe
         self._published = published
-        self._running: deque[_Step] = deque(maxlen=MAX_OPEN_STEPS)  # scheduled, and their output not yet processed
-        self._unpublished: deque[_Step] = deque(maxlen=MAX_OPEN_STEPS)
-        self._last = _Step(-1, 0.0)
-        self._ended_s = 0.0
-        self.positions = Positions()
-
-    @property
-    def exact(self) -> bool:
+        self.exact = published is not None
         """Whether `scheduled` reports what steps compute, rather than `positions`."""
-        return self._published is not None
+        self._running: deque[_Step] = deque(maxlen=MAX_OPEN_STEPS)  # scheduled, and their output not yet processed
+        self._last: _Step | None = None
+        self._ended_s = 0.0
+        self.number = -1
+        """Of the last step."""
+        self.unpublished: deque[_Step] = deque(maxlen=MAX_OPEN_STEPS)
+        """Steps of mostly prompts whose time is still to be published; their times are taken by `end`."""
+        self.positions = Positions()
 
     def be_exact(self, published: Callable[[int], float | None]) -> None:
         """From the next step on workers publish times, and `scheduled` is called."""
-        self._published = published
+        self._published, self.exact = published, True
 
     def begin(self, now: float) -> None:
         """A step was scheduled; what it computes is reported until the next call."""
-        self._last = _Step(self._last.number + 1, now)
-        self._running.append(self._last)
+        self.number += 1
+        if self._published is None:
+            self._last = _Step(self.number, now)
+            self._running.append(self._last)
 
     def scheduled(self, requests: Iterable[Scheduled]) -> int:
         """What the step that began last computes; returns its number, by which workers publish its time."""
+        step = _Step(self.number, 0.0)
         for computed, count, prompt in requests:
-            self._last.add(computed, computed + count, prompt)
-        return self._last.number
+            step.add(computed, computed + count, prompt)
+        if step.is_prefill:
+            self.unpublished.append(step)
+        return self.number
 
     def stored(self, request: str, end: int, chunk: int) -> None:
         """In the step that began last the request has been offered to be stored up to token `end`."""
-        if self.exact:
+        if self._last is None or self.exact:
             return
         computed = self.positions.advance(request, end, chunk)
         if computed is not None:
@@ -110,18 +119,13 @@ class PrefillMeter:
 
     def end(self, now: float) -> None:
         """vLLM has processed the output of the first of the running steps."""
-        if not self._running:
-            return
-        step = self._running.popleft()
-        began_s, self._ended_s = max(step.began_s, self._ended_s), now
-        if not step.prompt_tokens or step.prompt_tokens < MIN_SHARE * step.tokens:
-            pass
-        elif self._published is None:
-            self._add(step, now - began_s)
-        else:
-            self._unpublished.append(step)
-        if self._published is not None and self._unpublished:
+        if self._published is not None:
             self._take_published(self._published)
+        elif self._running:
+            step = self._running.popleft()
+            began_s, self._ended_s = max(step.began_s, self._ended_s), now
+            if step.is_prefill:
+                self._add(step, now - began_s)
 
     def reset(self) -> None:
         """Requests begin again."""
@@ -129,13 +133,13 @@ class PrefillMeter:
 
     def _take_published(self, published: Callable[[int], float | None]) -> None:
         waiting = deque[_Step](maxlen=MAX_OPEN_STEPS)
-        for step in self._unpublished:
+        for step in self.unpublished:
             seconds = published(step.number)
             if seconds is None:
                 waiting.append(step)
             else:
                 self._add(step, seconds)
-        self._unpublished = waiting
+        self.unpublished = waiting
 
     def _add(self, step: _Step, seconds: float) -> None:
         self._observe(step.tokens, step.contexts / step.tokens, seconds)

@@ -194,7 +194,8 @@ class WeightsGate:
         self.closed = False
         self.in_doubt = False
         self.knows_own_hits = False  # whether `began_at` is called for every request
-        self._computed = False  # since the last reset: so there may be something in vLLM's own cache
+        self.computed = False
+        """Whether something was, since the last reset, or loaded by another connector: vLLM's own cache keeps it."""
         # In doubt: requests that began, since the last change, with nothing of vLLM's own cache; whether they load.
         self._fresh: dict[str, bool] = {}
 
@@ -212,7 +213,7 @@ class WeightsGate:
                 ", although on_reset is keep" if self._kept else "",
             )
         self.closed = True
-        if self._computed and not self.in_doubt:
+        if self.computed and not self.in_doubt:
             self.in_doubt = True
             log.warning(
                 _DOUBT,
@@ -248,10 +249,6 @@ class WeightsGate:
     def may_store(self, request: str) -> bool:
         return not self.closed and (not self.in_doubt or request in self._fresh)
 
-    def computed(self) -> None:
-        """Something may be computed, or loaded by another connector, which vLLM's own cache keeps."""
-        self._computed = True
-
     def ended(self, request: str) -> None:
         self._fresh.pop(request, None)
 
@@ -261,5 +258,5 @@ class WeightsGate:
 
     def reset(self) -> None:
         """vLLM has reset its own cache, as far as StoreGate finds, and the connector."""
-        self.in_doubt = self._computed = False
+        self.in_doubt = self.computed = False
         self._fresh.clear()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.runtime.coordinator import Coordinator
@@ -15,11 +16,9 @@ from nixl_tiers.runtime.hold import Hold
 class CountedHold(Hold):
     """In place of a coordinator's hold, on one thread."""
 
-    def __init__(self, inner: Hold) -> None:
-        vars(self).update(vars(inner))
-        self.longest = 0
-        """The most calls in a hold, since it was set to 0."""
-        self._calls = self._depth = 0
+    longest = 0
+    """The most calls in a hold, since it was set to 0."""
+    _calls = _depth = 0
 
     def __enter__(self) -> TierManager:
         self._depth += 1
@@ -38,10 +37,12 @@ class CountedHold(Hold):
 
 @contextmanager
 def counted(coordinator: Coordinator) -> Iterator[CountedHold]:
-    hold = coordinator._hold = CountedHold(coordinator._hold)
+    hold: Any = coordinator._hold
+    hold.__class__ = CountedHold  # front ends keep the object
     before = sys.getprofile()
     sys.setprofile(hold.count)
     try:
         yield hold
     finally:
         sys.setprofile(before)
+        hold.__class__ = Hold

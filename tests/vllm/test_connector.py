@@ -89,7 +89,7 @@ def test_the_scheduler_is_told_at_once_what_vllms_own_connector_does_not_show(mo
     manager = SimpleNamespace(times_are_published=told.append, windows_are_known=told.append)
     groups = [SimpleNamespace(group_idx=1 + n, sliding_window_size_in_chunks=n or None) for n in (0, 3)]
     scheduler = SimpleNamespace(config=SimpleNamespace(kv_group_configs=groups))
-    monkeypatch.setattr(NixlTiersConnector, "_manager", lambda self: manager)
+    monkeypatch.setattr(NixlTiersConnector, "_manager", manager)
     monkeypatch.setattr(
         "nixl_tiers.vllm.connector.OffloadingConnector.__init__",
         lambda self, *_: setattr(self, "connector_scheduler", scheduler),
@@ -126,7 +126,7 @@ def test_the_manager_is_told_of_vllms_own_hits_before_a_request_is_looked_up(mon
     connector = object.__new__(NixlTiersConnector)
     calls: list[tuple[str, int]] = []
     manager = SimpleNamespace(began_at=lambda request, tokens: calls.append((request, tokens)))
-    monkeypatch.setattr(connector, "_manager", lambda: manager, raising=False)
+    connector._manager = manager
 
     def look_up(self: object, request: object, tokens: int) -> tuple[int | None, bool]:
         assert calls[-1] == ("r", tokens)
@@ -183,9 +183,7 @@ def test_the_spec_learns_which_ranks_hold_the_same_kv_heads(monkeypatch: pytest.
 def test_vllms_own_bound_of_a_load_reaches_the_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     connector = object.__new__(NixlTiersConnector)
-    connector._manager = lambda: SimpleNamespace(
-        bound_load=lambda *told_now: told.append(told_now), began_at=lambda *_: None
-    )
+    connector._manager = SimpleNamespace(bound_load=lambda *told_now: told.append(told_now), began_at=lambda *_: None)
     monkeypatch.setattr("nixl_tiers.vllm.connector.OffloadingConnector._max_loadable_tokens", lambda *_: 96)
     connector.connector_scheduler = SimpleNamespace(
         get_num_new_matched_tokens=lambda *_, max_num_new_tokens: (max_num_new_tokens, True)
@@ -205,7 +203,7 @@ def test_failed_requests_are_reported_once_in_the_step_in_which_they_ended() -> 
     ended: list[set[str]] = [{"five"}, set(), {"four", "six"}]
     failed = [{5}, set(), {4}]
     worker = SimpleNamespace(take_failed_loads=lambda: failed.pop(0))
-    connector._worker = lambda: worker
+    connector._worker = worker
     connector.connector_worker = SimpleNamespace(
         start_kv_transfers=lambda metadata: None, get_finished=lambda finished: (set(), ended.pop(0))
     )
@@ -259,13 +257,14 @@ def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypa
     manager = SimpleNamespace(
         scheduled=lambda requests: 41 + len(requests),
         began=began.extend,
+        weights=SimpleNamespace(in_doubt=True),
         line_has_room=lambda rank: True,
         is_queued=asked.append,
     )
     calls: list[object] = []
     worker = SimpleNamespace(step_clock=SimpleNamespace(begin=calls.append, end=lambda: calls.append("end")))
-    monkeypatch.setattr(connector, "_manager", lambda: manager, raising=False)
-    monkeypatch.setattr(connector, "_worker", lambda: worker, raising=False)
+    connector._manager = manager
+    connector._worker = worker
     monkeypatch.setattr(vllm + "build_connector_meta", lambda self, output: meta)
     monkeypatch.setattr(vllm + "handle_preemptions", lambda self, metadata: calls.append("flush"))
     monkeypatch.setattr(vllm + "wait_for_save", lambda self: None)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -193,6 +194,37 @@ def test_speed_of_prefill_is_learned_from_the_times_that_workers_publish(
     assert [*rig.manager._coordinator._core.prefill.samples()] == [(512, 256.0, 2.0)]
 
 
+def test_a_step_that_only_decodes_takes_the_short_way(rig: ManagerRig) -> None:
+    """After a forward pass no code is in a processor's cache: what counts is in how many functions it is."""
+    (key,) = keys_of(1)
+    rig.manager.times_are_published(2048)
+    context = rig.request("r", key)
+
+    def calls_of_a_step() -> set[str]:
+        called: set[str] = set()
+        sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_name) if event == "call" else None)
+        rig.manager.on_schedule_end(STEP)
+        numbers.append(rig.manager.scheduled([]))
+        sys.setprofile(None)
+        return called
+
+    numbers: list[int] = []
+    short = {"on_schedule_end", "scheduled"}
+    rig.manager.on_schedule_end(ScheduleEndContext(("r",), ()))
+    assert calls_of_a_step() == short
+    assert rig.manager.lookup(key, context) is LookupResult.MISS
+    assert calls_of_a_step() > short, "its look-ups are to be ended"
+    assert calls_of_a_step() == short
+    rig.region.ranks.publish_weights(0, changing=True)
+    assert rig.manager.lookup(key, context) is LookupResult.MISS
+    assert calls_of_a_step() > short
+    assert calls_of_a_step() > short, "while the weights change"
+    rig.region.ranks.publish_weights(0, changing=False)
+    assert calls_of_a_step() > short, "a new epoch begins"
+    assert calls_of_a_step() == short
+    assert numbers == list(range(1, 8)), "every step has its number"
+
+
 def test_a_row_that_one_worker_did_not_write_is_a_miss(rig: ManagerRig) -> None:
     (key,) = keys_of(1)
     context = rig.request("r", key)
@@ -350,6 +382,7 @@ class ScriptedCoordinator:
     def __init__(self, answer: Lookup, source: str) -> None:
         self.answer, self.where = answer, source
         self.changed = self.copies = self
+        self.entered = 0
         self.region = SimpleNamespace(
             geometry=Geometry(cells=1, cell_payload=8192), ranks=SimpleNamespace(weights=(0,))
         )
@@ -414,6 +447,7 @@ class ScriptedCoordinator:
         self.waits_s.append(timeout_s)
 
     def __enter__(self) -> Self:
+        self.entered += 1
         return self
 
     def __exit__(self, *_: object) -> None:

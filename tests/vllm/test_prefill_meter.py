@@ -162,7 +162,7 @@ def test_time_that_never_comes_is_forgotten(engine: Engine) -> None:
         engine.meter.begin(engine.now)
         engine.meter.scheduled([(0, 512, True)])
         engine.meter.end(engine.now)
-    assert len(engine.meter._unpublished) <= 32
+    assert len(engine.meter.unpublished) <= 32
 
 
 def test_output_of_vllm_is_read_as_prompts_and_decodes() -> None:

@@ -39,7 +39,7 @@ def ranks() -> Ranks:
 def gate_in_doubt(ranks: Ranks, *, knows: bool = True) -> WeightsGate:
     gate = WeightsGate(ranks, kept=False)
     gate.knows_own_hits = knows
-    gate.computed()
+    gate.computed = True
     ranks.weights = (2, 2)
     assert gate.look()
     gate.opened()
@@ -103,7 +103,7 @@ class TestRules:
     def test_there_is_no_doubt_if_nothing_was_computed_since_a_reset(self, ranks: Ranks, reset: bool) -> None:
         """Sleep, wake up, reload; pause, update, resume."""
         gate = WeightsGate(ranks, kept=False)
-        gate.computed()
+        gate.computed = True
         if reset:
             gate.reset()
         ranks.weights = (2, 2)
@@ -114,7 +114,7 @@ class TestRules:
         gate = WeightsGate(ranks, kept=False)
         ranks.weights = (1, 1)
         gate.look()
-        gate.computed()
+        gate.computed = True
         assert not gate.in_doubt
         ranks.weights = (2, 2)
         gate.look()
@@ -341,7 +341,7 @@ def test_what_is_computed_upon_a_load_of_the_new_epoch_is_stored(rig: WeightsRig
     rig.manager.began([("second", 64)])
     assert rig.store(second, two) == [two]
     rig.end(second)
-    assert not rig.manager._weights._fresh
+    assert not rig.manager.weights._fresh
 
 
 def test_a_copy_that_ends_after_a_change_is_not_written_below(rig: WeightsRig) -> None:
@@ -439,8 +439,8 @@ def test_looking_takes_one_reading_a_request_and_step(monkeypatch: pytest.Monkey
     rig.store(rig.request("before"), *keys)
     context = rig.request("r", *keys)
     looks: list[int] = []
-    look: Callable[[], bool] = rig.manager._weights.look
-    monkeypatch.setattr(rig.manager._weights, "look", lambda: (looks.append(1), look())[1])
+    look: Callable[[], bool] = rig.manager.weights.look
+    monkeypatch.setattr(rig.manager.weights, "look", lambda: (looks.append(1), look())[1])
     assert [rig.manager.lookup(key, context) for key in keys] == [HIT] * 4
     assert len(looks) == 1
     rig.manager.shutdown()
