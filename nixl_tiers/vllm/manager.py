@@ -324,7 +324,8 @@ class NixlTiersManager(OffloadingManager):
         """A step in which nobody has asked for anything, as most that only decode, takes the short way: after a forward
         pass no code is in a processor's cache, and each function costs microseconds."""
         began, preempted = context.new_req_ids, context.preempted_req_ids
-        if self._calm and self._core.entered == self._entered and not began and not preempted:
+        asked = self._lookups.answers or self._core.entered != self._entered
+        if self._calm and not (asked or began or preempted):
             if self._meter.exact:
                 self._meter.number += 1
             else:
@@ -375,6 +376,7 @@ class NixlTiersManager(OffloadingManager):
             self._gate.weights_changed()
             self._lookups.reset()
             self._lookups.closed = True
+            self._calm = False
         if self.weights.closed:
             self._begin_epoch()
 
