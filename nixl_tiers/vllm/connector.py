@@ -168,7 +168,7 @@ class NixlTiersConnector(OffloadingConnector):
 
     @override
     def reset_cache(self) -> bool | None:
-        self._manager().withdraw_events()
+        self._manager.withdraw_events()
         self._withdrawn += super().take_events()
         done: bool | None = super().reset_cache()
         return done

@@ -112,7 +112,7 @@ def test_the_manager_is_told_the_salt_of_a_new_request_once_it_knows_it(monkeypa
     connector._anticipates = False
     told: list[Any] = []
     manager = SimpleNamespace(salt_of=lambda request, salt: told.append((request, salt)))
-    monkeypatch.setattr(connector, "_manager", lambda: manager, raising=False)
+    connector._manager = manager
     monkeypatch.setattr(
         "nixl_tiers.vllm.connector.OffloadingConnector.on_new_request",
         lambda self, request: told.append(request.request_id),

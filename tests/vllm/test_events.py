@@ -134,7 +134,7 @@ def test_connector_takes_removals_before_vllm_forgets_what_the_chunks_are(
     connector.connector_scheduler = SimpleNamespace(  # type: ignore[assignment]
         manager=rig.manager, reset_cache=reset, take_events=take
     )
-    monkeypatch.setattr(NixlTiersConnector, "_manager", lambda self: rig.manager)
+    monkeypatch.setattr(NixlTiersConnector, "_manager", rig.manager)
     assert connector.reset_cache()
     assert connector.reset_cache(), "a second one before the next step"
     first, *_ = taken = list(connector.take_events())
