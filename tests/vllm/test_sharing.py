@@ -122,6 +122,7 @@ def test_another_revision_of_the_weights_misses_everything(
 def test_engines_find_each_others_chunks_while_both_run(
     engine: Engine, options: dict[str, Any], tmp_path: Path, medium: str, moto: MotoServer
 ) -> None:
+    """What was there at its start, and on a prefix that is asked also what has come since: nothing is listed there."""
     if medium == "files":
         shared: dict[str, Any] = files_tier(tmp_path / "kv", "64MiB")
     else:
@@ -129,23 +130,28 @@ def test_engines_find_each_others_chunks_while_both_run(
             "type": "s3",
             "bucket": moto.make_bucket(f"sharing-{os.getpid()}"),
             "endpoint": moto.endpoint,
-            "capacity": "64MiB",
+            "capacity": "1GiB",  # an engine uploads a 64th of it before the prefix is counted again
+            "shared": True,
         }
-    tiers = {"tiers": [CPU, shared]}
-    stored, looked = tmp_path / "stored", tmp_path / "looked"
+    asked = medium == "bucket"
+    tiers = {"tiers": [CPU, shared], "probe_s": 10}
+    stored, looked, more = (str(tmp_path / name) for name in ("stored", "looked", "more"))
     settings = {**options, "env": {**moto.env, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
     with ThreadPoolExecutor(1) as other:
-        first = other.submit(
-            engine, tiers, ask(0), ["flush"], ["touch", str(stored)], ["await", str(looked)], ["stats"], **settings
-        )
+        later = [ask(1), ["flush"], ["touch", more]] if asked else []
+        steps = [ask(0), ["flush"], ["touch", stored], ["await", looked], *later]
+        first = other.submit(engine, tiers, *steps, **settings)
         try:
-            until(lambda: stored.exists() or first.done(), "the first engine", timeout_s=500)
-            assert stored.exists(), first.exception()
-            answer, stats = engine(tiers, ask(0), ["stats"], **settings)
+            until(lambda: Path(stored).exists() or first.done(), "the first engine", timeout_s=500)
+            assert Path(stored).exists(), first.exception()
+            later = [["await", more], ask(1)] if asked else []
+            answer, _, *rest, stats = engine(tiers, ask(0), ["touch", looked], *later, ["stats"], **settings)
         finally:
-            looked.touch()
-        cold, *_ = first.result()
-    assert (cold[0]["cached"], answer[0]["cached"]) == (0, WHOLE)
-    assert answer[0]["tokens"] == cold[0]["tokens"]
-    name = "file" if medium == "files" else "s3"
-    assert stats[name]["hits"] == CHUNKS
+            Path(looked).touch()
+        cold = first.result()
+    assert (cold[0][0]["cached"], answer[0]["cached"]) == (0, WHOLE)
+    assert answer[0]["tokens"] == cold[0][0]["tokens"]
+    if asked:
+        assert (cold[4][0]["cached"], rest[1][0]["cached"]) == (0, WHOLE)
+        assert rest[1][0]["tokens"] == cold[4][0]["tokens"]
+    assert stats["s3" if asked else "file"]["hits"] == CHUNKS * (1 + asked)
