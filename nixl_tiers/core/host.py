@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
@@ -110,7 +111,7 @@ class HostTier:
         self._gone = gone or EvictionHistory()
         self.changed: Callable[[Key], None] | None = None  # the key of each row that came up or goes, but for resets
         self.evicting: dict[Key, Row] = {}
-        self.retained_of = [0] * (1 + len(quotas))
+        self.retained_of = array("q", [0] * (1 + len(quotas)))
         """How many rows `retain` keeps from eviction, by tenant; 0: those of none."""
         self.step = 0
         self._make_policy = policy
@@ -332,7 +333,7 @@ class HostTier:
         garbage.add(self.evicting, self._policy, self._own)
         self.index, self.evicting, self._policy = {}, {}, self._make_policy()
         self._own = [LeafFirstLru() for _ in self._own]
-        self.retained_of = [0] * len(self.retained_of)
+        self.retained_of = array("q", [0] * len(self.retained_of))
         self._unseen = 0
         self.no_victims = False
 
