@@ -124,6 +124,11 @@ class VllmServer:
     ) -> None:
         self.stop()
 
+    @property
+    def port(self) -> int:
+        """On the loopback interface."""
+        return self._port
+
     def log_tail(self, lines: int = 25) -> str:
         """The last lines of its log."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
