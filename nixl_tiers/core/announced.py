@@ -73,6 +73,7 @@ class Announced:
     def listed(self) -> None:
         """A tier has listed its rows, and did not say one by one which are new."""
         self._again = deque(self._stored)
+        self._again.extend(self._in_host)
 
     def reset(self) -> None:
         """Nothing of what was told holds any more, even where a row stays: it is told again when it is seen."""

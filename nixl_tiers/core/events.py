@@ -329,7 +329,8 @@ class Events:
             found = host.look_on()
             host.no_victims = not (found or host.searching)
         self._engine_hits.work()
-        self._retention.work(now)
+        if self._retention.waiting:
+            self._retention.work(now)
 
     def _going_on(self, tier: Tier, steps: Steps) -> Steps:
         for _ in steps:

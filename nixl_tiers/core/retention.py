@@ -31,11 +31,8 @@ class Retention:
         self._planned: list[tuple[float, int, Sequence[Key], int]] = []  # a heap of prefetches, by time; their tenants
         self._plans = 0
         self._planned_keys = 0
-
-    @property
-    def waiting(self) -> bool:
+        self.waiting = False
         """Whether time brings work."""
-        return bool(len(self._until) or self._planned)
 
     def retain(self, keys: Sequence[Key], until_s: float) -> bool:
         """Evict those of `keys`, in prefix order, that the host has not before `until_s`; of one that is retained for
@@ -53,6 +50,7 @@ class Retention:
                 self._until.remove(key)
             self._host.retain(row, second)
             self._until.add_root(key, second)
+            self.waiting = True
         return True
 
     def end_some(self, most: int) -> bool:
@@ -61,6 +59,7 @@ class Retention:
             key, _ = self._until.pop()
             if (row := self._host.index.get(key)) is not None and row.retained_until:
                 self._host.release(row)
+        self.waiting = bool(len(self._until) or self._planned)
         return len(self._until) > 0
 
     def prefetch(self, keys: Sequence[Key], at_s: float, tenant: int = 0) -> bool:
@@ -71,6 +70,7 @@ class Retention:
         self._plans += 1
         self._planned_keys += len(keys)
         heappush(self._planned, (at_s, self._plans, keys, tenant))
+        self.waiting = True
         return True
 
     def work(self, now: float) -> None:
@@ -92,12 +92,14 @@ class Retention:
             _, _, keys, tenant = heappop(self._planned)
             self._planned_keys -= len(keys)
             self._prefetch_queue.prefetch(keys, tenant)
+        self.waiting = bool(len(self._until) or self._planned)
 
     def reset(self, garbage: DeferredFree) -> None:
         """Other bytes belong to all keys from now on."""
         garbage.add(self._until, self._planned)
         self._until, self._planned = UpwardBatches(), []
         self._planned_keys = 0
+        self.waiting = False
 
     def _is_full(self, tenant: int, retained: int) -> bool:
         of_tenant = tenant and self._host.retained_of[tenant] >= self._most_of[tenant - 1]

@@ -13,6 +13,7 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Eviction, Write
 from nixl_tiers.core.announced import KEYS_A_HOLD, Announced, What
 from nixl_tiers.core.host import RowState
+from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import TierSpec, TierState
 from tests.support.columns import PlainColumns
@@ -61,9 +62,9 @@ class Router:
             there: set[int | None] = {*here, *([None] if row is not None and row.state is RowState.READY else [])}
             told = self.tiers.get(key, set())
             require(told <= there, f"{key!r} is told to be in {told}, and is in {there}")
-            listing = {tier.number for tier in core.tiers if tier.state is TierState.LISTING}  # told once it has ended
+            unlisted = {tier.number for tier in core.tiers if tier.state is not TierState.UP}  # told once all is listed
             if all_known:
-                require(there - told <= listing, f"{key!r} is told to be in {told} only, and is in {there}")
+                require(there - told <= unlisted, f"{key!r} is told to be in {told} only, and is in {there}")
             if all_known and told == there:
                 readable = [tier for tier in core.tiers if tier.number in told and tier.can_load(key, now)]
                 first = "cpu" if None in told else next((tier.spec.name for tier in readable), None)
@@ -204,6 +205,18 @@ def test_what_is_listed_is_told_when_a_request_finds_it() -> None:
     put(followed.core, [A, B])
     assert followed.told() == [(STORED, None, [A, B]), (STORED, 0, [A]), (STORED, 1, [A])]
     assert not followed.announced.due
+
+
+def test_what_the_host_has_and_a_tier_lists_later_is_told_when_all_is_listed() -> None:
+    followed = Followed()
+    put(followed.core, [A])
+    assert followed.told() == [(STORED, None, [A])]
+    followed.core.events.down(0, 0.0)
+    opened(followed.core, 0, 100)
+    take_all(followed.core.events.columns_listed(0, PlainColumns([(0, A, 1)])))
+    assert followed.told() == []
+    followed.list(0, [], last=True)
+    assert followed.told() == [(STORED, 0, [A])]
 
 
 def test_what_has_come_and_gone_is_told_at_once_and_once() -> None:
