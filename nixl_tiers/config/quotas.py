@@ -9,11 +9,11 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from nixl_tiers.base.policies import MOST_TENANTS
 from nixl_tiers.config import fields
 from nixl_tiers.config.tier import Model, when_unset
 
 OTHERS: Final = "*"
-MOST_TENANTS: Final = 64
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 

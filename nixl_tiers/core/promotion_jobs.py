@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,7 +14,7 @@ from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.host import Row, RowState
 from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.requests import Request
-from nixl_tiers.core.state import CascadeState
+from nixl_tiers.core.state import CascadeState, within_quotas
 from nixl_tiers.core.stats import Gone, tag_of
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction, Job, PlannedMove
@@ -206,13 +206,10 @@ class PromotionJobs:
     def _within_quotas(self, wanted: dict[Key, list[Request]]) -> dict[Key, list[Request]]:
         """Those that the quotas of their tenants have room for. The prefixes of others end there: the rows of their
         tenant are all in use."""
-        of_tenant = Counter(requests[0].tenant for requests in wanted.values())
-        room = {tenant: self._state.make_quota_room(tenant, count) for tenant, count in of_tenant.items()}
+        fits = within_quotas([requests[0].tenant for requests in wanted.values()], self._state.make_quota_room)
         within = {}
-        for key, requests in wanted.items():
-            tenant = requests[0].tenant
-            room[tenant] -= 1
-            if room[tenant] >= 0:
+        for (key, requests), fit in zip(wanted.items(), fits, strict=True):
+            if fit:
                 within[key] = requests
                 continue
             for request in requests:

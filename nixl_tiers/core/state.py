@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from nixl_tiers.base.policies import Prefer, Write
@@ -247,3 +248,14 @@ class CascadeState:
         tier.trials_running -= job.is_trial
         if job.abandoned and job.direction is Direction.LOAD:
             tier.quarantined -= len(job.moves)
+
+
+def within_quotas(tenants: Sequence[int], make_room: Callable[[int, int], int]) -> list[bool]:
+    """Of rows of these tenants, which fit their quotas: of each tenant the first ones. `make_room`: of a tenant, how
+    many of so many rows there is room for."""
+    room = {tenant: make_room(tenant, count) for tenant, count in Counter(tenants).items()}
+    fits = []
+    for tenant in tenants:
+        room[tenant] -= 1
+        fits.append(room[tenant] >= 0)
+    return fits

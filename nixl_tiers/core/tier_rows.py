@@ -30,7 +30,6 @@ PLAIN_ROWS: Final = 250_000  # of a tier where the native table was not compiled
 MAX_USES: Final = 16384  # rows whose uses wait to be taken; of more, those used last are not noted
 ALL_SLOTS: Final = 1 << 63
 NO_ID: Final = 0
-MOST_TENANTS: Final = 64  # that have a quota of their own
 MOST_TICK: Final = 1 << 39  # a higher one, which only a defect makes, must not be the newest for ever
 
 

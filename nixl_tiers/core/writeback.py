@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.host import CPU, Row, RowState
-from nixl_tiers.core.state import CascadeState
+from nixl_tiers.core.state import CascadeState, within_quotas
 from nixl_tiers.core.tier import UNLIMITED, Tier
 from nixl_tiers.core.tier_rows import Found
 from nixl_tiers.core.types import Direction, Job, PlannedMove
@@ -283,14 +282,15 @@ class WriteBack:
 
     def _within_quotas(self, tier: Tier, rows: Sequence[tuple[Row, int]]) -> list[tuple[Row, int]]:
         """Those that the quotas of their tenants have room for; the others are dropped."""
-        room: dict[int, int] = {}
-        for tenant, count in Counter(row.tenant for row, _ in rows).items():
-            room[tenant], evicted = tier.index.make_quota_room(tenant, count)
+
+        def make_room(tenant: int, count: int) -> int:
+            room, evicted = tier.index.make_quota_room(tenant, count)
             self._count_unwritten(tier, evicted)
+            return room
+
         within = []
-        for row, tick in rows:
-            room[row.tenant] -= 1
-            if room[row.tenant] >= 0:
+        for (row, tick), fit in zip(rows, within_quotas([row.tenant for row, _ in rows], make_room), strict=True):
+            if fit:
                 within.append((row, tick))
             else:
                 tier.counters.dropped_no_room += 1

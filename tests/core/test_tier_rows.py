@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from nixl_tiers.base.chunk import Key
+from nixl_tiers.base.policies import MOST_TENANTS
 from nixl_tiers.core import tier_rows
 from nixl_tiers.core.eviction.lru import LeafFirstLru
-from nixl_tiers.core.tier_rows import ALL_SLOTS, MOST_TENANTS, NO_ID, PlainTierRows, TierRows, make_rows
+from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, PlainTierRows, TierRows, make_rows
 from tests.support.compiled import CSRC
 
 needs_native = pytest.mark.skipif(tier_rows._tier_rows is None, reason="the native table was not compiled")
