@@ -49,10 +49,12 @@ Quotas = Annotated[dict[str, QuotaConfig], AfterValidator(_checked)]
 
 
 class Tenants:
-    """Numbers of tenants, from 1 on in the order of the configuration. 0: no quota."""
+    """Tenants have numbers, from 1 on: that of the first one's share in `shares` is 1. 0: no quota."""
 
     def __init__(self, quotas: Mapping[str, QuotaConfig]) -> None:
-        self._numbers = {quota.salt_sha256: number for number, quota in enumerate(quotas.values(), 1)}
+        self.shares = tuple(quota.share for quota in quotas.values())
+        self.named = {name: number for number, name in enumerate(quotas, 1)}
+        self._numbers = {quota.salt_sha256: self.named[name] for name, quota in quotas.items()}
 
     def number_of(self, salt: str | None) -> int:
         """Of a request with this `cache_salt`. Keeps nothing of it."""

@@ -110,11 +110,11 @@ def _answer(packet: bytes, coordinator: Coordinator | None) -> Answer:
     if coordinator is None or coordinator.closed:
         answer.problem = "the engine is shutting down"
         return answer
-    names = list(coordinator.config.quotas)
-    if request.quota is not None and request.quota not in names:
-        answer.problem = f"the engine has no quota of that name: it has {', '.join(names) or 'none'}"
+    tenants = coordinator.tenants.named
+    if request.quota is not None and request.quota not in tenants:
+        answer.problem = f"the engine has no quota of that name: it has {', '.join(tenants) or 'none'}"
         return answer
-    tenant = 0 if request.quota is None else names.index(request.quota) + 1
+    tenant = 0 if request.quota is None else tenants[request.quota]
     try:
         clearing = Clearing(coordinator, tenant, time.monotonic() + CLEAR_S)
         answer.tiers = clearing.run() if request.clear else clearing.look()

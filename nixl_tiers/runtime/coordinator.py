@@ -26,6 +26,7 @@ from nixl_tiers.base.clock import RunningClock
 from nixl_tiers.base.lifetime import ForkedLock, finalize_once
 from nixl_tiers.base.manifest import Description
 from nixl_tiers.base.policies import Write
+from nixl_tiers.config.quotas import Tenants
 from nixl_tiers.config.schema import ConfigError, TiersConfig, format_size
 from nixl_tiers.config.warnings import warnings_here, warnings_of
 from nixl_tiers.core.copies import StorePlan
@@ -82,7 +83,8 @@ class Coordinator(DeprecatedCalls):
         description: Description | None = None,
     ) -> None:
         """`description`: of the rows, for the manifests beside them."""
-        quotas = tuple(quota.share for quota in config.quotas.values())
+        self.tenants = Tenants(config.quotas)
+        quotas = self.tenants.shares
         specs = [
             TierSpec(
                 name,

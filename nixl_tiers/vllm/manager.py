@@ -13,7 +13,6 @@ from typing import Any, Final
 import numpy as np
 from typing_extensions import override
 
-from nixl_tiers.config.quotas import Tenants
 from nixl_tiers.config.schema import TiersConfig
 from nixl_tiers.core.prefetch_queue import Rank
 from nixl_tiers.runtime.coordinator import Coordinator
@@ -111,7 +110,6 @@ class NixlTiersManager(OffloadingManager):
         tokens = {group: each for group, each in zip(groups, chunk_tokens, strict=False) if each}
         self._lookups = Lookups(coordinator, len(groups), self._gate, self._meter, tokens)
         self._closed = False
-        self._tenants = Tenants(config.quotas)
         self._has_quotas = bool(config.quotas)
         self._sees_salts = False
         self._core = coordinator.core()
@@ -129,7 +127,7 @@ class NixlTiersManager(OffloadingManager):
 
     def salt_of(self, request: str, salt: str | None) -> None:
         """The `cache_salt` of a new request, by which it belongs to a tenant. NixlTiersConnector calls it."""
-        if self._has_quotas and (tenant := self._tenants.number_of(salt)):
+        if self._has_quotas and (tenant := self._coordinator.tenants.number_of(salt)):
             with self._coordinator.core() as core:
                 core.set_tenant(request, tenant)
 
