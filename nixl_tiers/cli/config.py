@@ -23,7 +23,7 @@ from nixl_tiers.cli.output import Json, print_json
 from nixl_tiers.config import schema
 from nixl_tiers.config import source as config_source
 from nixl_tiers.config.schema import ConfigError, CpuConfig, FileConfig, S3Config, TiersConfig, format_size
-from nixl_tiers.config.warnings import warnings_here, warnings_of
+from nixl_tiers.config.warnings import warnings_given, warnings_here, warnings_of
 
 _MEANINGS: Final = {
     ("write", "through"): "every chunk is written",
@@ -72,7 +72,7 @@ def config(
         schema.check_paths(read, create=False)
     except ConfigError as error:
         raise ConfigError(f"not valid: {error}") from None
-    found = [*warnings_of(read), *warnings_here(read), *_beyond_the_disk(read)]
+    found = [*warnings_of(read), *warnings_given(read, source), *warnings_here(read), *_beyond_the_disk(read)]
     command = serve_command(source, model)
     release = installed_vllm() if vllm is None else vllm
     there = list(stored(read, release))

@@ -12,12 +12,13 @@ import typer
 from rich.text import Text
 
 from nixl_tiers.cli.checks import machine, tiers
-from nixl_tiers.cli.checks.finding import Finding, Status, exit_code
+from nixl_tiers.cli.checks.finding import Finding, Status, exit_code, warning
 from nixl_tiers.cli.gds.report import NotUsable
 from nixl_tiers.cli.gds.report import examine as examine_gds
 from nixl_tiers.cli.output import InputError, Json, console, print_json, progress
 from nixl_tiers.config import schema
 from nixl_tiers.config.schema import TiersConfig
+from nixl_tiers.config.warnings import warnings_given
 
 _STYLES: Final = {
     Status.OK: "green",
@@ -63,6 +64,10 @@ def doctor(
             raise InputError(str(error)) from error
     read = schema.load(config) if config is not None else None
     groups: dict[str, list[Finding]] = {}
+    if config is not None and read is not None:
+        for sentence in warnings_given(read, config):
+            field, _, text = sentence.partition(": ")
+            groups.setdefault("configuration", []).append(warning(field, text))
     for group, finding in _examine(read):
         groups.setdefault(group, []).append(finding)
     found = [finding for findings in groups.values() for finding in findings]

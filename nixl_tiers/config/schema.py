@@ -203,11 +203,9 @@ def load(source: Mapping[str, Any] | str | Path) -> TiersConfig:
     Each of them may be the whole value of vLLM's --kv-transfer-config. A dict that holds nothing but
     `{"config": PATH}` stands for that file. Raises ConfigError.
     """
-    raw: object = source
-    if isinstance(source, str) and source.lstrip().startswith(("{", "[")):
-        raw = config_source.from_json(source)
-    if isinstance(raw, (str, Path)):
-        return _from_file(Path(raw))
+    raw = config_source.taken(source)
+    if isinstance(raw, Path):
+        return _from_file(raw)
     ours = config_source.ours(raw)
     file = config_source.pointer(ours)
     return _checked(ours) if file is None else _from_file(file)

@@ -58,6 +58,24 @@ def ours(raw: object) -> Any:
     return without_vllm(extra)
 
 
+def connector_of(source: Mapping[str, Any] | str | Path) -> str:
+    """The `kv_connector` by which vLLM uses nixl_tiers, if `source`, as for `schema.load`, is a --kv-transfer-config;
+    else "". Raises ConfigError."""
+    raw = taken(source)
+    raw = read(raw) if isinstance(raw, Path) else raw
+    extra = raw.get(_EXTRA) if isinstance(raw, Mapping) else None
+    if isinstance(extra, Mapping) and isinstance(children := extra.get("connectors"), list):
+        raw = next((child for child in children if _names_us(child)), None)
+    return str(raw.get("kv_connector", "")) if isinstance(raw, Mapping) else ""
+
+
+def taken(source: object) -> Any:
+    """The parsed JSON text, the path of a file, or what is neither. Raises ConfigError."""
+    if isinstance(source, str):
+        return from_json(source) if source.lstrip().startswith(("{", "[")) else Path(source)
+    return source
+
+
 def without_vllm(extra: Mapping[str, Any]) -> dict[str, Any]:
     """kv_connector_extra_config without the fields that are vLLM's own."""
     return {name: value for name, value in extra.items() if name not in VLLM_FIELDS}

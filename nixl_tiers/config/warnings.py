@@ -9,12 +9,13 @@ from __future__ import annotations
 import configparser
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
+from nixl_tiers.config import source as config_source
 from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, StorageConfig, TiersConfig, Write, format_size
 
 # Smaller than a chunk of any model in use.
@@ -40,6 +41,15 @@ def warnings_of(config: TiersConfig) -> list[str]:
         *_same_bucket(config),
         *_no_effect(config),
     ]
+
+
+def warnings_given(config: TiersConfig, source: Mapping[str, Any] | str | Path) -> list[str]:
+    """Of what it was loaded from, which may say by which connector vLLM uses it."""
+    if config.quotas and config_source.connector_of(source) == config_source.CONNECTORS[0]:
+        return [
+            f"quotas: have no effect with {config_source.CONNECTORS[0]}: use kv_connector {config_source.CONNECTORS[1]}"
+        ]
+    return []
 
 
 def warnings_here(config: TiersConfig) -> list[str]:

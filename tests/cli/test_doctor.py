@@ -99,6 +99,17 @@ def test_json_has_every_finding_and_the_exit_code(tmp_path: Path, capsys: pytest
     assert found["findings"][1]["change"]
 
 
+@pytest.mark.usefixtures("quiet_machine")
+@pytest.mark.parametrize(("connector", "code"), [("OffloadingConnector", 1), ("NixlTiersConnector", 0)])
+def test_quotas_without_effect_are_found(connector: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only NixlTiersConnector tells us the salts of requests."""
+    extra = {"tiers": [{"type": "cpu", "capacity": "64MiB"}], "quotas": {"*": {"share": "10%"}}}
+    transfer = {"kv_connector": connector, "kv_connector_extra_config": {"spec_name": "NixlTiersSpec", **extra}}
+    for command in ("doctor", "config"):
+        assert main([command, json.dumps(transfer)]) == (code if command == "doctor" else 0)
+        assert ("have no effect with OffloadingConnector" in capsys.readouterr().out) == bool(code)
+
+
 def test_refused_configuration_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", '{"tiers": []}']) == BAD_INPUT
     assert capsys.readouterr().err.count("\n") == 1
