@@ -176,7 +176,8 @@ class StorageTier(ABC):
 
     @abstractmethod
     def store(self, moves: Sequence[Move]) -> int:
-        """Start writing region rows into slots, sealing those that ask for it; returns the batch's ID."""
+        """Start writing region rows into slots, sealing those that ask for it; returns the batch's ID. Not called
+        before the first listing has ended."""
 
     @abstractmethod
     def load(self, moves: Sequence[Move]) -> int:

@@ -345,6 +345,23 @@ def test_root_touched_by_the_engine_outlives_older_leaves() -> None:
     assert core.where(CHAIN[0], 0.0) == "cpu"
 
 
+@pytest.mark.parametrize("killed", [False, True], ids=["closed", "half-open"])
+def test_nothing_is_stored_before_the_listing_has_ended(killed: bool) -> None:
+    """No slot is known to be free before, and a medium takes what it has not listed for gone."""
+    core = manager()
+    if killed:
+        core.events.killed(0, 0.0)
+    core.events.lost(0, 0.0)
+    opened(core, 0, 100)
+    put(core, CHAIN[:2])
+    for now in (10.0, 20.0):  # the time of a probe has come
+        assert core.turn(now, now) == []
+    core.events.listed(0, [(0, CHAIN[5], 5)], last=False)
+    assert core.turn(30.0, 30.0) == []
+    core.events.listed(0, [], last=True)
+    assert [job.direction for job in core.turn(40.0, 40.0)][-1] is Direction.STORE
+
+
 def test_row_listed_as_removed_is_a_miss_unless_it_is_being_read() -> None:
     core = only_stored(CHAIN[:2])
     scan(core, CHAIN[:1], "r")

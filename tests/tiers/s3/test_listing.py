@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 from unittest.mock import Mock
@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry
@@ -214,8 +214,14 @@ def new_quota(capacity_bytes: int = 10**9) -> PrefixQuota:
     return quota
 
 
+ROWS = st.sampled_from([b"\0", b"\0\0", b"a", b"ab", b"b", b"\xff"])  # few: each is stored, deleted and listed again
+
+
 class PrefixMachine(RuleBasedStateMachine):
-    """One mover that lists again and again: what it holds and what the core was told, while others store and delete."""
+    """One mover that lists again and again: what it holds and what the core was told, while others store and delete.
+
+    As a core does, it stores nothing before the first listing has ended: what that does not list is not there.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,6 +231,8 @@ class PrefixMachine(RuleBasedStateMachine):
         self.entries = self.listing.entries(lambda: 0)
         self.core: set[bytes] = set()
         self.uploads: set[bytes] = set()
+        self.stored: set[bytes] = set()  # by this mover, and neither evicted nor deleted by others
+        self.listed = False  # whether the first listing has ended
 
     def there(self) -> set[bytes]:
         return {
@@ -233,19 +241,21 @@ class PrefixMachine(RuleBasedStateMachine):
             if size == ROW and (parsed := NAMES.parse(name))
         }
 
-    @rule(key=KEYS)
+    @rule(key=ROWS)
     def another_stores(self, key: bytes) -> None:
         self.bucket.put(key)
 
-    @rule(key=KEYS)
+    @rule(key=ROWS)
     def another_deletes(self, key: bytes) -> None:
         self.bucket.objects.pop(NAMES.name(OURS, key), None)
+        self.stored.discard(key)
 
     @rule(name=st.sampled_from(["p/" + OURS + "/zz", "p/" + OURS + "/00/x", "p/" + OURS + "/80/~", "p/.usage"]))
     def a_file_that_is_no_row(self, name: str) -> None:
         self.bucket.objects[name] = (1, 0.0)
 
-    @rule(key=KEYS)
+    @precondition(lambda self: self.listed)
+    @rule(key=ROWS)
     def upload_starts(self, key: bytes) -> None:
         assert self.quota.reserve(key, upload=True)
         self.uploads.add(key)
@@ -254,20 +264,19 @@ class PrefixMachine(RuleBasedStateMachine):
     def upload_ends(self, data: st.DataObject) -> None:
         if self.uploads:
             key = data.draw(st.sampled_from(sorted(self.uploads)))
-            self.uploads.remove(key)
-            self.bucket.put(key)
-            self.quota.upload_ended(key)
-            self.core.add(key)
+            self.upload_ends_now(key)
 
-    @rule(key=KEYS)
+    @rule(key=ROWS)
     def evict(self, key: bytes) -> None:
         if key not in self.uploads:
             self.quota.forget(key)
             self.core.discard(key)
+            self.stored.discard(key)
 
-    @rule(store=st.booleans(), key=KEYS)
+    @rule(store=st.booleans(), key=ROWS)
     def a_page_comes(self, store: bool, key: bytes) -> None:
         """Another row is stored or evicted while its request runs."""
+        store &= self.listed
         self.bucket.during = lambda: (self.upload_starts(key), self.upload_ends_now(key)) if store else self.evict(key)
         if not self.listing.done.is_set():
             self.listing.step(self.bucket, "bucket")
@@ -278,14 +287,22 @@ class PrefixMachine(RuleBasedStateMachine):
         self.bucket.put(key)
         self.quota.upload_ended(key)
         self.core.add(key)
+        self.stored.add(key)
 
     @rule()
     def the_loop_takes_entries(self) -> None:
         batch = next(self.entries, None)
         if batch is None:
-            self.listing = again(self.quota)
-            self.entries = self.listing.entries(lambda: 0)
-        for entry in batch or ():
+            self.begin_again()
+        self.take(batch or ())
+
+    def begin_again(self) -> None:
+        self.listed = True
+        self.listing = again(self.quota)
+        self.entries = self.listing.entries(lambda: 0)
+
+    def take(self, batch: Sequence[Entry]) -> None:
+        for entry in batch:
             (self.core.discard if entry.slot == GONE else self.core.add)(entry.key)
 
     def teardown(self) -> None:
@@ -296,21 +313,35 @@ class PrefixMachine(RuleBasedStateMachine):
             while not self.listing.done.is_set():
                 self.listing.step(self.bucket, "bucket")
             for batch in self.entries:
-                for entry in batch:
-                    (self.core.discard if entry.slot == GONE else self.core.add)(entry.key)
-            self.listing = again(self.quota)
-            self.entries = self.listing.entries(lambda: 0)
+                self.take(batch)
+            self.begin_again()
         assert self.core == self.there()
         assert {key for key in self.core if key in self.quota} == self.core
         assert len(self.quota) == len(self.core)
 
     @invariant()
-    def uploads_are_held(self) -> None:
-        assert all(key in self.quota for key in self.uploads)
+    def what_it_stores_is_held(self) -> None:
+        assert all(key in self.quota for key in self.uploads | self.stored)
 
 
 TestPrefix = PrefixMachine.TestCase
 TestPrefix.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("pages", [0, 1])
+def test_a_row_that_others_delete_after_its_upload_is_gone_with_a_later_listing(pages: int) -> None:
+    machine = PrefixMachine()
+    while not machine.listed:
+        machine.a_page_comes(store=False, key=b"b")
+        machine.the_loop_takes_entries()
+    for key in (b"\0\0", b"\0"):
+        machine.upload_starts(key)
+    for _ in range(pages):
+        machine.a_page_comes(store=True, key=b"a")
+    machine.upload_ends_now(b"\0\0")
+    machine.another_deletes(b"\0\0")
+    machine.teardown()
+    assert machine.core == {b"\0"} | ({b"a"} if pages else set())
 
 
 class TestFullListing:
@@ -440,6 +471,21 @@ def test_a_row_stored_behind_a_page_that_ends_with_a_foreign_object_stays() -> N
     quota.upload_ended(key)
     assert run(listing, bucket) == []
     assert key in quota
+
+
+def test_a_row_whose_upload_ends_behind_the_page_of_its_name_stays() -> None:
+    bucket, quota = FakeBucket(page_rows=1), new_quota()
+    stored, *others = sorted((b"%d" % number for number in range(4)), key=place_of)
+    for key in others:
+        bucket.put(key)
+    run(full(quota), bucket)
+    quota.reserve(stored, upload=True)
+    listing = again(quota)
+    listing.step(bucket, "bucket")
+    bucket.put(stored)
+    quota.upload_ended(stored)
+    assert run(listing, bucket) == []
+    assert stored in quota
 
 
 class Deletes:
