@@ -8,8 +8,8 @@ order rotates from round to round. All of it is done --starts times, with new en
 one engine can differ by more than two engines do. Before whatever is timed an engine has been idle for as long as all
 others (a second), and is asked a short prompt that it knows. `plain`: vLLM without a connector; `tiers`: nixl_tiers
 with a cpu and a file tier; `host`: without the file tier; `always`: as `tiers`, but told that computing is very slow,
-so that it loads all it can; `native`: vLLM's own CPUOffloadingSpec, with as much host memory. Each round of a start
-(none: --rounds 0) has a new prompt:
+so that it loads all it can; `native`: vLLM's own CPUOffloadingSpec, with as much host memory; `tiers4`, `always4`: with
+a file tier over four directories, which have a mover each. Each round of a start (none: --rounds 0) has a new prompt:
 
 - cold: nothing is cached;
 - gpu: the same prompt again, from vLLM's own prefix cache;
@@ -50,6 +50,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import tempfile
 from collections import Counter
@@ -182,7 +183,8 @@ def measure(found: Found, plans: dict[str, Plan], start: int, turns: Turns, out:
             found.fresh[kind].append(engines[kind].fresh(turn) | {"start": start})
         for turn, kind in rotations(kinds, -(-turns.fresh // 2)):
             found.decoded[kind].append(engines[kind].decode(turn) | {"start": start})
-        restarted = [kind for kind in RESTARTED if kind in engines and rounds and turns.restart]
+        sources = {name: RESTARTED[plan.kind] for name, plan in plans.items() if plan.kind in RESTARTED}
+        restarted = list(sources) if rounds and turns.restart else []
         for kind in restarted:
             engines[kind].close()
             drop_page_cache(plans[kind].tier)
@@ -190,7 +192,7 @@ def measure(found: Found, plans: dict[str, Plan], start: int, turns: Turns, out:
             engines[kind].answer()
             engines[kind].warm_up()
         for turn, kind in rotations(restarted, rounds if restarted else 0):
-            note(kind, RESTARTED[kind], engines[kind].ask(turn))
+            note(kind, sources[kind], engines[kind].ask(turn))
 
 
 def compare(answers: Answers) -> list[str]:
@@ -325,7 +327,7 @@ def main() -> None:
         return
     model = options.model or ("tiny" if options.cpu else "7b")
     kinds = (options.engines or ("plain,tiers" if options.cpu else "plain,tiers,native")).split(",")
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
+    if unknown := [kind for kind in kinds if not re.fullmatch(f"({'|'.join(KINDS)})[1-9]?", kind)]:
         parser.error(f"--engines: unknown: {', '.join(unknown)}")
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

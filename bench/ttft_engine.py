@@ -99,7 +99,8 @@ MODELS: Final = {
 
 @dataclass(frozen=True)
 class Plan:
-    kind: str
+    engine: str
+    """One of KINDS and, with a file tier over several directories, which have a mover each, their number: `always4`."""
     model: str
     rounds: int
     cpu: bool
@@ -109,8 +110,18 @@ class Plan:
     """A directory for the model's configuration and the file tier."""
 
     @property
+    def kind(self) -> str:
+        return self.engine.rstrip("0123456789")
+
+    @property
     def tier(self) -> Path:
-        return Path(self.scratch) / "tier" / self.kind
+        return Path(self.scratch) / "tier" / self.engine
+
+    @property
+    def path(self) -> str | list[str]:
+        """Of the file tier."""
+        number = self.engine.removeprefix(self.kind)
+        return [str(self.tier / str(i)) for i in range(int(number))] if number else str(self.tier)
 
     def connector(self) -> dict[str, Any] | None:
         """The fields of KVTransferConfig."""
@@ -120,7 +131,7 @@ class Plan:
         if self.kind == "native":
             extra = {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": host_bytes}
             return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-        file = {"type": "file", "path": str(self.tier), "capacity": 2 * host_bytes + (1 << 30), "min_free": 0}
+        file = {"type": "file", "path": self.path, "capacity": 2 * host_bytes + (1 << 30), "min_free": 0}
         tiers: list[dict[str, Any]] = [{"type": "cpu", "capacity": host_bytes}, file]
         if self.kind == "host":
             del tiers[1:]
@@ -137,7 +148,7 @@ class Plan:
         if self.graphs:
             settings |= {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": DECODE_GRAPHS}}
         return vllm_cpu.in_process_llm(
-            model.write(Path(self.scratch) / self.kind),
+            model.write(Path(self.scratch) / self.engine),
             self.connector(),
             load_format=seeded_loader(),
             skip_tokenizer_init=True,

@@ -76,7 +76,7 @@ def test_figures_are_medians_of_starts_and_each_table_says_so(capsys: pytest.Cap
         for start, ttft_s in ((0, 0.2), (1, 0.4))
     ]
     found.batches["plain"] = [{"start": start, "seconds": 1.0, "cached_tokens": 5} for start in (0, 0, 0, 1, 1, 1)]
-    print_tables(found)
+    print_tables(found, batch_turns=3)
     printed = capsys.readouterr().out
     assert printed.count("same run, 2 starts of each engine") == 4
     assert "| plain | 5.00 (3.00 to 7.00) |  |" in printed
