@@ -18,6 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m nixl_tiers.mover", description=__doc__)
     parser.add_argument("--socket", type=int, required=True, help="descriptor of the mover's end of the socketpair")
     parser.add_argument("--region", type=int, required=True, help="descriptor of the host region's memfd")
+    parser.add_argument("--mark", type=int, required=True, help="descriptor that marks the mover's address space")
     parser.add_argument("--parent", type=int, required=True, help="process whose death ends this one")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the scheduler's process
@@ -30,7 +31,7 @@ def main() -> None:
 
     from nixl_tiers.mover.process import run  # after the environment is set
 
-    run(arguments.socket, arguments.region, arguments.parent)
+    run(arguments.socket, arguments.region, arguments.mark, arguments.parent)
 
 
 def import_own_package() -> None:

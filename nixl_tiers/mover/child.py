@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from nixl_tiers.memory import columns
+from nixl_tiers.memory.address_space import AddressSpace
 from nixl_tiers.mover.protocol import (
     HEARTBEAT_S,
     MAX_PACKET,
@@ -49,6 +50,7 @@ class Child:
     def __init__(self, configure: Configure, region_fd: int, clock: Callable[[], float]) -> None:
         """Raises OSError if it cannot be started."""
         self._clock = clock
+        self.memory = AddressSpace()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pipe: tuple[int, ...] = ()
         try:
@@ -64,9 +66,10 @@ class Child:
                         *(sys.executable, *options(), str(Path(__file__).absolute().with_name("__main__.py"))),
                         *("--socket", str(theirs.fileno())),
                         *("--region", str(region_fd)),
+                        *("--mark", str(self.memory.fd)),
                         *("--parent", str(os.getpid())),
                     ],
-                    pass_fds=(theirs.fileno(), region_fd),
+                    pass_fds=(theirs.fileno(), region_fd, self.memory.fd),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=pipe[1],
@@ -79,6 +82,7 @@ class Child:
             os.close(pipe[1])
         except BaseException:
             ours.close()
+            self.memory.close()
             for fd in pipe:
                 os.close(fd)
             raise
@@ -90,6 +94,7 @@ class Child:
         self.congested = False  # its socket has not taken all
         self.eof = False  # nothing more will be read from its socket
         self.stopping = False
+        self.lingers = False  # it has exited, but its memory is not gone
         self.started = False  # has sent a message
         self._sent_s = self.received_s  # when the socket last took a message, or there was none to send
         self._unsent: deque[bytes] = deque([encode(configure)])
@@ -100,8 +105,9 @@ class Child:
 
     @property
     def exited(self) -> bool:
-        """Whether it has exited; reaps it then. Never waits."""
-        return self.process.poll() is not None
+        """Whether it has exited and nothing of it writes to the region any more; reaps it. Never waits."""
+        self.lingers = self.process.poll() is not None and not self.memory.is_gone()
+        return self.process.returncode is not None and not self.lingers
 
     @property
     def send_credits(self) -> int:
@@ -179,6 +185,7 @@ class Child:
         self.socket.close()
         os.close(self.pidfd)
         os.close(self.stderr.fd)
+        self.memory.close()
 
 
 def options() -> list[str]:

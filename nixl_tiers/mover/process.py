@@ -19,6 +19,7 @@ from typing import Final, NoReturn
 import msgspec
 
 from nixl_tiers.base.chunk import Geometry
+from nixl_tiers.memory.address_space import marked
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.loop import POLL_S, Mover, limit_exit, rearm_watchdog, run_loop
 from nixl_tiers.mover.protocol import (
@@ -40,7 +41,7 @@ SOCKET_BYTES: Final = 1 << 20
 SWITCH_S: Final = 0.001  # how long a thread waits at most for another one that runs Python code
 
 
-def run(socket_fd: int, region_fd: int, parent: int) -> NoReturn:
+def run(socket_fd: int, region_fd: int, mark_fd: int, parent: int) -> NoReturn:
     """Be the mover on these descriptors until Stop, or until the coordinator closes its socket or dies.
 
     Never returns, never unwinds: an interpreter that tears NIXL down may wait for dead servers, or crash.
@@ -49,6 +50,7 @@ def run(socket_fd: int, region_fd: int, parent: int) -> NoReturn:
     threading.excepthook = _thread_failed
     sys.setswitchinterval(SWITCH_S)
     try:
+        mark = marked(mark_fd)  # noqa: F841 (mapped until this process ends)
         _run(socket_fd, region_fd, parent)
         status = 0
     except BaseException:

@@ -1,8 +1,9 @@
 """The supervisor of the movers: one thread that owns their sockets and processes, and restarts them.
 
 NIXL has no cancel, so the only way to be certain that nothing writes to a buffer any more is to kill the process that
-may, and to wait until it is reaped. This thread never blocks on a mover: sockets are non-blocking, processes are
-watched through their pidfd, and a tier whose mover cannot be reaped stays without one.
+may, and to wait until it is reaped and its memory is gone (memory/address_space.py). This thread never blocks on a
+mover: sockets are non-blocking, processes are watched through their pidfd, and a tier whose mover cannot be reaped
+stays without one.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ class Supervisor:
                 now, ready = self._wait(wait_s)
                 self._report()
                 for tier, mover in enumerate(self._movers):
-                    if mover is not None and not ready.isdisjoint(mover.fds):
+                    if mover is not None and (mover.lingers or not ready.isdisjoint(mover.fds)):
                         self._receive(tier, mover, ready)
                 wait_s, pause_s = self._step(now)
             except Exception as error:  # noqa: BLE001 (whatever it is: without this thread all tiers are lost)
@@ -323,7 +324,7 @@ class Supervisor:
 
     def _receive(self, tier: int, mover: Child, ready: AbstractSet[int]) -> None:
         # Checked first: what it has sent and written before it exited counts.
-        exited = mover.pidfd in ready and mover.exited
+        exited = (mover.lingers or mover.pidfd in ready) and mover.exited
         try:
             if exited or mover.stderr.fd in ready:
                 self._relay_log(tier, mover)
@@ -345,6 +346,8 @@ class Supervisor:
             self._stop_reading(mover)
         if exited:
             self._reap(tier, mover)
+        elif mover.lingers:
+            self._unwatch(mover.pidfd)
 
     def _kill(self, tier: int, mover: Child, why: str) -> None:
         self._end(tier, mover, why)

@@ -100,7 +100,8 @@ class Agent:
 
     @classmethod
     def posix(cls) -> Agent:
-        """Files through Linux AIO (io_uring is not trusted yet; POSIX AIO stays broken after its first error)."""
+        """Files through Linux AIO. Not io_uring, whose reads still land when the process that began them is dead and
+        gone (tests/faults/test_reaped.py); nor POSIX AIO, which stays broken after its first error."""
         return cls("POSIX", {"use_aio": "true"}, "FILE")
 
     @classmethod

@@ -16,6 +16,7 @@ import numpy as np
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.memory import columns as listed
+from nixl_tiers.memory.address_space import AddressSpace
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import (
     MAX_PACKET,
@@ -75,15 +76,16 @@ class MoverProcess:
         self.geometry = geometry
         self.region = region or HostRegion.create(geometry, rows)
         self._owns_region = region is None
+        self.memory = AddressSpace()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket = ours
         with theirs:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "nixl_tiers.mover", "--socket", str(theirs.fileno())),
-                    *("--region", str(self.region.fd), "--parent", str(os.getpid())),
+                    *("--region", str(self.region.fd), "--mark", str(self.memory.fd), "--parent", str(os.getpid())),
                 ],
-                pass_fds=(theirs.fileno(), self.region.fd),
+                pass_fds=(theirs.fileno(), self.region.fd, self.memory.fd),
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
@@ -106,6 +108,7 @@ class MoverProcess:
         assert self.process.stderr is not None
         self.process.stderr.close()
         self.socket.close()
+        self.memory.close()
         if self._owns_region:
             self.region.close()
 
@@ -202,8 +205,10 @@ class MoverProcess:
         assert self.process.wait(TIMEOUT_S) == 0
 
     def kill(self) -> None:
+        """As the supervisor does: it is dead when it is reaped and its memory is gone."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(TIMEOUT_S)
+        assert wait_until(self.memory.is_gone)
 
     def log(self) -> str:
         """What it wrote to stderr; call it only after the mover has exited."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.memory.address_space import AddressSpace
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import (
     CheckExistence,
@@ -316,9 +317,11 @@ def test_it_exits_at_start_if_the_parent_is_dead() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, HostRegion.create(GEOMETRY, 2) as region:
         command = [sys.executable, "-m", "nixl_tiers.mover", "--parent", str(parent.pid)]
-        command += ["--socket", str(theirs.fileno()), "--region", str(region.fd)]
+        memory = AddressSpace()
+        command += ["--socket", str(theirs.fileno()), "--region", str(region.fd), "--mark", str(memory.fd)]
         root = Path(__file__).parents[2]
-        subprocess.run(command, pass_fds=(theirs.fileno(), region.fd), cwd=root, timeout=120, check=True)
+        subprocess.run(command, pass_fds=(theirs.fileno(), region.fd, memory.fd), cwd=root, timeout=120, check=True)
+        memory.close()
 
 
 def test_a_full_batch_of_entries_fits_a_packet() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.base.clock import COUNTED_S, RunningClock
+from nixl_tiers.memory.address_space import marked
 from nixl_tiers.memory.columns import ListedColumns
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import child
@@ -184,6 +185,24 @@ def test_a_mover_that_cannot_be_reaped_is_not_replaced_and_its_messages_are_igno
             assert supervisor.pids == [mover.process.pid]
         finally:
             real_kill()
+        until(lambda: recorder.opened() > 1, "another mover", 60)
+        assert recorder.reaped == 1
+
+
+def test_a_mover_whose_memory_is_not_gone_is_not_replaced_and_nothing_spins(tmp_path: Path) -> None:
+    """As while a monitor reads its page tables: what it has begun to read may still land in its rows."""
+    with supervised(tmp_path) as (supervisor, recorder):
+        mover = supervisor._movers[0]
+        assert mover is not None
+        other = marked(os.dup(mover.memory.fd))
+        os.kill(mover.process.pid, signal.SIGKILL)
+        until(lambda: mover.lingers, "its end", 60)
+        began, turns = time.monotonic(), supervisor.turns
+        until(lambda: supervisor.turns > turns + 2, "some turns", 60)
+        assert time.monotonic() - began > IDLE_S
+        assert (mover.process.returncode, recorder.reaped) == (-signal.SIGKILL, 0)
+        assert supervisor._movers == [mover]
+        other.close()
         until(lambda: recorder.opened() > 1, "another mover", 60)
         assert recorder.reaped == 1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Delete, Load, Store
+from nixl_tiers.mover.protocol import Delete, Store
 from nixl_tiers.tiers.base import Move
 from tests.mover.harness import MoverProcess, key_of, payload, shard_dir, wait_until
 from tests.support.disks import disk_bytes
@@ -81,17 +81,6 @@ def test_rows_missing_in_the_journal_after_a_kill_are_recovered(tmp_path: Path) 
                 assert set(mover.load(before, range(SLOTS))) == {Outcome.OK}
             assert set(mover.store(numbers, range(SLOTS))) == {Outcome.OK}
             mover.kill()
-
-
-def test_region_is_not_written_after_a_mover_killed_during_loads_is_reaped(tmp_path: Path) -> None:
-    with MoverProcess(file_tier(tmp_path, CAPACITY), GEOMETRY, SLOTS) as mover:
-        mover.open()
-        mover.store(range(SLOTS))
-        mover.begin(Load, [Move(n, n, key_of(n)) for n in range(SLOTS)])
-        mover.kill()
-        before = mover.region.rows_view.copy()
-        time.sleep(0.2)
-        assert (mover.region.rows_view == before).all()
 
 
 def _batches(entries: list, size: int) -> list[list]:
