@@ -251,11 +251,14 @@ def print_tables(found: Found, batch_turns: int) -> None:
     for kind, batches in found.batches.items():
         turns = [batches[turn::batch_turns] for turn in range(batch_turns)]
         times = [f"{_spread(turn, itemgetter('seconds'), 3)}, {turn[-1]['cached_tokens']}" for turn in turns if turn]
-        lines.append([kind, *times])
+        if times:
+            lines.append([kind, *times])
     heads = " | ".join(f"turn {turn + 1}, s, cached tokens" for turn in range(batch_turns))
     table(f"batch of {BATCH_PROMPTS} | {heads}", lines)
     lines = []
     for kind, several in found.fresh.items():
+        if not several:
+            continue
         slow = statistics.quantiles([second for turn in several for second in turn["ended_s"]], n=100)[-1]
         first = _spread(several, itemgetter("begun_s"), 3)
         ratio = _ratio(several, found.fresh["plain"]) if "plain" in found.fresh else ""
@@ -264,12 +267,15 @@ def print_tables(found: Found, batch_turns: int) -> None:
     table(f"prompts that cannot hit | {columns} | threads, CPU s", lines)
     lines = []
     for kind, several in found.decoded.items():
+        if not several:
+            continue
         lines.append([kind, _spread(several, itemgetter("token_ms"), 2), _busy(several, "thread_ms")])
     table("one request that generates | ms a token | threads, CPU ms a token", lines)
 
 
 def _print_table(about: str, columns: str, lines: Sequence[Sequence[object]]) -> None:
-    print(f"\n{about}\n\n| {columns} |\n|{' --- |' * (columns.count(' | ') + 1)}")
+    if lines:
+        print(f"\n{about}\n\n| {columns} |\n|{' --- |' * (columns.count(' | ') + 1)}")
     for line in lines:
         print(f"| {' | '.join(map(str, line))} |")
 

@@ -10,8 +10,10 @@ this process and of its children. Where a distribution `vllm` is installed, noth
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import sys
@@ -76,6 +78,16 @@ def environment(kv_cache_gib: int = 1) -> dict[str, str]:
     }
 
 
+def permit_amx() -> None:
+    """Ask Linux for this process's use of AMX tiles, which vLLM 0.32's attention for CPUs does not.
+
+    Libraries that multiply matrices ask in a first step of many tokens. Without one, as where the first prompt is a
+    hit, the engine would end by SIGILL on a processor with AMX. Does nothing elsewhere.
+    """
+    if platform.machine() == "x86_64":
+        ctypes.CDLL(None).syscall(158, 0x1023, 18)  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+
+
 def serve_command(model: Path, *options: str) -> list[str]:
     """The command line of an OpenAI-compatible server on this machine; `options` are those of `vllm serve`."""
     command = [sys.executable, "-m", "tests.support.vllm_cpu", "serve", str(model), "--enforce-eager"]
@@ -112,6 +124,7 @@ def in_process_llm(model: Path, kv_transfer: Mapping[str, Any] | None = None, **
     `kv_transfer`: the fields of KVTransferConfig. `settings` replace any argument of LLM.
     """
     supply_metadata()
+    permit_amx()
     for name, value in {**environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
         os.environ.setdefault(name, value)
     from vllm import LLM
@@ -221,6 +234,7 @@ def main() -> int:
     supply_metadata()
     for name, value in environment().items():
         os.environ.setdefault(name, value)
+    permit_amx()
     from vllm.entrypoints.cli.main import main as vllm_main
 
     return int(vllm_main() or 0)
