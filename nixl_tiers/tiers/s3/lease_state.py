@@ -5,7 +5,8 @@ content that its writer has read. Every write has a new ETag, and the object is 
 such writes through that arrive at once, so one does not make a holder: an engine claims the lease with the first,
 waits, reads that its own is the one that stayed, and holds it from the second on. Nobody compares clocks:
 
-- The holder may work for `lease_s - margin_s` after it *sent* its last successful renewal, by its own clock.
+- The holder may work for `lease_s - margin_s` after it *sent* its last successful renewal, by its own clock. For as
+  long a claim counts: the second write is another claim if its answer comes later.
 - Another engine takes over once the object's ETag has not changed for `lease_s` after the *answer* that first had it,
   by that engine's clock. The condition of its write makes sure that no renewal came in between.
 
@@ -117,6 +118,7 @@ class _Claim:
 
     tenure: int  # which it is for
     since_s: float
+    until_s: float  # the time of the answer to its second write: later, others may have taken it for expired
     confirmed: bool = False  # whether the object was this engine's `confirm_s` later
 
 
@@ -208,13 +210,13 @@ class LeaseState:
             return self.failed(now)
         self._etag, self._known, self._ours, self.other = etag, True, True, None
         self._retry_s = self.terms.retry_s
-        if self._claim is None and not self.tenure(now):
-            self._tenures += 1
-            self._claim = _Claim(self._tenures, now)
-            self.next_at_s = now + self.terms.confirm_s
-        else:
+        if self.tenure(now) or (self._claim is not None and now < self._claim.until_s):
             self._hold(sent_s, now)
             self.next_at_s = sent_s + self.terms.renew_s
+        else:
+            self._tenures += 1
+            self._claim = _Claim(self._tenures, now, self._until_s(sent_s))
+            self.next_at_s = now + self.terms.confirm_s
         return None
 
     def failed(self, now: float) -> None:
@@ -250,6 +252,10 @@ class LeaseState:
         number = self.coming_tenure(now)
         if not number:
             number = self._tenures = self._tenures + 1
-        self._held = (number, sent_s + self.terms.lease_s - self.terms.margin_s)
+        self._held = (number, self._until_s(sent_s))
         self._claim = None
         self.was_owner = True
+
+    def _until_s(self, sent_s: float) -> float:
+        """Before when nobody takes over what a write that was sent then has written."""
+        return sent_s + self.terms.lease_s - self.terms.margin_s

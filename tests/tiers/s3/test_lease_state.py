@@ -292,6 +292,29 @@ def test_of_writes_that_a_server_lets_through_at_once_one_makes_an_owner(taken_o
     assert engines[1].tenure(now)
 
 
+@pytest.mark.parametrize("answered_s", [0.0, TERMS.lease_s / 2])
+def test_a_claim_that_others_may_take_for_expired_begins_anew(answered_s: float) -> None:
+    """Its engine was paused. Both writes are let through at once, and the other one stays."""
+    server, one, two = Server(), Engine("one", 1.0, 0.0), Engine("two", 1.0, 5000.0)
+    one.state.read(None, None, 0.0)
+    one.state.written(server.write(None, record("one")), 0.0, answered_s)
+    two.step(server, 0.1)
+    one.state.read(server.etag, server.record, answered_s + TERMS.confirm_s)
+    now = TERMS.lease_s + 0.1
+    two.state.read(server.etag, server.record, two.clock(now))
+    requests = [(engine, engine.state.next_request(engine.clock(now))) for engine in (one, two)]
+    assert requests == [(one, Write('"1"')), (two, Write('"1"'))]
+    for engine, _ in requests:
+        engine.state.written(server.let_through(record(engine.name)), engine.clock(now), engine.clock(now))
+    assert (one.tenure(now), one.state.coming_tenure(now)) == (0, 2), "what it has listed since its claim may be old"
+    for _ in range(600):
+        now += 0.1
+        one.step(server, now)
+        two.step(server, now)
+        assert not one.tenure(now)
+    assert two.tenure(now)
+
+
 def test_claim_that_another_engine_has_overwritten_is_given_up() -> None:
     server, one = Server(), Engine("one", 1.0, 0.0)
     one.step(server, 0.0)
