@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,4 +31,24 @@ def save_random(architecture: str, to: Path, **differences: Any) -> Path:
     for name, value in differences.items():
         setattr(config, name, value)  # also fields that vLLM reads under another name than transformers
     model(config).save_pretrained(to)
+    return to
+
+
+def save_adapter(model: Path, to: Path, seed: int) -> Path:
+    """Save a LoRA adapter with random weights for `model`, of which it changes the queries."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"] * config["head_dim"], 8
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
+        weights[name + "A.weight"] = torch.randn(rank, hidden, generator=generator) / 4
+        weights[name + "B.weight"] = torch.randn(heads, rank, generator=generator) / 4
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "bias": "none"}
+    to.mkdir()
+    (to / "adapter_config.json").write_text(json.dumps(fields))
+    save_file(weights, to / "adapter_model.safetensors")
     return to

@@ -5,8 +5,10 @@
 Plan: {"model": path, "tiers": fields of kv_connector_extra_config or null, "transfer": fields of KVTransferConfig to
 replace, "settings": {...}, "steps": [...]}.
 Steps: ["generate", prompts, max_tokens] with prompts as lists of token ids, asked at once, or with [name, number, path]
-of a LoRA adapter behind that; ["forget"] empties the engine's own prefix cache; ["reset"] that and the connector's;
-["flush"] waits for the storage tiers; ["stats"];
+of a LoRA adapter behind that; ["ask", prompt, max_tokens, {...}] asks one with a "salt", with actions of vLLM's
+kv_hints as [type, payload] in "hints", or with "options" as for nixl_tiers in kv_transfer_params;
+["forget"] empties the engine's own prefix cache; ["reset"] that and the connector's;
+["flush"] waits for the storage tiers, and ["promoted", n] until n chunks have been; ["stats"];
 ["change", how, path] replaces the weights by those of another model, by a "reload" of vLLM's, or embeddings alone by
 a "load" behind its back;
 ["touch", file] creates a file and ["await", file] waits for one; ["break", n] has the next n copies of loads put wrong
@@ -55,8 +57,8 @@ def main(plan: dict[str, Any]) -> list[Any]:
 
 
 def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
-    if verb == "generate":
-        return generate(llm, *arguments)
+    if verb in ("generate", "ask"):
+        return generate(llm, *arguments) if verb == "generate" else ask(llm.llm_engine, *arguments)
     if verb == "forget":
         assert llm.reset_prefix_cache()
         return None
@@ -64,11 +66,9 @@ def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
         assert llm.reset_prefix_cache(reset_connector=True)
         until_up(store_of(core))
         return None
-    if verb == "touch":
-        Path(arguments[0]).touch()
-        return None
-    if verb == "await":
-        return until(Path(arguments[0]).exists, arguments[0], timeout_s=500)
+    if verb in ("touch", "await"):
+        file = Path(arguments[0])
+        return file.touch() if verb == "touch" else until(file.exists, str(file), timeout_s=500)
     if verb in ("break", "change"):
         return break_loads(*arguments) if verb == "break" else change_weights(llm, *arguments)
     if verb in ("hold", "queue"):
@@ -78,9 +78,15 @@ def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
         return core.follower.agrees() if verb == "follow" else core.of_test.seen()
     if verb in ("pages", "wipe"):
         return llm.collective_rpc(digests if verb == "pages" else wipe)
-    assert verb in ("flush", "stats")
+    assert verb in ("flush", "stats", "promoted")
     store = store_of(core)
-    return store.stats() if verb == "stats" else until(lambda: store.flush(300), "flush")
+    if verb == "stats":
+        return store.stats()
+    return until(lambda: store.flush(300) if verb == "flush" else promoted(store) >= arguments[0], verb)
+
+
+def promoted(store: Any) -> float:
+    return float(store.stats()["cpu"]["promoted"])
 
 
 def change_weights(llm: Any, how: str, path: str) -> None:
@@ -145,6 +151,24 @@ def generate(llm: Any, prompts: list[list[int]], max_tokens: int, adapter: Any =
         }
         for output in outputs
     ]
+
+
+def ask(engine: Any, prompt: list[int], max_tokens: int, wish: dict[str, Any]) -> dict[str, Any]:
+    """LLM.generate, as of vLLM 0.33, takes no kv_hints."""
+    from vllm import SamplingParams
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+    actions = [KvHintAction(kind, kind, "1.0", payload) for kind, payload in wish.get("hints", ())]
+    own = {"kv_transfer_params": {"nixl_tiers": wish["options"]}} if "options" in wish else None
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=own)
+    asked = {"prompt_token_ids": prompt} | ({"cache_salt": wish["salt"]} if "salt" in wish else {})
+    engine.add_request("asked", asked, sampling, kv_hints=KvHintsEnvelope("1.0", "of the test", actions))
+    output = None
+    while engine.has_unfinished_requests():
+        output = next(iter(engine.step()), output)
+    engine.step()  # in which the connector is told of the end
+    assert output is not None
+    return {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
 
 
 class Steps:

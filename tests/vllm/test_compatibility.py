@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from nixl_tiers.base.chunk import Geometry
 from tests.support import vllm_cpu
 from tests.support.file_tier import file_tier
-from tests.support.models import save_random
+from tests.support.models import save_adapter, save_random
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -39,13 +39,53 @@ def tokens(answers: list[dict[str, Any]]) -> list[int]:
     return list(answer["tokens"])
 
 
-def test_without_the_engines_own_prefix_cache(engine: Engine, options: dict[str, Any]) -> None:
+def test_hints_and_quotas_without_the_engines_own_prefix_cache(
+    engine: Engine, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """And what requests may ask for: hints, and quotas by their salts. In this engine each hit is of a tier."""
     options["enable_prefix_caching"] = False
-    (without,) = engine(None, ASK, **options)
-    cold, cpu, stats = engine({"tiers": [CPU]}, ASK, ASK, ["stats"], **options)
-    assert tokens(cold) == tokens(cpu) == tokens(without)
-    assert (cold[0]["cached"], cpu[0]["cached"]) == (0, WHOLE)
-    assert (stats["cpu"]["hits"], stats["cpu"]["failed"]) == (CHUNKS, 0)
+    options["transfer"] = {"kv_connector": "NixlTiersConnector", "kv_load_failure_policy": "recompute"}
+    row = Geometry(1, 4 * BLOCK * 4 * 32 * 2 * 4).row_bytes  # four layers of four heads in float32
+    room = 24
+    tiers = {
+        "tiers": [{**CPU, "capacity": room * row}, file_tier(tmp_path / "kv", "64MiB")],
+        "quotas": {"a": {"share": "25%", "salt_sha256": hashlib.sha256(b"pepper").hexdigest()}},
+    }
+
+    def one(number: int, **wish: Any) -> list[Any]:
+        return ["ask", [number, *PROMPT[1:]], 16, wish]
+
+    prefetch = {"hints": [["kv.prefetch", {"after_s": 0}]], "options": {"store": "none", "load": "none"}}
+    steps = (
+        {"cold": ASK, "cpu": ASK, "first": ["stats"]}
+        | {"retain": one(11, hints=[["kv.retain", {"ttl_s": 3000}]]), "normal": one(12)}
+        | {"low": one(13, hints=[["kv.priority", {"priority": "low"}]]), "written": ["flush"]}
+        | {"a row too many": one(14), "older": ASK, "normal again": one(12), "after low": ["stats"]}
+        | {f"churn {number}": one(number) for number in range(15, 20)}
+        | {"retained": one(11), "after churn": ["stats"]}
+        | {"not loaded": one(13, **prefetch), "promotions": ["promoted", CHUNKS], "prefetched": one(13)}
+        | {"after prefetch": ["stats"]}
+        | {f"salted {number}": one(number, salt="pepper") for number in (11, 12, 13)}
+        | {"salted, written": ["flush"], "salted again": one(11, salt="pepper"), "last": ["stats"]}
+    )
+    (without,) = engine(None, ASK, **options | {"transfer": None})
+    seen = dict(zip(steps, engine(tiers, *steps.values(), **options), strict=True))
+    assert tokens(seen["cold"]) == tokens(seen["cpu"]) == tokens(without)
+    assert (seen["cold"][0]["cached"], seen["cpu"][0]["cached"]) == (0, WHOLE)
+    assert (seen["first"]["cpu"]["hits"], seen["first"]["cpu"]["failed"]) == (CHUNKS, 0)
+
+    def rows_read(label: str) -> float:
+        return float(seen[label]["file"]["bytes_read"]) / row
+
+    assert seen["older"][0]["cached"] == seen["normal again"]["cached"] == seen["retained"]["cached"] == WHOLE
+    assert rows_read("after low") == 0, "what is evicted first is what was stored with low priority"
+    assert rows_read("after churn") == 0, "what was retained stays, in a host that others fill"
+    assert (seen["not loaded"]["cached"], seen["prefetched"]["cached"]) == (0, WHOLE)
+    assert rows_read("after prefetch") == CHUNKS
+    assert (seen["salted 11"]["cached"], seen["salted again"]["cached"]) == (0, WHOLE)
+    assert rows_read("last") == 2 * CHUNKS, "a tenant evicts its own rows, though the host has room for all"
+    assert seen["salted again"]["tokens"] == seen["salted 11"]["tokens"] == seen["retained"]["tokens"]
+    assert seen["prefetched"]["tokens"] == seen["low"]["tokens"]
 
 
 @pytest.mark.slow
@@ -129,29 +169,10 @@ def test_with_ngram_speculation(engine: Engine, options: dict[str, Any], tmp_pat
     assert 0 < accepted < steps["drafted"], "some drafts must be right, and some wrong"
 
 
-def make_adapter(model: Path, to: Path, seed: int) -> Path:
-    import torch
-    from safetensors.torch import save_file
-
-    config = json.loads((model / "config.json").read_text())
-    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"] * config["head_dim"], 8
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
-        weights[name + "A.weight"] = torch.randn(rank, hidden, generator=generator) / 4
-        weights[name + "B.weight"] = torch.randn(heads, rank, generator=generator) / 4
-    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "bias": "none"}
-    to.mkdir()
-    (to / "adapter_config.json").write_text(json.dumps(fields))
-    save_file(weights, to / "adapter_model.safetensors")
-    return to
-
-
 @pytest.mark.slow
 def test_lora_adapters_share_nothing(engine: Engine, options: dict[str, Any], tmp_path: Path) -> None:
     adapters = [
-        [name, number, str(make_adapter(options["path"], tmp_path / name, number))]
+        [name, number, str(save_adapter(options["path"], tmp_path / name, number))]
         for number, name in enumerate(("first", "second"), start=1)
     ]
     asks = [ASK, *([*ASK, adapter] for adapter in adapters)]
