@@ -113,7 +113,7 @@ faults: $(VENV)/.ready
 	NIXL_TIERS_FAULTS_TABLE=bench/results/faults.json $(PY) -m pytest tests/faults $(PYTEST_ARGS); tests=$$?; \
 	    $(PY) docs/generate.py && exit $$tests
 
-# All cells of the stress test, 500 requests each, twice. STRESS_SEED=n repeats a run.
+# All cells of the stress test, 500 requests each. STRESS_SEED=n repeats a run.
 stress: $(VENV)/.ready
 	$(PY) -m pytest tests/vllm/test_stress.py -m stress -s $(PYTEST_ARGS)
 

@@ -238,19 +238,23 @@ def faults() -> str:
 
 
 def features() -> str:
-    """A line a feature: what kind of test shows it, and the versions of vLLM with which all of its tests passed."""
+    """A line a feature: what kind of test shows it, the versions of vLLM with which all of its tests passed, and of the
+    others why not."""
     table = json.loads(MATRIX.read_text())["tables"][1]
     outcomes = {test: dict(zip(table["columns"][1:], row, strict=True)) for test, *row in table["rows"]}
     rows = []
     for name, feature in tomllib.loads(FEATURES.read_text()).items():
         tests = feature.get("tests", [])
         kind = "real engine" if any(map(runs_an_engine, tests)) else "unit tests" if tests else "no test"
-        versions = [
-            version.rpartition(".")[0]
-            for version in table["columns"][1:]
-            if tests and all(outcomes.get(test, {}).get(version) == "passed" for test in tests)
-        ]
-        rows.append((name, kind, ", ".join(versions), feature.get("note", "")))
+        passed, others = [], []
+        for version in table["columns"][1:] if tests else []:
+            endings = {outcomes.get(test, {}).get(version, "not run") for test in tests} - {"passed"}
+            release = version.rpartition(".")[0]
+            if endings:
+                others.append(f"{release}: {'; '.join(sorted(each.removeprefix('skipped: ') for each in endings))}")
+            else:
+                passed.append(release)
+        rows.append((name, kind, "<br>".join(filter(None, [", ".join(passed), *others])), feature.get("note", "")))
     return _table(["feature of vLLM", "shown by", "vLLM", "what was run, and what not"], rows)
 
 

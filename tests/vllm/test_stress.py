@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -24,9 +24,25 @@ from tests.support.models import save_random
 pytestmark = [pytest.mark.vllm]
 
 SEED = int(os.environ.get("STRESS_SEED", random.SystemRandom().randrange(1 << 32)))
-# Models, blocks of a chunk, and whether loads are priced: then NixlTiersConnector promotes at arrival, too.
-CELLS = list(product(("full", "windowed"), (1, 2), (False,)))
-PRICED = [("full", 1, True), ("windowed", 2, True)]
+CONNECTORS = {"OffloadingConnector": vllm_cpu.kv_transfer, "NixlTiersConnector": vllm_cpu.recomputing_transfer}
+
+
+class Cell(NamedTuple):
+    connector: str
+    model: str
+    blocks: int
+    """Of a chunk."""
+    priced: bool = False
+    """Whether loads are: then NixlTiersConnector promotes at arrival, too."""
+
+    def __str__(self) -> str:
+        return f"{self.connector}-{self.model}-{self.blocks}{'-priced' * self.priced}"
+
+
+PLAIN = list(product(("full", "windowed"), (1, 2)))
+THEIRS = [Cell("OffloadingConnector", *cell) for cell in PLAIN]
+OURS = [Cell("NixlTiersConnector", *cell) for cell in PLAIN]
+PRICED = [Cell("NixlTiersConnector", "full", 1, priced=True), Cell("NixlTiersConnector", "windowed", 2, priced=True)]
 PREFILL = 4000  # tokens a second, as a priced cell is told: a block of 32 takes 8 ms, its row 28 ms at 1 MB/s
 SPEEDS = (0, 1, 1)  # of the slowed tier, in MB/s; 0: as fast as the disk
 SLOWER_EVERY = 10  # requests for a declined row, at least
@@ -57,7 +73,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def run_cell(models: dict[str, Path], run_script: Callable[..., Any], tmp_path: Path) -> Callable[..., None]:
-    def run(model: str, blocks: int, priced: bool, requests: int, seed: int, *, storm: int = 50) -> None:
+    def run(cell: Cell, requests: int, seed: int, *, storm: int = 50) -> None:
+        model, blocks, priced = cell[1:]
         rng = random.Random(seed)
         tiers = [
             {"type": "cpu", "capacity": rng.choice(["2MiB", "8MiB"])},
@@ -68,17 +85,16 @@ def run_cell(models: dict[str, Path], run_script: Callable[..., Any], tmp_path: 
             "on_reset": rng.choice(["new_epoch", "new_epoch", "keep"]),
         }
         shows = ["finished", "hits", "aborts", "resets", "preempted"]
-        connector, speed = vllm_cpu.kv_transfer, tmp_path / "speed"
+        speed = tmp_path / "speed"
         if priced:
             speed.write_text("1")
             tiers[0]["capacity"] = "1MiB"
             tiers[1] |= {"type": "bench.slowed_file:SlowedFileConfig", "speed": str(speed)}
-            connector = vllm_cpu.recomputing_transfer
             options |= {"prefill_tokens_per_s": PREFILL, "on_reset": "keep"}
             shows += ["at_arrival", "promoted"]
         plan = {
             "model": str(models[model]),
-            "transfer": connector(tiers, blocks_per_chunk=blocks, **options),
+            "transfer": CONNECTORS[cell.connector](tiers, blocks_per_chunk=blocks, **options),
             "settings": {
                 "max_model_len": 512,
                 "block_size": 32,
@@ -95,8 +111,7 @@ def run_cell(models: dict[str, Path], run_script: Callable[..., Any], tmp_path: 
         }
         if priced:  # what is loaded has been evicted from host memory before
             plan |= {"speed": str(speed), "speeds": SPEEDS, "conversations": 16, "resets": 0.003}
-        about = "promoted at arrival, priced" if priced else "always loaded"
-        print(f"STRESS_SEED={SEED}: {model}, chunks of {blocks}, {about}, {options}, host of {tiers[0]['capacity']}")
+        print(f"STRESS_SEED={SEED}: {cell}, {options}, host of {tiers[0]['capacity']}")
         # One core: this model's sums are so small that threads would only wait for each other.
         env = {"VLLM_CPU_OMP_THREADS_BIND": str(vllm_cpu.cores()[-1])}
         result = run_script("stress.py", plan, env, 12 * requests, new_process=True)
@@ -113,14 +128,20 @@ def run_cell(models: dict[str, Path], run_script: Callable[..., Any], tmp_path: 
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("number", range(2))
 def test_answers_equal_those_without_tiers(number: int, run_cell: Callable[..., None]) -> None:
-    run_cell(*random.Random(SEED).sample(CELLS, 2)[number], 150, SEED + number)
+    run_cell(random.Random(SEED).sample([*THEIRS, *OURS], 2)[number], 150, SEED + number)
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("cell", [*CELLS, *PRICED])
-@pytest.mark.parametrize("number", range(2))
-def test_all_answers_equal_those_without_tiers(
-    number: int, cell: tuple[str, int, bool], run_cell: Callable[..., None]
+@pytest.mark.parametrize(("number", "cell"), list(enumerate([*OURS, *PRICED])), ids=str)
+def test_all_answers_equal_those_without_tiers(number: int, cell: Cell, run_cell: Callable[..., None]) -> None:
+    run_cell(cell, 500, SEED + number, storm=1000)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("number", "cell"), list(enumerate(THEIRS)), ids=str)
+def test_all_answers_with_vllms_own_connector_equal_those_without_tiers(
+    number: int, cell: Cell, run_cell: Callable[..., None]
 ) -> None:
-    run_cell(*cell, 500, SEED + number, storm=1000)
+    run_cell(cell, 500, SEED + number, storm=1000)
