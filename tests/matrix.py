@@ -147,8 +147,8 @@ def record(version: str, libraries: str, cases: list[tuple[str, str]], named: li
         "command": "make matrix",
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         "date": today,
-        "note": "Libraries: of which version the compiled part is. 0.33 has none for CPUs. The stress test: six cells of "
-        "500 requests with NixlTiersConnector.",
+        "note": "Libraries: of which version the compiled part is. 0.33 has none for CPUs. Of the stress test, all "
+        "cells of NixlTiersConnector.",
         "tables": [
             {"columns": list(COLUMNS), "rows": [rows[each] for each in versions]},
             {
