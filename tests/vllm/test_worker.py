@@ -327,12 +327,14 @@ class Slow:
 
 
 def test_on_a_device_copies_start_at_submission_and_are_polled() -> None:
+    others = {*threading.enumerate()}  # a worker of another test may not be collected yet
     region = HostRegion.create(Geometry(1, 512), ROWS)
     slow = Slow()
     host = worker_over(region, caches_of([[512]]), 0)
     worker = NixlTiersWorker(region, host._plan, slow, 0, jobs=PolledJobs())
     assert host._jobs.stop()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("nixl_tiers-")]
+    threads = {*threading.enumerate()} - others
+    assert not [thread for thread in threads if thread.name.startswith("nixl_tiers-")]
     worker.submit_store(1, GPULoadStoreSpec([0], [1], [0]), rows_of(0, counts=(1,)))
     worker.submit_load(2, rows_of(1, counts=(1,)), GPULoadStoreSpec([1], [1], [0]))
     mine = threading.current_thread().name
@@ -500,11 +502,13 @@ def test_pages_may_have_gaps_in_vllms_memory() -> None:
 
 def test_shutdown_ends_running_copies_before_the_region_is_closed(rank: Rank) -> None:
     rank.worker.submit_store(5, GPULoadStoreSpec([1], [1], [0]), rows_of(0, counts=(1,)))
+    executors = [executor._thread for executor in rank.worker._jobs._threads.values()]
+    assert executors
     rank.worker.shutdown()
     (result,) = rank.worker.get_finished()
     assert result.success
     deadline = time.monotonic() + 120
-    while any(thread.name.startswith("nixl_tiers-") for thread in threading.enumerate()):
+    while any(executor.is_alive() for executor in executors):
         assert time.monotonic() < deadline
 
 
