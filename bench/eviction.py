@@ -114,8 +114,8 @@ def replay(prompts: Sequence[Prompt], rows: int, policy: Eviction, stored: int =
     for prompt in prompts:
         begin = time.thread_time()
         found = look_up(core, prompt, clock)
-        for key in found:
-            hits[core.source(key)] += 1
+        for source in core.sources(found):
+            hits[source] += 1
         serve(core, prompt, found, clock)
         slowest_s = max(slowest_s, time.thread_time() - begin)
     blocks = sum(len(prompt.keys) for prompt in prompts)

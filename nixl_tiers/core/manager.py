@@ -250,10 +250,10 @@ class TierManager:
             if request.deadline_s is not None:
                 request.deadline_s = until_s
 
-    def source(self, key: Key) -> str:
-        """The tier that the bytes of a hit came from."""
-        row = self.host.index.get(key)
-        return CPU if row is None else row.source
+    def sources(self, keys: Iterable[Key]) -> list[str]:
+        """Of hits: the tiers that their bytes came from."""
+        rows = map(self.host.index.get, keys)
+        return [CPU if row is None else row.source for row in rows]
 
     def count_misses(self, keys: Iterable[Key], name: str, now: float) -> None:
         """Count why the request has to compute these chunks, in prefix order from its first miss. Once a chunk."""

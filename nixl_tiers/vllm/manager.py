@@ -80,6 +80,7 @@ class NixlTiersManager(OffloadingManager):
         self._coordinator = coordinator
         self._place = {group: place for place, group in enumerate(groups)}
         self._sources = _sources(config)
+        self._loaded_from: dict[OffloadKey, str] = {}  # of the last load: vLLM asks for each key right behind it
         self._has_storage = bool(config.storage)
         self._options = RequestOptionsReader(config.names, [tier.locality for tier in config.storage])
         self._store_none: set[str] = set()  # requests nothing of which is stored
@@ -235,8 +236,11 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
-        with self._coordinator.core() as core:
-            return self._sources[core.source(key)]
+        source = self._loaded_from.get(key)
+        if source is None:
+            with self._coordinator.core() as core:
+                (source,) = core.sources([key])
+        return self._sources[source]
 
     @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
@@ -254,8 +258,9 @@ class NixlTiersManager(OffloadingManager):
         if end is not None:
             self._meter.positions.hit(req_context.req_id, end)
         missing: dict[int, int] = {}
-        if self._coordinator.region.geometry.sub_blocks > 1:
-            with self._coordinator.core() as core:
+        with self._coordinator.core() as core:
+            self._loaded_from = dict(zip(ordered, core.sources(ordered), strict=True))
+            if self._coordinator.region.geometry.sub_blocks > 1:
                 missing = core.copies.partial(ordered)
         return RowsSpec(rows, counts, missing=missing)
 

@@ -201,9 +201,9 @@ def test_hit_counts_once_for_the_tier_it_was_promoted_from() -> None:
     core.end_step()
     assert scan(core, CHAIN[:1], "r") == [HIT]
     core.copies.prepare_load(CHAIN[:1], "r")
-    assert core.source(CHAIN[0]) == "file"
+    assert core.sources(CHAIN[:1]) == ["file"]
     core.copies.complete_load(CHAIN[:1])
-    assert core.source(CHAIN[0]) == "cpu"
+    assert core.sources(CHAIN[:1]) == ["cpu"]
     assert core.tiers[0].counters.hits == 1
 
 

@@ -121,7 +121,7 @@ def test_quotas_without_salts_are_warned_of_once(connector: str, caplog: pytest.
         rig.manager.shutdown()
 
 
-def test_a_chunk_written_by_every_worker_is_a_hit(rig: ManagerRig) -> None:
+def test_a_chunk_written_by_every_worker_is_a_hit(rig: ManagerRig, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = keys_of(2)
     context = rig.request("r", one, two)
     assert rig.manager.lookup(one, context) is LookupResult.MISS
@@ -132,6 +132,10 @@ def test_a_chunk_written_by_every_worker_is_a_hit(rig: ManagerRig) -> None:
     spec = rig.manager.prepare_load([two, one], context)
     assert len(set(spec.rows.tolist())) == 2
     assert spec.counts == (2,)
+    if compat.CacheHitSource:
+        with monkeypatch.context() as held:
+            held.setattr(type(rig.coordinator), "core", None)
+            assert rig.manager.get_load_source(two, context) is compat.CacheHitSource.HOST, "it takes no lock"
     again = rig.manager.prepare_load([one, two], context)
     assert again.rows.tolist() == spec.rows.tolist()[::-1]
     rig.manager.complete_load({one, two}, context)
@@ -412,8 +416,8 @@ class ScriptedCoordinator:
         assert (seconds, now) == (0.0, self.now())
         self.copied_rows.append((rows, at_most))
 
-    def source(self, key: bytes) -> str:
-        return self.where
+    def sources(self, keys: list[bytes]) -> list[str]:
+        return [self.where for _ in keys]
 
     def observe_prefill(self, tokens: int, context: float, seconds: float) -> None: ...
 
