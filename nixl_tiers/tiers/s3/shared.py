@@ -73,6 +73,8 @@ class SharedRows(Rows):
         """With what the janitor may delete before this engine hears of it: it makes room for two windows at once, of a
         prefix that was written evenly from its oldest row on."""
         oldest = self.upload_quota.oldest
+        if not self.upload_quota.deletes_soon:
+            return oldest
         written_for_s = self._control.connection.server_time_s() - self.upload_quota.ahead_s - oldest
         return oldest + max(0, int(written_for_s * 2 / WINDOW_SHARE)) if oldest else 0
 

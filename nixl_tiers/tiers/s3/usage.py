@@ -100,6 +100,15 @@ class UploadQuota:
         with self._lock:
             return 0 if self._usage is None else self._usage.oldest
 
+    @property
+    def deletes_soon(self) -> bool:
+        """Whether the janitor may delete for room before its next record is read: a window must stay free, and each
+        mover may upload another one by then."""
+        with self._lock:
+            usage = self._usage
+            most = 0 if usage is None else usage.nbytes + (1 + len(usage.counted)) * self.window_bytes
+            return most > self.capacity_bytes
+
     def refresh(self, usage: Usage | None, valid_for_s: float) -> None:
         """The usage record, which is valid for `valid_for_s` from now on."""
         with self._lock:

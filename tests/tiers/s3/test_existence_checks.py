@@ -116,9 +116,18 @@ class TestAnswers:
     def test_what_the_janitor_may_delete_next_is_not_promised(self, driver: TierDriver) -> None:
         assert driver.tier.gone_before == 0
         now = int(driver.tier._control.connection.server_time_s())
+        quota = driver.tier._rows.upload_quota  # type: ignore[attr-defined]
         for age_s, margin_s in ((6400, 200), (10, 0), (-100, 0)):
-            driver.tier._rows.upload_quota.refresh(Usage(0, {}, now - age_s), 60.0)  # type: ignore[attr-defined]
+            quota.refresh(Usage(quota.capacity_bytes, {}, now - age_s), 60.0)
             assert margin_s <= driver.tier.gone_before - (now - age_s) <= margin_s + 2
+
+    def test_nothing_is_forgotten_early_while_there_is_room(self, driver: TierDriver) -> None:
+        quota = driver.tier._rows.upload_quota  # type: ignore[attr-defined]
+        oldest = int(driver.tier._control.connection.server_time_s()) - 6400
+        room = quota.capacity_bytes - 3 * quota.window_bytes  # two movers, and what must stay free
+        for nbytes, early in ((room, False), (room + 1, True)):
+            quota.refresh(Usage(nbytes, {"one": 0, "two": 0}, oldest), 60.0)
+            assert (driver.tier.gone_before > oldest) is early
 
     def test_nothing_is_listed(self, driver: TierDriver, faulty: FaultyS3) -> None:
         self.put(driver, faulty, 1)
