@@ -87,6 +87,7 @@ def _census(store: TieredStore, name: str) -> Census:
     until(lambda: store.flush(1.0) and reclaim_all_host_rows(store), "every host row to be free", timeout_s=TIMEOUT_S)
     keys = range(KEYS)
     served: set[int] = set()
+    absent: set[int] = set()  # of those of a medium that is asked, or of which nothing need be asked
 
     def complete() -> bool:
         # On a busy machine a load may come too late, and is tried again. What is lost is no longer in the index.
@@ -94,7 +95,11 @@ def _census(store: TieredStore, name: str) -> Census:
         with store.coordinator.core() as core:
             late = any(shared.slow or shared.later for shared in core.checks.tiers.values())
         served.update(found_in(store, [n for n in keys if n not in served]))
-        return not late and all(n in served or place is None for n, place in zip(keys, _located(store), strict=True))
+        with store.coordinator.core() as core:
+            now, asked = store.coordinator.now(), core.checks.tiers.values()
+            absent.update(n for n in keys if all(shared.is_absent(key_of(n), now) for shared in asked))
+        places = zip(keys, _located(store), strict=True)
+        return not late and all(n in served or (n in absent and place is None) for n, place in places)
 
     until(complete, "every row of the index to be loaded", timeout_s=TIMEOUT_S)
     until(lambda: reclaim_all_host_rows(store), "every host row to be free", timeout_s=TIMEOUT_S)
