@@ -169,7 +169,7 @@ def run_movers(core: TierManager, now_s: float, clock: Clock) -> None:
             for job in jobs:
                 core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), now_s)
         for tier in core.tiers:
-            for _ in tier.delete_batches(256):
+            for _ in tier.members[0].delete_batches(256):
                 pass
         if not jobs:
             return

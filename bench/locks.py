@@ -99,12 +99,12 @@ class Bench:
     def turn(self, what: str) -> list[Job]:
         """One turn of the supervisor: what it does with the lock held."""
         for tier in self.core.tiers:
-            tier.send_credits = 1 << 20
+            tier.members[0].send_credits = 1 << 20
 
         def hold() -> list[Job]:
             jobs = self.core.turn(self.now, self.now)
             for tier in self.core.tiers:
-                tier.delete_batches(self.core.limits.deletes_per_batch)
+                tier.members[0].delete_batches(self.core.limits.deletes_per_batch)
             self.core.health.overdue(self.now)
             return jobs
 

@@ -227,7 +227,7 @@ class VirtualEngine:
                 self._free_s[job.tier] = end_s
                 heapq.heappush(self._ends, (end_s + medium.latency_s, next(self._order), job))
             for tier in self.core.tiers:
-                for _ in tier.delete_batches(256):
+                for _ in tier.members[0].delete_batches(256):
                     pass
             self.core.garbage.drop(1000)
             if not self.core.events.unfinished:

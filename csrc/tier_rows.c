@@ -557,20 +557,23 @@ METHOD(begin_listing) {
     Py_RETURN_NONE;
 }
 
-/* list_columns(slots, ticks, records, width, start, stop, taken, limit)
+/* list_columns(slots, ticks, records, width, start, stop, taken, limit, [base])
  *     -> (added, highest slot + 1, highest tick, [(slot, key)])
  *
  * Rows that a medium lists: uint32 slots, uint64 ticks, and records of `width` bytes: a byte of length, the key, padding.
  * `taken`: a byte a slot, 1 if it is in use, or None where slots only count; a row in a slot that is taken or not below
- * `limit` is not added. Returned are those that the medium is to delete. A key that is known is confirmed. */
+ * `limit` is not added. Returned are those that the medium is to delete. A key that is known is confirmed. `base`: what
+ * the medium calls slot 0 is known, and returned, as this. */
 METHOD(list_columns) {
-    NEED(8);
+    NEED(nargs == 9 ? 9 : 8);
     Py_buffer slots = {0}, ticks = {0}, records = {0}, taken = {0};
     PyObject *result = NULL, *surplus = NULL;
     NUMBER(3, width, LONGEST_KEY + 1);
     NUMBER(4, start, NONE);
     NUMBER(5, stop, NONE);
     NUMBER(7, limit, UINT64_MAX);
+    uint64_t base = 0;
+    if (nargs == 9 && !number(args[8], NONE, &base)) return NULL;
     int physical = args[6] != Py_None;
     if (PyObject_GetBuffer(args[0], &slots, PyBUF_SIMPLE) < 0 || PyObject_GetBuffer(args[1], &ticks, PyBUF_SIMPLE) < 0 ||
         PyObject_GetBuffer(args[2], &records, PyBUF_SIMPLE) < 0 ||
@@ -602,11 +605,11 @@ METHOD(list_columns) {
         int drop = 0, failed = 0;
         if (row != NONE) {
             Row *r = row_at(self, row);
-            drop = physical && r->slot != slot; /* of two rows, the one that is known is as good */
+            drop = physical && r->slot != base + slot; /* of two rows, the one that is known is as good */
             if (!drop) r->listing = self->listing;
         } else if (!length || (physical && (slot >= limit || slot >= (uint64_t)taken.len || ((char *)taken.buf)[slot]))) {
             drop = 1;
-        } else if ((row = take_row(self, &key, slot, tick, STORED, 0)) == NONE) {
+        } else if ((row = take_row(self, &key, (uint32_t)(base + slot), tick, STORED, 0)) == NONE) {
             failed = 1;
         } else {
             enter_order(self, row_at(self, row), row);
@@ -615,7 +618,7 @@ METHOD(list_columns) {
             added++;
         }
         if (drop) {
-            PyObject *pair = Py_BuildValue("(IO)", slot, object);
+            PyObject *pair = Py_BuildValue("(KO)", (unsigned long long)(base + slot), object);
             failed = !pair || PyList_Append(surplus, pair) < 0;
             Py_XDECREF(pair);
         }

@@ -146,7 +146,7 @@ class SlowTier:
         self._core = self.coordinator._core
         opened(self._core, 0, 256)
         self._core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
-        self._core.tiers[0].send_credits = len(keys)
+        self._core.tiers[0].members[0].send_credits = len(keys)
         monkeypatch.setattr(self.coordinator.changed, "wait", self._wait)
         monkeypatch.setattr("nixl_tiers.runtime.blocking.time", SimpleNamespace(monotonic=self._monotonic))
 

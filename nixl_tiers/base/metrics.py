@@ -272,7 +272,10 @@ METRICS: Final[Mapping[str, Metric]] = {
     ),
     # --- health ------------------------------------------------------------------------------------------------
     "up": _gauge(
-        "1 while the tier's medium is open, also while it is being listed; 0: the tier is down.", storage, number="up"
+        "1 while the tier's medium is open, also while it is being listed; 0: the tier is down. Of several directories "
+        "while any is.",
+        storage,
+        number="up",
     ),
     "listing": _gauge(
         "1 while the tier's medium is being listed: what is listed already can be hit, and nothing is written yet.",
@@ -280,7 +283,8 @@ METRICS: Final[Mapping[str, Metric]] = {
         number="listing",
     ),
     "breaker": _gauge(
-        "The tier's circuit: 0 closed (in use), 1 half-open (being probed), 2 open (not used).",
+        "The tier's circuit: 0 closed (in use), 1 half-open (being probed), 2 open (not used). Of several directories "
+        "the worst.",
         storage,
         number="breaker",
     ),

@@ -44,11 +44,12 @@ def stored(config: TiersConfig, vllm: str) -> Iterator[Stored]:
     for name, tier in zip(config.names, config.storage, strict=True):
         if not isinstance(tier, FileConfig):
             continue
-        with suppress(OSError), Folder.to_inspect(tier.path) as base:
-            for manifest in _manifests(base):
-                about = manifest.description
-                why = why_cold(manifest, config.salt, vllm)
-                yield Stored(name, manifest.namespace, about.model, about.vllm, manifest.last_used, why)
+        for member in tier.members:
+            with suppress(OSError), Folder.to_inspect(member.path) as base:
+                for manifest in _manifests(base):
+                    about = manifest.description
+                    why = why_cold(manifest, config.salt, vllm)
+                    yield Stored(name, manifest.namespace, about.model, about.vllm, manifest.last_used, why)
 
 
 def why_cold(manifest: Manifest, salt: str, vllm: str) -> str:

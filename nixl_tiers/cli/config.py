@@ -104,12 +104,12 @@ def config(
 def _beyond_the_disk(read: TiersConfig) -> Iterator[str]:
     """Not logged by engines: they are told when a tier stops growing."""
     for i, tier in enumerate(read.tiers):
-        if isinstance(tier, FileConfig):
+        for member in tier.members if isinstance(tier, FileConfig) else ():
             with suppress(OSError):
-                disk = DiskRoom.of(tier)
-                if change := disk.shortage(tier.capacity):
-                    free = f"{format_size(disk.free)} of {format_size(disk.size)} are free at {tier.path}"
-                    yield f"tiers[{i}].capacity: {format_size(tier.capacity)} do not fit: {free}; {change}"
+                disk = DiskRoom.of(member)
+                if change := disk.shortage(member.capacity):
+                    free = f"{format_size(disk.free)} of {format_size(disk.size)} are free at {member.path}"
+                    yield f"tiers[{i}].capacity: {format_size(member.capacity)} do not fit: {free}; {change}"
 
 
 def _stored(there: Sequence[Stored]) -> Iterator[str]:
@@ -192,6 +192,8 @@ def _fields(model: BaseModel) -> dict[str, dict[str, Any]]:
         if name in ("type", "tiers"):
             continue
         value, given = getattr(model, name), name in model.model_fields_set
+        if name == "path" and isinstance(model, FileConfig):
+            value = model.place
         meaning = (None if isinstance(value, dict) else _MEANINGS.get((name, value))) or field.description or ""
         fields[name] = _field(_shown(name, value, field), meaning, given=given)
     if isinstance(model, S3Config) and all(getattr(model, way) is None for way in _CREDENTIALS):

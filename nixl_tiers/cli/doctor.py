@@ -81,7 +81,8 @@ def doctor(
 
 
 def _examine(config: TiersConfig | None) -> Iterator[tuple[str, Finding]]:
-    storage = list(zip(config.names, config.storage, strict=True)) if config else []
+    named = zip(config.names, config.storage, strict=True) if config else ()
+    storage = [(name, member) for name, tier in named for member in tier.members]
     with (
         tempfile.TemporaryDirectory(prefix="nixl-tiers-doctor-") as scratch,
         progress("machine", 2 + len(storage)) as bar,

@@ -71,7 +71,7 @@ def _configured(given: TiersConfig) -> Iterator[StorageConfig]:
         raise InputError("; ".join(left_out) or "there is no storage tier in that configuration")
     for sentence in left_out:
         print(f"nixl-tiers: {sentence}", file=sys.stderr)
-    for tier in given.storage:
+    for tier in (member for each in given.storage for member in each.members):
         if tier.stored_rows:
             yield _directory(tier) if isinstance(tier, FileConfig) else tier
 

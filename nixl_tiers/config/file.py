@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import os
 import tempfile
+from itertools import combinations
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from nixl_tiers.base.mounts import make_private, nearest, not_mounted
 from nixl_tiers.config import fields
 from nixl_tiers.config.errors import ConfigError
 from nixl_tiers.config.tier import AbsolutePath, Age, Size, StorageConfig, when_unset
 
+MOST_PATHS: Final = 32
+
 
 class FileConfig(StorageConfig):
-    """A directory."""
+    """A directory, or several: then `path` is the first of them, and `members` has all."""
 
     type: Literal["file"] = Field(description="kind of the tier")
     path: AbsolutePath = Field(
-        description="directory of the tier; created with mode 0700 if it does not exist, and so are its parents"
+        description="directory of the tier; created with mode 0700 if it does not exist, and so are its parents. Or a "
+        "list of directories, as a rule one a drive: one tier over all of them, each with a mover of its own and an "
+        "equal part of the `capacity`"
     )
     capacity: Size = Field(description="budget of everything under `path`, of all namespaces ever stored there")
     layout: Literal["slabs", "files"] = Field(
@@ -59,6 +64,38 @@ class FileConfig(StorageConfig):
     max_age: Age = None
 
     on_disk: ClassVar[bool] = True
+    _others: tuple[Path, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _divide(cls, raw: Any, handler: ModelWrapValidatorHandler[FileConfig]) -> FileConfig:
+        paths = raw.get("path") if isinstance(raw, dict) else None
+        if not isinstance(paths, (list, tuple)) or not paths:
+            return handler(raw)
+        made = handler({**raw, "path": paths[0]})
+        places = (made.path, *map(fields.absolute, paths[1:]))
+        if made.layout == "files" and len(places) > 1:
+            raise ValueError("path is one directory with layout: files, and no list")
+        if len(places) > MOST_PATHS:
+            raise ValueError(f"path has {len(places)} directories, and a tier has at most {MOST_PATHS}")
+        for one, other in combinations(places, 2):
+            if _overlap(one, other):
+                raise ValueError(f"path: {one} and {other} overlap, so neither part of the capacity could be kept")
+        return made.beside(places[1:])
+
+    def beside(self, others: tuple[Path, ...]) -> FileConfig:
+        """This tier is over these directories too."""
+        self._others = others
+        return self
+
+    @property
+    def members(self) -> tuple[FileConfig, ...]:
+        """One for each directory."""
+        if not self._others:
+            return (self,)
+        places = (self.path, *self._others)
+        own = {"capacity": self.capacity // len(places)}
+        return tuple(self.model_copy(update={**own, "path": path}).beside(()) for path in places)
 
     @model_validator(mode="after")
     def _agree(self) -> FileConfig:
@@ -82,7 +119,7 @@ class FileConfig(StorageConfig):
 
     @property
     def place(self) -> str:
-        return str(self.path)
+        return ", ".join(map(str, (self.path, *self._others)))
 
     @property
     def physical_slots(self) -> bool:
@@ -97,39 +134,50 @@ class FileConfig(StorageConfig):
         return "LOCAL" if self.layout == "slabs" else None  # where a shared file system is cannot be known
 
     def shares_place(self, other: StorageConfig) -> bool:
-        return isinstance(other, FileConfig) and (
-            self.path.is_relative_to(other.path) or other.path.is_relative_to(self.path)
+        return isinstance(other, FileConfig) and any(
+            _overlap(one.path, another.path) for one in self.members for another in other.members
         )
 
     def check_here(self, *, starting: bool) -> None:
         """A missing mount may come later."""
         super().check_here(starting=starting)
-        try:
-            missing = not_mounted(self.path) if self.require_mount else ""
-            parent = nearest(self.path)
-        except OSError as error:
-            raise _unwritable(self.path, error.strerror) from None
-        if missing and starting:
-            return
-        if missing:
-            raise ConfigError(f"path: {missing}")
-        if self.write == "off":
-            if not starting and not os.access(self.path, os.R_OK | os.X_OK):
-                raise ConfigError(f"path: {self.path} is no directory that can be read, and `write` is off")
-        elif not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise _unwritable(self.path, f"{parent} is not a writable directory")
+        for member in self.members:
+            _check_path(member, starting=starting)
 
     def prepare_here(self) -> None:
         """Missing directories are made (mode 0700), and written to once; nothing is made without its mount, nor for a
         reader."""
-        if self.write == "off" or (self.require_mount and not_mounted(self.path)):
-            return
-        try:
-            make_private(self.path)
-            with tempfile.TemporaryFile(dir=self.path):
-                pass
-        except OSError as error:
-            raise _unwritable(self.path, error.strerror) from None
+        for member in self.members:
+            if self.write == "off" or (self.require_mount and not_mounted(member.path)):
+                continue
+            try:
+                make_private(member.path)
+                with tempfile.TemporaryFile(dir=member.path):
+                    pass
+            except OSError as error:
+                raise _unwritable(member.path, error.strerror) from None
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    return one.is_relative_to(other) or other.is_relative_to(one)
+
+
+def _check_path(member: FileConfig, *, starting: bool) -> None:
+    path = member.path
+    try:
+        missing = not_mounted(path) if member.require_mount else ""
+        parent = nearest(path)
+    except OSError as error:
+        raise _unwritable(path, error.strerror) from None
+    if missing and starting:
+        return
+    if missing:
+        raise ConfigError(f"path: {missing}")
+    if member.write == "off":
+        if not starting and not os.access(path, os.R_OK | os.X_OK):
+            raise ConfigError(f"path: {path} is no directory that can be read, and `write` is off")
+    elif not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise _unwritable(path, f"{parent} is not a writable directory")
 
 
 def _unwritable(path: Path, why: str | None) -> ConfigError:

@@ -285,8 +285,10 @@ def check_paths(config: TiersConfig, create: bool = True) -> None:
 def check_rows(config: TiersConfig, row_bytes: int) -> None:
     """Refuse a tier that does not hold one row of `row_bytes` bytes. Raises ConfigError."""
     for i, tier in enumerate(config.tiers):
-        if tier.capacity < row_bytes:
+        parts = 1 if isinstance(tier, CpuConfig) else len(tier.members)
+        if tier.capacity // parts < row_bytes:
+            each = f", for each of {parts} directories," if parts > 1 else ""
             raise ConfigError(
-                f"tiers[{i}].capacity: {format_size(tier.capacity)} does not hold one chunk, "
+                f"tiers[{i}].capacity: {format_size(tier.capacity)}{each} does not hold one chunk, "
                 f"which takes {format_size(row_bytes)} here"
             )

@@ -7,7 +7,7 @@ Light to import: neither numpy nor boto3, NIXL or torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -109,6 +109,12 @@ class StorageConfig(Model):
     def place(self) -> str:
         """Where the medium is, for people."""
         return self.type
+
+    @property
+    def members(self) -> Sequence[StorageConfig]:
+        """What each of the tier's movers is configured with: they have equal parts of the capacity, in places of their
+        own, each with slots of its own (`physical_slots`)."""
+        return (self,)
 
     @property
     def physical_slots(self) -> bool:

@@ -85,9 +85,15 @@ def _s3_before_file(config: TiersConfig) -> Iterator[str]:
 
 
 def _unfit_paths(config: TiersConfig) -> Iterator[str]:
-    for i, tier in enumerate(config.tiers):
-        if isinstance(tier, FileConfig) and (what := _unfit(tier.path)):
-            yield f"tiers[{i}].path: {tier.path} {what}"
+    for i, path in _paths(config):
+        if what := _unfit(path):
+            yield f"tiers[{i}].path: {path} {what}"
+
+
+def _paths(config: TiersConfig) -> list[tuple[int, Path]]:
+    """The directories of file tiers."""
+    files = [(i, tier) for i, tier in enumerate(config.tiers) if isinstance(tier, FileConfig)]
+    return [(i, member.path) for i, tier in files for member in tier.members]
 
 
 def _unfit(path: Path) -> str:
@@ -152,17 +158,17 @@ def _no_effect(config: TiersConfig) -> Iterator[str]:
 
 def _memory_mounts(config: TiersConfig) -> Iterator[str]:
     kinds = file_systems()
-    for i, tier in enumerate(config.tiers):
-        if isinstance(tier, FileConfig) and not _unfit(tier.path):
-            real = _real(tier.path)
+    for i, path in _paths(config):
+        if not _unfit(path):
+            real = _real(path)
             kind = kinds.get(device_of(real), "")
             what = _unfit(real) or (f"is on {kind}, which {_OWN_MEMORY}" if kind in _MEMORY_FILE_SYSTEMS else "")
             if what:
-                yield f"tiers[{i}].path: {tier.path} {what}"
+                yield f"tiers[{i}].path: {path} {what}"
 
 
 def _same_directory(config: TiersConfig) -> Iterator[str]:
-    tiers = [(i, _real(tier.path)) for i, tier in enumerate(config.tiers) if isinstance(tier, FileConfig)]
+    tiers = [(i, _real(path)) for i, path in _paths(config)]
     for (i, one), (j, other) in combinations(tiers, 2):
         if one.is_relative_to(other) or other.is_relative_to(one):
             yield f"tiers[{j}].path: is another name for the directory of tiers[{i}], so neither capacity is kept"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter
 from typing import Final
 
 from nixl_tiers.base.chunk import Key, Outcome
@@ -20,12 +21,13 @@ from nixl_tiers.core.types import Columns, Direction, Job, TierState
 from nixl_tiers.core.writeback import WriteBack
 
 _LISTING: Final = TierState.LISTING  # members of an enum are found by a slow attribute look-up before Python 3.12
+_DEAD, _TO_DELETE = attrgetter("dead"), attrgetter("to_delete")
 PAUSE_SHARE: Final = 0.5  # of the time that a tier needs for what it is moving
 
 
 class Events:
-    """The movers' side of the core: what they report, and (`turn`) every job that they get. `tier`: its number in the
-    cascade, from 0; `now`: in seconds."""
+    """The movers' side of the core: what they report, and (`turn`) every job that they get. `mover`: its number among
+    those of all tiers, from 0; `now`: in seconds."""
 
     def __init__(
         self,
@@ -53,77 +55,86 @@ class Events:
 
     # --- tiers -------------------------------------------------------------------------------------------------
 
-    def opened(self, tier: int, slots: int) -> Steps:
-        """A mover serves this tier (again), with room for `slots` rows, perhaps fewer than before; the rows that it
-        holds are listed next. Nothing of the tier is a hit, and nothing is planned for it, before the last step."""
-        return begin_listing(self._state.tiers[tier], slots)
+    def opened(self, mover: int, slots: int) -> Steps:
+        """A mover serves its medium (again), with room for `slots` rows, perhaps fewer than before; the rows that it
+        holds are listed next. None of these is a hit, and nothing is planned for it, before the last step."""
+        return begin_listing(self._state.movers[mover], slots)
 
-    def resized(self, tier: int, slots: int) -> None:
-        """The tier has room for more or fewer rows, while it is open. Rows beyond it are listed as removed."""
-        self._state.tiers[tier].index.set_limit(slots)
+    def resized(self, mover: int, slots: int) -> None:
+        """There is room for more or fewer rows, while it is open. Rows beyond it are listed as removed."""
+        member = self._state.movers[mover]
+        member.tier.index.set_limit(member, slots)
 
-    def listed(self, tier: int, entries: Iterable[tuple[int, Key, int]], last: bool) -> None:
+    def listed(self, mover: int, entries: Iterable[tuple[int, Key, int]], last: bool) -> None:
         """Rows that the medium holds: (slot, key, tick), or removed ones: a negative slot. They are verified when they
         are loaded. `last`: the listing is complete."""
-        listed = self._state.tiers[tier]
+        member = self._state.movers[mover]
+        listed, first = member.tier, member.first_slot
         for slot, key, tick in entries:
-            listed.index.add_listed(slot, key, tick)
+            if slot >= 0:
+                listed.index.add_listed(slot + first, key, tick)
+            elif listed.index.place_of(key) == member.place:  # another member's row of the same key stays
+                listed.index.add_listed(slot, key, tick)
             if not listed.spec.asked:
                 listed.index.newest_listed = max(listed.index.newest_listed, min(tick, MOST_TICK))
         self._go_on_from(listed)
         if last:
-            take_all(self.listing_ends(tier))
-            if listed.state is TierState.LISTING:
-                listed.state = TierState.UP
+            take_all(self.listing_ends(mover))
+            if member.state is TierState.LISTING:
+                member.state = TierState.UP
                 if self._state.announced is not None:
                     self._state.announced.listed()
 
-    def columns_listed(self, tier: int, columns: Columns) -> Steps:
-        """The same for many rows; the core owns `columns` from now on. No other event of this tier may come before the
+    def columns_listed(self, mover: int, columns: Columns) -> Steps:
+        """The same for many rows; the core owns `columns` from now on. No other event of this mover may come before the
         last step."""
-        listed = self._state.tiers[tier]
-        return self._going_on(listed, add_columns(listed, columns))
+        member = self._state.movers[mover]
+        return self._going_on(member.tier, add_columns(member, columns))
 
-    def listing_ends(self, tier: int) -> Steps:
-        """To be done before the last `listed`, if that is not to take long: rows of before the tier was opened again
+    def listing_ends(self, mover: int) -> Steps:
+        """To be done before the last `listed`, if that is not to take long: rows of before the medium was opened again
         that were not listed are gone."""
-        return end_listing(self._state.tiers[tier])
+        return end_listing(self._state.movers[mover])
 
-    def gone_before(self, tier: int, tick: int) -> None:
+    def gone_before(self, mover: int, tick: int) -> None:
         """Of an asked tier: rows that were written before are not there any more. They are forgotten in slices."""
-        self._state.tiers[tier].index.gone_before = min(tick, MOST_TICK)
+        self._state.movers[mover].tier.index.gone_before = min(tick, MOST_TICK)
 
-    def existence_checked(self, tier: int, check: int, absent: Collection[Key], now: float) -> None:
+    def existence_checked(self, mover: int, check: int, absent: Collection[Key], now: float) -> None:
         """An existence check was answered: what it found was listed before this, `absent` is not there."""
-        self._checks.answered(tier, check, absent, now)
+        self._checks.answered(self._state.movers[mover].tier.number, check, absent, now)
 
-    def down(self, tier: int, now: float) -> None:
-        """The tier's medium does not answer. Its rows are misses until it is opened again."""
-        lost = self._state.tiers[tier]
+    def down(self, mover: int, now: float) -> None:
+        """The medium does not answer. Its rows are misses until it is opened again. Of several members the others go
+        on: what is queued to be loaded from this one is dropped as its turn comes."""
+        member = self._state.movers[mover]
+        lost = member.tier
         self._state.begin_slice()
-        lost.state = TierState.DOWN
-        lost.index.clear_deletes()
-        self._checks.lost(tier)
-        self._writeback.drop_stores(lost)
-        self._promotion_jobs.requeue(lost, now)
+        member.state = TierState.DOWN
+        member.clear_deletes()
+        self._checks.lost(lost.number)
+        if lost.refuses_stores:
+            self._writeback.drop_stores(lost)
+        if not lost.readable:
+            self._promotion_jobs.requeue(lost, now)
 
     # --- movers ------------------------------------------------------------------------------------------------
 
-    def killed(self, tier: int, now: float) -> None:
-        """The tier's mover was sent a kill. It may still write to its rows: these stay in quarantine until `lost`. Both
+    def killed(self, mover: int, now: float) -> None:
+        """The mover was sent a kill. It may still write to its rows: these stay in quarantine until `lost`. Both
         circuits open: loads resume after two good probes."""
-        killed = self._state.tiers[tier]
-        killed.counters.kills += 1
-        self.down(tier, now)
+        killed = self._state.movers[mover]
+        killed.tier.counters.kills += 1
+        self.down(mover, now)
         self._health.mover_killed(killed, now)
         self._work(now)
 
-    def lost(self, tier: int, now: float) -> None:
-        """The tier's mover is dead and reaped: nothing writes to its rows any more. All its jobs have failed. For each
+    def lost(self, mover: int, now: float) -> None:
+        """The mover is dead and reaped: nothing writes to its rows any more. All its jobs have failed. For each
         circuit that is one failure: unless it was killed, its rows are hits as soon as the next mover has opened."""
-        lost = self._state.tiers[tier]
-        lost.counters.deaths += 1
-        self.down(tier, now)
+        lost = self._state.movers[mover]
+        lost.tier.counters.deaths += 1
+        self.down(mover, now)
         self._health.mover_died(lost, now)
         self._work(now)
 
@@ -147,9 +158,10 @@ class Events:
     def can_start(self) -> bool:
         """Whether a turn might start something now for which no request waits: write-back, deletions, measurements,
         uses to be noted."""
-        return bool(self._engine_hits.waiting or self._measurements.busy) or any(
-            tier.index.to_delete
-            or tier.to_demote
+        if self._engine_hits.waiting or self._measurements.busy:
+            return True
+        return any(map(_TO_DELETE, self._state.movers)) or any(
+            tier.to_demote
             or (tier.to_store and (tier.refuses_stores or self._writeback.has_room(tier)))
             or (tier.writable and self._writeback.rows_to_clean(tier) > 0)
             for tier in self._state.tiers
@@ -169,11 +181,11 @@ class Events:
             return True
         for tier in self._state.tiers:  # `any` of these costs each step of the engine more
             # Loads that no request waits for, too: their end measures the tier.
-            if tier.rows_loading or tier.dead or tier.index.former or tier.trials_running:
+            if tier.rows_loading or tier.index.former or tier.trials_running:
                 return True
             if tier.trials and tier.readable:
                 return True
-        return False
+        return any(map(_DEAD, self._state.movers))
 
     @property
     def wants_turn(self) -> tuple[bool, bool]:
@@ -249,7 +261,7 @@ class Events:
         jobs: list[Job] = []
         self._state.begin_slice()
         self._writeback.clean(now)
-        known = [tier for tier in self._state.tiers if not tier.dead]  # of a dead mover the suspects are not known yet
+        known = [tier for tier in self._state.tiers if tier.known]
         for tier in known:
             if tier.readable and tier.to_load:
                 jobs.extend(self._promotion_jobs.plan(tier, now))
@@ -258,15 +270,15 @@ class Events:
         for tier in known:
             jobs.extend(self._measurements.plan(tier, now))
         self._writeback.throttle.begin(self._promotion_jobs.under_way, now)
-        for tier in known:  # before other tiers seal these rows, whose end may be that they leave the host
-            if not tier.writable and tier.store_credits > 0:
-                jobs.extend(self._health.plan_store_probe(tier, now))
+        for member in self._state.movers:  # before others seal these rows, whose end may be that they leave the host
+            if not (member.writable or member.dead) and member.store_credits > 0:
+                jobs.extend(self._health.plan_store_probe(member, now))
         for tier in known:
             if tier.readable and tier.to_demote:
                 jobs.extend(self._writeback.plan_demotions(tier, now))
             if tier.writable and tier.to_store:
                 jobs.extend(self._writeback.plan_stores(tier, now))
-            if (tier.trials or not tier.readable) and tier.store_credits > 0:
+            if (tier.trials or not all(member.readable for member in tier.members)) and tier.store_credits > 0:
                 jobs.extend(self._health.plan_trials(tier, now))
         self._state.unfinished |= self._state.slice_used_up
         return jobs
@@ -277,7 +289,7 @@ class Events:
 
     def finished(
         self,
-        tier: int,
+        mover: int,
         job_id: int,
         outcomes: Sequence[Outcome],
         now: float,
@@ -291,9 +303,9 @@ class Events:
         `partial`: of the rows that were loaded, those that lack sub-blocks: (place in the job, how many). Raises
         ValueError for a report that does not fit the job; it stays open then, until its mover is dead.
         """
-        moved = self._state.tiers[tier]
+        moved = self._state.movers[mover].tier
         job = moved.jobs.get(job_id)
-        if job is None:
+        if job is None or job.mover != mover:
             return
         places = range(len(job.moves))
         if len(outcomes) != len(places) or any(place not in places for place, _ in partial):
@@ -312,11 +324,12 @@ class Events:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _work(self, now: float) -> None:
+        for member in self._state.movers:
+            while (job := self._health.next_to_end(member, now)) is not None:
+                self._end_moves(member.tier, job, [Outcome.FAILED] * len(job.moves), now)
+                if member.state is TierState.DOWN:
+                    member.clear_deletes()  # the next mover lists what is there
         for tier in self._state.tiers:
-            while (job := self._health.next_to_end(tier, now)) is not None:
-                self._end_moves(tier, job, [Outcome.FAILED] * len(job.moves), now)
-                if tier.state is TierState.DOWN:
-                    tier.index.clear_deletes()  # the next mover lists what is there
             while tier.index.former and self._state.take():
                 tier.index.return_victims(1)
             while tier.index.has_gone and self._state.take():

@@ -10,6 +10,7 @@ from typing import Final
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.host import HostTier, Row, RowState
+from nixl_tiers.core.member import Member
 from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import Tier
@@ -36,9 +37,10 @@ class Health:
         """Call at every turn: abandons late jobs, and drops what is queued for a tier that is down or whose circuit has
         opened, as much as the slice has room for."""
         self.abandon_late_jobs(now)
-        for tier in self._state.tiers:
-            for breaker in tier.breakers.values():
+        for member in self._state.movers:
+            for breaker in member.breakers.values():
                 breaker.watch(now)
+        for tier in self._state.tiers:
             if (tier.to_load or tier.to_demote) and not tier.readable:
                 self._promotion_jobs.requeue(tier, now)
             if (tier.to_store or tier.waiting_for_seal) and tier.refuses_stores:
@@ -57,16 +59,17 @@ class Health:
                     self._abandon(tier, job, now)
 
     def overdue(self, now: float) -> dict[int, str]:
-        """Tiers whose movers must be killed, and why: a job after its hard deadline, or too many rows in quarantine."""
+        """Movers that must be killed, and why: a job after its hard deadline, or too many rows in quarantine."""
         killed: dict[int, str] = {}
-        most = max(1, int(self._state.load_window * self._state.limits.quarantine_share))
         for tier in self._state.tiers:
-            if any(job.hard_deadline_s < now for job in tier.jobs.values()):
-                killed[tier.number] = "a job is overdue"
-            elif tier.readable and tier.quarantined > most:
-                loads = [job for job in tier.jobs.values() if job.abandoned and job.direction is Direction.LOAD]
+            killed |= {job.mover: "a job is overdue" for job in tier.jobs.values() if job.hard_deadline_s < now}
+        for member in self._state.movers:
+            window = self._state.load_window // len(member.tier.members)
+            most = max(1, int(window * self._state.limits.quarantine_share))
+            if member.readable and member.quarantined > most and member.number not in killed:
+                loads = [job for job in _jobs_of(member) if job.abandoned and job.direction is Direction.LOAD]
                 if any(now > 2 * job.soft_deadline_s - job.started_s for job in loads):
-                    killed[tier.number] = "too many rows are stuck"
+                    killed[member.number] = "too many rows are stuck"
         return killed
 
     # --- what movers report ------------------------------------------------------------------------------------
@@ -77,7 +80,7 @@ class Health:
         failed = outcomes.count(Outcome.FAILED) if moved < len(outcomes) else 0
         beside = self._state.leave_burst(job)
         if moved:
-            tier.throughput[job.direction].record(job.nbytes, took_s)
+            self._state.movers[job.mover].throughput[job.direction].record(job.nbytes, took_s)
             self._observe(tier, job, moved, now, took_s)
             if job.direction is Direction.LOAD:
                 rows = tier.loaded - job.loaded_before + len(job.moves)
@@ -95,29 +98,30 @@ class Health:
         # A full medium is not a failing one: it refuses at once, and works again when there is room.
         full = not moved and outcomes.count(Outcome.NO_SPACE) == len(outcomes)
         if not full or job.probe_episode is not None:
-            self._record(tier, job, 2 * failed < len(outcomes), now)
+            self._record(job, 2 * failed < len(outcomes), now)
 
-    def mover_killed(self, tier: Tier, now: float) -> None:
-        """The tier's mover was sent a kill: its circuits open, its jobs are abandoned and have no deadline any more."""
-        for breaker in tier.breakers.values():
+    def mover_killed(self, member: Member, now: float) -> None:
+        """Its mover was sent a kill: its circuits open, its jobs are abandoned and have no deadline any more."""
+        for breaker in member.breakers.values():
             breaker.trip(now)
-        self._bury(tier, now, reaped=False)
+        self._bury(member, now, reaped=False)
 
-    def mover_died(self, tier: Tier, now: float) -> None:
-        """The tier's mover is dead: a failure for both of its circuits, and for its open probes."""
-        for breaker in tier.breakers.values():
+    def mover_died(self, member: Member, now: float) -> None:
+        """Its mover is dead: a failure for both of its circuits, and for its open probes."""
+        for breaker in member.breakers.values():
             breaker.record(False, now)
-        for job in tier.jobs.values():
+        for job in _jobs_of(member):
             if job.is_trial and job.probe_episode is not None:
-                tier.breakers[job.direction].end_probe(job.probe_episode, False, now)
-        for dead in tier.dead:
+                member.breakers[job.direction].end_probe(job.probe_episode, False, now)
+        for dead in member.dead:
             dead.reaped = True
-        self._bury(tier, now, reaped=True)
+        self._bury(member, now, reaped=True)
 
-    def next_to_end(self, tier: Tier, now: float) -> Job | None:
-        """Work off the tier's dead jobs while the slice has room. Returns one that has ended, for the caller to end its
-        moves; None if there is none, or no room."""
-        while tier.dead and not (dead := tier.dead[0]).idle:
+    def next_to_end(self, member: Member, now: float) -> Job | None:
+        """Work off the member's dead jobs while the slice has room. Returns one that has ended, for the caller to end
+        its moves; None if there is none, or no room."""
+        tier = member.tier
+        while member.dead and not (dead := member.dead[0]).idle:
             if dead.to_suspect:
                 if not self._state.take(len(dead.to_suspect[0].moves)):
                     return None
@@ -129,7 +133,7 @@ class Health:
                 if not (job := dead.to_abandon.popleft()).abandoned:
                     self._abandon(tier, job, now)
             elif not dead.to_end:
-                tier.dead.popleft()
+                member.dead.popleft()
             elif self._state.take(len(dead.to_end[0].moves)):
                 return dead.to_end.popleft()
             else:
@@ -141,31 +145,40 @@ class Health:
     def plan_trials(self, tier: Tier, now: float) -> list[Job]:
         """A load of one suspect that was asked for, or a probe of a half-open circuit: no request waits for it."""
         jobs: list[Job] = []
-        loads = tier.breakers[Direction.LOAD]
         if tier.readable and not tier.trials_running:
             while tier.trials and not jobs:
                 key, _ = tier.trials.popitem(last=False)
                 found = tier.index.rows.get(key)
-                if found is not None and _is_idle(Found(*found)) and tier.denylist.trial_due(key, now):
+                member = tier.member_of(key)
+                can = found is not None and _is_idle(Found(*found)) and member.readable and member.store_credits > 0
+                if can and tier.denylist.trial_due(key, now):
                     jobs = self._start_trial_load(tier, key, now)
-        elif tier.state is not TierState.DOWN and loads.wants_probe:
-            suspects = (key for key in tier.trials if tier.denylist.trial_due(key, now))
-            candidate = row_to_load(tier) or next(suspects, None)
-            if candidate is not None and tier.index.rows.is_stored(candidate):
-                jobs = self._start_trial_load(tier, candidate, now)
-                for job in jobs:
-                    job.probe_episode = loads.begin_probe()
-            elif not len(tier.index.slots):  # no load can fail, and none was asked for while it was not readable
-                loads.end_probe(loads.begin_probe(), True, now)
+        for member in tier.members:
+            if member.state is not TierState.DOWN and member.loads.wants_probe and member.store_credits > 0:
+                jobs += self._plan_load_probe(member, now)
         return jobs
 
-    def plan_store_probe(self, tier: Tier, now: float) -> list[Job]:
+    def _plan_load_probe(self, member: Member, now: float) -> list[Job]:
+        tier, loads = member.tier, member.loads
+        suspects = (key for key in tier.trials if tier.denylist.trial_due(key, now) and tier.member_of(key) is member)
+        candidate = row_to_load(member) or next(suspects, None)
+        if candidate is not None and tier.index.rows.is_stored(candidate):
+            jobs = self._start_trial_load(tier, candidate, now)
+            for job in jobs:
+                job.probe_episode = loads.begin_probe()
+            return jobs
+        if not len(tier.index.slots_of(member)):  # no load can fail, and none was asked for while it was not readable
+            loads.end_probe(loads.begin_probe(), True, now)
+        return []
+
+    def plan_store_probe(self, member: Member, now: float) -> list[Job]:
         """A store of one row, if the circuit is half-open and the host has any that the tier lacks."""
-        stores = tier.breakers[Direction.STORE]
-        row = row_to_store(tier, self._state.host) if tier.state is TierState.UP and stores.wants_probe else None
+        tier, stores = member.tier, member.breakers[Direction.STORE]
+        row = row_to_store(tier, self._state.host) if member.state is TierState.UP and stores.wants_probe else None
         if row is None:
             return []
-        moves = self._writeback.start_stores(tier, [(row, row.tick)])
+        rooms = [int(each is member) for each in tier.members] if len(tier.members) > 1 else None
+        moves = self._writeback.start_stores(tier, [(row, row.tick)], rooms)
         probes = self._state.start_trials(tier, Direction.STORE, moves, now)
         for job in probes:
             job.probe_episode = stores.begin_probe()
@@ -173,39 +186,41 @@ class Health:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _bury(self, tier: Tier, now: float, *, reaped: bool) -> None:
-        """The tier's open jobs are dead. The keys that most likely made its mover hang or die are suspects: those of
+    def _bury(self, member: Member, now: float, *, reaped: bool) -> None:
+        """Its open jobs are dead. The keys that most likely made its mover hang or die are suspects: those of
         overdue jobs, or else of a trial, or else of abandoned jobs, or else of all of them."""
-        ending = self._state.jobs_of_ending_moves(tier, now)
-        if not (tier.jobs or ending):
+        tier, jobs = member.tier, _jobs_of(member)
+        ending = self._state.jobs_of_ending_moves(member, now)
+        if not (jobs or ending):
             return
-        jobs, tier.jobs = tier.jobs, {}
+        for job in jobs:
+            del tier.jobs[job.id]
         suspects = (
-            deque(job for job in jobs.values() if job.hard_deadline_s < now)
-            or deque(job for job in jobs.values() if job.is_trial)
-            or deque(job for job in jobs.values() if job.abandoned)
-            or deque(jobs.values())
+            deque(job for job in jobs if job.hard_deadline_s < now)
+            or deque(job for job in jobs if job.is_trial)
+            or deque(job for job in jobs if job.abandoned)
+            or deque(jobs)
         )
-        dead = [*jobs.values(), *ending]
+        dead = [*jobs, *ending]
         # Of a mover that is reaped nothing needs to be abandoned first: its jobs end at once, as FAILED.
-        tier.dead.append(OrphanedJobs(suspects, deque(() if reaped else dead), deque(dead), now, reaped))
+        member.dead.append(OrphanedJobs(suspects, deque(() if reaped else dead), deque(dead), now, reaped))
 
     def _abandon(self, tier: Tier, job: Job, now: float) -> None:
         job.abandoned = True
-        self._record(tier, job, False, now)
+        self._record(job, False, now)
         if job.direction is Direction.STORE:
             return  # its rows are hits as before, and pinned
         self._state.leave_burst(job)
-        tier.quarantined += len(job.moves)
+        self._state.movers[job.mover].quarantined += len(job.moves)
         tier.counters.late += len(job.moves)
         for move in job.moves:
             if tier.index.has(move.key, move.id):
                 tier.index.cancel_eviction(move.key, self._state.tick)
             self._promotion_jobs.give_up(tier, move.row)
 
-    def _record(self, tier: Tier, job: Job, good: bool, now: float) -> None:
+    def _record(self, job: Job, good: bool, now: float) -> None:
         """Record it in the breaker. The failure of a suspect that was tried alone says nothing about its tier."""
-        breaker = tier.breakers[job.direction]
+        breaker = self._state.movers[job.mover].breakers[job.direction]
         if job.probe_episode is not None:
             breaker.end_probe(job.probe_episode, good, now)
         elif good or not job.is_trial:
@@ -230,16 +245,23 @@ MAX_SOUGHT: Final = 1024  # rows of a tier that are looked at; the first of them
 MAX_SAMPLED: Final = 64  # rows of the host
 
 
-def row_to_load(tier: Tier) -> Key | None:
+def row_to_load(member: Member) -> Key | None:
     """A stored row that is no suspect: the one asked for last while the circuit was not closed, or any other. Each
     call goes on from where the last one ended."""
-    is_suspect = tier.denylist.is_suspect
+    tier = member.tier
+    is_suspect, place_of = tier.denylist.is_suspect, tier.index.place_of_slot
     last = tier.last_refused
-    if last is not None and last in tier.index and not is_suspect(last):
+    if last is not None and tier.index.place_of(last) == member.place and not is_suspect(last):
         return last
     tier.looked_at, keys = tier.index.rows.some(tier.looked_at, min(MAX_SOUGHT, len(tier.index)))
     rows = ((key, tier.index.rows.get(key)) for key in keys if not is_suspect(key))
-    return next((key for key, row in rows if row is not None and Found(*row).stored and not Found(*row).evicting), None)
+    found = ((key, Found(*row)) for key, row in rows if row is not None and place_of(row[0]) == member.place)
+    return next((key for key, row in found if row.stored and not row.evicting), None)
+
+
+def _jobs_of(member: Member) -> list[Job]:
+    """Of its mover, the open ones."""
+    return [job for job in member.tier.jobs.values() if job.mover == member.number]
 
 
 def _is_idle(row: Found) -> bool:

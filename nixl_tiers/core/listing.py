@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from nixl_tiers.core.member import Member
 from nixl_tiers.core.slots import Slots
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import ALL_SLOTS
@@ -25,57 +26,64 @@ def take_all(steps: Steps) -> None:
         pass
 
 
-def begin_listing(tier: Tier, limit: int) -> Steps:
-    """The tier was opened with `limit` slots: evict rows beyond it, or too many, the least valuable first. The tier is
-    LISTING after the last step, and down before, unless it is cleared after this call."""
-    return _begin(tier, limit, tier.index.clears)
+def begin_listing(member: Member, limit: int) -> Steps:
+    """The member's medium was opened with `limit` slots: evict rows beyond it, or too many, the least valuable first.
+    It is LISTING after the last step, and down before, unless the tier is cleared after this call."""
+    return _begin(member, limit, member.tier.index.clears)
 
 
-def _begin(tier: Tier, limit: int, clears: int) -> Steps:
-    index = tier.index
+def _begin(member: Member, limit: int, clears: int) -> Steps:
+    index = member.tier.index
     if index.clears != clears:
         return
-    index.clear_deletes()
-    if limit < index.slots.limit:
-        tier.state = TierState.DOWN
+    member.clear_deletes()
+    slots = index.slots_of(member)
+    if limit < slots.limit:
+        member.state = TierState.DOWN
         yield None
     if index.clears != clears:
         return
-    index.set_limit(limit)
-    if isinstance(index.slots, Slots) and index.slots.end > limit:
-        yield from _sweep(tier, clears, limit)
-    yield from _evict_surplus(tier)
+    index.set_limit(member, limit)
+    if isinstance(slots, Slots) and slots.end > limit:
+        yield from _sweep(member, clears, limit)
+    yield from _evict_surplus(member.tier)
     if index.clears == clears:
-        index.begin_listing()
-        tier.state = TierState.LISTING
+        if not index.begin_listing(member):
+            yield from _sweep(member, clears, all_rows=True)
+        if index.clears == clears:
+            member.state = TierState.LISTING
 
 
-def add_columns(tier: Tier, columns: Columns) -> Steps:
+def add_columns(member: Member, columns: Columns) -> Steps:
     """Many rows that the medium lists. The core owns `columns` from now on; they are dropped if the tier is cleared
     after this call."""
-    return _add(tier, columns, tier.index.clears)
+    return _add(member, columns, member.tier.index.clears)
 
 
-def _add(tier: Tier, columns: Columns, clears: int) -> Steps:
+def _add(member: Member, columns: Columns, clears: int) -> Steps:
+    tier = member.tier
     rows = tier.limits.listed_per_step
     for start in range(0, columns.count, rows):
         if tier.index.clears == clears:
-            tier.index.add_columns(columns, start, min(start + rows, columns.count))
+            tier.index.add_columns(member, columns, start, min(start + rows, columns.count))
         yield None
     columns.close()
     yield from _evict_surplus(tier)
 
 
-def end_listing(tier: Tier) -> Steps:
-    """All has been listed: what was not listed since the tier was opened again is gone; unless nothing ever is. Without
-    steps if they have all been taken before."""
-    return iter(()) if tier.spec.asked or not tier.index.listing else _sweep(tier, tier.index.clears)
+def end_listing(member: Member) -> Steps:
+    """All has been listed: what was not listed since the medium was opened again is gone; unless nothing ever is.
+    Without steps if they have all been taken before."""
+    index = member.tier.index
+    if member.tier.spec.asked or member.place not in index.listing:
+        return iter(())
+    return _sweep(member, index.clears)
 
 
-def _sweep(tier: Tier, clears: int, limit: int = ALL_SLOTS) -> Steps:
-    place = 0
+def _sweep(member: Member, clears: int, limit: int = ALL_SLOTS, *, all_rows: bool = False) -> Steps:
+    place, tier = 0, member.tier
     while place >= 0 and tier.index.clears == clears:
-        place = tier.index.sweep(place, tier.limits.listed_per_step, limit)
+        place = tier.index.sweep(member, place, tier.limits.listed_per_step, limit, all_rows=all_rows)
         yield None
 
 

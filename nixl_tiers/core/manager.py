@@ -74,7 +74,10 @@ class TierManager:
         self.host = HostTier(rows, partial(make_policy, policy, rows), gone, quotas)
         self.garbage = DeferredFree()
         self.limits = limits or Limits()
-        self.tiers = [Tier(spec, number, self.limits, self.garbage, gone) for number, spec in enumerate(tiers)]
+        self.tiers = [
+            Tier(spec, number, self.limits, self.garbage, gone, sum(each.members for each in tiers[:number]))
+            for number, spec in enumerate(tiers)
+        ]
         self.checks = ExistenceChecks(self.tiers, self.limits)
         self.prefill = prefill or PrefillEstimate()
         self._state = CascadeState(
@@ -87,6 +90,7 @@ class TierManager:
             gone=gone,
             prefer=prefer,
         )
+        self.movers = self._state.movers
         self._misses = Misses(self._state)
         self._writeback = WriteBack(self._state)
         self._promotion = Promotion(self._state, self.checks)

@@ -9,7 +9,7 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import HOST, Gone, tier_and_reason
-from nixl_tiers.core.types import Direction, TierState
+from nixl_tiers.core.types import TierState
 
 Reason = tuple[int, str]
 """The number of the tier that it is about, or HOST, and the counter."""
@@ -32,7 +32,8 @@ class Misses:
         """`request` has to compute the chunks of `keys`, in prefix order from its first miss. What is there behind a
         miss is worth nothing: it has the reason of that miss. What was declined or came too late was counted then."""
         keys, tiers = list(keys), self._state.tiers
-        holds = [list(map(self._state.host.index.__contains__, keys)), *(tier.index.has_many(keys) for tier in tiers)]
+        holds = [list(map(self._state.host.index.__contains__, keys))]
+        holds += [tier.index.rows.has_many(keys, False) for tier in tiers]
         listing = next((tier.number for tier in tiers if tier.state is TierState.LISTING), None)
         unknown = _NEVER_STORED if listing is None else (listing, "missed_listing")
         reasons: Sequence[Reason | int | None] = self._state.gone.find_many(keys)  # tags; 0 if not known
@@ -69,9 +70,9 @@ class Misses:
                 continue
             if request.allowed is not None and tier.number not in request.allowed:
                 reason = reason or (tier.number, "missed_excluded")
-            elif tier.state is TierState.DOWN:
+            elif (member := tier.member_of(key)).state is TierState.DOWN:
                 reason = (tier.number, "missed_down")
-            elif not tier.breakers[Direction.LOAD].closed:
+            elif not member.loads.closed:
                 reason = (tier.number, "missed_open")
             elif request.load_failed or tier.denylist.is_denied(key, now):
                 reason = (tier.number, "missed_failed")

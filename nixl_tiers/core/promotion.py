@@ -16,7 +16,7 @@ from nixl_tiers.core.requests import Request
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Savings
 from nixl_tiers.core.tier import Tier
-from nixl_tiers.core.types import Direction, TierState
+from nixl_tiers.core.types import TierState
 
 PINS_PER_ROW: Final = 8  # that are released in the time that other work on one row takes
 EXPIRE_EVERY_S: Final = 1.0
@@ -178,11 +178,11 @@ class Promotion:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _note_refused(self, tier: Tier, key: Key, now: float) -> None:
-        trial, is_open = tier.denylist.trial_due(key, now), not tier.breakers[Direction.LOAD].closed
-        if (trial or is_open) and key in tier.index:  # seldom: that takes longest
+        trial, is_open = tier.denylist.trial_due(key, now), not all(each.loads.closed for each in tier.members)
+        if (trial or is_open) and key in tier.index.rows:  # seldom: that takes longest
             if trial:
                 tier.trials[key] = None
-            else:
+            elif not tier.member_of(key).loads.closed:
                 tier.last_refused = key
 
     def _end_wait(self, request: Request) -> None:
@@ -204,11 +204,15 @@ class Promotion:
     def _blame_slow_tiers(self, request: Request, now: float) -> None:
         """A request has expired: a failure for the breaker of each tier that it waited for, even if none of that tier's
         jobs is late."""
-        sources = {row.source for row in request.pinned.values() if row.state is RowState.LOADING}
+        loading = [(key, row.source) for key, row in request.pinned.items() if row.state is RowState.LOADING]
         queued = request.rows_awaited and not self.host_full  # then it waited for room, and not for a tier
         for tier in self._state.tiers:
-            if tier.spec.name in sources or (queued and not sources and tier.to_load):
-                tier.breakers[Direction.LOAD].record(False, now)
+            keys = [key for key, source in loading if source == tier.spec.name]
+            if not loading and queued and tier.to_load:
+                first = next(iter(request.asked))
+                keys = [next((key for key in request.asked if tier.index.place_of(key) is not None), first)]
+            for place in sorted({tier.member_of(key).place for key in keys}):
+                tier.members[place].loads.record(False, now)
 
 
 class RequestIndex:

@@ -77,10 +77,14 @@ class PromotionJobs:
             self._promotion.host_full = not room and self._waits_for_others()
             if self._promotion.host_full:
                 return []
-        most = min(self._state.load_window - tier.rows_loading, tier.send_credits * self._state.rows_per_job)
+        rooms = self._state.load_rooms(tier)
+        if rooms is None:
+            most = min(self._state.load_window - tier.rows_loading, tier.send_credits * self._state.rows_per_job)
+        else:
+            most = sum(rooms)
         if self._waits_for_writeback(now):
             most = min(most, self._host.free)
-        wanted = self._take_queued(tier, most, now)
+        wanted = self._take_queued(tier, most, rooms, now)
         if self._host.quotas:
             wanted = self._within_quotas(wanted)
         room = self._state.make_room(len(wanted))
@@ -108,7 +112,8 @@ class PromotionJobs:
         """A job that loads these rows although no request waits for them; fewer where the host has no room. What host
         memory has, or is about to get, is loaded into a row that no look-up finds; and so is all where tenants have
         quotas, as nobody says whose rows they are."""
-        loadable = [key for key in keys if tier.can_load(key, now)]
+        rooms = self._state.load_rooms(tier)
+        loadable = [key for key in keys if tier.can_load(key, now) and tier.has_room(key, rooms)]
         most = min(len(loadable), self._state.load_window - tier.rows_loading)
         room = self._make_room_unasked(most) if tier.send_credits else 0
         if room <= 0 or not self._state.take(room):  # without room there is no work that is left
@@ -179,10 +184,12 @@ class PromotionJobs:
                     self._host.finish_eviction(row)
         return min(count, self._host.free)
 
-    def _take_queued(self, tier: Tier, most: int, now: float) -> dict[Key, list[Request]]:
-        """Up to `most` keys from the front of the tier's queue that are to be loaded, and the requests that wait."""
+    def _take_queued(self, tier: Tier, most: int, rooms: list[int] | None, now: float) -> dict[Key, list[Request]]:
+        """Up to `most` keys from the front of the tier's queue that are to be loaded, and the requests that wait. What
+        is in a member without room (`rooms`) stays there."""
         wanted: dict[Key, list[Request]] = {}
-        while tier.to_load and len(wanted) < most and self._state.take():
+        put_off: list[tuple[Request, Key]] = []
+        while tier.to_load and len(wanted) < most and len(put_off) < FRONT and self._state.take():
             request, key = tier.to_load.popleft()
             if not (request.waiting and request.asked.get(key)):
                 continue  # it has loaded, expired or ended since it asked
@@ -192,7 +199,11 @@ class PromotionJobs:
                 continue
             row = self._host.index.get(key)
             if row is None and tier.can_load(key, now):
-                wanted.setdefault(key, []).append(request)
+                if key in wanted or tier.has_room(key, rooms):
+                    wanted.setdefault(key, []).append(request)
+                else:
+                    put_off.append((request, key))
+                    self._state.slice_left += 1  # nothing that the next turn could do, either
             elif row is None:
                 request.withdraw(key)
             else:
@@ -201,6 +212,7 @@ class PromotionJobs:
                     self._loading_for.setdefault(row.order, []).append(request)
                 else:
                     request.row_arrived(key)
+        tier.to_load.extendleft(reversed(put_off))
         return wanted
 
     def _within_quotas(self, wanted: dict[Key, list[Request]]) -> dict[Key, list[Request]]:

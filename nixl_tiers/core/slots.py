@@ -3,10 +3,15 @@ start."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
+from typing import Final
 
 from nixl_tiers.base.zeroed import zeroed
 from nixl_tiers.core.deferred_free import DeferredFree
+
+SLOT_NUMBERS: Final = (1 << 32) - 1
+"""The index of a tier has 32 bits for a slot. Members have equal ranges of them."""
 
 
 class SlotCount:
@@ -141,3 +146,55 @@ class Slots(SlotCount):
     def _search_from(self, slot: int) -> None:
         if slot < self._searched or self._freed:
             self._searched, self._freed = min(slot, self._searched), []
+
+
+class MemberSlots(SlotCount):
+    """The slots of several members, each in a range of its own. New rows go to them in turns, so that the rows of one
+    prompt are read from all of them at once."""
+
+    def __init__(self, members: int) -> None:
+        super().__init__(0)
+        self.span = SLOT_NUMBERS // members
+        self.parts = [Slots(0) for _ in range(members)]
+        self._next = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    @property
+    def limit(self) -> int:
+        return sum(part.limit for part in self.parts)
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        raise AssertionError("each member has a limit of its own")
+
+    @property
+    def free(self) -> int:
+        return sum(part.free for part in self.parts)
+
+    def free_in(self, rooms: Sequence[int]) -> int:
+        """How many rows fit, where each member takes so many more."""
+        return sum(max(0, min(part.free, room)) for part, room in zip(self.parts, rooms, strict=True))
+
+    def allocate_in(self, rooms: list[int]) -> int | None:
+        """A free slot of the next member that takes any more rows, which is counted in `rooms`; None: none does."""
+        for step in range(len(self.parts)):
+            place = (self._next + step) % len(self.parts)
+            if rooms[place] > 0 and (slot := self.parts[place].allocate()) is not None:
+                rooms[place] -= 1
+                self._next = place + 1
+                return place * self.span + slot
+        return None
+
+    def claim(self, slot: int) -> bool:
+        place, slot = divmod(slot, self.span)
+        return self.parts[place].claim(slot)
+
+    def release(self, slot: int) -> None:
+        place, slot = divmod(slot, self.span)
+        self.parts[place].release(slot)
+
+    def clear(self, garbage: DeferredFree) -> None:
+        for part in self.parts:
+            part.clear(garbage)

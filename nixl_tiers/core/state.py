@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from nixl_tiers.base.policies import Prefer, Write
@@ -11,6 +11,7 @@ from nixl_tiers.core.announced import Announced
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import HostTier, Row, RowState
 from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.member import Member
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import FREE, TierPrice, TransferEstimate
 from nixl_tiers.core.requests import Request
@@ -67,6 +68,7 @@ class CascadeState:
         # that is. So they have a small window of their own.
         self.demote_window = max(1, min(self.store_window, self.load_window // 2))
         self.rows_per_job = max(1, min(limits.moves_per_job, limits.job_bytes // row_bytes))
+        self.movers = [member for tier in self.tiers for member in tier.members]
         self.below_host: Tier | None = None  # the tier that is written when the host evicts
         self._below: dict[int, Tier] = {}
         self._above: dict[int, Tier | None] = {}
@@ -137,12 +139,52 @@ class CascadeState:
         if source.state is not TierState.UP or not source.readable:
             return 0, 0
         # Demotion goes through the host: more than all of it cannot be brought up at once.
-        return source.index.slots.free, max(1, min(int(source.index.slots.limit * share), self.host.rows))
+        return source.free_slots, max(1, min(int(source.index.slots.limit * share), self.host.rows))
 
     def running_s(self, tier: Tier) -> float:
         """How long the rows that are being moved to and from this tier take it, as far as is known."""
-        loads, stores = tier.throughput[Direction.LOAD], tier.throughput[Direction.STORE]
-        return loads.seconds(tier.rows_loading * self.row_bytes) + stores.seconds(tier.rows_storing * self.row_bytes)
+        count = len(tier.members)
+        loading, storing = (-(-rows // count) * self.row_bytes for rows in (tier.rows_loading, tier.rows_storing))
+        return max(
+            member.throughput[Direction.LOAD].seconds(loading) + member.throughput[Direction.STORE].seconds(storing)
+            for member in tier.members
+        )
+
+    def load_rooms(self, tier: Tier) -> list[int] | None:
+        """How many rows may be loaded from each member now, beside those under way; None: it has only one."""
+        if len(tier.members) == 1:
+            return None
+        readable = [member.readable and not member.dead for member in tier.members]
+        return self._rooms(tier, Direction.LOAD, readable)
+
+    def store_rooms(self, tier: Tier) -> list[int] | None:
+        """How many rows may be stored to each member now; None: it has only one. Where one that can be written can be
+        read too, others get none. What is free is used first: rows are evicted for others only where that is nothing,
+        or a member's that does not answer."""
+        if len(tier.members) == 1:
+            return None
+        takes = [member.takes_rows for member in tier.members]
+        if True not in takes:
+            takes = [member.writable and not member.dead for member in tier.members]
+        rooms = self._rooms(tier, Direction.STORE, takes)
+        free = [max(0, tier.index.slots_of(member).free) for member in tier.members]
+        if any(fit := [min(room, slots) for room, slots in zip(rooms, free, strict=True)]):
+            return fit
+        stuck = {job.mover for job in tier.jobs.values() if job.abandoned}
+        for member, takes_any, slots in zip(tier.members, takes, free, strict=True):
+            if takes_any and slots and member.number not in stuck:
+                return [0] * len(rooms)
+        return rooms
+
+    def _rooms(self, tier: Tier, direction: Direction, takes: list[bool]) -> list[int]:
+        loads = direction is Direction.LOAD
+        window = max(1, (self.load_window if loads else self.store_window) // len(tier.members))
+        rooms = []
+        for member, takes_any in zip(tier.members, takes, strict=True):
+            messages = member.send_credits if loads else member.store_credits
+            left = min(window - member.under_way(direction), messages * self.rows_per_job)
+            rooms.append(max(0, left) if takes_any else 0)
+        return rooms
 
     def tick_of(self, request: Request) -> int:
         """The request's tick; it gets one at its first use of any row."""
@@ -180,32 +222,41 @@ class CascadeState:
         if not moves:  # as at most turns: the estimates below sort their samples
             tier.ending_moves.clear()
             return []
-        limits, throughput = self.limits, tier.throughput[direction]
-        nbytes = self.row_bytes * (soon + (tier.rows_loading if direction is Direction.LOAD else tier.rows_storing))
-        soft_s = throughput.timeout_s(nbytes, min(limits.soft_deadline_min_s, limits.wait_s), limits.wait_s)
-        hard_s = throughput.timeout_s(4 * nbytes, limits.hard_deadline_min_s, limits.hard_deadline_max_s)
-        hard_s = max(hard_s, 2 * soft_s)  # a long `wait_s` is longer than the longest of these
-        jobs = []
-        most = self.rows_per_job if direction is Direction.LOAD else self._rows_per_store_job(tier)
-        for start in range(0, len(moves), most):
-            self.last_job_id += 1
-            part = moves[start : start + most]
-            jobs.append(Job(self.last_job_id, tier.number, direction, part, nbytes, now, now + soft_s, now + hard_s))
+        jobs: list[Job] = []
+        for member, part in _by_member(tier, moves):
+            jobs += self._start_jobs(member, direction, part, now, soon // len(tier.members))
         for job in jobs:
             job.loaded_before = tier.loaded
         if direction is Direction.LOAD:
             self._join_burst(tier, jobs, now)
-        started = {job.id: job for job in jobs}
-        tier.jobs.update(started)
+        tier.jobs.update({job.id: job for job in jobs})
         tier.ending_moves.clear()
-        tier.send_credits -= len(jobs)
         return jobs
 
-    def _rows_per_store_job(self, tier: Tier) -> int:
-        limits = self.limits
-        fast = int(tier.throughput[Direction.STORE].bytes_per_s * limits.pause_s) // self.row_bytes
+    def _start_jobs(
+        self, member: Member, direction: Direction, moves: list[PlannedMove], now: float, soon: int
+    ) -> list[Job]:
+        limits, throughput = self.limits, member.throughput[direction]
+        nbytes = self.row_bytes * (soon + len(moves) + member.under_way(direction))
+        soft_s = throughput.timeout_s(nbytes, min(limits.soft_deadline_min_s, limits.wait_s), limits.wait_s)
+        hard_s = throughput.timeout_s(4 * nbytes, limits.hard_deadline_min_s, limits.hard_deadline_max_s)
+        hard_s = max(hard_s, 2 * soft_s)  # a long `wait_s` is longer than the longest of these
+        jobs = []
+        most = self.rows_per_job if direction is Direction.LOAD else self._rows_per_store_job(member)
+        tier, mover = member.tier.number, member.number
+        for start in range(0, len(moves), most):
+            self.last_job_id += 1
+            part = moves[start : start + most]
+            jobs.append(Job(self.last_job_id, tier, mover, direction, part, nbytes, now, now + soft_s, now + hard_s))
+        member.send_credits -= len(jobs)
+        return jobs
+
+    def _rows_per_store_job(self, member: Member) -> int:
+        limits, members = self.limits, len(member.tier.members)
+        fast = int(member.throughput[Direction.STORE].bytes_per_s * limits.pause_s) // self.row_bytes
         # Several jobs fill a window, whatever their size: else the tier idles between two of them.
-        largest = min(STORE_JOBS * self.rows_per_job, limits.moves_per_job, self.store_window // JOBS_A_WINDOW)
+        window = self.store_window // members // JOBS_A_WINDOW
+        largest = min(STORE_JOBS * self.rows_per_job, limits.moves_per_job, window)
         return max(self.rows_per_job, min(fast, largest))
 
     def _join_burst(self, tier: Tier, jobs: list[Job], now: float) -> None:
@@ -225,14 +276,15 @@ class CascadeState:
         burst.ended = True
         return burst.rows
 
-    def jobs_of_ending_moves(self, tier: Tier, now: float) -> list[Job]:
+    def jobs_of_ending_moves(self, member: Member, now: float) -> list[Job]:
         """Jobs of the moves that an error left without one, for them to be ended."""
-        moves, tier.ending_moves = tier.ending_moves, []
-        jobs = []
+        tier, jobs = member.tier, []
+        moves = [move for move in tier.ending_moves if tier.index.place_of_slot(move.slot) == member.place]
+        tier.ending_moves = [move for move in tier.ending_moves if move not in moves]
         for move in moves:
             self.last_job_id += 1
             direction = Direction.LOAD if move.row.state is RowState.LOADING else Direction.STORE
-            jobs.append(Job(self.last_job_id, tier.number, direction, [move], 0, now, now, now))
+            jobs.append(Job(self.last_job_id, tier.number, member.number, direction, [move], 0, now, now, now))
         return jobs
 
     def start_trials(self, tier: Tier, direction: Direction, moves: list[PlannedMove], now: float) -> list[Job]:
@@ -247,7 +299,17 @@ class CascadeState:
         """The mover is done with this job, or is dead: it holds nothing back any more."""
         tier.trials_running -= job.is_trial
         if job.abandoned and job.direction is Direction.LOAD:
-            tier.quarantined -= len(job.moves)
+            self.movers[job.mover].quarantined -= len(job.moves)
+
+
+def _by_member(tier: Tier, moves: list[PlannedMove]) -> Iterable[tuple[Member, list[PlannedMove]]]:
+    """Each move belongs to the member that has its slot."""
+    if len(tier.members) == 1:
+        return ((tier.members[0], moves),)
+    parts: dict[int, list[PlannedMove]] = {}
+    for move in moves:
+        parts.setdefault(tier.index.place_of_slot(move.slot), []).append(move)
+    return [(tier.members[place], part) for place, part in parts.items()]
 
 
 def within_quotas(tenants: Sequence[int], make_room: Callable[[int, int], int]) -> list[bool]:

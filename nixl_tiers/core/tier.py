@@ -1,4 +1,4 @@
-"""A storage tier as the core sees it: its state, its circuits, what is queued for it, and what is under way."""
+"""A storage tier as the core sees it: its members, what is queued for it, and what is under way."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
+from operator import attrgetter
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.base.policies import Write
-from nixl_tiers.core.breaker import Breaker, BreakerState, Denylist
+from nixl_tiers.core.breaker import BreakerState, Denylist
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import Row
 from nixl_tiers.core.limits import Limits
-from nixl_tiers.core.pricing import ThroughputEstimate, TransferEstimate
+from nixl_tiers.core.member import UNLIMITED, Member
+from nixl_tiers.core.pricing import TransferEstimate
 from nixl_tiers.core.requests import Request
+from nixl_tiers.core.slots import SLOT_NUMBERS
 from nixl_tiers.core.stats import Counters, EvictionHistory
 from nixl_tiers.core.tier_index import TierIndex
-from nixl_tiers.core.types import Burst, Direction, Job, OrphanedJobs, PlannedMove, TierSpec, TierState
+from nixl_tiers.core.types import Burst, Job, PlannedMove, TierSpec, TierState
 
-UNLIMITED: Final = 1 << 62
+__all__ = ["UNLIMITED", "Member", "Tier"]
+
+_READABLE, _WRITABLE, _REFUSES_STORES = map(attrgetter, ("readable", "writable", "refuses_stores"))
 # Members of an enum are found by a slow attribute look-up before Python 3.12.
 _DOWN: Final = TierState.DOWN
 _CLOSED: Final = BreakerState.CLOSED
@@ -28,21 +32,17 @@ _CLOSED: Final = BreakerState.CLOSED
 
 @dataclass
 class Tier:
-    """One storage tier. `index` has its rows."""
+    """One storage tier. `index` has its rows, `members` are its movers."""
 
     spec: TierSpec
     number: int  # its place in the cascade, from 0
     limits: Limits = field(default_factory=Limits)
     garbage: DeferredFree = field(default_factory=DeferredFree)
     gone: EvictionHistory = field(default_factory=EvictionHistory)
-    state: TierState = TierState.DOWN
-    jobs: dict[int, Job] = field(default_factory=dict)
+    first_mover: int | None = None  # the number of its first member's; None: its own
+    jobs: dict[int, Job] = field(default_factory=dict)  # of all members
     ending_moves: list[PlannedMove] = field(default_factory=list)  # they pin rows and are in no job: only in a call
-    dead: deque[OrphanedJobs] = field(
-        default_factory=deque
-    )  # of movers that were killed or have died, the oldest first
     trials_running: int = 0  # open jobs that are trials of a suspect, or probes
-    quarantined: int = 0  # host rows of abandoned loads, until the mover is done with them or reaped
     # Key -> tick, first in, first out. Not pinned in host memory; what is dropped is not queued again.
     to_store: OrderedDict[Key, int] = field(default_factory=OrderedDict)
     waiting_for_seal: dict[Key, int] = field(default_factory=dict)  # the same while another tier's mover seals the row
@@ -55,60 +55,108 @@ class Tier:
     trials: OrderedDict[Key, None] = field(default_factory=OrderedDict)  # suspects that were asked for
     last_refused: Key | None = None  # the last key asked for while its circuit was not closed
     looked_at: int = 0  # up to which place of its rows one was sought that may be tried
-    send_credits: int = UNLIMITED  # how many more messages its mover takes now
     rows_storing: int = 0
     rows_loading: int = 0
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
-        self.index = TierIndex(self.spec, self.number, self.counters, self.gone, self.garbage)
+        first = self.number if self.first_mover is None else self.first_mover
+        span = SLOT_NUMBERS // self.spec.members
+        self.members = [
+            Member(self, first + place, place, place * span, self.limits) for place in range(self.spec.members)
+        ]
+        self._only = self.members[0] if len(self.members) == 1 else None
+        self.index = TierIndex(self.spec, self.number, self.counters, self.gone, self.garbage, self.members)
         self.denylist = Denylist(self.limits.retry_s, self.limits.retry_max_s)
-        # One for each direction: a disk on which writes fail, or a read-only bucket, can still be read.
-        self.breakers = {direction: Breaker(self.limits.breaker) for direction in Direction}
-        self._loads = self.breakers[Direction.LOAD]
         self.loads = TransferEstimate()
-        self.throughput = {direction: ThroughputEstimate(self.limits.assumed_bytes_per_s) for direction in Direction}
+
+    @property
+    def state(self) -> TierState:
+        """UP if any member is and none is being listed: what a member that is down holds is no hit."""
+        if self._only is not None:
+            return self._only.state
+        states = {member.state for member in self.members}
+        return next((each for each in (TierState.LISTING, TierState.UP) if each in states), TierState.DOWN)
 
     @property
     def readable(self) -> bool:
-        """Whether loads may be planned."""
-        return self.state is not TierState.DOWN and self._loads.closed
+        """Whether loads from some member may be planned."""
+        return any(map(_READABLE, self.members))
 
     @property
     def writable(self) -> bool:
-        """Whether stores may be planned."""
-        return self.state is TierState.UP and self.breakers[Direction.STORE].closed
+        """Whether stores to some member may be planned."""
+        return any(map(_WRITABLE, self.members))
 
     @property
     def refuses_stores(self) -> bool:
         """Whether what is queued to be written is dropped."""
-        return self.state is TierState.DOWN or not self.breakers[Direction.STORE].closed
+        return all(map(_REFUSES_STORES, self.members))
 
     @property
     def circuit(self) -> BreakerState:
-        """The worse of both breakers. A tier that is down is an open circuit, whatever opened it."""
-        if self.state is TierState.DOWN:
-            return BreakerState.OPEN
-        if self.spec.write is Write.OFF:  # what a kill has opened for stores, no store ever closes
-            return self._loads.state
-        return max(breaker.state for breaker in self.breakers.values())
+        """The worst of its members'."""
+        return max(member.circuit for member in self.members)
+
+    @property
+    def quarantined(self) -> int:
+        """Host rows of abandoned loads, until their movers are done with them or reaped."""
+        return sum(member.quarantined for member in self.members)
+
+    @property
+    def known(self) -> bool:
+        """Whether the suspects of some member are known: those of a dead mover are not, yet."""
+        return not all(member.dead for member in self.members)
+
+    @property
+    def free_slots(self) -> int:
+        """How many more rows fit; of several members into those that take any now."""
+        if self._only is not None:
+            return self.index.slots.free
+        return sum(self.index.slots_of(member).free for member in self.members if member.takes_rows)
+
+    @property
+    def rows_to_delete(self) -> int:
+        """Rows that its medium is still to delete."""
+        return sum(len(member.to_delete) for member in self.members)
 
     @property
     def rows_to_write(self) -> int:
         """Rows queued for or being written to this tier."""
         return len(self.to_store) + len(self.waiting_for_seal) + self.rows_storing
 
+    def member_of(self, key: Key) -> Member:
+        """The member that has the key's row; any, if there is none."""
+        if self._only is not None:
+            return self._only
+        return self.members[self.index.place_of(key) or 0]
+
+    def has_room(self, key: Key, rooms: list[int] | None) -> bool:
+        """Whether the member that has the key's row takes one more (`rooms`); if so, this is it."""
+        if rooms is None:
+            return True
+        place = self.member_of(key).place
+        rooms[place] -= 1
+        return rooms[place] >= 0
+
     def can_load(self, key: Key, now: float) -> bool:
         """Whether the key's row can be loaded now. Called for each key of each prompt."""
-        if self.state is _DOWN or self._loads.state is not _CLOSED:  # as `readable`
+        only = self._only
+        if only is None:
+            return self.can_load_many([key], now)[0]
+        if only.state is _DOWN or only.loads.state is not _CLOSED:  # as `readable`
             return False
         return self.index.rows.is_stored(key) and not (self.denylist.keys and self.denylist.is_denied(key, now))
 
     def can_load_many(self, keys: list[Key], now: float) -> list[bool]:
         """`can_load` of each key."""
-        if self.state is _DOWN or self._loads.state is not _CLOSED:  # as `readable`
+        only = self._only
+        if only is None:
+            found = self.index.can_read_many(keys)
+        elif only.state is _DOWN or only.loads.state is not _CLOSED:  # as `readable`
             return [False] * len(keys)
-        found = self.index.rows.has_many(keys, True)
+        else:
+            found = self.index.rows.has_many(keys, True)
         if self.denylist.keys:
             return [each and not self.denylist.is_denied(key, now) for key, each in zip(keys, found, strict=True)]
         return found
@@ -159,28 +207,19 @@ class Tier:
         self.index.clear()
         self.trials.clear()
         self.denylist.reset()
-        for dead in self.dead:
-            dead.to_suspect = deque()  # rows of before
+        for member in self.members:
+            for dead in member.dead:
+                dead.to_suspect = deque()  # rows of before
+            member.clear_deletes()
+            member.state = TierState.DOWN
         self.last_refused = None
-        self.state = TierState.DOWN
+
+    @property
+    def send_credits(self) -> int:
+        """How many more messages its movers take now."""
+        return sum(max(0, member.send_credits) for member in self.members)
 
     @property
     def store_credits(self) -> int:
-        """How many store jobs may be planned now. Deletes are sent before stores, or they would delete rows that have
-        just been written; and each store may evict, and so delete, as many rows as it writes."""
-        if len(self.index.to_delete) > self.limits.deletes_per_turn:
-            return 0
-        size = self.limits.deletes_per_batch
-        return (self.send_credits + len(self.index.to_delete) // -size - 1) // 2 - 1
-
-    def delete_batches(self, most: int) -> list[list[tuple[int, Key]]]:
-        """(slot, key) to delete, in batches of at most `most`, as many as there are credits for and a turn has room
-        for; the rest waits."""
-        batches: list[list[tuple[int, Key]]] = []
-        waiting, turn = len(self.index.to_delete), self.limits.deletes_per_turn
-        # Where stores were planned, there was room for them all, and what these have evicted is sent before them.
-        left = waiting - turn if waiting > 2 * turn else 0
-        while self.send_credits > 0 and len(self.index.to_delete) > left:
-            batches.append(self.index.take_deletes(most))
-            self.send_credits -= 1
-        return batches
+        """How many store jobs may be planned now."""
+        return sum(max(0, member.store_credits) for member in self.members)

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import rows_of_share
-from nixl_tiers.core.slots import SlotCount, Slots
+from nixl_tiers.core.slots import MemberSlots, SlotCount, Slots
 from nixl_tiers.core.stats import Counters, EvictionHistory, Gone, tag_of
 from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, Found, make_rows, most_rows
-from nixl_tiers.core.types import Columns, TierSpec
+from nixl_tiers.core.types import Columns, TierSpec, TierState
+
+if TYPE_CHECKING:
+    from nixl_tiers.core.member import Member
 
 MAX_SURPLUS: Final = 256  # rows above a quota that are evicted at once
 _REMOVED: Final = -1  # the slot of a row that the medium does not hold any more
@@ -25,22 +28,35 @@ class TierIndex:
 
     A row is found from its reservation on, and a hit once it is stored. Victims that are written to the tier below
     first (`select_victims`) stay hits until they are evicted.
+
+    Of several members, one that cannot be read holds nothing as long as others take rows: what is computed again is
+    stored to these, and the row of before is given up.
     """
 
-    def __init__(
-        self, spec: TierSpec, number: int, counters: Counters, gone: EvictionHistory, garbage: DeferredFree
+    def __init__(  # noqa: PLR0917 - by the tier only
+        self,
+        spec: TierSpec,
+        number: int,
+        counters: Counters,
+        gone: EvictionHistory,
+        garbage: DeferredFree,
+        members: Sequence[Member],
     ) -> None:
         self._spec = spec
+        self._members = members
+        self._divided = len(members) > 1
         self._counters = counters
         self._gone = gone
         self._garbage = garbage
         self._number = number
         self._evicted = tag_of(number, Gone.EVICTED)
         self.slots: SlotCount = Slots(0) if spec.physical_slots else SlotCount(0)
+        if self._divided:
+            assert spec.physical_slots, "rows without places are divided"
+            self.slots = self._parts = MemberSlots(len(members))
         self.rows = make_rows(uses=spec.physical_slots)
         self.evicting: dict[Key, None] = {}  # victims, the first selected first
         self.former: deque[dict[Key, None]] = deque()  # `evicting` of before resets, for `return_victims`
-        self.to_delete: deque[tuple[int, Key]] = deque()
         self.changed: Callable[[Key], None] | None = None
         """Called with the key of each row that is stored or goes, but for resets and for rows listed in columns."""
         self.newest_listed = 0
@@ -49,24 +65,47 @@ class TierIndex:
         """Of an asked tier: rows with a lower tick are gone, and are forgotten step by step (`forget_gone`)."""
         self.clears = 0
         """How often it was cleared."""
-        self.listing = False
-        """Whether rows are there that the medium has not confirmed since it was opened again."""
+        self.listing: set[int] = set()
+        """Members that have rows which their medium has not confirmed since it was opened again."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __contains__(self, key: Key) -> bool:
         """Also for a row that is only reserved, whose write may still fail. A hit is `rows.is_stored`."""
-        return key in self.rows
+        return key in self.rows and not (self._divided and self._is_away(key))
 
     def has_many(self, keys: Sequence[Key]) -> list[bool]:
         """`in`, of each key."""
-        return self.rows.has_many(list(keys), False)
+        found = self.rows.has_many(list(keys), False)
+        if self._divided and self._some_away:
+            return [each and not self._is_away(key) for key, each in zip(keys, found, strict=True)]
+        return found
 
-    def begin_listing(self) -> None:
-        """The medium lists its rows: all that are here are to be confirmed, or go by a `sweep` over all of them."""
-        self.rows.begin_listing()
-        self.listing = True
+    def can_read_many(self, keys: list[Key]) -> list[bool]:
+        """Of each key whether it has a row that is stored, and its member can be read."""
+        found = self.rows.has_many(keys, True)
+        readable = [member.readable for member in self._members]
+        if False in readable:
+            return [each and readable[self.place_of(key) or 0] for key, each in zip(keys, found, strict=True)]
+        return found
+
+    def place_of(self, key: Key) -> int | None:
+        """Which member has the key's row."""
+        found = self.rows.get(key)
+        return None if found is None else self.place_of_slot(found[0])
+
+    def place_of_slot(self, slot: int) -> int:
+        return slot // self._parts.span if self._divided else 0
+
+    def begin_listing(self, member: Member) -> bool:
+        """The medium lists its rows: all that are here are to be confirmed, or go by a `sweep` over all of them. False
+        if another member lists: then they must go before this one lists."""
+        alone = self.listing <= {member.place}
+        if alone:
+            self.rows.begin_listing()
+        self.listing.add(member.place)
+        return alone
 
     def has(self, key: Key, row: int) -> bool:
         """Whether the key still has the row of this id."""
@@ -75,10 +114,18 @@ class TierIndex:
 
     # --- room --------------------------------------------------------------------------------------------------
 
-    def make_room(self, count: int) -> list[Key]:
+    def make_room(self, count: int, rooms: list[int] | None = None) -> list[Key]:
         """Evict the least valuable rows until `count` slots are free, or all that are left are pinned. Returns the
-        victims' keys; none of a tier that is only read."""
-        missing = count - self.slots.free
+        victims' keys; none of a tier that is only read. `rooms`: of several members, how many rows each takes: those
+        that are evicted may be another's, so that takes some more."""
+        if rooms is None:
+            return self._make_room(count - self.slots.free)
+        victims: list[Key] = []
+        for _ in self._members:
+            victims += self._make_room(count - self._parts.free_in(rooms))
+        return victims
+
+    def _make_room(self, missing: int) -> list[Key]:
         if missing <= 0 or self._spec.write is Write.OFF:
             return []
         self.return_victims(missing)
@@ -105,21 +152,27 @@ class TierIndex:
         self.return_victims(count)
         return self._evict_all(self.rows.evict_of(tenant, count) if tenant else self.rows.evict(count))
 
-    def reserve(self, key: Key, tick: int, tenant: int = 0) -> tuple[int, int] | None:
-        """(slot, id) of a new row that is about to be written, or None if there is no slot; call make_room first."""
-        slot = self.slots.allocate()
+    def reserve(self, key: Key, tick: int, tenant: int = 0, rooms: list[int] | None = None) -> tuple[int, int] | None:
+        """(slot, id) of a new row that is about to be written, or None if there is no slot; call make_room first.
+        `rooms`: of several members, how many rows each takes, of which this is one."""
+        slot = self.slots.allocate() if rooms is None else self._parts.allocate_in(rooms)
         if slot is None:
             return None
+        if self._divided:  # the row of a member that cannot be read
+            self._counters.removed += self.invalidate(key, NO_ID)
         if self._spec.asked:
             tick = self.gone_before  # until it is known when it was written
         row = self.rows.add(key, slot, tick, False, tenant if self._spec.quotas else 0)
         assert row != NO_ID, "a key is stored twice"
         return slot, row
 
-    def set_limit(self, limit: int) -> None:
+    def set_limit(self, member: Member, limit: int) -> None:
         """Allocate no slot from `limit` on any more; rows in them stay until they are listed as removed."""
         most = most_rows()
-        self.slots.limit = limit if most is None else min(limit, most)
+        self.slots_of(member).limit = limit if most is None else min(limit, most // len(self._members))
+
+    def slots_of(self, member: Member) -> SlotCount:
+        return self._parts.parts[member.place] if self._divided else self.slots
 
     # --- uses --------------------------------------------------------------------------------------------------
 
@@ -216,13 +269,15 @@ class TierIndex:
             if self.changed is not None:
                 self.changed(key)
 
-    def add_columns(self, columns: Columns, start: int, stop: int) -> None:
+    def add_columns(self, member: Member, columns: Columns, start: int, stop: int) -> None:
         """`add_listed` of many rows; where slots only count, there may be more than the limit afterwards."""
-        taken = self.slots.map if isinstance(self.slots, Slots) else None
+        slots = self.slots_of(member)
+        taken = slots.map if isinstance(slots, Slots) else None
+        base = (member.first_slot,) if self._divided else ()
         added, end, newest, left_out = self.rows.list_columns(
-            columns.slots, columns.ticks, columns.records, columns.width, start, stop, taken, self.slots.limit
+            columns.slots, columns.ticks, columns.records, columns.width, start, stop, taken, slots.limit, *base
         )
-        self.slots.claimed(added, end)
+        slots.claimed(added, end)
         self.newest_listed = max(self.newest_listed, newest)
         self._counters.found += added
         if taken is not None:
@@ -246,10 +301,13 @@ class TierIndex:
             self.slots.release(slot)
             self._forgotten(key)
 
-    def sweep(self, start: int, count: int, limit: int = ALL_SLOTS) -> int:
-        """Of `count` rows from place `start` on, those go that the medium has not listed again (`begin_listing`), or in
-        slots not below `limit`. Returns where to go on; -1: that was the end."""
-        start, gone = self.rows.sweep(start, count, limit, 0, ALL_SLOTS)
+    def sweep(self, member: Member, start: int, count: int, limit: int = ALL_SLOTS, *, all_rows: bool = False) -> int:
+        """Of `count` rows from place `start` on, those of this member go that its medium has not listed again
+        (`begin_listing`), or `all_rows`, or in slots not below `limit`. Returns where to go on; -1: that was the
+        end."""
+        low, high = member.slot_range if self._divided else (0, ALL_SLOTS)
+        limit = min(low + limit, ALL_SLOTS)
+        start, gone = self.rows.sweep(start, count, low if all_rows else limit, low, high)
         for key, slot in gone:
             if slot >= limit:
                 self._evict(key, slot)
@@ -257,7 +315,8 @@ class TierIndex:
                 self.evicting.pop(key, None)
                 self.slots.release(slot)
                 self._forgotten(key)
-        self.listing &= start >= 0 or limit != ALL_SLOTS
+        if start < 0 and limit == ALL_SLOTS and not all_rows:
+            self.listing.discard(member.place)
         return start
 
     # --- deletes -----------------------------------------------------------------------------------------------
@@ -266,16 +325,9 @@ class TierIndex:
         """Have the medium delete a row, unless it is not this engine's to delete, as it only reads there or the tier is
         asked: such a tier deletes by itself what it cannot load."""
         if self._spec.write is not Write.OFF and not self._spec.asked:
-            self.to_delete.append((slot, key))
-
-    def clear_deletes(self) -> None:
-        """The medium lists its rows when it is opened again, including those that were to be deleted."""
-        self._garbage.add(self.to_delete)
-        self.to_delete = deque()
-
-    def take_deletes(self, most: int) -> list[tuple[int, Key]]:
-        """(slot, key) of the next rows to delete, at most so many."""
-        return [self.to_delete.popleft() for _ in range(min(most, len(self.to_delete)))]
+            member = self._members[self.place_of_slot(slot)]
+            if not self._divided or member.state is not TierState.DOWN:  # then all that it has is listed first
+                member.to_delete.append((slot - member.first_slot, key))
 
     def clear(self) -> None:
         """A new epoch: no row of before it is found. Moves under way end as usual, of rows that are not here."""
@@ -283,12 +335,26 @@ class TierIndex:
         self.rows = make_rows(uses=self._spec.physical_slots)
         self.slots.clear(self._garbage)
         self.evicting, self.former = {}, deque()
-        self.clear_deletes()
         self.newest_listed = 0
-        self.listing = False
+        self.listing = set()
         self.clears += 1
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    @property
+    def _some_away(self) -> bool:
+        """Whether some members cannot be read, and others take rows."""
+        return not all(member.readable for member in self._members) and any(
+            member.takes_rows for member in self._members
+        )
+
+    def _is_away(self, key: Key) -> bool:
+        """Whether a key's row is one of a member that cannot be read, nothing moves it, and others take rows."""
+        found = self.rows.get(key)
+        if found is None or not self._some_away:
+            return False
+        row = Found(*found)
+        return row.stored and not row.pins and not self._members[self.place_of_slot(row.slot)].readable
 
     def _is_pinned(self, key: Key) -> bool:
         """Whether a row of the index is being loaded or stored."""

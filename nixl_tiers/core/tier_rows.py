@@ -106,14 +106,25 @@ class TierRows(Protocol):
         """Every row is to be confirmed: by `list_columns`, or by being added. Else `sweep` removes it."""
 
     def list_columns(  # noqa: PLR0917 - as the native table is called
-        self, slots: Any, ticks: Any, records: Any, width: int, start: int, stop: int, taken: Any, limit: int, /
+        self,
+        slots: Any,
+        ticks: Any,
+        records: Any,
+        width: int,
+        start: int,
+        stop: int,
+        taken: Any,
+        limit: int,
+        base: int = 0,
+        /,
     ) -> tuple[int, int, int, list[tuple[int, Key]]]:
         """Rows that the medium lists, from place `start` to `stop` of these columns: uint32 slots, uint64 ticks, and
         records of `width` bytes, each a byte of length, the key and padding. They may hold anything.
 
         `taken`: a byte for each slot, 1 if it is in use, which is kept up to date; None where slots only count. Not
         added is what is in a taken slot, or not below `limit`, or known in another slot. Returns how many were added,
-        one more than their highest slot, the highest tick of all, and (slot, key) of what was not added."""
+        one more than their highest slot, the highest tick of all, and (slot, key) of what was not added. `base`: what
+        the medium calls slot 0 is known here as this, and so in (slot, key)."""
 
     def sweep(self, start: int, count: int, limit: int, low: int, high: int, /) -> tuple[int, list[tuple[Key, int]]]:
         """Remove stored rows in slots from `low` to `high` that are not confirmed, or in slots not below `limit`, but
@@ -279,7 +290,17 @@ class PlainTierRows:
         self._listing += 1
 
     def list_columns(  # noqa: PLR0917 - as the native table is called
-        self, slots: Any, ticks: Any, records: Any, width: int, start: int, stop: int, taken: Any, limit: int, /
+        self,
+        slots: Any,
+        ticks: Any,
+        records: Any,
+        width: int,
+        start: int,
+        stop: int,
+        taken: Any,
+        limit: int,
+        base: int = 0,
+        /,
     ) -> tuple[int, int, int, list[tuple[int, Key]]]:
         added = end = newest = 0
         left_out: list[tuple[int, Key]] = []
@@ -295,12 +316,12 @@ class PlainTierRows:
             tick = min(int.from_bytes(ticks[8 * place : 8 * place + 8], "little"), MOST_TICK)
             newest = max(newest, tick)
             row = self._rows.get(key)
-            if row is not None and (taken is None or row.slot == slot):
+            if row is not None and (taken is None or row.slot == base + slot):
                 row.listing = self._listing
             elif row is not None or not key or (taken is not None and _is_taken(taken, slot, limit)):
-                left_out.append((slot, key))
+                left_out.append((base + slot, key))
             else:
-                self.add(key, slot, tick, True)
+                self.add(key, base + slot, tick, True)
                 added += 1
                 if taken is not None:
                     taken[slot] = 1

@@ -33,6 +33,8 @@ class TierSpec:
     known of such a tier stays known when its mover is restarted. A row's tick is the time by the medium's clock before
     which it was not written last, so the order of the index is that in which rows vanish (`TierIndex.gone_before`).
 
+    `members`: how many movers it has, each with slots of its own.
+
     `own`: no other engine stores to it, so it can be cleared; and `quotas` hold there: which share of it each tenant
     may have, from number 1 on."""
 
@@ -42,6 +44,7 @@ class TierSpec:
     asked: bool = False
     own: bool = False
     quotas: tuple[float, ...] = ()
+    members: int = 1
 
 
 class Columns(Protocol):
@@ -87,6 +90,7 @@ class Job:
 
     id: int
     tier: int
+    mover: int
     direction: Direction
     moves: list[PlannedMove]
     nbytes: int  # under way in its direction when it started, its own included

@@ -112,11 +112,15 @@ class WriteBack:
         leave room for."""
         rows: list[tuple[Row, int]] = []
         suspect: list[tuple[Row, int]] = []
-        most = min(
-            self.throttle.room(tier),
-            self._state.store_window - tier.rows_storing,
-            tier.store_credits * self._state.rows_per_job,
-        )
+        rooms = self._state.store_rooms(tier)
+        if rooms is None:
+            most = min(
+                self.throttle.room(tier),
+                self._state.store_window - tier.rows_storing,
+                tier.store_credits * self._state.rows_per_job,
+            )
+        else:
+            most = min(self.throttle.room(tier), sum(rooms))
         looks = self._state.slice_left
         while tier.to_store and len(rows) < most and looks > 0:
             looks -= 1
@@ -142,21 +146,22 @@ class WriteBack:
         if rows:
             self._kept_s.pop(tier.number, None)
         soon = min(len(tier.to_store), most - len(rows))
-        jobs = self._state.start_jobs(tier, Direction.STORE, self.start_stores(tier, rows), now, soon)
+        jobs = self._state.start_jobs(tier, Direction.STORE, self.start_stores(tier, rows, rooms), now, soon)
         if suspect:
-            jobs += self._state.start_trials(tier, Direction.STORE, self.start_stores(tier, suspect), now)
+            jobs += self._state.start_trials(tier, Direction.STORE, self.start_stores(tier, suspect, rooms), now)
         return jobs
 
-    def start_stores(self, tier: Tier, rows: Sequence[tuple[Row, int]]) -> list[PlannedMove]:
-        """Reserve a slot and pin the row for each of `rows` (row, tick); those that find no slot are dropped."""
+    def start_stores(self, tier: Tier, rows: Sequence[tuple[Row, int]], rooms: list[int] | None) -> list[PlannedMove]:
+        """Reserve a slot and pin the row for each of `rows` (row, tick); those that find no slot are dropped. `rooms`:
+        of several members, how many rows each takes."""
         if tier.spec.quotas:
             rows = self._within_quotas(tier, rows)
-        self._count_unwritten(tier, tier.index.make_room(len(rows)))
+        self._count_unwritten(tier, tier.index.make_room(len(rows), rooms))
         moves: list[PlannedMove] = []
         listed = tier.index.newest_listed
         for row, last_used in rows:
             tick = max(listed, last_used)  # its request may have begun before the listing ended
-            reserved = tier.index.reserve(row.key, tick, row.tenant)
+            reserved = tier.index.reserve(row.key, tick, row.tenant, rooms)
             if reserved is None:
                 tier.counters.dropped_no_room += 1
                 self._give_up(tier, row.key)
@@ -177,6 +182,7 @@ class WriteBack:
             return []
         if not self.throttle.room(target):
             return []
+        rooms = self._state.load_rooms(tier)
         most = min(
             self._state.load_window - tier.rows_loading,
             self._state.demote_window - len(tier.staged),
@@ -191,7 +197,7 @@ class WriteBack:
             key = tier.to_demote.popleft()
             if key not in tier.index.evicting or self._needs_no_load(tier, target, key):
                 continue
-            if key not in self._host.index and tier.can_load(key, now):
+            if key not in self._host.index and tier.can_load(key, now) and tier.has_room(key, rooms):
                 victims.append(key)
             else:
                 # It was promoted for a request meanwhile, or cannot be loaded now.

@@ -91,7 +91,7 @@ class Clearing:
         cleared = self._tiers[place]
         while not cleared.problem:
             with self._coordinator.core() as core:
-                if self._is_away(core, place, cleared) or len(core.tiers[place].index.to_delete) <= most:
+                if self._is_away(core, place, cleared) or core.tiers[place].rows_to_delete <= most:
                     return
             if time.monotonic() > until_s or self._coordinator.closed:
                 cleared.problem = "its medium has not deleted all of them yet"

@@ -40,7 +40,7 @@ from nixl_tiers.runtime.blocking import POLL_S, Interrupts
 from nixl_tiers.runtime.copies import OpenLoads, bad_rows, ended_rows
 from nixl_tiers.runtime.deprecated import DeprecatedCalls
 from nixl_tiers.runtime.hold import Hold
-from nixl_tiers.runtime.mover_link import MoverLink
+from nixl_tiers.runtime.mover_link import MoverLink, gauges, problem
 from nixl_tiers.runtime.prefill_cache import PrefillCache
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ class Coordinator(DeprecatedCalls):
                 asked=tier.asked,
                 own=(own := tier.own and tier.write is not Write.OFF),
                 quotas=quotas if own else (),
+                members=len(tier.members),
             )
             for name, tier in zip(config.names, config.storage, strict=True)
         ]
@@ -187,10 +188,10 @@ class Coordinator(DeprecatedCalls):
             return
         began_s = time.monotonic()
         self._link.start()
-        tiers = self._link.tiers
+        movers, names = self._link.movers, self.config.names
         with self.changed:
-            self.changed.wait_for(lambda: all(tier.answered for tier in tiers), max(timeout_s, ready_s))
-            refusals = [f"tiers[{place}].{tier.refusal}" for place, tier in enumerate(tiers, 1) if tier.refusal]
+            self.changed.wait_for(lambda: all(mover.answered for mover in movers), max(timeout_s, ready_s))
+            refusals = [f"tiers[{names.index(each.tier) + 1}].{each.refusal}" for each in movers if each.refusal]
         if refusals:
             self._link.supervisor.close(1.0)
             raise TierRefusedError(refusals[0])
@@ -411,8 +412,8 @@ class Coordinator(DeprecatedCalls):
         """By tier: monotonic counters (rows, or bytes where the name says so) and gauges. What they are called as
         metrics, and which of them a tier has: `nixl_tiers/base/metrics.py`."""
         with self._hold as core:
-            gauges = {tier.name: tier.gauges() for tier in self._link.tiers}
-            gauges["cpu"] = {
+            found = {name: gauges(self._link.of_tier(name)) for name in self.config.names}
+            found["cpu"] = {
                 "used_bytes": core.host.used * self.region.geometry.row_bytes,
                 "capacity_bytes": self.config.cpu.capacity,
                 "retained_rows": float(core.host.retained),
@@ -422,7 +423,7 @@ class Coordinator(DeprecatedCalls):
                 "waiting_requests": float(core.waiting_requests),
                 "prefill_tokens_per_s": core.prefill.tokens_per_s or 0.0,
             }
-            return {name: {**tier.numbers(), **gauges[name]} for name, tier in core.counters().items()}
+            return {name: {**tier.numbers(), **found[name]} for name, tier in core.counters().items()}
 
     def after_tick(self, callback: Callable[[], None]) -> None:
         """Have `callback` called on the supervisor's thread, without the lock, at least once a second while there are
@@ -432,7 +433,7 @@ class Coordinator(DeprecatedCalls):
     def problems(self) -> dict[str, str]:
         """By tier: why it is down or what its medium denies, in words; empty where nothing is known to be wrong."""
         with self._hold:
-            return {"cpu": "", **{tier.name: tier.log.problem for tier in self._link.tiers}}
+            return {"cpu": "", **{name: problem(self._link.of_tier(name)) for name in self.config.names}}
 
     def leave_to_parent(self) -> None:
         """In a forked child: release what belongs to the parent; every call raises RuntimeError from then on."""

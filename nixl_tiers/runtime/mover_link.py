@@ -22,6 +22,9 @@ from nixl_tiers.base.manifest import Description
 from nixl_tiers.config.schema import StorageConfig, TiersConfig, format_size, tier_to_dict
 from nixl_tiers.core.listing import Steps
 from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.member import Member
+from nixl_tiers.core.slots import SLOT_NUMBERS
+from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction, Job, TierState
 from nixl_tiers.memory.columns import ListedColumns
 from nixl_tiers.memory.region import HostRegion
@@ -58,11 +61,14 @@ PAUSE_S: Final = 0.0001  # between two steps of a listing
 MAX_CAPACITIES: Final = 2  # of slots: a shared medium may hold more than this engine's own capacity
 
 
-class TierStatus:
-    """What the mover of one storage tier last reported. Guarded by the coordinator's lock."""
+class MoverStatus:
+    """What one mover last reported of its medium. Guarded by the coordinator's lock."""
 
-    def __init__(self, name: str, config: StorageConfig, write: Write) -> None:
+    def __init__(self, tier: str, name: str, config: StorageConfig, write: Write) -> None:
+        """`tier`: its name; `name`: which of its members this is, too."""
+        self.tier = tier
         self.name = name
+        self.place = config.place
         self.capacity = config.capacity  # bytes
         self.reads_only = config.write == "off"
         self.log = TierLog(name, config.place, format_size(config.capacity), write)
@@ -73,15 +79,24 @@ class TierStatus:
         self.staged = (False, False)  # loads and stores
         self.touch_at_s = 0.0  # when the next packet of recent uses may be sent
 
-    def gauges(self) -> dict[str, float]:
-        return {
-            "used_bytes": self.used_bytes,
-            "capacity_bytes": self.capacity,
-            "denials": float(len(self.log.denials)),
-            "listed_rows": float(self.listed_rows),
-            "loads_staged": float(self.staged[0]),
-            "stores_staged": float(self.staged[1]),
-        }
+
+def gauges(movers: Sequence[MoverStatus]) -> dict[str, float]:
+    """Of the movers of one tier."""
+    return {
+        "used_bytes": sum(each.used_bytes for each in movers),
+        "capacity_bytes": sum(each.capacity for each in movers),
+        "denials": float(sum(len(each.log.denials) for each in movers)),
+        "listed_rows": float(sum(each.listed_rows for each in movers)),
+        "loads_staged": float(any(each.staged[0] for each in movers)),
+        "stores_staged": float(any(each.staged[1] for each in movers)),
+    }
+
+
+def problem(movers: Sequence[MoverStatus]) -> str:
+    """Why the medium of each of a tier's movers is down, or what it denies, in words."""
+    if len(movers) == 1:
+        return movers[0].log.problem
+    return "; ".join(f"{each.place}: {each.log.problem}" for each in movers if each.log.problem)
 
 
 class MoverLink:
@@ -105,8 +120,13 @@ class MoverLink:
         """`changed`: notified after every report of a mover that may change an answer; its lock guards everything."""
         self.namespace = namespace
         self._log_queue = LogQueue()
-        self.tiers = [
-            TierStatus(name, tier, self._log_queue.put) for name, tier in zip(config.names, config.storage, strict=True)
+        members = [
+            (tier, name if len(tier_config.members) == 1 else f"{name}[{place}]", member)
+            for tier, (name, tier_config) in enumerate(zip(config.names, config.storage, strict=True))
+            for place, member in enumerate(tier_config.members)
+        ]
+        self.movers = [
+            MoverStatus(config.names[tier], name, member, self._log_queue.put) for tier, name, member in members
         ]
         self.changed: threading.Condition = changed
         self.after_tick: Callable[[], None] | None = None  # called without the lock, at least once in IDLE_S
@@ -115,8 +135,8 @@ class MoverLink:
         self._clock = clock
         self._touch_s = TOUCH_S
         self.supervisor = Supervisor(
-            _configures(config.storage, region, engine_id(), description),
-            config.names,
+            _configures([member for *_, member in members], region, engine_id(), description),
+            [name for _, name, _ in members],
             region.fd,
             self,
             clock,
@@ -129,9 +149,9 @@ class MoverLink:
     def reopen(self, namespace: Namespace) -> None:
         """Have every mover open another namespace. Call it with the lock held: the last of two resets must win."""
         self.namespace = namespace
-        for tier in self.tiers:
-            tier.answered = False
-        if self.tiers:
+        for mover in self.movers:
+            mover.answered = False
+        if self.movers:
             self.supervisor.reopen(self._open_message())
 
     def wake(self, at_once: bool) -> None:
@@ -145,25 +165,29 @@ class MoverLink:
         """The movers are about to be stopped: the next tick sends all recent uses, in as many packets as they take.
         Call it with the lock held."""
         self._touch_s = 0.0
-        for tier in self.tiers:
-            tier.touch_at_s = 0.0
+        for mover in self.movers:
+            mover.touch_at_s = 0.0
 
     @property
     def ready(self) -> bool:
-        """Whether each tier has listed all that it holds, or has reported that it is down. With the lock held."""
+        """Whether each mover has listed all that it holds, or has reported that it is down. With the lock held."""
         return all(
-            tier.state is TierState.UP or (tier.state is TierState.DOWN and status.answered)
-            for tier, status in zip(self._core.tiers, self.tiers, strict=True)
+            member.state is TierState.UP or (member.state is TierState.DOWN and status.answered)
+            for member, status in zip(self._core.movers, self.movers, strict=True)
         )
+
+    def of_tier(self, name: str) -> list[MoverStatus]:
+        """The movers of the tier of this name."""
+        return [mover for mover in self.movers if mover.tier == name]
 
     # --- what the supervisor calls -----------------------------------------------------------------------------
 
-    def on_message(self, tier: int, message: ToCoordinator) -> None:
-        status = self.tiers[tier]
+    def on_message(self, mover: int, message: ToCoordinator) -> None:
+        status = self.movers[mover]
         if isinstance(message, Listed) and message.last and message.epoch == self.namespace.epoch:
-            take_steps(self._core.events.listing_ends(tier), self.changed)
+            take_steps(self._core.events.listing_ends(mover), self.changed)
         elif isinstance(message, Opened):
-            self._on_opened(tier, message)
+            self._on_opened(mover, message)
             return
         with self._locked():
             now = self._clock()
@@ -171,106 +195,108 @@ class MoverLink:
                 case Finished():
                     outcomes = _outcomes(message.outcomes)
                     self._core.events.finished(
-                        tier, message.job, outcomes, now, message.partial, seconds=message.seconds
+                        mover, message.job, outcomes, now, message.partial, seconds=message.seconds
                     )
                 case Heartbeat():
                     status.used_bytes = message.used_bytes
                     status.listed_rows = message.listed
                     status.staged = message.staged
-                    self._core.events.gone_before(tier, message.gone_before)
-                    if self._core.tiers[tier].state is TierState.LISTING:
+                    self._core.events.gone_before(mover, message.gone_before)
+                    if self._core.movers[mover].state is TierState.LISTING:
                         status.log.listing(message.listed, now)
                     status.log.denied(message.denials)
                     return
                 case Listed():
                     if message.epoch == self.namespace.epoch:
                         entries = [(entry.slot, entry.key, entry.tick) for entry in message.entries]
-                        self._core.events.listed(tier, entries, message.last)
+                        self._core.events.listed(mover, entries, message.last)
                         if message.last:
-                            each = self._core.tiers[tier]
-                            status.log.listed(None if each.spec.asked else len(each.index.slots))
+                            member = self._core.movers[mover]
+                            index, asked = member.tier.index, member.tier.spec.asked
+                            status.log.listed(None if asked else len(index.slots_of(member)))
                 case ExistenceChecked():
-                    self._core.events.existence_checked(tier, message.check_id, message.absent, now)
+                    self._core.events.existence_checked(mover, message.check_id, message.absent, now)
                 case Slots():
                     self._check_slots(status, message.slots)
                     if message.epoch == self.namespace.epoch:
-                        self._core.events.resized(tier, message.slots)
+                        self._core.events.resized(mover, message.slots)
                 case Down():
                     if message.epoch != self.namespace.epoch:
                         return  # the mover is about to open the new one, and says how that went
                     status.answered = True
-                    self._core.events.down(tier, now)
+                    self._core.events.down(mover, now)
                     status.log.down(message.reason, now)
                 case Refused():
                     status.answered = True
                     status.refusal = message.reason
-                    self._core.events.down(tier, now)
+                    self._core.events.down(mover, now)
                     status.log.down(message.reason, now)
             self.changed.notify_all()
 
-    def _on_opened(self, tier: int, message: Opened) -> None:
-        status = self.tiers[tier]
+    def _on_opened(self, mover: int, message: Opened) -> None:
+        status = self.movers[mover]
         self._check_slots(status, message.slots)
-        self.supervisor.expect_mount(tier, message.mount_point)
+        self.supervisor.expect_mount(mover, message.mount_point)
         with self._locked():
             if message.epoch != self.namespace.epoch:
                 return
-            steps = self._core.events.opened(tier, message.slots)
+            steps = self._core.events.opened(mover, message.slots)
         take_steps(steps, self.changed)
         with self._locked():
             if message.epoch == self.namespace.epoch:
                 status.answered = True
                 status.log.up(self._clock())
 
-    def on_columns(self, tier: int, epoch: int, columns: ListedColumns) -> None:
+    def on_columns(self, mover: int, epoch: int, columns: ListedColumns) -> None:
         with self._locked():
             current = epoch == self.namespace.epoch
-            steps: Steps = self._core.events.columns_listed(tier, columns) if current else iter(())
+            steps: Steps = self._core.events.columns_listed(mover, columns) if current else iter(())
         take_steps(steps, self.changed)
         columns.close()
 
-    def on_problem(self, tier: int, reason: str) -> None:
+    def on_problem(self, mover: int, reason: str) -> None:
         with self._locked():
-            self.tiers[tier].log.down(reason, self._clock())
+            self.movers[mover].log.down(reason, self._clock())
 
-    def on_log_line(self, tier: int, level: int, text: str) -> None:
+    def on_log_line(self, mover: int, level: int, text: str) -> None:
         with self._locked():
-            self.tiers[tier].log.line(level, text)
+            self.movers[mover].log.line(level, text)
 
-    def on_killed(self, tier: int) -> None:
+    def on_killed(self, mover: int) -> None:
         with self._locked():
-            self._core.events.killed(tier, self._clock())
+            self._core.events.killed(mover, self._clock())
             self.changed.notify_all()
 
-    def on_reaped(self, tier: int) -> None:
+    def on_reaped(self, mover: int) -> None:
         with self._locked():
-            self.tiers[tier].log.mover_lost()
-            self._core.events.lost(tier, self._clock())
+            self.movers[mover].log.mover_lost()
+            self._core.events.lost(mover, self._clock())
             self.changed.notify_all()
 
     def on_tick(self, received_s: float, send_credits: Sequence[int]) -> Turn:
         with self._locked():
             now = self._clock()
-            for each, free in zip(self._core.tiers, send_credits, strict=True):
-                each.send_credits = free
+            members = self._core.movers
+            for member, free in zip(members, send_credits, strict=True):
+                member.send_credits = free
             jobs = self._core.turn(received_s, now)
             moves = [(job, message) for job in jobs if (message := self._sendable(job, now)) is not None]
             messages: list[tuple[int, ToMover]] = []
-            messages += [(job.tier, message) for job, message in moves if job.direction is Direction.LOAD]
+            messages += [(job.mover, message) for job, message in moves if job.direction is Direction.LOAD]
             most = self._core.limits.deletes_per_batch
-            for tier, each in enumerate(self._core.tiers):
-                messages += [(tier, Delete(batch)) for batch in each.delete_batches(most)]
-            messages += [(job.tier, message) for job, message in moves if job.direction is Direction.STORE]
+            for member in members:
+                messages += [(member.number, Delete(batch)) for batch in member.delete_batches(most)]
+            messages += [(job.mover, message) for job, message in moves if job.direction is Direction.STORE]
             for check in self._core.events.plan_checks(now):
                 if sendable(question := CheckExistence(check.id, check.keys, check.chain)):
-                    messages.append((check.tier, question))
+                    messages.append((self._core.tiers[check.tier].members[0].number, question))
                 else:
-                    self._core.events.existence_checked(check.tier, check.id, (), now)
-            for status, each in zip(self.tiers, self._core.tiers, strict=True):
-                status.log.watch(each.breakers, now)
+                    self._core.checks.answered(check.tier, check.id, (), now)
+            for status, member in zip(self.movers, members, strict=True):
+                status.log.watch(member.breakers, now)
             overdue = self._core.health.overdue(received_s)
             unfinished, pause_s = self._core.events.unfinished, self._core.events.pause_s
-            unfinished |= any(each.index.to_delete and each.send_credits > 0 for each in self._core.tiers)
+            unfinished |= any(member.to_delete and member.send_credits > 0 for member in members)
             busy = pause_s > 0 or self._core.events.busy
         messages += self._touches(now)
         garbage = self._core.garbage
@@ -293,10 +319,12 @@ class MoverLink:
             self._log_queue.write()
 
     def _touches(self, now: float) -> list[tuple[int, ToMover]]:
-        """The rows used lately, in at most one packet a tier every `_touch_s`. Takes the lock for a part at a time."""
+        """The rows used lately, in at most one packet a mover every `_touch_s`. Takes the lock for a part at a time."""
         messages: list[tuple[int, ToMover]] = []
-        for tier, (status, each) in enumerate(zip(self.tiers, self._core.tiers, strict=True)):
-            while now >= status.touch_at_s and each.send_credits > 0 and each.state is TierState.UP:
+        for each in self._core.tiers:
+            first = each.members[0].number
+            statuses = self.movers[first : first + len(each.members)]
+            while now >= statuses[0].touch_at_s and each.send_credits > 0 and each.state is TierState.UP:
                 used: list[tuple[int, int]] = []
                 for _ in range(MAX_TOUCHED // USES_A_PART):
                     with self.changed:
@@ -306,23 +334,26 @@ class MoverLink:
                         break
                 if not used:
                     break
-                messages.append((tier, Touch(used)))
-                each.send_credits -= 1
-                status.touch_at_s = now + self._touch_s
+                for member, part in _by_member(each, used):
+                    if member.send_credits > 0 and member.state is TierState.UP:  # else its journal has older times
+                        messages.append((member.number, Touch(part)))
+                        member.send_credits -= 1
+                statuses[0].touch_at_s = now + self._touch_s
         return messages
 
     def _sendable(self, job: Job, now: float) -> Store | Load | None:
         """The message for a job; None if it is too large for any mover to accept, which fails this job only."""
-        message = _message(job)
+        message = _message(job, self._core.movers[job.mover].first_slot)
         if sendable(message):
             return message
-        self._core.events.finished(job.tier, job.id, [Outcome.FAILED] * len(job.moves), now)
+        self._core.events.finished(job.mover, job.id, [Outcome.FAILED] * len(job.moves), now)
         return None
 
-    def _check_slots(self, status: TierStatus, slots: int) -> None:
+    def _check_slots(self, status: MoverStatus, slots: int) -> None:
         """Raises ValueError for more slots than any medium of this capacity has: each used one costs a byte. Where
         it is only read, there are as many as others have filled."""
         limit = MAX_SLOTS if status.reads_only else MAX_CAPACITIES * status.capacity // self._row_bytes
+        limit = min(limit, SLOT_NUMBERS // len(self.of_tier(status.tier)))
         if slots > limit:
             raise ValueError(f"the {status.name} tier cannot have {slots} slots")
 
@@ -350,10 +381,22 @@ def _outcomes(codes: bytes) -> list[Outcome]:
         raise ValueError(f"{error} is no outcome") from None
 
 
-def _message(job: Job) -> Store | Load:
+def _by_member(tier: Tier, used: list[tuple[int, int]]) -> list[tuple[Member, list[tuple[int, int]]]]:
+    """(slot, tick) of rows of these members, with the slots that their media know."""
+    if len(tier.members) == 1:
+        return [(tier.members[0], used)]
+    parts: dict[int, list[tuple[int, int]]] = {}
+    for slot, tick in used:
+        member = tier.members[tier.index.place_of_slot(slot)]
+        parts.setdefault(member.place, []).append((slot - member.first_slot, tick))
+    return [(tier.members[place], part) for place, part in parts.items()]
+
+
+def _message(job: Job, first: int) -> Store | Load:
+    """`first`: which slot its mover knows as 0."""
     if job.direction is Direction.LOAD:
-        return Load(job.id, [Move(move.row.index, move.slot, move.key) for move in job.moves])
-    return Store(job.id, [Move(m.row.index, m.slot, m.key, m.tick, m.seal, m.row.missing) for m in job.moves])
+        return Load(job.id, [Move(move.row.index, move.slot - first, move.key) for move in job.moves])
+    return Store(job.id, [Move(m.row.index, m.slot - first, m.key, m.tick, m.seal, m.row.missing) for m in job.moves])
 
 
 def engine_id() -> str:
@@ -362,21 +405,21 @@ def engine_id() -> str:
 
 
 def _configures(
-    tiers: Sequence[StorageConfig], region: HostRegion, engine: str, description: Description
+    members: Sequence[StorageConfig], region: HostRegion, engine: str, description: Description
 ) -> list[Configure]:
-    """The first message to each tier's mover. `engine`: see StorageTier.identify."""
+    """The first message to each mover. `engine`: see StorageTier.identify."""
     geometry = region.geometry
     return [
         Configure(
-            tier_to_dict(tier),
+            tier_to_dict(member),
             geometry.cells,
             geometry.cell_payload,
             geometry.sub_blocks,
             region.rows,
-            physical_slots=tier.physical_slots,
+            physical_slots=member.physical_slots,
             engine=engine,
-            secret_variables=tier.secret_variables,
+            secret_variables=member.secret_variables,
             description=description,
         )
-        for tier in tiers
+        for member in members
     ]

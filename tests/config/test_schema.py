@@ -256,6 +256,14 @@ def test_junk_raises_only_config_errors(junk: object) -> None:
         (full() | {"salt": 5}, "salt: must be text, not 5"),
         (full() | {"probe_s": -1}, "probe_s: must be at least 0"),
         (full() | {"probe_s": "fast"}, "probe_s: "),
+        (with_tier(FILE, path=["/a", "/a/b"]), "tiers[1]: path: /a and /a/b overlap"),
+        (with_tier(FILE, path=["/a", "/b", "/a"]), "tiers[1]: path: /a and /a overlap"),
+        (with_tier(FILE, path=["/a", "b"]), 'tiers[1]: must be an absolute path, and "b" is relative'),
+        (with_tier(FILE, path=["/a", 3]), "tiers[1]: must be an absolute path, not 3"),
+        (with_tier(FILE, path=[]), "tiers[1].path: must be an absolute path, not a list"),
+        (with_tier(FILE, path=["/a", "/b"], layout="files"), "tiers[1]: path is one directory with layout: files"),
+        (with_tier(FILE, path=[f"/{n}" for n in range(33)]), "tiers[1]: path has 33 directories"),
+        ({"tiers": [CPU, FILE | {"path": ["/a", "/b"]}, FILE | {"path": ["/c", "/b/d"]}]}, "tiers[2]: overlaps"),
         ({"tiers": [CPU, FILE, FILE]}, "tiers[2]: overlaps tiers[1]"),
         ({"tiers": [CPU, FILE, FILE | {"path": "/mnt/nvme/kv/below"}]}, "tiers[2]: overlaps tiers[1]"),
         ({"tiers": [CPU, S3, S3 | {"prefix": "nixl-tiers/below"}]}, "tiers[2]: overlaps tiers[1]"),
@@ -311,6 +319,20 @@ def test_times_are_parsed() -> None:
 @given(st.integers(1, 3_600_000))
 def test_formatted_time_parses_back(time_ms: int) -> None:
     assert schema.parse_seconds(schema.format_seconds(time_ms / 1000)) == time_ms / 1000
+
+
+def test_a_list_of_directories_is_one_tier_of_equal_members() -> None:
+    read = schema.load(with_tier(FILE, path=["/mnt/a/kv", "/mnt/b/kv"], capacity=2 * 10**9, max_age="1h"))
+    (tier,) = read.storage
+    assert read.names == ("file",)
+    assert (tier.capacity, tier.place) == (2 * 10**9, "/mnt/a/kv, /mnt/b/kv")
+    shared = read.shared_by(2).storage[0]
+    for each, path in zip(shared.members, ("/mnt/a/kv", "/mnt/b/kv"), strict=True):
+        one = schema.load(with_tier(FILE, path=path, capacity=10**9, max_age="1h")).shared_by(2).storage[0]
+        assert each == one == schema.tier_from_dict(schema.tier_to_dict(each)), "its mover knows of no other"
+    assert schema.load(with_tier(FILE, path=["/mnt/nvme/kv"])) == schema.load(with_tier(FILE))
+    with pytest.raises(ConfigError, match=r"capacity: .* for each of 2 directories, does not hold one chunk"):
+        schema.check_rows(read, 10**9 + 1)
 
 
 def test_adjacent_paths_and_prefixes_do_not_overlap() -> None:

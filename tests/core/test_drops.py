@@ -73,7 +73,7 @@ def suspected() -> TierManager:
 
 def circuit_open() -> TierManager:
     core = cascade()
-    core.tiers[0].breakers[Direction.STORE].trip(0.0)
+    core.tiers[0].members[0].breakers[Direction.STORE].trip(0.0)
     put(core, [b"one"])
     return core
 

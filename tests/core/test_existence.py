@@ -261,7 +261,7 @@ def test_known_row_that_is_not_loadable_is_not_checked(core: CheckedCore) -> Non
 def test_tier_with_open_circuit_is_neither_checked_nor_waited_for(core: CheckedCore) -> None:
     assert core.scan("r") == [PENDING, MISS]
     (probe,) = core.asked()
-    core.core.tiers[0].breakers[Direction.LOAD].trip(core.now)
+    core.core.tiers[0].members[0].breakers[Direction.LOAD].trip(core.now)
     assert core.scan("s") == [MISS], "not even for what is under way"
     assert core.scan("t", [b"x"]) == [MISS]
     core.answer(probe, 1)
@@ -490,7 +490,7 @@ class TestWhatOthersDelete:
         core.core.events.resized(0, 3)
         self.known(core)
         assert self.places(core) == CHAIN[5:]
-        assert core.core.tiers[0].index.to_delete == deque()
+        assert core.core.tiers[0].members[0].to_delete == deque()
 
     def test_rows_stay_known_when_the_mover_is_restarted(self, core: CheckedCore) -> None:
         self.known(core)
@@ -511,7 +511,7 @@ class TestWhatOthersDelete:
         assert core.loading == []
         assert core.scan("r") == [HIT, MISS]
         assert self.places(core) == CHAIN[:1]
-        assert core.core.tiers[0].breakers[Direction.LOAD].closed
+        assert core.core.tiers[0].members[0].breakers[Direction.LOAD].closed
         assert core.core.tiers[0].counters.missing == 1, "the others were not asked for"
         assert core.scan("other") == [HIT, MISS], "known to be absent"
         assert core.asked() == []
@@ -533,7 +533,7 @@ class TestWhatOthersDelete:
             for job in core.core.events.plan(core.now):
                 core.core.events.finished(0, job.id, [Outcome.MISSING], core.now)
         assert core.core.tiers[0].counters.missing == 64
-        assert core.core.tiers[0].breakers[Direction.LOAD].closed
+        assert core.core.tiers[0].members[0].breakers[Direction.LOAD].closed
 
     def test_a_row_that_the_medium_has_already_counts_as_found(self, core: CheckedCore) -> None:
         put(core.core, CHAIN[:2])

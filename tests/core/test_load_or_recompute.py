@@ -504,7 +504,7 @@ def test_seconds_that_were_waited_for_nothing_are_counted() -> None:
 def verdicts_on_loads(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What the file tier's circuit is told from now on."""
     verdicts: list[bool] = []
-    loads = engine.core.tiers[FILE].breakers[Direction.LOAD]
+    loads = engine.core.tiers[FILE].members[0].breakers[Direction.LOAD]
     monkeypatch.setattr(loads, "record", lambda good, now: verdicts.append(good))
     return verdicts
 

@@ -191,7 +191,7 @@ def test_waiting_for_room_is_no_failure_of_a_tier() -> None:
         assert scan(core, CHAIN[:4], "a") == [HIT] * 4
     late = core.limits.wait_s + 1.0
     assert all(scan(core, CHAIN[4:], name, late) == [MISS] for name in others)
-    assert core.tiers[0].breakers[Direction.LOAD].closed
+    assert core.tiers[0].members[0].breakers[Direction.LOAD].closed
 
 
 def test_hit_counts_once_for_the_tier_it_was_promoted_from() -> None:
@@ -326,7 +326,7 @@ def test_smaller_budget_evicts_the_excess() -> None:
     core = only_stored(CHAIN)
     opened(core, 0, 3)
     assert len(core.tiers[0].index) == 3
-    assert len(core.tiers[0].index.to_delete) == 5
+    assert len(core.tiers[0].members[0].to_delete) == 5
 
 
 def test_root_touched_by_the_engine_outlives_older_leaves() -> None:
@@ -470,7 +470,7 @@ def test_host_only_rows_are_no_probes_of_a_tier_whose_circuit_is_open() -> None:
     core = manager()
     core.keep_in_host("private")
     put(core, CHAIN[:2], "private")
-    breaker = core.tiers[0].breakers[Direction.STORE]
+    breaker = core.tiers[0].members[0].breakers[Direction.STORE]
     breaker.trip(0.0)
     expire(core, 100.0)
     assert breaker.wants_probe

@@ -139,7 +139,7 @@ def test_end_of_a_measurement_is_not_put_off_to_be_applied_with_others() -> None
     """Else a tier that has become much faster would seem to take a part of what it took before."""
     engine = Engine()
     for _ in range(ENOUGH_SAMPLES):
-        engine.tier.throughput[Direction.LOAD].record(ROW_BYTES, engine.row_s)
+        engine.tier.members[0].throughput[Direction.LOAD].record(ROW_BYTES, engine.row_s)
     engine.decline()
     engine.now += 0.1
     engine.finish()

@@ -54,7 +54,7 @@ def test_a_chunk_that_the_host_evicted_is_counted_there() -> None:
 
 def test_a_chunk_that_was_last_in_storage_is_counted_there() -> None:
     core = cascade(ONE)
-    core.tiers[0].index.set_limit(0)
+    core.tiers[0].index.set_limit(core.tiers[0].members[0], 0)
     core.tiers[0].index.evict(ONE)
     assert miss(core, ONE) == {("s3", "evicted"): 1}
 
@@ -88,7 +88,7 @@ def test_a_chunk_of_a_tier_that_is_down_is_counted_there() -> None:
 
 def test_a_chunk_behind_an_open_circuit_is_counted_there() -> None:
     core = cascade(ONE)
-    core.tiers[0].breakers[Direction.LOAD].trip(0.0)
+    core.tiers[0].members[0].breakers[Direction.LOAD].trip(0.0)
     assert miss(core, ONE) == {("s3", "open"): 1}
 
 

@@ -25,13 +25,13 @@ from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.promotion_jobs import Measurements, PromotionJobs
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.retention import Retention
-from nixl_tiers.core.slots import Slots
+from nixl_tiers.core.slots import MemberSlots, Slots
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import PlainTierRows
 from nixl_tiers.core.types import Columns, Job, PlannedMove
 from nixl_tiers.core.writeback import WriteBack
 from tests.support.simulation import SimulatedJob, SimulatedMover, Simulation
-from tests.support.stateful import CascadeStateMachine, TenantStateMachine
+from tests.support.stateful import CascadeStateMachine, MemberStateMachine, TenantStateMachine
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -303,14 +303,14 @@ class GenerationIgnored(Events):
 
     def lost(self, tier: int, now: float) -> None:
         lost = self._state.tiers[tier]
-        open_jobs = [*lost.jobs, *(job.id for dead in lost.dead for job in dead.to_end)]
+        open_jobs = [*lost.jobs, *(job.id for dead in lost.members[0].dead for job in dead.to_end)]
         super().lost(tier, now)
         self._state.last_job_id = min(open_jobs, default=self._state.last_job_id + 1) - 1
 
 
 class CircuitNeverCloses(Health):
-    def _record(self, tier: Tier, job: Job, good: bool, now: float) -> None:
-        super()._record(tier, job, good and job.probe_episode is None, now)
+    def _record(self, job: Job, good: bool, now: float) -> None:
+        super()._record(job, good and job.probe_episode is None, now)
 
 
 class ReusedBeforeReap(Events):
@@ -381,7 +381,7 @@ class KnownRowsAreSwept(Events):
     """What is known of an asked tier is forgotten when its mover is restarted, as it lists nothing."""
 
     def listing_ends(self, tier: int) -> Steps:
-        return listing._sweep(self._state.tiers[tier], self._state.tiers[tier].index.clears)
+        return listing._sweep(self._state.movers[tier], self._state.tiers[tier].index.clears)
 
 
 class GoneRowsStay(Events):
@@ -415,7 +415,7 @@ class AskedTierIsToldToDelete(TierManager):
 
 
 def _queued(tier: Tier, slot: int, key: Key) -> None:
-    tier.index.to_delete.append((slot, key))
+    tier.members[0].to_delete.append((slot, key))
 
 
 class BehindAMissingRowIsLoaded(PromotionJobs):
@@ -477,23 +477,58 @@ class CreditsIgnored(Events):
     def plan(self, now: float) -> list:  # type: ignore[type-arg]
         full = [tier for tier in self._state.tiers if not tier.send_credits]
         for tier in full:
-            tier.send_credits = 100
+            tier.members[0].send_credits = 100
         jobs = super().plan(now)
         for tier in full:
-            tier.send_credits -= 100
+            tier.members[0].send_credits -= 100
         return jobs
 
 
 class StoresOvertakeDeletes(Events):
     def plan(self, now: float) -> list:  # type: ignore[type-arg]
-        hidden = [(s, s.index.to_delete) for s in self._state.tiers]
+        hidden = [(s, s.members[0].to_delete) for s in self._state.tiers]
         for tier in self._state.tiers:
-            tier.index.to_delete, tier.send_credits = deque(), tier.send_credits + 6
+            tier.members[0].to_delete, tier.members[0].send_credits = deque(), tier.send_credits + 6
         jobs = super().plan(now)
         for tier, drops in hidden:
-            tier.index.to_delete.extendleft(reversed(drops))
-            tier.send_credits -= 6
+            tier.members[0].to_delete.extendleft(reversed(drops))
+            tier.members[0].send_credits -= 6
         return jobs
+
+
+class MembersShareAState(TierManager):
+    """What a member holds that cannot be read is loaded, as long as others can be read."""
+
+    def __init__(self, *arguments, **named) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*arguments, **named)
+        for tier in self.tiers:
+            tier.index.can_read_many = lambda keys, rows=tier.index.rows: rows.has_many(keys, True)  # type: ignore[method-assign]
+
+
+class StoresToAnyMember(TierManager):
+    """A row is stored to the next member, whatever it takes."""
+
+    def __init__(self, *arguments, **named) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*arguments, **named)
+        for tier in self.tiers:
+            if isinstance(slots := tier.index.slots, MemberSlots):
+                slots.allocate_in = lambda rooms, take=slots.allocate_in: take([9] * len(rooms))  # type: ignore[method-assign]
+
+
+class MembersDieTogether(Events):
+    """What another member moves is taken for moves of the dead one."""
+
+    def lost(self, mover: int, now: float) -> None:
+        for other in self._state.movers[mover].tier.members:
+            super().lost(other.number, now)
+
+
+class ListingOfOneMemberEndsAll(Events):
+    """The end of a member's listing sweeps the others' rows too."""
+
+    def listing_ends(self, mover: int) -> Steps:
+        for member in self._state.movers[mover].tier.members:
+            yield from listing._sweep(member, member.tier.index.clears)
 
 
 class MissesWhileListing(TierManager):
@@ -504,9 +539,9 @@ class MissesWhileListing(TierManager):
 class StoredOlderThanListed(WriteBack):
     """A row of a request that began before the listing ended is stored with the request's tick."""
 
-    def start_stores(self, tier: Tier, rows: Sequence[tuple[Row, int]]) -> list[PlannedMove]:
+    def start_stores(self, tier: Tier, rows: Sequence[tuple[Row, int]], rooms: list[int] | None) -> list[PlannedMove]:
         tier.index.newest_listed = 0
-        return super().start_stores(tier, rows)
+        return super().start_stores(tier, rows, rooms)
 
 
 class StoresBesidePromotions(Events):
@@ -716,6 +751,9 @@ FOCUS: dict[type, tuple[str, ...]] = {
 }
 
 
+OF_MEMBERS = [MembersShareAState, StoresToAnyMember, MembersDieTogether, ListingOfOneMemberEndsAll]
+
+
 FIRST: dict[type, int] = {
     BadRowCountedTwice: 17,
     DeadlineRearmedByARelease: 15,
@@ -730,6 +768,7 @@ FIRST: dict[type, int] = {
 def machine_for(mutant: type) -> type[CascadeStateMachine]:
     members: dict[str, object] = {"core": mutant} if issubclass(mutant, TierManager) else {}
     base = TenantStateMachine if mutant in OF_TENANTS else CascadeStateMachine
+    base = MemberStateMachine if mutant in OF_MEMBERS else base
     if mutant in FOCUS:
         every = {**vars(CascadeStateMachine), **vars(base)}
         rules = {name: member for name, member in every.items() if hasattr(member, RULE_MARKER)}
@@ -745,7 +784,7 @@ def original_of(mutant: type) -> type:
     return original
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *OF_MEMBERS], ids=lambda mutant: mutant.__name__)
 def test_planted_bug_in_the_core_is_caught(mutant: type, monkeypatch: pytest.MonkeyPatch) -> None:
     if not issubclass(mutant, TierManager):
         monkeypatch.setattr(manager, original_of(mutant).__name__, mutant)
@@ -767,7 +806,7 @@ def test_mover_that_skips_the_seal_check_is_caught(monkeypatch: pytest.MonkeyPat
 
 
 def test_mutants_override_existing_methods() -> None:
-    for mutant in MUTANTS:
+    for mutant in [*MUTANTS, *OF_MEMBERS]:
         original = original_of(mutant)
         assert original is TierManager or getattr(manager, original.__name__) is original
         for name in vars(mutant):

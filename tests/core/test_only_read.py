@@ -26,4 +26,4 @@ def test_core_has_nothing_deleted_that_it_only_reads(physical: bool) -> None:
     assert b"1" not in tier.index
     core.events.listed(0, [(-1, b"2", 9)], last=False)
     assert b"2" not in tier.index
-    assert not tier.index.to_delete
+    assert not tier.members[0].to_delete

@@ -51,8 +51,9 @@ def test_a_walk_is_the_same_under_every_hash_seed(seed: int) -> None:
 
 
 def test_victims_leave_a_tier_in_the_order_in_which_they_were_selected() -> None:
-    index = Tier(TierSpec("file", Write.THROUGH, physical_slots=True), 0).index
-    index.set_limit(32)
+    tier = Tier(TierSpec("file", Write.THROUGH, physical_slots=True), 0)
+    index = tier.index
+    index.set_limit(tier.members[0], 32)
     keys = [b"%03d" % number for number in range(32)]
     for slot, key in enumerate(keys):
         index.add_listed(slot, key, tick=slot)

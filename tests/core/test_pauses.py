@@ -73,7 +73,7 @@ def test_a_tier_that_was_slow_for_a_while_does_not_idle_either() -> None:
     core = core_of()
     measured(core, seconds=0.04)
     for _ in range(ENOUGH_SAMPLES):
-        core.tiers[0].throughput[Direction.STORE].record(WINDOW * ROW, 10.0)
+        core.tiers[0].members[0].throughput[Direction.STORE].record(WINDOW * ROW, 10.0)
     put(core, KEYS[ROWS : ROWS + WINDOW + 1])
     core.turn(1e4, 1e4)
     assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
@@ -100,7 +100,7 @@ def test_a_quick_tier_does_not_idle_while_victims_wait_to_be_brought_up_for_it()
     core.events.listed(1, [], last=True)
     file, s3 = core.tiers
     for _ in range(ENOUGH_SAMPLES):
-        s3.throughput[Direction.STORE].record(WINDOW // 2 * ROW, 0.04)
+        s3.members[0].throughput[Direction.STORE].record(WINDOW // 2 * ROW, 0.04)
     for _ in range(3):
         end(core, [job for job in core.turn(0.0, 0.0) if job.direction is Direction.LOAD], 0.0)
     assert (len(file.to_demote), s3.rows_storing, len(s3.to_store)) == (10, WINDOW // 2, 0)
@@ -134,7 +134,7 @@ def test_a_store_took_what_its_mover_says_but_no_longer_than_its_job_was_open(op
         put(core, KEYS[WINDOW * number : WINDOW * (number + 1)], f"request {number}")
         for job in core.turn(now, now):
             core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), now + open_s, seconds=mover_s)
-    assert core.tiers[0].throughput[Direction.STORE].bytes_per_s == pytest.approx(WINDOW * ROW / 0.5)
+    assert core.tiers[0].members[0].throughput[Direction.STORE].bytes_per_s == pytest.approx(WINDOW * ROW / 0.5)
 
 
 def test_a_full_window_is_no_work_for_a_turn() -> None:
@@ -171,7 +171,7 @@ def test_no_allocation_waits_for_a_pause_to_end() -> None:
     """Rows are free as soon as they are written, where the host has hardly any that are."""
     core = core_of(Write.ON_EVICT)
     for _ in range(ENOUGH_SAMPLES):
-        core.tiers[0].throughput[Direction.STORE].record(ROW, 1.0)
+        core.tiers[0].members[0].throughput[Direction.STORE].record(ROW, 1.0)
     put(core, KEYS[: ROWS - RESERVE // 2])
     core.turn(0.0, 0.0)
     assert core.events.pause_s > 0

@@ -294,12 +294,12 @@ def test_request_that_has_given_way_gets_nothing_that_was_queued_for_it() -> Non
     core = stored(line[1:], turn, rows=8)
     put(core, line[:1])
     wait_in_line(core, "line", line, FIRST)
-    core.tiers[0].send_credits = 0
+    core.tiers[0].members[0].send_credits = 0
     assert core.events.plan(0.0) == []
     assert len(core.tiers[0].to_load) == 1, "its mover takes nothing now"
     assert len(core.copies.prepare_store(chain("busy", 7), "busy").rows) == 7
     assert scan(core, turn, "turn") == [PENDING]
-    core.tiers[0].send_credits = 10
+    core.tiers[0].members[0].send_credits = 10
     loads = [job for job in core.events.plan(0.0) if job.direction is Direction.LOAD]
     assert [move.key for job in loads for move in job.moves] == turn
     run(core, loads)

@@ -96,7 +96,7 @@ def written(core: TierManager) -> None:
         for job in core.turn(0.0, 0.0):
             assert job.direction is Direction.STORE
             core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
-        core.tiers[0].index.to_delete.clear()
+        core.tiers[0].members[0].to_delete.clear()
 
 
 def test_a_tenant_at_its_quota_of_a_tier_evicts_its_own_rows_there() -> None:

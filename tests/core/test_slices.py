@@ -100,11 +100,11 @@ def test_kill_is_worked_off_in_slices(most_work: Callable[..., int]) -> None:
         scan(core, f"request-{number}")
     assert sum(len(job.moves) for job in turns(core)) == len(CHAIN)
     assert most_work(core.events.killed, 0, 1.0) <= 3 * MOST
-    while core.tiers[0].dead[0].to_abandon or core._promotion_jobs._retries:
+    while core.tiers[0].members[0].dead[0].to_abandon or core._promotion_jobs._retries:
         assert most_work(expire, core, 1.0) <= 3 * MOST
     assert core.tiers[0].quarantined == len(CHAIN), "rows are quarantined until their mover is reaped"
     assert most_work(core.events.lost, 0, 1.0) <= 3 * MOST
-    while core.tiers[0].dead:
+    while core.tiers[0].members[0].dead:
         assert most_work(expire, core, 1.0) <= 3 * MOST
     assert not core.tiers[0].quarantined
     retried = [move.key for job in turns(core, 1.0) for move in job.moves if job.tier == 1]
@@ -119,7 +119,7 @@ def test_work_and_planning_take_turns_while_slices_are_used_up() -> None:
     core.events.killed(0, 1.0)
     core.events.lost(0, 1.0)
     planned: list[int] = []
-    while core.tiers[0].dead or core._promotion_jobs._retries:
+    while core.tiers[0].members[0].dead or core._promotion_jobs._retries:
         planned.append(sum(len(job.moves) for job in core.turn(1.0, 1.0)))
         assert planned[-1] <= SLICE
     assert any(planned), "planning waits for all of the work"
@@ -166,7 +166,7 @@ def test_mover_that_is_reaped_while_its_kill_is_worked_off_loses_no_row() -> Non
     assert not [job for job in core.events.plan(1.0) if job.tier == 0], "suspects are not known yet"
     core.finish_request("request")
     turns(core, 1.0)
-    assert not core.tiers[0].dead
+    assert not core.tiers[0].members[0].dead
     assert core.tiers[0].denylist.is_suspect(CHAIN[0])
     assert core.tiers[0].rows_loading == 0
 
@@ -176,7 +176,7 @@ def test_reset_while_a_kill_is_worked_off_leaves_no_suspects() -> None:
     scan(core, "request")
     turns(core)
     core.events.killed(0, 1.0)
-    assert core.tiers[0].dead[0].to_suspect
+    assert core.tiers[0].members[0].dead[0].to_suspect
     core.reset(keep_tiers=False, now=1.0)
     turns(core, 1.0)
     assert not len(core.tiers[0].denylist)
@@ -330,7 +330,11 @@ def test_what_a_listing_has_not_confirmed_is_swept_once_and_in_slices(monkeypatc
     before = len(index)
     looked_at: list[int] = []
     sweep = index.sweep
-    monkeypatch.setattr(index, "sweep", lambda start, *more: (looked_at.append(start), sweep(start, *more))[1])
+    monkeypatch.setattr(
+        index,
+        "sweep",
+        lambda member, start, *more, **how: (looked_at.append(start), sweep(member, start, *more, **how))[1],
+    )
     opened(core, 0, 10_000)
     core.events.listed(0, [(0, CHAIN[0], 0)], last=False)
     take_all(core.events.listing_ends(0))
@@ -380,9 +384,9 @@ def test_a_turn_deletes_a_bounded_number_of_rows_and_stores_nothing_before_they_
         tier.index.queue_delete(slot, b"%d" % slot)
     put(core, [b"new"])
     sent: list[int] = []
-    while tier.index.to_delete:
+    while tier.members[0].to_delete:
         assert core.turn(0.0, 0.0) == [], "a store would overtake deletes"
-        batches = tier.delete_batches(core.limits.deletes_per_batch)
+        batches = tier.members[0].delete_batches(core.limits.deletes_per_batch)
         assert max(map(len, batches)) == 4
         sent.append(sum(map(len, batches)))
     assert max(sent) <= 2 * 8
@@ -401,8 +405,8 @@ def test_what_stores_evict_is_deleted_before_them_however_much_waits_already() -
     put(core, [b"new", b"newer"])
     (job,) = core.turn(0.0, 0.0)
     assert len(job.moves) == 2
-    assert sum(map(len, tier.delete_batches(4))) == 10
-    assert not tier.index.to_delete
+    assert sum(map(len, tier.members[0].delete_batches(4))) == 10
+    assert not tier.members[0].to_delete
 
 
 def test_many_resets_without_a_flush_leave_nothing_behind() -> None:

@@ -9,13 +9,18 @@ from hypothesis.stateful import run_state_machine_as_test
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
 from tests.support.simulation import Scan, Simulation
-from tests.support.stateful import CascadeStateMachine, TenantStateMachine
+from tests.support.stateful import CascadeStateMachine, MemberStateMachine, TenantStateMachine
 
 pytestmark = pytest.mark.timeout(900)
 
 TestCascade = TenantStateMachine.TestCase
 TestCascade.settings = settings(
     max_examples=200, stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+TestMembers = MemberStateMachine.TestCase
+TestMembers.settings = settings(
+    max_examples=60, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

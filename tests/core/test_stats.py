@@ -172,7 +172,7 @@ def test_every_counter_counts_what_it_says() -> None:
     life.check()
 
     life.opened()
-    life.core.tiers[1].breakers[Direction.STORE].trip(life.now)
+    life.core.tiers[1].members[0].breakers[Direction.STORE].trip(life.now)
     for number in range(8):
         life.put(b"late %d" % number)
         life.settle()

@@ -78,11 +78,11 @@ def new_keys(number: int) -> list[Key]:
 def test_no_store_of_any_tier_begins_while_a_promotion_is_queued_or_running() -> None:
     driver = Driver()
     driver.put(b"new")
-    driver.core.tiers[1].send_credits = 0
+    driver.core.tiers[1].members[0].send_credits = 0
     driver.ask(STORED[0])
     assert driver.turn() == []
     assert driver.core.tiers[1].to_load, "queued: its mover takes no more messages"
-    driver.core.tiers[1].send_credits = UNLIMITED
+    driver.core.tiers[1].members[0].send_credits = UNLIMITED
     (load,) = driver.turn()
     assert load.direction is Direction.LOAD
     assert driver.turn() == []

@@ -91,7 +91,7 @@ def test_lock_of_the_path_held_from_the_start(file_rig: Callable[..., FaultRig],
         rig = file_rig("path's lock held, from the start", "slabs")
         with rig.under_load(warm=False):
             rig.wait_for_answers(20)
-            until(lambda: any(tier.log.problem for tier in rig.store.coordinator._link.tiers), "a word", TIMEOUT_S)
+            until(lambda: any(tier.log.problem for tier in rig.store.coordinator._link.movers), "a word", TIMEOUT_S)
             fcntl.flock(holder, fcntl.LOCK_UN)
             rig.fault_ended()
             rig.wait_until_healed()

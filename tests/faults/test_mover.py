@@ -124,7 +124,7 @@ def test_stopped_mover_without_requests(make_rig: Callable[..., FaultRig], tier:
         rig.wait_for_answers()
         load.pause_s = 3600.0
         assert rig.store.flush(TIMEOUT_S)
-        loads = rig.store.coordinator._core.tiers[0].breakers[Direction.LOAD]
+        loads = rig.store.coordinator._core.tiers[0].members[0].breakers[Direction.LOAD]
         answered = load.stats.gets + 2  # those in flight
         old = rig.wait_for_mover()
         os.kill(old, signal.SIGSTOP)

@@ -269,7 +269,7 @@ def test_no_put_waits_for_a_tier_that_is_being_listed(tmp_path: Path, waited: li
     keys = keys_of(0, 64)
     with nixl_tiers.open(with_file(tmp_path, wait_s=1.0), SIZE, "n") as store:
         until_up(store)
-        store.coordinator._core.tiers[0].state = TierState.LISTING
+        store.coordinator._core.tiers[0].members[0].state = TierState.LISTING
         waited.clear()
         for start in range(0, len(keys), 4):
             assert store.put(keys[start : start + 4], rows_of(keys[start : start + 4])) == 4

@@ -42,7 +42,7 @@ def test_stored_rows_are_hits_right_after_open(tmp_path: Path, ready_s: float) -
             if ready_s:
                 assert store.locate(KEYS) == ["file"] * len(KEYS)
             else:
-                until(lambda: store.coordinator._link.tiers[0].answered, "the mover to have started")
+                until(lambda: store.coordinator._link.movers[0].answered, "the mover to have started")
             assert get(store, KEYS) == ([True] * len(KEYS), [])
 
 

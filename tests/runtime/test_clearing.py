@@ -116,7 +116,7 @@ def test_a_tier_that_is_away_is_not_called_clear(store: TieredStore, state: Tier
     """Its medium lists its rows when it is back."""
     put(store, 1, b"a1")
     with store.coordinator.core() as core:
-        core.tiers[0].state = state
+        core.tiers[0].members[0].state = state
     cpu, file = clear(store)
     assert cpu.rows == 1
     assert (file.rows, bool(file.problem)) == (0, True)
@@ -126,7 +126,7 @@ def test_clearing_ends_where_the_medium_deletes_nothing(store: TieredStore, monk
     monkeypatch.setattr(clearing, "DRAIN_S", 0.0)
     put(store, 1, b"a1")
     with store.coordinator.core() as core:
-        monkeypatch.setattr(core.tiers[0], "delete_batches", lambda most: [])
+        monkeypatch.setattr(core.tiers[0].members[0], "delete_batches", lambda most: [])
     assert clear(store)[1].problem == "its medium has not deleted all of them yet"
 
 

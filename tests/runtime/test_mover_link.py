@@ -57,7 +57,7 @@ class _Blocked(logging.Handler):
 
 def _opens_a_circuit(link: MoverLink) -> None:
     link.on_message(0, Opened(0, 10))
-    link._core.tiers[0].breakers[Direction.LOAD].trip(0.0)
+    link._core.tiers[0].members[0].breakers[Direction.LOAD].trip(0.0)
     link.on_tick(0.0, [0])
 
 

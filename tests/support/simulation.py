@@ -125,12 +125,13 @@ class SimulatedJob:
     job: Job
     epoch: int
     done: list[Outcome] = field(default_factory=list)
+    first: int = 0  # which slot its mover knows as 0
     rows: list[int] = field(init=False)
     slots: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.rows = [move.row.index for move in self.job.moves]
-        self.slots = [move.slot for move in self.job.moves]
+        self.slots = [move.slot - self.first for move in self.job.moves]
 
 
 @dataclass
@@ -200,10 +201,12 @@ class Simulation:
         tokens_per_s: float | None = None,
         policy: Eviction = "lru",
         quotas: tuple[float, ...] = (),
+        members: int = 1,
     ) -> None:
-        """`policy`: of the host. `quotas`: of the tenants whose prompts begin with "a", with "b" and so on. `listed`:
-        so many rows that a tier held before are listed one by one; the others in columns of a few, as `deliver` comes
-        to them. None: all at once. `tokens_per_s`: of prefill, None if that is not known."""
+        """`members`: of the first tier, which share its slots. `policy`: of the host. `quotas`: of the tenants whose
+        prompts begin with "a", with "b" and so on. `listed`: so many rows that a tier held before are listed one by
+        one; the others in columns of a few, as `deliver` comes to them. None: all at once. `tokens_per_s`: of prefill,
+        None if that is not known."""
         self.room = UNLIMITED  # messages that a mover takes a turn
         self.turns = MANY_TURNS  # how many the supervisor takes before another event; more where work is left
         self.limits = limits or Limits(
@@ -242,12 +245,22 @@ class Simulation:
         self._epochs = 0
         # Slots of the odd tiers are no places: other engines store there too, and they are asked.
         self.specs = [
-            TierSpec(f"tier{i}", write, i % 2 == 0, i % 2 == 1, own=i % 2 == 0, quotas=() if i % 2 else quotas)
+            TierSpec(
+                f"tier{i}",
+                write,
+                i % 2 == 0,
+                i % 2 == 1,
+                own=i % 2 == 0,
+                quotas=() if i % 2 else quotas,
+                members=1 if i else members,
+            )
             for i, write in enumerate(writes)
         ]
         self.quotas = quotas
         self.movers = [
-            SimulatedMover(spec.physical_slots, count) for spec, count in zip(self.specs, slots, strict=True)
+            SimulatedMover(spec.physical_slots, max(1, count // spec.members))
+            for spec, count in zip(self.specs, slots, strict=True)
+            for _ in range(spec.members)
         ]
         self.region = [GARBAGE] * rows
         self.workers: list[WorkerJob] = []
@@ -265,7 +278,7 @@ class Simulation:
         self._uses_due_s = 0.0
         self._told_s = 0.0  # the time of the supervisor's last turn that did not go to `_steps`
         self._steps: Steps | None = None  # what the supervisor's thread takes one a turn, and does nothing else
-        self._stepping = 0  # the tier that they are of
+        self._stepping = 0  # the mover that they are of
         self._load_failed: set[str] = set()  # requests a load of which has failed: everything is a miss to them
         self.core = self._start()
 
@@ -305,8 +318,8 @@ class Simulation:
         self.core.engine_hits.add(used, name)
         ids = {
             (tier.number, key): found[2]
-            for tier, mover in zip(self.core.tiers, self.movers, strict=True)
-            for key in (used if mover.physical else ())
+            for tier in self.core.tiers
+            for key in (used if tier.spec.physical_slots else ())
             if (found := tier.index.rows.get(key)) is not None
         }
         rows = [row for key in used if (row := self.core.host.index.get(key)) is not None]
@@ -431,45 +444,59 @@ class Simulation:
         expire(self.core, self.now)
         for number in self.core.health.overdue(self.now):
             self.send_kill(number)
-        for tier in self.core.tiers:
-            tier.send_credits = self.room
+        for member in self.core.movers:
+            member.send_credits = self.room
         jobs = sorted(self.core.events.plan(self.now), key=lambda job: job.direction is Direction.STORE)
         self._hold.planned(jobs, self.now)
         loads = sum(job.direction is Direction.LOAD for job in jobs)
         self._send_jobs(jobs[:loads])
-        for number, tier in enumerate(self.core.tiers):
-            for batch in tier.delete_batches(self.limits.deletes_per_batch):
-                self._send(number, batch)
+        for member in self.core.movers:
+            for batch in member.delete_batches(self.limits.deletes_per_batch):
+                self._send(member.number, batch)
             self.core.garbage.drop(4)
-            require(tier.send_credits >= 0, "more is sent than there is room for")
-            stores = any(job.tier == number for job in jobs[loads:])
-            require(not (stores and tier.index.to_delete), "a store overtakes what goes before it")
+            require(member.send_credits >= 0, "more is sent than there is room for")
+            stores = any(job.mover == member.number for job in jobs[loads:])
+            require(not (stores and member.to_delete), "a store overtakes what goes before it")
         self._send_jobs(jobs[loads:])
-        for number, tier in enumerate(self.core.tiers):
+        for tier in self.core.tiers:
             due = self.now >= self._uses_due_s and tier.send_credits > 0
             if due and tier.state is TierState.UP and (used := tier.index.take_uses(4)):
                 keys = {row.slot: key for key, row in rows_of(tier).items()}
-                require(self.movers[number].physical, "a tier without places is sent slots")
-                self._send(number, Uses([(slot, keys[slot], tick) for slot, tick in used]))
+                require(tier.spec.physical_slots, "a tier without places is sent slots")
+                for member in tier.members:
+                    mine = [each for each in used if tier.index.place_of_slot(each[0]) == member.place]
+                    self._send(member.number, Uses([(s - member.first_slot, keys[s], tick) for s, tick in mine]))
         if self.now >= self._uses_due_s:
             self._uses_due_s = self.now + USES_S
         for probe in self.core.events.plan_checks(self.now):
             self._check_probe(probe)
-            self._send(probe.tier, probe)
+            self._send(self._first(probe.tier), probe)
 
     def _send_jobs(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
+            member = self.core.movers[job.mover]
+            can = member.readable if job.direction is Direction.LOAD else member.writable
+            require(job.is_trial or can, "a mover is sent a job that is known to fail")
             for move in job.moves:
                 reads = job.direction is Direction.STORE
-                self._check_row(move.row.index, writing=not reads, beside=(job.tier, job.id))
+                self._check_row(move.row.index, writing=not reads, beside=(job.mover, job.id))
                 if reads:
-                    self.movers[job.tier].used.pop(move.key, None)  # of a row that was evicted a moment ago
+                    self._used_of(job.tier).pop(move.key, None)  # of a row that was evicted a moment ago
                 else:
                     requests = self.core._promotion_jobs._loading_for.get(move.row.order, [])
                     lost = [move.key in self._lost.get((request.name, job.tier), ()) for request in requests]
                     require(not lost or not all(lost), "a row is loaded behind one that is missing")
-            self._check_slots(job)
-            self._send(job.tier, SimulatedJob(job, self.movers[job.tier].epoch))
+            sent = SimulatedJob(job, self.movers[job.mover].epoch, first=self.core.movers[job.mover].first_slot)
+            self._check_slots(sent)
+            self._send(job.mover, sent)
+
+    def _first(self, tier: int) -> int:
+        """The number of the tier's first mover."""
+        return self.core.tiers[tier].members[0].number
+
+    def _used_of(self, tier: int) -> dict[Key, int]:
+        """The last uses of a tier's rows that no message of may have been lost."""
+        return self.movers[self._first(tier)].used
 
     def reset(self, *, keep: bool = False) -> None:
         """Other weights from now on, or the same (`keep`). Open jobs go on; waiting requests come back, with the
@@ -704,7 +731,9 @@ class Simulation:
                 if ended.epoch == self.epoch:
                     for key, tick in ended.found:
                         self._tell(tier, key, tick)
-                if ended.probe in self.core.checks.tiers[tier].open:  # who is given up on is not listened to
+                if (
+                    ended.probe in self.core.checks.tiers[self._tier(tier).number].open
+                ):  # who is given up on is not listened to
                     mover.reported_absent.update(dict.fromkeys(ended.absent, self.now))
                 self.core.events.existence_checked(tier, ended.probe, ended.absent, self.now)
             else:
@@ -723,12 +752,12 @@ class Simulation:
             if ended.job.direction is Direction.STORE:
                 if ended.epoch == self.epoch and done in (Outcome.OK, Outcome.FOUND):
                     self._tell(tier, move.key, self.movers[tier].ticks[ended.epoch, move.key])
-            elif done is Outcome.MISSING and self.core.tiers[tier].index.has(move.key, move.id):
+            elif done is Outcome.MISSING and self._tier(tier).index.has(move.key, move.id):
                 for request in self.core._promotion_jobs._loading_for.get(move.row.order, ()):
                     asked = list(request.asked)
                     if request.ascending and move.key in asked:
                         behind = asked[asked.index(move.key) + 1 :]
-                        self._lost.setdefault((request.name, tier), set()).update(behind)
+                        self._lost.setdefault((request.name, self._tier(tier).number), set()).update(behind)
 
     def kill(self, tier: int) -> None:
         """The mover dies in the middle of its job, is reaped, and another one opens the same medium."""
@@ -773,9 +802,10 @@ class Simulation:
                 self._move(mover, head, Outcome.FAILED)  # half of a row
         mover.inbox.clear()
         mover.listing.clear()
-        mover.used.clear()
+        number = self._tier(tier).number
+        self._used_of(number).clear()
         for use in self._uses:
-            use.ids = {place: row for place, row in use.ids.items() if place[0] != tier}
+            use.ids = {place: row for place, row in use.ids.items() if place[0] != number}
         mover.alive = True
         mover.dying = mover.stuck = False
         self.core.events.lost(tier, self.now)
@@ -796,7 +826,7 @@ class Simulation:
         mover.stuck = False
         if mover.dying:
             return
-        if self.core.tiers[tier].state is TierState.DOWN and mover.epoch == self.epoch:
+        if self.core.movers[tier].state is TierState.DOWN and mover.epoch == self.epoch:
             self._announce(tier)
 
     def rot(self, tier: int, pick: int) -> None:
@@ -855,7 +885,8 @@ class Simulation:
         pinned = sum(sum(not row.invalidated for row in place.request.pinned.values()) for place in line._places)
         require(pinned <= held, "a request in line pins more than it holds")
         by_tier = [rows_of(tier) for tier in core.tiers]
-        for tier, mover, rows in zip(core.tiers, self.movers, by_tier, strict=True):
+        for tier, rows in zip(core.tiers, by_tier, strict=True):
+            movers = [self.movers[member.number] for member in tier.members]
             require(len(rows) == len(tier.index), "a row is lost, or there twice")
             held = sum(row.stored for row in rows.values())
             counted = tier.counters.rows
@@ -864,25 +895,28 @@ class Simulation:
                 count = sum(row.tenant == tenant for row in rows.values())
                 require(count == tier.index.rows.count_of(tenant), "a tenant's rows in a tier are miscounted")
                 require(count <= max(1, share * tier.index.slots.limit), "a tenant has more of a tier than its quota")
-            slots = [row.slot for row in rows.values()] if mover.physical else []
+            slots = [row.slot for row in rows.values()] if tier.spec.physical_slots else []
             require(len(set(slots)) == len(slots), "two keys in one slot")
-            if self._steps is not None and tier.number == self._stepping:
+            if self._steps is not None and tier is self._tier(self._stepping):
                 require(len(rows) <= len(tier.index.slots), "a row without a slot")
             else:
                 budget = max(tier.index.slots.limit, 0)
                 require(len(rows) == len(tier.index.slots) <= budget, "slots leak, or above the budget")
             moving = [move for job in tier.jobs.values() for move in job.moves]
-            moving += [move for dead in tier.dead for job in dead.to_end for move in job.moves]
+            dead = [job for member in tier.members for dead in member.dead for job in dead.to_end]
+            moving += [move for job in dead for move in job.moves]
             loads = Counter(move.key for move in moving if rows.get(move.key, NO_ROW).id == move.id and not move.tick)
             pins = {key: row.pins for key, row in rows.items() if row.pins}
             require(sum(pins.values()) <= sum(loads.values()), "a row stays pinned that nobody moves")
-            require(len(mover.here) <= mover.slots or not mover.physical, "more on the medium than it may hold")
+            fits = all(len(mover.here) <= mover.slots or not mover.physical for mover in movers)
+            require(fits, "more on the medium than it may hold")
             require(not tier.rows_loading < 0 and not tier.rows_storing < 0, "window counts below nothing")
             staged = [row for row in tier.staged.values() if not row.invalidated]
             require(len(staged) <= max(1, self.rows // 4), "demotion pins too much of the host")
             require(all(row.request_pins for row in staged), "a row under demotion may be evicted")
-            mover.used = {key: tick for key, tick in mover.used.items() if key in rows}
+            movers[0].used = {key: tick for key, tick in movers[0].used.items() if key in rows}
             for job in tier.jobs.values():
+                mover = self.movers[job.mover]
                 waited_s = self._told_s - job.started_s
                 require(
                     mover.dying or waited_s <= self.limits.hard_deadline_max_s,
@@ -922,7 +956,8 @@ class Simulation:
 
     def _check_gone(self) -> None:
         """Nothing that others have deleted, as far as this engine was told, is promised to requests."""
-        for tier, mover in zip(self.core.tiers, self.movers, strict=True):
+        for tier in self.core.tiers:
+            mover = self.movers[self._first(tier.number)]
             for key, row in rows_of(tier).items() if mover.told else ():
                 idle = row.stored and not (row.pins or row.evicting)
                 gone = mover.told_ticks.get(key, mover.told) < mover.told
@@ -937,7 +972,8 @@ class Simulation:
             written = set()
             if below is not None:
                 written |= {*below.to_store, *below.waiting_for_seal}
-                jobs = [*below.jobs.values(), *(job for dead in below.dead for job in dead.to_end)]
+                dead = [job for member in below.members for dead in member.dead for job in dead.to_end]
+                jobs = [*below.jobs.values(), *dead]
                 written |= {move.key for job in jobs if job.direction is Direction.STORE for move in job.moves}
             if tier is not None:
                 written |= {*tier.to_demote, *tier.staged}
@@ -956,7 +992,7 @@ class Simulation:
                 require(gone or row.tick >= use.tick, "a use by the engine is never noted")
             for (number, key), row_id in use.ids.items():
                 if core.tiers[number].index.has(key, row_id):
-                    used = self.movers[number].used
+                    used = self._used_of(number)
                     used[key] = max(use.tick, used.get(key, 0))
         self._uses.clear()
 
@@ -985,15 +1021,18 @@ class Simulation:
         require(not self.core.engine_hits.waiting, "a use by the engine is never noted")
         require(not any(tier.index.former for tier in self.core.tiers), "a victim from before a reset stays one")
         require(not any(tier.staged for tier in self.core.tiers), "a demotion never ends")
-        require(not any(tier.index.to_delete for tier in self.core.tiers), "rows to delete are never sent")
-        for tier, mover in zip(self.core.tiers, self.movers, strict=True):
-            for key, tick in mover.used.items():
-                recorded = mover.ticks.get((mover.epoch, rows_of(tier)[key].slot), 0) >= tick
+        require(not any(member.to_delete for member in self.core.movers), "rows to delete are never sent")
+        for tier in self.core.tiers:
+            for key, tick in self._used_of(tier.number).items():
+                member = tier.member_of(key)
+                mover, slot = self.movers[member.number], rows_of(tier)[key].slot - member.first_slot
+                recorded = mover.ticks.get((mover.epoch, slot), 0) >= tick
                 require(recorded or self.now < self._uses_due_s, "a use is never recorded")
         require(not self.core._requests.queued, "a request waits for its turn for ever")
         require(self.core.backlog() == 0 and not any(tier.jobs for tier in self.core.tiers), "a job never ends")
         require(
-            not any(tier.dead or tier.trials_running or tier.quarantined for tier in self.core.tiers),
+            not any(tier.trials_running or tier.quarantined for tier in self.core.tiers)
+            and not any(member.dead for member in self.core.movers),
             "a dead job never ends",
         )
         self._measuring.ended()
@@ -1009,8 +1048,8 @@ class Simulation:
         has those that are asked for."""
         for number in range(20):
             tiers = [
-                (tier.spec.write is Write.OFF, self._loadable(tier, mover))
-                for tier, mover in zip(self.core.tiers, self.movers, strict=True)
+                (tier.spec.write is Write.OFF, self._loadable(tier))
+                for tier in self.core.tiers
                 if tier.circuit is not BreakerState.CLOSED
             ]
             if all(only_read and not held for only_read, held in tiers):
@@ -1025,10 +1064,12 @@ class Simulation:
                 self.advance(self.limits.breaker.max_backoff_s / 2)
         require(False, "a circuit never closes")
 
-    def _loadable(self, tier: Tier, mover: SimulatedMover) -> list[Key]:
-        """Good rows of the tier that the host lacks."""
-        good = [key for key, content in mover.here.values() if content == Content(key, self.epoch)]
-        return sorted(key for key in good if key in tier.index and key not in self.core.host.index)
+    def _loadable(self, tier: Tier) -> list[Key]:
+        """Good rows that the host lacks, of members whose circuits are not closed."""
+        movers = [self.movers[member.number] for member in tier.members if member.circuit is not BreakerState.CLOSED]
+        held = [row for mover in movers for row in mover.here.values()]
+        good = [key for key, content in held if content == Content(key, self.epoch)]
+        return sorted(key for key in good if key in tier.index.rows and key not in self.core.host.index)
 
     def _run_out(self) -> None:
         for _ in range(300):
@@ -1096,6 +1137,9 @@ class Simulation:
             self._end_steps()
         self.check()
 
+    def _tier(self, mover: int) -> Tier:
+        return self.core.movers[mover].tier
+
     def _take_steps(self, tier: int, steps: Steps) -> None:
         """The first one now, the others at the next turns."""
         self._steps, self._stepping = steps, tier
@@ -1113,9 +1157,9 @@ class Simulation:
     def _listed(self, tier: int, rows: list[tuple[int, Key, int]], last: bool) -> Steps:
         epoch = self.epoch
         if last and not self.movers[tier].physical:
-            before = set(rows_of(self.core.tiers[tier]))
+            before = set(rows_of(self._tier(tier)))
             take_all(self.core.events.listing_ends(tier))
-            require(before == set(rows_of(self.core.tiers[tier])), "what is known of an asked tier is forgotten")
+            require(before == set(rows_of(self._tier(tier))), "what is known of an asked tier is forgotten")
         elif last:
             yield from self.core.events.listing_ends(tier)
         if self.epoch == epoch:
@@ -1225,7 +1269,7 @@ class Simulation:
             shared.tier.readable
             and not shared.slow
             and key not in shared.tier.index
-            and self.now >= self.movers[number].reported_absent.get(key, -absent) + absent
+            and self.now >= self.movers[self._first(number)].reported_absent.get(key, -absent) + absent
             for number, shared in self.core.checks.tiers.items()
         )
 
@@ -1233,9 +1277,9 @@ class Simulation:
         """Whether a serving tier is still going to list `key`."""
         return any(
             key in {row[1] for row in (piece if isinstance(piece, list) else piece.rows)}
-            for tier, mover in zip(self.core.tiers, self.movers, strict=True)
-            if tier.readable and tier.state is TierState.LISTING
-            for piece in (mover.listing if key not in tier.index else ())
+            for member, mover in zip(self.core.movers, self.movers, strict=True)
+            if member.readable and member.state is TierState.LISTING
+            for piece in (mover.listing if key not in member.tier.index else ())
         )
 
     def _run(self, name: str, prompt: Prompt) -> None:
@@ -1272,10 +1316,11 @@ class Simulation:
     def _used(self, keys: Sequence[Key], name: str) -> None:
         tick = self.core._requests.by_name[name].tick
         assert tick is not None
-        for tier, mover in zip(self.core.tiers, self.movers, strict=True):
-            for key in keys if mover.physical else ():
-                if key in tier.index:
-                    mover.used[key] = max(tick, mover.used.get(key, 0))
+        for tier in self.core.tiers:
+            used = self._used_of(tier.number)
+            for key in keys if tier.spec.physical_slots else ():
+                if key in tier.index.rows:
+                    used[key] = max(tick, used.get(key, 0))
 
     def _loaded(self, name: str) -> None:
         """What it lacks by now it may ask for anew."""
@@ -1288,7 +1333,7 @@ class Simulation:
         self.core.finish_request(name)
 
     def _check_probe(self, probe: ExistenceCheck) -> None:
-        mover, limits = self.movers[probe.tier], self.limits
+        mover, limits = self.movers[self._first(probe.tier)], self.limits
         require(0 < len(probe.keys) <= limits.keys_per_check, "an existence check without bounds")
         known = [
             key for key in probe.keys if self.now < mover.reported_absent.get(key, -limits.absent_s) + limits.absent_s
@@ -1330,13 +1375,14 @@ class Simulation:
                 reads = open_job.job.direction is Direction.STORE
                 require(reads and not writing, "a row is allocated while a mover uses it")
 
-    def _check_slots(self, job: Job) -> None:
-        if not self.movers[job.tier].physical:
+    def _check_slots(self, sent: SimulatedJob) -> None:
+        job, mover = sent.job, self.movers[sent.job.mover]
+        if not mover.physical:
             return
-        slots = {move.slot for move in job.moves}
-        for tier, other in self._open_moves():
-            if tier == job.tier and other.job.id != job.id and other.epoch == self.epoch:
-                shared = slots & set(other.slots)
+        require(all(0 <= slot < mover.slots for slot in sent.slots), "a mover is sent a slot that it has not")
+        for number, other in self._open_moves():
+            if number == job.mover and other.job.id != job.id and other.epoch == self.epoch:
+                shared = set(sent.slots) & set(other.slots)
                 both_read = job.direction is other.job.direction is Direction.LOAD
                 require(not shared or both_read, "a slot is allocated while a mover reads or writes it")
 

@@ -45,6 +45,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
     core: type[TierManager] = TierManager
     simulated: type[Simulation] = Simulation
     simulation: Simulation
+    _turns = 0
 
     @initialize(**BEGIN)
     def begin(
@@ -58,6 +59,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
         rows: int = 6,
         slots: tuple[int, int] = (6, 12),
         quotas: tuple[float, ...] = (),
+        members: int = 1,
     ) -> None:
         """`looks`: so many pinned rows are passed over in one search for victims."""
         host.MAX_LOOKS = looks  # type: ignore[misc]
@@ -70,6 +72,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
             tokens_per_s=tokens_per_s,
             policy=policy,
             quotas=quotas,
+            members=members,
         )
 
     @rule(prompt=PROMPTS, scan=SCANS, stays=RARELY, host_only=RARELY)
@@ -203,8 +206,9 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
     @rule(tier=TIERS, outcome=OUTCOMES, steps=st.integers(1, 4))
     def mover_works(self, tier: int, outcome: Outcome, steps: int) -> None:
+        mover = self._mover(tier)
         for _ in range(steps):
-            self.simulation.mover_works(tier, outcome)
+            self.simulation.mover_works(mover, outcome)
 
     @rule(prompt=PROMPTS, chunks=st.integers(1, 5), stale=RARELY)
     def another_engine_stores(self, prompt: str, chunks: int, stale: bool) -> None:
@@ -215,9 +219,10 @@ class CascadeStateMachine(RuleBasedStateMachine):
     @rule(tier=TIERS, count=st.integers(1, 4), told=st.booleans())
     def others_delete(self, tier: int, count: int, told: bool) -> None:
         """Of a medium that engines share, what was written first."""
-        self.simulation.others_delete(tier, count)
+        mover = self._mover(tier)
+        self.simulation.others_delete(mover, count)
         if told:
-            self.simulation.heartbeat(tier)
+            self.simulation.heartbeat(mover)
 
     @rule(prompt=PROMPTS, count=st.integers(1, 4), wait_s=st.sampled_from([0.1, 1.0, 9.0]), told=st.booleans())
     def chain_vanishes(self, prompt: str, count: int, wait_s: float, told: bool) -> None:
@@ -225,13 +230,13 @@ class CascadeStateMachine(RuleBasedStateMachine):
         chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
         self.simulation.other_stores(chain)
         self.request(prompt)
-        for tier in range(len(self.simulation.movers)):
-            self.mover_works(tier, Outcome.OK, 1)
-            self.simulation.deliver(tier)
+        for mover in range(len(self.simulation.movers)):
+            self.simulation.mover_works(mover)
+            self.simulation.deliver(mover)
         for name in sorted(self.simulation.waiting):
             self.simulation.again(name)
         self.simulation.advance(wait_s)
-        for tier in range(len(self.simulation.movers)):
+        for tier in range(len(self.simulation.core.tiers)):
             self.others_delete(tier, count, told)
 
     @rule(room=st.sampled_from([0, 1, SOME_ROOM, UNLIMITED]))
@@ -246,7 +251,8 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
     @rule(tier=TIERS)
     def deliver(self, tier: int) -> None:
-        self.simulation.deliver(tier)
+        mover = self._mover(tier)
+        self.simulation.deliver(mover)
 
     @rule()
     def end_step(self) -> None:
@@ -258,13 +264,15 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
     @rule(tier=TIERS, really=RARELY)
     def mover_dies(self, tier: int, really: bool) -> None:
+        mover = self._mover(tier)
         if really:
-            self.simulation.kill(tier)
+            self.simulation.kill(mover)
 
     @rule(tier=TIERS, really=RARELY)
     def mover_hangs(self, tier: int, really: bool) -> None:
+        mover = self._mover(tier)
         if really:
-            self.simulation.hang(tier)
+            self.simulation.hang(mover)
 
     @rule(
         tier=TIERS,
@@ -274,59 +282,67 @@ class CascadeStateMachine(RuleBasedStateMachine):
     )
     def medium_stalls(self, tier: int, prompts: list[str], seconds: float, rots: bool) -> None:
         """Its jobs do not end for a while, and then perhaps they do."""
-        self.simulation.hang(tier)
+        mover = self._mover(tier)
+        self.simulation.hang(mover)
         if rots:
-            self.simulation.rot_all(tier)
+            self.simulation.rot_all(mover)
         for prompt in prompts:
             self.request(prompt)
         self.simulation.advance(seconds)
         for name in sorted(self.simulation.waiting):
             self.simulation.again(name)
-        self.simulation.heal(tier)
+        self.simulation.heal(mover)
 
     @rule(tier=TIERS, really=RARELY, steps=st.integers(0, 2))
     def mover_is_killed(self, tier: int, really: bool, steps: int) -> None:
+        mover = self._mover(tier)
         if really:
-            self.simulation.send_kill(tier)
+            self.simulation.send_kill(mover)
             for _ in range(steps):
-                self.simulation.mover_works(tier)
+                self.simulation.mover_works(mover)
 
     @rule(tier=TIERS)
     def mover_is_reaped(self, tier: int) -> None:
-        self.simulation.reap(tier)
+        mover = self._mover(tier)
+        self.simulation.reap(mover)
 
     @rule(tier=TIERS)
     def dead_mover_reports(self, tier: int) -> None:
-        self.simulation.deliver_stale_result(tier)
+        mover = self._mover(tier)
+        self.simulation.deliver_stale_result(mover)
 
     @rule(tier=TIERS, before=PROMPTS, after=PROMPTS, steps=st.integers(1, 3))
     def work_of_dead_mover_arrives(self, tier: int, before: str, after: str, steps: int) -> None:
         """A killed mover's result arrives when the next one is running."""
+        mover = self._mover(tier)
         for prompt in (before, after):
             self.request(prompt)
             while self.simulation.workers:
                 self.simulation.worker_finishes(0)
             if prompt is before:
                 for _ in range(steps):
-                    self.simulation.mover_works(tier)
-                self.simulation.send_kill(tier)
-                self.simulation.reap(tier)
-        self.simulation.deliver_stale_result(tier)
+                    self.simulation.mover_works(mover)
+                self.simulation.send_kill(mover)
+                self.simulation.reap(mover)
+        self.simulation.deliver_stale_result(mover)
 
     @rule(tier=TIERS, really=RARELY)
     def medium_fails(self, tier: int, really: bool) -> None:
+        mover = self._mover(tier)
         if really:
-            self.simulation.fail(tier)
+            self.simulation.fail(mover)
 
     @rule(tier=TIERS)
     def medium_heals(self, tier: int) -> None:
-        self.simulation.heal(tier)
+        mover = self._mover(tier)
+        self.simulation.heal(mover)
 
     @rule(tier=TIERS, prompt=PROMPTS)
     def traffic_hits_corrupt_row(self, tier: int, prompt: str) -> None:
         """A corrupt row, of another engine too, fails its promotion and is requested again."""
+        mover = self._mover(tier)
         self.another_engine_stores(prompt, len(prompt), stale=False)
-        self.simulation.rot_all(tier)
+        self.simulation.rot_all(mover)
         self.request(prompt)
         self.catch_up()
         for name in sorted(self.simulation.waiting):
@@ -361,7 +377,8 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
     @rule(tier=TIERS, pick=PICK)
     def medium_rots(self, tier: int, pick: int) -> None:
-        self.simulation.rot(tier, pick)
+        mover = self._mover(tier)
+        self.simulation.rot(mover, pick)
 
     @rule(really=RARELY, keep=st.booleans())
     def reset(self, really: bool, keep: bool) -> None:
@@ -381,6 +398,12 @@ class CascadeStateMachine(RuleBasedStateMachine):
             self.simulation.crash()
             for prompt in prompts:
                 self.call(prompt, store=False)
+
+    def _mover(self, tier: int) -> int:
+        """One of the tier's, each in its turn."""
+        members = self.simulation.core.tiers[tier].members
+        self._turns += 1
+        return members[self._turns % len(members)].number
 
     def check_invariants(self, *_: object) -> None:
         """As an @invariant, but not in the steps of a failing example, which it would double."""
@@ -408,3 +431,11 @@ class TenantStateMachine(CascadeStateMachine):
         """An operator has all rows evicted that nobody uses, or a tenant's."""
         if really:
             self.simulation.clear(tenant if tenant <= len(self.simulation.quotas) else 0)
+
+
+class MemberStateMachine(CascadeStateMachine):
+    """The same where the first tier has several movers."""
+
+    @initialize(**{**BEGIN, "slots": st.sampled_from([(6, 12), (8, 12), (3, 12), (4, 1)])}, members=st.integers(2, 3))
+    def begin(self, *given: Any, **named: Any) -> None:
+        super().begin(*given, **named)

@@ -42,7 +42,8 @@ class HoldJudge:
         stores = {job.tier for job in jobs if job.direction is Direction.STORE}
         for tier, watched in zip(self._core.tiers, self._tiers, strict=True):
             room = tier.store_credits > 0 and tier.rows_storing < self._core._state.store_window
-            could = tier.writable and tier.to_store and not tier.dead and room and not self._core.events.unfinished
+            room &= (rooms := self._core._state.store_rooms(tier)) is None or sum(rooms) > 0
+            could = tier.writable and tier.to_store and tier.known and room and not self._core.events.unfinished
             first = next(iter(tier.to_store), None)
             if not could or tier.number in stores:
                 watched.waits_since_s = None
@@ -100,7 +101,7 @@ class HoldJudge:
         """Whether only promotions that are no more under way, and time, can let stores of this tier go."""
         core = self._core
         loads = any(job.direction is Direction.LOAD for other in core.tiers for job in other.jobs.values())
-        dead = any(other.dead for other in core.tiers)
+        dead = any(other.members[0].dead for other in core.tiers)
         perhaps = self._promoting or loads or dead or core._promotion.busy or bool(core._promotion_jobs._retries)
         far_behind = tier.rows_to_write > core.limits.hold_share * core.host.rows
         return perhaps and not far_behind and not _short_above(core, tier)
@@ -121,4 +122,4 @@ def _short_above(core: TierManager, tier: Tier) -> bool:
         return 2 * core.host.free < max(1, int(core.host.rows * share))
     above = writers[-1]
     reserve = max(1, min(int(above.index.slots.limit * share), core.host.rows))
-    return above.state is TierState.UP and above.readable and 2 * above.index.slots.free < reserve
+    return above.state is TierState.UP and above.readable and 2 * above.free_slots < reserve

@@ -1,0 +1,114 @@
+"""A member of a storage tier: one mover, and the part of the tier's slots that it alone reads and writes.
+
+Most tiers have one. The members of a tier share its index, its queues and its price; each has its own state, circuits,
+speed, and jobs that died with its mover, so that one that fails takes nothing from the others but its rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.base.policies import Write
+from nixl_tiers.core.breaker import Breaker, BreakerState
+from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.pricing import ThroughputEstimate
+from nixl_tiers.core.slots import SLOT_NUMBERS
+from nixl_tiers.core.types import Direction, OrphanedJobs, TierState
+
+if TYPE_CHECKING:
+    from nixl_tiers.core.tier import Tier
+
+UNLIMITED: Final = 1 << 62
+
+
+@dataclass(eq=False)
+class Member:
+    """`number`: of its mover, among those of all tiers; `place`: in its tier. `first_slot`: what the medium calls slot
+    0."""
+
+    tier: Tier = field(repr=False)
+    number: int
+    place: int
+    first_slot: int
+    limits: Limits
+    state: TierState = TierState.DOWN
+    dead: deque[OrphanedJobs] = field(
+        default_factory=deque
+    )  # of movers that were killed or have died, the oldest first
+    quarantined: int = 0  # host rows of abandoned loads, until the mover is done with them or reaped
+    send_credits: int = UNLIMITED  # how many more messages its mover takes now
+    to_delete: deque[tuple[int, Key]] = field(default_factory=deque)  # (slot by the medium's number, key)
+
+    def __post_init__(self) -> None:
+        # One for each direction: a disk on which writes fail, or a read-only bucket, can still be read.
+        self.breakers = {direction: Breaker(self.limits.breaker) for direction in Direction}
+        self.loads = self.breakers[Direction.LOAD]
+        self.throughput = {direction: ThroughputEstimate(self.limits.assumed_bytes_per_s) for direction in Direction}
+
+    @property
+    def readable(self) -> bool:
+        """Whether loads may be planned."""
+        return self.state is not TierState.DOWN and self.loads.closed
+
+    @property
+    def writable(self) -> bool:
+        """Whether stores may be planned."""
+        return self.state is TierState.UP and self.breakers[Direction.STORE].closed
+
+    @property
+    def refuses_stores(self) -> bool:
+        """Whether nothing can be written here for a while."""
+        return self.state is TierState.DOWN or not self.breakers[Direction.STORE].closed
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether new rows belong here, if there are others that they can go to."""
+        return self.writable and self.loads.closed and not self.dead
+
+    @property
+    def circuit(self) -> BreakerState:
+        """The worse of both breakers. One that is down is an open circuit, whatever opened it."""
+        if self.state is TierState.DOWN:
+            return BreakerState.OPEN
+        if self.tier.spec.write is Write.OFF:  # what a kill has opened for stores, no store ever closes
+            return self.loads.state
+        return max(breaker.state for breaker in self.breakers.values())
+
+    @property
+    def slot_range(self) -> tuple[int, int]:
+        """Its first slot, and the one behind its last."""
+        return self.first_slot, self.first_slot + SLOT_NUMBERS // len(self.tier.members)
+
+    def under_way(self, direction: Direction) -> int:
+        """How many rows its mover is moving."""
+        jobs = self.tier.jobs.values()
+        return sum(len(job.moves) for job in jobs if job.mover == self.number and job.direction is direction)
+
+    def clear_deletes(self) -> None:
+        """The medium lists its rows when it is opened again, including those that were to be deleted. O(1)."""
+        self.tier.garbage.add(self.to_delete)
+        self.to_delete = deque()
+
+    @property
+    def store_credits(self) -> int:
+        """How many store jobs may be planned now. Deletes are sent before stores, or they would delete rows that have
+        just been written; and each store may evict, and so delete, as many rows as it writes."""
+        if len(self.to_delete) > self.limits.deletes_per_turn:
+            return 0
+        size = self.limits.deletes_per_batch
+        return (self.send_credits + len(self.to_delete) // -size - 1) // 2 - 1
+
+    def delete_batches(self, most: int) -> list[list[tuple[int, Key]]]:
+        """(slot, key) to delete, in batches of at most `most`, as many as there are credits for and a turn has room
+        for; the rest waits."""
+        batches: list[list[tuple[int, Key]]] = []
+        waiting, turn = len(self.to_delete), self.limits.deletes_per_turn
+        # Where stores were planned, there was room for them all, and what these have evicted is sent before them.
+        left = waiting - turn if waiting > 2 * turn else 0
+        while self.send_credits > 0 and len(self.to_delete) > left:
+            batches.append([self.to_delete.popleft() for _ in range(min(most, len(self.to_delete)))])
+            self.send_credits -= 1
+        return batches

@@ -1,0 +1,333 @@
+"""Members: several movers of one tier. What one of them loses is lost to nobody for longer than one miss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.policies import Write
+from nixl_tiers.core.breaker import BreakerState
+from nixl_tiers.core.chain_rows import Chain, Group
+from nixl_tiers.core.listing import take_all
+from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.types import Direction, Job, TierSpec, TierState
+from tests.support.columns import PlainColumns
+from tests.support.core import opened, put, rows_of
+
+MEMBERS = 4
+SLOTS = 16  # of a member
+TOKENS = 16
+PROMPT = [b"chunk-%02d" % number for number in range(16)]
+OTHER = [b"other-%02d" % number for number in range(16)]
+
+
+class Machine:
+    """A core whose movers do at once what they are sent, but for those that `hang`."""
+
+    def __init__(self, host: int = 256, write: Write = Write.THROUGH) -> None:
+        spec = TierSpec("file", write, physical_slots=True, own=True, members=MEMBERS)
+        self.core = TierManager(host, 4096, [spec])
+        self.tier = self.core.tiers[0]
+        self.now = 0.0
+        self.hang: set[int] = set()
+        self.sent: list[Job] = []
+        self.deleted: list[tuple[int, int, Key]] = []  # (mover, slot, key)
+        for mover in range(MEMBERS):
+            self.open(mover, [])
+
+    def open(self, mover: int, rows: Sequence[tuple[int, Key, int]]) -> None:
+        opened(self.core, mover, SLOTS)
+        self.core.events.listed(mover, rows, last=True)
+
+    def turn(self) -> None:
+        for _ in range(20):
+            self.now += 0.01
+            jobs = self.core.turn(self.now, self.now)
+            for member in self.core.movers:
+                for batch in member.delete_batches(256):
+                    self.deleted += [(member.number, slot, key) for slot, key in batch]
+            self.sent += jobs
+            for job in jobs:
+                if job.mover not in self.hang:
+                    self.core.events.finished(job.mover, job.id, [Outcome.OK] * len(job.moves), self.now)
+
+    def store(self, keys: Sequence[Key]) -> None:
+        put(self.core, keys)
+        self.turn()
+
+    def forget_host(self) -> None:
+        """Host memory holds nothing any more."""
+        while self.core.clear_some(None)[1]:
+            pass
+
+    def load(self, keys: Sequence[Key], name: str) -> int:
+        """How many chunks a request finds from its beginning on, after its wait; it ends then."""
+        chain = Chain((Group(list(keys), TOKENS),))
+        scan = self.core.scan(name, chain, 0, self.now)
+        for _ in range(5):
+            if scan.waits:
+                self.core.end_step()
+                self.turn()
+                scan = self.core.scan(name, chain, 0, self.now)
+        assert not scan.waits
+        self.core.count_misses(keys[scan.end // TOKENS :], name, self.now)
+        self.core.finish_request(name)
+        self.core.end_step()
+        return scan.end // TOKENS
+
+    def die(self, mover: int) -> list[tuple[int, Key, int]]:
+        """Returns what its medium lists when it is opened again."""
+        member = self.core.movers[mover]
+        held = [
+            (row.slot - member.first_slot, key, row.tick)
+            for key, row in rows_of(self.tier).items()
+            if self.tier.member_of(key) is member
+        ]
+        self.core.events.lost(mover, self.now)
+        return held
+
+    def first_at(self, mover: int, keys: Sequence[Key] = PROMPT) -> int:
+        return next(n for n, key in enumerate(keys) if self.tier.member_of(key).number == mover)
+
+
+@pytest.fixture
+def machine() -> Machine:
+    machine = Machine()
+    machine.store(PROMPT)
+    machine.forget_host()
+    machine.sent.clear()
+    return machine
+
+
+def test_a_prompt_is_spread_over_all_members_and_loaded_from_all_at_once(machine: Machine) -> None:
+    rows = [sum(machine.tier.member_of(key) is member for key in PROMPT) for member in machine.tier.members]
+    assert rows == [4, 4, 4, 4]
+    assert machine.load(PROMPT, "request") == len(PROMPT)
+    assert {job.mover for job in machine.sent} == {0, 1, 2, 3}
+    assert len({job.started_s for job in machine.sent}) == 1, "one waits for another"
+
+
+def test_a_dead_member_cuts_a_prompt_at_its_first_row_there_and_what_is_behind_is_not_loaded(machine: Machine) -> None:
+    gap = machine.first_at(2)
+    machine.die(2)
+    assert machine.tier.state is TierState.UP
+    assert machine.tier.circuit is BreakerState.OPEN, "what an operator is shown is the worst"
+    assert machine.load(PROMPT, "request") == gap
+    loaded = [move.key for job in machine.sent for move in job.moves]
+    assert sorted(loaded) == PROMPT[:gap]
+    assert machine.tier.counters.missed_down == len(PROMPT) - gap
+
+
+def test_what_is_computed_again_goes_to_living_members_and_the_prompt_is_whole(machine: Machine) -> None:
+    held = machine.die(2)
+    machine.store(PROMPT)  # as the request that missed does
+    machine.forget_host()
+    assert machine.load(PROMPT, "again") == len(PROMPT)
+    assert not any(machine.tier.member_of(key).number == 2 for key in PROMPT)
+    # It returns: its rows are duplicates, and their slots are free again.
+    machine.deleted.clear()
+    machine.open(2, held)
+    machine.turn()
+    assert sorted(machine.deleted) == sorted((2, slot, key) for slot, key, _ in held)
+    assert len(machine.tier.index) == len(PROMPT)
+    assert machine.tier.index.slots.free == MEMBERS * SLOTS - len(PROMPT)
+    machine.forget_host()
+    assert machine.load(PROMPT, "later") == len(PROMPT)
+
+
+def test_what_was_not_computed_again_is_there_when_a_member_returns(machine: Machine) -> None:
+    machine.open(2, machine.die(2))
+    assert machine.load(PROMPT, "request") == len(PROMPT)
+    assert machine.tier.counters.rows == len(PROMPT)
+
+
+def test_a_row_whose_member_fails_to_read_is_written_to_another_and_deleted_there(machine: Machine) -> None:
+    """A drive that fails reads is not down: it is told what is not its row any more."""
+    key = PROMPT[machine.first_at(1)]
+    slot = rows_of(machine.tier)[key].slot - machine.tier.members[1].first_slot
+    machine.tier.members[1].loads.trip(machine.now)
+    assert not machine.tier.can_load(key, machine.now)
+    machine.store([key])
+    assert machine.tier.member_of(key).number != 1
+    assert (1, slot, key) in machine.deleted
+    assert machine.tier.counters.rows == len(PROMPT)
+
+
+def test_rows_go_nowhere_else_while_no_member_takes_any(machine: Machine) -> None:
+    for mover in range(MEMBERS):
+        machine.core.events.lost(mover, machine.now)
+    machine.store(PROMPT)
+    assert not machine.tier.to_store
+    assert len(machine.tier.index) == len(PROMPT), "they may be listed again"
+
+
+def test_a_hung_member_takes_neither_room_nor_messages_from_the_others(machine: Machine) -> None:
+    machine.hang = {3}
+    machine.store(OTHER)
+    stored = [key for key in OTHER if machine.tier.index.rows.is_stored(key)]
+    assert len(stored) == len(OTHER) - machine.core._state.store_window // MEMBERS, "it has its share of the window"
+    machine.forget_host()
+    chain = Chain((Group(PROMPT, TOKENS),))
+    assert machine.core.scan("waits", chain, 0, machine.now).waits
+    machine.core.end_step()
+    machine.turn()
+    there = [key for key in PROMPT if key in machine.core.host.index and machine.tier.member_of(key).number != 3]
+    assert len(there) == 12, "loads from the others have ended"
+    # Only the hung one is killed, and only what it moved is lost.
+    late = machine.now + machine.core.limits.hard_deadline_max_s + 1
+    assert machine.core.health.overdue(late) == {3: "a job is overdue"}
+    machine.core.events.killed(3, late)
+    assert machine.tier.quarantined > 0
+    assert machine.tier.members[0].loads.closed
+    assert not machine.tier.members[3].loads.closed
+    machine.core.events.lost(3, late)
+    assert not machine.tier.quarantined
+    assert not machine.tier.members[3].dead
+    assert not machine.tier.jobs
+
+
+def test_a_hung_member_has_no_more_than_its_part_of_the_window() -> None:
+    machine = Machine(host=40)
+    machine.store(PROMPT)
+    machine.forget_host()
+    assert sum(machine.tier.member_of(key).number == 3 for key in PROMPT) >= machine.core._state.load_window
+    machine.hang = {3}
+    assert machine.core.scan("waits", Chain((Group(PROMPT, TOKENS),)), 0, machine.now).waits
+    machine.core.end_step()
+    machine.turn()
+    there = [key for key in PROMPT if key in machine.core.host.index and machine.tier.member_of(key).number != 3]
+    assert len(there) == 12
+    assert machine.tier.rows_loading == 1
+
+
+def test_each_member_is_sent_as_many_messages_as_it_takes() -> None:
+    machine = Machine(host=2048)
+    for member in machine.core.movers:
+        member.send_credits = 100
+    machine.core.movers[0].send_credits = 0
+    put(machine.core, PROMPT)
+    jobs = machine.core.turn(0.1, 0.1)
+    assert {job.mover for job in jobs} == {1, 2, 3}
+    assert sum(len(job.moves) for job in jobs) == len(PROMPT), "the others take its share"
+
+
+def test_a_row_that_one_member_reports_gone_stays_at_another(machine: Machine) -> None:
+    """Its old place expires after the key was stored again elsewhere."""
+    held = machine.die(2)
+    machine.store(PROMPT)
+    opened(machine.core, 2, SLOTS)
+    machine.core.events.listed(2, [(-1, key, 0) for _, key, _ in held], last=True)
+    assert len(machine.tier.index) == len(PROMPT)
+    mine = PROMPT[machine.first_at(1)]
+    machine.core.events.listed(1, [(-1, mine, 0)], last=False)
+    assert mine not in machine.tier.index
+
+
+def test_deletes_are_sent_by_the_number_that_the_medium_knows(machine: Machine) -> None:
+    held = {key: machine.tier.member_of(key) for key in PROMPT}
+    slots = {key: row.slot for key, row in rows_of(machine.tier).items()}
+    while machine.core.clear_some(0)[1]:
+        pass
+    machine.turn()
+    want = [(held[key].number, slots[key] - held[key].first_slot, key) for key in PROMPT]
+    assert sorted(machine.deleted) == sorted(want)
+    assert all(0 <= slot < SLOTS for _, slot, _ in machine.deleted)
+
+
+def test_a_full_tier_evicts_its_oldest_rows_wherever_they_are() -> None:
+    machine = Machine()
+    old = [b"old-%03d" % number for number in range(MEMBERS * SLOTS)]
+    for start in range(0, len(old), 8):
+        machine.store(old[start : start + 8])
+    assert machine.tier.index.slots.free == 0
+    machine.store(PROMPT)
+    assert all(key in machine.tier.index for key in PROMPT)
+    assert len(machine.tier.index) <= MEMBERS * SLOTS
+    assert not any(key in machine.tier.index for key in old[:8])
+
+
+def test_nothing_is_evicted_for_a_full_member_while_another_has_room() -> None:
+    machine = Machine(host=40)  # its windows are of one row
+    machine.store(PROMPT)
+    machine.core.events.resized(1, 4)  # there is no room to grow
+    machine.store(OTHER)
+    assert machine.tier.counters.evictions == machine.tier.counters.dropped == 0
+    assert all(key in machine.tier.index for key in (*PROMPT, *OTHER))
+    assert len(machine.tier.index.slots_of(machine.tier.members[1])) == 4
+
+
+def test_a_full_tier_goes_on_storing_to_the_living() -> None:
+    machine = Machine()
+    old = [b"old-%03d" % number for number in range(MEMBERS * SLOTS)]
+    for start in range(0, len(old), 8):
+        machine.store(old[start : start + 8])
+    machine.die(0)
+    machine.store(PROMPT)
+    stored = [key for key in PROMPT if key in machine.tier.index]
+    assert stored == PROMPT
+    assert not any(machine.tier.member_of(key).number == 0 for key in PROMPT)
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["one by one", "in columns"])
+def test_two_members_that_list_at_once_confirm_their_own_rows(machine: Machine, columns: bool) -> None:
+    first, second = machine.die(0), machine.die(1)
+    for mover, gone in ((0, first.pop()), (1, second.pop())):
+        take_all(machine.core.events.opened(mover, SLOTS))
+        assert gone[1] in machine.tier.index.rows or mover == 1
+    for mover, rows in ((1, second), (0, first)):
+        if columns:
+            take_all(machine.core.events.columns_listed(mover, PlainColumns(rows)))
+        machine.core.events.listed(mover, [] if columns else rows, last=True)
+    assert len(machine.tier.index) == len(PROMPT) - 2
+    assert machine.tier.counters.rows == len(PROMPT) - 2
+    kept = [key for key in PROMPT if key in machine.tier.index]
+    for key in kept:
+        assert machine.load([key], f"load {key!r}") == 1
+    for member in machine.tier.members:
+        slots = machine.tier.index.slots_of(member)
+        assert len(slots) == sum(machine.tier.member_of(key) is member for key in kept)
+
+
+def test_what_one_member_has_listed_is_not_forgotten_when_another_begins(machine: Machine) -> None:
+    first, second = machine.die(0), machine.die(1)
+    opened(machine.core, 0, SLOTS)
+    machine.core.events.listed(0, first, last=False)
+    opened(machine.core, 1, SLOTS)
+    machine.core.events.listed(0, [], last=True)
+    assert machine.load([key for _, key, _ in first][:1], "first") == 1
+    machine.core.events.listed(1, second[1:], last=True)
+    assert len(machine.tier.index) == len(PROMPT) - 1
+    assert second[0][1] not in machine.tier.index
+
+
+def test_a_duplicate_in_columns_is_deleted_at_the_member_that_lists_it(machine: Machine) -> None:
+    held = machine.die(2)
+    machine.store(PROMPT)
+    machine.deleted.clear()
+    opened(machine.core, 2, SLOTS)
+    take_all(machine.core.events.columns_listed(2, PlainColumns(held)))
+    machine.core.events.listed(2, [], last=True)
+    machine.turn()
+    assert sorted(machine.deleted) == sorted((2, slot, key) for slot, key, _ in held)
+
+
+def test_a_circuit_is_probed_with_a_row_of_its_own_member(machine: Machine) -> None:
+    machine.core.events.killed(1, machine.now)
+    held = [
+        (row.slot - machine.tier.members[1].first_slot, key, row.tick)
+        for key, row in rows_of(machine.tier).items()
+        if machine.tier.member_of(key).number == 1
+    ]
+    machine.core.events.lost(1, machine.now)
+    machine.open(1, held)
+    machine.sent.clear()
+    for _ in range(40):
+        machine.now += 1.0
+        machine.turn()
+    probes = [job for job in machine.sent if job.is_trial and job.direction is Direction.LOAD]
+    assert probes
+    assert {job.mover for job in probes} == {1}
+    assert machine.tier.members[1].loads.closed
+    assert machine.load(PROMPT, "request") == len(PROMPT)

@@ -1,0 +1,167 @@
+"""A file tier over several directories: one tier whose movers are killed, whose disks go, return and fill up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nixl_tiers
+from tests.support.core import rows_of
+from tests.support.disks import disk_bytes
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(600)
+
+SIZE = 64 << 10
+HOST_ROWS = 40
+TIMEOUT_S = 120.0
+KEYS = [b"key-%04d" % number for number in range(120)]
+
+
+def content(key: bytes) -> np.ndarray:
+    return np.random.default_rng(list(key)).integers(0, 256, SIZE, np.uint8)
+
+
+def config(paths: Sequence[Path], capacity: int = 64 << 20, **more: object) -> dict[str, Any]:
+    tier = {"type": "file", "path": [str(path) for path in paths], "capacity": capacity, "min_free": 0, **more}
+    return {"tiers": [{"type": "cpu", "capacity": HOST_ROWS * SIZE}, tier], "wait_s": 60.0}
+
+
+def opened(paths: Sequence[Path], **more: Any) -> nixl_tiers.TieredStore:
+    store = nixl_tiers.open(config(paths, **more), SIZE, "members")
+    until_all_up(store)
+    return store
+
+
+def put(store: nixl_tiers.TieredStore, keys: Sequence[bytes]) -> None:
+    for start in range(0, len(keys), 20):
+        some = keys[start : start + 20]
+        store.put(some, np.stack([content(key) for key in some]))
+        assert store.flush(TIMEOUT_S)
+
+
+def hits(store: nixl_tiers.TieredStore, keys: Sequence[bytes]) -> int:
+    """Of all these keys, each of which is checked."""
+    found = 0
+    for start in range(0, len(keys), 20):
+        some = keys[start : start + 20]
+        out = np.full((len(some), SIZE), 0xEE, np.uint8)
+        for key, hit, row in zip(some, store.get(some, out), out, strict=True):
+            assert not hit or np.array_equal(row, content(key)), f"a wrong byte for {key!r}"
+            found += hit
+    return found
+
+
+def held(store: nixl_tiers.TieredStore) -> list[int]:
+    """How many rows each member holds."""
+    tier = store.coordinator._core.tiers[0]
+    with store.coordinator.core():
+        places = [tier.index.place_of(key) for key in rows_of(tier)]
+    return [places.count(place) for place in range(len(tier.members))]
+
+
+def until_all_up(store: nixl_tiers.TieredStore) -> None:
+    members = store.coordinator._core.movers
+    until(lambda: all(member.writable and member.readable for member in members), "all members", timeout_s=TIMEOUT_S)
+
+
+def test_after_a_kill_of_one_of_four_movers_all_is_whole_again(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "abcd"]
+    with opened(paths) as store:
+        put(store, KEYS)
+        rows = held(store)
+        assert sum(rows) == len(KEYS)
+        assert min(rows) > len(KEYS) // 8, "it is spread over all of them"
+        assert hits(store, KEYS) == len(KEYS)
+        victim, others = store.coordinator.mover_pids[1], store.coordinator.mover_pids
+        assert victim is not None
+        os.kill(victim, signal.SIGSTOP)  # so that it stays away until it was seen
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: store.coordinator.mover_pids[1] != victim, "its death", timeout_s=TIMEOUT_S)
+        assert hits(store, KEYS) >= len(KEYS) - rows[1] - HOST_ROWS
+        put(store, KEYS)  # what is missing is computed again
+        until_all_up(store)
+        assert hits(store, KEYS) == len(KEYS)
+        assert [pid for n, pid in enumerate(store.coordinator.mover_pids) if n != 1] == [
+            pid for n, pid in enumerate(others) if n != 1
+        ], "the others live on"
+        until(lambda: sum(held(store)) == len(KEYS), "duplicates to go", timeout_s=TIMEOUT_S)
+        assert store.stats()["file"]["deaths"] == 1
+    with opened(paths) as store:
+        assert sum(held(store)) == len(KEYS)
+        assert hits(store, KEYS) == len(KEYS)
+
+
+def test_a_directory_that_goes_away_takes_only_its_rows_and_is_named(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with opened(paths) as store:
+        put(store, KEYS)
+        rows = held(store)
+        shutil.move(paths[1], tmp_path / "away")
+        until(lambda: store.coordinator.problems()["file"], "a word", timeout_s=TIMEOUT_S)
+        assert str(paths[1]) in store.coordinator.problems()["file"]
+        assert str(paths[0]) not in store.coordinator.problems()["file"]
+        assert store.stats()["file"]["up"] == 1
+        assert hits(store, KEYS) >= rows[0]
+        put(store, KEYS)
+        assert hits(store, KEYS) == len(KEYS)
+
+
+def test_directories_are_added_and_removed_and_each_keeps_its_rows(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "abcd"]
+    with opened(paths[:1]) as store:
+        put(store, KEYS)
+        assert held(store) == [len(KEYS)]
+    with opened(paths) as store:  # its rows fit into a quarter
+        assert hits(store, KEYS) == len(KEYS)
+        assert held(store) == [len(KEYS), 0, 0, 0]
+        put(store, more := [b"more-%04d" % number for number in range(80)])
+        assert hits(store, more) == len(more)
+        rows = held(store)
+        assert min(rows[1:]) > 0, "new rows are spread"
+    with opened(paths[:2]) as store:
+        assert held(store) == rows[:2]
+        assert hits(store, KEYS) == len(KEYS)
+    with opened(paths[:1]) as store:
+        assert held(store) == rows[:1]
+        assert hits(store, KEYS) == len(KEYS)
+
+
+def test_the_capacity_is_one_budget_of_equal_parts(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "ab"]
+    with opened(paths, capacity=8 << 20) as store:
+        put(store, KEYS * 2)
+        assert len(KEYS) > sum(held(store)) > 80
+        for path in paths:
+            assert disk_bytes(path) <= 4 << 20
+        assert store.stats()["file"]["capacity_bytes"] == 8 << 20
+        assert hits(store, KEYS[-20:]) == 20, "the newest are kept"
+
+
+def test_a_directory_without_room_leaves_stores_to_the_others(tmp_path: Path) -> None:
+    """Foreign files take it."""
+    paths = [tmp_path / "a", tmp_path / "b"]
+    (paths[1]).mkdir()
+    (paths[1] / "foreign").write_bytes(bytes(30 << 20))
+    with opened(paths) as store:
+        put(store, KEYS)
+        put(store, KEYS)  # those that were refused before that was known
+        rows = held(store)
+        assert 0 < rows[1] < rows[0]
+        assert hits(store, KEYS) == sum(rows) == len(KEYS)
+        assert store.stats()["file"]["evictions"] == 0, "the other has room"
+        assert disk_bytes(paths[1]) <= 32 << 20
+
+
+def test_one_directory_that_cannot_be_used_refuses_the_start_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(b"")
+    with pytest.raises(nixl_tiers.ConfigError, match=r"tiers\[1\]\.path: cannot write to .*/b") as raised:
+        nixl_tiers.open(config([tmp_path / "a", tmp_path / "b"]), SIZE, "members")
+    assert "\n" not in str(raised.value)
