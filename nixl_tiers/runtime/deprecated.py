@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _SAME: Final = (  # methods of the core
     "anticipate", "backlog", "end_step", "finish_request", "flushed", "is_being_loaded", "is_queued", "keep_in_host",
-    "line_has_room", "pin", "pressure", "queue", "rows_to_come", "set_allowed_tiers", "source", "take_samples",
+    "line_has_room", "pin", "pressure", "queue", "rows_to_come", "set_allowed_tiers", "take_samples",
 )  # fmt: skip
 _ELSEWHERE: Final = {
     "drop_store": "copies.drop_store",
@@ -38,6 +38,7 @@ _CALLS: Final[dict[str, Callable[..., Any]]] = {  # that take the time, or check
     ),
     "prefetch": lambda core, _, keys: core.prefetch([_checked(key) for key in keys]),
     "scan": lambda core, now, request, chain, start, first=0: core.scan(request, chain, start, now, first),
+    "source": lambda core, _, key: core.sources([key])[0],
     "still_waits": lambda core, now, request: core.still_waits(request, now),
     "wait_on": lambda core, now, requests, seconds: core.wait_on(requests, now + seconds),
     "where": lambda core, now, key: core.where(_checked(key), now),
