@@ -1,0 +1,26 @@
+"""bench.ceiling with few small rows: each side that can run here has figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_quick_run_has_figures_of_each_side(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ["--quick", "--pages", "4k", "--paths", str(tmp_path), "--out", str(out), "--movers", "1", "2"]
+    command = [sys.executable, "-m", "bench.ceiling", *options, "--sides", "ours", "nixl", "files-16"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=400)
+    found = json.loads((out / "ceiling.json").read_text())["results"]
+    measured = {(result["side"], result["movers"], result["direction"]) for result in found}
+    both = {(side, movers, what) for side in ("ours", "nixl") for movers in (1, 2) for what in ("store", "load")}
+    assert measured == both | {("files-16", 1, "store"), ("files-16", 1, "load")}
+    for result in found:
+        assert result["gb_s"][0] > 0
+        assert result["cpu_s_a_gb"][0] >= 0
+        assert (result["threads"] is not None) == (result["side"] != "files-16" and result["movers"] == 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # what was stored is removed
