@@ -147,7 +147,7 @@ bench: $(VENV)/.ready
 	@for name in $(BENCHES); do echo "== $$name"; $(PY) -m bench.$$name || exit 1; done
 
 clean:
-	rm -rf build dist docs/_build demo-out bench-out gds-report *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis nixl_tiers/*/*.so nixl_tiers/swap/*.fatbin
+	rm -rf build dist docs/_build demo-out bench-out gds-report *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis nixl_tiers/*/*.so nixl_tiers/*/*/*.so nixl_tiers/swap/*.fatbin
 	find nixl_tiers tests bench demo -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean

@@ -1,7 +1,8 @@
 """Declares what is compiled; everything else about the package stands in pyproject.toml.
 
-Five things, all optional. Three libraries, which ctypes loads, and a module: without a C compiler the wheel is built
-nevertheless, swap.host and memory.hash_copy use numpy, core.tier_rows holds fewer rows, and GPUs are refused.
+Six things, all optional. Four libraries, which ctypes loads, and a module: without a C compiler the wheel is built
+nevertheless, swap.host and memory.hash_copy use numpy, core.tier_rows holds fewer rows, NIXL moves the rows of slabs,
+and GPUs are refused.
 The libraries contain nothing of Python, and the module keeps to its limited API, so one wheel, tagged with the stable
 ABI, serves every version. The GPU kernels, as one
 file for all architectures: without nvcc they are compiled at the first start on a GPU (swap.kernels), for which the
@@ -28,7 +29,7 @@ class Build(build_ext):
     def run(self):
         super().run()
         if self.inplace:
-            for stale in (HERE / "nixl_tiers").glob("*/_*.cpython-*.so"):
+            for stale in (HERE / "nixl_tiers").glob("**/_*.cpython-*.so"):
                 stale.unlink()  # of before the stable ABI's name, and found before it
         source = HERE / "csrc"
         folder = (HERE if self.inplace else Path(self.build_lib)) / "nixl_tiers" / "swap"
@@ -77,9 +78,19 @@ setup(
         Extension(
             "nixl_tiers.memory._hash_copy",
             sources=["csrc/hash_copy.c"],
-            depends=["csrc/xxh3.h"],
+            depends=["csrc/pieces.h", "csrc/xxh3.h"],
             include_dirs=["csrc"],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra"],
+            optional=True,
+            py_limited_api=True,
+        ),
+        Extension(
+            "nixl_tiers.tiers.slab._row_worker",
+            sources=["csrc/row_worker.c"],
+            depends=["csrc/seal.h", "csrc/pieces.h", "csrc/xxh3.h"],
+            include_dirs=["csrc"],
+            libraries=["pthread"],
+            extra_compile_args=["-O3", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra"],
             optional=True,
             py_limited_api=True,
         ),

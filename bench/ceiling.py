@@ -1,10 +1,10 @@
 """What a mover of a file tier costs: processor seconds a GB and GB/s of real movers, without a disk that limits them.
 
     python -m bench.ceiling [--paths DIR ...] [--loop] [--rows 2097152 65536] [--pages 4k huge] [--movers 1 2]
-        [--staging off on] [--sides ours nixl vllm-16 files-16] [--rounds 5] [--megabytes 256] [--quick]
+        [--staging off on] [--sides native nixl vllm-16 files-16] [--rounds 5] [--megabytes 256] [--quick]
         [--out bench-out/ceiling]
 
-Sides: `ours`, slabs as they are by default; `nixl`, slabs with `backend: posix`; both seal and verify every row.
+Sides: `native`, slabs with `backend: native`; `nixl`, slabs with `backend: posix`; both seal and verify every row.
 `vllm-16`: vLLM's functions for files on its 16 threads; `files-16`: the same in Python's own calls, for machines
 without vLLM. Neither seals nor verifies, and both write new files each round where slabs are overwritten.
 
@@ -39,8 +39,8 @@ from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Load, Store
 
-SIDES: Final = ("ours", "nixl", "vllm-16", "files-16")
-OURS: Final = ("ours", "nixl")
+SIDES: Final = ("native", "nixl", "vllm-16", "files-16")
+OURS: Final = ("native", "nixl")
 THREADS: Final = 16
 HEAD: Final = "| path | pages | row | movers | | side | GB/s (quartiles) | CPU s/GB | us a row | / 16 threads |\n"
 
@@ -77,7 +77,7 @@ def make_side(name: str, folders: list[Path], regions: list[HostRegion], staging
     for folder in folders:
         folder.mkdir(parents=True)
     if name in OURS:
-        return Movers(folders, regions, staging, "auto" if name == "ours" else "posix")
+        return Movers(folders, regions, staging, "native" if name == "native" else "posix")
     row_bytes = regions[0].geometry.cell_payload
     if len(regions) > 1:
         raise Unavailable("threads beside one mover only: they share one region")

@@ -128,7 +128,13 @@ def test_wheel_has_the_package_and_nothing_else(wheel: Path, sources: set[str]) 
     assert described >= {"licenses/LICENSE", "entry_points.txt", "METADATA"}
     if shutil.which("cc") or shutil.which("gcc"):
         libraries = {name for name in built if name.endswith(".so")}
-        folders = {"memory/_hash_copy", "core/_tier_rows", "swap/_swap_cpu", "swap/_swap_submit"}
+        folders = {
+            "memory/_hash_copy",
+            "core/_tier_rows",
+            "swap/_swap_cpu",
+            "swap/_swap_submit",
+            "tiers/slab/_row_worker",
+        }
         assert libraries == {f"nixl_tiers/{name}.abi3.so" for name in folders}
 
 

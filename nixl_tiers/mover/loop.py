@@ -312,6 +312,8 @@ def run_loop(mover: Mover, end: socket.socket, events: select.poll, ends: set[in
         for descriptor, event in ready:
             if descriptor in ends:
                 return False
+            if descriptor != end.fileno():
+                continue  # the tier's: `step` asks it what has happened
             if event & select.POLLIN:
                 if not _receive(mover, end):
                     return False

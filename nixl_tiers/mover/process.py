@@ -102,6 +102,8 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
     except TierRefused as error:
         SendQueue(end).send(Refused(sendable_text(error)))
         return
+    if tier.wake_fd is not None:
+        events.register(tier.wake_fd, select.POLLIN)
     stopped = run_loop(mover, end, events, {parent_fd, terminated})
     _exit(mover, orphaned=not stopped)
 

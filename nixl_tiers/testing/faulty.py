@@ -273,7 +273,11 @@ class FaultyTier(StorageTier):
 
     @property
     def poll_s(self) -> float:
-        return self._inner.poll_s
+        return 0.0 if self._batches else self._inner.poll_s  # what is held back wakes nobody
+
+    @property
+    def wake_fd(self) -> int | None:
+        return self._inner.wake_fd
 
     def close(self) -> None:
         self._inner.close()

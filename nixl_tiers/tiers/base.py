@@ -215,6 +215,12 @@ class StorageTier(ABC):
         """While `busy`: in how many seconds `poll` may find something. 0: as often as a mover calls it."""
         return 0.0
 
+    @property
+    def wake_fd(self) -> int | None:
+        """A descriptor that is readable when `poll` will find something, the same for the tier's whole life; None:
+        `poll` has to be called every `poll_s`."""
+        return None
+
     # --- what is there ------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -33,7 +33,7 @@ from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import StorageTier, TierDown, TierRefused
 from nixl_tiers.tiers.folder import Folder, fd_path
-from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration
+from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registrar, Registration
 
 SLAB_LOCK: Final = ".ledger"
 INCOMING: Final = ".incoming"
@@ -245,7 +245,7 @@ def fallocate(descriptor: int, offset: int, nbytes: int, mode: int = 0) -> int:
             return error
 
 
-def check_registration(agent: Agent, folder: Folder) -> None:
+def check_registration(agent: Registrar, folder: Folder) -> None:
     """cuFile looks at the file system and the disk of each file that it is given (without a udev record of the disk it
     takes none), and NIXL passes on no reason. Raises TierDown, before any row fails, and OSError."""
     if agent.backend != "GDS_MT":

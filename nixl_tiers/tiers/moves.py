@@ -12,6 +12,7 @@ move is read from top to bottom in one function; it never blocks, but yields wha
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -140,9 +141,11 @@ class MoveQueue:
         on_end: Callable[[Move, Outcome], None] = lambda _move, _outcome: None,
         unit_rows: int = 1,
         ahead: int = 0,
+        limit_rows: float = math.inf,
     ) -> None:
         """`limit`: how many units may run at a time; `unit_rows`: of how many moves at most. `ahead`: how many more may
-        be prepared meanwhile, by steps that wait for their `MovePipeline.turn`.
+        be prepared meanwhile, by steps that wait for their `MovePipeline.turn`. `limit_rows`: how many moves may run at
+        a time, if they are more than one unit.
 
         `admit`: whether the unit that waits first may start now; False holds up those behind it too. It may end moves.
         `run`: the steps of an admitted unit. Moves that they leave unended are tried again: next, each in a unit of
@@ -160,6 +163,7 @@ class MoveQueue:
         self._admit = admit
         self._run = run
         self._unit_rows = unit_rows
+        self._limit_rows = limit_rows
 
     def add(self, batch: _Batch, moves: Sequence[Move]) -> None:
         for start in range(0, len(moves), self._unit_rows):
@@ -169,8 +173,7 @@ class MoveQueue:
     def start(self, may_start: Callable[[], bool]) -> None:
         """Start what waits, as far as there is room for it. `may_start`: asked before each, since preparing one takes
         time."""
-        most = self._limit + self._ahead
-        while self.waiting and len(self.running) < most and may_start() and self._admit(self.waiting[0]):
+        while self.waiting and self._has_room and may_start() and self._admit(self.waiting[0]):
             unit = self.waiting.popleft()
             if unit.moves:
                 self.running.append(unit)
@@ -178,6 +181,19 @@ class MoveQueue:
                     self._ended(unit)
             if self.prepared:  # its turn may have come while the last one was prepared
                 return
+
+    @property
+    def held(self) -> bool:
+        """Whether something waits though there is room for it."""
+        return bool(self.waiting) and self._has_room
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether the unit that waits first may run beside those that do."""
+        if len(self.running) >= self._limit + self._ahead:
+            return False
+        rows = sum(len(unit.moves) for unit in self.running)
+        return not self.running or rows + len(self.waiting[0].moves) <= self._limit_rows
 
     @property
     def full(self) -> bool:
@@ -224,14 +240,17 @@ class MovePipeline:
         *,
         may_start: Callable[[], bool],
         held_until_s: Callable[[], float] = float,
+        wakes: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`may_start`: whether anything may start now, on the medium as it is. `held_until_s`: by `clock`, until when
-        no store is to start (`HostRegion.stores_held_until_s`). `clock`: seconds."""
+        no store is to start (`HostRegion.stores_held_until_s`). `wakes`: whether the caller of `poll` learns by itself
+        that what a unit waits for has happened. `clock`: seconds."""
         self.loads = loads
         self.stores = stores
         self._may_start = may_start
         self._held_until_s = held_until_s
+        self._wakes = wakes
         self._clock = clock
         self._held_since_s: float | None = None  # when loads began to hold up stores
         self._last_id = 0
@@ -292,7 +311,7 @@ class MovePipeline:
         row: NDArray[np.uint8],
         copy: NDArray[np.uint8] | None = None,
         *,
-        name: str,
+        name: Callable[[], str],
         has_expired: Callable[[int], bool],
         forget: Callable[[Outcome], None],
         last_try: bool = True,
@@ -306,13 +325,25 @@ class MovePipeline:
         """
         expired = has_expired(sealer.sealed_at(row))
         verdict = sealer.verify(row, key, None if expired else copy)
+        return self.judge(verdict, expired=expired, name=name, forget=forget, last_try=last_try)
+
+    def judge(
+        self,
+        verdict: Verdict,
+        *,
+        expired: bool,
+        name: Callable[[], str],
+        forget: Callable[[Outcome], None],
+        last_try: bool = True,
+    ) -> Outcome | None:
+        """The same for a row whose seal was verified where it was moved."""
         if verdict is Verdict.OK and not expired:
             return Outcome.OK
         outcome = Outcome.MISSING if verdict is Verdict.OK else Outcome.CORRUPT
         if outcome is Outcome.CORRUPT:
             if not last_try:
                 return None
-            self._log_once.report("corrupt", f"{name} is not the expected row ({verdict.name})")
+            self._log_once.report("corrupt", f"{name()} is not the expected row ({verdict.name})")
         forget(outcome)
         return outcome
 
@@ -347,6 +378,8 @@ class MovePipeline:
     def poll_s(self) -> float:
         """In how many seconds `poll` and `start` may find something to do, at the earliest."""
         stores = self.stores
+        if self._wakes:
+            return HELD_POLL_S if self.loads.held or stores.held else math.inf
         if self.loads.waiting or self.loads.running:
             return 0.0
         now = self._clock()

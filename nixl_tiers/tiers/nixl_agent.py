@@ -14,6 +14,7 @@ import importlib.util
 import itertools
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
@@ -51,6 +52,30 @@ class Registration:
         self.devices = devices
 
 
+class Registrar(ABC):
+    """Who has to know memory and files before it moves rows between them."""
+
+    backend: str
+
+    @abstractmethod
+    def register_dram(self, address: int, nbytes: int) -> Registration:
+        """Register `nbytes` of host memory at `address`. Raises AgentError."""
+
+    @abstractmethod
+    def register_file(
+        self, path: str, nbytes: int, *, direct: bool, access: Literal["rw", "ro"] = "rw"
+    ) -> Registration:
+        """Open an existing file for reads, and for writes unless `ro`, below `nbytes` (it may grow up to that later).
+
+        By path, not by descriptor: NIXL keeps only the number, and a reused number would redirect I/O.
+        `direct`: O_DIRECT, where address, offset and length are multiples of 4096. Raises AgentError.
+        """
+
+    @abstractmethod
+    def deregister(self, registration: Registration) -> None:
+        """Deregister memory, files (which are closed) or objects. No transfer of theirs may be pending."""
+
+
 class Transfer:
     """One running or ended transfer. DONE says that NIXL saw no error, not that the bytes are right or complete
     (a short object ends as DONE): the caller verifies. FAILED may have moved any part of it."""
@@ -78,7 +103,7 @@ class Transfer:
                 logger.warning("releasing a transfer: %s", error)
 
 
-class Agent:
+class Agent(Registrar):
     """A NIXL agent over one backend: `posix` or `gds_mt` for files, `obj` for objects.
 
     Calls from several threads are safe. Nothing here waits for the medium, except close and file registration.
@@ -115,7 +140,6 @@ class Agent:
         return cls("OBJ", parameters, "OBJ")
 
     def register_dram(self, address: int, nbytes: int) -> Registration:
-        """Register `nbytes` of host memory at `address`. Raises AgentError."""
         return Registration(self._register([(address, nbytes, 0, "")], "DRAM"), (0,))
 
     def register_region(self, region: HostRegion) -> Registration:
@@ -125,11 +149,6 @@ class Agent:
     def register_file(
         self, path: str, nbytes: int, *, direct: bool, access: Literal["rw", "ro"] = "rw"
     ) -> Registration:
-        """Open an existing file for reads, and for writes unless `ro`, below `nbytes` (it may grow up to that later).
-
-        By path, not by descriptor: NIXL keeps only the number, and a reused number would redirect I/O.
-        `direct`: O_DIRECT, where address, offset and length are multiples of 4096. Raises AgentError.
-        """
         return self._register_remote([f"{access},direct:{path}" if direct else f"{access}:{path}"], nbytes)
 
     def register_objects(self, names: Sequence[str], nbytes: int) -> Registration:
@@ -137,7 +156,6 @@ class Agent:
         return self._register_remote(names, nbytes)
 
     def deregister(self, registration: Registration) -> None:
-        """Deregister memory, files (NIXL closes them) or objects. No transfer of theirs may be pending."""
         try:
             self._api.deregister_memory(registration.descriptors, backends=[self.backend])
         except Exception as error:  # noqa: BLE001 (harmless: the end of the process releases it too)

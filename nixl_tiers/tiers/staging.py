@@ -25,7 +25,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Move, seal_row
 from nixl_tiers.tiers.moves import Steps
-from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration
+from nixl_tiers.tiers.nixl_agent import AgentError, Registrar, Registration
 from nixl_tiers.tiers.staging_trial import Measured, Trial, recall, remember
 
 if TYPE_CHECKING:
@@ -53,6 +53,16 @@ class DirectRows:
 
     def __exit__(self, *_: object) -> None:
         self._on_end(self)
+
+    @property
+    def stage(self) -> tuple[int, int]:
+        """Address and number of rows of the buffer that they lie in, while they are staged; else zeroes."""
+        return 0, 0
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Of the moves, in order, in that buffer."""
+        return ()
 
     def address(self, move: Move) -> int:
         """Where the medium reads or writes this row."""
@@ -94,6 +104,14 @@ class StagedRows(DirectRows):
         self._buffer.give_back(self._taken)
         super().__exit__()
 
+    @property
+    def stage(self) -> tuple[int, int]:
+        return self._buffer.address, len(self._buffer.rows)
+
+    @property
+    def places(self) -> Sequence[int]:
+        return self._taken
+
     def address(self, move: Move) -> int:
         return self._buffer.address + self._places[move] * self._region.geometry.row_bytes
 
@@ -112,7 +130,7 @@ class Buffer:
     """Room for rows of one direction in private huge pages. Lowest places first: what is never needed is never touched,
     and rows that lie one after the other in both places share a request."""
 
-    def __init__(self, agent: Agent, row_bytes: int) -> None:
+    def __init__(self, agent: Registrar, row_bytes: int) -> None:
         """Raises AgentError, OSError."""
         count = max(-(-BUFFER_BYTES // row_bytes), LEAST_ROWS)
         size = count * row_bytes
@@ -158,7 +176,9 @@ class Buffer:
 class Direction:
     """The loads or the stores of a tier: which way each unit goes, what was measured, and the buffer."""
 
-    def __init__(self, name: Literal["loads", "stores"], config: FileConfig, region: HostRegion, agent: Agent) -> None:
+    def __init__(
+        self, name: Literal["loads", "stores"], config: FileConfig, region: HostRegion, agent: Registrar
+    ) -> None:
         """`region` and `agent` stay the caller's."""
         self._name = name
         self._path = config.path
@@ -256,7 +276,7 @@ class Staging:
     """Both directions of one tier. Each is measured by itself: what loads gain stores need not. Belongs to the mover's
     loop."""
 
-    def __init__(self, config: FileConfig, region: HostRegion, agent: Agent) -> None:
+    def __init__(self, config: FileConfig, region: HostRegion, agent: Registrar) -> None:
         self.loads = Direction("loads", config, region, agent)
         self.stores = Direction("stores", config, region, agent)
 

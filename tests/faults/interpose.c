@@ -1,7 +1,8 @@
 /* Preloaded into a mover: injects faults into its disk I/O and its clock, as a control page specifies.
  *
  * Only files below FAULT_PATH are affected. The page is shared with the test, which may change it at any time.
- * NIXL's Linux AIO is intercepted where results are fetched: the I/O was done, but is reported as failed, or late. */
+ * Linux AIO, of NIXL and of the native worker, is intercepted where results are fetched: the I/O was done, but is
+ * reported as failed, or late. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -185,6 +186,42 @@ struct io_event {
     int64_t result, result2;
 };
 
+/* `syscall` without the library's function of that name, which is defined below. */
+static long call(long number, long a, long b, long c, long d, long e, long f) {
+    static long (*next)(long, ...);
+    if (!next)
+        next = (long (*)(long, ...))dlsym(RTLD_NEXT, "syscall");
+    return next(number, a, b, c, d, e, f);
+}
+
+static void fail_events(struct io_event *events, long count) {
+    for (long i = 0; i < count; i++) {
+        int64_t error = events[i].request->opcode == 1 ? control->write_errno : control->read_errno;
+        if (error && fd_matches(events[i].request->fd)) {
+            __sync_fetch_and_add(&control->injected, 1);
+            events[i].result = -error;
+        }
+    }
+}
+
+/* The native worker's, whose threads may wait. A hang is one of a call: no thread of the loop is stuck. */
+long syscall(long number, ...) {
+    long v[6];
+    va_list rest;
+    va_start(rest, number);
+    for (int i = 0; i < 6; i++)
+        v[i] = va_arg(rest, long);
+    va_end(rest);
+    if (number == SYS_io_getevents && control->delay_us) {
+        v[2] = 1;
+        usleep(control->delay_us);
+    }
+    long count = call(number, v[0], v[1], v[2], v[3], v[4], v[5]);
+    if (number == SYS_io_getevents && count > 0)
+        fail_events((struct io_event *)v[3], count);
+    return count;
+}
+
 int io_getevents(void *context, long least, long most, struct io_event *events, struct timespec *timeout);
 int io_getevents(void *context, long least, long most, struct io_event *events, struct timespec *timeout) {
     static volatile int64_t not_before_us;
@@ -199,16 +236,10 @@ int io_getevents(void *context, long least, long most, struct io_event *events, 
         least = 0;
     }
     /* Not by dlsym: NIXL loads a private copy of libaio, which RTLD_NEXT does not find. */
-    int count = syscall(SYS_io_getevents, context, least, most, events, timeout);
+    int count = call(SYS_io_getevents, (long)context, least, most, (long)events, (long)timeout, 0);
     if (count < 0)
         return -errno;
-    for (int i = 0; i < count; i++) {
-        int64_t error = events[i].request->opcode == 1 ? control->write_errno : control->read_errno;
-        if (error && fd_matches(events[i].request->fd)) {
-            __sync_fetch_and_add(&control->injected, 1);
-            events[i].result = -error;
-        }
-    }
+    fail_events(events, count);
     return count;
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import shutil
 import signal
 import time
@@ -24,7 +25,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(900)
 
-LAYOUTS = ("slabs", "files")
+LAYOUTS = ("slabs", "slabs by worker", "files")
 FAULTS: dict[str, Callable[[Interposer], None]] = {
     "disk full": Interposer.fail_with_enospc,
     "I/O errors (EIO)": Interposer.fail_with_eio,
@@ -58,7 +59,28 @@ def inject(rig: FaultRig, disk: Interposer, fault: str) -> None:
         rig.wait_until_healed()
 
 
-@pytest.mark.parametrize("layout", [pytest.param("slabs"), pytest.param("files", marks=pytest.mark.faults)])
+def test_worker_that_is_stuck_is_ended_by_the_deadline_of_its_job(
+    file_rig: Callable[..., FaultRig], disk: Interposer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its threads wait in calls that do not return; the mover's loop does not, and goes on sending heartbeats."""
+    rig = file_rig("disk hangs for good", "slabs by worker")
+    with rig.under_load():
+        rig.wait_for_answers()
+        old = rig.wait_for_mover()
+        disk.delay(3600.0)
+        rig.wait_for_restart(old)
+        disk.clear()
+        rig.fault_ended()
+        rig.wait_for_answers()
+        rig.wait_until_healed()
+    reasons = [text.partition("its mover is killed: ")[2] for text in map(logging.LogRecord.getMessage, caplog.records)]
+    found = {reason for reason in reasons if reason}
+    assert found
+    # Both are of deadlines (core/health.py).
+    assert all(reason.startswith(("a job is overdue", "too many rows are stuck")) for reason in found), found
+
+
+@pytest.mark.parametrize("layout", ["slabs", *(pytest.param(name, marks=pytest.mark.faults) for name in LAYOUTS[1:])])
 def test_io_errors_from_the_start(file_rig: Callable[..., FaultRig], disk: Interposer, layout: str) -> None:
     rig = file_rig("I/O errors (EIO), from the start", layout)
     disk.fail_with_eio()

@@ -58,7 +58,7 @@ class SlabFiles(Medium):
 
     path: Path
     staging: Literal["auto", "on"] = "auto"
-    backend: Literal["auto", "posix", "gds_mt"] = "auto"
+    backend: Literal["auto", "posix", "native", "gds_mt"] = "auto"
     erases: ClassVar[bool] = False
     keeps_recency: ClassVar[bool] = True
     exact: ClassVar[bool] = False
@@ -108,7 +108,7 @@ class RowFiles(Medium):
 
     path: Path
     staging: Literal["auto", "on"] = "auto"
-    backend: Literal["auto", "posix", "gds_mt"] = "auto"
+    backend: Literal["auto", "posix", "native", "gds_mt"] = "auto"
     physical_slots: ClassVar[bool] = False
     exact: ClassVar[bool] = False  # names in directories are counted ahead
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -90,6 +91,30 @@ class Medium:
         self.pipeline.poll()
         self.pipeline.start()
         return self.pipeline.take()
+
+
+def test_units_run_within_a_number_of_rows_and_one_always_may() -> None:
+    started: list[list[int]] = []
+    gates: list[Future[None]] = []
+
+    def run(unit: Unit) -> Steps[None]:
+        started.append([move.row for move in unit.moves])
+        gates.append(Future())
+        yield from finished(gates[-1])
+        unit.end_all(Outcome.OK)
+
+    loads = MoveQueue(limit=4, limit_rows=3, unit_rows=9, run=run)
+    pipeline = MovePipeline(loads, MoveQueue(limit=1, run=run), may_start=lambda: True, wakes=True)
+    pipeline.load(moves(1, 2, 3, 4))
+    pipeline.load(moves(5))
+    assert started == [[1, 2, 3, 4]], "more than the limit, and nothing beside it"
+    assert pipeline.poll_s == math.inf, "its end wakes the caller"
+    for rows in ((6, 7), (8, 9)):
+        pipeline.load(moves(*rows))
+    gates[0].set_result(None)
+    pipeline.poll()
+    pipeline.start()
+    assert started[1:] == [[5], [6, 7]]
 
 
 def test_next_store_is_prepared_while_others_are_moved() -> None:
@@ -379,7 +404,7 @@ class Arrival:
             b"key",
             self.row,
             self.region_row,
-            name="row 1",
+            name=lambda: "row 1",
             has_expired=lambda sealed_at: sealed_at <= now_s - max_age_s,
             forget=self.forgotten.append,
             last_try=last_try,

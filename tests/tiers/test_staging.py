@@ -21,7 +21,11 @@ from nixl_tiers.memory.seal import Sealer, Verdict, hash_copy
 from nixl_tiers.tiers import staging as module
 from nixl_tiers.tiers import staging_trial
 from nixl_tiers.tiers.base import Move
+from nixl_tiers.tiers.moves import Steps
 from nixl_tiers.tiers.nixl_agent import Span, Transfer, TransferState
+from nixl_tiers.tiers.slab.tier import SlabTier
+from nixl_tiers.tiers.slab.worker import Moved
+from nixl_tiers.tiers.staging import DirectRows
 from nixl_tiers.tiers.staging_trial import Measured
 from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
 from tests.support.file_tier import file_config, file_tier
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-@pytest.fixture(params=["slabs", "files"])
+@pytest.fixture(params=["slabs", "slabs by worker", "files"])
 def layout(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -76,8 +80,39 @@ def in_use(tier: FileTier) -> int:
     return sum(len(buffer.rows) - len(buffer._free) for buffer in buffers if buffer is not None)
 
 
-def spans_outside(region: HostRegion, spans: Sequence[Span]) -> bool:
-    return all(not region.address <= address < region.address + region.nbytes for address, *_ in spans)
+def transfers_of(tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each transfer from here on, whether it leaves the region alone."""
+    outside: list[bool] = []
+    if isinstance(tier, SlabTier) and tier._worker is not None:
+        move = tier._worker.move
+
+        def noted(moves: Any, rows: DirectRows, *more: Any, **options: Any) -> Any:
+            outside.append(rows.staged)
+            return move(moves, rows, *more, **options)
+
+        monkeypatch.setattr(tier._worker, "move", noted)
+        return outside
+    for name in ("read", "write"):
+        begin = getattr(tier._agent, name)
+
+        def checked(spans: Sequence[Span], begin: Any = begin) -> Transfer:
+            outside.append(all(not region.address <= address < region.address + region.nbytes for address, *_ in spans))
+            return begin(spans)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(tier._agent, name, checked)
+    return outside
+
+
+def fail_transfers(tier: FileTier, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if isinstance(tier, SlabTier) and tier._worker is not None:
+
+        def failed(moves: Sequence[Move], *_: Any, **__: Any) -> Steps[Sequence[Moved]]:
+            yield lambda: True
+            return [(None, 0)] * len(moves)
+
+        monkeypatch.setattr(tier._worker, "move", failed)
+    else:
+        monkeypatch.setattr(tier._agent, name, lambda _: Transfer(None, None, TransferState.FAILED))
 
 
 def test_rows_are_the_same_as_without(tier: FileTier, layout: str, tmp_path: Path, region: HostRegion) -> None:
@@ -105,22 +140,18 @@ def test_memory_for_the_first_loads_is_there_when_the_tier_is_open(tier: FileTie
 
 
 def test_transfers_leave_the_region_alone(tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("read", "write"):
-        begin = getattr(tier._agent, name)
-
-        def checked(spans: Sequence[Span], begin: Any = begin) -> Transfer:
-            assert spans_outside(region, spans)
-            return begin(spans)  # type: ignore[no-any-return]
-
-        monkeypatch.setattr(tier._agent, name, checked)
+    outside = transfers_of(tier, region, monkeypatch)
     assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
     assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+    assert set(outside) == {True}
     assert not in_use(tier)
 
 
 def test_rows_are_hashed_in_the_pass_that_copies_them(
     tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if isinstance(tier, SlabTier) and tier._worker is not None:
+        pytest.skip("the native worker has no other way")
     passes: list[tuple[bool, bool]] = []  # whether it reads the region, and writes it
 
     def noted(target: NDArray[np.uint8], source: NDArray[np.uint8], piece_bytes: int) -> bytes:
@@ -156,7 +187,7 @@ def test_failed_transfers_are_tried_alone_and_give_their_places_back(
     assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
     for name, action in (("read", load), ("write", store)):
         with monkeypatch.context() as patch:
-            patch.setattr(tier._agent, name, lambda _: Transfer(None, None, TransferState.FAILED))
+            fail_transfers(tier, name, patch)
             assert set(action(tier, region, range(ROWS))) == {Outcome.FAILED}
         assert not in_use(tier)
     assert wait_until(lambda: set(store(tier, region, range(ROWS))) == {Outcome.OK})
@@ -184,8 +215,8 @@ def test_units_wait_for_room_in_the_buffer(
     layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BUFFER_BYTES", 3 * GEOMETRY.row_bytes)
-    for name in ("slab.tier", "rowfile.transfers"):
-        monkeypatch.setattr(f"nixl_tiers.tiers.{name}._UNIT_ROWS", 2)
+    for name in ("slab.tier._UNIT_ROWS", "slab.tier._WORKER_UNIT_ROWS", "rowfile.transfers._UNIT_ROWS"):
+        monkeypatch.setattr(f"nixl_tiers.tiers.{name}", 2)
     tier = make_tier(layout, tmp_path / "kv", region, staging="on")
     serve(tier)
     most = 0
@@ -246,15 +277,7 @@ def test_trial_begins_with_staged_loads_and_direct_stores(
 ) -> None:
     tier = make_tier(layout, tmp_path / "kv", region)
     serve(tier)
-    outside: list[bool] = []
-    for name in ("read", "write"):
-        begin = getattr(tier._agent, name)
-
-        def noted(spans: Sequence[Span], begin: Any = begin) -> Transfer:
-            outside.append(spans_outside(region, spans))
-            return begin(spans)  # type: ignore[no-any-return]
-
-        monkeypatch.setattr(tier._agent, name, noted)
+    outside = transfers_of(tier, region, monkeypatch)
     assert store(tier, region, [0]) == [Outcome.OK]
     assert load(tier, region, [0]) == [Outcome.OK]
     assert outside == [False, True]

@@ -350,7 +350,7 @@ class RowTransfers:
             move.key,
             row,
             copy,
-            name=str(file.path),
+            name=lambda: str(file.path),
             has_expired=lambda sealed_at: self._has_expired(age_from(sealed_at, file.status)),
             forget=end,
         )

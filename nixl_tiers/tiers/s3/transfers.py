@@ -155,7 +155,7 @@ class RowTransfers:
             move.key,
             row,
             self._region.rows_view[move.row],
-            name=f's3 bucket "{self._config.bucket}": {self._rows.name(move.key)}',
+            name=lambda: f's3 bucket "{self._config.bucket}": {self._rows.name(move.key)}',
             has_expired=lambda sealed_at: has_expired(sealed_at, now_s, age_s),
             forget=lambda _: self._rows.is_unusable(move.key),
             last_try=last_try,

@@ -91,7 +91,12 @@ class Journal:
 
     def put(self, slot: int, key: bytes, tick: int, sealed_at: int) -> None:
         """The slot holds the key, sealed then (Unix seconds)."""
-        self._put(slot, key, tick, min(max(1, sealed_at), 0xFFFFFFFF))  # 0 would say that the slot was erased
+        self.put_all([(slot, key, tick, sealed_at)])
+
+    def put_all(self, rows: Sequence[tuple[int, bytes, int, int]]) -> None:
+        """`put` for each of these, whose slots differ."""
+        # 0 would say that the slot was erased.
+        self._put([(slot, key, tick, min(max(1, sealed_at), 0xFFFFFFFF)) for slot, key, tick, sealed_at in rows])
 
     def holds(self, slot: int, key: bytes) -> bool:
         """Whether the slot holds the key according to changes and listed rows."""
@@ -103,7 +108,7 @@ class Journal:
 
     def mark_erased(self, slot: int) -> None:
         """The slot holds no row, and its bytes have been erased."""
-        self._put(slot, b"", 0, 0)
+        self._put([(slot, b"", 0, 0)])
 
     def mark_empty(self, slots: NDArray[np.bool_], sealed_at: int = 0) -> None:
         """These unknown slots (a flag a slot) hold no row, but bytes sealed then, if nothing else is known."""
@@ -134,19 +139,19 @@ class Journal:
             elif self.holds(slot, key):
                 self._drop(slot)
 
-    def start_overwrite(self, slot: int) -> None:
-        """The slot is about to be overwritten, whatever it holds."""
+    def start_overwrite(self, *slots: int) -> None:
+        """The slots are about to be overwritten, whatever they hold."""
+        places = [slot for slot in slots if 0 <= slot < len(self.tags)]
         with self._lock:
-            if not 0 <= slot < len(self.tags):
-                return
-            self.tags[slot] = self._ticks[slot] = 0
-            self._known[slot] = False
-            if self._recorded[slot] or slot in self._pending or self._reading:
-                self._overwriting.add(slot)
-                self._change(slot, None)
-                self._lock.notify()
+            self.tags[places] = self._ticks[places] = 0
+            self._known[places] = False
+            for slot, recorded in zip(places, self._recorded[places].tolist(), strict=True):
+                if recorded or slot in self._pending or self._reading:
+                    self._overwriting.add(slot)
+                    self._change(slot, None)
+                    self._lock.notify()
             if self._stored is not None:
-                self._stored[slot] = True
+                self._stored[places] = True
 
     def may_overwrite(self, slots: Iterable[int]) -> bool:
         """Whether the file no longer records the content of these slots before `start_overwrite`. That takes a write,
@@ -223,16 +228,17 @@ class Journal:
 
     # --- inside the lock --------------------------------------------------------------------------------------------
 
-    def _put(self, slot: int, key: bytes, tick: int, sealed_at: int) -> None:
-        tag = tag_of(key)
+    def _put(self, rows: Sequence[tuple[int, bytes, int, int]]) -> None:
+        slots = [slot for slot, *_ in rows]
         with self._lock:
-            self.tags[slot] = tag
-            self._ticks[slot] = min(tick, MAX_TICK)
-            self.sealed_at[slot] = sealed_at
-            self._known[slot] = True
+            self.tags[slots] = np.array([tag_of(key) for _, key, *_ in rows], np.uint64)
+            self._ticks[slots] = [min(tick, MAX_TICK) for _, _, tick, _ in rows]
+            self.sealed_at[slots] = [sealed_at for *_, sealed_at in rows]
+            self._known[slots] = True
             if self._stored is not None:
-                self._stored[slot] = True
-            self._change(slot, key or None)
+                self._stored[slots] = True
+            for slot, key, *_ in rows:
+                self._change(slot, key or None)
 
     def _drop(self, slot: int) -> None:
         self.tags[slot] = self._ticks[slot] = 0

@@ -22,7 +22,7 @@ from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, MAX_SLOTS, Entry, TierDown,
 from nixl_tiers.tiers.disk import HealthMonitor, describe, probe_name
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.manifests import ManifestMedium, read_manifest
-from nixl_tiers.tiers.nixl_agent import Agent
+from nixl_tiers.tiers.nixl_agent import Registrar
 from nixl_tiers.tiers.slab.journal import Journal
 from nixl_tiers.tiers.slab.journal_file import journal_bytes
 from nixl_tiers.tiers.slab.layout import SlabLayout, describe_layout, described
@@ -49,7 +49,7 @@ class Shard:
         directory: ShardDir,
         slots: int,
         sealer: Sealer,
-        agent: Agent,
+        agent: Registrar,
         quota: SlabQuota,
         *,
         max_age_s: float | None = None,

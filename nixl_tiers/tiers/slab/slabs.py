@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from nixl_tiers.memory.seal import MAGIC, Sealer, read
 from nixl_tiers.tiers.disk import FileIdentity, check_registration, direct_reads, direct_works, fallocate
 from nixl_tiers.tiers.folder import Folder, fd_path
-from nixl_tiers.tiers.nixl_agent import Agent, Registration
+from nixl_tiers.tiers.nixl_agent import Registrar, Registration
 from nixl_tiers.tiers.slab.layout import SlabLayout, slab_name, slab_number
 from nixl_tiers.tiers.slab.quota import SlabQuota
 
@@ -46,7 +46,7 @@ class Slabs:
     own."""
 
     def __init__(
-        self, folder: Folder, layout: SlabLayout, agent: Agent, quota: SlabQuota, *, writes: bool = True
+        self, folder: Folder, layout: SlabLayout, agent: Registrar, quota: SlabQuota, *, writes: bool = True
     ) -> None:
         """Opens the files that are there; what is beyond the layout's slots is cut off. Without `writes` they stay as
         they are. The folder stays the caller's. Raises TierDown, OSError."""
@@ -192,7 +192,7 @@ class Slabs:
         return ""
 
     def close(self) -> None:
-        """Let NIXL close the files. No transfer may be pending."""
+        """Close the files. No transfer may be pending."""
         for file in self._files.values():
             self._agent.deregister(file)
         self._files.clear()

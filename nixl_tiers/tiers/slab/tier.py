@@ -1,8 +1,9 @@
-"""The file tier: slots in slab files, moved by NIXL between the disk and the region, or buffers (`staging.py`).
+"""The file tier: slots in slab files, moved between the disk and the region, or buffers (`staging.py`), by NIXL, or by
+the native worker (`worker.py`) where that is chosen.
 
 A batch is cut into units of some megabytes. Sealing and checking one unit overlaps with the I/O of the others.
-Reads may land in the region itself: NIXL's file back ends drain what is in flight before they report an error,
-and no request uses a row before it has been verified.
+Reads may land in the region itself: both drain what is in flight before they report an error, and no request uses a row
+before it has been verified.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.manifest import Description
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.seal import Sealer
+from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused, sweep_s
 from nixl_tiers.tiers.disk import SLAB_LOCK, FreeSpace, MountGuard, describe, open_agent, open_error, prepare_path
 from nixl_tiers.tiers.manifests import ManifestKeeper
 from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit
-from nixl_tiers.tiers.nixl_agent import AgentError, Registration, Span, Transfer
+from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registrar, Registration, Span, Transfer
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
 from nixl_tiers.tiers.slab.shard import GROWTH_S, OVERDUE_S, Growth, Shard, ShardManifests, slots_within
 from nixl_tiers.tiers.slab.slabs import NoSpace
+from nixl_tiers.tiers.slab.worker import Moved, open_worker
 from nixl_tiers.tiers.staging import DirectRows, Staging
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,11 @@ _UNIT_BYTES: Final = 8 << 20
 _UNIT_ROWS: Final = 64
 _UNITS_RUNNING: Final = 4  # in each direction
 _UNITS_SEALED: Final = 1  # beside these, for the next one to be written
+_WORKER_UNIT_BYTES: Final = 16 << 20  # its threads share the rows of a unit
+_WORKER_UNIT_ROWS: Final = 256
+_WORKER_UNITS: Final = 64  # in each direction, within these bytes
+_WORKER_LOADS_BYTES: Final = 64 << 20  # fast drives want 32 requests of 2 MiB
+_WORKER_STORES_BYTES: Final = 32 << 20  # loads wait for them
 LOCK_WAIT_S: Final = 10.0  # how long opening waits for the path's lock before it says so
 _FULL_S: Final = 0.5  # how long a lack of space is believed before it is tried again
 
@@ -55,9 +62,13 @@ class SlabTier(StorageTier):
         self._region = region
         self._free = FreeSpace(config.path, config.min_free)
         self._quota = SlabQuota(config.path, config.capacity, config.replicas or 1, self._free)
-        self._memory: Registration | None
-        self._agent, self._memory = open_agent(config, region)
-        self._staging = Staging(config, region, self._agent)
+        self._agent: Agent
+        self._memory: Registration | None = None
+        self._worker = open_worker(config, region, geometry)
+        if self._worker is None:
+            self._agent, self._memory = open_agent(config, region)
+        self._registrar: Registrar = self._worker or self._agent
+        self._staging = Staging(config, region, self._registrar)
         self._mount = MountGuard(self)
         self._open: Shard | None = None
         self._slots: Growth | None = None
@@ -67,19 +78,7 @@ class SlabTier(StorageTier):
         self._log_once = LogOnce(logger)
         self._full_until_s = 0.0
         self._full_outcome = Outcome.NO_SPACE
-        rows = max(1, min(_UNIT_ROWS, _UNIT_BYTES // geometry.row_bytes))
-        self._moves = MovePipeline(
-            MoveQueue(limit=_UNITS_RUNNING, unit_rows=rows, admit=self._admit_load, run=self._run_load),
-            MoveQueue(
-                limit=_UNITS_RUNNING,
-                ahead=_UNITS_SEALED,
-                unit_rows=rows,
-                admit=self._admit_store,
-                run=self._run_store,
-            ),
-            may_start=lambda: self._open is None or not self._open.health.problem,
-            held_until_s=lambda: region.stores_held_until_s,
-        )
+        self._moves = self._pipeline() if self._worker is None else self._worker_pipeline()
         self._manifests = ManifestKeeper(geometry.row_bytes)
         _raise_file_limit()
 
@@ -126,7 +125,7 @@ class SlabTier(StorageTier):
                 directory,
                 slots,
                 Sealer(self._geometry, namespace, epoch),
-                self._agent,
+                self._registrar,
                 self._quota,
                 max_age_s=self._config.max_age,
                 clock=self._clock,
@@ -180,15 +179,16 @@ class SlabTier(StorageTier):
         return GROWTH_S if age_s is None else min(GROWTH_S, sweep_s(age_s))
 
     def store(self, moves: Sequence[Move]) -> int:
-        journal = self._served.journal
-        for move in moves:
-            journal.start_overwrite(move.slot)  # a crash in the middle must not leave the old key over new bytes
+        # A crash in the middle must not leave the old keys over new bytes.
+        self._served.journal.start_overwrite(*(move.slot for move in moves))
         return self._moves.store(moves)
 
     def load(self, moves: Sequence[Move]) -> int:
         return self._moves.load(moves)
 
     def poll(self) -> list[FinishedBatch]:
+        if self._worker is not None:
+            self._worker.poll()
         self._moves.poll()
         if self._growth is not None and self._growth.done():
             self._grown(self._growth)
@@ -218,6 +218,10 @@ class SlabTier(StorageTier):
         return self._moves.poll_s
 
     @property
+    def wake_fd(self) -> int | None:
+        return None if self._worker is None else self._worker.fd
+
+    @property
     def staged(self) -> tuple[bool, bool]:
         return self._staging.staged
 
@@ -235,6 +239,51 @@ class SlabTier(StorageTier):
         if self._memory is not None:
             self._agent.deregister(self._memory)
             self._memory = None
+        if self._worker is not None:
+            self._worker.close()
+
+    # --- how rows are moved -------------------------------------------------------------------------------------------
+
+    def _pipeline(self) -> MovePipeline:
+        """By NIXL, whose transfers go on while they are polled; rows are sealed and verified on this thread."""
+        rows = _rows_within(_UNIT_BYTES, _UNIT_ROWS, self._geometry)
+        return MovePipeline(
+            MoveQueue(limit=_UNITS_RUNNING, unit_rows=rows, admit=self._admit_load, run=self._run_load),
+            MoveQueue(
+                limit=_UNITS_RUNNING,
+                ahead=_UNITS_SEALED,
+                unit_rows=rows,
+                admit=self._admit_store,
+                run=self._run_store,
+            ),
+            may_start=self._may_start,
+            held_until_s=lambda: self._region.stores_held_until_s,
+        )
+
+    def _worker_pipeline(self) -> MovePipeline:
+        rows = _rows_within(_WORKER_UNIT_BYTES, _WORKER_UNIT_ROWS, self._geometry)
+        return MovePipeline(
+            MoveQueue(
+                limit=_WORKER_UNITS,
+                limit_rows=_WORKER_LOADS_BYTES // self._geometry.row_bytes,
+                unit_rows=rows,
+                admit=self._admit_load,
+                run=self._load_by_worker,
+            ),
+            MoveQueue(
+                limit=_WORKER_UNITS,
+                limit_rows=_WORKER_STORES_BYTES // self._geometry.row_bytes,
+                unit_rows=rows,
+                admit=self._admit_store,
+                run=self._store_by_worker,
+            ),
+            may_start=self._may_start,
+            held_until_s=lambda: self._region.stores_held_until_s,
+            wakes=True,
+        )
+
+    def _may_start(self) -> bool:
+        return self._open is None or not self._open.health.problem
 
     # --- opening and closing a namespace ----------------------------------------------------------------------------
 
@@ -297,6 +346,31 @@ class SlabTier(StorageTier):
         self._log_once.report("growth", f"room for more rows takes long: has a process stopped that holds {lock}?")
         return True
 
+    def _load_by_worker(self, unit: Unit) -> Steps[None]:
+        with (yield from self._staging.loads.rows(unit.moves)) as rows:
+            ends = iter((yield from self._by_worker(unit, rows, write=False)))
+            unit.end_each(lambda move: self._judged(move, rows, *next(ends)))
+
+    def _store_by_worker(self, unit: Unit) -> Steps[None]:
+        with (yield from self._staging.stores.rows(unit.moves)) as rows:
+            moved = yield from self._by_worker(unit, rows, write=True)
+            good = [(move, at) for move, (verdict, at) in zip(unit.moves, moved, strict=True) if verdict is not None]
+            self._served.journal.put_all([(move.slot, move.key, move.tick, sealed_at) for move, sealed_at in good])
+            rows.moved(len(good))
+            ends = iter(moved)
+            unit.end_each(lambda move: self._written(move, *next(ends)))
+
+    def _by_worker(self, unit: Unit, rows: DirectRows, *, write: bool) -> Steps[Sequence[Moved]]:
+        """Move the rows of a unit: what became of each. If that cannot begin, they end."""
+        assert self._worker is not None
+        served = self._served
+        try:
+            slots = [served.slabs.locate(move.slot) for move in unit.moves]
+            return (yield from self._worker.move(unit.moves, rows, slots, served.sealer, self._clock(), write=write))
+        except (AgentError, OSError) as error:
+            self._cannot_begin(unit, error)
+            return ()
+
     def _run_load(self, unit: Unit) -> Steps[None]:
         with (yield from self._staging.loads.rows(unit.moves)) as rows:
             good = yield from self._transfer(unit, rows, self._agent.read)
@@ -316,11 +390,14 @@ class SlabTier(StorageTier):
         try:
             spans = self._spans(unit.moves, rows)
         except (AgentError, OSError) as error:
-            self._log_once.report("agent", describe(error) if isinstance(error, OSError) else str(error))
-            self._served.health.check_soon()
-            unit.end_all(Outcome.FAILED)
+            self._cannot_begin(unit, error)
             return False
         return (yield from self._moves.transferred(unit, begin(spans)))
+
+    def _cannot_begin(self, unit: Unit, error: AgentError | OSError) -> None:
+        self._log_once.report("agent", describe(error) if isinstance(error, OSError) else str(error))
+        self._served.health.check_soon()
+        unit.end_all(Outcome.FAILED)
 
     def _end(self, unit: Unit, good: bool, outcome: Callable[[Move], Outcome | None]) -> None:
         """One bad row fails a whole transfer: each is tried again alone."""
@@ -337,16 +414,23 @@ class SlabTier(StorageTier):
         return {move.slot for move in self._moves.unfinished()}
 
     def _loaded(self, move: Move, rows: DirectRows, good: bool) -> Outcome | None:
-        served = self._served
         if not good:
+            return self._judged(move, rows, None, 0)
+        sealer = self._served.sealer
+        row, copy = rows.loaded(move)
+        sealed_at = sealer.sealed_at(row)
+        return self._judged(move, rows, sealer.verify(row, move.key, copy), sealed_at)
+
+    def _judged(self, move: Move, rows: DirectRows, verdict: Verdict | None, sealed_at: int) -> Outcome | None:
+        """`verdict`: None if the row could not be read. `sealed_at`: by its seal."""
+        served = self._served
+        if verdict is None:
             served.load_failed()
             return Outcome.FAILED
-        outcome = self._moves.verify(
-            served.sealer,
-            move.key,
-            *rows.loaded(move),
-            name=f"{served.path}: slot {move.slot}",
-            has_expired=lambda sealed_at: served.has_expired(move.slot, sealed_at),
+        outcome = self._moves.judge(
+            verdict,
+            expired=served.has_expired(move.slot, sealed_at),
+            name=lambda: f"{served.path}: slot {move.slot}",
             forget=lambda _: served.journal.remove(move.slot, move.key),  # its bytes stay, for the next sweep
         )
         if outcome is Outcome.OK:
@@ -354,12 +438,17 @@ class SlabTier(StorageTier):
         return outcome
 
     def _stored(self, move: Move, rows: DirectRows, good: bool) -> Outcome:
-        served = self._served
-        sealed_at = served.sealer.sealed_at(self._region.rows_view[move.row])
+        sealed_at = self._served.sealer.sealed_at(self._region.rows_view[move.row])
         if good:
             rows.moved()
-            served.journal.put(move.slot, move.key, move.tick, sealed_at)
+            self._served.journal.put(move.slot, move.key, move.tick, sealed_at)
+        return self._written(move, Verdict.OK if good else None, sealed_at)
+
+    def _written(self, move: Move, verdict: Verdict | None, sealed_at: int) -> Outcome:
+        """`verdict`: None if the row could not be written, else the journal has it. `sealed_at`: by its seal."""
+        if verdict is not None:
             return Outcome.OK
+        served = self._served
         served.journal.mark_garbage(move.slot, sealed_at)
         if served.slabs.disk_is_full():
             return Outcome.NO_SPACE
@@ -380,6 +469,10 @@ class SlabTier(StorageTier):
             self._full_outcome = Outcome.NO_SPACE if isinstance(error, NoSpace) else Outcome.FAILED
         else:
             self._full_until_s = 0.0
+
+
+def _rows_within(nbytes: int, most: int, geometry: Geometry) -> int:
+    return max(1, min(most, nbytes // geometry.row_bytes))
 
 
 def _raise_file_limit() -> None:
