@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.core.tier import Direction
+from nixl_tiers.core.types import Direction
 from nixl_tiers.mover import child
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
