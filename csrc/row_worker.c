@@ -5,8 +5,8 @@
  * read, or are hashed and copied in one pass where they are staged. Each row has a verdict of its own. One eventfd says
  * that units have ended.
  *
- * Linux AIO and not io_uring: the kernel lets no process be reaped before what its AIO contexts have in flight has
- * ended, so after a kill nothing lands in the region. An io_uring goes on reading.
+ * Linux AIO and not io_uring: a killed process's memory goes only after what its AIO contexts have in flight has ended,
+ * which is what counts as its end here (memory/address_space.py). An io_uring goes on reading after that.
  */
 #include <errno.h>
 #include <linux/aio_abi.h>
