@@ -83,7 +83,9 @@ def test_hints_and_quotas_without_the_engines_own_prefix_cache(
     assert (seen["not loaded"]["cached"], seen["prefetched"]["cached"]) == (0, WHOLE)
     assert rows_read("after prefetch") == CHUNKS
     assert (seen["salted 11"]["cached"], seen["salted again"]["cached"]) == (0, WHOLE)
-    assert rows_read("last") == 2 * CHUNKS, "a tenant evicts its own rows, though the host has room for all"
+    spare = room // 4 - CHUNKS  # of its share, beside its last prompt: whatever was not yet written when it was full
+    again = rows_read("last") - CHUNKS
+    assert CHUNKS - spare <= again <= CHUNKS, "a tenant evicts its own rows, though the host has room for all"
     assert seen["salted again"]["tokens"] == seen["salted 11"]["tokens"] == seen["retained"]["tokens"]
     assert seen["prefetched"]["tokens"] == seen["low"]["tokens"]
 
