@@ -161,7 +161,7 @@ MESSAGES = st.one_of(
     st.builds(Opened, st.integers(0, 1), NUMBERS),
     st.builds(Slots, st.integers(0, 1), NUMBERS),
     st.builds(ExistenceChecked, st.integers(0, 9), st.lists(KEYS, max_size=4)),
-    st.builds(Down, st.text(max_size=5)),
+    st.builds(Down, st.text(max_size=5), st.integers(0, 1)),
     st.builds(Heartbeat, NUMBERS),
 )
 EVENTS = st.lists(

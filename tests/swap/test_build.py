@@ -23,8 +23,8 @@ def copy(tmp_path: Path) -> Path:
     built = shutil.ignore_patterns("*.so", "*.fatbin", "__pycache__")
     for folder in ("csrc", "nixl_tiers/swap"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=built)
-    for other in ("memory", "core"):  # where the other libraries go
-        (tmp_path / "nixl_tiers" / other).mkdir()
+    for other in ("memory", "core", "tiers/slab"):  # where the other libraries go
+        (tmp_path / "nixl_tiers" / other).mkdir(parents=True)
     (tmp_path / "nixl_tiers" / "__init__.py").touch()
     shutil.copytree(ROOT / "nixl_tiers" / "base", tmp_path / "nixl_tiers" / "base", ignore=built)
     shutil.copy(ROOT / "setup.py", tmp_path)
