@@ -263,9 +263,12 @@ def counts_hits(server: VllmServer, tmp_path: Path) -> None:
     assert warm.token_ids == cold.token_ids
     assert (cold.cached_tokens, warm.cached_tokens) == (0, 512)
     deadline = time.monotonic() + 300
-    while (page := server.metrics()).total("nixl_tiers:written_bytes_total", tier="file") == 0:
-        assert time.monotonic() < deadline, "nothing reached the file tier"
+    page = server.metrics()
+    # An answer may be read before its step's numbers have come to the server.
+    while not (page.total("nixl_tiers:written_bytes_total", tier="file") and page.total("nixl_tiers:hits_total")):
+        assert time.monotonic() < deadline, "nothing reached the file tier, or no hit was counted"
         server.poke()
+        page = server.metrics()
     assert page.total("nixl_tiers:hits_total", tier="cpu") == 4
     assert page.total("nixl_tiers:hit_tokens_total", tier="cpu") == 512
     assert page.total("nixl_tiers:misses_total", reason="never_stored") == 4
