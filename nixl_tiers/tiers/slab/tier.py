@@ -13,6 +13,7 @@ import resource
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 from nixl_tiers.base.chunk import Geometry, Outcome
@@ -78,7 +79,7 @@ class SlabTier(StorageTier):
         self._log_once = LogOnce(logger)
         self._full_until_s = 0.0
         self._full_outcome = Outcome.NO_SPACE
-        self._moves = self._pipeline() if self._worker is None else self._worker_pipeline()
+        self._moves = self._pipeline()
         self._manifests = ManifestKeeper(geometry.row_bytes)
         _raise_file_limit()
 
@@ -245,41 +246,29 @@ class SlabTier(StorageTier):
     # --- how rows are moved -------------------------------------------------------------------------------------------
 
     def _pipeline(self) -> MovePipeline:
-        """By NIXL, whose transfers go on while they are polled; rows are sealed and verified on this thread."""
-        rows = _rows_within(_UNIT_BYTES, _UNIT_ROWS, self._geometry)
+        loads, stores = self._queues() if self._worker is None else self._worker_queues()
         return MovePipeline(
-            MoveQueue(limit=_UNITS_RUNNING, unit_rows=rows, admit=self._admit_load, run=self._run_load),
-            MoveQueue(
-                limit=_UNITS_RUNNING,
-                ahead=_UNITS_SEALED,
-                unit_rows=rows,
-                admit=self._admit_store,
-                run=self._run_store,
-            ),
+            loads,
+            stores,
             may_start=self._may_start,
             held_until_s=lambda: self._region.stores_held_until_s,
+            wakes=self._worker is not None,
         )
 
-    def _worker_pipeline(self) -> MovePipeline:
+    def _queues(self) -> tuple[MoveQueue, MoveQueue]:
+        """By NIXL, whose transfers go on while they are polled; rows are sealed and verified on this thread."""
+        rows = _rows_within(_UNIT_BYTES, _UNIT_ROWS, self._geometry)
+        queue = partial(MoveQueue, limit=_UNITS_RUNNING, unit_rows=rows)
+        loads = queue(admit=self._admit_load, run=self._run_load)
+        return loads, queue(ahead=_UNITS_SEALED, admit=self._admit_store, run=self._run_store)
+
+    def _worker_queues(self) -> tuple[MoveQueue, MoveQueue]:
         rows = _rows_within(_WORKER_UNIT_BYTES, _WORKER_UNIT_ROWS, self._geometry)
-        return MovePipeline(
-            MoveQueue(
-                limit=_WORKER_UNITS,
-                limit_rows=_WORKER_LOADS_BYTES // self._geometry.row_bytes,
-                unit_rows=rows,
-                admit=self._admit_load,
-                run=self._load_by_worker,
-            ),
-            MoveQueue(
-                limit=_WORKER_UNITS,
-                limit_rows=_WORKER_STORES_BYTES // self._geometry.row_bytes,
-                unit_rows=rows,
-                admit=self._admit_store,
-                run=self._store_by_worker,
-            ),
-            may_start=self._may_start,
-            held_until_s=lambda: self._region.stores_held_until_s,
-            wakes=True,
+        queue = partial(MoveQueue, limit=_WORKER_UNITS, unit_rows=rows)
+        loads, stores = (nbytes // self._geometry.row_bytes for nbytes in (_WORKER_LOADS_BYTES, _WORKER_STORES_BYTES))
+        return (
+            queue(limit_rows=loads, admit=self._admit_load, run=self._load_by_worker),
+            queue(limit_rows=stores, admit=self._admit_store, run=self._store_by_worker),
         )
 
     def _may_start(self) -> bool:
@@ -355,8 +344,7 @@ class SlabTier(StorageTier):
         with (yield from self._staging.stores.rows(unit.moves)) as rows:
             moved = yield from self._by_worker(unit, rows, write=True)
             good = [(move, at) for move, (verdict, at) in zip(unit.moves, moved, strict=True) if verdict is not None]
-            self._served.journal.put_all([(move.slot, move.key, move.tick, sealed_at) for move, sealed_at in good])
-            rows.moved(len(good))
+            self._stored(good, rows)
             ends = iter(moved)
             unit.end_each(lambda move: self._written(move, *next(ends)))
 
@@ -383,7 +371,11 @@ class SlabTier(StorageTier):
                 rows.prepare(self._served.sealer, move, self._clock())
             yield from self._moves.turn(unit)
             good = yield from self._transfer(unit, rows, self._agent.write)
-            self._end(unit, good, lambda move: self._stored(move, rows, good))
+            if good:
+                self._stored([(move, self._sealed_at(move)) for move in unit.moves], rows)
+                unit.end_all(Outcome.OK)
+            else:
+                self._end(unit, good, lambda move: self._written(move, None, self._sealed_at(move)))
 
     def _transfer(self, unit: Unit, rows: DirectRows, begin: Callable[[Sequence[Span]], Transfer]) -> Steps[bool]:
         """Move the rows of a unit at once; whether that went well. If it cannot begin, they end."""
@@ -437,12 +429,14 @@ class SlabTier(StorageTier):
             rows.moved()
         return outcome
 
-    def _stored(self, move: Move, rows: DirectRows, good: bool) -> Outcome:
-        sealed_at = self._served.sealer.sealed_at(self._region.rows_view[move.row])
-        if good:
-            rows.moved()
-            self._served.journal.put(move.slot, move.key, move.tick, sealed_at)
-        return self._written(move, Verdict.OK if good else None, sealed_at)
+    def _sealed_at(self, move: Move) -> int:
+        """By the seal of a row of the region."""
+        return self._served.sealer.sealed_at(self._region.rows_view[move.row])
+
+    def _stored(self, moved: Sequence[tuple[Move, int]], rows: DirectRows) -> None:
+        """These were written, and sealed then. Once a unit: the journal takes many rows as quickly as few."""
+        self._served.journal.put_all([(move.slot, move.key, move.tick, sealed_at) for move, sealed_at in moved])
+        rows.moved(len(moved))
 
     def _written(self, move: Move, verdict: Verdict | None, sealed_at: int) -> Outcome:
         """`verdict`: None if the row could not be written, else the journal has it. `sealed_at`: by its seal."""
