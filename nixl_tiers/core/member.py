@@ -15,7 +15,7 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.breaker import Breaker, BreakerState
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.pricing import ThroughputEstimate
-from nixl_tiers.core.slots import SLOT_NUMBERS
+from nixl_tiers.core.slots import slots_each
 from nixl_tiers.core.types import Direction, OrphanedJobs, TierState
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Member:
     @property
     def slot_range(self) -> tuple[int, int]:
         """Its first slot, and the one behind its last."""
-        return self.first_slot, self.first_slot + SLOT_NUMBERS // len(self.tier.members)
+        return self.first_slot, self.first_slot + slots_each(len(self.tier.members))
 
     def under_way(self, direction: Direction) -> int:
         """How many rows its mover is moving."""

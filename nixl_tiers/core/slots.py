@@ -10,8 +10,12 @@ from typing import Final
 from nixl_tiers.base.zeroed import zeroed
 from nixl_tiers.core.deferred_free import DeferredFree
 
-SLOT_NUMBERS: Final = (1 << 32) - 1
-"""The index of a tier has 32 bits for a slot. Members have equal ranges of them."""
+SLOT_NUMBERS: Final = (1 << 32) - 1  # the index of a tier has 32 bits for a slot
+
+
+def slots_each(members: int) -> int:
+    """How many slot numbers each of a tier's members has."""
+    return SLOT_NUMBERS // members
 
 
 class SlotCount:
@@ -154,7 +158,7 @@ class MemberSlots(SlotCount):
 
     def __init__(self, members: int) -> None:
         super().__init__(0)
-        self.span = SLOT_NUMBERS // members
+        self.span = slots_each(members)
         self.parts = [Slots(0) for _ in range(members)]
         self._next = 0
 

@@ -279,9 +279,11 @@ class CascadeState:
     def jobs_of_ending_moves(self, member: Member, now: float) -> list[Job]:
         """Jobs of the moves that an error left without one, for them to be ended."""
         tier, jobs = member.tier, []
-        moves = [move for move in tier.ending_moves if tier.index.place_of_slot(move.slot) == member.place]
-        tier.ending_moves = [move for move in tier.ending_moves if move not in moves]
+        moves, tier.ending_moves = tier.ending_moves, []
         for move in moves:
+            if tier.index.place_of_slot(move.slot) != member.place:
+                tier.ending_moves.append(move)
+                continue
             self.last_job_id += 1
             direction = Direction.LOAD if move.row.state is RowState.LOADING else Direction.STORE
             jobs.append(Job(self.last_job_id, tier.number, member.number, direction, [move], 0, now, now, now))

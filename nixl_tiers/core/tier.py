@@ -14,15 +14,13 @@ from nixl_tiers.core.breaker import BreakerState, Denylist
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import Row
 from nixl_tiers.core.limits import Limits
-from nixl_tiers.core.member import UNLIMITED, Member
+from nixl_tiers.core.member import Member
 from nixl_tiers.core.pricing import TransferEstimate
 from nixl_tiers.core.requests import Request
-from nixl_tiers.core.slots import SLOT_NUMBERS
+from nixl_tiers.core.slots import slots_each
 from nixl_tiers.core.stats import Counters, EvictionHistory
 from nixl_tiers.core.tier_index import TierIndex
 from nixl_tiers.core.types import Burst, Job, PlannedMove, TierSpec, TierState
-
-__all__ = ["UNLIMITED", "Member", "Tier"]
 
 _READABLE, _WRITABLE, _REFUSES_STORES = map(attrgetter, ("readable", "writable", "refuses_stores"))
 # Members of an enum are found by a slow attribute look-up before Python 3.12.
@@ -61,7 +59,7 @@ class Tier:
 
     def __post_init__(self) -> None:
         first = self.number if self.first_mover is None else self.first_mover
-        span = SLOT_NUMBERS // self.spec.members
+        span = slots_each(self.spec.members)
         self.members = [
             Member(self, first + place, place, place * span, self.limits) for place in range(self.spec.members)
         ]

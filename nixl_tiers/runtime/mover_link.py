@@ -23,7 +23,7 @@ from nixl_tiers.config.schema import StorageConfig, TiersConfig, format_size, ti
 from nixl_tiers.core.listing import Steps
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.member import Member
-from nixl_tiers.core.slots import SLOT_NUMBERS
+from nixl_tiers.core.slots import slots_each
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction, Job, TierState
 from nixl_tiers.memory.columns import ListedColumns
@@ -353,7 +353,7 @@ class MoverLink:
         """Raises ValueError for more slots than any medium of this capacity has: each used one costs a byte. Where
         it is only read, there are as many as others have filled."""
         limit = MAX_SLOTS if status.reads_only else MAX_CAPACITIES * status.capacity // self._row_bytes
-        limit = min(limit, SLOT_NUMBERS // len(self.of_tier(status.tier)))
+        limit = min(limit, slots_each(len(self.of_tier(status.tier))))
         if slots > limit:
             raise ValueError(f"the {status.name} tier cannot have {slots} slots")
 

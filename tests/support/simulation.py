@@ -23,9 +23,10 @@ from nixl_tiers.core.host import Row, RowState
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import Steps, take_all
 from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.member import UNLIMITED
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import ENOUGH
-from nixl_tiers.core.tier import UNLIMITED, Tier
+from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import Found
 from nixl_tiers.core.types import Direction, Job, TierSpec, TierState
 from tests.support.columns import PlainColumns

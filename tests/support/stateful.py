@@ -12,7 +12,7 @@ from nixl_tiers.base.policies import Eviction, Write
 from nixl_tiers.core import host
 from nixl_tiers.core.host import MAX_LOOKS
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.tier import UNLIMITED
+from nixl_tiers.core.member import UNLIMITED
 from tests.support.simulation import MANY_TURNS, RETAINED_S, SOME_ROOM, Scan, Simulation
 
 TIERS = st.integers(0, 1)

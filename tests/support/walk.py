@@ -18,7 +18,7 @@ from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core.announced import Announced
 from nixl_tiers.core.existence import ExistenceCheck
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.tier import UNLIMITED
+from nixl_tiers.core.member import UNLIMITED
 from tests.support.simulation import MANY_TURNS, SOME_ROOM, Scan, SimulatedJob, Simulation, Uses
 from tests.support.stateful import ROWS, SLOTS, WRITES, CascadeStateMachine
 
