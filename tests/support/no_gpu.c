@@ -8,13 +8,18 @@
  *   /run/udev      read through NO_GPU_RUN_UDEV. cuFile registers no file of a block device whose udev record lacks
  *                  ID_FS_USAGE or ID_FS_TYPE: a folder with a record, or an empty one.
  *
- * cuFile reads both with C++ streams and through its own copy of libudev; both end in fopen or fopen64. */
+ * cuFile reads both with C++ streams and through its own copy of libudev; both end in fopen or fopen64.
+ *
+ * Also removes what a killed process with the same pid has left: cuFile keeps its statistics in a System V segment whose
+ * key is the pid, and counts nothing where one of another size is there. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/shm.h>
+#include <unistd.h>
 
 static const char *redirect(const char *path, char *room) {
     static const struct {
@@ -42,3 +47,9 @@ static const char *redirect(const char *path, char *room) {
 
 OPEN(fopen)
 OPEN(fopen64)
+
+__attribute__((constructor)) static void remove_statistics_of_the_dead(void) {
+    int segment = shmget(getpid(), 0, 0);
+    if (segment >= 0)
+        shmctl(segment, IPC_RMID, NULL);
+}
