@@ -30,8 +30,8 @@ class TierSpec:
     """What the core must know of a storage tier. `physical_slots`: a slot is a place on the medium, no mere count.
 
     `asked`: other engines store to it too, and nothing is listed: whether a key exists is asked (existence.py). What is
-    known of such a tier stays known when its mover is restarted. A row's tick is the time by the medium's clock before
-    which it was not written last, so the order of the index is that in which rows vanish (`TierIndex.gone_before`).
+    known of such a tier stays known when its mover is restarted. A row's tick is the time by the medium's clock when
+    it was written last, so the order of the index is that in which rows vanish (`TierIndex.gone_before`).
 
     `members`: how many movers it has, each with slots of its own.
 

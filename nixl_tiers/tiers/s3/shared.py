@@ -38,7 +38,6 @@ class SharedRows(Rows):
         self._janitor: Janitor | None = None
         self._found: list[Entry] = []
         self._absent: dict[Key, float] = {}  # until when, the oldest first
-        self._began_s: dict[Key, int] = {}  # uploads that run
 
     def serve(self, namespace: str, epoch: int) -> None:
         self._namespace = namespace
@@ -120,17 +119,17 @@ class SharedRows(Rows):
         return Outcome.OK if self.upload_quota.try_acquire(self._row_bytes) else Outcome.NO_SPACE
 
     def upload_begins(self, key: Key) -> None:
-        self._began_s[key] = int(self._control.connection.server_time_s() - self.upload_quota.ahead_s)
+        """What deleted a row of this name before has ended."""
 
     def upload_ended(self, key: Key, *, done: bool) -> Outcome:
         self.upload_quota.upload_ended(self._row_bytes)
-        began_s = self._began_s.pop(key)
         if not done:  # it may have arrived nevertheless: then it will be found
             self._control.transfer_failed()
             self._control.upload_failed()
             return Outcome.FAILED
         self._control.denials.succeeded("put")
-        self._note(key, began_s)
+        # Not when it began: the Last-Modified of a prefix's first rows is `oldest`, and they would be taken to be gone.
+        self._note(key, int(self._control.connection.server_time_s() - self.upload_quota.ahead_s) + 1)
         return Outcome.OK
 
     def store_ended(self, key: Key) -> None:

@@ -185,7 +185,24 @@ class TestUploads:
         there, stored = driver.tier.found()
         assert (there.key, there.tick) == (key_of(1), int(datetime.fromisoformat(LONG_AGO).timestamp()))
         assert stored.key == key_of(2)
-        assert 0 <= driver.tier._control.connection.server_time_s() - stored.tick < 120, "when its upload began"
+        assert -1 <= driver.tier._control.connection.server_time_s() - stored.tick < 120, "when its upload ended"
+
+    def test_a_row_is_no_older_than_its_object(
+        self, driver: TierDriver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else it is gone by the janitor's `oldest`, the Last-Modified of the first object that is left."""
+        server_s = driver.tier._control.connection.server_time_s()
+        monkeypatch.setattr(driver.tier._control.connection, "server_time_s", lambda: server_s)
+
+        def slow(request: Request) -> None:
+            nonlocal server_s
+            if (request.method, request.name) == ("PUT", driver.name(1)):
+                server_s += 3.7
+
+        faulty.fault = slow
+        assert driver.store([1]) == [Outcome.OK]
+        (stored,) = driver.tier.found()
+        assert stored.tick > server_s, "a Date is up to a second late"
 
     def test_a_row_that_is_known_to_be_absent_is_not_asked_for(self, driver: TierDriver, faulty: FaultyS3) -> None:
         assert wait_until(lambda: check(driver, [1, 2], chain=False).absent == keys(1, 2))
