@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final
@@ -28,18 +27,18 @@ from nixl_tiers.vllm.compat import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
-    get_offload_group_idx,
     position_of,
 )
 from nixl_tiers.vllm.copy_jobs import RowsSpec
 from nixl_tiers.vllm.events import EventLog
-from nixl_tiers.vllm.hints import AtEnd, Outcome, Verb
-from nixl_tiers.vllm.live import Level, LiveGauges
+from nixl_tiers.vllm.kv_groups import KvGroups
+from nixl_tiers.vllm.live import LiveGauges
+from nixl_tiers.vllm.loads import Loads
 from nixl_tiers.vllm.lookups import Lookups
-from nixl_tiers.vllm.metrics import Reporter, info_labels, traits
 from nixl_tiers.vllm.prefill_meter import PrefillMeter, Scheduled
-from nixl_tiers.vllm.request_options import RequestOptionsReader, Scope
+from nixl_tiers.vllm.reports import REPORT_S, Reports
 from nixl_tiers.vllm.store_gate import StoreGate, WeightsGate
+from nixl_tiers.vllm.wishes import Wishes
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +49,6 @@ SHUTDOWN_S: Final = 0.3  # vLLM kills processes that have not exited a few secon
 # copies, so that the wait lasts several times as long (measured). Short, as no mover reports the end of a copy or a new
 # request.
 PAUSE_S: Final = 0.001
-
-# Numbers go to vLLM no more often than this while requests run: gathering them takes longer than a look-up.
-REPORT_S: Final = 0.25
 
 
 class NixlTiersManager(OffloadingManager):
@@ -78,38 +74,28 @@ class NixlTiersManager(OffloadingManager):
         report_s: float = REPORT_S,
     ) -> None:
         self._coordinator = coordinator
-        self._place = {group: place for place, group in enumerate(groups)}
-        self._sources = _sources(config)
-        self._loaded_from: dict[OffloadKey, str] = {}  # of the last load: vLLM asks for each key right behind it
+        self._groups = KvGroups(groups, chunk_tokens)
         self._has_storage = bool(config.storage)
-        self._options = RequestOptionsReader(config.names, [tier.locality for tier in config.storage])
-        self._store_none: set[str] = set()  # requests nothing of which is stored
-        self._promote_none: set[str] = set()  # requests that may not load from storage
-        self._at_end: dict[str, tuple[AtEnd, ...]] = {}  # what requests asked for the time after them
-        self._chunk_tokens = chunk_tokens or [0] * len(groups)
-        row_bytes = coordinator.region.geometry.row_bytes
-        info = info_labels(config, coordinator.namespace.digest.hex(), row_bytes, max(self._chunk_tokens, default=0))
-        self._reporter = Reporter(traits(config), info, gauges=live is None or not live.replaces_reports)
-        self._report_s = report_s
-        self._report_at_s = 0.0
-        self._live = live
-        if live is not None:
-            coordinator.after_tick(partial(_publish, live, weakref.WeakMethod(self.gauges)))
+        self._wishes = Wishes(coordinator, config)
+        self._reports = Reports(
+            coordinator,
+            config,
+            chunk_tokens=max(chunk_tokens, default=0),
+            live=live,
+            period_s=report_s,
+            own=self._wishes.counts,
+        )
         self._events = events
         self._pause_s = pause_s
         self._requests: set[str] = set()
-        self._loading: dict[str, tuple[float, int]] = {}  # requests with an open load: since when, rows
+        self._loads = Loads(coordinator, self._groups, config)
         self._storing: set[OffloadKey] = set()  # of open store jobs
-        self._beside: set[str] = set()  # those of them in whose time the engine computed: their end was reported later
         self._begun: set[str] = set()  # requests that have computed something, so that any step may go on with them
-        self._prepared_load = False  # in this step: it is submitted to the workers at the step's end
-        self._failed: set[str] = set()  # requests whose load a worker could not copy
         kept = config.on_reset == "keep"
         self._gate = StoreGate(kept=kept, one_block=coordinator.region.geometry.sub_blocks == 1)
         self.weights = WeightsGate(partial(attrgetter("ranks.weights"), coordinator.region), kept=kept)
         self._meter = PrefillMeter(coordinator.observe_prefill)
-        tokens = {group: each for group, each in zip(groups, chunk_tokens, strict=False) if each}
-        self._lookups = Lookups(coordinator, len(groups), self._gate, self._meter, tokens)
+        self._lookups = Lookups(coordinator, len(groups), self._gate, self._meter, self._groups.known_tokens())
         self._closed = False
         self._has_quotas = bool(config.quotas)
         self._sees_salts = False
@@ -165,23 +151,8 @@ class NixlTiersManager(OffloadingManager):
             log.warning(
                 "nixl_tiers: quotas have no effect with OffloadingConnector: use kv_connector NixlTiersConnector"
             )
-        options = self._options.read(req_context)
-        with self._coordinator.core() as core:
-            core.queue(request)
-            if options.tiers is not None:
-                core.set_allowed_tiers(request, options.tiers)
-            if options.store is not Scope.ALL:
-                core.keep_in_host(request)
-            if options.hints.evict_first:
-                core.evict_first(request)
-        if not (options.loads and (options.tiers is None or options.tiers)):
-            self._promote_none.add(request)
-        if not options.loads:
+        if not self._wishes.begin(req_context).loads:
             self._lookups.load_none.add(request)
-        if options.store is Scope.NONE:
-            self._store_none.add(request)
-        if options.hints.at_end:
-            self._at_end[request] = options.hints.at_end
         return RequestOffloadingContext()
 
     def anticipate(self, request: str, keys: Sequence[OffloadKey], rank: Rank) -> None:
@@ -201,23 +172,19 @@ class NixlTiersManager(OffloadingManager):
 
     def anticipates(self, request: str) -> bool:
         """Whether anything may be promoted for a new request."""
-        return self._has_storage and request not in self._promote_none
+        return self._has_storage and request not in self._wishes.promote_none
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = req_context.req_id
-        for names in (self._requests, self._begun, self._failed, self._store_none, self._promote_none):
-            names.discard(request)
+        self._requests.discard(request)
+        self._begun.discard(request)
+        self._loads.ended(request)
         self._gate.ended(request)
         self.weights.ended(request)
         self._meter.positions.forget(request)
         self._lookups.ended(req_context)
-        hints = self._at_end.pop(request, ())
-        with self._coordinator.core() as core:
-            tenant = core.tenant_of(request) if hints else 0
-            core.finish_request(request)
-        if hints:
-            self._follow(hints, req_context, tenant)
+        self._wishes.end(req_context)
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -236,48 +203,25 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
-        source = self._loaded_from.get(key)
-        if source is None:
-            with self._coordinator.core() as core:
-                (source,) = core.sources([key])
-        return self._sources[source]
+        return self._loads.source_of(key)
 
     @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        ordered = list(keys)
-        counts = self._counts(ordered)
+        ordered, request = list(keys), req_context.req_id
+        counts = self._groups.counts(ordered)
         end = max((position_of(key, req_context) or 0 for key in ordered), default=0) or None
-        tokens = self._tokens(ordered, counts)
-        rows = self._coordinator.prepare_load(ordered, req_context.req_id, tokens=tokens, end=end)
-        self._loading[req_context.req_id] = self._coordinator.now(), len(rows)
-        for group, place in self._place.items():
+        spec = self._loads.prepare(ordered, counts, request, end)
+        for group, place in self._groups.place.items():
             self._lookups.chains.note_load(group, counts[place])
-        self._prepared_load = True
-        self._gate.load_began(req_context.req_id)
-        self.weights.load_began(req_context.req_id)
+        self._gate.load_began(request)
+        self.weights.load_began(request)
         if end is not None:
-            self._meter.positions.hit(req_context.req_id, end)
-        missing: dict[int, int] = {}
-        with self._coordinator.core() as core:
-            self._loaded_from = dict(zip(ordered, core.sources(ordered), strict=True))
-            if self._coordinator.region.geometry.sub_blocks > 1:
-                missing = core.copies.partial(ordered)
-        return RowsSpec(rows, counts, missing=missing)
+            self._meter.positions.hit(request, end)
+        return spec
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        began = self._loading.pop(req_context.req_id, None)
-        beside = req_context.req_id in self._beside
-        self._beside.discard(req_context.req_id)
-        if req_context.req_id in self._failed:
-            self._failed.remove(req_context.req_id)
-            self._coordinator.fail_load(keys, req_context.req_id)
-        else:
-            self._coordinator.complete_load(keys, req_context.req_id)
-            if began is not None:
-                now = self._coordinator.now()
-                with self._coordinator.core() as core:
-                    core.copies.copied(began[1], now - began[0], now, at_most=beside)
+        self._loads.complete(keys, req_context.req_id)
 
     def load_failed(self, request: str) -> bool:
         """A worker could not copy the load that `request` waits for. NixlTiersConnector calls it before complete_load.
@@ -286,20 +230,17 @@ class NixlTiersManager(OffloadingManager):
         False, and without effect, if the request has no open load here: vLLM's MultiConnector reports to each of its
         connectors the requests that failed in any of them.
         """
-        if request not in self._loading:
-            return False
-        self._failed.add(request)
-        return True
+        return self._loads.fail(request)
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         """Never None, which vLLM would retry at every step: keys without room are left out from the prefix's end."""
         self._note_position(keys, req_context)
         self._look_at_weights()
-        if req_context.req_id in self._store_none or not self.weights.may_store(req_context.req_id):
+        if req_context.req_id in self._wishes.store_none or not self.weights.may_store(req_context.req_id):
             keys = ()
         offered = self._gate.allowed(keys, req_context) if self._gate.shut else list(keys)
-        plan = self._coordinator.prepare_store(self._in_prefix_order(offered, req_context), req_context.req_id)
+        plan = self._coordinator.prepare_store(self._groups.in_prefix_order(offered, req_context), req_context.req_id)
         row_of = dict(zip(plan.keys, plan.rows, strict=True))
         # vLLM lists the blocks of a job in the order in which it offered the keys, whatever the order of this answer.
         accepted = [key for key in offered if key in row_of]
@@ -307,7 +248,7 @@ class NixlTiersManager(OffloadingManager):
         rows = np.array([row_of[key] for key in accepted], np.int64)
         return PrepareStoreOutput(
             keys_to_store=accepted,
-            store_spec=RowsSpec(rows, self._counts(accepted), plan.store_seq),
+            store_spec=RowsSpec(rows, self._groups.counts(accepted), plan.store_seq),
             evicted_keys=[],  # vLLM does not look at them
         )
 
@@ -341,18 +282,18 @@ class NixlTiersManager(OffloadingManager):
             self._meter.positions.forget(request)
             self._lookups.chains.ended(request)
         self._meter.begin(time.monotonic())
-        if self._loading and (began or not self._idle()):
-            self._beside.update(self._loading)
+        if self._loads and (began or not self._idle()):
+            self._loads.computed_beside()
         self._begun.update(began)
-        if self._gate.holding or self._loading:
+        if self._gate.holding or self._loads:
             self.weights.computed = True
         self._look_at_weights()
         if self._pause_s and not began and self._can_only_wait():
             with self._coordinator.changed:
                 self._coordinator.changed.wait(self._pause_s)
         self._lookups.end_step()
-        self._prepared_load = False
-        self._calm = not (self._loading or self._gate.watches or self.weights.closed)
+        self._loads.prepared = False
+        self._calm = not (self._loads or self._gate.watches or self.weights.closed)
         self._entered = self._core.entered
 
     @override
@@ -363,12 +304,10 @@ class NixlTiersManager(OffloadingManager):
     @override
     def reset_cache(self) -> None:
         self._look_at_weights()
-        self._gate.reset(self._requests, self._loading)
+        self._gate.reset(self._requests, self._loads)
         self.weights.reset()
-        self._loading.clear()  # vLLM completes no job of before a reset
-        self._storing.clear()
-        self._beside.clear()
-        self._failed.clear()
+        self._loads.reset()
+        self._storing.clear()  # vLLM completes no job of before a reset
         if not self._begin_epoch():
             self._forget()
 
@@ -386,7 +325,7 @@ class NixlTiersManager(OffloadingManager):
     def _begin_epoch(self) -> bool:
         """Once a change of the weights has ended, and with it every copy of before: vLLM goes on with them, and reports
         each by the keys alone, which may be stored again in the new epoch."""
-        if not self.weights.closed or not self.weights.quiet or self._loading or self._storing:
+        if not self.weights.closed or not self.weights.quiet or self._loads or self._storing:
             return False
         self._forget(changed=True)
         self.weights.opened()
@@ -418,42 +357,14 @@ class NixlTiersManager(OffloadingManager):
         now_s = time.monotonic()
         if self._meter.unpublished or not self._meter.exact:
             self._meter.end(now_s)  # vLLM asks once for each step whose output it processes
-        if self._requests and now_s < self._report_at_s:
-            return None
-        self._report_at_s = now_s + self._report_s
-        totals = self._coordinator.counters()
-        hints = self._options.hints
-        totals["cpu"]["kv_hints"] = float(hints.requests)
-        totals["cpu"] |= {f"hints_{outcome}": float(hints.outcomes[outcome]) for outcome in Outcome}
-        with self._coordinator.core() as core:
-            samples = core.take_samples()
-        if self._live is not None and not self._has_storage:  # no supervisor, and nothing changes between steps
-            self._live.publish(lambda: self._reporter.levels(totals))
-        return self._reporter.report(totals, samples)
+        return self._reports.take(now_s, soon=bool(self._requests))
 
     @override
     def shutdown(self) -> None:
         if not self._closed:
             self._closed = True
+            self._reports.close()
             self._coordinator.close(SHUTDOWN_S)
-
-    def gauges(self) -> Iterable[Level]:
-        """All that there are, with their values now. On the supervisor's thread, which goes on in an idle engine."""
-        return () if self._closed else self._reporter.levels(self._coordinator.counters())
-
-    def _follow(self, hints: Iterable[AtEnd], context: ReqContext, tenant: int) -> None:
-        """The request has ended: retain its chunks that are there, and promote them before they are needed."""
-        positions: Mapping[OffloadKey, int] | None = getattr(context, "_offload_key_positions", None)
-        keys = sorted(positions or {}, key=(positions or {}).__getitem__)
-        for hint in hints:
-            if positions is None:
-                done = False  # before vLLM 0.31
-            elif hint.verb is Verb.RETAIN:
-                done = self._coordinator.retain(keys, hint.seconds)
-            else:
-                with self._coordinator.core() as core:
-                    done = core.retention.prefetch(keys, self._coordinator.now() + hint.seconds, tenant)
-            self._options.hints.ended(hint, done=done)
 
     def _can_only_wait(self) -> bool:
         """Whether some request waits for storage or a copy, and no request can be computing in this step.
@@ -461,52 +372,14 @@ class NixlTiersManager(OffloadingManager):
         vLLM does not say which requests a step computes, apart from new ones. Of those that were new in a step before,
         it can be any that neither waits nor loads.
         """
-        return not self._prepared_load and bool(self._lookups.waiting or self._loading) and self._idle()
+        return not self._loads.prepared and bool(self._lookups.waiting or self._loads) and self._idle()
 
     def _idle(self) -> bool:
         """Whether no request that has begun can be computing in this step."""
         waiting = self._lookups.waiting
-        return all(request in waiting or request in self._loading for request in self._begun)
+        return all(request in waiting or request in self._loads for request in self._begun)
 
     def _note_position(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """vLLM offers whole chunks, in the order of the prefix within each KV group."""
         if keys and (end := position_of(list(keys)[-1], req_context)) is not None:
             self._meter.stored(req_context.req_id, end, compat.chunk_tokens(req_context))
-
-    def _counts(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """How many of `keys` each KV group has; vLLM orders keys by group."""
-        counts = [0] * len(self._place)
-        for key in keys:
-            counts[self._place[get_offload_group_idx(key)]] += 1
-        return counts
-
-    def _tokens(self, keys: Sequence[OffloadKey], counts: Sequence[int]) -> list[int]:
-        """How many tokens each of `keys` saves from being computed: those of the group that loads most tokens, as the
-        chunks of all groups are of the same tokens."""
-        loaded = [count * tokens for count, tokens in zip(counts, self._chunk_tokens, strict=True)]
-        longest = loaded.index(max(loaded))
-        tokens = self._chunk_tokens[longest]
-        return [tokens if self._place[get_offload_group_idx(key)] == longest else 0 for key in keys]
-
-    def _in_prefix_order(self, keys: list[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
-        """By end token, so that under pressure all groups keep the same prefix."""
-        if len(self._place) == 1:
-            return keys
-        return sorted(keys, key=lambda key: position_of(key, req_context) or 0)
-
-
-def _publish(live: LiveGauges, gauges: weakref.WeakMethod[Callable[[], Iterable[Level]]]) -> None:
-    if (levels := gauges()) is not None:
-        live.tick(levels)
-
-
-def _sources(config: TiersConfig) -> Mapping[str, Any]:
-    """vLLM's name for where a hit came from, by tier name."""
-    known = compat.CacheHitSource
-    if known is None:
-        return dict.fromkeys(("cpu", *config.names))
-    storage = {
-        name: known.DISK if tier.on_disk else known.EXTERNAL_UNSPECIFIED
-        for name, tier in zip(config.names, config.storage, strict=True)
-    }
-    return {"cpu": known.HOST, **storage}

@@ -190,7 +190,7 @@ def test_hints_of_vllm_are_acted_on_and_counted(rig: Rig) -> None:
     assert stats is not None
     assert stats.data["data"]["nixl_tiers:kv_hint_requests"] == {(): 1.0}
     assert outcomes(stats) == {"accepted": 1, "unknown": 1, "rejected": 2}, "there is no tier to promote from"
-    assert not rig.manager._at_end
+    assert not rig.manager._wishes.at_end
 
 
 def test_time_frees_what_was_retained_without_a_storage_tier(rig: Rig) -> None:

@@ -144,7 +144,7 @@ def test_a_chunk_written_by_every_worker_is_a_hit(rig: ManagerRig, monkeypatch: 
 def test_load_is_credited_with_the_tokens_that_it_saved(rig: ManagerRig) -> None:
     """By the prefill estimate, from the request's position and vLLM's calls alone."""
     keys = keys_of(3)
-    rig.manager._chunk_tokens = [64]
+    rig.manager._groups.chunk_tokens = [64]
     rig.store(rig.request("writer", *keys), *keys)
     coordinator = rig.manager._coordinator
     for _ in range(5):

@@ -285,7 +285,7 @@ def test_two_workers_and_a_scheduler_in_one_process(
     spec = NixlTiersSpec(offloading_config(**options))
     manager = spec.get_manager()
     assert spec.get_manager() is manager
-    assert manager._live._labels == {"model_name": "served", "engine": "0"}, "as in vLLM's own metrics"
+    assert manager._reports._live._labels == {"model_name": "served", "engine": "0"}, "as in vLLM's own metrics"
     kept = manager._coordinator._prefill_cache
     assert kept.device == compat.device_name(), "the next start knows the speed of prefill"
     key = make_offload_key(b"k" * 32, 0)

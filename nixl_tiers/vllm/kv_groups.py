@@ -1,0 +1,44 @@
+"""The KV groups of a model: which of them a key belongs to, and how many tokens its chunk has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nixl_tiers.vllm.compat import OffloadKey, ReqContext, get_offload_group_idx, position_of
+
+
+class KvGroups:
+    """`groups`: vLLM's number of each offloaded group, in the order of OffloadingConfig.groups; `chunk_tokens`: of a
+    chunk of each, or empty if they are not known."""
+
+    def __init__(self, groups: Sequence[int], chunk_tokens: Sequence[int] = ()) -> None:
+        self.place = {group: place for place, group in enumerate(groups)}
+        self.chunk_tokens = chunk_tokens or [0] * len(groups)
+
+    def __len__(self) -> int:
+        return len(self.place)
+
+    def known_tokens(self) -> dict[int, int]:
+        """Tokens of a chunk by vLLM's number of its group, where they are known."""
+        return {group: tokens for group, place in self.place.items() if (tokens := self.chunk_tokens[place])}
+
+    def counts(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """How many of `keys` each group has; vLLM orders keys by group."""
+        counts = [0] * len(self.place)
+        for key in keys:
+            counts[self.place[get_offload_group_idx(key)]] += 1
+        return counts
+
+    def saved_tokens(self, keys: Sequence[OffloadKey], counts: Sequence[int]) -> list[int]:
+        """How many tokens each of `keys` saves from being computed: those of the group that loads most tokens, as the
+        chunks of all groups are of the same tokens. `counts`: of `keys`."""
+        loaded = [count * tokens for count, tokens in zip(counts, self.chunk_tokens, strict=True)]
+        longest = loaded.index(max(loaded))
+        tokens = self.chunk_tokens[longest]
+        return [tokens if self.place[get_offload_group_idx(key)] == longest else 0 for key in keys]
+
+    def in_prefix_order(self, keys: list[OffloadKey], context: ReqContext) -> list[OffloadKey]:
+        """By end token, so that under pressure all groups keep the same prefix."""
+        if len(self.place) == 1:
+            return keys
+        return sorted(keys, key=lambda key: position_of(key, context) or 0)

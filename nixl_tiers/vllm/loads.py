@@ -1,0 +1,105 @@
+"""The loads that vLLM has begun and not completed: of a request one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from nixl_tiers.config.schema import TiersConfig
+from nixl_tiers.runtime.coordinator import Coordinator
+from nixl_tiers.vllm import compat
+from nixl_tiers.vllm.compat import OffloadKey
+from nixl_tiers.vllm.copy_jobs import RowsSpec
+from nixl_tiers.vllm.kv_groups import KvGroups
+
+
+class Loads:
+    """Iterates over the requests with an open load. `prepared`: one was prepared in this step, at whose end it is
+    submitted to the workers."""
+
+    def __init__(self, coordinator: Coordinator, groups: KvGroups, config: TiersConfig) -> None:
+        self._coordinator = coordinator
+        self._groups = groups
+        self._sources = _sources(config)
+        self._source_of: dict[OffloadKey, str] = {}  # of the last load: vLLM asks for each key right behind it
+        self._open: dict[str, tuple[float, int]] = {}  # by request: since when, rows
+        self._beside: set[str] = set()  # those in whose time the engine computed: their end was reported later
+        self._failed: set[str] = set()  # those that a worker could not copy
+        self.prepared = False
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._open)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._open
+
+    def prepare(self, keys: Sequence[OffloadKey], counts: list[int], request: str, end: int | None) -> RowsSpec:
+        """Pin the rows of `keys`, of which each KV group has so many. `end`: the last one's end token."""
+        tokens = self._groups.saved_tokens(keys, counts)
+        rows = self._coordinator.prepare_load(keys, request, tokens=tokens, end=end)
+        self._open[request] = self._coordinator.now(), len(rows)
+        self.prepared = True
+        missing: dict[int, int] = {}
+        with self._coordinator.core() as core:
+            self._source_of = dict(zip(keys, core.sources(keys), strict=True))
+            if self._coordinator.region.geometry.sub_blocks > 1:
+                missing = core.copies.partial(keys)
+        return RowsSpec(rows, counts, missing=missing)
+
+    def source_of(self, key: OffloadKey) -> Any:
+        """Where `key` comes from, as vLLM names it."""
+        source = self._source_of.get(key)
+        if source is None:
+            with self._coordinator.core() as core:
+                (source,) = core.sources([key])
+        return self._sources[source]
+
+    def complete(self, keys: Collection[OffloadKey], request: str) -> None:
+        began = self._open.pop(request, None)
+        beside = request in self._beside
+        self._beside.discard(request)
+        if request in self._failed:
+            self._failed.remove(request)
+            self._coordinator.fail_load(keys, request)
+        else:
+            self._coordinator.complete_load(keys, request)
+            if began is not None:
+                now = self._coordinator.now()
+                with self._coordinator.core() as core:
+                    core.copies.copied(began[1], now - began[0], now, at_most=beside)
+
+    def fail(self, request: str) -> bool:
+        """A worker could not copy the request's load. False, and without effect, if it has none."""
+        if request not in self._open:
+            return False
+        self._failed.add(request)
+        return True
+
+    def computed_beside(self) -> None:
+        """The engine computes in this step, while the open loads are copied."""
+        self._beside.update(self._open)
+
+    def ended(self, request: str) -> None:
+        """The request has; its load may not have."""
+        self._failed.discard(request)
+
+    def reset(self) -> None:
+        """vLLM completes no job of before a reset."""
+        self._open.clear()
+        self._beside.clear()
+        self._failed.clear()
+
+
+def _sources(config: TiersConfig) -> Mapping[str, Any]:
+    """vLLM's name for where a hit came from, by tier name."""
+    known = compat.CacheHitSource
+    if known is None:
+        return dict.fromkeys(("cpu", *config.names))
+    storage = {
+        name: known.DISK if tier.on_disk else known.EXTERNAL_UNSPECIFIED
+        for name, tier in zip(config.names, config.storage, strict=True)
+    }
+    return {"cpu": known.HOST, **storage}
