@@ -31,6 +31,7 @@ class TierTraits:
     checked: bool = False  # unknown keys are checked: other engines store to it
     disk: bool = False  # rows may go through a staging buffer
     only: bool = False  # the host, without any storage tier below it
+    quotas: tuple[str, ...] = ()  # names of those that hold here
 
     @property
     def storage(self) -> bool:
@@ -76,6 +77,10 @@ def checked(tier: TierTraits) -> bool:
     return tier.storage and tier.checked
 
 
+def shared_out(tier: TierTraits) -> bool:
+    return bool(tier.quotas)
+
+
 @dataclass(frozen=True)
 class Series:
     """`values`: of the metric's labels without `tier`. `tier`: for what is counted at one tier and concerns another."""
@@ -100,6 +105,8 @@ class Metric:
 SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
 BYTES: Final = tuple(float(1 << power) for power in range(16, 31, 2))
 REASON: Final = ("tier", "reason")
+QUOTA_CHUNKS: Final = "quota_chunks"
+"""Of this series a tier has one for each quota, by `number_of_quota`, with the name of that for the value `*`."""
 
 
 def _counter(text: str, has: Has = every, *, number: str) -> Metric:
@@ -259,6 +266,13 @@ METRICS: Final[Mapping[str, Metric]] = {
         reset=Series(every, ("reset",), "the weights may have changed"),
     ),
     "chunks": _gauge("Chunks that this tier is known to hold: what a look-up can hit.", number="rows"),
+    QUOTA_CHUNKS: Metric(
+        Kind.GAUGE,
+        "Of these, chunks that count against a quota, in tiers where quotas hold: those found at a start count against "
+        "none.",
+        {QUOTA_CHUNKS: Series(shared_out, ("*",))},
+        ("tier", "quota"),
+    ),
     "retained_chunks": _gauge(
         "Chunks that hints keep in host memory (retain).", host, number="retained_rows", labels=()
     ),
@@ -326,13 +340,21 @@ INFO_TEXT: Final = (
 )
 
 
+def number_of_quota(quota: str) -> str:
+    """Of QUOTA_CHUNKS, the number of one quota."""
+    return f"{QUOTA_CHUNKS} {quota}"
+
+
 def published(tiers: list[TierTraits]) -> dict[tuple[str, str], tuple[str, Metric, tuple[str, ...]]]:
     """(tier, number) -> name of the metric, the metric, its label values: the series that these tiers have."""
     found: dict[tuple[str, str], tuple[str, Metric, tuple[str, ...]]] = {}
     for name, metric in METRICS.items():
         for number, series in metric.series.items():
             for tier in tiers:
-                if series.has(tier):
+                if series.has(tier) and name == QUOTA_CHUNKS:
+                    for quota in tier.quotas:
+                        found[tier.name, number_of_quota(quota)] = (name, metric, (tier.name, quota))
+                elif series.has(tier):
                     labels = ((series.tier or tier.name), *series.values) if "tier" in metric.labels else series.values
                     found[tier.name, number] = (name, metric, labels)
     return found

@@ -25,6 +25,7 @@ from nixl_tiers.base.chunk import Key, Namespace, check_keys
 from nixl_tiers.base.clock import RunningClock
 from nixl_tiers.base.lifetime import ForkedLock, finalize_once
 from nixl_tiers.base.manifest import Description
+from nixl_tiers.base.metrics import number_of_quota
 from nixl_tiers.base.policies import Write
 from nixl_tiers.config.quotas import Tenants
 from nixl_tiers.config.schema import ConfigError, TiersConfig, format_size
@@ -423,6 +424,12 @@ class Coordinator(DeprecatedCalls):
                 "waiting_requests": float(core.waiting_requests),
                 "prefill_tokens_per_s": core.prefill.tokens_per_s or 0.0,
             }
+            for quota, tenant in self.tenants.named.items():
+                number = number_of_quota(quota)
+                found["cpu"][number] = core.rows_of(None, tenant)
+                for place, tier in enumerate(core.tiers):
+                    if tier.spec.quotas:
+                        found[tier.spec.name][number] = core.rows_of(place, tenant)
             return {name: {**tier.numbers(), **found[name]} for name, tier in core.counters().items()}
 
     def after_tick(self, callback: Callable[[], None]) -> None:

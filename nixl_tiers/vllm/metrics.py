@@ -39,11 +39,18 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
 
 def traits(config: TiersConfig) -> list[TierTraits]:
     """Of the host and of each storage tier."""
+    quotas = tuple(config.quotas)
     storage = [
-        TierTraits(name, written=tier.write is not Write.OFF, checked=tier.asked, disk=tier.on_disk)
+        TierTraits(
+            name,
+            written=tier.write is not Write.OFF,
+            checked=tier.asked,
+            disk=tier.on_disk,
+            quotas=quotas if tier.own and tier.write is not Write.OFF else (),
+        )
         for name, tier in zip(config.names, config.storage, strict=True)
     ]
-    return [TierTraits(CPU, only=not storage), *storage]
+    return [TierTraits(CPU, only=not storage, quotas=quotas), *storage]
 
 
 def info_labels(config: TiersConfig, namespace: str, chunk_bytes: int, chunk_tokens: int) -> tuple[str, ...]:

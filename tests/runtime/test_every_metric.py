@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Key, Namespace
-from nixl_tiers.base.metrics import CPU, TierTraits, published
+from nixl_tiers.base.metrics import CPU, QUOTA_CHUNKS, TierTraits, number_of_quota, published
 from nixl_tiers.base.policies import HugePages
 from nixl_tiers.config import schema
 from nixl_tiers.core.chain_rows import Chain, Group
@@ -38,7 +38,10 @@ from tests.support.waiting import until, until_up
 STORAGE: Final = "storage"
 Series = tuple[str, str]
 """CPU or STORAGE, and the number of the series."""
-DECLARED: Final = set(published([TierTraits(CPU), TierTraits(STORAGE, checked=True, disk=True)]))
+QUOTA: Final = "tenant"
+DECLARED: Final = set(
+    published([TierTraits(CPU, quotas=(QUOTA,)), TierTraits(STORAGE, checked=True, disk=True, quotas=(QUOTA,))])
+)
 
 HINTS: Final = "tests/vllm/test_hints.py"
 ELSEWHERE: Final[Mapping[Series, tuple[str, str]]] = {
@@ -71,7 +74,8 @@ class Engine:
     not 0 at any `look`; of histograms those with a sample."""
 
     def __init__(self, seen: set[Series], *tiers: dict[str, Any], rules: Sequence[Rule] = ()) -> None:
-        fields = {"tiers": [{"type": "cpu", "capacity": ROWS * GEOMETRY.row_bytes}, *tiers]}
+        fields: dict[str, Any] = {"tiers": [{"type": "cpu", "capacity": ROWS * GEOMETRY.row_bytes}, *tiers]}
+        fields["quotas"] = {QUOTA: {"share": "50%", "salt_sha256": "0" * 64}}
         config = schema.load(fields)
         if rules:
             config = with_faults(config, FaultPlan(tuple(rules)).to_dict())
@@ -193,7 +197,10 @@ def drives(*, cpu: str = "", storage: str = "") -> Callable[[Callable[[Scene], N
     """The numbers of the series that a scenario drives."""
 
     def add(scenario: Callable[[Scene], None]) -> Callable[[Scene], None]:
-        series = {(CPU, name) for name in cpu.split()} | {(STORAGE, name) for name in storage.split()}
+        named = {QUOTA_CHUNKS: number_of_quota(QUOTA)}
+        series = {
+            (tier, named.get(name, name)) for tier, names in ((CPU, cpu), (STORAGE, storage)) for name in names.split()
+        }
         SCENARIOS[scenario.__name__] = scenario, series
         return scenario
 
@@ -247,6 +254,14 @@ def workers_fail_and_host_memory_is_full(scene: Scene) -> None:
     engine.miss("fails", [two])
     engine.put(keys_of(ROWS + 1, "more"))
     engine.miss("evicted", [two])
+
+
+@drives(cpu="quota_chunks", storage="quota_chunks")
+def a_tenant_stores(scene: Scene) -> None:
+    engine = scene.engine(file_tier(scene.path, CAPACITY))
+    with engine.coordinator.core() as core:
+        core.set_tenant("writer", engine.coordinator.tenants.named[QUOTA])
+    engine.put(keys_of(2))
 
 
 @drives(storage="evictions missed_evicted missed_slower", cpu="missed_no_room")

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 import prometheus_client
 
-from nixl_tiers.base.metrics import METRICS, PREFIX, Kind, TierTraits, published
+from nixl_tiers.base.metrics import METRICS, PREFIX, Kind, TierTraits, number_of_quota, published
 from nixl_tiers.core.stats import Counters
 from nixl_tiers.vllm.metrics import Reporter, definitions
 
@@ -169,12 +169,16 @@ def test_vllm_accepts_and_exports_every_metric(clean_registry: None) -> None:
 
 def test_levels_are_all_gauges_of_the_tiers_and_what_runs() -> None:
     numbers = dict.fromkeys((number for metric in METRICS.values() for number in metric.series), 2)
-    levels = [*Reporter([CPU, FILE], ("1", "2", "3", "4", "5")).levels({"cpu": numbers, "file": numbers})]
+    numbers[number_of_quota("a")] = 2
+    file = replace(FILE, quotas=("a", "b"))
+    levels = [*Reporter([CPU, file], ("1", "2", "3", "4", "5")).levels({"cpu": numbers, "file": numbers})]
     names = {(name, dict(labels).get("tier")) for name, _, labels, _ in levels}
     gauges = {name for name, metric in METRICS.items() if metric.kind is Kind.GAUGE}
     assert {name for name, _ in names} == {PREFIX + name for name in (*gauges, "info")}
     assert ("nixl_tiers:up", "file") in names
     assert ("nixl_tiers:up", "cpu") not in names
+    of_quotas = {labels: value for name, _, labels, value in levels if name == "nixl_tiers:quota_chunks"}
+    assert of_quotas == {(("tier", "file"), ("quota", "a")): 2.0}, "of the cpu tier without quotas none"
     assert all(text and isinstance(value, float) for _, text, _, value in levels)
 
 
