@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import nixl_tiers
-from nixl_tiers.mover.protocol import Store, ToMover, sendable
+from nixl_tiers.mover.protocol import Store, ToMover, packet_of
 from nixl_tiers.runtime import mover_link
 from tests.support.file_tier import file_tier
 from tests.support.leaks import host_rows_in_use
@@ -227,10 +227,10 @@ def test_the_package_lists_its_names() -> None:
 
 
 def test_a_job_that_no_mover_would_accept_fails_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fits(message: ToMover) -> bool:
-        return sendable(message) and not (isinstance(message, Store) and message.moves[0].key == b"bad")
+    def fitting(message: ToMover) -> bytes | None:
+        return None if isinstance(message, Store) and message.moves[0].key == b"bad" else packet_of(message)
 
-    monkeypatch.setattr(mover_link, "sendable", fits)
+    monkeypatch.setattr(mover_link, "packet_of", fitting)
     config = {"tiers": [*CPU["tiers"], file_tier(tmp_path, "16MiB")]}
     with nixl_tiers.open(config, SIZE, "n") as store:
         until_up(store)

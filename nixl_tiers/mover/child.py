@@ -120,8 +120,8 @@ class Child:
     def heartbeat_timed_out(self, now: float) -> bool:
         return now - self.received_s > (HEARTBEAT_TIMEOUT_S if self.started else START_TIMEOUT_S)
 
-    def send(self, message: ToMover) -> None:
-        """Queue a message; `flush` sends it. A no-op after `kill`.
+    def send(self, message: ToMover | bytes) -> None:
+        """Queue a message, which may be encoded already; `flush` sends it. A no-op after `kill`.
 
         Raises if the queue is full or the message cannot be encoded: kill it then, for it must not miss a message.
         """
@@ -129,7 +129,7 @@ class Child:
             return
         if len(self._unsent) >= MAX_UNSENT:
             raise BufferError("it does not read its messages")
-        self._unsent.append(encode(message))
+        self._unsent.append(message if isinstance(message, bytes) else encode(message))
 
     def flush(self) -> bool:
         """Send what the socket takes; True when nothing is left. Raises OSError for a message that can never be

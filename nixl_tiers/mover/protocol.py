@@ -183,14 +183,14 @@ decode_to_mover = msgspec.msgpack.Decoder(ToMover).decode
 decode_to_coordinator = msgspec.msgpack.Decoder(ToCoordinator).decode
 
 
-def sendable(message: ToMover) -> bool:
-    """Whether a mover can decode this message. One that it cannot would end the mover, so it must not be sent."""
+def packet_of(message: ToMover) -> bytes | None:
+    """The message, encoded. None if a mover could not decode it: that would end the mover, so it must not be sent."""
     try:
         packet = encode(message)
         decode_to_mover(packet)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError):
-        return False
-    return len(packet) <= MAX_PACKET
+        return None
+    return packet if len(packet) <= MAX_PACKET else None
 
 
 LOG_FORMAT: Final = "nixl_tiers mover[%s] %%(levelname)s: %%(message)s"

@@ -15,16 +15,17 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
 import msgspec
 
-from nixl_tiers.memory.columns import ColumnsError, ListedColumns
+from nixl_tiers.memory.columns import ColumnsError
 from nixl_tiers.mover import protocol
 from nixl_tiers.mover.child import Child
+from nixl_tiers.mover.handler import Handler
 from nixl_tiers.mover.protocol import (
     HEARTBEAT_S,
     Configure,
@@ -33,9 +34,9 @@ from nixl_tiers.mover.protocol import (
     Opened,
     Refused,
     Stop,
-    ToCoordinator,
     ToMover,
 )
+from nixl_tiers.mover.restarts import RestartBackoff
 
 log = logging.getLogger(__name__)
 
@@ -43,46 +44,6 @@ TICK_S: Final = 0.05  # how often deadlines are checked while there is work
 IDLE_S: Final = HEARTBEAT_S  # and while there is none
 UNREAPED_S: Final = 5.0  # a killed process that is still there after this is stuck in the kernel
 REAP_TIMEOUT_S: Final = 1.0  # how long `close` waits for movers that it had to kill, at most
-
-
-class Turn(NamedTuple):
-    """What the handler has planned at a turn.
-
-    `messages`: to send now, in order, each with its tier; `overdue`: tiers whose movers must be killed, and why;
-    `wait_s`: how long the next turn may wait if nothing happens, in seconds: 0 if work is left that was put off to keep
-    this one short; `pause_s`: for so long the next turn may wait whatever movers report meanwhile.
-    """
-
-    messages: Sequence[tuple[int, ToMover]]
-    overdue: Mapping[int, str]
-    wait_s: float
-    pause_s: float = 0.0
-
-
-class Handler(Protocol):
-    """Callbacks of the supervisor, on its own thread. They must not block."""
-
-    def on_message(self, tier: int, message: ToCoordinator) -> None: ...
-
-    def on_columns(self, tier: int, epoch: int, columns: ListedColumns) -> None:
-        """Many rows are listed. The handler owns `columns`, and closes them."""
-
-    def on_problem(self, tier: int, reason: str) -> None:
-        """The tier has no mover that can serve, for this reason. Called repeatedly while that lasts."""
-
-    def on_log_line(self, tier: int, level: int, text: str) -> None:
-        """The tier's mover has logged a line."""
-
-    def on_killed(self, tier: int) -> None:
-        """The tier's mover is being killed. No message of it follows; transfers may still write to its rows. Called
-        again if it raises."""
-
-    def on_reaped(self, tier: int) -> None:
-        """The tier's mover is dead and reaped. Called again if it raises."""
-
-    def on_tick(self, received_s: float, send_credits: Sequence[int]) -> Turn:
-        """All messages that movers had sent by `received_s` have been handled: later deadlines must not be judged yet.
-        `send_credits`: how many messages each mover takes now; one that is sent many more is killed."""
 
 
 class Supervisor:
@@ -315,7 +276,7 @@ class Supervisor:
         for fd in mover.fds:
             self._epoll.register(fd, select.EPOLLIN)
 
-    def _send(self, tier: int, mover: Child, message: ToMover) -> None:
+    def _send(self, tier: int, mover: Child, message: ToMover | bytes) -> None:
         """No message may be left out: a mover that cannot be sent one is killed."""
         try:
             mover.send(message)
@@ -408,31 +369,3 @@ class Supervisor:
         if line not in self._logged:
             self._logged.add(line)
             log.error("%s", line, exc_info=error)
-
-
-BACKOFF_S: Final = (0.05, 1.0, 5.0, 15.0, 60.0)  # by number of deaths within RECENT_S
-RECENT_S: Final = 600.0
-KILLS_AN_HOUR: Final = 10
-HOUR_S: Final = 3600.0
-
-
-class RestartBackoff:
-    """The restarts of one tier's mover. Kills are bounded, because each one has cost a request its deadline: after
-    KILLS_AN_HOUR of them, the tier stays without a mover until an hour after the first."""
-
-    def __init__(self) -> None:
-        self._deaths: deque[float] = deque(maxlen=len(BACKOFF_S))
-        self._kills: deque[float] = deque(maxlen=KILLS_AN_HOUR)
-
-    def killed(self, now: float) -> None:
-        self._kills.append(now)
-
-    def died(self, now: float) -> float:
-        """When the next mover may be started. Call it for every death, killed or not, after `killed`."""
-        while self._deaths and now - self._deaths[0] > RECENT_S:
-            self._deaths.popleft()
-        at = now + BACKOFF_S[min(len(self._deaths), len(BACKOFF_S) - 1)]
-        self._deaths.append(now)
-        if len(self._kills) == KILLS_AN_HOUR:
-            at = max(at, self._kills[0] + HOUR_S)
-        return at

@@ -1,6 +1,6 @@
 """MoverLink: the coordinator's line to its movers. Applies what they report, and plans what they are sent.
 
-All `on_*` methods are called on the supervisor's thread (`mover.supervisor.Handler`). They take the coordinator's lock
+All `on_*` methods are called on the supervisor's thread (`mover.handler.Handler`). They take the coordinator's lock
 for microseconds. Results are applied at once, not at the scheduler's next call, so that cascades go on while the
 scheduler sleeps. That is safe between a look-up and the load of one step, because rows that a step called hits are not
 evicted before the step ends.
@@ -28,6 +28,7 @@ from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction, Job, TierState
 from nixl_tiers.memory.columns import ListedColumns
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.handler import Turn
 from nixl_tiers.mover.protocol import (
     MAX_TOUCHED,
     CheckExistence,
@@ -47,9 +48,9 @@ from nixl_tiers.mover.protocol import (
     ToCoordinator,
     ToMover,
     Touch,
-    sendable,
+    packet_of,
 )
-from nixl_tiers.mover.supervisor import IDLE_S, TICK_S, Supervisor, Turn
+from nixl_tiers.mover.supervisor import IDLE_S, TICK_S, Supervisor
 from nixl_tiers.runtime.tier_log import LogQueue, TierLog, Write
 from nixl_tiers.tiers.base import MAX_SLOTS, Move
 
@@ -280,16 +281,17 @@ class MoverLink:
             for member, free in zip(members, send_credits, strict=True):
                 member.send_credits = free
             jobs = self._core.turn(received_s, now)
-            moves = [(job, message) for job in jobs if (message := self._sendable(job, now)) is not None]
-            messages: list[tuple[int, ToMover]] = []
-            messages += [(job.mover, message) for job, message in moves if job.direction is Direction.LOAD]
+            moves = [(job, packet) for job in jobs if (packet := self._packet_of(job, now)) is not None]
+            messages: list[tuple[int, ToMover | bytes]] = []
+            messages += [(job.mover, packet) for job, packet in moves if job.direction is Direction.LOAD]
             most = self._core.limits.deletes_per_batch
             for member in members:
                 messages += [(member.number, Delete(batch)) for batch in member.delete_batches(most)]
-            messages += [(job.mover, message) for job, message in moves if job.direction is Direction.STORE]
+            messages += [(job.mover, packet) for job, packet in moves if job.direction is Direction.STORE]
             for check in self._core.events.plan_checks(now):
-                if sendable(question := CheckExistence(check.id, check.keys, check.chain)):
-                    messages.append((self._core.tiers[check.tier].members[0].number, question))
+                packet = packet_of(CheckExistence(check.id, check.keys, check.chain))
+                if packet is not None:
+                    messages.append((self._core.tiers[check.tier].members[0].number, packet))
                 else:
                     self._core.checks.answered(check.tier, check.id, (), now)
             for status, member in zip(self.movers, members, strict=True):
@@ -341,13 +343,12 @@ class MoverLink:
                 statuses[0].touch_at_s = now + self._touch_s
         return messages
 
-    def _sendable(self, job: Job, now: float) -> Store | Load | None:
+    def _packet_of(self, job: Job, now: float) -> bytes | None:
         """The message for a job; None if it is too large for any mover to accept, which fails this job only."""
-        message = _message(job, self._core.movers[job.mover].first_slot)
-        if sendable(message):
-            return message
-        self._core.events.finished(job.mover, job.id, [Outcome.FAILED] * len(job.moves), now)
-        return None
+        packet = packet_of(_message(job, self._core.movers[job.mover].first_slot))
+        if packet is None:
+            self._core.events.finished(job.mover, job.id, [Outcome.FAILED] * len(job.moves), now)
+        return packet
 
     def _check_slots(self, status: MoverStatus, slots: int) -> None:
         """Raises ValueError for more slots than any medium of this capacity has: each used one costs a byte. Where

@@ -21,6 +21,7 @@ from nixl_tiers.memory.columns import ListedColumns
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import child
 from nixl_tiers.mover.child import Redactor
+from nixl_tiers.mover.handler import Turn
 from nixl_tiers.mover.protocol import (
     MAX_PACKET,
     CheckExistence,
@@ -36,7 +37,8 @@ from nixl_tiers.mover.protocol import (
     ToMover,
     encode,
 )
-from nixl_tiers.mover.supervisor import IDLE_S, KILLS_AN_HOUR, RestartBackoff, Supervisor, Turn
+from nixl_tiers.mover.restarts import KILLS_AN_HOUR, RestartBackoff
+from nixl_tiers.mover.supervisor import IDLE_S, Supervisor
 from tests.mover.harness import NAMESPACE
 from tests.support.waiting import until
 
