@@ -54,9 +54,10 @@ class Limits:
     listed_per_step: int = 256  # rows that are listed, or looked at after a listing, in one hold of the lock
     deletes_per_turn: int = 4096  # of a tier; with more to delete nothing is stored to it
     deletes_per_batch: int = 256  # rows to delete in one message; not fewer than moves_per_job
-    job_bytes: int = 16 << 20  # small jobs keep a window full: a row is free, or a hit, when its own job ends
-    # Each turn of the supervisor, and each job, costs it the interpreter's lock that the engine's step needs. So while
-    # only write-back is under way, turns are as seldom as this; and a job of stores, for which nobody waits, is up to
-    # four times as large as one of loads, on a tier that stores so much in this time.
-    pause_s: float = 0.2
+    # Each job, and each turn of the supervisor, costs it the interpreter's lock that the engine's step needs. So a job of
+    # loads is what a tier moves in `job_s`, and one of stores, for which nobody waits, four times that: at least
+    # `job_bytes`, since small jobs keep a window full, and at most `moves_per_job` and a quarter of a window.
+    job_s: float = 0.02
+    job_bytes: int = 16 << 20
+    pause_s: float = 0.2  # while only write-back is under way, turns are as seldom as this
     breaker: BreakerLimits = field(default_factory=BreakerLimits)

@@ -19,8 +19,8 @@ from nixl_tiers.core.stats import Counters, EvictionHistory, Samples
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Burst, Direction, Job, PlannedMove, TierState
 
-STORE_JOBS: Final = 4  # a job of stores is at most so many times as large as one of loads
-JOBS_A_WINDOW: Final = 4  # and leaves room for so many in a window
+STORE_JOBS: Final = 4  # a job of stores takes so many times as long as one of loads
+JOBS_A_WINDOW: Final = 4  # a job leaves room for so many in a window
 COPIES_KNOWN: Final = 3  # copies to the engine: with fewer, one that was slow by accident is all that is known
 COPIES_HALVE_S: Final = 30.0  # as long without one that was measured halves their price
 
@@ -242,7 +242,7 @@ class CascadeState:
         hard_s = throughput.timeout_s(4 * nbytes, limits.hard_deadline_min_s, limits.hard_deadline_max_s)
         hard_s = max(hard_s, 2 * soft_s)  # a long `wait_s` is longer than the longest of these
         jobs = []
-        most = self.rows_per_job if direction is Direction.LOAD else self._rows_per_store_job(member)
+        most = self._rows_a_job(member, direction)
         tier, mover = member.tier.number, member.number
         for start in range(0, len(moves), most):
             self.last_job_id += 1
@@ -251,13 +251,14 @@ class CascadeState:
         member.send_credits -= len(jobs)
         return jobs
 
-    def _rows_per_store_job(self, member: Member) -> int:
-        limits, members = self.limits, len(member.tier.members)
-        fast = int(member.throughput[Direction.STORE].bytes_per_s * limits.pause_s) // self.row_bytes
+    def _rows_a_job(self, member: Member, direction: Direction) -> int:
+        """As many as the member moves in `job_s`: a job costs the engine's process the same whatever its size."""
+        limits, loads = self.limits, direction is Direction.LOAD
+        job_s = limits.job_s if loads else STORE_JOBS * limits.job_s
+        fast = int(member.throughput[direction].bytes_per_s * job_s) // self.row_bytes
         # Several jobs fill a window, whatever their size: else the tier idles between two of them.
-        window = self.store_window // members // JOBS_A_WINDOW
-        largest = min(STORE_JOBS * self.rows_per_job, limits.moves_per_job, window)
-        return max(self.rows_per_job, min(fast, largest))
+        window = (self.load_window if loads else self.store_window) // len(member.tier.members) // JOBS_A_WINDOW
+        return max(self.rows_per_job, min(fast, limits.moves_per_job, window))
 
     def _join_burst(self, tier: Tier, jobs: list[Job], now: float) -> None:
         burst = tier.burst

@@ -1,6 +1,8 @@
-"""How many rows a job has: of loads few, of stores to a fast tier more, never what a slow tier cannot end in time."""
+"""How many rows a job has: what the tier moves in `job_s`, and never what a slow tier cannot end in time."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -9,17 +11,20 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.state import JOBS_A_WINDOW, STORE_JOBS
-from nixl_tiers.core.types import Direction, TierSpec
+from nixl_tiers.core.types import Direction, Job, TierSpec
 from tests.support.core import opened, put
 
 ROW = 2 << 20
-LOAD_ROWS = Limits().job_bytes // ROW
-ROWS = 20 * STORE_JOBS * LOAD_ROWS * JOBS_A_WINDOW  # its window has room for the largest jobs
+LIMITS = Limits()
+FEW = LIMITS.job_bytes // ROW
+MOST = LIMITS.moves_per_job
+ROWS = 20 * MOST * JOBS_A_WINDOW  # its windows have room for the largest jobs
+FAST = 5e9
 
 
 def core_of(rows: int) -> TierManager:
     core = TierManager(rows, ROW, [TierSpec("file", Write.THROUGH, physical_slots=True)], Limits())
-    opened(core, 0, rows)
+    opened(core, 0, ROWS)
     core.events.listed(0, [], last=True)
     return core
 
@@ -33,34 +38,70 @@ def store_jobs(core: TierManager, first: int, bytes_per_s: float) -> list[int]:
     put(core, [key_of(first + number) for number in range(60)], f"request {first}")
     sizes, now = [], float(first)
     while jobs := core.turn(now, now):
-        for job in jobs:
-            assert job.direction is Direction.STORE
-            sizes.append(len(job.moves))
-            core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), now + job.nbytes / bytes_per_s)
+        assert {job.direction for job in jobs} == {Direction.STORE}
+        sizes += end(core, jobs, now, bytes_per_s)
     return sizes
 
 
-def after_samples(rows: int, bytes_per_s: float) -> int:
+def end(core: TierManager, jobs: Sequence[Job], now: float, bytes_per_s: float) -> list[int]:
+    for job in jobs:
+        core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), now + job.nbytes / bytes_per_s)
+    return [len(job.moves) for job in jobs]
+
+
+def stored(rows: int, bytes_per_s: float) -> int:
+    """How many rows jobs of stores have that know the tier's speed."""
     core = core_of(rows)
     for first in range(0, 1200, 60):
         sizes = store_jobs(core, first, bytes_per_s)
     return max(sizes)
 
 
+def loaded(rows: int, bytes_per_s: float) -> int:
+    """The same of loads."""
+    core = core_of(rows)
+    core.events.listed(0, [(slot, key_of(slot), 0) for slot in range(1200)], last=True)
+    now, keys = 0.0, iter(range(1200))
+    for request in range(20):
+        for position in range(60):
+            core.lookup(key_of(next(keys)), f"request {request}", position, now)
+        core.end_step()
+        sizes: list[int] = []
+        while jobs := core.turn(now, now):
+            sizes += end(core, jobs, now, bytes_per_s)
+        core.finish_request(f"request {request}")
+        now += 1.0
+    return max(sizes)
+
+
 def test_jobs_are_small_until_the_tier_is_known() -> None:
-    assert max(store_jobs(core_of(ROWS), 0, 5e9)) == LOAD_ROWS
+    assert max(store_jobs(core_of(ROWS), 0, FAST)) == FEW
 
 
-def test_jobs_of_stores_to_a_fast_tier_are_larger() -> None:
-    assert after_samples(ROWS, 5e9) == STORE_JOBS * LOAD_ROWS
+@pytest.mark.parametrize(("job", "times"), [(stored, STORE_JOBS), (loaded, 1)])
+def test_a_job_is_what_the_tier_moves_in_its_time(job: Callable[[int, float], int], times: int) -> None:
+    speed = 40 * ROW / (times * LIMITS.job_s)
+    assert FEW < job(ROWS, 1.01 * speed) == 40 < MOST
 
 
-def test_jobs_of_stores_to_a_slow_tier_stay_small() -> None:
-    assert after_samples(ROWS, LOAD_ROWS * ROW / Limits().pause_s) == LOAD_ROWS
+@pytest.mark.parametrize("job", [stored, loaded])
+def test_jobs_have_a_least_and_a_largest_size(job: Callable[[int, float], int]) -> None:
+    assert job(ROWS, 1e6) == FEW
+    assert job(ROWS, 1e12) == min(MOST, 60)
 
 
-def test_a_window_has_room_for_several_jobs() -> None:
-    assert after_samples(ROWS // 4, 5e9) < STORE_JOBS * LOAD_ROWS
+@pytest.mark.parametrize("job", [stored, loaded])
+def test_a_window_has_room_for_several_jobs(job: Callable[[int, float], int]) -> None:
+    share = LIMITS.store_share if job is stored else LIMITS.load_share
+    rows = int(20 * JOBS_A_WINDOW / share)
+    assert job(rows, 1e12) == 20
+
+
+def test_a_row_that_is_larger_than_the_least_job_is_one() -> None:
+    core = TierManager(64, 2 * LIMITS.job_bytes, [TierSpec("file", Write.THROUGH, physical_slots=True)], LIMITS)
+    opened(core, 0, 64)
+    core.events.listed(0, [], last=True)
+    assert store_jobs(core, 0, 1e3)[0] == 1
 
 
 @pytest.mark.parametrize("wait_s", [1.0, 10.0, 300.0, 3600.0])
@@ -71,7 +112,7 @@ def test_a_job_is_given_up_before_its_mover_is_killed(wait_s: float, seconds: fl
     opened(core, 0, ROWS)
     core.events.listed(0, [], last=True)
     for first in range(0, 300, 60):
-        store_jobs(core, first, LOAD_ROWS * ROW / seconds)
+        store_jobs(core, first, FEW * ROW / seconds)
     put(core, [key_of(number) for number in range(300, 360)], "last")
     jobs = core.turn(1e6, 1e6)
     assert jobs
