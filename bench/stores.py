@@ -9,8 +9,8 @@ with its mover and the supervisor's thread at work meanwhile). Engine, model and
 
 The least of all repeats for each call, since a busy machine only adds to that, and the median of their sums. Then what
 a step costs in which DECODING requests decode and nothing is stored: the median of all such steps. `--cold`: before
-each step the processor's caches are emptied, as a model's weights empty them; a loop that does nothing else is three
-times as fast.
+each step the processor's caches are emptied, as a model's weights empty them, after 3 ms of sleep; a loop that does
+nothing else is three times as fast.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any, Final
 
-import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
+from bench.cold import Cold, warm
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema
 from nixl_tiers.memory.region import HostRegion
@@ -45,7 +45,6 @@ CHUNKS: Final = 62
 AT_ONCE: Final = 7  # requests whose prompts are computed in one step
 STEPS: Final = 32
 DECODING: Final = 16
-CACHE_BYTES: Final = 64 << 20  # more than a processor's second-level cache, and most of its last one
 ROWS: Final = REQUESTS * CHUNKS
 CALLS: Final = ("arrive", "look up", "build", "output", "stats", "finish")
 
@@ -68,7 +67,7 @@ class Turn:
     """`count` new prompts, from their arrival to their end; `took_s`: of each call; `decoding_s`: of each step in which
     all of them decode and nothing is stored. `before_step` is called before each."""
 
-    def __init__(self, side: Any, count: int = REQUESTS, before_step: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, side: Any, count: int = REQUESTS, before_step: Callable[[], object] = warm) -> None:
         self._count = count
         self._before_step = before_step
         self.decoding_s: list[float] = []
@@ -227,6 +226,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=3 * ROWS, help="of the host: later turns evict")
     parser.add_argument("--cold", action="store_true", help="empty the processor's caches before each step")
     given = parser.parse_args()
+    before_step = Cold() if given.cold else warm
     with tempfile.TemporaryDirectory() as folder:
         sides: dict[str, Any] = {
             "vllm": Vllm(given.rows),
@@ -236,7 +236,7 @@ def main() -> None:
         turns: dict[str, list[Turn]] = {name: [] for name in sides}
         for _ in range(given.repeats + 1):
             for name, side in sides.items():
-                turn = Turn(side)
+                turn = Turn(side, before_step=before_step)
                 turn.run()
                 turns[name].append(turn)
                 side.settle()
@@ -247,12 +247,10 @@ def main() -> None:
             each = [min(turn.took_s[call] for turn in made[1:]) * 1e6 / ROWS for call in CALLS]
             sums = median(sum(turn.took_s.values()) for turn in made[1:]) * 1e6 / ROWS
             print(f"{name:9} | " + " | ".join(f"{us:7.2f}" for us in each) + f" | {sum(each):7.2f} | {sums:6.2f}")
-        cache = np.ones(CACHE_BYTES, np.uint8)
-        empty = cache.sum if given.cold else None
         decoding: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(given.repeats):
             for name, side in sides.items():
-                turn = Turn(side, DECODING, *([empty] if empty is not None else []))
+                turn = Turn(side, DECODING, before_step)
                 turn.run()
                 decoding[name] += turn.decoding_s
                 side.settle()

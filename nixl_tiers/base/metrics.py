@@ -103,6 +103,7 @@ class Metric:
 
 
 SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
+SHORT_SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
 BYTES: Final = tuple(float(1 << power) for power in range(16, 31, 2))
 REASON: Final = ("tier", "reason")
 QUOTA_CHUNKS: Final = "quota_chunks"
@@ -193,6 +194,24 @@ METRICS: Final[Mapping[str, Metric]] = {
         host,
         number="prefill_tokens_per_s",
         labels=(),
+    ),
+    # --- what it takes (vllm/own_time.py) -------------------------------------------------------------------
+    "connector_seconds": _reasons(
+        "Seconds that NixlTiersConnector, vLLM's part of it included, kept the engine's thread in steps.",
+        ("side",),
+        connector_scheduler_s=Series(host, ("scheduler",), "on the scheduler's side"),
+        connector_worker_s=Series(host, ("worker",), "on the first worker's"),
+    ),
+    "connector_steps": Metric(
+        Kind.COUNTER, "Steps in which it did, those that only decode included.", {"connector_steps": Series(host)}, ()
+    ),
+    "connector_first_token_seconds": Metric(
+        Kind.HISTOGRAM,
+        "How long NixlTiersConnector kept the engine's thread, on both sides and for all requests, between the arrival "
+        "of a request and its first token.",
+        {"connector_first_token_s": Series(host)},
+        (),
+        SHORT_SECONDS,
     ),
     # --- moves -------------------------------------------------------------------------------------------------
     "promotion_seconds": _histogram(

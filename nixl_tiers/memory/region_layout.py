@@ -31,6 +31,7 @@ _VERSION: Final = 2
 HEADER: Final = struct.Struct("<8sQQQQQQ?16s")
 # Of the header page:
 STEPS_AT: Final = 1024  # the times of the last steps
+OWN_TIME_AT: Final = PAGE - 48  # how long the connector has kept the first rank, up to which step
 HELD_UNTIL_AT: Final = PAGE - 24  # until when movers start no stores, a float64
 HUGE_BYTES_AT: Final = PAGE - 16  # how many bytes lie in huge pages
 RECORD_BYTES: Final = 512  # of one rank, or of all

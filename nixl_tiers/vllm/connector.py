@@ -23,6 +23,7 @@ from nixl_tiers.vllm.compat import UnsupportedVllm, beginning, scheduled_tokens
 from nixl_tiers.vllm.fingerprint import current_vllm_config
 from nixl_tiers.vllm.log_line import LoggedStats
 from nixl_tiers.vllm.manager import NixlTiersManager
+from nixl_tiers.vllm.own_time import OwnTime, OwnTimes, timed
 from nixl_tiers.vllm.plugin import SPEC
 from nixl_tiers.vllm.replicated import copies_by_configuration, told
 from nixl_tiers.vllm.worker import NixlTiersWorker
@@ -47,12 +48,15 @@ class StepMetadata(OffloadingConnectorMetadata):
     step: int
 
 
+@timed
 class NixlTiersConnector(OffloadingConnector):
     """The value of `kv_connector` instead of OffloadingConnector, with the same fields in kv_connector_extra_config.
 
     ValueError with one sentence if the spec is another, or loads are configured that cannot be recomputed when they
     fail.
     """
+
+    _own_times: OwnTimes | None = None  # of the scheduler
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         transfer = vllm_config.kv_transfer_config
@@ -61,7 +65,9 @@ class NixlTiersConnector(OffloadingConnector):
             super().__init__(vllm_config, role, kv_cache_config)
         self._loading: dict[int, str] = {}  # job -> request, on workers
         if self.connector_scheduler is not None:
-            self._manager.times_are_published(compat.step_tokens(vllm_config.scheduler_config))
+            self._own_times = self._manager.times_are_published(
+                compat.step_tokens(vllm_config.scheduler_config), self._own_time
+            )
             if (windows := compat.windows(self.connector_scheduler)) is not None:
                 self._manager.windows_are_known(windows)
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
@@ -114,6 +120,14 @@ class NixlTiersConnector(OffloadingConnector):
                 del self._loading[job_id]
         return results
 
+    @override
+    def clear_connector_metadata(self) -> None:
+        """What vLLM calls last in a step."""
+        meta = self._connector_metadata
+        if isinstance(meta, StepMetadata):
+            self._worker.publish_own_time(meta.step, self._own_time.seconds)
+        super().clear_connector_metadata()
+
     # --- in the API server -------------------------------------------------------------------------------------
 
     @classmethod
@@ -137,7 +151,10 @@ class NixlTiersConnector(OffloadingConnector):
         meta = super().build_connector_meta(scheduler_output)
         if self._arrivals.waiting:
             self._fill_line()
-        return StepMetadata(**vars(meta), step=manager.scheduled(scheduled_tokens(scheduler_output)))
+        step = manager.scheduled(scheduled_tokens(scheduler_output))
+        if self._own_times is not None:
+            self._own_times.scheduled(scheduler_output, step)
+        return StepMetadata(**vars(meta), step=step)
 
     @override
     def _max_loadable_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
@@ -150,6 +167,8 @@ class NixlTiersConnector(OffloadingConnector):
     def on_new_request(self, request: Any) -> None:
         """A request joins the scheduler's queue: what it is going to load comes up while it waits there."""
         super().on_new_request(request)
+        if self._own_times is not None:
+            self._own_times.arrived(request.request_id, request.num_prompt_tokens)
         self._manager.salt_of(request.request_id, getattr(request, "cache_salt", None))
         if self._anticipates and self._manager.anticipates(request.request_id):
             rank = (float(request.priority), request.arrival_time) if self._by_priority else (0.0,)
@@ -178,6 +197,12 @@ class NixlTiersConnector(OffloadingConnector):
         withdrawn, self._withdrawn = self._withdrawn, []
         return [*withdrawn, *super().take_events()]
 
+    @override
+    def get_kv_connector_stats(self) -> Any:
+        if self._own_times is not None:
+            self._own_times.look()
+        return super().get_kv_connector_stats()
+
     def _fill_line(self) -> None:
         """Requests are next in line by now: read their chains."""
         manager = self._manager
@@ -195,6 +220,10 @@ class NixlTiersConnector(OffloadingConnector):
                 self._arrivals = Arrivals()
                 return
             manager.anticipate(request, keys, rank)
+
+    @cached_property
+    def _own_time(self) -> OwnTime:
+        return OwnTime()
 
     @cached_property
     def _manager(self) -> NixlTiersManager:

@@ -35,6 +35,7 @@ from nixl_tiers.vllm.kv_groups import KvGroups
 from nixl_tiers.vllm.live import LiveGauges
 from nixl_tiers.vllm.loads import Loads
 from nixl_tiers.vllm.lookups import Lookups
+from nixl_tiers.vllm.own_time import OwnTime, OwnTimes
 from nixl_tiers.vllm.prefill_meter import PrefillMeter, Scheduled
 from nixl_tiers.vllm.reports import REPORT_S, Reports
 from nixl_tiers.vllm.store_gate import StoreGate, WeightsGate
@@ -103,14 +104,17 @@ class NixlTiersManager(OffloadingManager):
         self._entered = -1  # how often at the last step's end
         self._calm = False  # whether nothing is to be done at a step's end until it is entered again
 
-    def times_are_published(self, step_tokens: int) -> None:
+    def times_are_published(self, step_tokens: int, own: OwnTime | None = None) -> OwnTimes:
         """NixlTiersConnector calls it: its workers publish the time of steps, and `scheduled` is called at each, as are
         `began_at` and `began` for all requests, and `salt_of` for each new one. No step computes more than
-        `step_tokens` tokens of a request."""
+        `step_tokens` tokens of a request. `own`: how long this thread is in the connector; returns that of both
+        sides, which goes into the metrics."""
         self.weights.knows_own_hits = self._sees_salts = True
         with self._coordinator.core() as core:
             core.prefill.limit_step(step_tokens)
         self._meter.be_exact(self._coordinator.region.step_seconds)
+        self._reports.own_times = times = OwnTimes(own or OwnTime(), self._coordinator.region.own_time)
+        return times
 
     def salt_of(self, request: str, salt: str | None) -> None:
         """The `cache_salt` of a new request, by which it belongs to a tenant. NixlTiersConnector calls it."""
@@ -289,8 +293,11 @@ class NixlTiersManager(OffloadingManager):
             self.weights.computed = True
         self._look_at_weights()
         if self._pause_s and not began and self._can_only_wait():
+            began_s = time.perf_counter()
             with self._coordinator.changed:
                 self._coordinator.changed.wait(self._pause_s)
+            if (own_times := self._reports.own_times) is not None:
+                own_times.scheduler.seconds -= time.perf_counter() - began_s
         self._lookups.end_step()
         self._loads.prepared = False
         self._calm = not (self._loads or self._gate.watches or self.weights.closed)

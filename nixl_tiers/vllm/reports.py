@@ -12,6 +12,7 @@ from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm.compat import OffloadingConnectorStats
 from nixl_tiers.vllm.live import Level, LiveGauges
 from nixl_tiers.vllm.metrics import Reporter, info_labels, traits
+from nixl_tiers.vllm.own_time import OwnTimes
 
 # Gathering the numbers takes longer than a look-up.
 REPORT_S: Final = 0.25
@@ -19,7 +20,8 @@ REPORT_S: Final = 0.25
 
 class Reports:
     """`period_s`: between two reports while there are requests. `chunk_tokens`: of the longest chunk. `live`: shows the
-    gauges of an idle engine. `own`: numbers beside the coordinator's, of the cpu tier."""
+    gauges of an idle engine. `own`: numbers beside the coordinator's, of the cpu tier. `own_times`: what
+    NixlTiersConnector takes, from its start on."""
 
     def __init__(
         self,
@@ -33,6 +35,7 @@ class Reports:
     ) -> None:
         self._coordinator = coordinator
         self._own = own
+        self.own_times: OwnTimes | None = None
         row_bytes = coordinator.region.geometry.row_bytes
         info = info_labels(config, coordinator.namespace.digest.hex(), row_bytes, chunk_tokens)
         self._reporter = Reporter(traits(config), info, gauges=live is None or not live.replaces_reports)
@@ -52,6 +55,9 @@ class Reports:
         totals["cpu"] |= self._own()
         with self._coordinator.core() as core:
             samples = core.take_samples()
+        if self.own_times is not None:
+            totals["cpu"] |= self.own_times.numbers()
+            samples |= self.own_times.take_samples()
         if self._live is not None:  # no supervisor, and nothing changes between steps
             self._live.publish(lambda: self._reporter.levels(totals))
         return self._reporter.report(totals, samples)

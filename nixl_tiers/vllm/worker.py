@@ -160,6 +160,7 @@ class NixlTiersWorker(OffloadingWorker):
         self._region = region
         self._plan = plan
         self._swap = swap
+        self._rank = rank
         self._last_block_only = frozenset(last_block_only)
         self._jobs = jobs
         self._blocks_per_chunk = region.geometry.sub_blocks
@@ -193,6 +194,11 @@ class NixlTiersWorker(OffloadingWorker):
         """Jobs among those that get_finished reported since the last call, and whose blocks were not loaded."""
         failed, self._failed_loads = self._failed_loads or set(), set()
         return failed
+
+    def publish_own_time(self, step: int, seconds: float) -> None:
+        """How long the connector has kept this worker's thread in all steps up to this one."""
+        if self._rank == 0:
+            self._region.publish_own_time(step, seconds)
 
     @override
     def wait(self, job_ids: set[int]) -> None:

@@ -70,6 +70,7 @@ def test_figures_are_medians_of_starts_and_each_table_says_so(capsys: pytest.Cap
             "same_tokens": True,
             "compared_with": "itself",
             "connector_ms": {"a": 1.5, "b": 4.0},
+            "connector_metric_ms": {"scheduler": 4.5, "worker": 1.0},
             "steps": 2,
             "cached_tokens": 0,
         }

@@ -51,6 +51,11 @@ ELSEWHERE: Final[Mapping[Series, tuple[str, str]]] = {
     (CPU, "hints_clipped"): (HINTS, "test_chunks_of_a_request_that_has_ended_are_retained_within_a_share"),
     (CPU, "hints_rejected"): (HINTS, "test_hints_of_vllm_are_acted_on_and_counted"),
     (CPU, "hints_unknown"): (HINTS, "test_hints_of_vllm_are_acted_on_and_counted"),
+    # So does it with what only the connector's calls can show.
+    **{
+        (CPU, name): ("tests/vllm/test_own_time.py", "test_what_the_connector_takes_is_a_metric")
+        for name in ("connector_scheduler_s", "connector_worker_s", "connector_steps", "connector_first_token_s")
+    },
     (CPU, "retained_rows"): (HINTS, "test_chunks_of_a_request_that_has_ended_are_retained_within_a_share"),
 }
 """Where a test drives a series that no coordinator does: its file and its name."""
