@@ -12,6 +12,8 @@
 #   make soak MINUTES=10            random load and random faults, every byte verified
 #   make test-gds DIR=/mnt/nvme     is GPUDirect Storage worth having with these drives? Writes gds-report/report.md;
 #                                   PY=python for the environment that has torch for the GPU, BENCH_ARGS=--quick
+#   make bench-server PATHS='/mnt/a /mnt/b'   what file tiers reach on a machine with many cores and drives, beside vLLM's
+#                                   functions and fio; writes bench-out/server/ceiling.md
 #   make test PYTHON=python3.12     with another Python (3.11 or newer)
 #   make test JOBS=0                one after the other; PYTEST_ARGS='-k lease' chooses tests
 #   make test TORCH_INDEX=<URL>     with PyTorch's index of CPU wheels, where pip is not configured with it
@@ -20,6 +22,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
+PATHS ?=
 MINUTES ?= 10
 JOBS ?= 3
 # Of the demo. Not from the environment, where these names may mean something else.
@@ -42,7 +46,7 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # Where it is set, as in many container images, each process that a test starts compiles all of our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: all setup lint format docs dist test test-all faults stress matrix fuzz soak test-gds demo bench clean distclean
+.PHONY: all setup lint format docs dist test test-all faults stress matrix fuzz soak test-gds demo bench bench-server clean distclean
 all: lint test
 
 setup: $(VENV)/.ready
@@ -145,6 +149,12 @@ demo: $(VENV)/.ready
 BENCHES := $(filter-out gds% %_engine,$(patsubst bench/%.py,%,$(shell grep -l '^if __name__' bench/*.py)))
 bench: $(VENV)/.ready
 	@for name in $(BENCHES); do echo "== $$name"; $(PY) -m bench.$$name || exit 1; done
+
+# For a machine with many cores and drives, of which nothing else uses any: PATHS="/mnt/a /mnt/b", one directory a drive.
+bench-server: $(VENV)/.ready
+	@test -n "$(PATHS)" || { echo 'make bench-server PATHS="/mnt/a /mnt/b": a directory on each drive'; exit 2; }
+	$(PY) -m bench.ceiling --paths $(PATHS) --together --movers $(words $(PATHS)) --sides native nixl vllm-16 fio \
+	    --megabytes 1024 --out bench-out/server $(BENCH_ARGS)
 
 clean:
 	rm -rf build dist docs/_build demo-out bench-out gds-report *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis nixl_tiers/*/*.so nixl_tiers/*/*/*.so nixl_tiers/swap/*.fatbin

@@ -1,20 +1,23 @@
 """What a mover of a file tier costs: processor seconds a GB and GB/s of real movers, without a disk that limits them.
 
     python -m bench.ceiling [--paths DIR ...] [--loop] [--rows 2097152 65536] [--pages 4k huge] [--movers 1 2]
-        [--staging off on] [--sides native nixl vllm-16 files-16] [--rounds 5] [--megabytes 256] [--quick]
-        [--out bench-out/ceiling]
+        [--staging off on] [--sides native nixl vllm-16 files-16 fio] [--rounds 5] [--megabytes 256] [--quick]
+        [--together] [--out bench-out/ceiling]
 
 Sides: `native`, slabs with `backend: native`; `nixl`, slabs with `backend: posix`; both seal and verify every row.
-`vllm-16`: vLLM's functions for files on its 16 threads; `files-16`: the same in Python's own calls, for machines
-without vLLM. Neither seals nor verifies, and both write new files each round where slabs are overwritten.
+`vllm-16`: vLLM's functions for files on 16 threads; `files-16`: the same in Python's own calls, for machines without
+vLLM. Neither seals nor verifies, and both write new files each round where slabs are overwritten. `fio`: the drives'
+own speed, the best of its engines; seconds as the slowest one tells them, without its start.
 
 `--paths`: directories, by default a tmpfs (/dev/shm), which shows what a mover costs without a disk, but copies on the
-caller's thread. `--loop`: also an ext4 on a loop device over the first of them, as root: there the kernel's workers
-copy, and a mover pays what it pays with NVMe. Figures of a real drive: give a directory on it. With several movers each
-has a directory and a region of its own, in the paths in turn; `megabytes` each.
+caller's thread; `--together`: of all directories at once, as `make bench-server` does. `--loop`: also an ext4 on a loop
+device over the first of them, as root: there the kernel's workers copy, and a mover pays what it pays with NVMe.
+Figures of a real drive: give a directory on it. With several movers each has a directory and a region of its own, in
+the paths in turn, `megabytes` each; threads are shared out among them.
 
 CPU s/GB is of the movers alone (of this process for threads) and hardly depends on what else runs; GB/s does. Medians
-of the rounds, in which sides take turns. Writes ceiling.json. Needs the package's dependencies and NIXL, no network.
+of the rounds, in which sides take turns. Writes ceiling.json and ceiling.md. Needs the package's dependencies and NIXL,
+no network.
 """
 
 from __future__ import annotations
@@ -25,24 +28,28 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Final
 
-from bench.file_sides import FileEach, FileTier, Vllm
-from bench.machine import file_system, machine
+from bench.file_sides import FileEach, FileTier, Fio, Vllm
+from bench.machine import drives, file_system, machine
 from bench.pages import PAGES, Unavailable, make_region
 from bench.rounds import Side, Spread, Took, process_seconds, rates, ratio, take_turns
 from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Load, Store
 
-SIDES: Final = ("native", "nixl", "vllm-16", "files-16")
+SIDES: Final = ("native", "nixl", "vllm-16", "files-16", "fio")
 OURS: Final = ("native", "nixl")
 THREADS: Final = 16
-HEAD: Final = "| path | pages | row | movers | | side | GB/s (quartiles) | CPU s/GB | us a row | / 16 threads |\n"
+HEAD: Final = (
+    "| path | pages | row | movers | | side | GB/s (quartiles) | CPU s/GB | us a row | / 16 threads | / fio |",
+    "| --- | --- | ---: | ---: | --- | --- | --- | ---: | ---: | ---: | ---: |",
+)
 
 
 class Movers(Side):
@@ -72,18 +79,46 @@ class Movers(Side):
         return Took(time.perf_counter() - began_s, sum(map(process_seconds, self.pids)) - cpu_s)
 
 
+class Together(Side):
+    """Sides that work at the same time."""
+
+    def __init__(self, sides: Sequence[Side]) -> None:
+        self._sides = sides
+        self._pool = ThreadPoolExecutor(len(sides))
+
+    def store(self) -> Took | None:
+        return self._all([side.store for side in self._sides])
+
+    def load(self) -> Took | None:
+        return self._all([side.load for side in self._sides])
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        for side in self._sides:
+            side.close()
+
+    def _all(self, calls: Sequence[Callable[[], Took | None]]) -> Took | None:
+        took = list(self._pool.map(lambda call: call(), calls))
+        own = [each for each in took if each is not None]
+        return Took(max(each.seconds for each in own), sum(each.cpu_s for each in own)) if own else None
+
+
 def make_side(name: str, folders: list[Path], regions: list[HostRegion], staging: str) -> Side:
-    """Raises Unavailable. Threads are one side, however many movers there are: all their rows are in one region."""
+    """Raises Unavailable."""
     for folder in folders:
         folder.mkdir(parents=True)
     if name in OURS:
         return Movers(folders, regions, staging, "native" if name == "native" else "posix")
-    row_bytes = regions[0].geometry.cell_payload
-    if len(regions) > 1:
-        raise Unavailable("threads beside one mover only: they share one region")
-    if name == "vllm-16":
-        return Vllm(folders[0], regions[0], row_bytes, jobs=THREADS)
-    return FileEach(folders[0], regions[0], row_bytes, THREADS)
+    row_bytes, threads = regions[0].geometry.cell_payload, max(1, THREADS // len(regions))
+    sides: list[Side] = []
+    for folder, region in zip(folders, regions, strict=True):
+        if name == "fio":
+            sides.append(Fio(folder, region.rows, row_bytes))
+        elif name == "vllm-16":
+            sides.append(Vllm(folder, region, row_bytes, jobs=threads))
+        else:
+            sides.append(FileEach(folder, region, row_bytes, threads))
+    return Together(sides)
 
 
 @contextmanager
@@ -102,7 +137,8 @@ def loop_device(folder: Path, nbytes: int) -> Iterator[Path]:
         image.unlink()
 
 
-def measure(options: argparse.Namespace, paths: dict[str, list[Path]]) -> Iterator[dict[str, object]]:
+def measure(options: argparse.Namespace, paths: dict[str, list[Path]]) -> Iterator[tuple[str, dict[str, object]]]:
+    """Lines of the table, and the numbers in them."""
     combinations = product(paths, options.pages, options.rows, options.movers, options.staging)
     for place, pages, row_bytes, movers, staging in combinations:
         count = max(1, (options.megabytes << 20) // row_bytes)
@@ -127,22 +163,25 @@ def measure(options: argparse.Namespace, paths: dict[str, list[Path]]) -> Iterat
                     continue
                 stack.callback(sides[name].close)
             turns = take_turns(sides, options.rounds, path=paths[place][0])
-        threads = next((name for name in ("vllm-16", "files-16") if name in sides), None)
+        threads = next((name for name in ("vllm-16", "files-16") if name in sides), "")
         for direction, name in product(("load", "store"), sides):
             taken = turns[direction][name]
             low, gb_s, high = rates(taken, nbytes)
             cpu = Spread.of([turn.cpu_s / nbytes * 1e9 for turn in taken])
-            against = ratio(taken, turns[direction][threads]) if threads and name in OURS else None
+            against = {
+                what: ratio(taken, turns[direction][other]) if other in sides and name in OURS else None
+                for what, other in (("threads", threads), ("fio", "fio"))
+            }
             label = name if staging == "off" or name not in OURS else f"{name}, staging {staging}"
-            print(
+            shown = " | ".join("" if value is None else f"{value:.2f}" for value in against.values())
+            line = (
                 f"| {place} | {pages} | {row_bytes >> 10} KiB | {movers} | {direction} | {label}"
                 f" | {gb_s:.2f} ({low:.2f} to {high:.2f}) | {cpu.median:.3f} | {cpu.median * row_bytes / 1e3:.0f}"
-                f" | {'' if against is None else f'{against:.2f}'} |",
-                flush=True,
+                f" | {shown} |"
             )
-            yield {
+            yield line, {
                 "path": place, "pages": pages, "row_bytes": row_bytes, "movers": movers, "direction": direction,
-                "side": name, "staging": staging, "gb_s": (low, gb_s, high), "cpu_s_a_gb": cpu, "threads": against,
+                "side": name, "staging": staging, "gb_s": (low, gb_s, high), "cpu_s_a_gb": cpu, **against,
             }  # fmt: skip
 
 
@@ -172,8 +211,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     options.out.mkdir(parents=True, exist_ok=True)
-    about = {**machine(), "file_systems": {str(path): file_system(path) for path in options.paths}}
-    print("; ".join(f"{name}: {value}" for name, value in about.items()))
+    about = {**machine(), "file_systems": {str(path): file_system(path) for path in options.paths}, "drives": drives()}
+    lines = [*(f"- {name}: {value}" for name, value in about.items()), "", *HEAD]
     with ExitStack() as stack:
         paths = {str(path): [path] for path in options.paths}
         if options.together:
@@ -184,9 +223,14 @@ def main() -> None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.paths[0]))
             nbytes = 8 * max(options.movers) * (options.megabytes << 20) * len(options.sides) + (256 << 20)
             paths["loop"] = [stack.enter_context(loop_device(Path(folder), nbytes))]
-        print(f"\n{HEAD}| --- | --- | ---: | ---: | --- | --- | --- | ---: | ---: | ---: |")
-        found = list(measure(options, paths))
+        print(*lines, sep="\n")
+        found = []
+        for line, numbers in measure(options, paths):
+            print(line, flush=True)
+            lines.append(line)
+            found.append(numbers)
     (options.out / "ceiling.json").write_text(json.dumps({"machine": about, "results": found}, indent=1))
+    (options.out / "ceiling.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

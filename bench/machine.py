@@ -34,6 +34,15 @@ def file_system(path: Path) -> str:
     return _first_line("findmnt", "--noheadings", "--output", "SOURCE,FSTYPE", "--target", str(path))
 
 
+def drives() -> list[str]:
+    """Name, size and model of each; empty where `lsblk` is missing."""
+    if not shutil.which("lsblk"):
+        return []
+    command = ["lsblk", "--nodeps", "--noheadings", "--output", "NAME,SIZE,MODEL"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return [" ".join(line.split()) for line in done.stdout.splitlines()]
+
+
 def _first_line(*command: str) -> str:
     if not shutil.which(command[0]):
         return ""
