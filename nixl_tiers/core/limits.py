@@ -54,8 +54,8 @@ class Limits:
     listed_per_step: int = 256  # rows that are listed, or looked at after a listing, in one hold of the lock
     deletes_per_turn: int = 4096  # of a tier; with more to delete nothing is stored to it
     deletes_per_batch: int = 256  # rows to delete in one message; not fewer than moves_per_job
-    # Each job, and each turn of the supervisor, costs it the interpreter's lock that the engine's step needs. So a job of
-    # loads is what a tier moves in `job_s`, and one of stores, for which nobody waits, four times that: at least
+    # Each job, and each turn of the supervisor, costs it the interpreter's lock that the engine's step needs. So a job
+    # of loads is what a tier moves in `job_s`, and one of stores, for which nobody waits, four times that: at least
     # `job_bytes`, since small jobs keep a window full, and at most `moves_per_job` and a quarter of a window.
     job_s: float = 0.02
     job_bytes: int = 16 << 20
