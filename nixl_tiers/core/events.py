@@ -17,7 +17,7 @@ from nixl_tiers.core.retention import Retention
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import MOST_TICK
-from nixl_tiers.core.types import Columns, Direction, Job, TierState
+from nixl_tiers.core.types import Columns, Direction, Job, PlannedMove, TierState
 from nixl_tiers.core.writeback import WriteBack
 
 _LISTING: Final = TierState.LISTING  # members of an enum are found by a slow attribute look-up before Python 3.12
@@ -297,28 +297,54 @@ class Events:
         *,
         seconds: float | None = None,
     ) -> None:
-        """A job has ended: its mover is done with the rows. An id of no open job is ignored. `seconds`: how long the
-        mover took, if that is known; a pause may lie between its end and `now`.
+        """A job has ended: its mover is done with the rows. `outcomes`: of those that have not ended before. An id of
+        no open job is ignored. `seconds`: how long the mover took, if that is known; a pause may lie between its end
+        and `now`.
 
-        `partial`: of the rows that were loaded, those that lack sub-blocks: (place in the job, how many). Raises
+        `partial`: of the rows that were loaded, those that lack sub-blocks: (place in `outcomes`, how many). Raises
         ValueError for a report that does not fit the job; it stays open then, until its mover is dead.
         """
-        moved = self._state.movers[mover].tier
-        job = moved.jobs.get(job_id)
-        if job is None or job.mover != mover:
+        if (job := self._job(mover, job_id)) is None:
             return
-        places = range(len(job.moves))
-        if len(outcomes) != len(places) or any(place not in places for place, _ in partial):
-            raise ValueError(f"an end of job {job_id} that does not fit its {len(places)} moves")
-        self._state.begin_slice()
-        for place, missing in partial:
-            job.moves[place].row.missing = missing
+        moved, moves = self._state.movers[mover].tier, job.moves
+        _check_report(job, len(moves), len(outcomes), partial)
+        self._begin_report(moves, partial)
         took_s = now - job.started_s
         if seconds is not None and job.direction is Direction.STORE:  # a request waits for a load until `now`
             took_s = min(took_s, seconds)
         self._health.job_ended(moved, job, outcomes, now, took_s)
-        self._state.take(len(job.moves))
-        self._end_moves(moved, job, outcomes, now)
+        self._end_job(moved, job, outcomes, now)
+        self._promotion_jobs.retry(now)
+
+    def rows_ended(
+        self,
+        mover: int,
+        job_id: int,
+        rows: Sequence[int],
+        outcomes: Sequence[Outcome],
+        now: float,
+        *,
+        partial: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Its mover is done with these rows of a job, by their numbers in host memory, while it goes on with others:
+        they end as with `finished`, and the job is about the others from now on. An id of no open job is ignored.
+
+        `partial`: as of `finished`. Raises ValueError for a report that does not fit the job, such as of a row that has
+        ended before, or of the last one: nothing has changed then.
+        """
+        if (job := self._job(mover, job_id)) is None:
+            return
+        left = {move.row.index: move for move in job.moves}
+        moves = [move for row in rows if (move := left.pop(row, None)) is not None]
+        if len(moves) != len(rows) or not left:
+            raise ValueError(f"rows of job {job_id} that it does not have, or all of them")
+        _check_report(job, len(moves), len(outcomes), partial)
+        self._begin_report(moves, partial)
+        moved = self._state.movers[mover].tier
+        moved.ending_moves += reversed(moves)
+        job.moves = [*left.values()]
+        self._health.rows_ended(moved, job, moves, outcomes, now)
+        self._end_moves(moved, job.direction, moves, outcomes, now)
         self._promotion_jobs.retry(now)
 
     # --- inside ------------------------------------------------------------------------------------------------
@@ -326,7 +352,7 @@ class Events:
     def _work(self, now: float) -> None:
         for member in self._state.movers:
             while (job := self._health.next_to_end(member, now)) is not None:
-                self._end_moves(member.tier, job, [Outcome.FAILED] * len(job.moves), now)
+                self._end_job(member.tier, job, [Outcome.FAILED] * len(job.moves), now)
                 if member.state is TierState.DOWN:
                     member.clear_deletes()  # the next mover lists what is there
         for tier in self._state.tiers:
@@ -354,12 +380,35 @@ class Events:
         """Ticks go on from the newest that any process has given, so that recency survives restarts."""
         self._state.tick = max(self._state.tick, tier.index.newest_listed + 1)
 
-    def _end_moves(self, tier: Tier, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
+    def _job(self, mover: int, job_id: int) -> Job | None:
+        """The open job of this mover."""
+        job = self._state.movers[mover].tier.jobs.get(job_id)
+        return job if job is not None and job.mover == mover else None
+
+    def _begin_report(self, moves: Sequence[PlannedMove], partial: Sequence[tuple[int, int]]) -> None:
+        self._state.begin_slice()
+        self._state.take(len(moves))
+        for place, missing in partial:
+            moves[place].row.missing = missing
+
+    def _end_job(self, tier: Tier, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
         tier.ending_moves += reversed(job.moves)
         tier.jobs.pop(job.id, None)
         self._state.job_ended(tier, job)
-        if job.direction is Direction.LOAD:
-            for move, outcome in zip(job.moves, outcomes, strict=True):
+        self._end_moves(tier, job.direction, job.moves, outcomes, now)
+
+    def _end_moves(
+        self, tier: Tier, direction: Direction, moves: Sequence[PlannedMove], outcomes: Sequence[Outcome], now: float
+    ) -> None:
+        """These moves, which are in `tier.ending_moves`, the first one last, are in no job any more."""
+        if direction is Direction.LOAD:
+            for move, outcome in zip(moves, outcomes, strict=True):
                 self._promotion_jobs.load_ended(tier, move, outcome, now)
             return
-        self._writeback.stores_ended(tier, job.moves, outcomes)
+        self._writeback.stores_ended(tier, moves, outcomes)
+
+
+def _check_report(job: Job, moves: int, outcomes: int, partial: Sequence[tuple[int, int]]) -> None:
+    """Raises ValueError."""
+    if outcomes != moves or any(place not in range(moves) for place, _ in partial):
+        raise ValueError(f"a report about job {job.id} that does not fit its {moves} moves")

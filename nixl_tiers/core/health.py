@@ -15,7 +15,7 @@ from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import Found
-from nixl_tiers.core.types import Direction, Job, OrphanedJobs, TierState
+from nixl_tiers.core.types import Direction, Job, OrphanedJobs, PlannedMove, TierState
 from nixl_tiers.core.writeback import WriteBack
 
 
@@ -76,8 +76,9 @@ class Health:
 
     def job_ended(self, tier: Tier, job: Job, outcomes: Sequence[Outcome], now: float, took_s: float) -> None:
         """Learn from the end of a job: about the tier's speed, its circuit, and the keys that were moved."""
-        moved = outcomes.count(Outcome.OK)
-        failed = outcomes.count(Outcome.FAILED) if moved < len(outcomes) else 0
+        count = len(outcomes) + job.reported.total()
+        moved = outcomes.count(Outcome.OK) + job.reported[Outcome.OK]
+        failed = outcomes.count(Outcome.FAILED) + job.reported[Outcome.FAILED] if moved < count else 0
         beside = self._state.leave_burst(job)
         if moved:
             self._state.movers[job.mover].throughput[job.direction].record(job.nbytes, took_s)
@@ -88,17 +89,25 @@ class Health:
                     tier.loads.record(rows * self._state.row_bytes, took_s, now)
         if job.abandoned:
             return  # it was a failure when it was abandoned
-        for move, outcome in zip(job.moves, outcomes, strict=True) if tier.denylist.keys or failed else ():
-            if outcome is Outcome.OK:
-                # Try the rest of its batch unasked: the request asks for one of them at a time.
-                batch = tier.denylist.clear(move.key)
-                tier.trials.update((key, None) for key in batch if tier.denylist.is_suspect(key))
-            elif outcome is Outcome.FAILED and (job.direction is Direction.LOAD or tier.denylist.is_suspect(move.key)):
-                tier.denylist.record_failure(move.key, now)
+        self._learn_keys(tier, job, job.moves, outcomes, now)
         # A full medium is not a failing one: it refuses at once, and works again when there is room.
-        full = not moved and outcomes.count(Outcome.NO_SPACE) == len(outcomes)
+        full = not moved and outcomes.count(Outcome.NO_SPACE) + job.reported[Outcome.NO_SPACE] == count
         if not full or job.probe_episode is not None:
-            self._record(job, 2 * failed < len(outcomes), now)
+            self._record(job, 2 * failed < count, now)
+
+    def rows_ended(
+        self, tier: Tier, job: Job, moves: Sequence[PlannedMove], outcomes: Sequence[Outcome], now: float
+    ) -> None:
+        """Rows of a job have ended, which goes on without them: they are not stuck, and suspect of nothing."""
+        job.reported.update(outcomes)
+        if job.burst is not None:
+            job.burst.rows -= len(moves)
+            job.burst.ended = True
+        if job.abandoned:
+            if job.direction is Direction.LOAD:
+                self._state.movers[job.mover].quarantined -= len(moves)
+            return
+        self._learn_keys(tier, job, moves, outcomes, now)
 
     def mover_killed(self, member: Member, now: float) -> None:
         """Its mover was sent a kill: its circuits open, its jobs are abandoned and have no deadline any more."""
@@ -185,6 +194,19 @@ class Health:
         return probes
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _learn_keys(
+        self, tier: Tier, job: Job, moves: Sequence[PlannedMove], outcomes: Sequence[Outcome], now: float
+    ) -> None:
+        if not tier.denylist.keys and Outcome.FAILED not in outcomes:
+            return
+        for move, outcome in zip(moves, outcomes, strict=True):
+            if outcome is Outcome.OK:
+                # Try the rest of its batch unasked: the request asks for one of them at a time.
+                batch = tier.denylist.clear(move.key)
+                tier.trials.update((key, None) for key in batch if tier.denylist.is_suspect(key))
+            elif outcome is Outcome.FAILED and (job.direction is Direction.LOAD or tier.denylist.is_suspect(move.key)):
+                tier.denylist.record_failure(move.key, now)
 
     def _bury(self, member: Member, now: float, *, reaped: bool) -> None:
         """Its open jobs are dead. The keys that most likely made its mover hang or die are suspects: those of

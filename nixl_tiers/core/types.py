@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
 import msgspec
 
-from nixl_tiers.base.chunk import Key
+from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.host import Row
 
@@ -86,7 +86,8 @@ class Burst:
 
 @dataclass(slots=True)
 class Job:
-    """One batch of row moves of one direction. Times are of the caller's monotonic clock, in seconds."""
+    """One batch of row moves of one direction; `moves` that have not ended. Times are of the caller's monotonic clock,
+    in seconds."""
 
     id: int
     tier: int
@@ -100,6 +101,7 @@ class Job:
     is_trial: bool = False  # of one row that no request waits for: a suspect, or a breaker's probe
     probe_episode: int | None = None  # the breaker's number of its probe, if it is one
     abandoned: bool = False
+    reported: Counter[Outcome] = field(default_factory=Counter)  # of rows that ended while it ran, no longer in `moves`
     loaded_before: int = 0  # rows of its tier whose loads had ended when it started
     burst: Burst | None = None  # of a load, until it is abandoned or has ended
 

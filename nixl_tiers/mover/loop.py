@@ -14,13 +14,13 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.seal import missing_of
+from nixl_tiers.mover.jobs import RunningJobs
 from nixl_tiers.mover.listing import IndexPublisher
 from nixl_tiers.mover.protocol import (
     HEARTBEAT_S,
@@ -63,10 +63,9 @@ class Mover:
         self.send_queue = SendQueue(end)
         self.stopping = False
         self._tier = tier
-        self._region = region
         self._physical_slots = configure.physical_slots
         self._received: deque[ToMover] = deque()
-        self._jobs: dict[int, tuple[Store | Load, float]] = {}  # batch_id -> the coordinator's job, started at
+        self._jobs = RunningJobs(tier, region, self.send_queue.send)
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="opener")
         self._opening: tuple[Open, Future[int]] | None = None
         self._retry: tuple[float, Open] | None = None  # when to try an open again that failed
@@ -102,7 +101,7 @@ class Mover:
 
     def wait_s(self, now: float) -> float:
         """How long to wait for a message before the next `step`, in seconds, if not `busy`."""
-        moments = [self._heartbeat_at_s]
+        moments = [self._heartbeat_at_s, self._jobs.report_at_s]
         if self._opening is not None:
             moments.append(now + OPEN_POLL_S)
         if self._retry is not None:
@@ -235,10 +234,7 @@ class Mover:
         if self._served is None:
             self.send_queue.send(Finished(message.job, bytes([Outcome.FAILED] * len(message.moves)), 0.0))
             return
-        if any(move.row >= self._region.rows for move in message.moves):
-            raise ValueError("a job with rows outside the region")
-        begin = self._tier.store if isinstance(message, Store) else self._tier.load
-        self._jobs[begin(message.moves)] = (message, now)
+        self._jobs.begin(message, now)
 
     def _collect(self, now: float) -> None:
         try:
@@ -255,25 +251,9 @@ class Mover:
         assert self._served is not None
         for start in range(0, len(found), MAX_ENTRIES):
             self.send_queue.send(Listed(self._served.epoch, list(found[start : start + MAX_ENTRIES]), last=False))
-        for done in ended:
-            message, started = self._jobs.pop(done.batch_id)
-            self.send_queue.send(
-                Finished(message.job, bytes(done.outcomes), now - started, self._partial(message, done.outcomes))
-            )
+        self._jobs.report(ended, now)
         for answer in answers:
             self.send_queue.send(ExistenceChecked(answer.check_id, list(answer.absent)))
-
-    def _partial(self, message: Store | Load, outcomes: Sequence[Outcome]) -> list[tuple[int, int]]:
-        """Loaded rows that lack sub-blocks, by their seals: (position, number of missing ones)."""
-        geometry = self._region.geometry
-        if isinstance(message, Store) or geometry.sub_blocks == 1:
-            return []
-        missing = (
-            (place, missing_of(self._region.rows_view[move.row], geometry))
-            for place, (move, outcome) in enumerate(zip(message.moves, outcomes, strict=True))
-            if outcome is Outcome.OK
-        )
-        return [(place, count) for place, count in missing if count]
 
 
 def _bounded(denials: Mapping[str, str]) -> dict[str, str]:

@@ -147,11 +147,24 @@ class ExistenceChecked(msgspec.Struct, tag="existence_checked", frozen=True):
     absent: list[RowKey]
 
 
+class RowsEnded(msgspec.Struct, tag="rows_ended", frozen=True):
+    """Mover -> coordinator: rows of a job that goes on with others have ended, and no transfer touches them any more.
+    `rows`: where in the region they are, each once in a job's life; `outcomes`: one Outcome for each.
+
+    `partial`: loaded rows that lack sub-blocks: (position in `rows`, number of missing sub-blocks at the row's start).
+    """
+
+    job: int
+    rows: list[Count]
+    outcomes: bytes
+    partial: list[tuple[Count, Count]] = []
+
+
 class Finished(msgspec.Struct, tag="finished", frozen=True):
     """Mover -> coordinator: a job has ended, and no transfer touches its rows any more. `outcomes` holds one Outcome
-    per move, in the job's order.
+    per move that no RowsEnded has reported, in the job's order.
 
-    `partial`: loaded rows that lack sub-blocks: (position in the job, number of missing sub-blocks at the row's start).
+    `partial`: as that of RowsEnded: (position in `outcomes`, number of missing sub-blocks at the row's start).
     """
 
     job: int
@@ -176,7 +189,9 @@ def sendable_text(text: object, most: int = MAX_SENTENCE_CHARS) -> str:
 
 
 ToMover = Configure | Open | Store | Load | Delete | Touch | CheckExistence | Stop
-ToCoordinator = Opened | Slots | Down | Refused | Listed | ListedColumns | ExistenceChecked | Finished | Heartbeat
+ToCoordinator = (
+    Opened | Slots | Down | Refused | Listed | ListedColumns | ExistenceChecked | RowsEnded | Finished | Heartbeat
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_mover = msgspec.msgpack.Decoder(ToMover).decode

@@ -43,6 +43,7 @@ from nixl_tiers.mover.protocol import (
     Open,
     Opened,
     Refused,
+    RowsEnded,
     Slots,
     Store,
     ToCoordinator,
@@ -193,11 +194,8 @@ class MoverLink:
         with self._locked():
             now = self._clock()
             match message:
-                case Finished():
-                    outcomes = _outcomes(message.outcomes)
-                    self._core.events.finished(
-                        mover, message.job, outcomes, now, message.partial, seconds=message.seconds
-                    )
+                case RowsEnded() | Finished():
+                    self._on_rows_ended(mover, message, now)
                 case Heartbeat():
                     status.used_bytes = message.used_bytes
                     status.listed_rows = message.listed
@@ -247,6 +245,13 @@ class MoverLink:
             if message.epoch == self.namespace.epoch:
                 status.answered = True
                 status.log.up(self._clock())
+
+    def _on_rows_ended(self, mover: int, message: RowsEnded | Finished, now: float) -> None:
+        events, outcomes = self._core.events, _outcomes(message.outcomes)
+        if isinstance(message, RowsEnded):
+            events.rows_ended(mover, message.job, message.rows, outcomes, now, partial=message.partial)
+        else:
+            events.finished(mover, message.job, outcomes, now, message.partial, seconds=message.seconds)
 
     def on_columns(self, mover: int, epoch: int, columns: ListedColumns) -> None:
         with self._locked():

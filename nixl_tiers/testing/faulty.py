@@ -27,6 +27,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.testing.config import FaultyConfig
 from nixl_tiers.tiers.base import (
+    EndedMoves,
     Entry,
     ExistenceAnswer,
     FinishedBatch,
@@ -57,7 +58,7 @@ class Fault(StrEnum):
     UNAVAILABLE = "unavailable"  # an error at once, and nothing is moved: what a 503 is
     NO_SPACE = "no space"  # ENOSPC
     SLOW = "slow"  # OK, but `delay_s` later
-    STALL = "stall"  # half of it is moved, and the batch is never reported
+    STALL = "stall"  # half of it is moved, and neither it nor its batch is ever reported
     FREEZE = "freeze"  # the call for it never returns, as if NIXL hung in it: the mover is stuck
 
 
@@ -131,6 +132,9 @@ def make_faulty(config: FaultyConfig, geometry: Geometry, region: HostRegion) ->
     return FaultyTier(partial(implement, config.inner), geometry, region, plan)
 
 
+HELD_BACK: Final = frozenset({Fault.STALL, Fault.SLOW})  # with their batches, others of which are reported before
+
+
 @dataclass
 class _Batch:
     """The moves of one call of store or load."""
@@ -142,6 +146,7 @@ class _Batch:
     outcomes: dict[int, Outcome] = field(default_factory=dict)  # by place in the batch
     inside: list[int] = field(default_factory=list)  # places of the moves that the inner tier was given
     ready_s: float = 0.0
+    reported: set[int] = field(default_factory=set)  # places of moves that `ended_moves` has
 
 
 class FaultyTier(StorageTier):
@@ -259,13 +264,21 @@ class FaultyTier(StorageTier):
 
     def poll(self) -> list[FinishedBatch]:
         for done in self._inner.poll():
-            batch = self._batches[self._inner_ids.pop(done.batch_id)]
-            for place, outcome in zip(batch.inside, done.outcomes, strict=True):
-                if batch.way is Way.LOAD and outcome is Outcome.OK:
-                    batch.outcomes[place] = self._copy_up(batch, place)
-                else:
-                    batch.outcomes[place] = outcome
+            self._take(self._batches[self._inner_ids.pop(done.batch_id)], dict(enumerate(done.outcomes)))
         return [self._report(batch_id) for batch_id in [*self._batches] if self._over(self._batches[batch_id])]
+
+    def ended_moves(self) -> Sequence[EndedMoves]:
+        """Beside moves that are held back, and beside those that the inner tier has not ended."""
+        for inner in self._inner.ended_moves():
+            self._take(self._batches[self._inner_ids[inner.batch_id]], inner.outcomes)
+        ended = []
+        for batch_id, batch in self._batches.items():
+            rules = {place: batch.rules[place] for place in batch.outcomes.keys() - batch.reported}
+            places = sorted(place for place, rule in rules.items() if rule is None or rule.fault not in HELD_BACK)
+            if places:
+                batch.reported.update(places)
+                ended.append(EndedMoves(batch_id, {place: batch.outcomes[place] for place in places}))
+        return ended
 
     @property
     def busy(self) -> bool:
@@ -323,6 +336,14 @@ class FaultyTier(StorageTier):
         if inner_id is not None:
             self._inner_ids[inner_id] = self._last_id
         return self._last_id
+
+    def _take(self, batch: _Batch, outcomes: Mapping[int, Outcome]) -> None:
+        """What the inner tier says of moves, by their places in its batch; it may say it twice."""
+        for number, outcome in outcomes.items():
+            place = batch.inside[number]
+            if place not in batch.outcomes:
+                up = batch.way is Way.LOAD and outcome is Outcome.OK
+                batch.outcomes[place] = self._copy_up(batch, place) if up else outcome
 
     def _over(self, batch: _Batch) -> bool:
         return len(batch.outcomes) == len(batch.moves) and time.monotonic() >= batch.ready_s

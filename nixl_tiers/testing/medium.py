@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Final, NoReturn, Self
 
@@ -110,14 +110,15 @@ class _Flight:
     moves: list[Move]
     writes: bool
     before: list[NDArray[np.uint8]]  # of stores: the rows as they were handed over
+    ended: dict[int, Outcome] = field(default_factory=dict)  # by place: what was reported before the batch
 
 
 class Rig:
     """One tier and its region, driven as a mover drives them. Checks the invariants of every report:
 
-    - A batch is reported once, with one outcome per move.
+    - A batch is reported once, with one outcome per move; a move that was reported before it has the same one there.
     - A row that was loaded OK is the right one, seal and all. A stored one is unharmed, and sealed if that was asked.
-    - Nothing of a reported batch touches the region: unused rows keep their filling until they are used again.
+    - Nothing of a reported batch or move touches the region: unused rows keep their filling until they are used again.
     """
 
     def __init__(self, medium: Medium, geometry: Geometry, rows: int, capacity_bytes: int = CAPACITY_BYTES) -> None:
@@ -278,14 +279,28 @@ class Rig:
             assert flight is not None, f"batch {done.batch_id} was reported twice, or never accepted"
             assert len(done.outcomes) == len(flight.moves), "one outcome per move"
             outcomes = [Outcome(outcome) for outcome in done.outcomes]
-            for place, (move, outcome) in enumerate(zip(flight.moves, outcomes, strict=True)):
-                if flight.writes:
-                    self._check_stored(move, outcome, flight.before[place])
-                elif outcome is Outcome.OK:
-                    self._check_loaded(move)
-                self.region.rows_view[move.row] = _REST
-                self._free.append(move.row)
+            for place, outcome in enumerate(outcomes):
+                before = flight.ended.get(place)
+                assert before in {None, outcome}, "a move was reported with two outcomes"
+                if before is None:
+                    self._check_move(flight, place, outcome)
             self._ended[done.batch_id] = outcomes
+        for ended in self.tier.ended_moves():
+            if (flight := self._flying.get(ended.batch_id)) is not None:
+                assert flight.ended.keys().isdisjoint(ended.outcomes), "a move was reported twice"
+                flight.ended.update(ended.outcomes)
+                for place, outcome in ended.outcomes.items():
+                    self._check_move(flight, place, outcome)
+
+    def _check_move(self, flight: _Flight, place: int, outcome: Outcome) -> None:
+        """It has ended; its row is free."""
+        move = flight.moves[place]
+        if flight.writes:
+            self._check_stored(move, outcome, flight.before[place])
+        elif outcome is Outcome.OK:
+            self._check_loaded(move)
+        self.region.rows_view[move.row] = _REST
+        self._free.append(move.row)
 
     def _check_stored(self, move: Move, outcome: Outcome, before: NDArray[np.uint8]) -> None:
         row = self.region.rows_view[move.row]

@@ -126,6 +126,14 @@ class FinishedBatch:
 
 
 @dataclass(frozen=True)
+class EndedMoves:
+    """Moves of a batch that have ended while others of it go on: the batch's ID, and outcomes by their places in it."""
+
+    batch_id: int
+    outcomes: Mapping[int, Outcome]
+
+
+@dataclass(frozen=True)
 class ExistenceAnswer:
     """An existence check that has ended, and keys certainly absent. What it found is in `StorageTier.found`; the other
     keys are unknown."""
@@ -190,6 +198,15 @@ class StorageTier(ABC):
         Raises TierDown when the medium has gone from under the tier, once every batch has been reported: `open` is
         called again then, until it succeeds.
         """
+
+    def ended_moves(self) -> Sequence[EndedMoves]:
+        """Moves that have ended since the last call, each reported once, of batches that `poll` has not reported; their
+        batches still report all. Nothing of them touches the region any more. Called after `poll`.
+
+        Of a mover that must be killed, only rows are lost that were not reported here. Not needed where the moves of a
+        batch end together.
+        """
+        return ()
 
     @abstractmethod
     def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:

@@ -24,7 +24,7 @@ from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, advice, mostly_huge, popula
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Move, seal_row
-from nixl_tiers.tiers.moves import Steps
+from nixl_tiers.tiers.move_queue import Steps
 from nixl_tiers.tiers.nixl_agent import AgentError, Registrar, Registration
 from nixl_tiers.tiers.staging_trial import Measured, Trial, recall, remember
 

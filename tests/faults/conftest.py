@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.mover import child, supervisor
+from nixl_tiers.mover import child, restarts
 from tests.faults.interposer import Interposer, build
 from tests.faults.rig import CAPACITY, LIMITS, FaultRig, MatrixRow
 from tests.support.file_tier import file_tier
@@ -31,7 +31,7 @@ def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog kills a hung mover sooner than in production, and restarts have a shorter backoff."""
     monkeypatch.setattr(child, "HEARTBEAT_TIMEOUT_S", 4.0)
     monkeypatch.setattr(child, "START_TIMEOUT_S", 20.0)
-    monkeypatch.setattr(supervisor, "BACKOFF_S", (0.05, 0.2, 0.5, 1.0, 2.0))
+    monkeypatch.setattr(restarts, "BACKOFF_S", (0.05, 0.2, 0.5, 1.0, 2.0))
 
 
 @pytest.fixture

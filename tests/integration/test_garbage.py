@@ -21,7 +21,7 @@ from nixl_tiers.core.breaker import BreakerLimits
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.memory.columns import ColumnsError
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover import supervisor
+from nixl_tiers.mover import restarts
 from nixl_tiers.mover.child import _read
 from nixl_tiers.mover.protocol import (
     MAX_PACKET,
@@ -84,8 +84,8 @@ def coordinator_of(tmp_path: Path, **fields: object) -> tuple[Coordinator, HostR
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TieredStore]:
     """A store whose mover sends every file of the directory `packets` as a packet."""
-    monkeypatch.setattr(supervisor, "BACKOFF_S", (0.05,))
-    monkeypatch.setattr(supervisor, "KILLS_AN_HOUR", 1000)
+    monkeypatch.setattr(restarts, "BACKOFF_S", (0.05,))
+    monkeypatch.setattr(restarts, "KILLS_AN_HOUR", 1000)
     (tmp_path / "packets").mkdir()
     coordinator, _ = coordinator_of(
         tmp_path, type="tests.mover.packet_injector:PacketInjectorConfig", packets=str(tmp_path / "packets")

@@ -120,6 +120,20 @@ def test_a_stalled_load_is_a_miss_in_time_and_its_mover_is_replaced(tmp_path: Pa
         until(lambda: all(get(store, keys[1:])), "them to be hits")
 
 
+def test_rows_beside_a_stalled_load_are_hits_in_time_and_outlive_its_mover(tmp_path: Path) -> None:
+    keys = keys_of(0, 4)
+    with store_over(
+        tmp_path, Rule(Fault.STALL, Way.LOAD, tuple(keys[3:])), wait_s=SOON_S, overdue_s=OVERDUE_S
+    ) as store:
+        put_beneath(store, keys)
+        pid = store.coordinator.mover_pids[0]
+        assert get(store, keys) == [True, True, True, False]
+        assert store.coordinator.mover_pids[0] == pid, "they have come by the mover that was stuck"
+        until(lambda: store.coordinator.mover_pids[0] not in {pid, None}, "another mover")
+        assert get(store, keys[:3]) == [True] * 3
+        assert store.locate(keys[:3]) == ["cpu"] * 3
+
+
 def test_a_load_that_fails_late_is_a_miss_and_its_bytes_are_not_used(tmp_path: Path) -> None:
     """All of the row is in the region when the error comes: it must not be taken for a hit, by that key or another."""
     keys = keys_of(0, 4)

@@ -28,7 +28,7 @@ from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import ENOUGH
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import Found
-from nixl_tiers.core.types import Direction, Job, TierSpec, TierState
+from nixl_tiers.core.types import Direction, Job, PlannedMove, TierSpec, TierState
 from tests.support.columns import PlainColumns
 from tests.support.core import expire, rows_of
 from tests.support.measuring import MeasurementJudge
@@ -121,18 +121,32 @@ class StoreCall:
 
 @dataclass
 class SimulatedJob:
-    """A job as it was sent: row and slot numbers do not change with the core's objects."""
+    """A job as it was sent: row and slot numbers do not change with the core's objects. `told`: how many of its moves
+    were reported while others went on; `heard`: and how many of these reports have arrived."""
 
     job: Job
     epoch: int
     done: list[Outcome] = field(default_factory=list)
     first: int = 0  # which slot its mover knows as 0
+    told: int = 0
+    heard: int = 0
+    moves: list[PlannedMove] = field(init=False)
     rows: list[int] = field(init=False)
     slots: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rows = [move.row.index for move in self.job.moves]
-        self.slots = [move.slot - self.first for move in self.job.moves]
+        self.moves = [*self.job.moves]
+        self.rows = [move.row.index for move in self.moves]
+        self.slots = [move.slot - self.first for move in self.moves]
+
+
+@dataclass
+class RowsReport:
+    """A mover's report of those moves of a job that have ended, from one on to before another, while others go on."""
+
+    work: SimulatedJob
+    first: int
+    last: int
 
 
 @dataclass
@@ -174,7 +188,7 @@ class SimulatedMover:
     stuck: bool = False  # alive, and does nothing
     dying: bool = False  # killed, and not dead yet: it may still write its current row
     inbox: deque[SimulatedJob | list[tuple[int, Key]] | int | Uses | ExistenceCheck] = field(default_factory=deque)
-    finished: deque[SimulatedJob | Answer] = field(default_factory=deque)
+    finished: deque[SimulatedJob | RowsReport | Answer] = field(default_factory=deque)
     reported_absent: dict[Key, float] = field(default_factory=dict)  # when the engine heard of it
     listing: deque[list[tuple[int, Key, int]] | PlainColumns] = field(default_factory=deque)  # not delivered yet
     unreported: deque[SimulatedJob] = field(default_factory=deque)  # finished by a dead mover, never reported
@@ -713,12 +727,21 @@ class Simulation:
                 mover.finished.append(self._answer(mover, head, outcome is Outcome.OK))
         else:
             self._move(mover, head, outcome)
-            if len(head.done) == len(head.job.moves):
+            if len(head.done) == len(head.moves):
                 (mover.unreported if mover.dying else mover.finished).append(head)
                 mover.inbox.popleft()
 
+    def mover_reports(self, tier: int) -> None:
+        """The mover reports what has ended of the job at which it works, while that goes on."""
+        mover = self.movers[tier]
+        head = mover.inbox[0] if mover.inbox else None
+        idle = mover.stuck or mover.dying or not mover.alive
+        if isinstance(head, SimulatedJob) and head.told < len(head.done) and not idle:
+            mover.finished.append(RowsReport(head, head.told, len(head.done)))
+            head.told = len(head.done)
+
     def deliver(self, tier: int) -> None:
-        """The core gets the report of the mover's oldest finished job, or the next part of its listing."""
+        """The core gets the mover's oldest report, or the next part of its listing."""
         mover = self.movers[tier]
         if mover.dying:
             return
@@ -737,19 +760,24 @@ class Simulation:
                 ):  # who is given up on is not listened to
                     mover.reported_absent.update(dict.fromkeys(ended.absent, self.now))
                 self.core.events.existence_checked(tier, ended.probe, ended.absent, self.now)
+            elif isinstance(ended, RowsReport):
+                work, first, last = ended.work, ended.first, ended.last
+                self._before_report(tier, work, first, last)
+                self.core.events.rows_ended(tier, work.job.id, work.rows[first:last], work.done[first:last], self.now)
+                work.heard = last
             else:
-                if ended.epoch == self.epoch and ended.job.direction is Direction.LOAD:
-                    bad = (Outcome.CORRUPT, Outcome.MISSING)
-                    keys = [m.key for m, done in zip(ended.job.moves, ended.done, strict=True) if done in bad]
-                    mover.reported_absent.update(dict.fromkeys(keys, self.now))
-                if not mover.physical:
-                    self._report_moves(tier, ended)
-                self.core.events.finished(tier, ended.job.id, ended.done, self.now)
+                self._before_report(tier, ended, ended.told, len(ended.moves))
+                self.core.events.finished(tier, ended.job.id, ended.done[ended.told :], self.now)
             self.tick()
 
-    def _report_moves(self, tier: int, ended: SimulatedJob) -> None:
-        """Before its end: when rows were written. And which rows were missing, of which chains."""
-        for move, done in zip(ended.job.moves, ended.done, strict=True):
+    def _before_report(self, tier: int, ended: SimulatedJob, first: int, last: int) -> None:
+        """Note what it says of these moves; it tells before when rows were written, and which were missing, of which
+        chains."""
+        mover, moves = self.movers[tier], list(zip(ended.moves, ended.done, strict=False))[first:last]
+        if ended.epoch == self.epoch and ended.job.direction is Direction.LOAD:
+            bad = (Outcome.CORRUPT, Outcome.MISSING)
+            mover.reported_absent.update({move.key: self.now for move, done in moves if done in bad})
+        for move, done in () if mover.physical else moves:
             if ended.job.direction is Direction.STORE:
                 if ended.epoch == self.epoch and done in (Outcome.OK, Outcome.FOUND):
                     self._tell(tier, move.key, self.movers[tier].ticks[ended.epoch, move.key])
@@ -792,14 +820,14 @@ class Simulation:
         if mover.unreported and not mover.dying:
             self._end_steps()
             stale = mover.unreported.popleft()
-            self.core.events.finished(tier, stale.job.id, stale.done, self.now)
+            self.core.events.finished(tier, stale.job.id, stale.done[stale.told :], self.now)
             self.tick()
 
     def _reap_and_restart(self, tier: int) -> None:
         self._end_steps()
         mover = self.movers[tier]
         for head in list(mover.inbox)[:1]:
-            if isinstance(head, SimulatedJob) and len(head.done) < len(head.job.moves):
+            if isinstance(head, SimulatedJob) and len(head.done) < len(head.moves):
                 self._move(mover, head, Outcome.FAILED)  # half of a row
         mover.inbox.clear()
         mover.listing.clear()
@@ -1372,7 +1400,7 @@ class Simulation:
         for tier, open_job in self._open_moves():
             if (tier, open_job.job.id) == beside:
                 continue
-            if row in open_job.rows:
+            if row in open_job.rows[open_job.heard :]:
                 reads = open_job.job.direction is Direction.STORE
                 require(reads and not writing, "a row is allocated while a mover uses it")
 
@@ -1383,13 +1411,13 @@ class Simulation:
         require(all(0 <= slot < mover.slots for slot in sent.slots), "a mover is sent a slot that it has not")
         for number, other in self._open_moves():
             if number == job.mover and other.job.id != job.id and other.epoch == self.epoch:
-                shared = set(sent.slots) & set(other.slots)
+                shared = set(sent.slots) & set(other.slots[other.heard :])
                 both_read = job.direction is other.job.direction is Direction.LOAD
                 require(not shared or both_read, "a slot is allocated while a mover reads or writes it")
 
     def _move(self, mover: SimulatedMover, work: SimulatedJob, outcome: Outcome) -> None:
         number = len(work.done)
-        move, row, slot = work.job.moves[number], work.rows[number], work.slots[number]
+        move, row, slot = work.moves[number], work.rows[number], work.slots[number]
         medium = mover.medium.setdefault(work.epoch, {})
         place = mover.place(slot, move.key)
         if work.job.direction is Direction.STORE:

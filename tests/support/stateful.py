@@ -210,6 +210,15 @@ class CascadeStateMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self.simulation.mover_works(mover, outcome)
 
+    @rule(tier=TIERS, outcome=OUTCOMES, steps=st.integers(1, 3), delivered=st.booleans())
+    def mover_reports(self, tier: int, outcome: Outcome, steps: int, delivered: bool) -> None:
+        """Some rows of a job that goes on."""
+        self.mover_works(tier, outcome, steps)
+        mover = self._mover(tier)
+        self.simulation.mover_reports(mover)
+        if delivered:
+            self.simulation.deliver(mover)
+
     @rule(prompt=PROMPTS, chunks=st.integers(1, 5), stale=RARELY)
     def another_engine_stores(self, prompt: str, chunks: int, stale: bool) -> None:
         """The front of a prompt, or, where `stale`, only its last chunk: the chain has a hole."""

@@ -45,6 +45,7 @@ ARGUMENTS: Final[dict[str, Callable[[Random], object]]] = {
     "beside": _rarely,
     "count": lambda random: random.randint(1, 4),
     "chunks": lambda random: random.randint(1, 5),
+    "delivered": lambda random: random.random() < 0.5,
     "ends": lambda random: random.randrange(32),
     "good": lambda random: not _rarely(random),
     "host_only": _rarely,

@@ -11,7 +11,8 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.memory.seal import Sealer
-from nixl_tiers.tiers.base import FinishedBatch, Move
+from nixl_tiers.tiers.base import EndedMoves, FinishedBatch, Move
+from nixl_tiers.tiers.move_queue import MoveQueue, Steps, Unit
 from nixl_tiers.tiers.moves import (
     FIRST_POLL,
     HELD_POLL_S,
@@ -20,9 +21,6 @@ from nixl_tiers.tiers.moves import (
     STORE_POLL_S,
     STORE_POLLS,
     MovePipeline,
-    MoveQueue,
-    Steps,
-    Unit,
     finished,
     transferred,
 )
@@ -115,6 +113,19 @@ def test_units_run_within_a_number_of_rows_and_one_always_may() -> None:
     pipeline.poll()
     pipeline.start()
     assert started[1:] == [[5], [6, 7]]
+
+
+def test_moves_are_reported_once_while_others_of_their_batch_go_on() -> None:
+    medium = Medium()
+    first, second = medium.pipeline.load(moves(1, 2, 3)), medium.pipeline.load(moves(4))
+    assert medium.end(2) == []
+    assert medium.pipeline.take_ended() == [EndedMoves(first, {1: Outcome.OK})]
+    assert medium.pipeline.take_ended() == []
+    medium.end(1)
+    assert medium.end(3, outcome=Outcome.FAILED) == [FinishedBatch(first, [Outcome.OK, Outcome.OK, Outcome.FAILED])]
+    assert medium.pipeline.take_ended() == [], "its batch has all of them"
+    assert medium.end(4) == [FinishedBatch(second, [Outcome.OK])]
+    assert medium.pipeline.take_ended() == []
 
 
 def test_next_store_is_prepared_while_others_are_moved() -> None:

@@ -21,7 +21,7 @@ from nixl_tiers.memory.seal import Sealer, Verdict, hash_copy
 from nixl_tiers.tiers import staging as module
 from nixl_tiers.tiers import staging_trial
 from nixl_tiers.tiers.base import Move
-from nixl_tiers.tiers.moves import Steps
+from nixl_tiers.tiers.move_queue import Steps
 from nixl_tiers.tiers.nixl_agent import Span, Transfer, TransferState
 from nixl_tiers.tiers.slab.tier import SlabTier
 from nixl_tiers.tiers.slab.worker import Moved

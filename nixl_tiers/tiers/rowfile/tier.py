@@ -29,6 +29,7 @@ from nixl_tiers.tiers.base import (
     GONE,
     MAX_ENTRIES,
     MAX_SLOTS,
+    EndedMoves,
     Entry,
     FinishedBatch,
     Move,
@@ -270,6 +271,9 @@ class RowFileTier(StorageTier):
         if problem and self._moves.quiet and not self._deleting:
             raise TierDown(problem)
         return self._moves.take()
+
+    def ended_moves(self) -> Sequence[EndedMoves]:
+        return self._moves.take_ended()
 
     def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         served = self._served

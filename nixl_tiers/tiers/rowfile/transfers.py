@@ -19,7 +19,8 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move, has_expired
 from nixl_tiers.tiers.disk import describe, direct_reads, fallocate
 from nixl_tiers.tiers.folder import fd_path
-from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit, finished
+from nixl_tiers.tiers.move_queue import MoveQueue, Steps, Unit
+from nixl_tiers.tiers.moves import MovePipeline, finished
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration, Span
 from nixl_tiers.tiers.rowfile.directory import RowDirectory, TempFile
 from nixl_tiers.tiers.rowfile.names import RowPath

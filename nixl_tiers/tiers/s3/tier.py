@@ -19,6 +19,7 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import (
     MAX_SLOTS,
+    EndedMoves,
     Entry,
     ExistenceAnswer,
     FinishedBatch,
@@ -93,6 +94,9 @@ class S3Tier(StorageTier):
     def poll(self) -> list[FinishedBatch]:
         self._rows.poll()
         return self._transfers.poll()
+
+    def ended_moves(self) -> Sequence[EndedMoves]:
+        return self._transfers.moves.take_ended()
 
     def give_up_waiting(self) -> None:
         """The lease is handed over when nothing runs."""

@@ -19,7 +19,8 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import FinishedBatch, Move, has_expired, seal_row
-from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit
+from nixl_tiers.tiers.move_queue import MoveQueue, Steps, Unit
+from nixl_tiers.tiers.moves import MovePipeline
 from nixl_tiers.tiers.nixl_agent import TransferState
 from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.concurrency import PollPace, TransferLimit

@@ -22,10 +22,11 @@ from nixl_tiers.base.manifest import Description
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused, sweep_s
+from nixl_tiers.tiers.base import EndedMoves, Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused, sweep_s
 from nixl_tiers.tiers.disk import SLAB_LOCK, FreeSpace, MountGuard, describe, open_agent, open_error, prepare_path
 from nixl_tiers.tiers.manifests import ManifestKeeper
-from nixl_tiers.tiers.moves import MovePipeline, MoveQueue, Steps, Unit
+from nixl_tiers.tiers.move_queue import MoveQueue, Steps, Unit
+from nixl_tiers.tiers.moves import MovePipeline
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registrar, Registration, Span, Transfer
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
 from nixl_tiers.tiers.slab.shard import GROWTH_S, OVERDUE_S, Growth, Shard, ShardManifests, slots_within
@@ -202,6 +203,9 @@ class SlabTier(StorageTier):
         if problem and self._moves.quiet and self._growth is None:
             raise TierDown(problem)
         return self._moves.take()
+
+    def ended_moves(self) -> Sequence[EndedMoves]:
+        return self._moves.take_ended()
 
     def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         for slot, key in entries:

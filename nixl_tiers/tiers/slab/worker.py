@@ -17,7 +17,7 @@ from nixl_tiers.config.file import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import Move, TierRefused
-from nixl_tiers.tiers.moves import Steps
+from nixl_tiers.tiers.move_queue import Steps
 from nixl_tiers.tiers.nixl_agent import AgentError, Registrar, Registration
 from nixl_tiers.tiers.staging import DirectRows
 
