@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -43,9 +43,11 @@ class Rig(InstantTier):
 
 
 @pytest.fixture
-def rig() -> Rig:
+def rig() -> Iterator[Rig]:
     with HostRegion.create(GEOMETRY, 8) as region:
-        rig = Rig(region)
+        rig, sealer = Rig(region), Sealer(GEOMETRY, NAMESPACE, 0)
+        for row in range(region.rows):
+            sealer.seal(region.rows_view[row], key_of(row), sealed_at=1)
         rig.jobs.begin(Load(7, [Move(row, row, key_of(row)) for row in (5, 4, 3, 2)]), 10.0)
         yield rig
 
@@ -85,8 +87,6 @@ def test_missing_sub_blocks_are_named_by_their_place_in_each_report(rig: Rig) ->
     region = rig.jobs._region
     for row in (4, 2):
         sealer.seal(region.rows_view[row], key_of(row), present=GEOMETRY.present(1), sealed_at=1)
-    for row in (5, 3):
-        sealer.seal(region.rows_view[row], key_of(row), sealed_at=1)
     rig.report(10.0, _0=OK, _1=OK)
     assert rig.report(11.0) == [RowsEnded(7, [5, 4], bytes([OK, OK]), [(1, 1)])]
     assert rig.report(12.0, FinishedBatch(1, [OK] * 4)) == [Finished(7, bytes([OK, OK]), 2.0, [(1, 1)])]
