@@ -18,7 +18,7 @@ from nixl_tiers.testing.medium import folder_bytes
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry
 from nixl_tiers.tiers.folder import Folder, NotOwned
 from nixl_tiers.tiers.slab import journal as journal_module
-from nixl_tiers.tiers.slab import journal_file
+from nixl_tiers.tiers.slab import journal_file, journal_listing
 from nixl_tiers.tiers.slab.journal import Journal
 from nixl_tiers.tiers.slab.journal_file import (
     MAX_TICK,
@@ -373,10 +373,10 @@ def test_key_in_two_slots_is_listed_where_it_was_used_last(folder: Folder) -> No
 
 @pytest.mark.parametrize("place_bits", [24, 1])
 def test_rows_are_ordered_by_tick_and_place(monkeypatch: pytest.MonkeyPatch, place_bits: int) -> None:
-    monkeypatch.setattr(journal_module, "_PLACE_BITS", place_bits)
+    monkeypatch.setattr(journal_listing, "_PLACE_BITS", place_bits)
     ticks = np.array([5, MAX_TICK, 0, 5, 1, MAX_TICK, 0])
-    assert journal_module.by_tick(ticks).tolist() == [2, 6, 4, 0, 3, 1, 5]
-    assert journal_module.by_tick(ticks[:0]).tolist() == []
+    assert journal_listing.by_tick(ticks).tolist() == [2, 6, 4, 0, 3, 1, 5]
+    assert journal_listing.by_tick(ticks[:0]).tolist() == []
 
 
 def test_duplicates_of_held_and_of_later_keys_are_found(folder: Folder) -> None:
