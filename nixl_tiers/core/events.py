@@ -11,8 +11,9 @@ from nixl_tiers.core.copies import EngineHits
 from nixl_tiers.core.existence import ExistenceCheck, ExistenceChecks
 from nixl_tiers.core.health import Health
 from nixl_tiers.core.listing import Steps, add_columns, begin_listing, end_listing, take_all
+from nixl_tiers.core.measurements import Measurements
 from nixl_tiers.core.promotion import Promotion
-from nixl_tiers.core.promotion_jobs import Measurements, PromotionJobs
+from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.retention import Retention
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import Tier
@@ -261,6 +262,7 @@ class Events:
         jobs: list[Job] = []
         self._state.begin_slice()
         self._writeback.clean(now)
+        self._promotion_jobs.watch_room()
         known = [tier for tier in self._state.tiers if tier.known]
         for tier in known:
             if tier.readable and tier.to_load:

@@ -33,7 +33,9 @@ class Limits:
     later_keys: int = 1024  # of one tier, unknown while it was slow, or busy, that are asked for later
     absent_s: float = 30.0  # negative cache: an absent key is not checked again sooner
     absent_keys: int = 65536  # of one tier's negative cache
-    clean_wait_s: float = 0.25  # a promotion waits so long for write-back to free a row; then it evicts one unwritten
+    # A promotion waits so long for write-back to free a row, and then evicts unwritten ones. For half of it a mover may
+    # hold up stores while the engine copies rows out of the host (HOLD_S of tiers/moves.py).
+    clean_wait_s: float = 0.5
     store_hold_s: float = 0.5  # promotions hold up a tier's stores so long; then a window goes (`StoreThrottle`)
     hold_share: float = 0.25  # of the host rows: with more to write to a tier, promotions do not hold that up
     load_share: float = 0.10  # of the host rows: what may be under promotion at once

@@ -29,11 +29,12 @@ from nixl_tiers.core.health import Health
 from nixl_tiers.core.host import CPU, HostTier, Row, RowState
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.lookup import Chains, Scan
+from nixl_tiers.core.measurements import Measurements
 from nixl_tiers.core.misses import Misses
 from nixl_tiers.core.prefetch_queue import Rank
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.promotion import Promotion, RequestIndex
-from nixl_tiers.core.promotion_jobs import Measurements, PromotionJobs
+from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.retention import Retention
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import EvictionHistory, Savings, TierStats

@@ -1,10 +1,9 @@
-"""Promotion jobs: the loads that bring rows up for the requests that wait for them, and those that measure a tier."""
+"""Promotion jobs: the loads that bring rows up for the requests that wait for them."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
@@ -12,7 +11,7 @@ from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.host import Row, RowState
-from nixl_tiers.core.promotion import Promotion, RequestIndex
+from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.state import CascadeState, within_quotas
 from nixl_tiers.core.stats import Gone, tag_of
@@ -60,6 +59,11 @@ class PromotionJobs:
         self._retries = deque()
 
     # --- planning ----------------------------------------------------------------------------------------------
+
+    def watch_room(self) -> None:
+        """At each turn: if the host has room again, the next promotions that find none wait for write-back again."""
+        if self._host.free:
+            self._host_full_since_s = None
 
     def queue_prefetches(self, now: float) -> list[Tier]:
         """Queue promotions for requests that wait for their turn, as far as those whose turn has come leave room, to
@@ -300,11 +304,11 @@ class PromotionJobs:
 
     def _waits_for_writeback(self, now: float) -> bool:
         """Whether promotions wait for host rows that write-back frees, rather than evict unwritten ones. Only for
-        clean_wait_s, so that a slow or hanging tier below delays no request much."""
+        clean_wait_s, so that a slow or hanging tier below delays no request much; and then no other one before it has
+        freed a row."""
         if self._state.below_host is None or not (self._host.free or self._host.evicting):
             return False
         if self._host.free:
-            self._host_full_since_s = None
             return True
         if self._host_full_since_s is None:
             self._host_full_since_s = now
@@ -323,90 +327,3 @@ def _still_wanted(wanted: dict[Key, list[Request]]) -> dict[Key, list[Request]]:
     """Without the requests that ask for nothing any more, as they have given way."""
     asking = {key: [request for request in requests if request.asked.get(key)] for key, requests in wanted.items()}
     return {key: requests for key, requests in asking.items() if requests}
-
-
-ROUNDING: Final = 1e-6
-LARGE: Final = 2  # a large measurement is at least so many times as many rows as a small one
-
-
-@dataclass(slots=True)
-class _Plan:
-    """Of one tier. `keys`: rows that a request declined at `declined_s`, to measure it with; none: it is not to be."""
-
-    keys: Sequence[Key] = ()
-    declined_s: float = 0.0
-    measured_s: float = float("-inf")  # when the last measurement began
-    rows: int = 0  # of that one
-
-
-class Measurements:
-    """Loads that no request waits for, of tiers whose rows are declined because loading them takes too long. Without
-    them nobody would find out that such a tier has become faster. docs/internals/load-or-recompute.md.
-
-    What requests decline is offered here (`declined`), and some of it is loaded when it disturbs least (`plan`).
-    """
-
-    def __init__(self, state: CascadeState, requests: RequestIndex, jobs: PromotionJobs) -> None:
-        self._state = state
-        self._requests = requests
-        self._jobs = jobs
-        self._plans = [_Plan() for _ in state.tiers]
-
-    @property
-    def busy(self) -> bool:
-        """Whether some are to come."""
-        return any(plan.keys for plan in self._plans)
-
-    def declined(self, tier: Tier, keys: Sequence[Key], now: float) -> None:
-        """A request does not load these rows. If the tier was not measured for a while, some are going to be loaded.
-        While it loads anything, that measures it. O(1)."""
-        plan, limits, loads = self._plans[tier.number], self._state.limits, tier.loads
-        if plan.keys or tier.to_load or tier.rows_loading:
-            return
-        expected_s = loads.seconds(self._rows(tier, len(keys)) * self._state.row_bytes)
-        pause_s = max(limits.measure_s, expected_s / limits.measure_time)
-        if now >= max(loads.last_s or 0.0, plan.measured_s) + (limits.measure_busy_s if loads.surprising else pause_s):
-            plan.keys, plan.declined_s = keys[: self._state.rows_per_job], now
-            loads.doubt()
-
-    def plan(self, tier: Tier, now: float) -> list[Job]:
-        """The measurement of this tier, if one is due: as soon as no request is alive, since it takes nothing from any
-        then, and takes as long as if one waited for it; or else a while later. One that surprises is followed by
-        another, a while later too."""
-        plan, limits = self._plans[tier.number], self._state.limits
-        measured = plan.measured_s >= plan.declined_s  # with these keys
-        if not plan.keys or (measured and tier.rows_loading):
-            return []
-        decided = measured and not tier.loads.surprising
-        late = now > plan.declined_s + limits.measure_s
-        if decided or late or tier.to_load or tier.rows_loading or not tier.readable:
-            plan.keys = ()
-            return []
-        idle = not (self._requests.by_name or self._requests.queued)
-        waits_s = 0.0 if idle and not measured else limits.measure_busy_s
-        if now < max(plan.declined_s, plan.measured_s) + waits_s:
-            return []
-        rows = self._rows(tier, len(plan.keys))
-        jobs = self._jobs.load_unasked(tier, plan.keys[:rows], now)
-        if jobs:
-            plan.rows, plan.measured_s = rows, now
-        return jobs
-
-    def reset(self) -> None:
-        """Nothing that was declined before is loaded any more."""
-        for plan in self._plans:
-            plan.keys = ()
-
-    # --- inside ------------------------------------------------------------------------------------------------
-
-    def _rows(self, tier: Tier, most: int) -> int:
-        """How many rows the next measurement loads: few and many by turns, since only different sizes tell the latency
-        from the time of a row. Many: as much as the share of the tier's time allows; if not even twice as many as few
-        fit into that, only where all transfers were of one size."""
-        limits, loads, job = self._state.limits, tier.loads, self._state.rows_per_job
-        row_s = loads.s_per_byte * self._state.row_bytes
-        fits = int(ROUNDING + (limits.measure_s * limits.measure_time - loads.latency_s) / row_s) if row_s else job
-        few = max(1, min(fits, int(job * limits.measure_share)))
-        many = LARGE * few if (loads.one_size and loads.known) or loads.surprising else few
-        rows = few if self._plans[tier.number].rows > few else max(many, fits if fits >= LARGE * few else 0)
-        return min(rows, job, most)

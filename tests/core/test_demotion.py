@@ -12,6 +12,7 @@ from nixl_tiers.core.host import RowState
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.types import Direction, Job, TierSpec
+from nixl_tiers.tiers.moves import HOLD_S
 from tests.support.core import expire, opened, rows_of
 
 
@@ -399,12 +400,19 @@ def test_demotion_to_a_slow_tier_does_not_slow_puts_and_gets(put_s: float) -> No
     assert on_evict.most_pinned <= through.most_pinned
 
 
+OLD: list[Key] = [b"old-%d" % number for number in range(100)]
+
+
+def life_over_old_rows(put_s: float) -> SlowTierBelow:
+    """The host's own rows are written on eviction, and the tier that is only read, and holds `OLD`, works well."""
+    life = SlowTierBelow(Write.ON_EVICT, put_s, file=Write.OFF)
+    life.core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(OLD)], last=True)
+    return life
+
+
 @pytest.mark.parametrize("put_s", [0.01, 2.0, 1e9], ids=["quick", "slow", "hanging"])
 def test_promotion_waits_for_writeback_only_briefly(put_s: float) -> None:
-    """The host's own rows are written on eviction, and the tier that is only read works well."""
-    life = SlowTierBelow(Write.ON_EVICT, put_s, file=Write.OFF)
-    old = [b"old-%d" % number for number in range(100)]
-    life.core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(old)], last=True)
+    life, old = life_over_old_rows(put_s), OLD
     hits, waited_s = 0, 0.0
     for number in range(0, len(old), 2):
         assert life.put([b"new-%d" % number]) == 1
@@ -417,6 +425,37 @@ def test_promotion_waits_for_writeback_only_briefly(put_s: float) -> None:
     assert waited_s < 2 * life.core.limits.clean_wait_s
     lost = life.core.tiers[1].counters.dropped
     assert lost == 0 if put_s < 0.1 else lost > 0, "rows are lost for what comes up where the cleaner keeps up"
+
+
+def test_promotion_waits_for_a_store_that_its_mover_holds_up() -> None:
+    """While the engine copies rows out of the host, a mover starts no store for HOLD_S. That took as long as promotions
+    waited: rows were lost though the disk was quick."""
+    life = life_over_old_rows(put_s=HOLD_S + 0.1)
+    life.put([b"first-%d" % number for number in range(life.core.host.rows)])
+    life.passes(1.0)
+    assert life.core.host.free == 1
+    assert life.get(OLD[:3]) == 3
+    assert life.core.tiers[1].counters.dropped == 0
+
+
+def test_promotion_waits_for_writeback_though_an_earlier_one_waited_in_vain() -> None:
+    """Only before write-back has freed a row again do others not wait, too: once that was so, it was as if they had."""
+    life = life_over_old_rows(put_s=2.0)
+    core, (_, below) = life.core, life.core.tiers
+    life.put([b"first-%d" % number for number in range(core.host.rows)])
+    assert life.get(OLD[:2]) == 2
+    began_s = life.now
+    assert life.get(OLD[2:4]) == 2
+    assert life.now - began_s < 0.1 * core.limits.clean_wait_s
+    dropped = below.counters.dropped
+    assert dropped == 4
+    life.passes(10.0)
+    assert core.host.free > 0
+    life.put([b"second-%d" % number for number in range(core.host.free)])
+    assert core.host.free == 0
+    life.took_s = (0.001, 0.001)
+    assert life.get(OLD[4:6]) == 2
+    assert below.counters.dropped == dropped
 
 
 def test_an_old_place_in_the_queue_ends_a_demotion_and_not_its_load() -> None:

@@ -21,8 +21,9 @@ from nixl_tiers.core.host import HostTier, Row, RowState
 from nixl_tiers.core.listing import Steps
 from nixl_tiers.core.lookup import Chains
 from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.measurements import Measurements
 from nixl_tiers.core.promotion import Promotion
-from nixl_tiers.core.promotion_jobs import Measurements, PromotionJobs
+from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.retention import Retention
 from nixl_tiers.core.slots import MemberSlots, Slots
