@@ -146,7 +146,7 @@ class NixlTiersConnector(OffloadingConnector):
     @override
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         manager = self._manager
-        if manager.weights.in_doubt:
+        if manager.in_doubt:
             manager.began(beginning(scheduler_output))
         meta = super().build_connector_meta(scheduler_output)
         if self._arrivals.waiting:

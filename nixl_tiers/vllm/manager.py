@@ -35,6 +35,7 @@ from nixl_tiers.vllm.kv_groups import KvGroups
 from nixl_tiers.vllm.live import LiveGauges
 from nixl_tiers.vllm.loads import Loads
 from nixl_tiers.vllm.lookups import Lookups
+from nixl_tiers.vllm.own_hits import OwnHits
 from nixl_tiers.vllm.own_time import OwnTime, OwnTimes
 from nixl_tiers.vllm.prefill_meter import PrefillMeter, Scheduled
 from nixl_tiers.vllm.reports import REPORT_S, Reports
@@ -93,8 +94,9 @@ class NixlTiersManager(OffloadingManager):
         self._storing: set[OffloadKey] = set()  # of open store jobs
         self._begun: set[str] = set()  # requests that have computed something, so that any step may go on with them
         kept = config.on_reset == "keep"
-        self._gate = StoreGate(kept=kept, one_block=coordinator.region.geometry.sub_blocks == 1)
-        self.weights = WeightsGate(partial(attrgetter("ranks.weights"), coordinator.region), kept=kept)
+        self._own = OwnHits()
+        self._gate = StoreGate(self._own, kept=kept, one_block=coordinator.region.geometry.sub_blocks == 1)
+        self.weights = WeightsGate(partial(attrgetter("ranks.weights"), coordinator.region), self._own, kept=kept)
         self._meter = PrefillMeter(coordinator.observe_prefill)
         self._lookups = Lookups(coordinator, len(groups), self._gate, self._meter, self._groups.known_tokens())
         self._closed = False
@@ -109,12 +111,17 @@ class NixlTiersManager(OffloadingManager):
         `began_at` and `began` for all requests, and `salt_of` for each new one. No step computes more than
         `step_tokens` tokens of a request. `own`: how long this thread is in the connector; returns that of both
         sides, which goes into the metrics."""
-        self.weights.knows_own_hits = self._sees_salts = True
+        self._own.known = self._sees_salts = True
         with self._coordinator.core() as core:
             core.prefill.limit_step(step_tokens)
         self._meter.be_exact(self._coordinator.region.step_seconds)
         self._reports.own_times = times = OwnTimes(own or OwnTime(), self._coordinator.region.own_time)
         return times
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether vLLM's own cache may have KV that must not be stored, nor what is computed upon it."""
+        return self._gate.in_doubt or self.weights.in_doubt
 
     def salt_of(self, request: str, salt: str | None) -> None:
         """The `cache_salt` of a new request, by which it belongs to a tenant. NixlTiersConnector calls it."""
@@ -138,13 +145,13 @@ class NixlTiersManager(OffloadingManager):
     def began_at(self, request: str, tokens: int) -> None:
         """A request begins, or begins anew, with so many tokens of vLLM's own cache. NixlTiersConnector calls it."""
         self._look_at_weights()
-        self.weights.began_at(request, tokens)
+        if self.in_doubt:
+            self._own.began_at(request, tokens)
 
     def began(self, requests: Iterable[tuple[str, int]]) -> None:
-        """The step goes on with these requests from so many tokens on. NixlTiersConnector calls it, while the weights
-        are in doubt."""
+        """The step begins these requests at so many tokens. NixlTiersConnector calls it while it is `in_doubt`."""
         for request, tokens in requests:
-            self.weights.scheduled_at(request, tokens)
+            self._own.scheduled_at(request, tokens)
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -185,7 +192,7 @@ class NixlTiersManager(OffloadingManager):
         self._begun.discard(request)
         self._loads.ended(request)
         self._gate.ended(request)
-        self.weights.ended(request)
+        self._own.ended(request)
         self._meter.positions.forget(request)
         self._lookups.ended(req_context)
         self._wishes.end(req_context)
@@ -218,7 +225,7 @@ class NixlTiersManager(OffloadingManager):
         for group, place in self._groups.place.items():
             self._lookups.chains.note_load(group, counts[place])
         self._gate.load_began(request)
-        self.weights.load_began(request)
+        self._own.load_began(request)
         if end is not None:
             self._meter.positions.hit(request, end)
         return spec

@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from nixl_tiers.vllm.compat import OffloadKey, ReqContext, ScheduleEndContext, position_of
+from nixl_tiers.vllm.own_hits import OwnHits
 
 log = logging.getLogger(__name__)
 
@@ -35,17 +36,19 @@ class StoreGate:
     """Decides which of the chunks that vLLM offers are stored. One for a manager, which reports all requests to it.
 
     `kept`: the weights never change in place (`on_reset: keep`), so what is computed from KV of before a reset is
-    valid. `one_block`: a chunk is one block, so that a request whose look-up begins at its first chunk had no block in
-    vLLM's own cache. `holding`: requests that may hold blocks: looked up or scheduled, and not ended.
+    valid. `own`: what requests began with. Where that is not known, `one_block` says that a chunk is one block, so that
+    a request whose look-up begins at its first chunk had no block in vLLM's own cache. `holding`: requests that may
+    hold blocks: looked up or scheduled, and not ended.
     """
 
-    def __init__(self, *, kept: bool, one_block: bool) -> None:
+    def __init__(self, own: OwnHits, *, kept: bool, one_block: bool) -> None:
+        self._own = own
         self._kept = kept
         self._one_block = one_block
         self.holding: set[str] = set()
         self._blocked: set[str] = set()  # alive at a reset and not looked up since: they store nothing
         self._allocated: set[str] = set()  # of these, those that certainly do: loaded or scheduled, not preempted since
-        self._stale_cache = False  # vLLM's own prefix cache may hold KV of before a reset
+        self._stale_cache = False
         # After a reset, until it is known whether vLLM's cache was empty: requests that may have held blocks then,
         # those that certainly did unless the reset preempted them, and whether the step that reports preemptions is to
         # come.
@@ -58,6 +61,11 @@ class StoreGate:
         self._from: dict[str, int] = {}
         self._looked_up: dict[str, int] = {}
         self._first_end: dict[str, int] = {}  # end token of a request's shortest first chunk
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether vLLM's own prefix cache may hold KV of before a reset."""
+        return self._stale_cache
 
     @property
     def shut(self) -> bool:
@@ -89,6 +97,8 @@ class StoreGate:
             return []
         if not self._stale_cache:
             return list(keys)
+        if self._own.known and not self._kept:
+            return list(keys) if self._own.has_none(context.req_id) else []
         # Newer vLLM offers chunks before it ends the step, older after that.
         begin = self._from.get(context.req_id, self._looked_up.get(context.req_id, NOTHING))
         return [] if begin == NOTHING else [key for key in keys if (position_of(key, context) or 0) >= begin]
@@ -118,6 +128,7 @@ class StoreGate:
     def reset(self, alive: Collection[str], loading: Collection[str]) -> None:
         """`alive`: all requests; `loading`: those with an open load, which hold blocks even if they have ended."""
         self._blocked.update(alive)
+        self._own.clear()
         self._from.clear()
         self._looked_up.clear()
         holding = self.holding.union(loading)
@@ -157,8 +168,9 @@ class StoreGate:
                 "only what is beyond a hit in that cache is stored"
                 if self._kept
                 else "only requests without a hit in that cache are stored"
-                if self._one_block
-                else "nothing is stored, as a hit in that cache that ends inside a chunk cannot be seen",
+                if self._own.known or self._one_block
+                else "nothing is stored, as OffloadingConnector does not show a hit in that cache that ends inside a "
+                "chunk; NixlTiersConnector does",
             )
         self._stale_cache = not emptied
         if emptied:
@@ -185,19 +197,17 @@ class WeightsGate:
     """`closed`: nothing is found or stored, as the weights are being changed, or the epoch of the new ones has not
     begun. `in_doubt`: vLLM's own cache may have KV of other weights than the present ones."""
 
-    def __init__(self, weights: Callable[[], tuple[int, ...]], *, kept: bool) -> None:
-        """`weights`: of each rank a number that changes with its weights, and is odd while they do.
-        `kept`: the configuration says that they never change (`on_reset: keep`)."""
+    def __init__(self, weights: Callable[[], tuple[int, ...]], own: OwnHits, *, kept: bool) -> None:
+        """`weights`: of each rank a number that changes with its weights, and is odd while they do. `own`: what
+        requests began with. `kept`: the configuration says that weights never change (`on_reset: keep`)."""
         self._weights = weights
+        self._own = own
         self._kept = kept
         self._seen = weights()
         self.closed = False
         self.in_doubt = False
-        self.knows_own_hits = False  # whether `began_at` is called for every request
         self.computed = False
         """Whether something was, since the last reset, or loaded by another connector: vLLM's own cache keeps it."""
-        # In doubt: requests that began, since the last change, with nothing of vLLM's own cache; whether they load.
-        self._fresh: dict[str, bool] = {}
 
     def look(self) -> bool:
         """Whether the weights are being changed, or have been since the last call."""
@@ -205,7 +215,7 @@ class WeightsGate:
         if weights == self._seen:
             return False
         self._seen = weights
-        self._fresh.clear()
+        self._own.clear()
         if not self.closed:
             log.log(
                 logging.WARNING if self._kept else logging.INFO,
@@ -218,7 +228,7 @@ class WeightsGate:
             log.warning(
                 _DOUBT,
                 "until it is reset, only requests without a hit in it are stored"
-                if self.knows_own_hits
+                if self._own.known
                 else "until the connector is reset, nothing is stored",
             )
         return True
@@ -228,29 +238,8 @@ class WeightsGate:
         """Whether no change was running at the last `look`."""
         return not any(number % 2 for number in self._seen)
 
-    def began_at(self, request: str, tokens: int) -> None:
-        """vLLM has found so many tokens, of whole blocks, in its own cache for a request; it looks at each new
-        beginning, and last in the step in which the request is scheduled, or its load begins."""
-        if self.in_doubt and tokens == 0:
-            self._fresh[request] = False
-        else:
-            self._fresh.pop(request, None)
-
-    def load_began(self, request: str) -> None:
-        if request in self._fresh:
-            self._fresh[request] = True
-
-    def scheduled_at(self, request: str, tokens: int) -> None:
-        """The first step of a request goes on from so many tokens: without a load, those of a part of a block that vLLM
-        found, or another connector's."""
-        if tokens and not self._fresh.get(request, True):
-            del self._fresh[request]
-
     def may_store(self, request: str) -> bool:
-        return not self.closed and (not self.in_doubt or request in self._fresh)
-
-    def ended(self, request: str) -> None:
-        self._fresh.pop(request, None)
+        return not self.closed and (not self.in_doubt or self._own.has_none(request))
 
     def opened(self) -> None:
         """A new epoch has begun since the last change, without anything of before."""
@@ -259,4 +248,3 @@ class WeightsGate:
     def reset(self) -> None:
         """vLLM has reset its own cache, as far as StoreGate finds, and the connector."""
         self.in_doubt = self.computed = False
-        self._fresh.clear()

@@ -259,7 +259,7 @@ def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypa
     manager = SimpleNamespace(
         scheduled=lambda requests: 41 + len(requests),
         began=began.extend,
-        weights=SimpleNamespace(in_doubt=True),
+        in_doubt=True,
         line_has_room=lambda rank: True,
         is_queued=asked.append,
     )

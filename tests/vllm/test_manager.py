@@ -329,6 +329,38 @@ def test_chunks_offered_again_after_a_reset_are_not_stored(on_reset: str) -> Non
     rig.manager.shutdown()
 
 
+@pytest.mark.parametrize(("own", "part", "loads"), [(0, 0, False), (0, 64, True), (32, 32, False), (0, 16, False)])
+def test_chunks_of_several_blocks_go_on_being_stored_after_a_reset(own: int, part: int, loads: bool) -> None:
+    """NixlTiersConnector tells whether a request began with something of vLLM's own cache (`own` tokens, and `part` of
+    them with what it loads and what is less than a block), which was not reset: half a chunk shows in no look-up."""
+    rig = ManagerRig(geometry=Geometry(cells=2, cell_payload=8192, sub_blocks=2))
+    rig.manager.times_are_published(512)
+    one, two = keys_of(2)
+    old = rig.request("old", one)
+    rig.manager.began_at("old", 0)
+    rig.manager.lookup(one, old)
+    rig.manager.on_schedule_end(ScheduleEndContext(["old"], ()))
+    rig.manager.reset_cache()
+    assert rig.manager.in_doubt
+    if loads:  # what was stored since
+        rig.manager.began_at("since", 0)
+        assert rig.store(rig.request("since", one), one) == [one]
+    new = rig.request("new", one, two)
+    rig.manager.began_at("new", own)
+    rig.manager.lookup(one, new)
+    if loads:
+        rig.manager.prepare_load([one], new)
+        rig.manager.on_schedule_end(STEP)
+        rig.manager.complete_load([one], new)
+    rig.manager.began([("new", part)])
+    rig.manager.on_schedule_end(ScheduleEndContext(["new"], ()))
+    assert rig.store(new, two) == ([two] if part == 0 or loads else [])
+    for context in (old, new):
+        rig.manager.on_request_finished(context)
+    assert not rig.manager._own.has_none("new"), "and is forgotten"
+    rig.manager.shutdown()
+
+
 def test_stats_are_differences_and_no_work_is_ever_pending(rig: ManagerRig) -> None:
     (key,) = keys_of(1)
     context = rig.request("r", key)

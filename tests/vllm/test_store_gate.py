@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload_key
 
+from nixl_tiers.vllm.own_hits import OwnHits
 from nixl_tiers.vllm.store_gate import StoreGate
 
 TOKENS = 32
@@ -28,7 +29,8 @@ class SimulatedScheduler:
     """vLLM's part: the order in which it calls. `newer`: stores are offered before a step ends, as from 0.33 on."""
 
     def __init__(self, *, kept: bool = False, one_block: bool = True, newer: bool = False) -> None:
-        self.gate = StoreGate(kept=kept, one_block=one_block)
+        self.own = OwnHits()
+        self.gate = StoreGate(self.own, kept=kept, one_block=one_block)
         self.alive: set[str] = set()
         self._newer = newer
 
@@ -271,3 +273,69 @@ def test_ended_requests_are_forgotten() -> None:
     gate = engine.gate
     kept = [gate.holding, gate._allocated, gate._blocked, gate._from, gate._looked_up, gate._first_end]
     assert [len(things) for things in kept] == [0] * 6
+
+
+class TestWithNixlTiersConnector:
+    """It reports what each request begins with, and the first step of each: chunks of several blocks can be judged."""
+
+    @staticmethod
+    def after_a_reset(*, kept: bool = False, newer: bool) -> SimulatedScheduler:
+        engine = SimulatedScheduler(kept=kept, one_block=False, newer=newer)
+        engine.own.known = True
+        engine.begin(request("old"))
+        engine.reset()
+        return engine
+
+    @pytest.mark.parametrize(("own", "stored"), [(0, ALL), (TOKENS // 2, []), (TOKENS, [])])
+    def test_a_request_without_an_own_hit_is_stored_and_one_with_half_a_chunk_is_not(
+        self, own: int, stored: list[int], newer: bool
+    ) -> None:
+        engine = self.after_a_reset(newer=newer)
+        new = request("new")
+        engine.own.began_at("new", own)
+        assert engine.begin(new, own // TOKENS) == stored
+        assert engine.step(offer=new) == stored
+
+    def test_so_is_one_that_is_not_looked_up_as_it_has_less_than_a_chunk(self, newer: bool) -> None:
+        engine = self.after_a_reset(newer=newer)
+        new = request("new")
+        engine.own.began_at("new", 0)
+        assert engine.step(new=[new], offer=new) == ALL
+
+    def test_what_an_attempt_to_begin_has_shown_is_replaced_by_the_next(self, newer: bool) -> None:
+        engine = self.after_a_reset(newer=newer)
+        late = request("late")
+        engine.own.began_at("late", 0)
+        engine.step([(late, 0)])
+        engine.own.began_at("late", TOKENS // 2)  # others have computed it meanwhile, upon old blocks
+        assert engine.begin(late) == []
+
+    def test_a_part_of_a_block_is_an_own_hit(self, newer: bool) -> None:
+        engine = self.after_a_reset(newer=newer)
+        engine.own.began_at("new", 0)
+        engine.own.scheduled_at("new", 8)
+        assert engine.begin(request("new")) == []
+
+    def test_requests_alive_at_a_reset_store_nothing_whatever_they_began_with(self, newer: bool) -> None:
+        engine = self.after_a_reset(newer=newer)
+        second = request("second")
+        engine.own.began_at("second", 0)
+        assert engine.begin(second) == ALL
+        engine.reset()
+        assert engine.step(offer=second) == []
+        engine.own.began_at("second", TOKENS)  # preempted meanwhile
+        assert engine.step([(second, 1)], offer=second) == []
+
+    def test_with_constant_weights_all_but_the_hit_is_stored(self, newer: bool) -> None:
+        engine = self.after_a_reset(kept=True, newer=newer)
+        engine.own.began_at("hit", 2 * TOKENS)
+        assert engine.begin(request("hit"), 2) == [2, 3]
+
+    @pytest.mark.parametrize(("known", "what"), [(True, "only requests without a hit"), (False, "NixlTiersConnector")])
+    def test_the_warning_says_what_is_stored(self, caplog: pytest.LogCaptureFixture, known: bool, what: str) -> None:
+        engine = SimulatedScheduler(one_block=False)
+        engine.own.known = known
+        engine.begin(request("old"))
+        engine.reset()
+        engine.begin(request("new"))
+        assert [what in record.message for record in caplog.records] == [True]

@@ -111,7 +111,8 @@ def run_cell(models: dict[str, Path], run_script: Callable[..., Any], tmp_path: 
             "storm": storm,
             "conversations": 3,
             "aborts": 0.02,
-            "resets": 0.02 if blocks == 1 else 0.015,  # in doubt, no chunks of several blocks are stored
+            # In doubt, vLLM's own connector has no chunks of several blocks stored.
+            "resets": 0.02 if blocks == 1 else 0.015,
         }
         if priced:  # what is loaded has been evicted from host memory before
             plan |= {"speed": str(speed), "speeds": SPEEDS, "conversations": 16, "resets": 0.003}

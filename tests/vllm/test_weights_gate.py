@@ -14,6 +14,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.core.manager import Lookup
+from nixl_tiers.vllm.own_hits import OwnHits
 from nixl_tiers.vllm.store_gate import WeightsGate
 from tests.vllm.test_manager import STEP, ManagerRig, ScriptedCoordinator, keys_of, scripted_manager
 
@@ -36,9 +37,15 @@ def ranks() -> Ranks:
     return Ranks()
 
 
-def gate_in_doubt(ranks: Ranks, *, knows: bool = True) -> WeightsGate:
-    gate = WeightsGate(ranks, kept=False)
-    gate.knows_own_hits = knows
+@pytest.fixture
+def own() -> OwnHits:
+    own = OwnHits()
+    own.known = True
+    return own
+
+
+def gate_in_doubt(ranks: Ranks, own: OwnHits) -> WeightsGate:
+    gate = WeightsGate(ranks, own, kept=False)
     gate.computed = True
     ranks.weights = (2, 2)
     assert gate.look()
@@ -48,8 +55,8 @@ def gate_in_doubt(ranks: Ranks, *, knows: bool = True) -> WeightsGate:
 
 class TestRules:
     @pytest.mark.parametrize("weights", [(1, 0), (0, 1), (1, 1), (2, 1)])
-    def test_it_is_closed_while_any_rank_changes(self, ranks: Ranks, weights: tuple[int, int]) -> None:
-        gate = WeightsGate(ranks, kept=False)
+    def test_it_is_closed_while_any_rank_changes(self, ranks: Ranks, own: OwnHits, weights: tuple[int, int]) -> None:
+        gate = WeightsGate(ranks, own, kept=False)
         assert not gate.look()
         assert gate.may_store("a")
         ranks.weights = weights
@@ -65,18 +72,20 @@ class TestRules:
         gate.opened()
         assert gate.may_store("a"), "nothing was computed, so vLLM's own cache is empty"
 
-    def test_in_doubt_only_requests_without_an_own_hit_since_the_change_are_stored(self, ranks: Ranks) -> None:
-        gate = gate_in_doubt(ranks)
-        gate.began_at("fresh", 0)
-        gate.began_at("hit", 128)
+    def test_in_doubt_only_requests_without_an_own_hit_since_the_change_are_stored(
+        self, ranks: Ranks, own: OwnHits
+    ) -> None:
+        gate = gate_in_doubt(ranks, own)
+        own.began_at("fresh", 0)
+        own.began_at("hit", 128)
         stored = [name for name in ("fresh", "hit", "alive at the change") if gate.may_store(name)]
         assert stored == ["fresh"]
-        gate.began_at("fresh", 64)  # preempted meanwhile
+        own.began_at("fresh", 64)  # preempted meanwhile
         assert not gate.may_store("fresh")
 
-    def test_another_change_leaves_no_request_fresh(self, ranks: Ranks) -> None:
-        gate = gate_in_doubt(ranks)
-        gate.began_at("a", 0)
+    def test_another_change_leaves_no_request_fresh(self, ranks: Ranks, own: OwnHits) -> None:
+        gate = gate_in_doubt(ranks, own)
+        own.began_at("a", 0)
         ranks.weights = (4, 4)
         assert gate.look()
         gate.opened()
@@ -84,25 +93,27 @@ class TestRules:
 
     @pytest.mark.parametrize(("loads", "tokens", "stored"), [(False, 0, True), (False, 16, False), (True, 128, True)])
     def test_what_was_neither_computed_nor_loaded_came_from_the_own_cache(
-        self, ranks: Ranks, loads: bool, tokens: int, stored: bool
+        self, ranks: Ranks, own: OwnHits, loads: bool, tokens: int, stored: bool
     ) -> None:
         """vLLM reports its own hits in whole blocks, and may also use a part of one."""
-        gate = gate_in_doubt(ranks)
-        gate.began_at("a", 0)
+        gate = gate_in_doubt(ranks, own)
+        own.began_at("a", 0)
         if loads:
-            gate.load_began("a")
-        gate.scheduled_at("a", tokens)
+            own.load_began("a")
+        own.scheduled_at("a", tokens)
         assert gate.may_store("a") is stored
 
-    def test_a_reset_ends_the_doubt(self, ranks: Ranks) -> None:
-        gate = gate_in_doubt(ranks)
+    def test_a_reset_ends_the_doubt(self, ranks: Ranks, own: OwnHits) -> None:
+        gate = gate_in_doubt(ranks, own)
         gate.reset()
         assert gate.may_store("any")
 
     @pytest.mark.parametrize("reset", [True, False])
-    def test_there_is_no_doubt_if_nothing_was_computed_since_a_reset(self, ranks: Ranks, reset: bool) -> None:
+    def test_there_is_no_doubt_if_nothing_was_computed_since_a_reset(
+        self, ranks: Ranks, own: OwnHits, reset: bool
+    ) -> None:
         """Sleep, wake up, reload; pause, update, resume."""
-        gate = WeightsGate(ranks, kept=False)
+        gate = WeightsGate(ranks, own, kept=False)
         gate.computed = True
         if reset:
             gate.reset()
@@ -110,8 +121,8 @@ class TestRules:
         gate.look()
         assert gate.in_doubt is not reset
 
-    def test_what_is_computed_during_a_change_leaves_a_doubt(self, ranks: Ranks) -> None:
-        gate = WeightsGate(ranks, kept=False)
+    def test_what_is_computed_during_a_change_leaves_a_doubt(self, ranks: Ranks, own: OwnHits) -> None:
+        gate = WeightsGate(ranks, own, kept=False)
         ranks.weights = (1, 1)
         gate.look()
         gate.computed = True
@@ -120,28 +131,29 @@ class TestRules:
         gate.look()
         assert gate.in_doubt
 
-    def test_ended_requests_are_forgotten(self, ranks: Ranks) -> None:
-        gate = gate_in_doubt(ranks)
-        gate.began_at("a", 0)
-        gate.ended("a")
-        gate.ended("never seen")
+    def test_ended_requests_are_forgotten(self, ranks: Ranks, own: OwnHits) -> None:
+        gate = gate_in_doubt(ranks, own)
+        own.began_at("a", 0)
+        own.ended("a")
+        own.ended("never seen")
         assert not gate.may_store("a")
 
     @pytest.mark.parametrize(("knows", "what"), [(True, "only requests without a hit"), (False, "nothing is stored")])
     def test_one_warning_names_the_call(
-        self, ranks: Ranks, caplog: pytest.LogCaptureFixture, knows: bool, what: str
+        self, ranks: Ranks, own: OwnHits, caplog: pytest.LogCaptureFixture, knows: bool, what: str
     ) -> None:
         with caplog.at_level(logging.WARNING):
-            gate = gate_in_doubt(ranks, knows=knows)
+            own.known = knows
+            gate = gate_in_doubt(ranks, own)
             ranks.weights = (4, 4)
             gate.look()
         assert [what in record.message and CALL in record.message for record in caplog.records] == [True]
 
     @pytest.mark.parametrize("kept", [True, False])
     def test_a_configuration_that_says_otherwise_is_a_warning(
-        self, ranks: Ranks, caplog: pytest.LogCaptureFixture, kept: bool
+        self, ranks: Ranks, own: OwnHits, caplog: pytest.LogCaptureFixture, kept: bool
     ) -> None:
-        gate = WeightsGate(ranks, kept=kept)
+        gate = WeightsGate(ranks, own, kept=kept)
         ranks.weights = (1, 0)
         with caplog.at_level(logging.INFO):
             gate.look()
@@ -341,7 +353,7 @@ def test_what_is_computed_upon_a_load_of_the_new_epoch_is_stored(rig: WeightsRig
     rig.manager.began([("second", 64)])
     assert rig.store(second, two) == [two]
     rig.end(second)
-    assert not rig.manager.weights._fresh
+    assert not rig.manager._own._none
 
 
 def test_a_copy_that_ends_after_a_change_is_not_written_below(rig: WeightsRig) -> None:
