@@ -231,6 +231,15 @@ def is_recurrent(layer: object) -> bool:
     return isinstance(layer, MambaBase)
 
 
+def is_full_attention(spec: Any) -> bool:
+    """Whether all layers of a KV group with this spec attend to the whole context. Workers have the specs of each
+    layer where the scheduler has one of them."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    by_layer = getattr(spec, "kv_cache_specs", None)
+    return all(isinstance(each, FullAttentionSpec) for each in (by_layer.values() if by_layer else (spec,)))
+
+
 def group_ids(config: OffloadingConfig) -> tuple[int, ...]:
     """vLLM's own number of each offloaded KV group, as it is in the keys."""
     return tuple(getattr(group, "group_id", index) for index, group in enumerate(config.groups))
@@ -303,6 +312,7 @@ __all__ = [
     "get_offload_group_idx",
     "group_ids",
     "host_event",
+    "is_full_attention",
     "is_recurrent",
     "passing_events",
     "position_of",

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.chains import Arrivals, chain_at_arrival
+from nixl_tiers.vllm.chunk_size import with_chunks
 from nixl_tiers.vllm.compat import UnsupportedVllm, beginning, scheduled_tokens
 from nixl_tiers.vllm.fingerprint import current_vllm_config
 from nixl_tiers.vllm.log_line import LoggedStats
@@ -62,7 +63,7 @@ class NixlTiersConnector(OffloadingConnector):
         transfer = vllm_config.kv_transfer_config
         refuse(transfer.kv_connector_extra_config)
         with told(copies_by_configuration(vllm_config, kv_cache_config)):
-            super().__init__(vllm_config, role, kv_cache_config)
+            super().__init__(with_chunks(vllm_config, kv_cache_config), role, kv_cache_config)
         self._loading: dict[int, str] = {}  # job -> request, on workers
         if self.connector_scheduler is not None:
             self._own_times = self._manager.times_are_published(

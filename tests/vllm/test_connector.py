@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 
 from nixl_tiers.vllm import compat, plugin, replicated
 from nixl_tiers.vllm.chains import Arrivals
+from nixl_tiers.vllm.chunk_size import CHUNK_TOKENS
 from nixl_tiers.vllm.connector import NixlTiersConnector, refuse
 from nixl_tiers.vllm.replicated import Copies
 from tests.support import vllm_cpu
@@ -41,7 +42,7 @@ def test_failed_loads_are_recomputed_and_the_engine_keeps_running(
             files_tier(tmp_path / "kv", "64MiB", write="off"),
         ]
     }
-    options = {"path": small_model, "skip_tokenizer_init": True, "dtype": "float32"}
+    options = {"path": small_model, "skip_tokenizer_init": True, "dtype": "float32", "block_size": 32}
     # Without kv_connector_module_path: the plugin makes the name known.
     transfer = {"kv_connector": "NixlTiersConnector", "kv_load_failure_policy": "recompute"}
     forget = ["forget"]
@@ -55,7 +56,8 @@ def test_failed_loads_are_recomputed_and_the_engine_keeps_running(
         transfer=transfer,
         **options,
     )
-    whole = len(prompts[0]) // BLOCK * BLOCK
+    chunks = len(prompts[0]) // CHUNK_TOKENS  # of two blocks
+    whole = chunks * CHUNK_TOKENS
     answers = [answer[0] for answer in (cold, good, failed, missed, after)]
     assert [answer["tokens"] for answer in answers] == [cold[0]["tokens"]] * 5
     # From 0.33 on vLLM offers a request's chunks for storing again when it computes them again: sound, as they are new.
@@ -63,7 +65,7 @@ def test_failed_loads_are_recomputed_and_the_engine_keeps_running(
     assert [answer["cached"] for answer in answers] == [0, whole, 0, again, whole]
     assert (other_after[0]["tokens"], other_after[0]["cached"]) == (other_cold[0]["tokens"], 0)
     assert len(set(cold[0]["tokens"])) > 2, "a model that always repeats one token shows nothing"
-    assert stats["cpu"]["failed"] == whole // BLOCK
+    assert stats["cpu"]["failed"] == chunks
 
 
 @pytest.mark.vllm
