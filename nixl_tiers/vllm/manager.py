@@ -94,9 +94,9 @@ class NixlTiersManager(OffloadingManager):
         self._storing: set[OffloadKey] = set()  # of open store jobs
         self._begun: set[str] = set()  # requests that have computed something, so that any step may go on with them
         kept = config.on_reset == "keep"
-        self._own = OwnHits()
-        self._gate = StoreGate(self._own, kept=kept, one_block=coordinator.region.geometry.sub_blocks == 1)
-        self.weights = WeightsGate(partial(attrgetter("ranks.weights"), coordinator.region), self._own, kept=kept)
+        self._own_hits = OwnHits()
+        self._gate = StoreGate(self._own_hits, kept=kept, one_block=coordinator.region.geometry.sub_blocks == 1)
+        self.weights = WeightsGate(partial(attrgetter("ranks.weights"), coordinator.region), self._own_hits, kept=kept)
         self._meter = PrefillMeter(coordinator.observe_prefill)
         self._lookups = Lookups(coordinator, len(groups), self._gate, self._meter, self._groups.known_tokens())
         self._closed = False
@@ -111,7 +111,7 @@ class NixlTiersManager(OffloadingManager):
         `began_at` and `began` for all requests, and `salt_of` for each new one. No step computes more than
         `step_tokens` tokens of a request. `own`: how long this thread is in the connector; returns that of both
         sides, which goes into the metrics."""
-        self._own.known = self._sees_salts = True
+        self._own_hits.known = self._sees_salts = True
         with self._coordinator.core() as core:
             core.prefill.limit_step(step_tokens)
         self._meter.be_exact(self._coordinator.region.step_seconds)
@@ -146,12 +146,12 @@ class NixlTiersManager(OffloadingManager):
         """A request begins, or begins anew, with so many tokens of vLLM's own cache. NixlTiersConnector calls it."""
         self._look_at_weights()
         if self.in_doubt:
-            self._own.began_at(request, tokens)
+            self._own_hits.began_at(request, tokens)
 
     def began(self, requests: Iterable[tuple[str, int]]) -> None:
         """The step begins these requests at so many tokens. NixlTiersConnector calls it while it is `in_doubt`."""
         for request, tokens in requests:
-            self._own.scheduled_at(request, tokens)
+            self._own_hits.scheduled_at(request, tokens)
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -192,7 +192,7 @@ class NixlTiersManager(OffloadingManager):
         self._begun.discard(request)
         self._loads.ended(request)
         self._gate.ended(request)
-        self._own.ended(request)
+        self._own_hits.ended(request)
         self._meter.positions.forget(request)
         self._lookups.ended(req_context)
         self._wishes.end(req_context)
@@ -225,7 +225,7 @@ class NixlTiersManager(OffloadingManager):
         for group, place in self._groups.place.items():
             self._lookups.chains.note_load(group, counts[place])
         self._gate.load_began(request)
-        self._own.load_began(request)
+        self._own_hits.load_began(request)
         if end is not None:
             self._meter.positions.hit(request, end)
         return spec

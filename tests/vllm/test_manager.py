@@ -357,7 +357,7 @@ def test_chunks_of_several_blocks_go_on_being_stored_after_a_reset(own: int, par
     assert rig.store(new, two) == ([two] if part == 0 or loads else [])
     for context in (old, new):
         rig.manager.on_request_finished(context)
-    assert not rig.manager._own.has_none("new"), "and is forgotten"
+    assert not rig.manager._own_hits.has_none("new"), "and is forgotten"
     rig.manager.shutdown()
 
 

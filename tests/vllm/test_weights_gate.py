@@ -353,7 +353,7 @@ def test_what_is_computed_upon_a_load_of_the_new_epoch_is_stored(rig: WeightsRig
     rig.manager.began([("second", 64)])
     assert rig.store(second, two) == [two]
     rig.end(second)
-    assert not rig.manager._own._none
+    assert not rig.manager._own_hits._none
 
 
 def test_a_copy_that_ends_after_a_change_is_not_written_below(rig: WeightsRig) -> None:
