@@ -34,7 +34,7 @@ def with_chunks(vllm_config: Any, kv_cache_config: Any) -> Any:
 def default_blocks(vllm_config: Any, kv_cache_config: Any) -> int:
     """One block, unless the model has a single KV group, of full attention: of a window or a recurrent state a chunk of
     several blocks holds what no load reads, and groups have blocks of different sizes."""
-    groups = getattr(kv_cache_config, "kv_cache_groups", ())
+    groups: Any = getattr(kv_cache_config, "kv_cache_groups", ())
     parallel = vllm_config.parallel_config
     contexts = [getattr(parallel, f"{kind}_context_parallel_size", 1) for kind in ("decode", "prefill")]
     if len(groups) != 1 or contexts != [1, 1] or not compat.is_full_attention(groups[0].kv_cache_spec):
