@@ -24,12 +24,11 @@
 
 #include "seal.h"
 
-#define ROW_WORKER_ABI 1
+#define ROW_WORKER_ABI 2
 
 enum {
-    DEPTH = 64,              /* requests in flight, of a thread */
-    REQUEST_BYTES = 2 << 20, /* a larger row becomes several */
-    TAKE_BYTES = 2 << 20,    /* so many bytes of rows, or one row, are taken, and looked for among what has ended */
+    DEPTH = 64,           /* requests in flight, of a thread */
+    TAKE_BYTES = 2 << 20, /* so many bytes of rows, or one row, are taken, and looked for among what has ended */
     MAX_THREADS = 8,
     MAX_SEAL = 0xFFFF,
     NOT_MOVED = -1, /* as a verdict: an I/O error */
@@ -375,9 +374,10 @@ static int start(struct worker *worker, struct thread *thread) {
     return error;
 }
 
-/* A worker for `rows` rows at `region`, which outlives it. NULL, and why (`error`, an errno), if it cannot start. */
-struct worker *nixl_tiers_row_worker_new(const struct shape *shape, uint8_t *region, uint64_t rows, uint32_t threads,
-                                         int32_t *error) {
+/* A worker for `rows` rows at `region`, which outlives it; a row is moved by requests of `request_bytes`, or larger ones
+ * where these were too many. NULL, and why (`error`, an errno), if it cannot start. */
+struct worker *nixl_tiers_row_worker_new(const struct shape *shape, uint8_t *region, uint64_t rows,
+                                         uint64_t request_bytes, uint32_t threads, int32_t *error) {
     struct worker *worker = calloc(1, sizeof *worker);
     *error = ENOMEM;
     if (!worker)
@@ -385,7 +385,7 @@ struct worker *nixl_tiers_row_worker_new(const struct shape *shape, uint8_t *reg
     worker->shape = *shape;
     worker->region = region;
     worker->rows = rows;
-    worker->request_bytes = REQUEST_BYTES;
+    worker->request_bytes = request_bytes;
     while (shape->row_bytes > worker->request_bytes * (DEPTH / 2))
         worker->request_bytes *= 2;
     worker->requests = (uint32_t)((shape->row_bytes + worker->request_bytes - 1) / worker->request_bytes);

@@ -119,12 +119,13 @@ class MoveQueue:
         self.transfer_s = 0.0
         """How long the transfer of a unit took lately; where that varies, the shorter ones count more."""
         self.on_end = on_end
+        self.limit_rows = limit_rows
+        """It may be changed at any time."""
         self._limit = limit
         self._ahead = ahead
         self._admit = admit
         self._run = run
         self._unit_rows = unit_rows
-        self._limit_rows = limit_rows
 
     def add(self, batch: Batch, moves: Sequence[Move]) -> None:
         for start in range(0, len(moves), self._unit_rows):
@@ -150,16 +151,22 @@ class MoveQueue:
 
     @property
     def _has_room(self) -> bool:
-        """Whether the unit that waits first may run beside those that do."""
-        if len(self.running) >= self._limit + self._ahead:
-            return False
-        rows = sum(len(unit.moves) for unit in self.running)
-        return not self.running or rows + len(self.waiting[0].moves) <= self._limit_rows
+        """Whether the unit that waits first may run beside those that do, or be prepared meanwhile."""
+        fits = self._fits(self.waiting[0], self.running)
+        return fits or sum(not unit.moving for unit in self.running) < self._ahead
+
+    def may_move(self, unit: Unit) -> bool:
+        """Whether a unit that is prepared may be moved beside those that are being moved."""
+        return self._fits(unit, [each for each in self.running if each.moving])
 
     @property
-    def full(self) -> bool:
-        """Whether as many units are being moved as may be."""
-        return sum(unit.moving for unit in self.running) >= self._limit
+    def rows_moving(self) -> int:
+        """How many rows run, beside those that are only prepared."""
+        return sum(len(unit.moves) for unit in self.running if unit not in self.prepared)
+
+    def _fits(self, unit: Unit, beside: Sequence[Unit]) -> bool:
+        rows = sum(len(each.moves) for each in beside)
+        return not beside or (len(beside) < self._limit and rows + len(unit.moves) <= self.limit_rows)
 
     def split_first(self) -> None:
         """Have the moves of the unit that waits first start one by one."""

@@ -112,7 +112,7 @@ class MovePipeline:
         queue = unit.queue
 
         def may_move() -> bool:
-            return not queue.full and (queue is self.loads or not self._holds_stores())
+            return queue.may_move(unit) and (queue is self.loads or not self._holds_stores())
 
         queue.prepared.append(unit)
         if not may_move():

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BUFFER_BYTES: Final = 40 << 20  # in each direction: one unit of 8 MiB is sealed or verified while four others run
+BUFFER_BYTES: Final = 40 << 20  # in each direction, where a tier asks for no more: what is moved, and one unit beside
 LEAST_ROWS: Final = 2
 
 
@@ -130,9 +130,9 @@ class Buffer:
     """Room for rows of one direction in private huge pages. Lowest places first: what is never needed is never touched,
     and rows that lie one after the other in both places share a request."""
 
-    def __init__(self, agent: Registrar, row_bytes: int) -> None:
+    def __init__(self, agent: Registrar, row_bytes: int, nbytes: int) -> None:
         """Raises AgentError, OSError."""
-        count = max(-(-BUFFER_BYTES // row_bytes), LEAST_ROWS)
+        count = max(-(-nbytes // row_bytes), LEAST_ROWS)
         size = count * row_bytes
         self._map = zeroed(size + HUGE_PAGE_BYTES)
         # A core file must not hold prompts; and before Linux 5.19 a fork while the disk writes here could leave a page
@@ -177,10 +177,16 @@ class Direction:
     """The loads or the stores of a tier: which way each unit goes, what was measured, and the buffer."""
 
     def __init__(
-        self, name: Literal["loads", "stores"], config: FileConfig, region: HostRegion, agent: Registrar
+        self,
+        name: Literal["loads", "stores"],
+        config: FileConfig,
+        region: HostRegion,
+        agent: Registrar,
+        buffer_bytes: int,
     ) -> None:
         """`region` and `agent` stay the caller's."""
         self._name = name
+        self._buffer_bytes = buffer_bytes
         self._path = config.path
         self._mode = config.staging
         if config.backend == "gds_mt" and self._mode == "auto":
@@ -199,7 +205,7 @@ class Direction:
         if self._mode == "off" or self._buffer is not None:
             return
         try:
-            self._buffer = Buffer(self._agent, row_bytes)
+            self._buffer = Buffer(self._agent, row_bytes, self._buffer_bytes)
         except (AgentError, OSError) as error:
             logger.warning("no buffer for staging, %s are direct: %s", self._name, error)
             return
@@ -276,9 +282,12 @@ class Staging:
     """Both directions of one tier. Each is measured by itself: what loads gain stores need not. Belongs to the mover's
     loop."""
 
-    def __init__(self, config: FileConfig, region: HostRegion, agent: Registrar) -> None:
-        self.loads = Direction("loads", config, region, agent)
-        self.stores = Direction("stores", config, region, agent)
+    def __init__(
+        self, config: FileConfig, region: HostRegion, agent: Registrar, *, loads_bytes: int | None = None
+    ) -> None:
+        """`loads_bytes`: of the buffer of loads."""
+        self.loads = Direction("loads", config, region, agent, loads_bytes or BUFFER_BYTES)
+        self.stores = Direction("stores", config, region, agent, BUFFER_BYTES)
 
     def open(self) -> None:
         self.loads.open()

@@ -57,10 +57,10 @@ class UringConfig(FileConfig):
 
 def uring_tier(config: UringConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
     from nixl_tiers.tiers.nixl_agent import Agent
-    from nixl_tiers.tiers.slab import tier
+    from nixl_tiers.tiers.slab import in_flight
     from nixl_tiers.tiers.slab.tier import SlabTier
 
-    tier._UNITS_RUNNING = MANY_ROWS  # all at once
+    in_flight.LOADS = MANY_ROWS  # all at once
     Agent.posix = classmethod(lambda cls: cls("POSIX", {"use_uring": "true"}, "FILE"))  # type: ignore[method-assign]
     return SlabTier(config, geometry, region)
 

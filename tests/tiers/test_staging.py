@@ -215,6 +215,7 @@ def test_units_wait_for_room_in_the_buffer(
     layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BUFFER_BYTES", 3 * GEOMETRY.row_bytes)
+    monkeypatch.setattr("nixl_tiers.tiers.slab.tier._STAGED_LOADS_BYTES", 3 * GEOMETRY.row_bytes)
     for name in ("slab.tier._UNIT_ROWS", "slab.tier._WORKER_UNIT_ROWS", "rowfile.transfers._UNIT_ROWS"):
         monkeypatch.setattr(f"nixl_tiers.tiers.{name}", 2)
     tier = make_tier(layout, tmp_path / "kv", region, staging="on")

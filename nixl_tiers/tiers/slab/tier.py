@@ -25,9 +25,10 @@ from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import EndedMoves, Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused, sweep_s
 from nixl_tiers.tiers.disk import SLAB_LOCK, FreeSpace, MountGuard, describe, open_agent, open_error, prepare_path
 from nixl_tiers.tiers.manifests import ManifestKeeper
-from nixl_tiers.tiers.move_queue import MoveQueue, Steps, Unit
+from nixl_tiers.tiers.move_queue import MoveQueue, Steps, T, Unit
 from nixl_tiers.tiers.moves import MovePipeline
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registrar, Registration, Span, Transfer
+from nixl_tiers.tiers.slab.in_flight import LOADS_BYTES, StoreWindow, request_bytes, rows_of_loads
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
 from nixl_tiers.tiers.slab.shard import GROWTH_S, OVERDUE_S, Growth, Shard, ShardManifests, slots_within
 from nixl_tiers.tiers.slab.slabs import NoSpace
@@ -38,13 +39,11 @@ logger = logging.getLogger(__name__)
 
 _UNIT_BYTES: Final = 8 << 20
 _UNIT_ROWS: Final = 64
-_UNITS_RUNNING: Final = 4  # in each direction
-_UNITS_SEALED: Final = 1  # beside these, for the next one to be written
+_STAGED_LOADS_BYTES: Final = LOADS_BYTES + _UNIT_BYTES  # one unit is verified meanwhile
+_UNITS_SEALED: Final = 1  # beside those that run, for the next one to be written
 _WORKER_UNIT_BYTES: Final = 16 << 20  # its threads share the rows of a unit
 _WORKER_UNIT_ROWS: Final = 256
-_WORKER_UNITS: Final = 64  # in each direction, within these bytes
-_WORKER_LOADS_BYTES: Final = 64 << 20  # fast drives want 32 requests of 2 MiB
-_WORKER_STORES_BYTES: Final = 32 << 20  # loads wait for them
+_UNITS: Final = 64  # in each direction, within the rows of `in_flight.py`
 LOCK_WAIT_S: Final = 10.0  # how long opening waits for the path's lock before it says so
 _FULL_S: Final = 0.5  # how long a lack of space is believed before it is tried again
 
@@ -70,7 +69,12 @@ class SlabTier(StorageTier):
         if self._worker is None:
             self._agent, self._memory = open_agent(config, region)
         self._registrar: Registrar = self._worker or self._agent
-        self._staging = Staging(config, region, self._registrar)
+        row_bytes = geometry.row_bytes
+        # cuFile cuts rows by itself, on threads that take one request each.
+        self._request_bytes = row_bytes if config.backend == "gds_mt" else request_bytes(row_bytes)
+        self._load_rows = rows_of_loads(row_bytes)
+        self._window = StoreWindow(row_bytes)
+        self._staging = Staging(config, region, self._registrar, loads_bytes=_STAGED_LOADS_BYTES)
         self._mount = MountGuard(self)
         self._open: Shard | None = None
         self._slots: Growth | None = None
@@ -262,17 +266,17 @@ class SlabTier(StorageTier):
     def _queues(self) -> tuple[MoveQueue, MoveQueue]:
         """By NIXL, whose transfers go on while they are polled; rows are sealed and verified on this thread."""
         rows = _rows_within(_UNIT_BYTES, _UNIT_ROWS, self._geometry)
-        queue = partial(MoveQueue, limit=_UNITS_RUNNING, unit_rows=rows)
-        loads = queue(admit=self._admit_load, run=self._run_load)
-        return loads, queue(ahead=_UNITS_SEALED, admit=self._admit_store, run=self._run_store)
+        queue = partial(MoveQueue, limit=_UNITS, unit_rows=rows)
+        loads = queue(limit_rows=self._load_rows, admit=self._admit_load, run=self._run_load)
+        stores = partial(queue, limit_rows=self._window.rows, ahead=_UNITS_SEALED)
+        return loads, stores(admit=self._admit_store, run=self._run_store)
 
     def _worker_queues(self) -> tuple[MoveQueue, MoveQueue]:
         rows = _rows_within(_WORKER_UNIT_BYTES, _WORKER_UNIT_ROWS, self._geometry)
-        queue = partial(MoveQueue, limit=_WORKER_UNITS, unit_rows=rows)
-        loads, stores = (nbytes // self._geometry.row_bytes for nbytes in (_WORKER_LOADS_BYTES, _WORKER_STORES_BYTES))
+        queue = partial(MoveQueue, limit=_UNITS, unit_rows=rows)
         return (
-            queue(limit_rows=loads, admit=self._admit_load, run=self._load_by_worker),
-            queue(limit_rows=stores, admit=self._admit_store, run=self._store_by_worker),
+            queue(limit_rows=self._load_rows, admit=self._admit_load, run=self._load_by_worker),
+            queue(limit_rows=self._window.rows, admit=self._admit_store, run=self._store_by_worker),
         )
 
     def _may_start(self) -> bool:
@@ -346,7 +350,7 @@ class SlabTier(StorageTier):
 
     def _store_by_worker(self, unit: Unit) -> Steps[None]:
         with (yield from self._staging.stores.rows(unit.moves)) as rows:
-            moved = yield from self._by_worker(unit, rows, write=True)
+            moved = yield from self._timed(self._by_worker(unit, rows, write=True))
             good = [(move, at) for move, (verdict, at) in zip(unit.moves, moved, strict=True) if verdict is not None]
             self._stored(good, rows)
             ends = iter(moved)
@@ -374,12 +378,20 @@ class SlabTier(StorageTier):
             for move in unit.moves:
                 rows.prepare(self._served.sealer, move, self._clock())
             yield from self._moves.turn(unit)
-            good = yield from self._transfer(unit, rows, self._agent.write)
+            good = yield from self._timed(self._transfer(unit, rows, self._agent.write))
             if good:
                 self._stored([(move, self._sealed_at(move)) for move in unit.moves], rows)
                 unit.end_all(Outcome.OK)
             else:
                 self._end(unit, good, lambda move: self._written(move, None, self._sealed_at(move)))
+
+    def _timed(self, steps: Steps[T]) -> Steps[T]:
+        """Write a unit; how long that takes decides how many rows of stores may be in flight."""
+        rows, began_s = self._moves.stores.rows_moving, time.monotonic()
+        result = yield from steps
+        self._window.written(rows, time.monotonic() - began_s)
+        self._moves.stores.limit_rows = self._window.rows
+        return result
 
     def _transfer(self, unit: Unit, rows: DirectRows, begin: Callable[[Sequence[Span]], Transfer]) -> Steps[bool]:
         """Move the rows of a unit at once; whether that went well. If it cannot begin, they end."""
@@ -402,9 +414,13 @@ class SlabTier(StorageTier):
 
     def _spans(self, moves: Collection[Move], rows: DirectRows) -> list[Span]:
         """Raises AgentError, OSError."""
-        row_bytes, locate = self._geometry.row_bytes, self._served.slabs.locate
-        places = ((move, *locate(move.slot)) for move in moves)
-        return [(rows.address(move), row_bytes, offset, device) for move, device, offset in places]
+        row_bytes, locate, step = self._geometry.row_bytes, self._served.slabs.locate, self._request_bytes
+        places = ((rows.address(move), *locate(move.slot)) for move in moves)
+        return [
+            (address + at, min(step, row_bytes - at), offset + at, device)
+            for address, device, offset in places
+            for at in range(0, row_bytes, step)
+        ]
 
     def _slots_in_use(self) -> set[int]:
         return {move.slot for move in self._moves.unfinished()}

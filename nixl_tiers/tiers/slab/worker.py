@@ -19,9 +19,10 @@ from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import Move, TierRefused
 from nixl_tiers.tiers.move_queue import Steps
 from nixl_tiers.tiers.nixl_agent import AgentError, Registrar, Registration
+from nixl_tiers.tiers.slab.in_flight import request_bytes
 from nixl_tiers.tiers.staging import DirectRows
 
-ABI: Final = 1  # ROW_WORKER_ABI of csrc/row_worker.c
+ABI: Final = 2  # ROW_WORKER_ABI of csrc/row_worker.c
 THREADS: Final = 2  # each hashes some 10 GB/s; where that is too little, a tier has more movers
 
 _ROW: Final = struct.Struct(f"=QiIIIBB{MAX_KEY_BYTES}s6x")  # of a unit; numpy is slower for so few
@@ -74,7 +75,12 @@ class Worker(Registrar):
         )
         error = ctypes.c_int32()
         self._worker = library.nixl_tiers_row_worker_new(
-            ctypes.byref(shape), region.address, region.rows, THREADS, ctypes.byref(error)
+            ctypes.byref(shape),
+            region.address,
+            region.rows,
+            request_bytes(geometry.row_bytes),
+            THREADS,
+            ctypes.byref(error),
         )
         if not self._worker:
             raise OSError(error.value, f"Linux AIO: {os.strerror(error.value)}")
@@ -164,7 +170,7 @@ def _library() -> ctypes.CDLL | None:
     if found is not None:
         pointer, whole, count = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
         functions: dict[str, tuple[list[Any], Any]] = {
-            "new": ([pointer, pointer, whole, count, pointer], pointer),
+            "new": ([pointer, pointer, whole, whole, count, pointer], pointer),
             "fd": ([pointer], ctypes.c_int),
             "submit": ([pointer, pointer], ctypes.c_int),
             "take": ([pointer, pointer, pointer, count], count),

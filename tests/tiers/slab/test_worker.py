@@ -24,7 +24,7 @@ from nixl_tiers.tiers.base import Move, TierRefused
 from nixl_tiers.tiers.slab import worker as module
 from nixl_tiers.tiers.slab.tier import SlabTier
 from nixl_tiers.tiers.slab.worker import Moved, Worker
-from nixl_tiers.tiers.staging import Buffer, DirectRows, StagedRows
+from nixl_tiers.tiers.staging import BUFFER_BYTES, Buffer, DirectRows, StagedRows
 from tests.mover.harness import NAMESPACE, key_of
 from tests.support.file_tier import file_config
 from tests.support.waiting import until
@@ -59,7 +59,7 @@ class Rig:
             file.truncate(ROWS * geometry.row_bytes)
         self._file = self.worker.register_file(str(path), 0, direct=False)
         self.fd = self._file.devices[0]
-        self.buffer = Buffer(self.worker, geometry.row_bytes)
+        self.buffer = Buffer(self.worker, geometry.row_bytes, BUFFER_BYTES)
 
     def move(self, moves: Sequence[Move], *, write: bool, staged: bool = False, fd: int = 0) -> Sequence[Moved]:
         rows = StagedRows(self.region, self.buffer, moves) if staged else DirectRows(self.region)

@@ -28,7 +28,7 @@ int main(int count, char **words) {
     must(region && stage, "memory");
     for (size_t i = 0; i < size; i++)
         region[i] = (uint8_t)rand();
-    struct worker *worker = nixl_tiers_row_worker_new(&shape, region, ROWS, 2, &error);
+    struct worker *worker = nixl_tiers_row_worker_new(&shape, region, ROWS, 2 << 20, 2, &error);
     must(worker != NULL, "worker");
     /* A row belongs to one unit at a time: its region row, place and slot have its number. */
     uint8_t busy[ROWS] = {0}, stored[ROWS] = {0}, owner[UNITS + 1][ROWS] = {{0}}, writes[UNITS + 1] = {0};
