@@ -33,6 +33,7 @@ from nixl_tiers.mover.protocol import (
     ListedColumns,
     Load,
     Opened,
+    RowsEnded,
     Slots,
     Store,
     ToCoordinator,
@@ -60,6 +61,7 @@ FROM_MOVERS = {
     "a number": b"\x07",
     "a message to movers": encode(Load(1, [Move(0, 0, b"key")])),
     "an outcome that there is not": encode(Finished(1, b"\xee", 0.1)),
+    "rows with such an outcome": encode(RowsEnded(1, [0], b"\xee")),
     "more slots than the capacity has": encode(Opened(0, 2**31)),
     "columns without a descriptor": encode(ListedColumns(0)),
 }
@@ -156,6 +158,7 @@ NUMBERS = st.one_of(st.integers(-2, 20), st.sampled_from([2**31, 2**32, 2**62, 2
 KEYS = st.one_of(st.sampled_from([b"key-%d" % n for n in range(20)]), st.binary(max_size=120))
 ENTRIES = st.lists(st.builds(Entry, NUMBERS, KEYS, NUMBERS), max_size=4)
 MESSAGES = st.one_of(
+    st.builds(RowsEnded, st.integers(0, 9), st.lists(NUMBERS), st.binary(max_size=5)),
     st.builds(Finished, st.integers(0, 9), st.binary(max_size=5), st.floats(), st.lists(st.tuples(NUMBERS, NUMBERS))),
     st.builds(Listed, st.integers(0, 1), ENTRIES, st.booleans()),
     st.builds(Opened, st.integers(0, 1), NUMBERS),

@@ -28,6 +28,7 @@ from nixl_tiers.mover.protocol import (
     Load,
     Open,
     Opened,
+    RowsEnded,
     Stop,
     Store,
     ToCoordinator,
@@ -95,6 +96,7 @@ class MoverProcess:
         self.heartbeats = 0
         self._unread: list[ToCoordinator] = []
         self._jobs = 0
+        self._ended: dict[int, dict[int, Outcome | None]] = {}  # by job, by row of the region: what was reported
         cells, payload_bytes, blocks = geometry.cells, geometry.cell_payload, geometry.sub_blocks
         self.send(Configure(tier, cells, payload_bytes, blocks, self.region.rows, engine=engine))
 
@@ -135,9 +137,13 @@ class MoverProcess:
             if isinstance(message, Heartbeat):
                 self.used_bytes = message.used_bytes
                 self.heartbeats += 1
+            if isinstance(message, RowsEnded):
+                ended = self._ended[message.job]
+                assert all(ended[row] is None for row in message.rows), "a row was reported twice"
+                ended.update(zip(message.rows, map(Outcome, message.outcomes), strict=True))
             if wanted(message):
                 return message
-            if not isinstance(message, Heartbeat):
+            if not isinstance(message, (Heartbeat, RowsEnded)):
                 self._unread.append(message)
 
     def open(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> int:
@@ -158,13 +164,18 @@ class MoverProcess:
 
     def begin(self, kind: type[Store | Load], moves: Sequence[Move]) -> int:
         self._jobs += 1
+        self._ended[self._jobs] = {move.row: None for move in moves}
         self.send(kind(self._jobs, list(moves)))
         return self._jobs
 
     def finished(self, job: int) -> list[Outcome]:
+        """The outcomes of its rows, those included that were reported while others went on."""
         message = self.expect(lambda m: isinstance(m, Finished) and m.job == job)
         assert isinstance(message, Finished)
-        return [Outcome(value) for value in message.outcomes]
+        ended = self._ended.pop(job)
+        left = [row for row, outcome in ended.items() if outcome is None]
+        ended.update(zip(left, map(Outcome, message.outcomes), strict=True))
+        return [outcome for outcome in ended.values() if outcome is not None]
 
     def store(self, numbers: Sequence[int], slots: Sequence[int] | None = None, first_row: int = 0) -> list[Outcome]:
         """Put payload(n) under key n into slot n (or the given one), through rows from `first_row` on."""
