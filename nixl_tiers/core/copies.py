@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
@@ -14,6 +14,15 @@ from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Load, Savings
 from nixl_tiers.core.writeback import WriteBack
+
+
+class LoadPlan(NamedTuple):
+    """What prepare_load pinned, in the order of its keys: host rows, and the tiers that their bytes came from.
+    `missing`: of the rows that lack sub-blocks, place in `rows` -> how many at the row's beginning."""
+
+    rows: list[int]
+    sources: list[str]
+    missing: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -61,27 +70,28 @@ class Copies:
         call: bool = False,
         tokens: Sequence[int] = (),
         load: Load | None = None,
-    ) -> list[int]:
-        """Pin the rows of `keys`, all of them hits of this step; returns them in order. `tokens`: how many each key
-        saves the engine from computing, and `load`: which ones they are and when their copy began, for the metrics.
+    ) -> LoadPlan:
+        """Pin the rows of `keys`, all of them hits of this step. `tokens`: how many each key saves the engine from
+        computing, and `load`: which ones they are and when their copy began, for the metrics.
 
         They are pinned until complete_load or, if a `call` is to read them, end_call.
         """
         request = self._requests.get(name)
         tick = self._state.tick_of(request)
-        rows = []
-        for place, key in enumerate(keys):
-            row = self._host.index[key]
+        rows = [self._host.index[key] for key in keys]
+        for row in rows:
             assert row.state is RowState.READY, "load of a row that is not ready"
-            self._reference(row, name, call)
-            self._use(row, name, tick)
-            counters = self._state.counters_of(row.source)
-            counters.hits += 1
+        self._reference(rows, name, call)
+        self._use(rows, name, tick)
+        sources = [row.source for row in rows]
+        for source in dict.fromkeys(sources):
+            counters = self._state.counters_of(source)
+            counters.hits += sources.count(source)
             if tokens:
-                counters.hit_tokens += tokens[place]
+                saved = sum(count for count, its in zip(tokens, sources, strict=True) if its == source)
+                counters.hit_tokens += saved
                 if load is not None:
-                    load.tokens[row.source] = load.tokens.get(row.source, 0) + tokens[place]
-            rows.append(row.index)
+                    load.tokens[source] = saved
         for tier in self._tiers:
             tier.index.touch(keys, tick)
         waited = self._promotion.observe_wait(request, loaded=True)
@@ -90,7 +100,8 @@ class Copies:
             self._savings.load_began(name, load)
         self._promotion.release(request)
         request.rearm()
-        return rows
+        missing = {place: row.missing for place, row in enumerate(rows) if row.missing}
+        return LoadPlan([row.index for row in rows], sources, missing)
 
     def partial(self, keys: Sequence[Key]) -> dict[int, int]:
         """Of the host's rows of `keys`, those that lack sub-blocks: place in `keys` -> how many at the beginning."""
@@ -143,15 +154,13 @@ class Copies:
         request = self._requests.get(name)
         tick = self._state.tick_of(request)
         if len(fresh) < len(keys):
-            for key in keys:
-                if (row := self._host.index.get(key)) is not None:
-                    self._use(row, name, tick)
+            self._use([row for key in keys if (row := self._host.index.get(key)) is not None], name, tick)
         room = self._state.make_room(len(fresh), request.tenant)
         self._store_seq += 1
         plan = StorePlan(fresh[:room], [], self._store_seq)
         for key in plan.keys:
             row = self._host.insert(key, RowState.FILLING, tick, request.tenant)
-            self._reference(row, name, call)
+            self._reference((row,), name, call)
             row.host_only = name in self._requests.host_only
             row.store_seq = self._store_seq
             plan.rows.append(row.index)
@@ -203,18 +212,22 @@ class Copies:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _use(self, row: Row, name: str, tick: int) -> None:
-        self._host.touch(row.key, tick)
-        if row.host_only and name not in self._requests.host_only:
-            self._writeback.allow(row)
+    def _use(self, rows: Sequence[Row], name: str, tick: int) -> None:
+        self._host.touch(rows, tick)
+        if name not in self._requests.host_only:
+            for row in rows:
+                if row.host_only:
+                    self._writeback.allow(row)
 
-    def _reference(self, row: Row, name: str, call: bool) -> None:
-        """A worker, or a call, is going to read or write this row."""
+    def _reference(self, rows: Sequence[Row], name: str, call: bool) -> None:
+        """A worker, or a call, is going to read or write these rows."""
         if call:
-            row.call_refs += 1
-            self._calls.setdefault(name, []).append(row)
+            for row in rows:
+                row.call_refs += 1
+            self._calls.setdefault(name, []).extend(rows)
         else:
-            row.worker_refs += 1
+            for row in rows:
+                row.worker_refs += 1
 
     def _filled(self, rows: list[Row], failed: Collection[Key], incomplete: Collection[Key]) -> list[Row]:
         """Of rows that nobody writes any more, those that are hits from now on; the others are invalidated."""
@@ -313,16 +326,19 @@ class EngineHits:
         self.waiting = 0
 
     def _touch(self, keys: Sequence[Key], hits: _Hits) -> None:
-        host, used = self._state.host, []
+        index, used, rows = self._state.host.index, list[Key](), list[Row]()
         for key in keys:
-            row = host.index.get(key)
+            row = index.get(key)
             if row is not None:
                 if row.tick == hits.request_tick:
                     continue  # it has loaded or stored it too: the uses of one request count once
-                host.touch(key, hits.tick)
-                if row.host_only and not hits.host_only:
-                    self._writeback.allow(row)
+                rows.append(row)
             used.append(key)
+        self._state.host.touch(rows, hits.tick)
+        if not hits.host_only:
+            for row in rows:
+                if row.host_only:
+                    self._writeback.allow(row)
         for tier in self._state.tiers:
             tier.index.touch(used, hits.tick)
 

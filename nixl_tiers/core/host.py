@@ -264,15 +264,20 @@ class HostTier:
         assert index is not None, "allocate_scratch without room"
         return Row(key, index, order=0, state=RowState.LOADING, generation=self.generation, removed=True)
 
-    def touch(self, key: Key, tick: int) -> None:
-        row = self.index[key]
-        if row.evicting:
-            self.cancel_eviction(row, row.tick)
-        row.tick = max(row.tick, tick)  # not older by a request that began before the last one that used it
-        if not row.retained_until:
-            self._policy.touch(key, tick)
-        if row.tenant:
-            self._own[row.tenant - 1].touch(key, tick)
+    def touch(self, rows: Iterable[Row], tick: int) -> None:
+        """These rows, which a look-up finds, were used, in prefix order."""
+        keys: list[Key] = []
+        for row in rows:
+            if row.evicting:
+                self._policy.touch(keys, tick)  # before it in the order of its batch
+                keys = []
+                self.cancel_eviction(row, row.tick)
+            row.tick = max(row.tick, tick)  # not older by a request that began before the last one that used it
+            if not row.retained_until:
+                keys.append(row.key)
+            if row.tenant:
+                self._own[row.tenant - 1].touch((row.key,), tick)
+        self._policy.touch(keys, tick)
 
     def retain(self, row: Row, until: int) -> None:
         """Keep a row that a look-up finds from eviction until `release`. It leaves the order, so that no search for

@@ -187,7 +187,7 @@ class PrefetchQueue:
             place.at += 1  # it has this one already, or it is queued
             return True
         if row is not None and place.prefetch:
-            self._host.touch(key, self._state.tick_of(request))
+            self._host.touch((row,), self._state.tick_of(request))
         elif row is not None:
             request.pin(row)
         else:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.config.quotas import Tenants
 from nixl_tiers.config.schema import ConfigError, TiersConfig, format_size
 from nixl_tiers.config.warnings import warnings_here, warnings_of
-from nixl_tiers.core.copies import StorePlan
+from nixl_tiers.core.copies import LoadPlan, StorePlan
 from nixl_tiers.core.limits import PIN_MARGIN_S, Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
@@ -264,7 +264,7 @@ class Coordinator(DeprecatedCalls):
     def namespace(self) -> Namespace:
         return self._link.namespace
 
-    def prepare_load(
+    def plan_load(
         self,
         keys: Sequence[Key],
         request: str,
@@ -272,15 +272,19 @@ class Coordinator(DeprecatedCalls):
         call: bool = False,
         tokens: Sequence[int] = (),
         end: int | None = None,
-    ) -> NDArray[np.int64]:
+    ) -> LoadPlan:
         """Host rows of keys that this step's look-ups called hits, pinned until complete_load; or, where `request` is
         the `call` of a thread, until end_call. `tokens`: of each key, and `end`: the token of the request before which
         they end, for the metrics."""
         with self._hold as core:
             load = None if end is None else Load(max(0, end - sum(tokens)), end, self.now())
-            rows = np.array(core.copies.prepare_load(keys, request, call=call, tokens=tokens, load=load), np.int64)
+            plan = core.copies.prepare_load(keys, request, call=call, tokens=tokens, load=load)
             self._open_loads.begin(len(keys), request if call else None)
-        return rows
+        return plan
+
+    def prepare_load(self, keys: Sequence[Key], request: str, **named: Any) -> NDArray[np.int64]:
+        """The rows of `plan_load`."""
+        return np.array(self.plan_load(keys, request, **named).rows, np.int64)
 
     def complete_load(self, keys: Collection[Key], request: str = "") -> None:
         """Workers are done reading these rows. `request`: which loaded them, for the metrics."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from nixl_tiers.vllm.compat import OffloadKey, ReqContext, get_offload_group_idx, position_of
 
@@ -24,6 +25,8 @@ class KvGroups:
 
     def counts(self, keys: Sequence[OffloadKey]) -> list[int]:
         """How many of `keys` each group has; vLLM orders keys by group."""
+        if len(self.place) == 1:
+            return [len(keys)]
         counts = [0] * len(self.place)
         for key in keys:
             counts[self.place[get_offload_group_idx(key)]] += 1
@@ -35,7 +38,15 @@ class KvGroups:
         loaded = [count * tokens for count, tokens in zip(counts, self.chunk_tokens, strict=True)]
         longest = loaded.index(max(loaded))
         tokens = self.chunk_tokens[longest]
+        if len(self.place) == 1:
+            return [tokens] * len(keys)
         return [tokens if self.place[get_offload_group_idx(key)] == longest else 0 for key in keys]
+
+    def end(self, keys: Sequence[OffloadKey], counts: Sequence[int], context: ReqContext) -> int | None:
+        """The end token of the last of `keys`, which vLLM orders within a group as in the prompt; None where it does
+        not report it. `counts`: of `keys`."""
+        lasts = (keys[place - 1] for place, count in zip(accumulate(counts), counts, strict=True) if count)
+        return max((position_of(key, context) or 0 for key in lasts), default=0) or None
 
     def in_prefix_order(self, keys: list[OffloadKey], context: ReqContext) -> list[OffloadKey]:
         """By end token, so that under pressure all groups keep the same prefix."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from nixl_tiers.config.schema import TiersConfig
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm import compat
@@ -39,15 +41,11 @@ class Loads:
     def prepare(self, keys: Sequence[OffloadKey], counts: list[int], request: str, end: int | None) -> RowsSpec:
         """Pin the rows of `keys`, of which each KV group has so many. `end`: the last one's end token."""
         tokens = self._groups.saved_tokens(keys, counts)
-        rows = self._coordinator.prepare_load(keys, request, tokens=tokens, end=end)
-        self._open[request] = self._coordinator.now(), len(rows)
+        plan = self._coordinator.plan_load(keys, request, tokens=tokens, end=end)
+        self._open[request] = self._coordinator.now(), len(keys)
         self.prepared = True
-        missing: dict[int, int] = {}
-        with self._coordinator.core() as core:
-            self._source_of = dict(zip(keys, core.sources(keys), strict=True))
-            if self._coordinator.region.geometry.sub_blocks > 1:
-                missing = core.copies.partial(keys)
-        return RowsSpec(rows, counts, missing=missing)
+        self._source_of = dict(zip(keys, plan.sources, strict=True))
+        return RowsSpec(np.array(plan.rows, np.int64), counts, missing=plan.missing)
 
     def source_of(self, key: OffloadKey) -> Any:
         """Where `key` comes from, as vLLM names it."""

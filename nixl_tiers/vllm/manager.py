@@ -220,7 +220,7 @@ class NixlTiersManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         ordered, request = list(keys), req_context.req_id
         counts = self._groups.counts(ordered)
-        end = max((position_of(key, req_context) or 0 for key in ordered), default=0) or None
+        end = self._groups.end(ordered, counts, req_context)
         spec = self._loads.prepare(ordered, counts, request, end)
         for group, place in self._groups.place.items():
             self._lookups.chains.note_load(group, counts[place])

@@ -13,7 +13,7 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Eviction
 from nixl_tiers.core.eviction import EvictionPolicy, make_policy
 from nixl_tiers.core.eviction.arc import Arc
-from nixl_tiers.core.eviction.lru import LeafFirstLru, UpwardBatches
+from nixl_tiers.core.eviction.lru import ForwardBatches, LeafFirstLru, UpwardBatches
 from nixl_tiers.core.eviction.s3fifo import S3Fifo
 
 NAMES: tuple[Eviction, ...] = get_args(Eviction)
@@ -34,8 +34,7 @@ def add(policy: EvictionPolicy, keys: Iterable[Key], tick: int) -> None:
 
 
 def touch(policy: EvictionPolicy, keys: Iterable[Key], tick: int) -> None:
-    for key in keys:
-        policy.touch(key, tick)
+    policy.touch(keys, tick)
 
 
 def check_ghosts(policy: EvictionPolicy, rows: int) -> None:
@@ -137,7 +136,7 @@ def test_no_key_is_lost_duplicated_or_evicted_while_pinned(
                 tick += number if verb == "use" else 0
                 at = tick if verb == "use" else min(number, tick)
                 if operand in known:
-                    policy.touch(operand, at)
+                    policy.touch([operand], at)
                 else:
                     policy.add(operand, at)
                     known.add(operand)
@@ -145,6 +144,31 @@ def test_no_key_is_lost_duplicated_or_evicted_while_pinned(
         check_ghosts(policy, rows)
     evict(len(known), frozenset())
     assert len(policy) == 0
+
+
+@every_policy
+@given(
+    uses=st.lists(st.tuples(st.sets(st.sampled_from(range(12))), st.integers(0, 8), st.integers(0, 3)), max_size=12)
+)
+@example(uses=[({0, 1, 2, 3}, 0, 3), ({0, 1, 2}, 1, 0)])  # of keys that are set aside
+@settings(max_examples=200, deadline=None)
+def test_a_batch_is_used_as_its_keys_would_be_one_by_one(name: Eviction, uses: list[tuple[set[int], int, int]]) -> None:
+    """In prefix order. Before each use some keys are passed over as they are pinned, and some are put back."""
+    batch, single = make_policy(name, 16), make_policy(name, 16)
+    keys = chain("key", 12)
+    for policy in (batch, single):
+        add(policy, keys[:6], 1)
+        add(policy, keys[6:], 3)
+    for numbers, tick, evicted in uses:
+        used = [keys[number] for number in sorted(numbers)]
+        for policy in (batch, single):
+            policy.evict(1, lambda _key: True)
+            for victim in reversed(policy.evict(evicted, set(used).__contains__)):
+                policy.put_back(victim, 2)
+        batch.touch(used, tick)
+        for key in used:
+            single.touch([key], tick)
+    assert batch.evict(12, nothing_pinned) == single.evict(12, nothing_pinned)
 
 
 @every_policy
@@ -259,7 +283,7 @@ def test_lru_use_by_an_earlier_request_makes_no_key_older(pinned: bool) -> None:
     lru.add(b"of one request", 5)
     if pinned:
         assert lru.evict(1, lambda key: True) == []
-    lru.touch(b"shared", 3)
+    lru.touch([b"shared"], 3)
     assert lru.evict(1, lambda key: False) == [b"of one request"]
 
 
@@ -318,8 +342,8 @@ def test_s3fifo_keeps_keys_used_twice_and_ghost_hits() -> None:
     for tick, key in enumerate(keys):
         policy.add(key, tick)
     for tick in (4, 5):
-        policy.touch(keys[0], tick)
-    policy.touch(keys[1], 6)
+        policy.touch([keys[0]], tick)
+    policy.touch([keys[1]], 6)
     assert policy.evict(2, nothing_pinned) == [keys[1], keys[2]]  # one use is not enough
     policy.add(keys[2], 7)
     assert keys[2] in policy._main
@@ -332,7 +356,7 @@ def test_s3fifo_counts_three_uses_at_most() -> None:
     policy = S3Fifo(10)
     policy.add(b"used", 0)
     for tick in range(1, 50):
-        policy.touch(b"used", tick)
+        policy.touch([b"used"], tick)
     assert policy._uses[b"used"] == 3
 
 
@@ -362,14 +386,23 @@ def test_arc_ghosts_shrink_as_its_first_list_grows() -> None:
     check_ghosts(policy, 8)
 
 
-STEPS = st.lists(
-    st.tuples(st.sampled_from(["leaf", "root", "move", "remove", "pop"]), st.integers(0, 2), st.integers(0, 30))
-)
+def steps_of(*more: str) -> st.SearchStrategy[list[tuple[str, int, int]]]:
+    return st.lists(
+        st.tuples(st.sampled_from(["leaf", "remove", "pop", *more]), st.integers(0, 2), st.integers(0, 30))
+    )
 
 
-@given(steps=STEPS)
-def test_keys_are_popped_by_batch_and_leaf_first(steps: list[tuple[str, int, int]]) -> None:
-    batches = UpwardBatches()
+@given(steps=steps_of("root"))
+def test_keys_that_go_on_are_popped_by_batch_and_leaf_first(steps: list[tuple[str, int, int]]) -> None:
+    check_order(UpwardBatches(), steps)
+
+
+@given(steps=steps_of("move"))
+def test_keys_that_move_are_popped_by_batch_and_leaf_first(steps: list[tuple[str, int, int]]) -> None:
+    check_order(ForwardBatches(), steps)
+
+
+def check_order(batches: Any, steps: list[tuple[str, int, int]]) -> None:
     model: dict[int, list[bytes]] = {}
     for count, (step, number, pick) in enumerate(steps):
         key = b"%d" % count
@@ -385,12 +418,14 @@ def test_keys_are_popped_by_batch_and_leaf_first(steps: list[tuple[str, int, int
             batches.remove(key)
             model[place].remove(key)
         elif here and step == "move":
-            key, place = here[pick % len(here)]
-            assert batches.move(key, number)
-            if place < number:
-                model[place].remove(key)
-                model.setdefault(number, []).append(key)
-            assert not batches.move(b"unknown", number)
+            moved = here[pick % len(here) :][:3]
+            left = iter([*[key for key, _ in moved], b"unknown", b"behind it"])
+            assert batches.move(left, number) == b"unknown"
+            assert list(left) == [b"behind it"]
+            for key, place in moved:
+                if place < number:
+                    model[place].remove(key)
+                    model.setdefault(number, []).append(key)
         elif here:
             first = min(number for number, keys in model.items() if keys)
             assert batches.pop() == (model[first].pop(), first)

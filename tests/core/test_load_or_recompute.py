@@ -104,7 +104,7 @@ def test_chain_that_loads_sooner_than_it_computes_is_loaded() -> None:
     assert engine.scan() == Scan(True, END)
     engine.load_all()
     assert engine.scan() == Scan(False, END)
-    assert engine.core.copies.prepare_load(KEYS, "r")
+    assert engine.core.copies.prepare_load(KEYS, "r").rows
 
 
 def test_chain_that_computes_sooner_than_it_loads_is_computed() -> None:
@@ -357,7 +357,7 @@ def test_hits_of_a_request_that_was_not_scheduled_for_long_are_kept_for_their_lo
     engine.now += LIMITS.wait_s + 2.0  # its pins end within the step
     expire(engine.core, engine.now)
     engine.put([b"other%d" % number for number in range(256)])
-    assert engine.core.copies.prepare_load(KEYS, "r")
+    assert engine.core.copies.prepare_load(KEYS, "r").rows
 
 
 def test_wait_ends_when_computing_is_quicker_and_what_has_come_is_used() -> None:
@@ -373,7 +373,7 @@ def test_wait_ends_when_computing_is_quicker_and_what_has_come_is_used() -> None
     engine.now = 0.8 + 2.1
     assert engine.scan() == Scan(False, 4 * TOKENS)
     assert engine.core.tiers[FILE].counters.missed_late == 4
-    assert len(engine.core.copies.prepare_load(KEYS[:4], "r")) == 4
+    assert len(engine.core.copies.prepare_load(KEYS[:4], "r").rows) == 4
     engine.end(second)
 
 

@@ -117,7 +117,7 @@ def test_hit_is_not_evicted_before_its_step_ends() -> None:
     assert core.lookup(CHAIN[2], "other", 0, 0.0) is PENDING
     assert [move.key for job in core.events.plan(0.0) for move in job.moves] == [CHAIN[2]]
     assert core.where(CHAIN[0], 0.0) == "cpu"  # although it was the oldest
-    assert len(core.copies.prepare_load(CHAIN[:1], "r")) == 1
+    assert len(core.copies.prepare_load(CHAIN[:1], "r").rows) == 1
 
 
 def test_promotions_do_not_evict_rows_pinned_by_their_request() -> None:

@@ -291,7 +291,7 @@ def test_victims_are_those_of_the_policy_that_it_replaced(make: Callable[[], Tie
         used = tick - draw.choice((0, 0, 0, 3))  # of a request that began before others
         for key in prompt:
             if key in rows:
-                policy.touch(key, used)
+                policy.touch([key], used)
             else:
                 policy.add(key, used)
         rows.touch_many(prompt, used)

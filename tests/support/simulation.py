@@ -645,7 +645,7 @@ class Simulation:
             self.tick()
             return
         self._since.pop(name, None)
-        rows = self.core.copies.prepare_load(found, name, call=True)
+        rows = self.core.copies.prepare_load(found, name, call=True).rows
         self._used(found, name)
         self.core.end_step()
         self._call_begins(StoreCall(name, False, found, rows, self.epoch))
@@ -1321,7 +1321,7 @@ class Simulation:
             for tier in range(len(self.movers)):
                 self.deliver(tier)  # the supervisor's thread does not wait for the scheduler's step to end
             self.tick()
-            rows = self.core.copies.prepare_load(hits, name)
+            rows = self.core.copies.prepare_load(hits, name).rows
             self._used(hits, name)
             self._since.pop(name, None)
             self._loaded(name)

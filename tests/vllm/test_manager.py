@@ -20,6 +20,8 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.core.chain_rows import Chain
+from nixl_tiers.core.copies import LoadPlan
+from nixl_tiers.core.host import CPU
 from nixl_tiers.core.lookup import Scan
 from nixl_tiers.core.manager import Lookup
 from nixl_tiers.memory.region import HostRegion
@@ -106,6 +108,19 @@ def test_a_request_belongs_to_the_tenant_of_its_salt(salt: str | None, stored: i
         assert rig.store(context, *keys) == keys[:stored]
     finally:
         rig.manager.shutdown()
+
+
+def test_a_load_is_prepared_in_one_hold(rig: ManagerRig) -> None:
+    """And vLLM is told where its keys come from without any."""
+    keys = keys_of(ROWS)
+    context = rig.request("r", *keys)
+    rig.store(context, *keys)
+    held = rig.coordinator.core().entered
+    rig.manager.prepare_load(keys, context)
+    assert rig.coordinator.core().entered == held + 1
+    for key in keys:
+        rig.manager.get_load_source(key, context)
+    assert rig.coordinator.core().entered == held + 1
 
 
 @pytest.mark.parametrize("connector", ["NixlTiersConnector", "OffloadingConnector"])
@@ -464,11 +479,8 @@ class ScriptedCoordinator:
     def end_step(self, began: Iterable[str], preempted: Iterable[str]) -> None:
         pass
 
-    def prepare_load(self, keys: list[bytes], request: str, *, tokens: list[int], end: int | None) -> list[int]:
-        return list(range(len(keys)))
-
-    def partial(self, keys: list[bytes]) -> dict[int, int]:
-        return {}
+    def plan_load(self, keys: list[bytes], request: str, *, tokens: list[int], end: int | None) -> LoadPlan:
+        return LoadPlan(list(range(len(keys))), [CPU] * len(keys), {})
 
     def complete_load(self, keys: list[bytes], request: str) -> None:
         pass

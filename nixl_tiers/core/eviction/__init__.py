@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, get_args
 
 from nixl_tiers.base.chunk import Key
@@ -21,8 +21,9 @@ class EvictionPolicy(Protocol):
     def add(self, key: Key, tick: int) -> None:
         """Insert a new key. Keys of one tick come in prefix order."""
 
-    def touch(self, key: Key, tick: int) -> None:
-        """A known key was used. A second use at the tick of the last one is by the same request, and does not count."""
+    def touch(self, keys: Iterable[Key], tick: int) -> None:
+        """Known keys were used, in prefix order. A second use at the tick of the last one is by the same request, and
+        does not count."""
 
     def put_back(self, key: Key, tick: int) -> None:
         """A victim stays after all, as a key that was used at this tick: it was no use, and no key that came back."""

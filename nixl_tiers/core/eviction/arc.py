@@ -60,14 +60,19 @@ class Arc:
             self._last_tick[key] = tick
             self._trim()
 
-    def touch(self, key: Key, tick: int) -> None:
-        last_tick = self._last_tick.get(key)
-        if last_tick is None:
-            self._often.touch(key, tick)
-        elif last_tick != tick:
-            del self._last_tick[key]
-            self._once.remove(key)
-            self._often.add(key, tick)
+    def touch(self, keys: Iterable[Key], tick: int) -> None:
+        often: list[Key] = []
+        for key in keys:
+            last_tick = self._last_tick.get(key)
+            if last_tick is None:
+                often.append(key)
+            elif last_tick != tick:
+                self._often.touch(often, tick)  # before it in the order of their batch
+                often = []
+                del self._last_tick[key]
+                self._once.remove(key)
+                self._often.add(key, tick)
+        self._often.touch(often, tick)
 
     def remove(self, key: Key) -> None:
         if self._last_tick.pop(key, None) is None:

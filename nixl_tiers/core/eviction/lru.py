@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
@@ -43,14 +43,6 @@ class Batches:
                 heapq.heappush(self._numbers, number)
         batch[key] = None
 
-    def move(self, key: Key, number: int) -> bool:
-        """Put a key at the end of batch `number`, unless it is in that or a later one; False if it is unknown."""
-        before = self._number_of.get(key)
-        if before is not None and before < number:
-            self.remove(key)
-            self.add(key, number)
-        return before is not None
-
     def remove(self, key: Key) -> None:
         number = self._number_of.pop(key)
         batch = self._batches[number]
@@ -77,6 +69,31 @@ class Batches:
     def _used_up(self, number: int) -> None:
         """The dict of batch `number` has become empty."""
         del self._batches[number]
+
+
+class ForwardBatches(Batches):
+    """Batches whose keys move on to later ones."""
+
+    def move(self, keys: Iterator[Key], number: int) -> Key | None:
+        """Put keys at the end of batch `number` one after the other, those that are not in that or a later one, up to
+        one that is unknown, which is returned."""
+        number_of, batches, last = self._number_of, self._batches, None
+        for key in keys:
+            before = number_of.get(key)
+            if before is None:
+                return key
+            if before < number:
+                batch = batches[before]
+                del batch[key]
+                if not batch:
+                    self._used_up(before)
+                if last is None:
+                    self.add(key, number)
+                    last = batches[number]
+                else:
+                    number_of[key] = number
+                    last[key] = None
+        return None
 
 
 class UpwardBatches(Batches):
@@ -124,7 +141,7 @@ class LeafFirstLru:
     """One batch of keys for each tick of last use."""
 
     def __init__(self) -> None:
-        self._keys = Batches()
+        self._keys = ForwardBatches()
         # Keys that were pinned when they would have been victims, in that order. Without this, a long job that pins the
         # oldest keys would make every eviction walk over all of them.
         self._aside: OrderedDict[Key, int] = OrderedDict()
@@ -140,8 +157,9 @@ class LeafFirstLru:
 
     put_back = add
 
-    def touch(self, key: Key, tick: int) -> None:
-        if not self._keys.move(key, tick):
+    def touch(self, keys: Iterable[Key], tick: int) -> None:
+        left = iter(keys)
+        while (key := self._keys.move(left, tick)) is not None:
             self._keys.add(key, max(tick, self._aside.pop(key)))
 
     def remove(self, key: Key) -> None:

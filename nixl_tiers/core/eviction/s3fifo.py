@@ -12,7 +12,7 @@ the deepest chunk goes first. And the uses of one request count once, whichever 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
@@ -62,10 +62,13 @@ class S3Fifo:
         else:
             self._small.add(key, tick)
 
-    def touch(self, key: Key, tick: int) -> None:
-        if self._last_tick[key] != tick:
-            self._last_tick[key] = tick
-            self._uses[key] = min(self._uses[key] + 1, MOST_USES)
+    def touch(self, keys: Iterable[Key], tick: int) -> None:
+        last_tick, uses = self._last_tick, self._uses
+        for key in keys:
+            if last_tick[key] != tick:
+                last_tick[key] = tick
+                if uses[key] < MOST_USES:
+                    uses[key] += 1
 
     def remove(self, key: Key) -> None:
         (self._small if key in self._small else self._main).remove(key)
