@@ -15,6 +15,7 @@ from nixl_tiers.core.eviction import EvictionPolicy, make_policy
 from nixl_tiers.core.eviction.arc import Arc
 from nixl_tiers.core.eviction.lru import ForwardBatches, LeafFirstLru, UpwardBatches
 from nixl_tiers.core.eviction.s3fifo import S3Fifo
+from nixl_tiers.core.host import HostTier, RowState
 
 NAMES: tuple[Eviction, ...] = get_args(Eviction)
 every_policy = pytest.mark.parametrize("name", NAMES)
@@ -147,9 +148,7 @@ def test_no_key_is_lost_duplicated_or_evicted_while_pinned(
 
 
 @every_policy
-@given(
-    uses=st.lists(st.tuples(st.sets(st.sampled_from(range(12))), st.integers(0, 8), st.integers(0, 3)), max_size=12)
-)
+@given(uses=st.lists(st.tuples(st.sets(st.sampled_from(range(12))), st.integers(0, 8), st.integers(0, 3)), max_size=12))
 @example(uses=[({0, 1, 2, 3}, 0, 3), ({0, 1, 2}, 1, 0)])  # of keys that are set aside
 @settings(max_examples=200, deadline=None)
 def test_a_batch_is_used_as_its_keys_would_be_one_by_one(name: Eviction, uses: list[tuple[set[int], int, int]]) -> None:
@@ -386,10 +385,19 @@ def test_arc_ghosts_shrink_as_its_first_list_grows() -> None:
     check_ghosts(policy, 8)
 
 
+def test_a_victim_that_is_used_again_stays_behind_what_the_same_use_had_before_it() -> None:
+    """In the order of the prefix, of which the leaf goes first."""
+    host = HostTier(2, LeafFirstLru)
+    root, leaf = host.insert(b"root", RowState.READY, 1), host.insert(b"leaf", RowState.READY, 5)
+    assert host.select_victims(2) == [root, leaf]
+    host.cancel_eviction(root, 1)
+    host.touch([root, leaf], 5)
+    assert not host.evicting
+    assert host.make_room(1) == [leaf]
+
+
 def steps_of(*more: str) -> st.SearchStrategy[list[tuple[str, int, int]]]:
-    return st.lists(
-        st.tuples(st.sampled_from(["leaf", "remove", "pop", *more]), st.integers(0, 2), st.integers(0, 30))
-    )
+    return st.lists(st.tuples(st.sampled_from(["leaf", "remove", "pop", *more]), st.integers(0, 2), st.integers(0, 30)))
 
 
 @given(steps=steps_of("root"))
