@@ -45,10 +45,10 @@ class S3Config(StorageConfig):
         description="maximum number of LIST requests per hour for rows that have expired (`max_age`) below a prefix of "
         "one engine; the first listing, and those of a shared prefix's janitor, are not limited",
     )
-    max_transfers: Annotated[int, Field(strict=True, ge=1, le=256)] = Field(
+    max_transfers: Annotated[int, Field(strict=True, ge=1, le=512)] = Field(
         64,
         description="maximum number of concurrent uploads, and of concurrent downloads; how many run depends on the "
-        "server's measured bandwidth and latency",
+        "server's measured bandwidth and latency; downloads that are running need memory, up to 1 GiB",
     )
     profile: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
         None,

@@ -229,7 +229,7 @@ def test_junk_raises_only_config_errors(junk: object) -> None:
         (with_tier(S3, endpoint="http://h:9000/?x=1"), "tiers[1].endpoint: "),
         (with_tier(S3, endpoint=5), "tiers[1].endpoint: "),
         (with_tier(S3, max_transfers=0), "tiers[1].max_transfers: must be at least 1"),
-        (with_tier(S3, max_transfers=257), "tiers[1].max_transfers: must be at most 256"),
+        (with_tier(S3, max_transfers=513), "tiers[1].max_transfers: must be at most 512"),
         (with_tier(S3, access_key_env="A"), "tiers[1]: access_key_env needs secret_key_env"),
         (with_tier(S3, session_token_env="T"), "tiers[1]: session_token_env needs"),
         (with_tier(S3, profile="p", credentials_file="/c"), "tiers[1]: profile and credentials_file are different"),

@@ -31,7 +31,7 @@ from nixl_tiers.tiers.s3.client import Credentials, trusted_certificates
 from nixl_tiers.tiers.s3.concurrency import FIRST
 
 LANE_TRANSFERS: Final = 24
-STAGING_BYTES: Final = 256 << 20  # at most, but never fewer than MIN_STAGING_ROWS
+STAGING_BYTES: Final = 1 << 30  # at most, but never fewer than MIN_STAGING_ROWS
 MIN_STAGING_ROWS: Final = 4
 POPULATED_BYTES: Final = 64 << 20  # of the staging rows, before the first download
 SPARE_STAGING_ROWS: Final = 4  # which are verified while as many downloads as are allowed run

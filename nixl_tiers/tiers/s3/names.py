@@ -22,7 +22,7 @@ WRITE_TEST_NAME: Final = ".probe"
 supported. It is overwritten and never deleted, because other movers that share the prefix may be in the middle of such
 a test."""
 
-RECENT_NAMES: Final = 256  # more than transfers run at once: each of them asks several times
+RECENT_NAMES: Final = 2048  # more than transfers run at once: each of them asks several times
 
 _HEX_DIGITS: Final = frozenset("0123456789abcdef")
 LEAF_KEYS: Final = 64  # at most 255, since a leaf begins with their number in one byte
