@@ -29,7 +29,7 @@ _MEANINGS: Final = {
     ("write", "through"): "every chunk is written",
     ("write", "on_evict"): "evicted chunks are written",
     ("write", "off"): "read only",
-    ("backend", "auto"): "POSIX (Linux AIO); GDS_MT is slower for small rows",
+    ("backend", "auto"): "native threads for slabs, where they can be had; else POSIX (both Linux AIO)",
     ("on_reset", "new_epoch"): "after sleep or a reset, chunks stored before are no longer used",
     ("on_reset", "keep"): "after sleep or a reset, chunks stored before stay valid",
     ("lora_storage", True): "chunks of LoRA adapters are stored too",

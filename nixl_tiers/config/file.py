@@ -53,9 +53,9 @@ class FileConfig(StorageConfig):
     )
     backend: Annotated[Literal["auto", "posix", "native", "gds_mt"], BeforeValidator(fields.no_plain_gds)] = Field(
         "auto",
-        description="what moves rows between host memory and files; `posix`: NIXL's plugin POSIX (Linux AIO); "
-        "`native`: with `layout: slabs`, native threads, which take less processor time; `gds_mt`: NIXL's GDS_MT, "
-        "which calls cuFile of GPUDirect Storage; `auto`: `posix`",
+        description="what moves rows between host memory and files; `native`: with `layout: slabs`, native threads "
+        "(Linux AIO), which take least processor time; `posix`: NIXL's plugin POSIX (Linux AIO); `gds_mt`: NIXL's "
+        "GDS_MT, which calls cuFile of GPUDirect Storage; `auto`: `native` where that can be had, else `posix`",
     )
     staging: Annotated[Literal["auto", "on", "off"], BeforeValidator(fields.bare_on_or_off)] = Field(
         "auto",

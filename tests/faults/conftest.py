@@ -48,11 +48,11 @@ def bucket(moto: MotoServer, s3_bucket: Callable[[S3Server], str], s3_credential
 
 @pytest.fixture
 def file_rig(tmp_path: Path) -> MakeRig:
-    """A rig over a file tier: file_rig("SIGKILL", "slabs" | "slabs by worker" | "files")."""
+    """A rig over a file tier: file_rig("SIGKILL", "slabs" | "slabs by NIXL" | "files")."""
 
     def make(fault: str, layout: str, *, fields: dict[str, object] | None = None, **more: Any) -> FaultRig:
         layout, _, by = layout.partition(" by ")
-        fields = {"backend": "native", **(fields or {})} if by else fields
+        fields = {"backend": "posix", **(fields or {})} if by else fields
         row = MatrixRow(fault, ", ".join(["file", layout, *map(str, (fields or {}).values())]))
         _rows.append(row)
         return FaultRig(row, file_tier(tmp_path / "kv", CAPACITY, layout=layout, **(fields or {})), **more)
@@ -75,7 +75,7 @@ def s3_rig(proxy: FaultProxy, bucket: str, s3_prefix: str) -> MakeRig:
 
 @pytest.fixture
 def make_rig(request: pytest.FixtureRequest) -> MakeRig:
-    """A rig over any tier: make_rig("SIGKILL", "slabs" | "slabs by worker" | "files" | "s3")."""
+    """A rig over any tier: make_rig("SIGKILL", "slabs" | "slabs by NIXL" | "files" | "s3")."""
 
     def make(fault: str, tier: str, **more: Any) -> FaultRig:
         if tier == "s3":

@@ -25,7 +25,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(900)
 
-LAYOUTS = ("slabs", "slabs by worker", "files")
+LAYOUTS = ("slabs", "slabs by NIXL", "files")
 FAULTS: dict[str, Callable[[Interposer], None]] = {
     "disk full": Interposer.fail_with_enospc,
     "I/O errors (EIO)": Interposer.fail_with_eio,
@@ -63,7 +63,7 @@ def test_worker_that_is_stuck_is_ended_by_the_deadline_of_its_job(
     file_rig: Callable[..., FaultRig], disk: Interposer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its threads wait in calls that do not return; the mover's loop does not, and goes on sending heartbeats."""
-    rig = file_rig("disk hangs for good", "slabs by worker")
+    rig = file_rig("disk hangs for good", "slabs", fields={"backend": "native"})
     with rig.under_load():
         rig.wait_for_answers()
         old = rig.wait_for_mover()

@@ -22,7 +22,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(900)
 
-TIERS = ("slabs", "slabs by worker", "files", "s3")
+TIERS = ("slabs", "slabs by NIXL", "files", "s3")
 UNMARKED = {
     ("SIGKILL", "load", "slabs"),
     ("SIGKILL", "store", "s3"),

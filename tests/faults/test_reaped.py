@@ -37,7 +37,7 @@ MOST = 100  # until a planted bug is seen: two of three show it, one of twelve o
 BACKENDS: Mapping[str, dict[str, Any]] = {
     "slabs": {"staging": "off"},
     "slabs, staged": {"staging": "on"},
-    "native": {"staging": "off", "backend": "native"},
+    "slabs by NIXL": {"staging": "off", "backend": "posix"},
     "files": {"staging": "off", "layout": "files"},
     "gds_mt": {"staging": "off", "backend": "gds_mt"},
     "s3": {},

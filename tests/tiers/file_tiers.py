@@ -35,9 +35,9 @@ class Clock:
 
 
 def make_tier(layout: str, path: Path, region: HostRegion, capacity: int = CAPACITY, **fields: Any) -> FileTier:
-    """`layout`: "slabs", "slabs by worker" or "files"."""
+    """`layout`: "slabs", "slabs by NIXL" or "files"."""
     layout, _, by = layout.partition(" by ")
-    fields = {"backend": "native", **fields} if by else fields
+    fields = {"backend": "posix", **fields} if by else fields
     config = file_config(path, capacity, layout=layout, **fields)
     return (SlabTier if layout == "slabs" else RowFileTier)(config, GEOMETRY, region)
 

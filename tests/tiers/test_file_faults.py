@@ -21,14 +21,14 @@ CAPACITY = 24 << 20
 ROWS = 24
 
 
-@pytest.fixture(params=[*LAYOUTS, *(f"{layout}, staged" for layout in LAYOUTS), "slabs, native"])
+@pytest.fixture(params=[*LAYOUTS, *(f"{layout}, staged" for layout in LAYOUTS), "slabs, by NIXL"])
 def layout(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 def mover_on(path: Path, layout: str = "slabs", capacity: int = CAPACITY) -> MoverProcess:
     name, _, how = layout.partition(", ")
-    staging, backend = "on" if how == "staged" else "off", "native" if how == "native" else "auto"
+    staging, backend = "on" if how == "staged" else "off", "posix" if how == "by NIXL" else "auto"
     tier = LAYOUTS[name](path, capacity, staging=staging, backend=backend)
     return MoverProcess(tier, GEOMETRY, ROWS)
 

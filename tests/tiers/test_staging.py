@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-@pytest.fixture(params=["slabs", "slabs by worker", "files"])
+@pytest.fixture(params=["slabs", "slabs by NIXL", "files"])
 def layout(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

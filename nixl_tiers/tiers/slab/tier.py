@@ -1,5 +1,5 @@
-"""The file tier: slots in slab files, moved between the disk and the region, or buffers (`staging.py`), by NIXL, or by
-the native worker (`worker.py`) where that is chosen.
+"""The file tier: slots in slab files, moved between the disk and the region, or buffers (`staging.py`), by the native
+worker (`worker.py`), or by NIXL where it is chosen or the worker cannot be had.
 
 A batch is cut into units of some megabytes. Sealing and checking one unit overlaps with the I/O of the others.
 Reads may land in the region itself: both drain what is in flight before they report an error, and no request uses a row

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import os
 import struct
 from collections.abc import Collection, Sequence
@@ -21,6 +22,8 @@ from nixl_tiers.tiers.move_queue import Steps
 from nixl_tiers.tiers.nixl_agent import AgentError, Registrar, Registration
 from nixl_tiers.tiers.slab.in_flight import request_bytes
 from nixl_tiers.tiers.staging import DirectRows
+
+logger = logging.getLogger(__name__)
 
 ABI: Final = 2  # ROW_WORKER_ABI of csrc/row_worker.c
 THREADS: Final = 2  # each hashes some 10 GB/s; where that is too little, a tier has more movers
@@ -152,15 +155,20 @@ class Worker(Registrar):
 
 
 def open_worker(config: FileConfig, region: HostRegion, geometry: Geometry) -> Worker | None:
-    """The worker, if it is chosen; None: NIXL moves the rows. Raises TierRefused where it cannot be had."""
-    if config.backend != "native":
+    """The worker, unless another backend is chosen; None: NIXL moves the rows, as it does where the worker cannot be
+    had, but raises TierRefused where it was chosen."""
+    if config.backend not in ("auto", "native"):
         return None
-    if not available():
-        raise TierRefused("backend: the native worker was not built; install with a C compiler, or leave backend out")
     try:
+        if not available():
+            raise OSError("was not built; install with a C compiler")
         return Worker(region, geometry)
     except OSError as error:
-        raise TierRefused(f"backend: the native worker cannot start ({error.strerror})") from error
+        problem = f"the native worker {error if error.errno is None else f'cannot start ({error.strerror})'}"
+    if config.backend == "native":
+        raise TierRefused(f"backend: {problem}, or leave backend out")
+    logger.warning("rows are moved by NIXL: %s", problem)
+    return None
 
 
 @cache

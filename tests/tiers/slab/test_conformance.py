@@ -8,7 +8,6 @@ import pytest
 
 from nixl_tiers.testing.conformance import StorageTierTests
 from nixl_tiers.testing.medium import Medium
-from nixl_tiers.tiers.slab import worker
 from tests.tiers.media import SlabFiles
 
 
@@ -18,21 +17,19 @@ class TestFileStorage(StorageTierTests):
         return SlabFiles(tmp_path)
 
 
+class TestFileStorageByNixl(StorageTierTests):
+    @pytest.fixture
+    def medium(self, tmp_path: Path) -> Medium:
+        return SlabFiles(tmp_path, backend="posix")
+
+
 class TestStagedFileStorage(StorageTierTests):
     @pytest.fixture
     def medium(self, tmp_path: Path) -> Medium:
         return SlabFiles(tmp_path, staging="on")
 
 
-@pytest.mark.skipif(not worker.available(), reason="the native worker was not built")
-class TestNativeFileStorage(StorageTierTests):
+class TestStagedFileStorageByNixl(StorageTierTests):
     @pytest.fixture
     def medium(self, tmp_path: Path) -> Medium:
-        return SlabFiles(tmp_path, backend="native")
-
-
-@pytest.mark.skipif(not worker.available(), reason="the native worker was not built")
-class TestStagedNativeFileStorage(StorageTierTests):
-    @pytest.fixture
-    def medium(self, tmp_path: Path) -> Medium:
-        return SlabFiles(tmp_path, staging="on", backend="native")
+        return SlabFiles(tmp_path, staging="on", backend="posix")

@@ -267,24 +267,37 @@ def test_hashes_of_every_length_are_those_of_xxhash(tmp_path: Path) -> None:
         assert size < 4 or long == xxh3_128_digest(data[:size]).hex(), size
 
 
-def test_worker_that_cannot_be_had_is_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["auto", "native", "posix"])
+def test_slabs_are_moved_by_the_worker_unless_nixl_is_chosen(tmp_path: Path, backend: str) -> None:
+    with HostRegion.create(GEOMETRIES[0], ROWS) as region:
+        tier = SlabTier(file_config(tmp_path, 64 << 20, backend=backend), GEOMETRIES[0], region)
+        assert (tier.wake_fd is None) == (backend == "posix")
+        tier.close()
+
+
+@pytest.mark.parametrize("problem", ["was not built", "cannot start (no more)"])
+def test_where_the_worker_cannot_be_had_one_sentence_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, problem: str
+) -> None:
+    """By default NIXL moves the rows then."""
+
     def refused(*_: object) -> None:
         raise OSError(errno.EAGAIN, "no more")
 
-    with HostRegion.create(GEOMETRIES[0], ROWS) as region:
-        tier = SlabTier(file_config(tmp_path, 64 << 20), GEOMETRIES[0], region)
-        assert tier.wake_fd is None, "NIXL is the default"
-        tier.close()
-        config = file_config(tmp_path, 64 << 20, backend="native")
-        tier = SlabTier(config, GEOMETRIES[0], region)
-        assert tier.wake_fd is not None
-        tier.close()
-        monkeypatch.setattr(Worker, "__init__", refused)
-        with pytest.raises(TierRefused, match=r"backend: .* cannot start \(no more\)"):
-            SlabTier(config, GEOMETRIES[0], region)
+    if problem == "was not built":
         monkeypatch.setattr(module, "_library", lambda: None)
-        with pytest.raises(TierRefused, match=r"backend: .* was not built"):
-            SlabTier(config, GEOMETRIES[0], region)
+    else:
+        monkeypatch.setattr(Worker, "__init__", refused)
+    with HostRegion.create(GEOMETRIES[0], ROWS) as region:
+        with pytest.raises(TierRefused) as refusal:
+            SlabTier(file_config(tmp_path, 64 << 20, backend="native"), GEOMETRIES[0], region)
+        assert f"backend: the native worker {problem}" in str(refusal.value)
+        assert not caplog.messages
+        tier = SlabTier(file_config(tmp_path, 64 << 20), GEOMETRIES[0], region)
+        assert tier.wake_fd is None
+        (line,) = [text for text in caplog.messages if "native worker" in text]
+        assert line.startswith(f"rows are moved by NIXL: the native worker {problem}")
+        tier.close()
 
 
 def test_constants_are_those_of_the_format() -> None:
