@@ -67,7 +67,7 @@ def uring_tier(config: UringConfig, geometry: Geometry, region: HostRegion) -> S
 
 @pytest.fixture
 def make_tier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tier]:
-    """make_tier("slabs", type=...): a tier of BACKENDS."""
+    """make_tier("slabs by NIXL", type=...): a tier of BACKENDS."""
 
     def make(backend: str, **fields: Any) -> Tier:
         if backend != "s3":
@@ -161,7 +161,7 @@ def _reaped_alone(mover: MoverProcess) -> None:
 
 
 def test_io_uring_is_found(make_tier: Callable[..., Tier]) -> None:
-    with MoverProcess(make_tier("slabs", type=f"{__name__}:UringConfig"), GEOMETRY, ROWS) as mover:
+    with MoverProcess(make_tier("slabs by NIXL", type=f"{__name__}:UringConfig"), GEOMETRY, ROWS) as mover:
         mover.open()
         assert uses_io_uring(mover.process.pid)
 
@@ -170,7 +170,7 @@ def test_io_uring_is_found(make_tier: Callable[..., Tier]) -> None:
 @pytest.mark.parametrize("planted", ["io_uring", "reaped alone"])
 def test_planted_bugs_change_rows(make_tier: Callable[..., Tier], planted: str) -> None:
     io_uring = planted == "io_uring"
-    tier = make_tier("slabs", **{"type": f"{__name__}:UringConfig"} if io_uring else {})
+    tier = make_tier("slabs by NIXL", type=f"{__name__}:UringConfig") if io_uring else make_tier("slabs")
     kill = MoverProcess.kill if io_uring else _reaped_alone
     kills = (changes_after_kill(tier, kill=kill, count=MANY_ROWS, io_uring=io_uring) for _ in range(MOST))
     assert any(kills)

@@ -22,9 +22,10 @@ from nixl_tiers.tiers import staging as module
 from nixl_tiers.tiers import staging_trial
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.move_queue import Steps
-from nixl_tiers.tiers.nixl_agent import Span, Transfer, TransferState
+from nixl_tiers.tiers.nixl_agent import Agent, Span, Transfer, TransferState
 from nixl_tiers.tiers.slab.tier import SlabTier
-from nixl_tiers.tiers.slab.worker import Moved
+from nixl_tiers.tiers.slab.transfers import NixlTransfers, WorkerTransfers
+from nixl_tiers.tiers.slab.worker import Moved, Worker
 from nixl_tiers.tiers.staging import DirectRows
 from nixl_tiers.tiers.staging_trial import Measured
 from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
@@ -80,39 +81,51 @@ def in_use(tier: FileTier) -> int:
     return sum(len(buffer.rows) - len(buffer._free) for buffer in buffers if buffer is not None)
 
 
+def worker_of(tier: FileTier) -> Worker | None:
+    return tier._transfers.worker if isinstance(tier._transfers, WorkerTransfers) else None
+
+
+def agent_of(tier: FileTier) -> Agent:
+    """Of a tier whose rows NIXL moves."""
+    if isinstance(tier, SlabTier):
+        assert isinstance(tier._transfers, NixlTransfers)
+        return tier._transfers.agent
+    return tier._agent
+
+
 def transfers_of(tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each transfer from here on, whether it leaves the region alone."""
     outside: list[bool] = []
-    if isinstance(tier, SlabTier) and tier._worker is not None:
-        move = tier._worker.move
+    if (worker := worker_of(tier)) is not None:
+        move = worker.move
 
         def noted(moves: Any, rows: DirectRows, *more: Any, **options: Any) -> Any:
             outside.append(rows.staged)
             return move(moves, rows, *more, **options)
 
-        monkeypatch.setattr(tier._worker, "move", noted)
+        monkeypatch.setattr(worker, "move", noted)
         return outside
     for name in ("read", "write"):
-        begin = getattr(tier._agent, name)
+        begin = getattr(agent_of(tier), name)
 
         def checked(spans: Sequence[Span], begin: Any = begin) -> Transfer:
             outside.append(all(not region.address <= address < region.address + region.nbytes for address, *_ in spans))
             return begin(spans)  # type: ignore[no-any-return]
 
-        monkeypatch.setattr(tier._agent, name, checked)
+        monkeypatch.setattr(agent_of(tier), name, checked)
     return outside
 
 
 def fail_transfers(tier: FileTier, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if isinstance(tier, SlabTier) and tier._worker is not None:
+    if (worker := worker_of(tier)) is not None:
 
         def failed(moves: Sequence[Move], *_: Any, **__: Any) -> Steps[Sequence[Moved]]:
             yield lambda: True
             return [(None, 0)] * len(moves)
 
-        monkeypatch.setattr(tier._worker, "move", failed)
+        monkeypatch.setattr(worker, "move", failed)
     else:
-        monkeypatch.setattr(tier._agent, name, lambda _: Transfer(None, None, TransferState.FAILED))
+        monkeypatch.setattr(agent_of(tier), name, lambda _: Transfer(None, None, TransferState.FAILED))
 
 
 def test_rows_are_the_same_as_without(tier: FileTier, layout: str, tmp_path: Path, region: HostRegion) -> None:
@@ -150,7 +163,7 @@ def test_transfers_leave_the_region_alone(tier: FileTier, region: HostRegion, mo
 def test_rows_are_hashed_in_the_pass_that_copies_them(
     tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if isinstance(tier, SlabTier) and tier._worker is not None:
+    if worker_of(tier) is not None:
         pytest.skip("the native worker has no other way")
     passes: list[tuple[bool, bool]] = []  # whether it reads the region, and writes it
 
@@ -215,8 +228,8 @@ def test_units_wait_for_room_in_the_buffer(
     layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BUFFER_BYTES", 3 * GEOMETRY.row_bytes)
-    monkeypatch.setattr("nixl_tiers.tiers.slab.tier._STAGED_LOADS_BYTES", 3 * GEOMETRY.row_bytes)
-    for name in ("slab.tier._UNIT_ROWS", "slab.tier._WORKER_UNIT_ROWS", "rowfile.transfers._UNIT_ROWS"):
+    monkeypatch.setattr("nixl_tiers.tiers.slab.transfers._STAGED_LOADS_BYTES", 3 * GEOMETRY.row_bytes)
+    for name in ("slab.transfers._UNIT_ROWS", "slab.transfers._WORKER_UNIT_ROWS", "rowfile.transfers._UNIT_ROWS"):
         monkeypatch.setattr(f"nixl_tiers.tiers.{name}", 2)
     tier = make_tier(layout, tmp_path / "kv", region, staging="on")
     serve(tier)

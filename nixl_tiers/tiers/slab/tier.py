@@ -1,19 +1,13 @@
-"""The file tier: slots in slab files, moved between the disk and the region, or buffers (`staging.py`), by the native
-worker (`worker.py`), or by NIXL where it is chosen or the worker cannot be had.
-
-A batch is cut into units of some megabytes. Sealing and checking one unit overlaps with the I/O of the others.
-Reads may land in the region itself: both drain what is in flight before they report an error, and no request uses a row
-before it has been verified.
-"""
+"""The file tier: slots in slab files. Opens a part of the path for a namespace, and says which moves may start and when
+slabs grow. How rows are moved is in `transfers.py`."""
 
 from __future__ import annotations
 
 import logging
 import resource
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Final
 
 from nixl_tiers.base.chunk import Geometry, Outcome
@@ -21,29 +15,18 @@ from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.manifest import Description
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.seal import Sealer, Verdict
+from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import EndedMoves, Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused, sweep_s
-from nixl_tiers.tiers.disk import SLAB_LOCK, FreeSpace, MountGuard, describe, open_agent, open_error, prepare_path
+from nixl_tiers.tiers.disk import SLAB_LOCK, FreeSpace, MountGuard, describe, open_error, prepare_path
 from nixl_tiers.tiers.manifests import ManifestKeeper
-from nixl_tiers.tiers.move_queue import MoveQueue, Steps, T, Unit
-from nixl_tiers.tiers.moves import MovePipeline
-from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registrar, Registration, Span, Transfer
-from nixl_tiers.tiers.slab.in_flight import LOADS_BYTES, StoreWindow, request_bytes, rows_of_loads
+from nixl_tiers.tiers.move_queue import Unit
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
 from nixl_tiers.tiers.slab.shard import GROWTH_S, OVERDUE_S, Growth, Shard, ShardManifests, slots_within
 from nixl_tiers.tiers.slab.slabs import NoSpace
-from nixl_tiers.tiers.slab.worker import Moved, open_worker
-from nixl_tiers.tiers.staging import DirectRows, Staging
+from nixl_tiers.tiers.slab.transfers import TierSide, open_transfers
 
 logger = logging.getLogger(__name__)
 
-_UNIT_BYTES: Final = 8 << 20
-_UNIT_ROWS: Final = 64
-_STAGED_LOADS_BYTES: Final = LOADS_BYTES + _UNIT_BYTES  # one unit is verified meanwhile
-_UNITS_SEALED: Final = 1  # beside those that run, for the next one to be written
-_WORKER_UNIT_BYTES: Final = 16 << 20  # its threads share the rows of a unit
-_WORKER_UNIT_ROWS: Final = 256
-_UNITS: Final = 64  # in each direction, within the rows of `in_flight.py`
 LOCK_WAIT_S: Final = 10.0  # how long opening waits for the path's lock before it says so
 _FULL_S: Final = 0.5  # how long a lack of space is believed before it is tried again
 
@@ -55,7 +38,7 @@ class SlabTier(StorageTier):
         self, config: FileConfig, geometry: Geometry, region: HostRegion, clock: Callable[[], float] = time.time
     ) -> None:
         """`region` stays the caller's; `clock` returns Unix seconds. Raises TierRefused if the wanted
-        NIXL backend cannot be had here."""
+        backend cannot be had here."""
         self._config = config
         self._writes = config.write != "off"
         self._clock = clock
@@ -63,28 +46,30 @@ class SlabTier(StorageTier):
         self._region = region
         self._free = FreeSpace(config.path, config.min_free)
         self._quota = SlabQuota(config.path, config.capacity, config.replicas or 1, self._free)
-        self._agent: Agent
-        self._memory: Registration | None = None
-        self._worker = open_worker(config, region, geometry)
-        if self._worker is None:
-            self._agent, self._memory = open_agent(config, region)
-        self._registrar: Registrar = self._worker or self._agent
-        row_bytes = geometry.row_bytes
-        # cuFile cuts rows by itself, on threads that take one request each.
-        self._request_bytes = row_bytes if config.backend == "gds_mt" else request_bytes(row_bytes)
-        self._load_rows = rows_of_loads(row_bytes)
-        self._window = StoreWindow(row_bytes)
-        self._staging = Staging(config, region, self._registrar, loads_bytes=_STAGED_LOADS_BYTES)
+        self._log_once = LogOnce(logger)
+        self._transfers = open_transfers(
+            TierSide(
+                config,
+                geometry,
+                region,
+                served=lambda: self._served,
+                admit_load=self._admit_load,
+                admit_store=self._admit_store,
+                may_start=lambda: self._open is None or not self._open.health.problem,
+                log_once=self._log_once,
+                clock=clock,
+            )
+        )
+        self._moves = self._transfers.moves
+        self._staging = self._transfers.staging
         self._mount = MountGuard(self)
         self._open: Shard | None = None
         self._slots: Growth | None = None
         self._allocator = ThreadPoolExecutor(1, thread_name_prefix="allocator")
         self._growth: Future[None] | None = None
         self._growth_since_s = 0.0
-        self._log_once = LogOnce(logger)
         self._full_until_s = 0.0
         self._full_outcome = Outcome.NO_SPACE
-        self._moves = self._pipeline()
         self._manifests = ManifestKeeper(geometry.row_bytes)
         _raise_file_limit()
 
@@ -131,7 +116,7 @@ class SlabTier(StorageTier):
                 directory,
                 slots,
                 Sealer(self._geometry, namespace, epoch),
-                self._registrar,
+                self._transfers.registrar,
                 self._quota,
                 max_age_s=self._config.max_age,
                 clock=self._clock,
@@ -193,9 +178,7 @@ class SlabTier(StorageTier):
         return self._moves.load(moves)
 
     def poll(self) -> list[FinishedBatch]:
-        if self._worker is not None:
-            self._worker.poll()
-        self._moves.poll()
+        self._transfers.poll()
         if self._growth is not None and self._growth.done():
             self._grown(self._growth)
         problem = self._open.health.poll() if self._open is not None else ""
@@ -228,7 +211,7 @@ class SlabTier(StorageTier):
 
     @property
     def wake_fd(self) -> int | None:
-        return None if self._worker is None else self._worker.fd
+        return self._transfers.wake_fd
 
     @property
     def staged(self) -> tuple[bool, bool]:
@@ -244,43 +227,7 @@ class SlabTier(StorageTier):
         self._close_shard(last=True)
         self._quota.release()
         self._allocator.shutdown(wait=False, cancel_futures=True)
-        self._staging.close()
-        if self._memory is not None:
-            self._agent.deregister(self._memory)
-            self._memory = None
-        if self._worker is not None:
-            self._worker.close()
-
-    # --- how rows are moved -------------------------------------------------------------------------------------------
-
-    def _pipeline(self) -> MovePipeline:
-        loads, stores = self._queues() if self._worker is None else self._worker_queues()
-        return MovePipeline(
-            loads,
-            stores,
-            may_start=self._may_start,
-            held_until_s=lambda: self._region.stores_held_until_s,
-            wakes=self._worker is not None,
-        )
-
-    def _queues(self) -> tuple[MoveQueue, MoveQueue]:
-        """By NIXL, whose transfers go on while they are polled; rows are sealed and verified on this thread."""
-        rows = _rows_within(_UNIT_BYTES, _UNIT_ROWS, self._geometry)
-        queue = partial(MoveQueue, limit=_UNITS, unit_rows=rows)
-        loads = queue(limit_rows=self._load_rows, admit=self._admit_load, run=self._run_load)
-        stores = partial(queue, limit_rows=self._window.rows, ahead=_UNITS_SEALED)
-        return loads, stores(admit=self._admit_store, run=self._run_store)
-
-    def _worker_queues(self) -> tuple[MoveQueue, MoveQueue]:
-        rows = _rows_within(_WORKER_UNIT_BYTES, _WORKER_UNIT_ROWS, self._geometry)
-        queue = partial(MoveQueue, limit=_UNITS, unit_rows=rows)
-        return (
-            queue(limit_rows=self._load_rows, admit=self._admit_load, run=self._load_by_worker),
-            queue(limit_rows=self._window.rows, admit=self._admit_store, run=self._store_by_worker),
-        )
-
-    def _may_start(self) -> bool:
-        return self._open is None or not self._open.health.problem
+        self._transfers.close()
 
     # --- opening and closing a namespace ----------------------------------------------------------------------------
 
@@ -298,7 +245,7 @@ class SlabTier(StorageTier):
             if self._manifests.stop(last=last):
                 shard.release()
 
-    # --- moving rows ------------------------------------------------------------------------------------------------
+    # --- which moves may start --------------------------------------------------------------------------------------
 
     def _admit_load(self, unit: Unit) -> bool:
         unit.end_each(lambda move: None if self._is_there(move.slot) else Outcome.MISSING)
@@ -343,131 +290,8 @@ class SlabTier(StorageTier):
         self._log_once.report("growth", f"room for more rows takes long: has a process stopped that holds {lock}?")
         return True
 
-    def _load_by_worker(self, unit: Unit) -> Steps[None]:
-        with (yield from self._staging.loads.rows(unit.moves)) as rows:
-            ends = iter((yield from self._by_worker(unit, rows, write=False)))
-            unit.end_each(lambda move: self._judged(move, rows, *next(ends)))
-
-    def _store_by_worker(self, unit: Unit) -> Steps[None]:
-        with (yield from self._staging.stores.rows(unit.moves)) as rows:
-            moved = yield from self._timed(self._by_worker(unit, rows, write=True))
-            good = [(move, at) for move, (verdict, at) in zip(unit.moves, moved, strict=True) if verdict is not None]
-            self._stored(good, rows)
-            ends = iter(moved)
-            unit.end_each(lambda move: self._written(move, *next(ends)))
-
-    def _by_worker(self, unit: Unit, rows: DirectRows, *, write: bool) -> Steps[Sequence[Moved]]:
-        """Move the rows of a unit: what became of each. If that cannot begin, they end."""
-        assert self._worker is not None
-        served = self._served
-        try:
-            slots = [served.slabs.locate(move.slot) for move in unit.moves]
-            return (yield from self._worker.move(unit.moves, rows, slots, served.sealer, self._clock(), write=write))
-        except (AgentError, OSError) as error:
-            self._cannot_begin(unit, error)
-            return ()
-
-    def _run_load(self, unit: Unit) -> Steps[None]:
-        with (yield from self._staging.loads.rows(unit.moves)) as rows:
-            good = yield from self._transfer(unit, rows, self._agent.read)
-            self._moves.make_way(unit)  # the disk need not wait until these rows are verified
-            self._end(unit, good, lambda move: self._loaded(move, rows, good))
-
-    def _run_store(self, unit: Unit) -> Steps[None]:
-        with (yield from self._staging.stores.rows(unit.moves)) as rows:
-            for move in unit.moves:
-                rows.prepare(self._served.sealer, move, self._clock())
-            yield from self._moves.turn(unit)
-            good = yield from self._timed(self._transfer(unit, rows, self._agent.write))
-            if good:
-                self._stored([(move, self._sealed_at(move)) for move in unit.moves], rows)
-                unit.end_all(Outcome.OK)
-            else:
-                self._end(unit, good, lambda move: self._written(move, None, self._sealed_at(move)))
-
-    def _timed(self, steps: Steps[T]) -> Steps[T]:
-        """Write a unit; how long that takes decides how many rows of stores may be in flight."""
-        rows, began_s = self._moves.stores.rows_moving, time.monotonic()
-        result = yield from steps
-        self._window.written(rows, time.monotonic() - began_s)
-        self._moves.stores.limit_rows = self._window.rows
-        return result
-
-    def _transfer(self, unit: Unit, rows: DirectRows, begin: Callable[[Sequence[Span]], Transfer]) -> Steps[bool]:
-        """Move the rows of a unit at once; whether that went well. If it cannot begin, they end."""
-        try:
-            spans = self._spans(unit.moves, rows)
-        except (AgentError, OSError) as error:
-            self._cannot_begin(unit, error)
-            return False
-        return (yield from self._moves.transferred(unit, begin(spans)))
-
-    def _cannot_begin(self, unit: Unit, error: AgentError | OSError) -> None:
-        self._log_once.report("agent", describe(error) if isinstance(error, OSError) else str(error))
-        self._served.health.check_soon()
-        unit.end_all(Outcome.FAILED)
-
-    def _end(self, unit: Unit, good: bool, outcome: Callable[[Move], Outcome | None]) -> None:
-        """One bad row fails a whole transfer: each is tried again alone."""
-        if good or len(unit.moves) == 1:
-            unit.end_each(outcome)
-
-    def _spans(self, moves: Collection[Move], rows: DirectRows) -> list[Span]:
-        """Raises AgentError, OSError."""
-        row_bytes, locate, step = self._geometry.row_bytes, self._served.slabs.locate, self._request_bytes
-        places = ((rows.address(move), *locate(move.slot)) for move in moves)
-        return [
-            (address + at, min(step, row_bytes - at), offset + at, device)
-            for address, device, offset in places
-            for at in range(0, row_bytes, step)
-        ]
-
     def _slots_in_use(self) -> set[int]:
         return {move.slot for move in self._moves.unfinished()}
-
-    def _loaded(self, move: Move, rows: DirectRows, good: bool) -> Outcome | None:
-        if not good:
-            return self._judged(move, rows, None, 0)
-        sealer = self._served.sealer
-        row, copy = rows.loaded(move)
-        sealed_at = sealer.sealed_at(row)
-        return self._judged(move, rows, sealer.verify(row, move.key, copy), sealed_at)
-
-    def _judged(self, move: Move, rows: DirectRows, verdict: Verdict | None, sealed_at: int) -> Outcome | None:
-        """`verdict`: None if the row could not be read. `sealed_at`: by its seal."""
-        served = self._served
-        if verdict is None:
-            served.load_failed()
-            return Outcome.FAILED
-        outcome = self._moves.judge(
-            verdict,
-            expired=served.has_expired(move.slot, sealed_at),
-            name=lambda: f"{served.path}: slot {move.slot}",
-            forget=lambda _: served.journal.remove(move.slot, move.key),  # its bytes stay, for the next sweep
-        )
-        if outcome is Outcome.OK:
-            rows.moved()
-        return outcome
-
-    def _sealed_at(self, move: Move) -> int:
-        """By the seal of a row of the region."""
-        return self._served.sealer.sealed_at(self._region.rows_view[move.row])
-
-    def _stored(self, moved: Sequence[tuple[Move, int]], rows: DirectRows) -> None:
-        """These were written, and sealed then. Once a unit: the journal takes many rows as quickly as few."""
-        self._served.journal.put_all([(move.slot, move.key, move.tick, sealed_at) for move, sealed_at in moved])
-        rows.moved(len(moved))
-
-    def _written(self, move: Move, verdict: Verdict | None, sealed_at: int) -> Outcome:
-        """`verdict`: None if the row could not be written, else the journal has it. `sealed_at`: by its seal."""
-        if verdict is not None:
-            return Outcome.OK
-        served = self._served
-        served.journal.mark_garbage(move.slot, sealed_at)
-        if served.slabs.disk_is_full():
-            return Outcome.NO_SPACE
-        served.store_failed()
-        return Outcome.FAILED
 
     def _grown(self, growth: Future[None]) -> None:
         self._growth = None
@@ -483,10 +307,6 @@ class SlabTier(StorageTier):
             self._full_outcome = Outcome.NO_SPACE if isinstance(error, NoSpace) else Outcome.FAILED
         else:
             self._full_until_s = 0.0
-
-
-def _rows_within(nbytes: int, most: int, geometry: Geometry) -> int:
-    return max(1, min(most, nbytes // geometry.row_bytes))
 
 
 def _raise_file_limit() -> None:

@@ -11,8 +11,7 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.nixl_agent import Agent, Span, Transfer
-from nixl_tiers.tiers.slab import in_flight, worker
-from nixl_tiers.tiers.slab import tier as slab_tier
+from nixl_tiers.tiers.slab import in_flight, transfers, worker
 from nixl_tiers.tiers.slab.in_flight import (
     LOADS,
     LOADS_BYTES,
@@ -80,7 +79,7 @@ def test_rows_are_loaded_by_requests_of_that_size_up_to_so_many_rows_at_a_time(
     monkeypatch.setattr(in_flight, "REQUEST_ROOM", 4096)
     monkeypatch.setattr(in_flight, "LOADS", 1)
     monkeypatch.setattr(in_flight, "LOADS_BYTES", 5 * GEOMETRY.row_bytes)
-    monkeypatch.setattr(slab_tier, "_UNIT_ROWS", 2)
+    monkeypatch.setattr(transfers, "_UNIT_ROWS", 2)
     tier = SlabTier(file_config(tmp_path, CAPACITY, staging="off", backend="posix"), GEOMETRY, region)
     tier.open(NAMESPACE, 0)
     assert set(store(tier, region, range(8))) == {Outcome.OK}
@@ -113,8 +112,8 @@ def test_stores_wait_for_each_other_by_what_the_medium_writes(
 ) -> None:
     rows, written = {"slow": 2, "fast": 6}, StoreWindow.written
     monkeypatch.setattr(in_flight, "STORES_BYTES", tuple(each * GEOMETRY.row_bytes for each in rows.values()))
-    monkeypatch.setattr(slab_tier, "_UNIT_ROWS", 1)
-    monkeypatch.setattr(slab_tier, "_WORKER_UNIT_ROWS", 1)
+    monkeypatch.setattr(transfers, "_UNIT_ROWS", 1)
+    monkeypatch.setattr(transfers, "_WORKER_UNIT_ROWS", 1)
     tier = SlabTier(file_config(tmp_path, CAPACITY, staging="off", backend=backend), GEOMETRY, region)
     tier.open(NAMESPACE, 0)
     assert set(store(tier, region, range(8))) == {Outcome.OK}  # so that they need no room next
@@ -122,7 +121,7 @@ def test_stores_wait_for_each_other_by_what_the_medium_writes(
     monkeypatch.setattr(StoreWindow, "written", lambda window, *_: written(window, 1, seconds))
     for medium, seconds in (("slow", 1e3), ("fast", 1e-6)):
         for _ in range(in_flight._SAMPLES):
-            written(tier._window, 1, seconds)
+            written(tier._transfers._window, 1, seconds)
         assert set(store(tier, region, range(1))) == {Outcome.OK}  # whose end applies it
         most = 0
         tier.store([Move(row, row, key_of(row), seal=True) for row in range(8)])
