@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("vllm")
 
 from nixl_tiers.base.chunk import Geometry
+from nixl_tiers.vllm.chunk_size import CHUNK_TOKENS
 from tests.support import vllm_cpu
 from tests.support.file_tier import file_tier
 from tests.support.models import save_adapter, save_random
@@ -197,8 +198,8 @@ def test_lora_adapters_share_nothing(engine: Engine, options: dict[str, Any], tm
 @pytest.mark.slow
 @pytest.mark.skipif(len(vllm_cpu.cores()) < 2, reason="two ranks need two cores")
 def test_latent_attention_with_two_ranks(engine: Engine, tmp_path: Path) -> None:
-    """The oracle is what the blocks hold: on a CPU, vLLM 0.32 decodes such a model with other sums than it prefills.
-    It also switches its own prefix cache off."""
+    """In chunks of several blocks. The oracle is what the blocks hold: on a CPU, vLLM 0.32 decodes such a model with
+    other sums than it prefills. It also switches its own prefix cache off."""
     model = save_random(
         "DeepseekV2ForCausalLM",
         tmp_path / "latent",
@@ -214,7 +215,8 @@ def test_latent_attention_with_two_ranks(engine: Engine, tmp_path: Path) -> None
     amx = bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
     block = 32 if amx else 16  # of vLLM's kernel for these processors
     prompt = PROMPT[:300]
-    chunks = len(prompt) // block
+    chunks = len(prompt) // CHUNK_TOKENS
+    blocks = chunks * CHUNK_TOKENS // block
     ask = ["generate", [prompt], 4]
     tiers = {"tiers": [CPU, file_tier(tmp_path / "kv", "64MiB")]}
     cores = vllm_cpu.cores()
@@ -227,30 +229,31 @@ def test_latent_attention_with_two_ranks(engine: Engine, tmp_path: Path) -> None
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "mp",
         "env": {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        "transfer": {"kv_connector": "NixlTiersConnector", "kv_load_failure_policy": "recompute"},
     }
     cold, computed, _, cpu, loaded, stats, _ = engine(
         tiers, ask, ["pages"], ["wipe"], ask, ["pages"], ["stats"], ["flush"], **options
     )
     file, read, others = engine(tiers, ask, ["pages"], ["stats"], **options)
-    assert [answers[0]["cached"] for answers in (cold, cpu, file)] == [0, chunks * block, chunks * block]
+    assert [answers[0]["cached"] for answers in (cold, cpu, file)] == [0, chunks * CHUNK_TOKENS, chunks * CHUNK_TOKENS]
     assert (stats["cpu"]["hits"], others["file"]["hits"]) == (chunks, chunks)
     for rank in range(2):
-        whole = computed[rank][:chunks]
-        assert len({digest for layers in whole for digest in layers}) == 2 * chunks, "equal bytes show nothing"
-        # The last one holds the rest of the prompt, which is computed in other steps behind a hit.
-        assert len(computed[rank]) == len(loaded[rank]) == len(read[rank]) == chunks + 1
-        assert read[rank][:chunks] == whole
+        whole = computed[rank][:blocks]
+        assert len({digest for layers in whole for digest in layers}) == 2 * blocks, "equal bytes show nothing"
+        # The last ones hold the rest of the prompt, which is computed in other steps behind a hit.
+        assert len(computed[rank]) == len(loaded[rank]) == len(read[rank]) == -(-len(prompt) // block)
+        assert read[rank][:blocks] == whole
         # Here the engine uses its blocks again, in another order.
         assert all(block in loaded[rank] for block in whole)
     assert cpu == file, "the same sums upon the same bytes"
     # Every rank has the same bytes: they are stored once, and are those of an engine with one rank.
     assert read[0] == read[1]
-    row = Geometry(1, block * (512 + 64) * 2 * 2)  # of two layers
+    row = Geometry(1, CHUNK_TOKENS * (512 + 64) * 2 * 2)  # of two layers
     assert others["file"]["bytes_read"] == chunks * row.row_bytes
     one = options | {"tensor_parallel_size": 1, "distributed_executor_backend": None}
     alone, pages, found = engine(tiers, ask, ["pages"], ["stats"], **one)
-    assert (alone[0]["cached"], found["file"]["hits"]) == (chunks * block, chunks)
-    assert pages[0][:chunks] == computed[0][:chunks]
+    assert (alone[0]["cached"], found["file"]["hits"]) == (chunks * CHUNK_TOKENS, chunks)
+    assert pages[0][:blocks] == computed[0][:blocks]
 
 
 @pytest.mark.slow
