@@ -152,8 +152,7 @@ class MoveQueue:
     @property
     def _has_room(self) -> bool:
         """Whether the unit that waits first may run beside those that do, or be prepared meanwhile."""
-        fits = self._fits(self.waiting[0], self.running)
-        return fits or sum(not unit.moving for unit in self.running) < self._ahead
+        return self._fits(self.waiting[0], self.running[self._ahead :])
 
     def may_move(self, unit: Unit) -> bool:
         """Whether a unit that is prepared may be moved beside those that are being moved."""
