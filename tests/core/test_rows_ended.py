@@ -123,6 +123,7 @@ def test_rows_of_a_late_job_leave_the_quarantine_one_by_one() -> None:
     ("places", "outcomes", "partial"),
     [
         ([0], [OK], ()),  # reported before
+        ([0, 1], [OK], ()),  # one of them
         ([1, 1], [OK, OK], ()),
         ([1, 2, 3], [OK, OK, OK], ()),  # all that are left: its end says that
         ([1, 2], [OK], ()),

@@ -60,7 +60,7 @@ def uring_tier(config: UringConfig, geometry: Geometry, region: HostRegion) -> S
     from nixl_tiers.tiers.slab import in_flight
     from nixl_tiers.tiers.slab.tier import SlabTier
 
-    in_flight.LOADS = MANY_ROWS  # all at once
+    in_flight.LOADS_BYTES = MANY_ROWS * geometry.row_bytes  # all at once
     Agent.posix = classmethod(lambda cls: cls("POSIX", {"use_uring": "true"}, "FILE"))  # type: ignore[method-assign]
     return SlabTier(config, geometry, region)
 

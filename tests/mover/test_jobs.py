@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -11,7 +12,8 @@ from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.jobs import REPORT_S, RunningJobs
-from nixl_tiers.mover.protocol import Finished, Load, RowsEnded, Store
+from nixl_tiers.mover.loop import Mover
+from nixl_tiers.mover.protocol import Configure, Finished, Load, RowsEnded, Store
 from nixl_tiers.tiers.base import EndedMoves, FinishedBatch, Move
 from tests.mover.harness import NAMESPACE, key_of
 from tests.mover.stub_tiers import InstantTier, StubConfig
@@ -70,6 +72,17 @@ def test_rows_are_reported_once_a_while_after_they_have_ended(rig: Rig) -> None:
     rig.report(13.0, _0=OK)
     assert rig.report(13.0 + REPORT_S) == [RowsEnded(7, [5], bytes([OK]))]
     assert rig.report(14.0, FinishedBatch(1, [OK, OK, OK, FAILED])) == [Finished(7, bytes([OK]), 4.0)]
+
+
+def test_the_loop_wakes_to_report_them(rig: Rig) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        mover = Mover(rig, ours, rig.jobs._region, Configure({}, 1, 1, 1, 4))
+        mover.step(100.0)  # a heartbeat
+        mover._jobs.begin(Load(1, [Move(row, row, key_of(row)) for row in (0, 1)]), 100.0)
+        rig.moves_ended.append(EndedMoves(2, {0: OK}))
+        mover._jobs.report([], 100.0)
+        assert mover.wait_s(100.0) == pytest.approx(REPORT_S)
 
 
 def test_other_jobs_wait_for_their_own_time(rig: Rig) -> None:

@@ -7,8 +7,7 @@ from typing import Final
 
 REQUEST_BYTES: Final = 2 << 20  # a larger row is moved by several requests
 REQUEST_ROOM: Final = 64 << 10  # beyond these, rather than another request for what is left: a seal, as a rule
-LOADS_BYTES: Final = 64 << 20  # four drives of PCIe 5 want 32 requests of 1 to 2 MiB
-LOADS: Final = 32  # requests, at least
+LOADS_BYTES: Final = 64 << 20  # at least 32 requests, which is what four drives of PCIe 5 want
 STORES_S: Final = 0.01  # a load waits for the stores before it
 STORES_BYTES: Final = (16 << 20, 64 << 20)  # at least, so that a medium of long latency is not starved, and at most
 _SAMPLES: Final = 16
@@ -23,8 +22,7 @@ def request_bytes(row_bytes: int) -> int:
 
 def rows_of_loads(row_bytes: int) -> int:
     """How many rows may be loaded at a time."""
-    requests = -(-row_bytes // request_bytes(row_bytes))
-    return max(-(-LOADS_BYTES // row_bytes), -(-LOADS // requests))
+    return -(-LOADS_BYTES // row_bytes)
 
 
 class StoreWindow:
