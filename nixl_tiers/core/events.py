@@ -58,8 +58,15 @@ class Events:
 
     def opened(self, mover: int, slots: int) -> Steps:
         """A mover serves its medium (again), with room for `slots` rows, perhaps fewer than before; the rows that it
-        holds are listed next. None of these is a hit, and nothing is planned for it, before the last step."""
-        return begin_listing(self._state.movers[mover], slots)
+        holds are listed next. None of these is a hit, and nothing is planned for it, before the last step. A loader,
+        which lists nothing, loads from now on what its owner has opened last."""
+        member = self._state.movers[mover]
+        if member.owner is not None:
+            member.state = TierState.DOWN if member.owner.state is TierState.DOWN else TierState.UP
+            return iter(())
+        for loader in member.loaders:
+            loader.state = TierState.DOWN
+        return begin_listing(member, slots)
 
     def resized(self, mover: int, slots: int) -> None:
         """There is room for more or fewer rows, while it is open. Rows beyond it are listed as removed."""
@@ -107,12 +114,12 @@ class Events:
 
     def down(self, mover: int, now: float) -> None:
         """The medium does not answer. Its rows are misses until it is opened again. Of several members the others go
-        on: what is queued to be loaded from this one is dropped as its turn comes."""
+        on: what is queued to be loaded from this one is dropped as its turn comes. Where it is a loader that cannot
+        load, its owner and the other loaders go on."""
         member = self._state.movers[mover]
         lost = member.tier
         self._state.begin_slice()
-        member.state = TierState.DOWN
-        member.clear_deletes()
+        member.shut()
         self._checks.lost(lost.number)
         if lost.refuses_stores:
             self._writeback.drop_stores(lost)
@@ -272,7 +279,8 @@ class Events:
         for tier in known:
             jobs.extend(self._measurements.plan(tier, now))
         self._writeback.throttle.begin(self._promotion_jobs.under_way, now)
-        for member in self._state.movers:  # before others seal these rows, whose end may be that they leave the host
+        # Before others seal these rows, whose end may be that they leave the host.
+        for member in (member for tier in self._state.tiers for member in tier.members):
             if not (member.writable or member.dead) and member.store_credits > 0:
                 jobs.extend(self._health.plan_store_probe(member, now))
         for tier in known:
@@ -280,7 +288,7 @@ class Events:
                 jobs.extend(self._writeback.plan_demotions(tier, now))
             if tier.writable and tier.to_store:
                 jobs.extend(self._writeback.plan_stores(tier, now))
-            if (tier.trials or not all(member.readable for member in tier.members)) and tier.store_credits > 0:
+            if (tier.trials or not all(mover.can_load for mover in tier.movers)) and tier.store_credits > 0:
                 jobs.extend(self._health.plan_trials(tier, now))
         self._state.unfinished |= self._state.slice_used_up
         return jobs

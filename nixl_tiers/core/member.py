@@ -1,12 +1,16 @@
-"""A member of a storage tier: one mover, and the part of the tier's slots that it alone reads and writes.
+"""A member of a storage tier: one mover, and the part of the tier's slots that it alone writes.
 
 Most tiers have one. The members of a tier share its index, its queues and its price; each has its own state, circuits,
 speed, and jobs that died with its mover, so that one that fails takes nothing from the others but its rows.
+
+A member may have loaders: further movers, which only load from its slots. Each is a `Member`, too, with state, circuit,
+speed and dead jobs of its own, and neither slots nor anything to delete.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -27,14 +31,16 @@ UNLIMITED: Final = 1 << 62
 @dataclass(eq=False)
 class Member:
     """`number`: of its mover, among those of all tiers; `place`: in its tier. `first_slot`: what the medium calls slot
-    0."""
+    0. `owner`: of a loader, whose slots it loads from; it has the same place."""
 
     tier: Tier = field(repr=False)
     number: int
     place: int
     first_slot: int
     limits: Limits
-    state: TierState = TierState.DOWN
+    owner: Member | None = field(default=None, repr=False)
+    loaders: list[Member] = field(default_factory=list, repr=False)
+    state: TierState = TierState.DOWN  # of a loader: DOWN, or UP as long as its owner is not down
     dead: deque[OrphanedJobs] = field(
         default_factory=deque
     )  # of movers that were killed or have died, the oldest first
@@ -44,13 +50,24 @@ class Member:
 
     def __post_init__(self) -> None:
         # One for each direction: a disk on which writes fail, or a read-only bucket, can still be read.
-        self.breakers = {direction: Breaker(self.limits.breaker) for direction in Direction}
+        directions = Direction if self.owner is None else (Direction.LOAD,)
+        self.breakers = {direction: Breaker(self.limits.breaker) for direction in directions}
         self.loads = self.breakers[Direction.LOAD]
         self.throughput = {direction: ThroughputEstimate(self.limits.assumed_bytes_per_s) for direction in Direction}
 
     @property
+    def movers(self) -> Sequence[Member]:
+        """Those that load from its slots: its own, and its loaders."""
+        return (self, *self.loaders)
+
+    @property
     def readable(self) -> bool:
         """Whether loads may be planned."""
+        return self.can_load or any(loader.can_load for loader in self.loaders)
+
+    @property
+    def can_load(self) -> bool:
+        """Whether this very mover may be sent loads."""
         return self.state is not TierState.DOWN and self.loads.closed
 
     @property
@@ -66,7 +83,7 @@ class Member:
     @property
     def takes_rows(self) -> bool:
         """Whether new rows belong here, if there are others that they can go to."""
-        return self.writable and self.loads.closed and not self.dead
+        return self.writable and self.readable and not self.dead
 
     @property
     def circuit(self) -> BreakerState:
@@ -86,6 +103,12 @@ class Member:
         """How many rows its mover is moving."""
         jobs = self.tier.jobs.values()
         return sum(len(job.moves) for job in jobs if job.mover == self.number and job.direction is direction)
+
+    def shut(self) -> None:
+        """Its medium does not answer, or is about to be opened anew: nobody loads from there."""
+        for mover in self.movers:
+            mover.state = TierState.DOWN
+        self.clear_deletes()
 
     def clear_deletes(self) -> None:
         """The medium lists its rows when it is opened again, including those that were to be deleted. O(1)."""

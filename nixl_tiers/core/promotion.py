@@ -208,11 +208,13 @@ class Promotion:
         queued = request.rows_awaited and not self.host_full  # then it waited for room, and not for a tier
         for tier in self._state.tiers:
             keys = [key for key, source in loading if source == tier.spec.name]
+            slow = self._state.movers_that_move(tier, keys)
             if not loading and queued and tier.to_load:
                 first = next(iter(request.asked))
-                keys = [next((key for key in request.asked if tier.index.place_of(key) is not None), first)]
-            for place in sorted({tier.member_of(key).place for key in keys}):
-                tier.members[place].loads.record(False, now)
+                key = next((key for key in request.asked if tier.index.place_of(key) is not None), first)
+                slow = tier.member_of(key).movers
+            for mover in slow:
+                mover.loads.record(False, now)
 
 
 class RequestIndex:

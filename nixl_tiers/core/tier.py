@@ -30,7 +30,8 @@ _CLOSED: Final = BreakerState.CLOSED
 
 @dataclass
 class Tier:
-    """One storage tier. `index` has its rows, `members` are its movers."""
+    """One storage tier. `index` has its rows, `members` what its slots are divided among, `movers` also has their
+    loaders."""
 
     spec: TierSpec
     number: int  # its place in the cascade, from 0
@@ -38,7 +39,7 @@ class Tier:
     garbage: DeferredFree = field(default_factory=DeferredFree)
     gone: EvictionHistory = field(default_factory=EvictionHistory)
     first_mover: int | None = None  # the number of its first member's; None: its own
-    jobs: dict[int, Job] = field(default_factory=dict)  # of all members
+    jobs: dict[int, Job] = field(default_factory=dict)  # of all movers
     ending_moves: list[PlannedMove] = field(default_factory=list)  # they pin rows and are in no job: only in a call
     trials_running: int = 0  # open jobs that are trials of a suspect, or probes
     # Key -> tick, first in, first out. Not pinned in host memory; what is dropped is not queued again.
@@ -63,6 +64,13 @@ class Tier:
         self.members = [
             Member(self, first + place, place, place * span, self.limits) for place in range(self.spec.members)
         ]
+        self.movers = [*self.members]
+        for _ in range(self.spec.loaders):
+            for member in self.members:
+                number = first + len(self.movers)
+                loader = Member(self, number, member.place, member.first_slot, self.limits, member)
+                member.loaders.append(loader)
+                self.movers.append(loader)
         self._only = self.members[0] if len(self.members) == 1 else None
         self.index = TierIndex(self.spec, self.number, self.counters, self.gone, self.garbage, self.members)
         self.denylist = Denylist(self.limits.retry_s, self.limits.retry_max_s)
@@ -93,13 +101,13 @@ class Tier:
 
     @property
     def circuit(self) -> BreakerState:
-        """The worst of its members'."""
-        return max(member.circuit for member in self.members)
+        """The worst of its movers'."""
+        return max(mover.circuit for mover in self.movers)
 
     @property
     def quarantined(self) -> int:
         """Host rows of abandoned loads, until their movers are done with them or reaped."""
-        return sum(member.quarantined for member in self.members)
+        return sum(mover.quarantined for mover in self.movers)
 
     @property
     def known(self) -> bool:
@@ -142,7 +150,7 @@ class Tier:
         only = self._only
         if only is None:
             return self.can_load_many([key], now)[0]
-        if only.state is _DOWN or only.loads.state is not _CLOSED:  # as `readable`
+        if (only.loads.state is not _CLOSED or only.state is _DOWN) and not only.readable:  # seldom: that takes longest
             return False
         return self.index.rows.is_stored(key) and not (self.denylist.keys and self.denylist.is_denied(key, now))
 
@@ -151,7 +159,7 @@ class Tier:
         only = self._only
         if only is None:
             found = self.index.can_read_many(keys)
-        elif only.state is _DOWN or only.loads.state is not _CLOSED:  # as `readable`
+        elif not only.readable:
             return [False] * len(keys)
         else:
             found = self.index.rows.has_many(keys, True)
@@ -205,17 +213,16 @@ class Tier:
         self.index.clear()
         self.trials.clear()
         self.denylist.reset()
-        for member in self.members:
-            for dead in member.dead:
+        for mover in self.movers:
+            for dead in mover.dead:
                 dead.to_suspect = deque()  # rows of before
-            member.clear_deletes()
-            member.state = TierState.DOWN
+            mover.shut()
         self.last_refused = None
 
     @property
     def send_credits(self) -> int:
         """How many more messages its movers take now."""
-        return sum(max(0, member.send_credits) for member in self.members)
+        return sum(max(0, mover.send_credits) for mover in self.movers)
 
     @property
     def store_credits(self) -> int:

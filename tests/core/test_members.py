@@ -15,81 +15,9 @@ from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import Direction, Job, TierSpec, TierState
 from tests.support.columns import PlainColumns
 from tests.support.core import opened, put, rows_of
+from tests.support.members import MEMBERS, PROMPT, SLOTS, TOKENS, Machine
 
-MEMBERS = 4
-SLOTS = 16  # of a member
-TOKENS = 16
-PROMPT = [b"chunk-%02d" % number for number in range(16)]
 OTHER = [b"other-%02d" % number for number in range(16)]
-
-
-class Machine:
-    """A core whose movers do at once what they are sent, but for those that `hang`."""
-
-    def __init__(self, host: int = 256, write: Write = Write.THROUGH) -> None:
-        spec = TierSpec("file", write, physical_slots=True, own=True, members=MEMBERS)
-        self.core = TierManager(host, 4096, [spec])
-        self.tier = self.core.tiers[0]
-        self.now = 0.0
-        self.hang: set[int] = set()
-        self.sent: list[Job] = []
-        self.deleted: list[tuple[int, int, Key]] = []  # (mover, slot, key)
-        for mover in range(MEMBERS):
-            self.open(mover, [])
-
-    def open(self, mover: int, rows: Sequence[tuple[int, Key, int]]) -> None:
-        opened(self.core, mover, SLOTS)
-        self.core.events.listed(mover, rows, last=True)
-
-    def turn(self) -> None:
-        for _ in range(20):
-            self.now += 0.01
-            jobs = self.core.turn(self.now, self.now)
-            for member in self.core.movers:
-                for batch in member.delete_batches(256):
-                    self.deleted += [(member.number, slot, key) for slot, key in batch]
-            self.sent += jobs
-            for job in jobs:
-                if job.mover not in self.hang:
-                    self.core.events.finished(job.mover, job.id, [Outcome.OK] * len(job.moves), self.now)
-
-    def store(self, keys: Sequence[Key]) -> None:
-        put(self.core, keys)
-        self.turn()
-
-    def forget_host(self) -> None:
-        """Host memory holds nothing any more."""
-        while self.core.clear_some(None)[1]:
-            pass
-
-    def load(self, keys: Sequence[Key], name: str) -> int:
-        """How many chunks a request finds from its beginning on, after its wait; it ends then."""
-        chain = Chain((Group(list(keys), TOKENS),))
-        scan = self.core.scan(name, chain, 0, self.now)
-        for _ in range(5):
-            if scan.waits:
-                self.core.end_step()
-                self.turn()
-                scan = self.core.scan(name, chain, 0, self.now)
-        assert not scan.waits
-        self.core.count_misses(keys[scan.end // TOKENS :], name, self.now)
-        self.core.finish_request(name)
-        self.core.end_step()
-        return scan.end // TOKENS
-
-    def die(self, mover: int) -> list[tuple[int, Key, int]]:
-        """Returns what its medium lists when it is opened again."""
-        member = self.core.movers[mover]
-        held = [
-            (row.slot - member.first_slot, key, row.tick)
-            for key, row in rows_of(self.tier).items()
-            if self.tier.member_of(key) is member
-        ]
-        self.core.events.lost(mover, self.now)
-        return held
-
-    def first_at(self, mover: int, keys: Sequence[Key] = PROMPT) -> int:
-        return next(n for n, key in enumerate(keys) if self.tier.member_of(key).number == mover)
 
 
 @pytest.fixture

@@ -29,10 +29,10 @@ from nixl_tiers.core.retention import Retention
 from nixl_tiers.core.slots import MemberSlots, Slots
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import PlainTierRows
-from nixl_tiers.core.types import Columns, Job, PlannedMove
+from nixl_tiers.core.types import Columns, Job, PlannedMove, TierState
 from nixl_tiers.core.writeback import WriteBack
 from tests.support.simulation import SimulatedJob, SimulatedMover, Simulation
-from tests.support.stateful import CascadeStateMachine, MemberStateMachine, TenantStateMachine
+from tests.support.stateful import CascadeStateMachine, LoaderStateMachine, MemberStateMachine, TenantStateMachine
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -532,6 +532,45 @@ class ListingOfOneMemberEndsAll(Events):
             yield from listing._sweep(member, member.tier.index.clears)
 
 
+class LoadersOutliveTheirOwner(Events):
+    """They go on loading from what is about to be opened anew."""
+
+    def down(self, mover: int, now: float) -> None:
+        states = [(loader, loader.state) for loader in self._state.movers[mover].loaders]
+        super().down(mover, now)
+        for loader, state in states:
+            loader.state = state
+
+
+class LoaderServesAfterItsOwner(Events):
+    """Whatever state its owner is in."""
+
+    def opened(self, mover: int, slots: int) -> Steps:
+        member = self._state.movers[mover]
+        if member.owner is None:
+            return super().opened(mover, slots)
+        member.state = TierState.UP
+        return iter(())
+
+
+class LoaderDiesWithItsOwner(Events):
+    """What a loader moves is taken for moves of the dead owner."""
+
+    def lost(self, mover: int, now: float) -> None:
+        for other in self._state.movers[mover].movers:
+            super().lost(other.number, now)
+
+
+class SlotsFreedBeforeALoaderIsReaped(Events):
+    """What a killed loader reads is given to others at once."""
+
+    def killed(self, mover: int, now: float) -> None:
+        super().killed(mover, now)
+        if self._state.movers[mover].owner is not None:
+            for dead in self._state.movers[mover].dead:
+                dead.reaped = True
+
+
 class MissesWhileListing(TierManager):
     def be_patient(self, name: str) -> None:
         pass
@@ -753,6 +792,12 @@ FOCUS: dict[type, tuple[str, ...]] = {
 
 
 OF_MEMBERS = [MembersShareAState, StoresToAnyMember, MembersDieTogether, ListingOfOneMemberEndsAll]
+OF_LOADERS = [
+    LoadersOutliveTheirOwner,
+    LoaderServesAfterItsOwner,
+    LoaderDiesWithItsOwner,
+    SlotsFreedBeforeALoaderIsReaped,
+]
 
 
 FIRST: dict[type, int] = {
@@ -769,7 +814,7 @@ FIRST: dict[type, int] = {
 def machine_for(mutant: type) -> type[CascadeStateMachine]:
     members: dict[str, object] = {"core": mutant} if issubclass(mutant, TierManager) else {}
     base = TenantStateMachine if mutant in OF_TENANTS else CascadeStateMachine
-    base = MemberStateMachine if mutant in OF_MEMBERS else base
+    base = MemberStateMachine if mutant in OF_MEMBERS else LoaderStateMachine if mutant in OF_LOADERS else base
     if mutant in FOCUS:
         every = {**vars(CascadeStateMachine), **vars(base)}
         rules = {name: member for name, member in every.items() if hasattr(member, RULE_MARKER)}
@@ -785,7 +830,7 @@ def original_of(mutant: type) -> type:
     return original
 
 
-@pytest.mark.parametrize("mutant", [*MUTANTS, *OF_MEMBERS], ids=lambda mutant: mutant.__name__)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *OF_MEMBERS, *OF_LOADERS], ids=lambda mutant: mutant.__name__)
 def test_planted_bug_in_the_core_is_caught(mutant: type, monkeypatch: pytest.MonkeyPatch) -> None:
     if not issubclass(mutant, TierManager):
         monkeypatch.setattr(manager, original_of(mutant).__name__, mutant)

@@ -9,7 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
 from tests.support.simulation import Scan, Simulation
-from tests.support.stateful import CascadeStateMachine, MemberStateMachine, TenantStateMachine
+from tests.support.stateful import CascadeStateMachine, LoaderStateMachine, MemberStateMachine, TenantStateMachine
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -20,6 +20,11 @@ TestCascade.settings = settings(
 
 TestMembers = MemberStateMachine.TestCase
 TestMembers.settings = settings(
+    max_examples=60, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+TestLoaders = LoaderStateMachine.TestCase
+TestLoaders.settings = settings(
     max_examples=60, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
 )
 

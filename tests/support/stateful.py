@@ -60,6 +60,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
         slots: tuple[int, int] = (6, 12),
         quotas: tuple[float, ...] = (),
         members: int = 1,
+        loaders: int = 0,
     ) -> None:
         """`looks`: so many pinned rows are passed over in one search for victims."""
         host.MAX_LOOKS = looks  # type: ignore[misc]
@@ -73,6 +74,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
             policy=policy,
             quotas=quotas,
             members=members,
+            loaders=loaders,
         )
 
     @rule(prompt=PROMPTS, scan=SCANS, stays=RARELY, host_only=RARELY)
@@ -410,9 +412,9 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
     def _mover(self, tier: int) -> int:
         """One of the tier's, each in its turn."""
-        members = self.simulation.core.tiers[tier].members
+        movers = self.simulation.core.tiers[tier].movers
         self._turns += 1
-        return members[self._turns % len(members)].number
+        return movers[self._turns % len(movers)].number
 
     def check_invariants(self, *_: object) -> None:
         """As an @invariant, but not in the steps of a failing example, which it would double."""
@@ -446,5 +448,13 @@ class MemberStateMachine(CascadeStateMachine):
     """The same where the first tier has several movers."""
 
     @initialize(**{**BEGIN, "slots": st.sampled_from([(6, 12), (8, 12), (3, 12), (4, 1)])}, members=st.integers(2, 3))
+    def begin(self, *given: Any, **named: Any) -> None:
+        super().begin(*given, **named)
+
+
+class LoaderStateMachine(CascadeStateMachine):
+    """The same where movers of the first tier have others beside them, which only load."""
+
+    @initialize(**BEGIN, members=st.integers(1, 2), loaders=st.integers(1, 2))
     def begin(self, *given: Any, **named: Any) -> None:
         super().begin(*given, **named)
