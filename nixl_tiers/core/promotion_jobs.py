@@ -252,7 +252,10 @@ class PromotionJobs:
                 else:
                     self._writeback.write_through((row,), self._state.tiers[: tier.number])
         else:
-            if outcome in (Outcome.FAILED, Outcome.NO_SPACE):
+            read = tier.index.is_read(move.key, move.id)
+            if read:  # by another job, too: nothing may be stored there yet, so whoever ends last, or loads next, judges
+                tier.denylist.record_failure(move.key, now)
+            if read or outcome in (Outcome.FAILED, Outcome.NO_SPACE):
                 tier.counters.failed_loads += 1
                 if tier.index.has(move.key, move.id):
                     tier.index.cancel_eviction(move.key, self._state.tick)

@@ -295,7 +295,8 @@ class CascadeState:
         job_s = limits.job_s if loads else STORE_JOBS * limits.job_s
         fast = int(member.throughput[direction].bytes_per_s * job_s) // self.row_bytes
         # Several jobs fill a window, whatever their size: else the tier idles between two of them.
-        window = (self.load_window if loads else self.store_window) // len(member.tier.members) // JOBS_A_WINDOW
+        window = self.load_window if loads else self.store_window
+        window //= len(member.tier.movers if loads else member.tier.members) * JOBS_A_WINDOW
         return max(self.rows_per_job, min(fast, limits.moves_per_job, window))
 
     def _join_burst(self, tier: Tier, jobs: list[Job], now: float) -> None:

@@ -112,6 +112,11 @@ class TierIndex:
         found = self.rows.get(key)
         return found is not None and Found(*found).id == row
 
+    def is_read(self, key: Key, row: int) -> bool:
+        """Whether the key still has the row of this id, and a job reads it."""
+        found = self.rows.get(key)
+        return found is not None and Found(*found).id == row and Found(*found).pins > 0
+
     # --- room --------------------------------------------------------------------------------------------------
 
     def make_room(self, count: int, rooms: list[int] | None = None) -> list[Key]:

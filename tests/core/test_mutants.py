@@ -805,6 +805,9 @@ FIRST: dict[type, int] = {
     DeadlineRearmedByARelease: 15,
     GenerationIgnored: 24,
     GetsGiveUpWhenChecksAreMany: 11,
+    LoaderDiesWithItsOwner: 4,
+    LoaderServesAfterItsOwner: 7,
+    LoadersOutliveTheirOwner: 7,
     MeasuresBesideLoads: 5,
     VictimsOfBeforeAResetStay: 17,
 }

@@ -747,7 +747,8 @@ class Simulation:
         elif isinstance(head, Opening):
             mover.inbox.popleft()
             mover.epoch, mover.opening = head.epoch, head
-            mover.finished.append(head)
+            if not mover.dying:
+                mover.finished.append(head)
         elif isinstance(head, Uses):
             mover.inbox.popleft()
             for slot, key, tick in head.rows:
