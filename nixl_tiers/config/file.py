@@ -16,6 +16,9 @@ from nixl_tiers.config.errors import ConfigError
 from nixl_tiers.config.tier import AbsolutePath, Age, Size, StorageConfig, when_unset
 
 MOST_PATHS: Final = 32
+MOST_MOVERS: Final = 16
+CORES_A_MOVER: Final = 4
+USUAL_MOVERS: Final = (4, 8)  # at most, where nothing is said: of a directory, and of a tier
 
 
 class FileConfig(StorageConfig):
@@ -38,6 +41,15 @@ class FileConfig(StorageConfig):
         description="how many engines may use `path` at once with `layout: slabs`; each has an equal share of the "
         "`capacity`",
         json_schema_extra=when_unset("`replicas` of the top level, else taken from vLLM, else 1"),
+    )
+    movers: Annotated[int, Field(strict=True, ge=1, le=MOST_MOVERS)] | None = Field(
+        None,
+        description="with `layout: slabs`, how many processes load from each directory, of which one stores; each is a "
+        "thread that ends at some gigabytes a second",
+        json_schema_extra=when_unset(
+            "as many as a quarter of the processor cores, divided among all directories and "
+            "`replicas`, at least one, at most four a directory and eight in all; one with `backend: gds_mt`"
+        ),
     )
     min_free: Annotated[int | str | None, BeforeValidator(fields.parse_min_free)] = Field(
         None,
@@ -100,6 +112,8 @@ class FileConfig(StorageConfig):
 
     @model_validator(mode="after")
     def _agree(self) -> FileConfig:
+        if (self.movers or 1) > 1 and self.layout == "files":
+            raise ValueError("movers: with layout: files there is one")
         if self.replicas is not None and self.layout == "files":
             raise ValueError("replicas has no use with layout: files, where all engines share all rows")
         if self.backend == "native" and self.layout == "files":
@@ -110,6 +124,19 @@ class FileConfig(StorageConfig):
     def implementation(self) -> str:
         slabs = self.layout == "slabs"
         return "nixl_tiers.tiers.slab.tier:SlabTier" if slabs else "nixl_tiers.tiers.rowfile.tier:RowFileTier"
+
+    @property
+    def loaders(self) -> int:
+        """Where `movers` is not given, by the cores that this process may use."""
+        if self.layout == "files" or self.backend == "gds_mt" or self.movers is not None:
+            return (self.movers or 1) - 1
+        paths, (of_path, of_tier) = len(self.members), USUAL_MOVERS
+        movers = cores() // (CORES_A_MOVER * paths * (self.replicas or 1))
+        return max(1, min(movers, of_path, of_tier // paths)) - 1
+
+    @property
+    def loader(self) -> str:
+        return "nixl_tiers.tiers.slab.loader:SlabLoader"
 
     @property
     def stored_rows(self) -> str:
@@ -159,6 +186,10 @@ class FileConfig(StorageConfig):
                     pass
             except OSError as error:
                 raise _unwritable(member.path, error.strerror) from None
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _overlap(one: Path, other: Path) -> bool:

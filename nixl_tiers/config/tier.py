@@ -117,6 +117,17 @@ class StorageConfig(Model):
         return (self,)
 
     @property
+    def loaders(self) -> int:
+        """How many more movers each of the `members` has, that only load, where slots are places: each makes a `loader`
+        and is told what the member's mover has opened (`StorageTier.opening`)."""
+        return 0
+
+    @property
+    def loader(self) -> str:
+        """As `implementation`, of what such a mover calls. Required where there are `loaders`."""
+        return ""
+
+    @property
     def physical_slots(self) -> bool:
         """Whether a slot is a place on the medium. Otherwise rows are found by their keys, and slots only count."""
         return False

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.host import HostTier, RowState
+from nixl_tiers.core.member import Member
 from nixl_tiers.core.prefetch_queue import PrefetchQueue
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.state import CascadeState
@@ -208,7 +210,7 @@ class Promotion:
         queued = request.rows_awaited and not self.host_full  # then it waited for room, and not for a tier
         for tier in self._state.tiers:
             keys = [key for key, source in loading if source == tier.spec.name]
-            slow = self._state.movers_that_move(tier, keys)
+            slow: Sequence[Member] = self._state.movers_that_move(tier, keys)
             if not loading and queued and tier.to_load:
                 first = next(iter(request.asked))
                 key = next((key for key in request.asked if tier.index.place_of(key) is not None), first)

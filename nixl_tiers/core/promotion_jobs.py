@@ -253,7 +253,9 @@ class PromotionJobs:
                     self._writeback.write_through((row,), self._state.tiers[: tier.number])
         else:
             read = tier.index.is_read(move.key, move.id)
-            if read:  # by another job, too: nothing may be stored there yet, so whoever ends last, or loads next, judges
+            if (
+                read
+            ):  # by another job, too: nothing may be stored there yet, so whoever ends last, or loads next, judges
                 tier.denylist.record_failure(move.key, now)
             if read or outcome in (Outcome.FAILED, Outcome.NO_SPACE):
                 tier.counters.failed_loads += 1

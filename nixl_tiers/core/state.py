@@ -229,6 +229,7 @@ class CascadeState:
         moves: list[PlannedMove],
         now: float,
         soon: int = 0,
+        *,
         mover: Member | None = None,
     ) -> list[Job]:
         """Jobs of so many rows as are best for their direction, with their deadlines; call after the tier counts

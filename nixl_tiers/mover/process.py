@@ -92,7 +92,7 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
     region.map_pages()
     try:
         geometry = Geometry(configure.cells, configure.cell_payload, configure.sub_blocks)
-        tier = make_tier(configure.tier, geometry, region)
+        tier = make_tier(configure.tier, geometry, region, loader=configure.loader)
         tier.mount_point = configure.mount_point
         if configure.engine:
             tier.identify(configure.engine)

@@ -41,7 +41,8 @@ from nixl_tiers.runtime.blocking import POLL_S, Interrupts
 from nixl_tiers.runtime.copies import OpenLoads, bad_rows, ended_rows
 from nixl_tiers.runtime.deprecated import DeprecatedCalls
 from nixl_tiers.runtime.hold import Hold
-from nixl_tiers.runtime.mover_link import MoverLink, gauges, problem
+from nixl_tiers.runtime.mover_link import MoverLink
+from nixl_tiers.runtime.mover_status import gauges, problem
 from nixl_tiers.runtime.prefill_cache import PrefillCache
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class Coordinator(DeprecatedCalls):
                 own=(own := tier.own and tier.write is not Write.OFF),
                 quotas=quotas if own else (),
                 members=len(tier.members),
+                loaders=tier.loaders,
             )
             for name, tier in zip(config.names, config.storage, strict=True)
         ]

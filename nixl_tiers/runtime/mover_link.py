@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+import msgspec
+
 from nixl_tiers.base.chunk import Namespace, Outcome
 from nixl_tiers.base.manifest import Description
-from nixl_tiers.config.schema import StorageConfig, TiersConfig, format_size, tier_to_dict
+from nixl_tiers.config.schema import StorageConfig, TiersConfig, tier_to_dict
 from nixl_tiers.core.listing import Steps
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.member import Member
@@ -52,7 +54,8 @@ from nixl_tiers.mover.protocol import (
     packet_of,
 )
 from nixl_tiers.mover.supervisor import IDLE_S, TICK_S, Supervisor
-from nixl_tiers.runtime.tier_log import LogQueue, TierLog, Write
+from nixl_tiers.runtime.mover_status import MoverStatus, mover_name
+from nixl_tiers.runtime.tier_log import LogQueue
 from nixl_tiers.tiers.base import MAX_SLOTS, Move
 
 TOUCH_S: Final = 1.0  # between two packets of recent uses to one mover
@@ -61,44 +64,6 @@ _OUTCOMES: Final = {outcome.value: outcome for outcome in Outcome}
 DROPPED_PER_TURN: Final = 4096  # entries of structures that a reset has replaced
 PAUSE_S: Final = 0.0001  # between two steps of a listing
 MAX_CAPACITIES: Final = 2  # of slots: a shared medium may hold more than this engine's own capacity
-
-
-class MoverStatus:
-    """What one mover last reported of its medium. Guarded by the coordinator's lock."""
-
-    def __init__(self, tier: str, name: str, config: StorageConfig, write: Write) -> None:
-        """`tier`: its name; `name`: which of its members this is, too."""
-        self.tier = tier
-        self.name = name
-        self.place = config.place
-        self.capacity = config.capacity  # bytes
-        self.reads_only = config.write == "off"
-        self.log = TierLog(name, config.place, format_size(config.capacity), write)
-        self.answered = False  # opened, down or refused since the current namespace was sent
-        self.refusal = ""  # why the tier can never work as configured
-        self.used_bytes = 0
-        self.listed_rows = 0
-        self.staged = (False, False)  # loads and stores
-        self.touch_at_s = 0.0  # when the next packet of recent uses may be sent
-
-
-def gauges(movers: Sequence[MoverStatus]) -> dict[str, float]:
-    """Of the movers of one tier."""
-    return {
-        "used_bytes": sum(each.used_bytes for each in movers),
-        "capacity_bytes": sum(each.capacity for each in movers),
-        "denials": float(sum(len(each.log.denials) for each in movers)),
-        "listed_rows": float(sum(each.listed_rows for each in movers)),
-        "loads_staged": float(any(each.staged[0] for each in movers)),
-        "stores_staged": float(any(each.staged[1] for each in movers)),
-    }
-
-
-def problem(movers: Sequence[MoverStatus]) -> str:
-    """Why the medium of each of a tier's movers is down, or what it denies, in words."""
-    if len(movers) == 1:
-        return movers[0].log.problem
-    return "; ".join(f"{each.place}: {each.log.problem}" for each in movers if each.log.problem)
 
 
 class MoverLink:
@@ -122,13 +87,15 @@ class MoverLink:
         """`changed`: notified after every report of a mover that may change an answer; its lock guards everything."""
         self.namespace = namespace
         self._log_queue = LogQueue()
-        members = [
-            (tier, name if len(tier_config.members) == 1 else f"{name}[{place}]", member)
+        movers = [
+            (tier, mover_name(name, place if len(tier_config.members) > 1 else None, loader), member, bool(loader))
             for tier, (name, tier_config) in enumerate(zip(config.names, config.storage, strict=True))
+            for loader in range(1 + tier_config.loaders)  # 0: the mover that stores
             for place, member in enumerate(tier_config.members)
         ]
         self.movers = [
-            MoverStatus(config.names[tier], name, member, self._log_queue.put) for tier, name, member in members
+            MoverStatus(config.names[tier], name, member, self._log_queue.put, loader=loader)
+            for tier, name, member, loader in movers
         ]
         self.changed: threading.Condition = changed
         self.after_tick: Callable[[], None] | None = None  # called without the lock, at least once in IDLE_S
@@ -137,8 +104,8 @@ class MoverLink:
         self._clock = clock
         self._touch_s = TOUCH_S
         self.supervisor = Supervisor(
-            _configures([member for *_, member in members], region, engine_id(), description),
-            [name for _, name, _ in members],
+            _configures([(member, loader) for *_, member, loader in movers], region, engine_id(), description),
+            [name for _, name, *_ in movers],
             region.fd,
             self,
             clock,
@@ -152,7 +119,7 @@ class MoverLink:
         """Have every mover open another namespace. Call it with the lock held: the last of two resets must win."""
         self.namespace = namespace
         for mover in self.movers:
-            mover.answered = False
+            mover.answered = mover.loader
         if self.movers:
             self.supervisor.reopen(self._open_message())
 
@@ -172,7 +139,8 @@ class MoverLink:
 
     @property
     def ready(self) -> bool:
-        """Whether each mover has listed all that it holds, or has reported that it is down. With the lock held."""
+        """Whether each mover that stores has listed all that it holds, or has reported that it is down. With the lock
+        held."""
         return all(
             member.state is TierState.UP or (member.state is TierState.DOWN and status.answered)
             for member, status in zip(self._core.movers, self.movers, strict=True)
@@ -227,17 +195,20 @@ class MoverLink:
                     status.log.down(message.reason, now)
                 case Refused():
                     status.answered = True
-                    status.refusal = message.reason
+                    status.refusal = "" if status.loader else message.reason
                     self._core.events.down(mover, now)
                     status.log.down(message.reason, now)
             self.changed.notify_all()
 
     def _on_opened(self, mover: int, message: Opened) -> None:
         status = self.movers[mover]
-        self._check_slots(status, message.slots)
+        if not status.loader:
+            self._check_slots(status, message.slots)
         self.supervisor.expect_mount(mover, message.mount_point)
         with self._locked():
             if message.epoch != self.namespace.epoch:
+                return
+            if status.loader and not self._has_opened(mover, message.opening):
                 return
             steps = self._core.events.opened(mover, message.slots)
         take_steps(steps, self.changed)
@@ -245,6 +216,8 @@ class MoverLink:
             if message.epoch == self.namespace.epoch:
                 status.answered = True
                 status.log.up(self._clock())
+                if not status.loader:
+                    self._open_loaders(mover, message.opening)
 
     def _on_rows_ended(self, mover: int, message: RowsEnded | Finished, now: float) -> None:
         events, outcomes = self._core.events, _outcomes(message.outcomes)
@@ -359,12 +332,24 @@ class MoverLink:
         """Raises ValueError for more slots than any medium of this capacity has: each used one costs a byte. Where
         it is only read, there are as many as others have filled."""
         limit = MAX_SLOTS if status.reads_only else MAX_CAPACITIES * status.capacity // self._row_bytes
-        limit = min(limit, slots_each(len(self.of_tier(status.tier))))
+        limit = min(limit, slots_each(sum(not each.loader for each in self.of_tier(status.tier))))
         if slots > limit:
             raise ValueError(f"the {status.name} tier cannot have {slots} slots")
 
     def _open_message(self) -> Open:
         return Open(self.namespace.digest, self.namespace.epoch)
+
+    def _open_loaders(self, mover: int, opening: bytes) -> None:
+        """This mover has opened its medium (again): its loaders are to open the same. With the lock held."""
+        self.movers[mover].opening = opening
+        message = msgspec.structs.replace(self._open_message(), opening=opening)
+        for loader in self._core.movers[mover].loaders:
+            self.supervisor.open_loader(loader.number, message)
+
+    def _has_opened(self, loader: int, opening: bytes) -> bool:
+        """Whether a loader has opened what its owner has opened last; else it is told to open that."""
+        owner = self._core.movers[loader].owner
+        return owner is not None and self.movers[owner.number].opening == opening
 
 
 def take_steps(steps: Steps, lock: threading.Condition) -> None:
@@ -411,9 +396,10 @@ def engine_id() -> str:
 
 
 def _configures(
-    members: Sequence[StorageConfig], region: HostRegion, engine: str, description: Description
+    movers: Sequence[tuple[StorageConfig, bool]], region: HostRegion, engine: str, description: Description
 ) -> list[Configure]:
-    """The first message to each mover. `engine`: see StorageTier.identify."""
+    """The first message to each mover. `movers`: of each its configuration, and whether it only loads. `engine`: see
+    StorageTier.identify."""
     geometry = region.geometry
     return [
         Configure(
@@ -425,7 +411,8 @@ def _configures(
             physical_slots=member.physical_slots,
             engine=engine,
             secret_variables=member.secret_variables,
-            description=description,
+            description=None if loader else description,
+            loader=loader,
         )
-        for member in members
+        for member, loader in movers
     ]

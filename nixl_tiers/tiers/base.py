@@ -163,6 +163,10 @@ class StorageTier(ABC):
     engine, which sets it before `open`. After an unmount the mount point is an ordinary directory, and a tier there
     would fill the disk below it. Empty: none was found yet."""
 
+    opening: bytes = b""
+    """Where the configuration has `loaders`: what `open` has opened, another one each time, for movers that only load
+    from there. Of such a mover: set before `open`."""
+
     def identify(self, engine: str) -> None:  # noqa: B027 - most tiers need not know
         """For which engine this tier works: an ID that stays the same when its mover is restarted. Called once, before
         `open`."""
@@ -345,8 +349,10 @@ def sweep_s(max_age_s: float) -> float:
 # --- from a configuration to its tier: imported here, in the mover, and nowhere else ----------------------------------
 
 
-def make_tier(tier: Mapping[str, object], geometry: Geometry, region: HostRegion) -> StorageTier:
-    """The tier of a configuration as `tier_to_dict` gives it. Raises TierRefused."""
+def make_tier(
+    tier: Mapping[str, object], geometry: Geometry, region: HostRegion, *, loader: bool = False
+) -> StorageTier:
+    """The tier of a configuration as `tier_to_dict` gives it, or what only loads from there. Raises TierRefused."""
     try:
         config = tier_from_dict(tier)
     except ConfigError as error:
@@ -355,18 +361,20 @@ def make_tier(tier: Mapping[str, object], geometry: Geometry, region: HostRegion
         # The scheduler's process could read it, so its path has something that a mover's has not.
         what = f'type: "{tier.get("type")}" cannot be imported by its mover process, so its package must be installed'
         raise TierRefused(f"{what} ({str(error).removeprefix('type: ')})") from error
-    return implement(config, geometry, region)
+    return implement(config, geometry, region, config.loader if loader else config.implementation)
 
 
-def implement(config: StorageConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
-    """A tier of the class, or from the function, that `config.implementation` names. Raises TierRefused."""
+def implement(config: StorageConfig, geometry: Geometry, region: HostRegion, name: str = "") -> StorageTier:
+    """A tier of the class, or from the function, of this name, or that `config.implementation` names. Raises
+    TierRefused."""
+    name = name or config.implementation
     # One tier a process: the libraries of the others are not loaded.
     try:
-        make = import_object(config.implementation)
+        make = import_object(name)
     except Exception as error:
-        where = f'its implementation "{config.implementation}" cannot be imported by its mover process'
+        where = f'its implementation "{name}" cannot be imported by its mover process'
         raise TierRefused(f'type: "{config.type}": {where} ({in_one_line(error)})') from error
     tier = make(config, geometry, region)
     if not isinstance(tier, StorageTier):
-        raise TierRefused(f'type: "{config.type}": its implementation "{config.implementation}" makes no StorageTier')
+        raise TierRefused(f'type: "{config.type}": its implementation "{name}" makes no StorageTier')
     return tier

@@ -171,6 +171,17 @@ class Folder:
         except OSError as error:
             raise _named(error, self.path / name) from error
 
+    def unlink_cut(self, name: str) -> None:
+        """Delete a file that nobody needs any more, and cut it before: so its room is free at once, though another
+        process may have it open."""
+        with suppress(OSError):  # as of a link
+            descriptor = self.open(name, os.O_WRONLY)
+            try:
+                os.ftruncate(descriptor, 0)
+            finally:
+                os.close(descriptor)
+        self.unlink(name)
+
     def rename(self, name: str, to: Folder, new: str) -> None:
         try:
             os.rename(name, new, src_dir_fd=self.descriptor, dst_dir_fd=to.descriptor)
@@ -182,10 +193,10 @@ class Folder:
         os.rmdir(name, dir_fd=self.descriptor)
 
     def unlink_matching(self, pattern: re.Pattern[str]) -> None:
-        """Delete the files and links whose whole name matches."""
+        """Delete the files and links whose whole name matches (`unlink_cut`)."""
         for name in filter(pattern.fullmatch, self.names()):
             if not stat.S_ISDIR(self.stat(name).st_mode):
-                self.unlink(name)
+                self.unlink_cut(name)
 
     def _wrong(self, status: os.stat_result) -> str:
         if self.uid == _ANYBODY:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
-from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.base.policies import Write
 from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.listing import take_all
-from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.types import Direction, Job, TierSpec, TierState
+from nixl_tiers.core.types import Direction, TierState
 from tests.support.columns import PlainColumns
 from tests.support.core import opened, put, rows_of
 from tests.support.members import MEMBERS, PROMPT, SLOTS, TOKENS, Machine

@@ -175,6 +175,9 @@ class Opening:
     epoch: int
 
 
+Sent = SimulatedJob | list[tuple[int, Key]] | int | Uses | ExistenceCheck | Opening
+
+
 @dataclass
 class SimulatedMover:
     """One mover process and the medium that survives it: by epoch, by place, the key according to the journal (or the
@@ -195,9 +198,7 @@ class SimulatedMover:
     epoch: int = 0
     stuck: bool = False  # alive, and does nothing
     dying: bool = False  # killed, and not dead yet: it may still write its current row
-    inbox: deque[SimulatedJob | list[tuple[int, Key]] | int | Uses | ExistenceCheck | Opening] = field(
-        default_factory=deque
-    )
+    inbox: deque[Sent] = field(default_factory=deque)
     finished: deque[SimulatedJob | RowsReport | Answer | Opening] = field(default_factory=deque)
     opening: Opening | None = None  # of an owner, the last one; of a loader, which it serves
     reported_absent: dict[Key, float] = field(default_factory=dict)  # when the engine heard of it
@@ -230,10 +231,10 @@ class Simulation:
         members: int = 1,
         loaders: int = 0,
     ) -> None:
-        """`members`: of the first tier, which share its slots, each with so many `loaders`. `policy`: of the host. `quotas`: of the tenants whose
-        prompts begin with "a", with "b" and so on. `listed`: so many rows that a tier held before are listed one by
-        one; the others in columns of a few, as `deliver` comes to them. None: all at once. `tokens_per_s`: of prefill,
-        None if that is not known."""
+        """`members`: of the first tier, which share its slots, each with so many `loaders`. `policy`: of the host.
+        `quotas`: of the tenants whose prompts begin with "a", with "b" and so on. `listed`: so many rows that a tier
+        held before are listed one by one; the others in columns of a few, as `deliver` comes to them. None: all at
+        once. `tokens_per_s`: of prefill, None if that is not known."""
         self.room = UNLIMITED  # messages that a mover takes a turn
         self.turns = MANY_TURNS  # how many the supervisor takes before another event; more where work is left
         self.limits = limits or Limits(
@@ -1428,7 +1429,7 @@ class Simulation:
         ticks = [mover.ticks.get((mover.epoch, key), self._time) for key in found]
         return Answer(probe.id, mover.epoch, list(zip(found, ticks, strict=True)), absent)
 
-    def _send(self, tier: int, message: SimulatedJob | list[tuple[int, Key]] | int | Uses | ExistenceCheck) -> None:
+    def _send(self, tier: int, message: Sent) -> None:
         require(self.movers[tier].physical or not isinstance(message, list), "an asked tier is told to delete")
         if not self.movers[tier].dying:
             self.movers[tier].inbox.append(message)

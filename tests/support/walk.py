@@ -14,12 +14,11 @@ from typing import ClassVar, Final
 
 from hypothesis.stateful import RULE_MARKER
 
-from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.core.announced import Announced
-from nixl_tiers.core.existence import ExistenceCheck
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.member import UNLIMITED
-from tests.support.simulation import MANY_TURNS, SOME_ROOM, Scan, SimulatedJob, Simulation, Uses
+from tests.support.simulation import MANY_TURNS, SOME_ROOM, Scan, Sent, SimulatedJob, Simulation
 from tests.support.stateful import ROWS, SLOTS, WRITES, CascadeStateMachine
 
 WALK: Final = 150  # steps until the next simulation begins
@@ -92,7 +91,7 @@ class TracedSimulation(Simulation):
         self.announced = core.announce(8)
         return core
 
-    def _send(self, tier: int, message: SimulatedJob | list[tuple[int, Key]] | int | Uses | ExistenceCheck) -> None:
+    def _send(self, tier: int, message: Sent) -> None:
         if isinstance(message, SimulatedJob):
             job = message.job
             moves = zip([move.key for move in job.moves], message.rows, message.slots, strict=True)

@@ -171,6 +171,17 @@ class Shard:
         wanted[slots] = True
         return [row for selected in self.slabs.select(wanted) for row in read_seals(selected, self.sealer)]
 
+    # --- loads ------------------------------------------------------------------------------------------------------
+
+    def may_hold_row(self, slot: int) -> bool:
+        if not self.slabs.is_allocated(slot) or slot in self.erasing:
+            return False
+        return not self.listed or bool(self.journal.sealed_at[slot])
+
+    def forget(self, slot: int, key: bytes) -> None:
+        """The row there is not good, or too old. Its bytes stay, for the next sweep."""
+        self.journal.remove(slot, key)
+
     # --- expiry -----------------------------------------------------------------------------------------------------
 
     def has_expired(self, slot: int, sealed_at: int) -> bool:

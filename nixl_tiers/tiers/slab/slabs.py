@@ -217,7 +217,7 @@ class Slabs:
         if nbytes:
             self._cut(slab, nbytes)
         else:
-            self._folder.unlink(slab_name(slab))
+            self._folder.unlink_cut(slab_name(slab))
         return max(0, freed_bytes)
 
     def _cut(self, slab: int, nbytes: int) -> None:
@@ -231,7 +231,7 @@ class Slabs:
         limit, status = self.layout.slots_in(slab), self._folder.stat(slab_name(slab))
         size = status.st_size
         if not limit and self._writes:
-            self._folder.unlink(slab_name(slab))
+            self._folder.unlink_cut(slab_name(slab))
         elif size > limit * self.layout.row_bytes and self._writes:
             self._cut(slab, limit * self.layout.row_bytes)
         if limit:

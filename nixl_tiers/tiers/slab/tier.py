@@ -112,6 +112,7 @@ class SlabTier(StorageTier):
 
         def opened(directory: ShardDir) -> Shard:
             self._mount.remember(self._config.path)
+            self.opening = f"{directory.path.parent.name} {time.monotonic_ns()}".encode()
             return Shard(
                 directory,
                 slots,
@@ -248,14 +249,8 @@ class SlabTier(StorageTier):
     # --- which moves may start --------------------------------------------------------------------------------------
 
     def _admit_load(self, unit: Unit) -> bool:
-        unit.end_each(lambda move: None if self._is_there(move.slot) else Outcome.MISSING)
+        unit.end_each(lambda move: None if self._served.may_hold_row(move.slot) else Outcome.MISSING)
         return True
-
-    def _is_there(self, slot: int) -> bool:
-        served = self._served
-        if not served.slabs.is_allocated(slot) or slot in served.erasing:
-            return False
-        return not served.listed or bool(served.journal.sealed_at[slot])
 
     def _admit_store(self, unit: Unit) -> bool:
         """Stores that need a new extent wait for it, and for each other, unless it is overdue."""

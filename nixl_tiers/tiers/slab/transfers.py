@@ -114,7 +114,7 @@ class Transfers(ABC):
             verdict,
             expired=served.has_expired(move.slot, sealed_at),
             name=lambda: f"{served.path}: slot {move.slot}",
-            forget=lambda _: served.journal.remove(move.slot, move.key),  # its bytes stay, for the next sweep
+            forget=lambda _: served.forget(move.slot, move.key),
         )
         if outcome is Outcome.OK:
             rows.moved()

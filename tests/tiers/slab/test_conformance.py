@@ -8,7 +8,7 @@ import pytest
 
 from nixl_tiers.testing.conformance import StorageTierTests
 from nixl_tiers.testing.medium import Medium
-from tests.tiers.media import SlabFiles
+from tests.tiers.media import LoadedBeside, SlabFiles
 
 
 class TestFileStorage(StorageTierTests):
@@ -33,3 +33,15 @@ class TestStagedFileStorageByNixl(StorageTierTests):
     @pytest.fixture
     def medium(self, tmp_path: Path) -> Medium:
         return SlabFiles(tmp_path, staging="on", backend="posix")
+
+
+class TestFileStorageWithALoader(StorageTierTests):
+    @pytest.fixture
+    def medium(self, tmp_path: Path) -> Medium:
+        return LoadedBeside(tmp_path)
+
+
+class TestFileStorageWithALoaderByNixl(StorageTierTests):
+    @pytest.fixture
+    def medium(self, tmp_path: Path) -> Medium:
+        return LoadedBeside(tmp_path, backend="posix")

@@ -1,0 +1,54 @@
+"""What movers report of their media, and what an operator is shown of it: of each mover, and of a tier's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nixl_tiers.config.schema import StorageConfig, format_size
+from nixl_tiers.runtime.tier_log import TierLog, Write
+
+
+class MoverStatus:
+    """What one mover last reported of its medium. Guarded by the coordinator's lock."""
+
+    def __init__(self, tier: str, name: str, config: StorageConfig, write: Write, *, loader: bool = False) -> None:
+        """`tier`: its name; `name`: which of its movers this is, too. `loader`: whether it only loads."""
+        self.tier = tier
+        self.name = name
+        self.loader = loader
+        self.place = config.place
+        self.capacity = 0 if loader else config.capacity  # bytes
+        self.reads_only = config.write == "off"
+        self.log = TierLog(name, config.place, "loads only" if loader else format_size(config.capacity), write)
+        self.answered = loader  # opened, down or refused since the current namespace was sent; nobody waits for loaders
+        self.opening = b""  # what it has opened last, for its loaders
+        self.refusal = ""  # why the tier can never work as configured
+        self.used_bytes = 0
+        self.listed_rows = 0
+        self.staged = (False, False)  # loads and stores
+        self.touch_at_s = 0.0  # when the next packet of recent uses may be sent
+
+
+def gauges(movers: Sequence[MoverStatus]) -> dict[str, float]:
+    """Of the movers of one tier."""
+    return {
+        "used_bytes": sum(each.used_bytes for each in movers),
+        "capacity_bytes": sum(each.capacity for each in movers),
+        "denials": float(sum(len(each.log.denials) for each in movers)),
+        "listed_rows": float(sum(each.listed_rows for each in movers)),
+        "loads_staged": float(any(each.staged[0] for each in movers)),
+        "stores_staged": float(any(each.staged[1] for each in movers)),
+    }
+
+
+def problem(movers: Sequence[MoverStatus]) -> str:
+    """Why the medium of each of a tier's movers is down, or what it denies, in words."""
+    alone = sum(not each.loader for each in movers) == 1
+    texts = ((each.name if each.loader else "" if alone else each.place, each.log.problem) for each in movers)
+    return "; ".join(f"{where}: {text}" if where else text for where, text in texts if text)
+
+
+def mover_name(tier: str, place: int | None, loader: int) -> str:
+    """Of a mover, in the log."""
+    member = tier if place is None else f"{tier}[{place}]"
+    return f"{member}+{loader}" if loader else member
