@@ -76,6 +76,15 @@ def own_cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_mover_a_directory() -> Iterator[None]:
+    """Whatever this machine has: tests of several movers say how many."""
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("pydantic"):
+            patch.setattr("nixl_tiers.config.file.cores", lambda: 2)
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared_aws_models() -> Iterator[None]:
     """Each boto3 session reads and parses the description of S3 for itself, which is most of what opening a tier costs:

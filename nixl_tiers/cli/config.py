@@ -194,6 +194,8 @@ def _fields(model: BaseModel) -> dict[str, dict[str, Any]]:
         value, given = getattr(model, name), name in model.model_fields_set
         if name == "path" and isinstance(model, FileConfig):
             value = model.place
+        elif name == "movers" and isinstance(model, FileConfig):
+            value = 1 + model.loaders
         meaning = (None if isinstance(value, dict) else _MEANINGS.get((name, value))) or field.description or ""
         fields[name] = _field(_shown(name, value, field), meaning, given=given)
     if isinstance(model, S3Config) and all(getattr(model, way) is None for way in _CREDENTIALS):

@@ -470,3 +470,26 @@ def test_capacity_below_one_row_is_refused() -> None:
     schema.check_rows(read, 1 << 20)
     with pytest.raises(ConfigError, match=r"^tiers\[1\]\.capacity: 1 MiB does not hold one chunk, which takes 2 MiB"):
         schema.check_rows(read, 2 << 20)
+
+
+@pytest.mark.parametrize(
+    ("cores", "paths", "replicas", "movers"),
+    [(2, 1, 1, 1), (4, 1, 1, 1), (7, 1, 1, 1), (8, 1, 1, 2), (16, 1, 1, 4), (64, 1, 1, 4), (16, 4, 1, 1), (64, 4, 1, 2),
+     (128, 16, 1, 1), (64, 1, 8, 2), (128, 2, 8, 2)],
+)  # fmt: skip
+def test_movers_follow_from_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, paths: int, replicas: int, movers: int
+) -> None:
+    monkeypatch.setattr("nixl_tiers.config.file.cores", lambda: cores)
+    place = [str(tmp_path / str(number)) for number in range(paths)]
+    (tier,) = schema.load(with_tier(FILE, path=place, replicas=replicas)).storage
+    assert 1 + tier.loaders == movers
+    assert schema.load(with_tier(FILE, path=place, movers=3)).storage[0].loaders == 2, "what is given wins"
+    assert not schema.load(with_tier(FILE, path=place, backend="gds_mt")).storage[0].loaders
+    assert not schema.load(with_tier(FILE, path=place[0], layout="files")).storage[0].loaders
+
+
+def test_row_files_have_one_mover(tmp_path: Path) -> None:
+    assert not schema.load(with_tier(FILE, path=str(tmp_path), layout="files", movers=1)).storage[0].loaders
+    with pytest.raises(schema.ConfigError, match="movers: with layout: files there is one"):
+        schema.load(with_tier(FILE, path=str(tmp_path), layout="files", movers=2))

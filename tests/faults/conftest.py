@@ -48,14 +48,22 @@ def bucket(moto: MotoServer, s3_bucket: Callable[[S3Server], str], s3_credential
 
 @pytest.fixture
 def file_rig(tmp_path: Path) -> MakeRig:
-    """A rig over a file tier: file_rig("SIGKILL", "slabs" | "slabs by NIXL" | "files")."""
+    """A rig over a file tier: file_rig("SIGKILL", "slabs" | "slabs by NIXL" | "files"), or with several movers:
+    "slabs by movers" | "slabs in directories"."""
+    several: dict[str, dict[str, object]] = {
+        "slabs by movers": {"movers": 3},
+        "slabs in directories": {"path": [str(tmp_path / name) for name in ("kv", "b", "c", "d")]},
+    }
 
     def make(fault: str, layout: str, *, fields: dict[str, object] | None = None, **more: Any) -> FaultRig:
-        layout, _, by = layout.partition(" by ")
-        fields = {"backend": "posix", **(fields or {})} if by else fields
-        row = MatrixRow(fault, ", ".join(["file", layout, *map(str, (fields or {}).values())]))
+        name, others = layout, several.get(layout, {})
+        layout, _, by = layout.partition(" ")
+        if by == "by NIXL":
+            name, fields = layout, {"backend": "posix", **(fields or {})}
+        row = MatrixRow(fault, ", ".join(["file", name, *map(str, (fields or {}).values())]))
         _rows.append(row)
-        return FaultRig(row, file_tier(tmp_path / "kv", CAPACITY, layout=layout, **(fields or {})), **more)
+        tier = file_tier(tmp_path / "kv", CAPACITY, layout=layout, **(fields or {}))
+        return FaultRig(row, tier | others, **more)
 
     return make
 

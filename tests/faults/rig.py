@@ -15,6 +15,7 @@ from nixl_tiers.base.chunk import Geometry, Key, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.schema import StorageConfig
 from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.types import Direction
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
@@ -75,6 +76,8 @@ class FaultRig:
         self.config = configuration.load(fields)
         self.chunk = chunk
         self.name = self.config.names[0]
+        self.mover = 0
+        """Which of the tier's movers is looked at, and signalled."""
         self.store: TieredStore
         self.load: LoadGenerator
         self._fault_ended_s: float | None = None
@@ -178,7 +181,7 @@ class FaultRig:
         return serves(self.stats())
 
     def mover_pid(self) -> int | None:
-        pid = self.store.coordinator.mover_pids[0]
+        pid = self.store.coordinator.mover_pids[self.mover]
         if pid is not None:
             self.record_mover(pid)
         return pid
@@ -195,12 +198,11 @@ class FaultRig:
 
     def signal_mover(self, number: int, when: str = "idle") -> int:
         """Send a signal to the mover: at once, or during a store or a load. Returns its pid."""
-        tier = self.store.coordinator._core.tiers[0]
+        mover = self.store.coordinator._core.tiers[0].movers[self.mover]
         deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
             pid = self.wait_for_mover()
-            rows_moving = {"idle": 1, "store": tier.rows_storing, "load": tier.rows_loading}[when]
-            if rows_moving:
+            if when == "idle" or mover.under_way(Direction(when)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
                     return pid
@@ -241,9 +243,9 @@ class FaultRig:
         until(lambda: self._cpu_rows() == core.host.used == len(core.host.index), "host rows to add up", TIMEOUT_S)
         assert 0 <= stats["used_bytes"] <= self.tier.capacity
         assert 0 <= stats["rows"] * self.store.coordinator.region.geometry.row_bytes <= self.tier.capacity
-        path = getattr(self.tier, "path", None)
-        if path is not None:
-            assert disk_bytes(Path(path)) <= self.tier.capacity
+        for member in self.tier.members:
+            if (path := getattr(member, "path", None)) is not None:
+                assert disk_bytes(Path(path)) <= member.capacity
 
     def _cpu_rows(self) -> int:
         return int(self.store.stats()["cpu"]["rows"])

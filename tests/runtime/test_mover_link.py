@@ -16,7 +16,7 @@ from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.host import Row
 from nixl_tiers.core.types import Direction
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Down, Heartbeat, Listed, Opened, Refused
+from nixl_tiers.mover.protocol import Down, Heartbeat, Listed, Open, Opened, Refused
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.runtime.mover_link import MoverLink
 from tests.support.core import look_up
@@ -25,14 +25,25 @@ from tests.support.file_tier import file_tier
 GEOMETRY = Geometry(1, 60_000)
 
 
+def _coordinator(path: Path, **fields: object) -> Coordinator:
+    cpu = {"type": "cpu", "capacity": 4 * GEOMETRY.row_bytes}
+    config = configuration.load({"tiers": [cpu, {**file_tier(path, "16MiB"), **fields}]})
+    with mock.patch("nixl_tiers.runtime.mover_link.Supervisor"):
+        return Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, 4))
+
+
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     """Over a file tier without a mover."""
-    cpu = {"type": "cpu", "capacity": 4 * GEOMETRY.row_bytes}
-    tier = file_tier(tmp_path, "16MiB")
-    config = configuration.load({"tiers": [cpu, tier]})
-    with mock.patch("nixl_tiers.runtime.mover_link.Supervisor"):
-        coordinator = Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, 4))
+    coordinator = _coordinator(tmp_path)
+    yield coordinator
+    coordinator._end()
+
+
+@pytest.fixture
+def beside_loaders(tmp_path: Path) -> Iterator[Coordinator]:
+    """The same with two loaders (1 and 2)."""
+    coordinator = _coordinator(tmp_path, movers=3)
     yield coordinator
     coordinator._end()
 
@@ -81,6 +92,46 @@ def test_a_down_of_before_a_reset_says_nothing_of_the_new_epoch(coordinator: Coo
     link.on_message(0, Down("no disk", coordinator.namespace.epoch))
     assert coordinator.ready
     assert "no disk" in coordinator.problems()["file"]
+
+
+def test_loaders_are_told_what_the_mover_that_stores_has_opened(beside_loaders: Coordinator) -> None:
+    link, movers = beside_loaders._link, beside_loaders._core.movers
+    supervisor = link.supervisor
+    assert isinstance(supervisor, mock.Mock)
+    supervisor.open_loader.assert_not_called()
+    link.on_message(0, Opened(0, 10, opening=b"part-0 1"))
+    told = Open(beside_loaders.namespace.digest, 0, b"part-0 1")
+    assert supervisor.open_loader.mock_calls == [mock.call(1, told), mock.call(2, told)]
+    link.on_message(1, Opened(0, 10, opening=b"part-0 1"))
+    assert [mover.can_load for mover in movers] == [True, True, False]
+
+
+def test_a_loader_that_has_opened_what_was_there_before_loads_nothing(beside_loaders: Coordinator) -> None:
+    """Its answer to an earlier Open comes late: its slots may be another part's."""
+    link, movers = beside_loaders._link, beside_loaders._core.movers
+    for opening in (b"part-0 1", b"part-1 2"):
+        link.on_message(0, Opened(0, 10, opening=opening))
+        link.on_message(0, Listed(0, [], last=True))
+    link.on_message(1, Opened(0, 10, opening=b"part-0 1"))
+    assert [mover.can_load for mover in movers] == [True, False, False]
+    link.on_message(1, Opened(0, 10, opening=b"part-1 2"))
+    assert [mover.can_load for mover in movers] == [True, True, False]
+    beside_loaders.reset()
+    link.on_message(1, Opened(0, 10, opening=b"part-1 2"))
+    assert not any(mover.can_load for mover in movers)
+
+
+def test_nobody_waits_for_loaders_and_one_that_is_down_is_named(beside_loaders: Coordinator) -> None:
+    link = beside_loaders._link
+    link.on_message(0, Opened(0, 10, opening=b"part-0 1"))
+    link.on_message(0, Listed(0, [], last=True))
+    assert beside_loaders.ready
+    link.on_message(1, Refused("Linux AIO cannot be had"))
+    assert beside_loaders.ready
+    assert not any(mover.refusal for mover in link.movers)
+    assert beside_loaders.problems()["file"] == "file+1: Linux AIO cannot be had"
+    link.on_message(0, Down("no disk", 0))
+    assert beside_loaders.problems()["file"] == "no disk; file+1: Linux AIO cannot be had"
 
 
 LOGGED: dict[str, Callable[[MoverLink], object]] = {

@@ -42,9 +42,20 @@ def examine(config: TiersConfig | None) -> Iterator[Finding]:
     yield from _pages(config)
     yield from _memory(config)
     yield from _limits()
+    yield from _movers(config)
     if config is None:
         yield from _staging()
     yield from _gpus()
+
+
+def _movers(config: TiersConfig | None) -> Iterator[Finding]:
+    """How many load from each directory, since that follows from the cores."""
+    for name, tier in zip(config.names, config.storage, strict=True) if config else ():
+        if tier.loaders:
+            text = (
+                f"{1 + tier.loaders} on each of {len(tier.members)} directories of the {name} tier, of which one stores"
+            )
+            yield ok("movers", text, tier=name, movers=1 + tier.loaders)
 
 
 def _vllm() -> Finding:

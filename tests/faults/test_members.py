@@ -1,0 +1,86 @@
+"""One of several movers of a file tier dies or stops, or one of its four directories fails: the others go on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.interposer import Interposer
+from tests.faults.rig import KILLS, TIMEOUT_S, FaultRig
+from tests.faults.test_disk import FAULTS, inject
+from tests.faults.test_mover import matrix
+from tests.support.leaks import reclaim_all_host_rows
+from tests.support.load import get, put
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(900)
+
+DIRECTORIES, MOVERS = "slabs in directories", "slabs by movers"
+KILLED = {("SIGKILL", "load", MOVERS), ("SIGSTOP", "load", MOVERS)}
+WAYS = {DIRECTORIES: ("idle", "store", "load"), MOVERS: ("idle", "load")}
+
+
+def wait_until_whole(rig: FaultRig) -> None:
+    """Return when all prompts, once computed again, are hits of the tier."""
+    rig.wait_until_healed()
+    keys = rig.load.keys
+
+    def whole() -> bool:
+        put(rig.store, keys)
+        assert rig.store.flush(TIMEOUT_S)
+        reclaim_all_host_rows(rig.store)
+        hits, wrong = get(rig.store, keys[: len(keys) // 4])  # as many as the host has room for
+        assert not wrong
+        return all(hits)
+
+    until(whole, "prompts to be whole again", TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("signal_name", "when", "tier"), matrix(tuple(KILLS), WAYS[MOVERS], (MOVERS,), unmarked=KILLED)
+)
+def test_loader_dies_or_stops(make_rig: Callable[..., FaultRig], signal_name: str, when: str, tier: str) -> None:
+    one_of_several(make_rig(f"{signal_name} of one of 3 movers, {when}", tier), KILLS[signal_name], when)
+
+
+@pytest.mark.parametrize(
+    ("signal_name", "when", "tier"), matrix(tuple(KILLS), WAYS[DIRECTORIES], (DIRECTORIES,), unmarked=set())
+)
+def test_mover_of_a_directory_dies_or_stops(
+    make_rig: Callable[..., FaultRig], signal_name: str, when: str, tier: str
+) -> None:
+    one_of_several(make_rig(f"{signal_name} of one of 4 movers, {when}", tier), KILLS[signal_name], when)
+
+
+def one_of_several(rig: FaultRig, number: int, when: str) -> None:
+    rig.mover = 1
+    with rig.under_load():
+        rig.wait_for_answers()
+        pids = rig.store.coordinator.mover_pids
+        old = rig.signal_mover(number, when)
+        rig.wait_for_restart(old)
+        rig.wait_for_answers()
+        rig.fault_ended()
+        wait_until_whole(rig)
+        others = [pid for pid in pids if pid != old]
+        assert [pid for pid in rig.store.coordinator.mover_pids if pid in others] == others, "the others live on"
+
+
+@pytest.mark.parametrize(("fault", "tier"), matrix(tuple(FAULTS), (DIRECTORIES, MOVERS), unmarked=set()))
+def test_one_disk_fails(file_rig: Callable[..., FaultRig], disk: Interposer, fault: str, tier: str) -> None:
+    """Of four, or that from which three movers load."""
+    inject(file_rig(f"{fault}, of one disk", tier), disk, fault)
+
+
+@pytest.mark.parametrize("tier", [MOVERS, pytest.param(DIRECTORIES, marks=pytest.mark.faults)])
+def test_one_directory_is_deleted(file_rig: Callable[..., FaultRig], tmp_path: Path, tier: str) -> None:
+    rig = file_rig("one directory deleted", tier)
+    with rig.under_load():
+        rig.wait_for_answers()
+        shutil.rmtree(tmp_path / "kv", ignore_errors=True)
+        rig.fault_ended()
+        rig.wait_for_answers(20)
+        wait_until_whole(rig)
