@@ -478,7 +478,7 @@ def test_capacity_below_one_row_is_refused() -> None:
      (128, 16, 1, 1), (64, 1, 8, 2), (128, 2, 8, 2)],
 )  # fmt: skip
 def test_movers_follow_from_the_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, paths: int, replicas: int, movers: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, cores: int, paths: int, replicas: int, movers: int
 ) -> None:
     monkeypatch.setattr("nixl_tiers.config.file.cores", lambda: cores)
     place = [str(tmp_path / str(number)) for number in range(paths)]
