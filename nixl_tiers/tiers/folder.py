@@ -172,15 +172,18 @@ class Folder:
             raise _named(error, self.path / name) from error
 
     def unlink_cut(self, name: str) -> None:
-        """Delete a file that nobody needs any more, and cut it before: so its room is free at once, though another
-        process may have it open."""
-        with suppress(OSError):  # as of a link
+        """Delete a file that nobody needs any more, and cut it: so its room is free at once, though another process may
+        have it open."""
+        try:
             descriptor = self.open(name, os.O_WRONLY)
-            try:
-                os.ftruncate(descriptor, 0)
-            finally:
-                os.close(descriptor)
-        self.unlink(name)
+        except OSError:  # as of a link
+            self.unlink(name)
+            return
+        try:
+            self.unlink(name)
+            os.ftruncate(descriptor, 0)
+        finally:
+            os.close(descriptor)
 
     def rename(self, name: str, to: Folder, new: str) -> None:
         try:

@@ -140,6 +140,23 @@ def test_a_row_that_a_loader_finds_bad_is_deleted_by_the_one_that_stores(machine
     assert machine.tier.counters.corrupt == 1
 
 
+def test_a_bad_row_keeps_its_slot_while_another_mover_reads_it(machine: Machine) -> None:
+    machine.hang = {0, 1, 2, 3}
+    key, free = PROMPT[0], machine.tier.index.slots.free
+    assert machine.core.scan("request", Chain((Group([key], TOKENS),)), 0, machine.now).waits
+    machine.core.end_step()
+    machine.turn()
+    (job,) = machine.tier.jobs.values()
+    (probe,) = machine.core.health._start_trial_load(machine.tier.movers[0], key, machine.now)
+    assert probe.mover != job.mover
+    machine.core.events.finished(job.mover, job.id, [Outcome.CORRUPT], machine.now)
+    assert machine.tier.index.slots.free == free
+    assert not machine.tier.can_load(key, machine.now), "it is not asked for again and again"
+    machine.core.events.finished(probe.mover, probe.id, [Outcome.CORRUPT], machine.now)
+    assert machine.tier.index.slots.free == free + 1
+    assert key not in machine.tier.index
+
+
 def test_a_slot_that_a_loader_reads_is_not_stored_into(machine: Machine) -> None:
     """Not even after it was killed, until it is reaped: what it reads may still be read."""
     machine.hang = {0, 1, 2, 3}

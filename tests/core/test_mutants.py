@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial, partialmethod
 from typing import Final
 
@@ -29,7 +29,7 @@ from nixl_tiers.core.retention import Retention
 from nixl_tiers.core.slots import MemberSlots, Slots
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import PlainTierRows
-from nixl_tiers.core.types import Columns, Job, PlannedMove, TierState
+from nixl_tiers.core.types import Columns, Job, PlannedMove
 from nixl_tiers.core.writeback import WriteBack
 from tests.support.simulation import SimulatedJob, SimulatedMover, Simulation
 from tests.support.stateful import CascadeStateMachine, LoaderStateMachine, MemberStateMachine, TenantStateMachine
@@ -533,24 +533,20 @@ class ListingOfOneMemberEndsAll(Events):
 
 
 class LoadersOutliveTheirOwner(Events):
-    """They go on loading from what is about to be opened anew."""
+    """They go on loading by what they had opened before it opened its medium again."""
 
-    def down(self, mover: int, now: float) -> None:
+    def _keep(self, mover: int, call: Callable[[], Steps | None]) -> Steps | None:
         states = [(loader, loader.state) for loader in self._state.movers[mover].loaders]
-        super().down(mover, now)
+        result = call()
         for loader, state in states:
             loader.state = state
+        return result
 
-
-class LoaderServesAfterItsOwner(Events):
-    """Whatever state its owner is in."""
+    def down(self, mover: int, now: float) -> None:
+        self._keep(mover, lambda: super(LoadersOutliveTheirOwner, self).down(mover, now))
 
     def opened(self, mover: int, slots: int) -> Steps:
-        member = self._state.movers[mover]
-        if member.owner is None:
-            return super().opened(mover, slots)
-        member.state = TierState.UP
-        return iter(())
+        return self._keep(mover, lambda: super(LoadersOutliveTheirOwner, self).opened(mover, slots)) or iter(())
 
 
 class LoaderDiesWithItsOwner(Events):
@@ -794,7 +790,6 @@ FOCUS: dict[type, tuple[str, ...]] = {
 OF_MEMBERS = [MembersShareAState, StoresToAnyMember, MembersDieTogether, ListingOfOneMemberEndsAll]
 OF_LOADERS = [
     LoadersOutliveTheirOwner,
-    LoaderServesAfterItsOwner,
     LoaderDiesWithItsOwner,
     SlotsFreedBeforeALoaderIsReaped,
 ]
@@ -805,10 +800,10 @@ FIRST: dict[type, int] = {
     DeadlineRearmedByARelease: 15,
     GenerationIgnored: 24,
     GetsGiveUpWhenChecksAreMany: 11,
-    LoaderDiesWithItsOwner: 4,
-    LoaderServesAfterItsOwner: 7,
-    LoadersOutliveTheirOwner: 7,
+    LoaderDiesWithItsOwner: 7,
+    LoadersOutliveTheirOwner: 21,
     MeasuresBesideLoads: 5,
+    MembersShareAState: 2,
     VictimsOfBeforeAResetStay: 17,
 }
 """Seeds that catch these at once today, so that the search is short."""
