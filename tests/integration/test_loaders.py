@@ -81,7 +81,7 @@ def until_another(store: nixl_tiers.TieredStore, mover: int, pid: int | None) ->
     until(lambda: store.coordinator.mover_pids[mover] not in {pid, None}, "another mover", timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("backend", ["posix", "native"])
+@pytest.mark.parametrize("backend", ["posix", "auto"])
 def test_all_movers_load_what_one_stores(tmp_path: Path, backend: str) -> None:
     with opened(tmp_path, backend=backend) as store:
         put(store, KEYS)
