@@ -92,10 +92,14 @@ class NixlTiersConnector(OffloadingConnector):
     def register_kv_caches(self, kv_caches: Any) -> None:
         super().register_kv_caches(kv_caches)
         self._worker.keep_failed_loads()
+        self._worker.collect_stores()
 
     @override
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """vLLM submits the stores of the step before, and waits for those whose blocks this step writes to. From here
+        on it may launch work that does."""
         super().handle_preemptions(kv_connector_metadata)
+        self._worker.flush()
         if isinstance(kv_connector_metadata, StepMetadata):
             self._worker.step_clock.begin(kv_connector_metadata.step)
 
@@ -109,6 +113,7 @@ class NixlTiersConnector(OffloadingConnector):
         for job_id, job in self._get_connector_metadata().load_jobs.items():
             self._loading[job_id] = job.req_id
         super().start_load_kv(forward_context, **kwargs)
+        self._worker.flush()
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

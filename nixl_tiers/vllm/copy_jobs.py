@@ -51,7 +51,7 @@ class Moved(NamedTuple):
         return Moved(self.nbytes + other.nbytes, self.device_s + other.device_s)
 
 
-Finish = Callable[[], Moved]  # waits for a job that was started; raises if it failed
+Finish = Callable[[], list[Moved]]  # waits for a job that was started: of each of its ids; raises if it failed
 
 
 class Started(NamedTuple):
@@ -62,10 +62,10 @@ class Started(NamedTuple):
 
 
 class Job:
-    """One transfer job of vLLM, from its start to its result."""
+    """Transfer jobs of vLLM that are one here, from their start to their results."""
 
-    def __init__(self, job_id: int, start: Callable[[], Started]) -> None:
-        self.id = job_id
+    def __init__(self, ids: Sequence[int], start: Callable[[], Started]) -> None:
+        self.ids = ids
         self._start: Callable[[], Started] | None = start
         self._started: Started | None = None
         self.began_s = 0.0
@@ -78,24 +78,26 @@ class Job:
         try:
             self._started = start()
         except Exception:
-            log.exception("nixl_tiers: job %d could not be started", self.id)
+            log.exception("nixl_tiers: job %d could not be started", self.ids[0])
 
     def ready(self) -> bool:
         """Whether `end` of this started job will not wait."""
         return self._started is None or all(map(_over, self._started.transfers))
 
-    def end(self) -> TransferResult:
+    def end(self) -> list[TransferResult]:
         """Start the job unless it has been started, and wait for its end."""
         self.start()
-        success, moved = False, Moved()
+        moved: list[Moved] | None = None
         if self._started is not None:
             try:
                 moved = self._started.finish()
-                success = True
             except Exception:
-                log.exception("nixl_tiers: job %d failed", self.id)
-        took_s = moved.device_s or time.perf_counter() - self.began_s
-        return TransferResult(self.id, success, moved.nbytes, took_s)
+                log.exception("nixl_tiers: job %d failed", self.ids[0])
+        took_s, good = time.perf_counter() - self.began_s, moved is not None
+        return [
+            TransferResult(job_id, good, each.nbytes, each.device_s or took_s)
+            for job_id, each in zip(self.ids, moved or [Moved()] * len(self.ids), strict=True)
+        ]
 
 
 def _over(transfer: Transfer) -> bool:
@@ -140,7 +142,7 @@ class PolledJobs:
 
     def wait(self, job_ids: Collection[int]) -> None:
         wanted = set(job_ids)
-        while self._poll() and any(job.id in wanted for jobs in self._open.values() for job in jobs):
+        while self._poll() and any(not wanted.isdisjoint(job.ids) for jobs in self._open.values() for job in jobs):
             time.sleep(POLL_S)
 
     def stop(self) -> bool:
@@ -155,16 +157,16 @@ class PolledJobs:
         """Take the results of jobs that have ended. Returns whether any are left."""
         for direction, jobs in self._open.items():
             while jobs and jobs[0].ready():
-                self._results.append(jobs.popleft().end())
-            if jobs and jobs[0].id != self._reported and time.perf_counter() - jobs[0].began_s > self._overdue_s:
-                self._reported = jobs[0].id
+                self._results += jobs.popleft().end()
+            if jobs and jobs[0].ids[0] != self._reported and time.perf_counter() - jobs[0].began_s > self._overdue_s:
+                self._reported = jobs[0].ids[0]
                 log.warning(
                     "nixl_tiers: a %s between GPU and host memory has not ended after %.0f s (job %d, and %d behind "
                     "it): the GPU's work before it has not ended, or the GPU hangs",
                     direction.value,
                     time.perf_counter() - jobs[0].began_s,
-                    jobs[0].id,
-                    len(jobs) - 1,
+                    jobs[0].ids[0],
+                    sum(len(job.ids) for job in jobs) - 1,
                 )
         return any(self._open.values())
 
@@ -179,10 +181,10 @@ class ThreadedJobs:
 
     def submit(self, direction: Direction, job: Job) -> None:
         ended, results = threading.Event(), self._results
-        self._open[job.id] = ended
+        self._open.update(dict.fromkeys(job.ids, ended))
 
         def end() -> None:
-            results.append(job.end())
+            results.extend(job.end())
             ended.set()
 
         self._threads[direction].put(end)

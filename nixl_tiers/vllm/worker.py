@@ -1,9 +1,9 @@
 """The worker's side: copies between vLLM's KV blocks and the region's rows, outside the engine's step.
 
-How jobs run is in copy_jobs.py. vLLM stops the engine when a job is reported as failed, so a failed store is reported
-as successful and the failure is recorded in the rows' control words, where the scheduler's side reads it. A failed load
-cannot be hidden that way, because the request would go on with wrong bytes: NixlTiersConnector collects it and has the
-request recomputed; with vLLM's own connector the engine stops.
+How jobs run is in copy_jobs.py, what they copy in copier.py. vLLM stops the engine when a job is reported as failed, so
+a failed store is reported as successful and the failure is recorded in the rows' control words, where the scheduler's
+side reads it. A failed load cannot be hidden that way, because the request would go on with wrong bytes:
+NixlTiersConnector collects it and has the request recomputed; with vLLM's own connector the engine stops.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from nixl_tiers.base.lifetime import finalize_once
@@ -32,21 +30,8 @@ from nixl_tiers.vllm.compat import (
     OffloadingWorker,
     TransferResult,
 )
-from nixl_tiers.vllm.copy_jobs import (
-    CopyJobs,
-    Direction,
-    Finish,
-    Job,
-    Moved,
-    Part,
-    PolledJobs,
-    RowsSpec,
-    Started,
-    ThreadedJobs,
-    Transfer,
-    split_load,
-    split_store,
-)
+from nixl_tiers.vllm.copier import Copier, Store, Swap
+from nixl_tiers.vllm.copy_jobs import CopyJobs, Direction, Job, PolledJobs, RowsSpec, Started, ThreadedJobs
 from nixl_tiers.vllm.step_clock import EventClock, HostClock, NoClock, StepClock
 
 if TYPE_CHECKING:
@@ -56,14 +41,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NODES_S: Final = 2.0  # how long a rank waits for the others to say on which NUMA nodes their GPUs are
-
-
-class Swap(Protocol):
-    """Copies one group's blocks to places in the region and back."""
-
-    def store(self, group: int, blocks: NDArray[np.int64], places: NDArray[np.uint32]) -> Transfer | None: ...
-
-    def load(self, group: int, blocks: NDArray[np.int64], places: NDArray[np.uint32]) -> Transfer | None: ...
 
 
 def worker_over(
@@ -160,10 +137,11 @@ class NixlTiersWorker(OffloadingWorker):
         self._region = region
         self._plan = plan
         self._swap = swap
+        self._copier = Copier(region, plan, swap, last_block_only)
         self._rank = rank
-        self._last_block_only = frozenset(last_block_only)
         self._jobs = jobs
-        self._blocks_per_chunk = region.geometry.sub_blocks
+        self._collected: list[Store] = []
+        self._collects = False
         self._failed_loads: set[int] | None = None  # None: they are reported to vLLM as failed
         self.step_clock = step_clock_of(region, jobs, rank)
         # vLLM does not always call shutdown, and the region would stay mapped.
@@ -172,18 +150,33 @@ class NixlTiersWorker(OffloadingWorker):
     @override
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         assert isinstance(dst_spec, RowsSpec)
-        self._jobs.submit(Direction.STORE, Job(job_id, lambda: self._store(src_spec, dst_spec)))
+        self._collected.append(Store(job_id, src_spec, dst_spec))
+        if not self._collects:
+            self.flush()
         return True
 
     @override
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_: object) -> bool:
         """`expedited` (newer vLLM) changes nothing: loads start in the order of submission."""
         assert isinstance(src_spec, RowsSpec)
-        self._jobs.submit(Direction.LOAD, Job(job_id, lambda: self._load(src_spec, dst_spec)))
+        self.flush()
+        self._jobs.submit(Direction.LOAD, Job((job_id,), lambda: self._load(src_spec, dst_spec)))
         return True
+
+    def collect_stores(self) -> None:
+        """From now on stores begin at the next `flush`, as one job: a step submits one for each request. Whoever calls
+        this calls `flush` before the engine may write to the blocks."""
+        self._collects = True
+
+    def flush(self) -> None:
+        """Begin the stores that were collected."""
+        if self._collected:
+            stores, self._collected = self._collected, []
+            self._jobs.submit(Direction.STORE, Job([store.id for store in stores], lambda: self._store(stores)))
 
     @override
     def get_finished(self) -> list[TransferResult]:
+        self.flush()
         return [self._reported(result) for result in self._jobs.finished()]
 
     def keep_failed_loads(self) -> None:
@@ -203,6 +196,7 @@ class NixlTiersWorker(OffloadingWorker):
     @override
     def wait(self, job_ids: set[int]) -> None:
         """Until these jobs, stores or loads, have ended; unknown ones count as ended."""
+        self.flush()
         self._jobs.wait(job_ids)
 
     @override
@@ -223,105 +217,13 @@ class NixlTiersWorker(OffloadingWorker):
         self._failed_loads.add(result.job_id)
         return TransferResult(result.job_id, success=True)
 
-    def _store(self, engine: GPULoadStoreSpec, rows: RowsSpec) -> Started:
-        """A store never fails: a row that is not marked as written does not become a hit."""
-        copies: list[Finish] = []
-        transfers: list[Transfer] = []
-        try:
-            parts = split_store(rows, engine, self._blocks_per_chunk)
-            copies = [self._store_part(part, rows.store_seq, transfers) for part in parts]
-        except Exception:
-            log.exception("nixl_tiers: blocks and rows of a store do not match; its chunks are dropped")
+    # While a job runs on a thread it keeps its worker, so that what is collected with that has ended.
 
-        def finish() -> Moved:
-            moved = Moved()
-            for copy in copies:
-                try:
-                    moved = moved.plus(copy())
-                except Exception:
-                    log.exception("nixl_tiers: what a store wrote could not be marked; its chunks are dropped")
-            return moved
-
-        return Started(transfers, finish)
-
-    def _store_part(self, part: Part, store_seq: int, transfers: list[Transfer]) -> Finish:
-        mine = self._plan.share.writes(part.rows)
-        # An open job must not keep this worker from being collected.
-        mark = partial(self._region.mark, part.rows[mine], self._plan.share.cell, store_seq)
-        last_block_only = self._last_block_only
-
-        def finish() -> Moved:
-            copied, moved = not part.known, Moved()  # an unknown part is not a failure
-            if started is not None:
-                try:
-                    moved = started()
-                    copied = True
-                except Exception:
-                    log.exception("nixl_tiers: a copy to host memory failed; %d chunks are dropped", len(part.rows))
-            missing = np.zeros(len(part.rows), np.int64)
-            missing[0] = part.first
-            # In other groups a look-up cannot know whether the load would read the missing blocks. All of this is of
-            # all rows, before those that other ranks write are left out.
-            whole = part.known & ((missing == 0) | (part.group in last_block_only))
-            mark(copied, missing[mine], whole=whole[mine])
-            return moved
-
-        started: Finish | None = None
-        if part.known:
-            try:
-                places = self._places(part)
-                written = self._plan.writes(places)
-                started = self._copy(self._swap.store, part.group, part.blocks[written], places[written], transfers)
-            except Exception:
-                log.exception("nixl_tiers: a copy to host memory did not start; %d chunks are dropped", len(part.rows))
-        return finish
+    def _store(self, stores: Sequence[Store]) -> Started:
+        return self._copier.store(stores)
 
     def _load(self, rows: RowsSpec, engine: GPULoadStoreSpec) -> Started:
-        """Copies that did not start fail at the end, after all others have ended: until then blocks are being
-        written."""
-        copies: list[Finish] = []
-        transfers: list[Transfer] = []
-        failures: list[Exception] = []
-        for part in split_load(rows, engine, self._blocks_per_chunk):
-            try:
-                copies.append(self._copy(self._swap.load, part.group, part.blocks, self._places(part), transfers))
-            except Exception as error:  # noqa: BLE001 - raised again by finish
-                failures.append(error)
-
-        def finish() -> Moved:
-            moved = Moved()
-            for copy in copies:
-                try:
-                    moved = moved.plus(copy())
-                except Exception as error:  # noqa: BLE001 - raised again below
-                    failures.append(error)
-            if failures:
-                raise failures[0]
-            return moved
-
-        return Started(transfers, finish)
-
-    def _places(self, part: Part) -> NDArray[np.uint32]:
-        return self._plan.places(part.rows, part.first, len(part.blocks))
-
-    def _copy(
-        self,
-        copy: Callable[[int, NDArray[np.int64], NDArray[np.uint32]], Transfer | None],
-        group: int,
-        blocks: NDArray[np.int64],
-        places: NDArray[np.uint32],
-        transfers: list[Transfer],
-    ) -> Finish:
-        """Start a copy; what is in flight then is added to `transfers`."""
-        transfer = copy(group, blocks, places) if len(blocks) else None
-        if transfer is not None:
-            transfers.append(transfer)
-        nbytes = len(blocks) * self._plan.groups[group].block_bytes
-
-        def finish() -> Moved:
-            return Moved(nbytes, 0.0 if transfer is None else transfer.elapsed_s())
-
-        return finish
+        return self._copier.load(rows, engine)
 
 
 def _end(jobs: CopyJobs, region: HostRegion) -> None:

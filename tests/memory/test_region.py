@@ -256,10 +256,24 @@ def test_store_seqs_of_40_bits_are_kept_apart_and_larger_ones_refused(made: Host
     assert made.written([0], largest - 1).tolist() == [False]
     with pytest.raises(OverflowError):
         made.mark([0], 0, 1 << 40, ok=True)
+    with pytest.raises(OverflowError):
+        made.mark([1, 0], 0, np.array([1, 1 << 40]), ok=True)
     with pytest.raises(IndexError):
         made.mark([0], 3, 1, ok=True)
     with pytest.raises(IndexError):
         made.mark([ROWS], 0, 1, ok=True)
+
+
+def test_rows_of_several_jobs_are_marked_at_once_as_one_by_one(made: HostRegion) -> None:
+    seqs, ok, missing = np.array([7, 8, 9]), np.array([True, False, True]), np.array([0, 0, 2])
+    for whole in (True, np.array([True, True, False])):
+        made.mark([2, 0, 1], 0, seqs, ok, missing, whole=whole)
+        together = made._control.copy()
+        made._control[:] = 0
+        for place, row in enumerate((2, 0, 1)):
+            each = whole if whole is True else bool(whole[place])
+            made.mark([row], 0, int(seqs[place]), bool(ok[place]), int(missing[place]), whole=each)
+        assert np.array_equal(made._control, together)
 
 
 def test_a_row_lacks_what_any_of_its_cells_lacks(made: HostRegion) -> None:

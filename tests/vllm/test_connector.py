@@ -206,7 +206,8 @@ def test_failed_requests_are_reported_once_in_the_step_in_which_they_ended() -> 
     )
     ended: list[set[str]] = [{"five"}, set(), {"four", "six"}]
     failed = [{5}, set(), {4}]
-    worker = SimpleNamespace(take_failed_loads=lambda: failed.pop(0))
+    flushed: list[None] = []
+    worker = SimpleNamespace(take_failed_loads=lambda: failed.pop(0), flush=lambda: flushed.append(None))
     connector._worker = worker
     connector.connector_worker = SimpleNamespace(
         start_kv_transfers=lambda metadata: None, get_finished=lambda finished: (set(), ended.pop(0))
@@ -219,6 +220,7 @@ def test_failed_requests_are_reported_once_in_the_step_in_which_they_ended() -> 
             lambda self, finished: self.connector_worker.get_finished(finished),
         )
         connector.start_load_kv(None)
+        assert flushed == [None], "stores that this vLLM submits with the loads begin too"
         steps = [connector.get_transfer_results(set()) for _ in range(3)]
     assert [step.failed_recving for step in steps] == [{"five"}, set(), {"four"}]
     assert [step.finished_recving for step in steps] == [{"five"}, set(), {"four", "six"}]
@@ -266,11 +268,12 @@ def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypa
         is_queued=asked.append,
     )
     calls: list[object] = []
-    worker = SimpleNamespace(step_clock=SimpleNamespace(begin=calls.append, end=lambda: calls.append("end")))
+    clock = SimpleNamespace(begin=calls.append, end=lambda: calls.append("end"))
+    worker = SimpleNamespace(step_clock=clock, flush=lambda: calls.append("flush"))
     connector._manager = manager
     connector._worker = worker
     monkeypatch.setattr(vllm + "build_connector_meta", lambda self, output: meta)
-    monkeypatch.setattr(vllm + "handle_preemptions", lambda self, metadata: calls.append("flush"))
+    monkeypatch.setattr(vllm + "handle_preemptions", lambda self, metadata: calls.append("stores"))
     monkeypatch.setattr(vllm + "wait_for_save", lambda self: None)
     output = SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id="a", num_computed_tokens=0)],
@@ -284,4 +287,4 @@ def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypa
     assert isinstance(sent, OffloadingConnectorMetadata)
     connector.handle_preemptions(sent)
     connector.wait_for_save()
-    assert (began, calls) == ([("a", 0)], ["flush", 42, "end"])
+    assert (began, calls) == ([("a", 0)], ["stores", "flush", 42, "end"])

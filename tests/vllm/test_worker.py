@@ -5,7 +5,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,17 +158,17 @@ def test_a_rank_touches_its_own_cell_only(rank: Rank) -> None:
 
 
 @st.composite
-def stores(draw: st.DrawFn) -> tuple[RowsSpec, GPULoadStoreSpec]:
+def stores(draw: st.DrawFn, rows: Sequence[int] = (), store_seq: int = 1) -> tuple[RowsSpec, GPULoadStoreSpec]:
     """A job of two groups of chunks of four blocks: of the first group the first chunk's beginning may be missing, of
-    the second, a recurrent layer's, all but the last block of each."""
-    rows = draw(st.permutations(range(ROWS)))
-    attending = draw(st.integers(0, 3))
-    recurrent = draw(st.integers(0, ROWS - attending))
+    the second, a recurrent layer's, all but the last block of each. `rows`: where to; any by default."""
+    rows = rows or draw(st.permutations(range(ROWS)))
+    attending = draw(st.integers(0, min(3, len(rows))))
+    recurrent = draw(st.integers(0, len(rows) - attending))
     first = draw(st.integers(0, 3)) if attending else 0
     alone = draw(st.booleans()) and recurrent
     sizes = [attending * 4 - first, recurrent if alone else recurrent * 4]
     blocks = [draw(st.integers(0, BLOCKS - 1)) for _ in range(sum(sizes))]
-    spec = RowsSpec(np.array(rows[: attending + recurrent], np.int64), (attending, recurrent), store_seq=1)
+    spec = RowsSpec(np.array(rows[: attending + recurrent], np.int64), (attending, recurrent), store_seq)
     return spec, GPULoadStoreSpec(blocks, sizes, [first, 3 if alone else 0])
 
 
@@ -209,6 +209,49 @@ def test_ranks_that_hold_the_same_bytes_store_what_one_would(
             rank.worker.shutdown()
     region.close()
     one.worker.shutdown()
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[tuple[RowsSpec, GPULoadStoreSpec]]:
+    """The stores of a step, to rows of their own. Some have a block that is not there."""
+    rows, made = draw(st.permutations(range(ROWS))), []
+    for number in range(draw(st.integers(1, 3))):
+        spec, engine = draw(stores(rows[2 * number : 2 * number + 2], store_seq=number + 1))
+        if len(engine.block_ids) and draw(st.integers(0, 3)) == 0:
+            engine.block_ids[-1] = BLOCKS
+        made.append((spec, engine))
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(step=steps(), copies=st.integers(1, 2))
+def test_stores_that_begin_together_write_what_they_would_one_by_one(
+    step: list[tuple[RowsSpec, GPULoadStoreSpec]], copies: int
+) -> None:
+    """Bytes, control words, and the results of each; what is wrong with one is not with the others."""
+    together, single = (
+        Rank(
+            [[256], [192]],
+            4,
+            last_block_only=(1,),
+            region=HostRegion.create(Geometry(1, 4 * 256, 4), ROWS, copies=copies),
+        )
+        for _ in range(2)
+    )
+    together.region.rows_view[:] = single.region.rows_view[:] = 0xEE
+    together.worker.collect_stores()
+    for number, (rows, engine) in enumerate(step):
+        assert together.worker.submit_store(number, engine, rows)
+    together.worker.flush()
+    together.worker.wait(set(range(len(step))))
+    results = {result.job_id: result for result in together.worker.get_finished()}
+    for number, (rows, engine) in enumerate(step):
+        alone = single.store(rows, engine)
+        assert (results[number].success, results[number].transfer_size) == (True, alone.transfer_size)
+    assert np.array_equal(together.region.rows_view, single.region.rows_view)
+    assert np.array_equal(together.region._control, single.region._control)
+    for rank in (together, single):
+        rank.worker.shutdown()
 
 
 @pytest.mark.parametrize("rank", [{"pages": [[256]], "blocks_per_chunk": 4}], indirect=True)
@@ -347,6 +390,53 @@ def test_on_a_device_copies_start_at_submission_and_are_polled() -> None:
     assert [result.transfer_time for result in results] == [0.25, 0.25], "the device's time, not the host's"
     assert region.written([0], 1).all()
     worker.shutdown()
+
+
+def test_stores_of_a_step_are_one_copy_on_a_device_and_have_results_of_their_own() -> None:
+    region = HostRegion.create(Geometry(1, 512), ROWS)
+    slow = Slow()
+    host = worker_over(region, caches_of([[512]]), 0)
+    worker = NixlTiersWorker(region, host._plan, slow, 0, jobs=PolledJobs())
+    worker.collect_stores()
+    for job in (1, 2):
+        rows = range(job * 2 - 2, job * 3 - 2)
+        spec = rows_of(*rows, counts=(len(rows),), store_seq=job)
+        worker.submit_store(job, GPULoadStoreSpec([*rows], [len(rows)], [0]), spec)
+    assert slow.started == []
+    worker.flush()
+    assert [kind for kind, _ in slow.started] == ["store"]
+    worker.flush()
+    assert len(slow.started) == 1
+    assert worker.get_finished() == []
+    slow.go.set()
+    results = worker.get_finished()
+    assert [(each.job_id, each.success, each.transfer_size) for each in results] == [(1, True, 512), (2, True, 1024)]
+    assert sum(each.transfer_time or 0.0 for each in results) == pytest.approx(0.25), "of one copy, by their bytes"
+    assert region.written([0], 1).all()
+    assert region.written([2, 3], 2).all()
+    worker.shutdown()
+    host.shutdown()
+
+
+@pytest.mark.parametrize("how", ["wait", "flush, wait", "get_finished", "load"])
+def test_collected_stores_have_read_their_blocks_before_the_engine_may_write_to_them(rank: Rank, how: str) -> None:
+    """It waits for those whose blocks it gives to others, in the step that preempts a request or begins another."""
+    before = rank.bytes_of(0, 3)
+    rank.worker.collect_stores()
+    rank.worker.submit_store(1, GPULoadStoreSpec([3], [1], [0]), rows_of(4, counts=(1,)))
+    assert not rank.region.written([4], 1).any()
+    if how == "get_finished":
+        rank.worker.get_finished()
+    elif how == "load":
+        rank.worker.submit_load(2, rows_of(1, counts=(1,)), GPULoadStoreSpec([7], [1], [0]))
+    elif how == "flush, wait":
+        rank.worker.flush()
+    collected = list(rank.worker._collected)
+    assert collected == [] or how == "wait"
+    rank.worker.wait({1})
+    assert rank.region.written([4], 1).all()
+    rank.clear()
+    assert rank.region.rows_view[4, :768].tobytes() == before
 
 
 def test_a_store_that_runs_holds_up_no_load_on_a_device() -> None:
