@@ -31,8 +31,8 @@ Engine core and worker are in one process, without server and tokenizer: TTFT is
 the step that returns its first token, the total is to the last of 32 tokens. Figures are medians of the starts'
 medians, with the lowest and the highest start. `connector` is the engine's thread in the connector's calls until the
 first token, without what it slept there because no request could go on; nixl_tiers' own metric of it, by side, is in
-ttft.json. No weights are needed: the model is a Llama
-with random weights from fixed seeds, such that each token depends on the whole prompt.
+ttft.json. No weights are needed: the model is a Llama with random weights from fixed seeds, such that each token
+depends on the whole prompt.
 
 Answers are compared token by token and by log-probability. A hit in a lower tier is compared with the answer from
 vLLM's own prefix cache (gpu), since vLLM computes the same rest of the prompt in both cases, and not with the cold one:
