@@ -39,9 +39,3 @@ class TestFileStorageWithALoader(StorageTierTests):
     @pytest.fixture
     def medium(self, tmp_path: Path) -> Medium:
         return LoadedBeside(tmp_path)
-
-
-class TestFileStorageWithALoaderByNixl(StorageTierTests):
-    @pytest.fixture
-    def medium(self, tmp_path: Path) -> Medium:
-        return LoadedBeside(tmp_path, backend="posix")
