@@ -164,10 +164,10 @@ def open_worker(config: FileConfig, region: HostRegion, geometry: Geometry) -> W
             raise OSError("was not built; install with a C compiler")
         return Worker(region, geometry)
     except OSError as error:
-        problem = f"the native worker {error if error.errno is None else f'cannot start ({error.strerror})'}"
+        problem = str(error) if error.errno is None else f"cannot start ({error.strerror})"
     if config.backend == "native":
-        raise TierRefused(f"backend: {problem}, or leave backend out")
-    logger.warning("rows are moved by NIXL: %s", problem)
+        raise TierRefused(f"backend: the native worker {problem}, or leave backend out")
+    logger.warning("rows are moved by NIXL: the native worker %s", problem)
     return None
 
 
