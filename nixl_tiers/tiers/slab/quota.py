@@ -112,6 +112,7 @@ class SlabQuota:
         self._lost: dict[int, bytes] = {}  # see `claim`
         self._serving = ""  # name of the shard in the part that this process serves
         self._part_used_bytes = 0
+        self._unwritten = 0  # bytes that the journal of this shard may still grow by: the file system knows of none
         self.used_bytes = 0
         """Everything below the path when it was last measured; journals count with the most that they may grow to."""
 
@@ -227,7 +228,7 @@ class SlabQuota:
             part_is_full = self._part_used_bytes + need > self.part_bytes
             if part_is_full or self.used_bytes + need > self.capacity_bytes:
                 problem = f"{self.path} is full: other engines and foreign files leave no room below its capacity"
-            elif self._free is None or not (problem := self._free.lacks(need_bytes)):
+            elif self._free is None or not (problem := self._free.lacks(need_bytes and need_bytes + self._unwritten)):
                 return ""
             if not self.delete_oldest(own_part=part_is_full):
                 return problem
@@ -348,6 +349,8 @@ class SlabQuota:
             if entry.name == own:
                 part_used_bytes = nbytes
         self.used_bytes, self._part_used_bytes = used_bytes, part_used_bytes
+        if self._part is not None:
+            self._unwritten = _journal_room(self._part.folder.path / self._serving) if self._serving else 0
 
 
 def _first_seen_ns(directory: Path, last_ns: int, now_ns: int) -> int:

@@ -271,6 +271,21 @@ def test_shards_that_no_process_serves_are_deleted_before_min_free_is_touched(tm
     quota.release()
 
 
+def test_min_free_stays_when_the_journal_is_written_at_last(tmp_path: Path) -> None:
+    """A slab grows at once, its records are written a moment later."""
+    free = FreeSpace(tmp_path, 0)
+    free._measure = lambda: setattr(free, "spare_bytes", 4 * MIB)  # type: ignore[method-assign]
+    quota = SlabQuota(tmp_path, 64 * MIB, 1, free)
+    shard = serve(quota, 1)
+    assert room(quota, 4 * MIB)
+    (shard / "namespace.json").write_text(json.dumps({"journal_bytes": MIB}))
+    assert room(quota, 3 * MIB)
+    assert not room(quota, 3 * MIB + 1)
+    (shard / "manifest.journal").write_bytes(b"x" * MIB)
+    assert room(quota, 4 * MIB)
+    quota.release()
+
+
 def test_replicas_together_leave_min_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one has allocated, the next one sees, however short before that it has measured what is free."""
     free = [10 * MIB]
