@@ -166,7 +166,7 @@ class Events:
     def can_start(self) -> bool:
         """Whether a turn might start something now for which no request waits: write-back, deletions, measurements,
         uses to be noted."""
-        if self._engine_hits.waiting or self._measurements.busy:
+        if self._engine_hits.waiting or self._measurements.to_come:
             return True
         return any(map(_TO_DELETE, self._state.movers)) or any(
             tier.to_demote
@@ -276,7 +276,7 @@ class Events:
                 jobs.extend(self._promotion_jobs.plan(tier, now))
         for tier in self._promotion_jobs.queue_prefetches(now):
             jobs.extend(self._promotion_jobs.plan(tier, now))
-        for tier in known:
+        for tier in known if self._measurements.to_come else ():
             jobs.extend(self._measurements.plan(tier, now))
         self._writeback.throttle.begin(self._promotion_jobs.under_way, now)
         # Before others seal these rows, whose end may be that they leave the host.

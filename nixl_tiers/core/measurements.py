@@ -39,11 +39,8 @@ class Measurements:
         self._requests = requests
         self._jobs = jobs
         self._plans = [_Plan() for _ in state.tiers]
-
-    @property
-    def busy(self) -> bool:
-        """Whether some are to come."""
-        return any(plan.keys for plan in self._plans)
+        self.to_come: set[int] = set()
+        """Numbers of the tiers that are to be measured."""
 
     def declined(self, tier: Tier, keys: Sequence[Key], now: float) -> None:
         """A request does not load these rows. If the tier was not measured for a while, some are going to be loaded.
@@ -55,6 +52,7 @@ class Measurements:
         pause_s = max(limits.measure_s, expected_s / limits.measure_time)
         if now >= max(loads.last_s or 0.0, plan.measured_s) + (limits.measure_busy_s if loads.surprising else pause_s):
             plan.keys, plan.declined_s = keys[: self._state.rows_per_job], now
+            self.to_come.add(tier.number)
             loads.doubt()
 
     def plan(self, tier: Tier, now: float) -> list[Job]:
@@ -69,6 +67,7 @@ class Measurements:
         late = now > plan.declined_s + limits.measure_s
         if decided or late or tier.to_load or tier.rows_loading or not tier.readable:
             plan.keys = ()
+            self.to_come.discard(tier.number)
             return []
         idle = not (self._requests.by_name or self._requests.queued)
         waits_s = 0.0 if idle and not measured else limits.measure_busy_s
@@ -82,6 +81,7 @@ class Measurements:
 
     def reset(self) -> None:
         """Nothing that was declined before is loaded any more."""
+        self.to_come.clear()
         for plan in self._plans:
             plan.keys = ()
 

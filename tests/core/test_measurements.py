@@ -265,7 +265,7 @@ def test_tier_whose_mover_was_killed_is_not_measured() -> None:
     engine.core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(KEYS)], last=True)
     engine.now += 0.5
     assert engine.plan() == []
-    assert not engine.core._measurements.busy
+    assert not engine.core._measurements.to_come
 
 
 def test_reset_ends_what_is_to_be_measured() -> None:

@@ -31,7 +31,7 @@ class MeasurementJudge:
 
     def ended(self) -> None:
         """All has ended, and more time has passed than what was declined is of use."""
-        self._require(not self._core._measurements.busy, "a measurement is to come for ever")
+        self._require(not self._core._measurements.to_come, "a measurement is to come for ever")
         self._require(not self._core._promotion_jobs.under_way, "a load counts as under way for ever")
 
     def _watched_decline(self, tier: Tier, keys: Sequence[Key], now: float) -> None:
@@ -43,7 +43,7 @@ class MeasurementJudge:
         self._reset()
 
     def _judged_plan(self, tier: Tier, now: float) -> list[Job]:
-        if not self._core._measurements.busy:
+        if not self._core._measurements.to_come:
             return self._plan(tier, now)
         busy, needed = bool(tier.to_load or tier.rows_loading), self._needed()
         jobs = self._plan(tier, now)
