@@ -245,7 +245,7 @@ class LeaseState:
         return Write(self._etag) if held and self._known and self._ours and not self.unguarded else None
 
     def _has_expired(self, now: float) -> bool:
-        return now - self._seen_s >= self._expiry_s
+        return now >= self._seen_s + self._expiry_s  # as `read` says when to ask
 
     def _hold(self, sent_s: float, now: float) -> None:
         assert sent_s <= now, "a tenure is measured from before its renewal was sent"

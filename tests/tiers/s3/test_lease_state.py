@@ -246,6 +246,17 @@ TestJanitorsLease = JanitorLeaseMachine.TestCase
 TestOwnersLease.settings = TestJanitorsLease.settings = settings(max_examples=60, stateful_step_count=60)
 
 
+def test_expiry_is_one_moment() -> None:
+    """Seen at 4.1 s, 60 s later is 64.1 s; the difference of these is less than 60. Read again at once it would be, as
+    long as the clock stands."""
+    two = Engine("two", 1.0, 0.0)
+    two.state.read('"1"', record("one"), 4.1)
+    assert 64.1 - 4.1 < TERMS.lease_s
+    two.state.read('"1"', record("one"), 64.1)
+    assert two.state.next_at_s == 64.1
+    assert two.state.next_request(64.1) == Write('"1"')
+
+
 def owner_and_reader() -> tuple[Server, Engine, Engine]:
     server, one, two = Server(), Engine("one", 1.0, 0.0), Engine("two", 1.0, 5000.0)
     one.begin(server, 0.0)
