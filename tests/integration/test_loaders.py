@@ -5,31 +5,24 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import nixl_tiers
 from nixl_tiers.core.types import Direction, TierState
+from tests.support.checked_rows import SIZE, TIMEOUT_S, hits, put
 from tests.support.core import rows_of
 from tests.support.disks import disk_bytes
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
 
-SIZE = 64 << 10
 HOST_ROWS = 40
-TIMEOUT_S = 120.0
 KEYS = [b"key-%04d" % number for number in range(120)]
 MOVERS = 3
-
-
-def content(key: bytes) -> np.ndarray:
-    return np.random.default_rng(list(key)).integers(0, 256, SIZE, np.uint8)
 
 
 def opened(
@@ -46,25 +39,6 @@ def opened(
 def until_all_up(store: nixl_tiers.TieredStore) -> None:
     movers = store.coordinator._core.movers
     until(lambda: all(mover.can_load for mover in movers) and movers[0].writable, "all movers", timeout_s=TIMEOUT_S)
-
-
-def put(store: nixl_tiers.TieredStore, keys: Sequence[bytes]) -> None:
-    for start in range(0, len(keys), 20):
-        some = keys[start : start + 20]
-        store.put(some, np.stack([content(key) for key in some]))
-        assert store.flush(TIMEOUT_S)
-
-
-def hits(store: nixl_tiers.TieredStore, keys: Sequence[bytes]) -> int:
-    """Of all these keys, each of which is checked."""
-    found = 0
-    for start in range(0, len(keys), 20):
-        some = keys[start : start + 20]
-        out = np.full((len(some), SIZE), 0xEE, np.uint8)
-        for key, hit, row in zip(some, store.get(some, out), out, strict=True):
-            assert not hit or np.array_equal(row, content(key)), f"a wrong byte for {key!r}"
-            found += hit
-    return found
 
 
 def held(store: nixl_tiers.TieredStore) -> int:

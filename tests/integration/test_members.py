@@ -9,24 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import nixl_tiers
+from tests.support.checked_rows import SIZE, TIMEOUT_S, hits, put
 from tests.support.core import rows_of
 from tests.support.disks import disk_bytes
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
 
-SIZE = 64 << 10
 HOST_ROWS = 40
-TIMEOUT_S = 120.0
 KEYS = [b"key-%04d" % number for number in range(120)]
-
-
-def content(key: bytes) -> np.ndarray:
-    return np.random.default_rng(list(key)).integers(0, 256, SIZE, np.uint8)
 
 
 def config(paths: Sequence[Path], capacity: int = 64 << 20, **more: object) -> dict[str, Any]:
@@ -38,25 +32,6 @@ def opened(paths: Sequence[Path], **more: Any) -> nixl_tiers.TieredStore:
     store = nixl_tiers.open(config(paths, **more), SIZE, "members")
     until_all_up(store)
     return store
-
-
-def put(store: nixl_tiers.TieredStore, keys: Sequence[bytes]) -> None:
-    for start in range(0, len(keys), 20):
-        some = keys[start : start + 20]
-        store.put(some, np.stack([content(key) for key in some]))
-        assert store.flush(TIMEOUT_S)
-
-
-def hits(store: nixl_tiers.TieredStore, keys: Sequence[bytes]) -> int:
-    """Of all these keys, each of which is checked."""
-    found = 0
-    for start in range(0, len(keys), 20):
-        some = keys[start : start + 20]
-        out = np.full((len(some), SIZE), 0xEE, np.uint8)
-        for key, hit, row in zip(some, store.get(some, out), out, strict=True):
-            assert not hit or np.array_equal(row, content(key)), f"a wrong byte for {key!r}"
-            found += hit
-    return found
 
 
 def held(store: nixl_tiers.TieredStore) -> list[int]:
