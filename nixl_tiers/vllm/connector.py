@@ -203,12 +203,6 @@ class NixlTiersConnector(OffloadingConnector):
         withdrawn, self._withdrawn = self._withdrawn, []
         return [*withdrawn, *super().take_events()]
 
-    @override
-    def get_kv_connector_stats(self) -> Any:
-        if self._own_times is not None:
-            self._own_times.look()
-        return super().get_kv_connector_stats()
-
     def _fill_line(self) -> None:
         """Requests are next in line by now: read their chains."""
         manager = self._manager

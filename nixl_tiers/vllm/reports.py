@@ -47,7 +47,10 @@ class Reports:
             coordinator.after_tick(partial(_publish, live, weakref.WeakMethod(self.gauges)))
 
     def take(self, now_s: float, *, soon: bool) -> OffloadingConnectorStats | None:
-        """What has changed since the last report. None if nothing has, or it is not due and more follows `soon`."""
+        """What has changed since the last report. None if nothing has, or it is not due and more follows `soon`. Called
+        once a step."""
+        if self.own_times is not None:
+            self.own_times.look()
         if soon and now_s < self._next_s:
             return None
         self._next_s = now_s + self._period_s
