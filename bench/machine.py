@@ -36,15 +36,16 @@ def file_system(path: Path) -> str:
 
 def drives() -> list[str]:
     """Name, size and model of each; empty where `lsblk` is missing."""
-    if not shutil.which("lsblk"):
-        return []
-    command = ["lsblk", "--nodeps", "--noheadings", "--output", "NAME,SIZE,MODEL"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return [" ".join(line.split()) for line in done.stdout.splitlines()]
+    return _lines("lsblk", "--nodeps", "--noheadings", "--output", "NAME,SIZE,MODEL")
 
 
 def _first_line(*command: str) -> str:
+    return next(iter(_lines(*command)), "")
+
+
+def _lines(*command: str) -> list[str]:
+    """Of what the command prints, without needless spaces; none where it is missing, or fails."""
     if not shutil.which(command[0]):
-        return ""
+        return []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return " ".join(done.stdout.splitlines()[0].split()) if done.returncode == 0 and done.stdout.strip() else ""
+    return [" ".join(line.split()) for line in done.stdout.splitlines()] if done.returncode == 0 else []

@@ -84,18 +84,18 @@ class Tier(Side):
 
 
 class Boto(Side):
-    """The same objects with put_object and get_object on THREADS threads, one call a row."""
+    """The same objects with put_object and get_object on threads, one call a row."""
 
-    def __init__(self, config: S3Config, region: HostRegion) -> None:
+    def __init__(self, config: S3Config, region: HostRegion, threads: int = THREADS) -> None:
         self._config = config
         self._rows = region.rows_view
-        self._pool = ThreadPoolExecutor(THREADS)
+        self._pool = ThreadPoolExecutor(threads)
         self._client = boto3.client(
             "s3",
             endpoint_url=config.endpoint,
             region_name=config.region or "us-east-1",
             config=Config(
-                max_pool_connections=THREADS,
+                max_pool_connections=threads,
                 s3={"addressing_style": "path"},
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",

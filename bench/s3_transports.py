@@ -17,7 +17,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,18 +25,16 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-import boto3
-from botocore.config import Config
-
 from bench.memory_s3 import memory_server
 from bench.rounds import DIRECTIONS, Side, Spread, rates, take_turns
-from bench.s3_tier import filled
+from bench.s3_tier import Boto, filled
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.nixl_agent import Agent, Registration, Transfer, TransferState
 from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.data import LANE_TRANSFERS, _parameters
+from tests.support.certificates import self_signed
 from tests.support.servers import seaweedfs_server
 
 SIDES: Final = ("nixl", "crt", "obstore", "boto3")
@@ -94,35 +91,14 @@ class Nixl(Side):
             running = [each for each, state in zip(running, states, strict=True) if state is TransferState.PENDING]
 
 
-class Threads(Side):
+class Obstore(Side):
     """One call a row."""
 
-    def __init__(self, name: str, region: HostRegion, at_once: int) -> None:
-        self._name = name
-        self._rows = region.rows_view
-        self._pool = ThreadPoolExecutor(at_once)
-
-    def store(self) -> None:
-        list(self._pool.map(lambda row: self._put(name_of(self._name, row), row), range(len(self._rows))))
-
-    def load(self) -> None:
-        list(self._pool.map(lambda row: self._get(name_of(self._name, row), row), range(len(self._rows))))
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-    def _put(self, name: str, row: int) -> None:
-        raise NotImplementedError
-
-    def _get(self, name: str, row: int) -> None:
-        raise NotImplementedError
-
-
-class Obstore(Threads):
     def __init__(self, place: S3Config, region: HostRegion, at_once: int) -> None:
         from obstore.store import S3Store
 
-        super().__init__("obstore", region, at_once)
+        self._rows = region.rows_view
+        self._pool = ThreadPoolExecutor(at_once)
         client = {"allow_http": True, "allow_invalid_certificates": True}
         self._store = S3Store(
             place.bucket,
@@ -132,38 +108,20 @@ class Obstore(Threads):
             client_options=client,  # type: ignore[arg-type]
         )
 
-    def _put(self, name: str, row: int) -> None:
-        self._store.put(name, memoryview(self._rows[row]), use_multipart=False)
+    def store(self) -> None:
+        list(self._pool.map(self._put, range(len(self._rows))))
 
-    def _get(self, name: str, row: int) -> None:
-        memoryview(self._rows[row])[:] = memoryview(self._store.get(name).bytes())
+    def load(self) -> None:
+        list(self._pool.map(self._get, range(len(self._rows))))
 
+    def close(self) -> None:
+        self._pool.shutdown()
 
-class Boto(Threads):
-    def __init__(self, place: S3Config, region: HostRegion, at_once: int) -> None:
-        super().__init__("boto3", region, at_once)
-        self._bucket = place.bucket
-        never = "when_required"
-        self._client = boto3.client(
-            "s3",
-            endpoint_url=place.endpoint,
-            region_name=REGION,
-            verify=str(place.ca_file) if place.ca_file else None,
-            config=Config(
-                max_pool_connections=at_once,
-                s3={"addressing_style": "path"},
-                request_checksum_calculation=never,
-                response_checksum_validation=never,
-            ),
-        )
+    def _put(self, row: int) -> None:
+        self._store.put(name_of("obstore", row), memoryview(self._rows[row]), use_multipart=False)
 
-    def _put(self, name: str, row: int) -> None:
-        self._client.put_object(Bucket=self._bucket, Key=name, Body=self._rows[row].tobytes())
-
-    def _get(self, name: str, row: int) -> None:
-        body, view, at = self._client.get_object(Bucket=self._bucket, Key=name)["Body"], memoryview(self._rows[row]), 0
-        while at < len(view):
-            at += body.readinto(view[at:])
+    def _get(self, row: int) -> None:
+        memoryview(self._rows[row])[:] = memoryview(self._store.get(name_of("obstore", row)).bytes())
 
 
 def make_side(name: str, place: S3Config, region: HostRegion, at_once: int) -> Side:
@@ -172,20 +130,11 @@ def make_side(name: str, place: S3Config, region: HostRegion, at_once: int) -> S
     return (Obstore if name == "obstore" else Boto)(place, region, at_once)
 
 
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
-    files = ["-keyout", key, "-out", certificate]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *files, *subject]
-    subprocess.run(command, check=True, capture_output=True)
-    return certificate, key
-
-
 @contextlib.contextmanager
 def server(kind: str, *, tls: bool) -> Iterator[S3Config]:
     """Where to store; the environment has its credentials."""
     with contextlib.ExitStack() as stack:
-        certificate = make_certificate(Path(stack.enter_context(tempfile.TemporaryDirectory()))) if tls else None
+        certificate = self_signed(Path(stack.enter_context(tempfile.TemporaryDirectory()))) if tls else None
         weed = seaweedfs_server(certificate=certificate) if tls or kind == "weed" else None
         started: Any = stack.enter_context(weed or memory_server())
         stack.enter_context(mock.patch.dict(os.environ, started.env))

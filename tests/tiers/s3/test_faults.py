@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import threading
 import time
 from collections.abc import Callable, Iterator
-from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.tiers.base import MAX_SLOTS, TierDown, TierRefused
 from nixl_tiers.tiers.s3 import concurrency, control, data
 from nixl_tiers.tiers.s3.client import Credentials
+from tests.support.certificates import self_signed
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, MotoServer, S3Server, SeaweedServer, moto_server
 from tests.tiers.s3.harness import (
     HANG_UP,
@@ -270,7 +265,7 @@ class TestCredentials:
 
 class TestTls:
     def test_the_certificate_is_checked(self, tmp_path: Path) -> None:
-        certificate = _self_signed(tmp_path)
+        certificate = self_signed(tmp_path)
         with moto_server(certificate=certificate) as server:
             server.make_bucket("kv-faults")
             place = {"bucket": "kv-faults", "endpoint": server.endpoint}
@@ -282,7 +277,7 @@ class TestTls:
                 assert driver.load([1, 2]) == [Outcome.OK, Outcome.OK]
 
     def test_a_wrong_scheme_of_the_endpoint_is_reported(self, tmp_path: Path, faulty: FaultyS3) -> None:
-        with moto_server(certificate=_self_signed(tmp_path)) as server:
+        with moto_server(certificate=self_signed(tmp_path)) as server:
             for endpoint, speaks in (
                 (server.endpoint.replace("https:", "http:"), "speaks https, not http"),
                 (faulty.endpoint.replace("http:", "https:"), "speaks http, not https"),
@@ -298,7 +293,7 @@ class TestTls:
 
     def test_nixl_checks_the_certificate_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         trusted, other = tmp_path / "trusted", tmp_path / "other"
-        certificates = [_self_signed(directory) for directory in (trusted, other)]
+        certificates = [self_signed(directory) for directory in (trusted, other)]
         with moto_server(certificate=certificates[0]) as server:
             server.make_bucket("kv-faults")
             # Only the data connection is given the wrong bundle here.
@@ -548,29 +543,3 @@ class TestBudget:
 def _credentials_file(access_key: str, profile: str = "default", token: str = "") -> str:
     lines = [f"[{profile}]", f"aws_access_key_id = {access_key}", f"aws_secret_access_key = {SECRET_KEY}"]
     return "\n".join([*lines, *([f"aws_session_token = {token}"] if token else []), ""])
-
-
-def _self_signed(directory: Path) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 that signs itself, and its key."""
-    directory.mkdir(exist_ok=True)
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"tests {directory.name}")])
-    now = dt.datetime.now(dt.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(days=1))
-        .not_valid_after(now + dt.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    paths = directory / "certificate.pem", directory / "key.pem"
-    paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    paths[1].write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    return paths
