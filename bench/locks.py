@@ -26,7 +26,7 @@ from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.types import Job, TierSpec
-from nixl_tiers.runtime.coordinator import LOCATE_BATCH
+from nixl_tiers.runtime.waits import SLICE
 
 ROWS: Final = 100_000
 TIER_ROWS: Final = 200_000  # as Python objects; more do not change these figures
@@ -281,12 +281,12 @@ def _demote_all(holds: Holds) -> None:
     bench.fill(ROWS)
     bench.settle()
     rows: list[Row] = []
-    slices = bench.core.host.in_slices(LOCATE_BATCH)
+    slices = bench.core.host.in_slices(SLICE)
     while part := bench.timed("demote_all", next, slices, []):
         rows += part
     assert len(rows) > 0.9 * ROWS, len(rows)
-    for start in range(0, len(rows), LOCATE_BATCH):
-        bench.timed("demote_all", bench.core.demote, rows[start : start + LOCATE_BATCH])
+    for start in range(0, len(rows), SLICE):
+        bench.timed("demote_all", bench.core.demote, rows[start : start + SLICE])
     _merge(holds, bench, "demote_all")
 
 

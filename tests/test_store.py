@@ -16,7 +16,8 @@ from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.types import Job
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.runtime.coordinator import POLL_S, Coordinator
+from nixl_tiers.runtime.blocking import POLL_S
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
 from nixl_tiers.store_get import SLICE_KEYS
 from tests.support.core import opened

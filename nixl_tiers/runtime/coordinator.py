@@ -13,8 +13,8 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -25,30 +25,25 @@ from nixl_tiers.base.chunk import Key, Namespace, check_keys
 from nixl_tiers.base.clock import RunningClock
 from nixl_tiers.base.lifetime import ForkedLock, finalize_once
 from nixl_tiers.base.manifest import Description
-from nixl_tiers.base.metrics import number_of_quota
-from nixl_tiers.base.policies import Write
 from nixl_tiers.config.quotas import Tenants
 from nixl_tiers.config.schema import ConfigError, TiersConfig, format_size
 from nixl_tiers.config.warnings import warnings_here, warnings_of
 from nixl_tiers.core.copies import LoadPlan, StorePlan
-from nixl_tiers.core.limits import PIN_MARGIN_S, Limits
-from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.prefill import PrefillEstimate
+from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.stats import Load
 from nixl_tiers.core.tier_rows import most_rows
-from nixl_tiers.core.types import TierSpec
-from nixl_tiers.runtime.blocking import POLL_S, Interrupts
 from nixl_tiers.runtime.copies import OpenLoads, bad_rows, ended_rows
 from nixl_tiers.runtime.deprecated import DeprecatedCalls
 from nixl_tiers.runtime.hold import Hold
+from nixl_tiers.runtime.make_core import make_core
 from nixl_tiers.runtime.mover_link import MoverLink
-from nixl_tiers.runtime.mover_status import gauges, problem
+from nixl_tiers.runtime.numbers import counters, problems
 from nixl_tiers.runtime.prefill_cache import PrefillCache
+from nixl_tiers.runtime.waits import Waits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from nixl_tiers.core.host import Row
     from nixl_tiers.memory.region import HostRegion
     from nixl_tiers.mover.supervisor import Supervisor
 
@@ -86,39 +81,12 @@ class Coordinator(DeprecatedCalls):
     ) -> None:
         """`description`: of the rows, for the manifests beside them."""
         self.tenants = Tenants(config.quotas)
-        quotas = self.tenants.shares
-        specs = [
-            TierSpec(
-                name,
-                tier.write,
-                physical_slots=tier.physical_slots,
-                asked=tier.asked,
-                own=(own := tier.own and tier.write is not Write.OFF),
-                quotas=quotas if own else (),
-                members=len(tier.members),
-                loaders=tier.loaders,
-            )
-            for name, tier in zip(config.names, config.storage, strict=True)
-        ]
-        limits = limits or replace(
-            Limits(), wait_s=config.wait_s, pin_s=config.wait_s + PIN_MARGIN_S, check_timeout_s=config.probe_s
-        )
-        core = TierManager(
-            region.rows,
-            region.geometry.row_bytes,
-            specs,
-            limits,
-            config.cpu.eviction,
-            prefill=PrefillEstimate(config.prefill_tokens_per_s),
-            prefer=config.prefer,
-            quotas=quotas,
-        )
+        core = make_core(config, self.tenants, region, limits)
         lock = threading.RLock()
         self.config = config
         self.region = region
         self.changed = threading.Condition(lock)
         self.now = clock or RunningClock()
-        self.closed = False
         self._core = core
         self._link = MoverLink(
             core,
@@ -130,6 +98,7 @@ class Coordinator(DeprecatedCalls):
             description=(description or Description()).of(config.salt),
         )
         self._hold = Hold(core, self._link, lock, self.now)
+        self._waits = Waits(core, self._link, self._hold)
         self._open_loads = OpenLoads(region)
         self._prefill_cache: PrefillCache | None = None
         self._pid = os.getpid()
@@ -202,6 +171,11 @@ class Coordinator(DeprecatedCalls):
             self.changed.wait_for(lambda: self._link.ready, max(0.0, began_s + ready_s - time.monotonic()))
 
     @property
+    def closed(self) -> bool:
+        """Whether `close` has begun."""
+        return self._waits.closed
+
+    @property
     def ready(self) -> bool:
         """Whether each tier has listed all that it holds, or has reported that it is down."""
         with self._hold:
@@ -209,14 +183,12 @@ class Coordinator(DeprecatedCalls):
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Wait until the tiers are `ready`, or until `close` begins; whether that took no longer than `timeout_s`."""
-        with Interrupts() as interrupts:
-            return self._wait_for(lambda: self.closed or self._link.ready, timeout_s, interrupts)
+        return self._waits.until_ready(timeout_s)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every write to a storage tier has ended, or until `close` begins; whether that took no longer
         than `timeout_s`."""
-        with Interrupts() as interrupts, self.awaiting_writes():
-            return self._wait_for(lambda: self.closed or self._core.backlog() == 0, timeout_s, interrupts)
+        return self._waits.until_written(timeout_s)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Write down what `flush_on_exit_s` of the configuration has time for, let the movers write their journals and
@@ -224,12 +196,12 @@ class Coordinator(DeprecatedCalls):
         waited for. A second call, and one in a forked child, does nothing."""
         if self.closed or os.getpid() != self._pid:  # a forked child leaves its parent's movers alone
             return
-        self.closed = True
+        self._waits.closed = True
         with self.changed:
             self.changed.notify_all()  # wake waiting threads
         try:
             if flush_s := self.config.flush_on_exit_s:
-                self._flush_on_exit(time.monotonic() + flush_s)
+                self._waits.write_down(time.monotonic() + flush_s)
         finally:
             with self._hold as core:
                 self._link.flush_recent_uses()
@@ -368,30 +340,9 @@ class Coordinator(DeprecatedCalls):
                 if core.host.look_on():
                     return True
 
-    def demote_all(self) -> None:
-        """Queue all rows that a tier with `write: on_evict` does not hold yet, because the process is about to exit."""
-        rows: list[Row] = []
-        slices = self._core.host.in_slices(LOCATE_BATCH)
-        part: list[Row] | None = []
-        while part is not None:
-            rows += part
-            with self._hold:
-                part = next(slices, None)
-        for start in range(0, len(rows), LOCATE_BATCH):
-            with self._hold as core:
-                core.demote(rows[start : start + LOCATE_BATCH])
-
-    @contextmanager
-    def awaiting_writes(self) -> Iterator[None]:
+    def awaiting_writes(self) -> AbstractContextManager[None]:
         """For as long as a thread waits for rows to be written: the supervisor looks sooner whether they are."""
-        with self._hold as core:
-            core.await_writes(1)
-        try:
-            self._link.wake(at_once=True)
-            yield
-        finally:
-            with self._hold as core:
-                core.await_writes(-1)
+        return self._waits.awaiting_writes()
 
     def reset(self, *, changed: bool = False) -> None:
         """The bytes may no longer match the weights: nothing stored so far is a hit any more. `changed`: they certainly
@@ -419,24 +370,7 @@ class Coordinator(DeprecatedCalls):
         """By tier: monotonic counters (rows, or bytes where the name says so) and gauges. What they are called as
         metrics, and which of them a tier has: `nixl_tiers/base/metrics.py`."""
         with self._hold as core:
-            found = {name: gauges(self._link.of_tier(name)) for name in self.config.names}
-            found["cpu"] = {
-                "used_bytes": core.host.used * self.region.geometry.row_bytes,
-                "capacity_bytes": self.config.cpu.capacity,
-                "retained_rows": float(core.host.retained),
-                "denials": 0.0,
-                "huge_page_bytes": float(self.region.huge_bytes or 0),
-                "listed_rows": 0.0,
-                "waiting_requests": float(core.waiting_requests),
-                "prefill_tokens_per_s": core.prefill.tokens_per_s or 0.0,
-            }
-            for quota, tenant in self.tenants.named.items():
-                number = number_of_quota(quota)
-                found["cpu"][number] = core.rows_of(None, tenant)
-                for place, tier in enumerate(core.tiers):
-                    if tier.spec.quotas:
-                        found[tier.spec.name][number] = core.rows_of(place, tenant)
-            return {name: {**tier.numbers(), **found[name]} for name, tier in core.counters().items()}
+            return counters(core, self._link, self.config, self.region, self.tenants)
 
     def after_tick(self, callback: Callable[[], None]) -> None:
         """Have `callback` called on the supervisor's thread, without the lock, at least once a second while there are
@@ -446,34 +380,13 @@ class Coordinator(DeprecatedCalls):
     def problems(self) -> dict[str, str]:
         """By tier: why it is down or what its medium denies, in words; empty where nothing is known to be wrong."""
         with self._hold:
-            return {"cpu": "", **{name: problem(self._link.of_tier(name)) for name in self.config.names}}
+            return problems(self._link, self.config)
 
     def leave_to_parent(self) -> None:
         """In a forked child: release what belongs to the parent; every call raises RuntimeError from then on."""
         self._hold.lock = ForkedLock(self._pid)
         self.changed = self._link.changed = ForkedLock(self._pid)  # type: ignore[assignment]
         self._link.supervisor.leave_to_parent()
-
-    # --- inside ------------------------------------------------------------------------------------------------
-
-    def _flush_on_exit(self, until_s: float) -> None:
-        with Interrupts() as interrupts:
-            # Nothing is written to a tier before it is listed.
-            self._wait_for(lambda: self._link.ready, until_s - time.monotonic(), interrupts)
-            self.demote_all()
-            with self.awaiting_writes():
-                self._wait_for(lambda: self._core.backlog() == 0, until_s - time.monotonic(), interrupts)
-
-    def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None, interrupts: Interrupts) -> bool:
-        """Poll `condition` in a hold, and at every change."""
-        until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        with self.changed:
-            while not condition():
-                if (left_s := until_s - time.monotonic()) <= 0:
-                    return False
-                self.changed.wait(min(POLL_S, left_s))
-                interrupts.point()
-        return True
 
 
 def _end(supervisor: Supervisor, region: HostRegion, timeout_s: float = FINALIZER_TIMEOUT_S) -> None:

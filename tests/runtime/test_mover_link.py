@@ -183,7 +183,7 @@ def test_store_after_a_reset_gets_all_rows_whose_jobs_the_workers_have_ended(
 def test_rows_are_demoted_at_exit_in_slices_and_in_prefix_order(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, changes: bool
 ) -> None:
-    monkeypatch.setattr("nixl_tiers.runtime.coordinator.LOCATE_BATCH", 2)
+    monkeypatch.setattr("nixl_tiers.runtime.waits.SLICE", 2)
     core = coordinator._core
     for keys in ([b"old", b"a"], [b"b", b"c"]):
         core.copies.prepare_store(keys, "request")
@@ -204,7 +204,7 @@ def test_rows_are_demoted_at_exit_in_slices_and_in_prefix_order(
                     core.copies.prepare_store([b"e"], "request")
 
         monkeypatch.setattr(core.host, "in_slices", changing)
-    coordinator.demote_all()
+    coordinator._waits.demote_all()
     assert max(map(len, slices)) == 2
     expected = [b"a", b"b", b"b", b"c", b"d", b"e"] if changes else [b"a", b"b", b"c", b"d"]
     assert [key for keys in slices for key in keys] == expected

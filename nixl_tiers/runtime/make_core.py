@@ -1,0 +1,49 @@
+"""From a configuration to the core that decides by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nixl_tiers.base.policies import Write
+from nixl_tiers.config.quotas import Tenants
+from nixl_tiers.config.schema import StorageConfig, TiersConfig
+from nixl_tiers.core.limits import PIN_MARGIN_S, Limits
+from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.prefill import PrefillEstimate
+from nixl_tiers.core.types import TierSpec
+
+if TYPE_CHECKING:
+    from nixl_tiers.memory.region import HostRegion
+
+
+def make_core(config: TiersConfig, tenants: Tenants, region: HostRegion, limits: Limits | None = None) -> TierManager:
+    """The core of these tiers, over the rows of `region`. `limits`: instead of those of the configuration."""
+    quotas = tenants.shares
+    limits = limits or replace(
+        Limits(), wait_s=config.wait_s, pin_s=config.wait_s + PIN_MARGIN_S, check_timeout_s=config.probe_s
+    )
+    return TierManager(
+        region.rows,
+        region.geometry.row_bytes,
+        [_spec(name, tier, quotas) for name, tier in zip(config.names, config.storage, strict=True)],
+        limits,
+        config.cpu.eviction,
+        prefill=PrefillEstimate(config.prefill_tokens_per_s),
+        prefer=config.prefer,
+        quotas=quotas,
+    )
+
+
+def _spec(name: str, tier: StorageConfig, quotas: tuple[float, ...]) -> TierSpec:
+    own = tier.own and tier.write is not Write.OFF
+    return TierSpec(
+        name,
+        tier.write,
+        physical_slots=tier.physical_slots,
+        asked=tier.asked,
+        own=own,
+        quotas=quotas if own else (),
+        members=len(tier.members),
+        loaders=tier.loaders,
+    )
