@@ -270,6 +270,9 @@ def test_router_knows_what_locate_says(tmp_path: Path, on_reset: str) -> None:
             (mover,) = engine.rig.coordinator.mover_pids
             assert mover is not None
             os.kill(mover, signal.SIGKILL)
+            # Until that is seen, a store would give up a row for its place, which the successor finds in its old state.
+            store = TieredStore(engine.rig.coordinator)
+            until(lambda store=store: store.stats()["file"]["deaths"], "the death of the mover")  # type: ignore[misc]
         if turn % 4 == 3:
             until_up(TieredStore(engine.rig.coordinator))
             engine.rig.flush()
