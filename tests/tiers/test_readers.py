@@ -282,7 +282,8 @@ def test_reader_waits_for_what_is_not_there(layout: str, tmp_path: Path, region:
         assert isinstance(down, Down)
         assert str(path) in down.reason
         assert not path.exists()
-        fill(layout, path, region)
+        fill(layout, tmp_path / "elsewhere", region)
+        (tmp_path / "elsewhere").rename(path)  # with all of its rows at once: it lists what is there when it looks
         mover.expect(lambda m: isinstance(m, Opened))
         assert numbers(mover.listed_rows()) == list(range(ROWS))
 
