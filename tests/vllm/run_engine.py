@@ -7,7 +7,8 @@ replace, "settings": {...}, "steps": [...]}.
 Steps: ["generate", prompts, max_tokens] with prompts as lists of token ids, asked at once, or with [name, number, path]
 of a LoRA adapter behind that; ["ask", prompt, max_tokens, {...}] asks one with a "salt", with actions of vLLM's
 kv_hints as [type, payload] in "hints", or with "options" as for nixl_tiers in kv_transfer_params;
-["forget"] empties the engine's own prefix cache; ["reset"] that and the connector's;
+["forget"] empties the engine's own prefix cache; ["reset"] that and the connector's; ["evict"] that and host memory,
+when all tiers are up; ["kill", n] kills the n-th mover;
 ["flush"] waits for the storage tiers, and ["promoted", n] until n chunks have been; ["stats"];
 ["change", how, path] replaces the weights by those of another model, by a "reload" of vLLM's, or embeddings alone by
 a "load" behind its back;
@@ -26,6 +27,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import sys
 import threading
 from collections import Counter
@@ -34,6 +37,7 @@ from typing import Any
 
 from nixl_tiers.store import TieredStore
 from tests.support import vllm_cpu
+from tests.support.leaks import reclaim_all_host_rows
 from tests.support.waiting import until, until_up
 
 
@@ -59,13 +63,11 @@ def main(plan: dict[str, Any]) -> list[Any]:
 def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
     if verb in ("generate", "ask"):
         return generate(llm, *arguments) if verb == "generate" else ask(llm.llm_engine, *arguments)
-    if verb == "forget":
-        assert llm.reset_prefix_cache()
-        return None
-    if verb == "reset":
-        assert llm.reset_prefix_cache(reset_connector=True)
-        until_up(store_of(core))
-        return None
+    if verb in ("forget", "reset"):
+        assert llm.reset_prefix_cache(reset_connector=verb == "reset")
+        return until_up(store_of(core)) if verb == "reset" else None
+    if verb in ("evict", "kill"):
+        return evict(llm, store_of(core)) if verb == "evict" else kill_mover(store_of(core), *arguments)
     if verb in ("touch", "await"):
         file = Path(arguments[0])
         return file.touch() if verb == "touch" else until(file.exists, str(file), timeout_s=500)
@@ -83,6 +85,23 @@ def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
     if verb == "stats":
         return store.stats()
     return until(lambda: store.flush(300) if verb == "flush" else promoted(store) >= arguments[0], verb)
+
+
+def evict(llm: Any, store: Any) -> None:
+    until_up(store)
+    assert llm.reset_prefix_cache()
+    until(lambda: reclaim_all_host_rows(store), "every host row to be free")
+
+
+def kill_mover(store: Any, number: int) -> None:
+    """Returns when that is seen: what a dead mover is sent until then is suspected, and no hit for a while."""
+
+    def deaths() -> float:
+        return sum(tier.get("deaths", 0) for tier in store.stats().values())
+
+    before = deaths()
+    os.kill(store.coordinator.mover_pids[number], signal.SIGKILL)
+    until(lambda: deaths() > before, "the death of a mover")
 
 
 def promoted(store: Any) -> float:

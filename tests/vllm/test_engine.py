@@ -107,7 +107,7 @@ def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: lis
     tiers = {
         "blocks_per_chunk": 3,
         # Room for what is stored before the reset and for what is stored after it.
-        "tiers": [{**CPU, "capacity": "512MiB"}, file_tier(tmp_path / "kv", "1GiB")],
+        "tiers": [{**CPU, "capacity": "512MiB"}, file_tier(tmp_path / "kv", "1GiB", movers=3)],
     }
     ask = ["generate", prompts, 12]
     # Leaves one block of the prompt in the engine's own cache, so that a load begins at the chunk's second block.
@@ -126,10 +126,18 @@ def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: lis
     assert all(answer["cached"] < chunk for answer in after_reset[:2]), "a reset must forget every tier"
     assert stats["cpu"]["failed"] == stats["file"]["failed"] == stats["file"]["corrupt"] == 0
 
-    file, stats = engine(tiers, ask, ["stats"], **options)
-    assert tokens(file) == tokens(without)
+    # Then from files again, when a mover that only loads was killed, when that which stores was, and when it is back.
+    loader, owner = ["kill", 1], ["kill", 0]
+    file, stats, *_, one_dead, _, _, all_lost, _, back, after = engine(
+        tiers, ask, ["stats"], ["evict"], loader, ask, ["evict"], owner, ask, ["evict"], ask, ["stats"], **options
+    )
+    assert tokens(file) == tokens(one_dead) == tokens(all_lost) == tokens(back) == tokens(without)
     assert stats["file"]["hits"] > 0
-    assert [answer["cached"] for answer in file[:3]] == [len(prompt) // chunk * chunk for prompt in prompts[:3]]
+    for hit in (file, one_dead, back):
+        assert [answer["cached"] for answer in hit[:3]] == [len(prompt) // chunk * chunk for prompt in prompts[:3]]
+    assert after["file"]["deaths"] == 2
+    assert after["file"]["hits"] >= 2 * stats["file"]["hits"]
+    assert after["file"]["corrupt"] == after["file"]["missing"] == 0
 
 
 def test_steps_pause_while_a_request_waits_for_its_copy_and_none_computes(engine: Engine, small_model: Path) -> None:
