@@ -218,17 +218,21 @@ def _is_shown(table: Mapping[str, Any]) -> bool:
 
 
 def faults() -> str:
-    """A line a fault, and in it the longest stall and the recovery of each tier."""
+    """A line a fault, and in it the longest stall and the recovery of each tier. Slabs with several movers are lines of
+    their own."""
     result = json.loads(FAULTS.read_text())
     table = result["tables"][0]
+    tiers = ("slabs", "slabs by NIXL", "files", "s3")
     found: dict[str, dict[str, str]] = {}
     requests = 0
     for row in (dict(zip(table["columns"], row, strict=True)) for row in table["rows"]):
         kind, *fields = row["tier"].removeprefix("file, ").split(", ")
+        if kind not in tiers:
+            kind, several = kind.split(" ", 1)
+            fields.insert(0, several)
         times = f"{row['longest stall (s)']}/{row['recovery (s)']}"
         found.setdefault(", ".join([row["fault"], *fields]), {})[kind] = times
         requests += int(row["requests"])
-    tiers = ("slabs", "files", "s3")
     rows = [(fault, *(cells.get(tier, "") for tier in tiers)) for fault, cells in found.items()]
     return (
         f"`{result['command']}`, {result['date']}: {result['machine']}, {result['load']}. {result['note']}\n\n"

@@ -2,12 +2,12 @@
 
     python -m tests.soak --minutes 10 --seed 1
 
-A round opens the stores of two engines over a file tier (two parts of one path) and an S3 tier (moto, behind the fault
-proxy): a private prefix, which one of them owns and the other reads, or a shared one, in turn. Both are under load, and
-faults are injected: signals to movers, server faults, faults of disk transfers, resets of the first store. At the end
-of a round the faults stop, all tiers must recover, and the stores are closed: nothing may leak. Rows stay in the tiers
-for the next rounds. The seed decides which faults come in which order; their timing depends on the machine. Exits with
-status 1 after any finding.
+A round opens the stores of two engines over a file tier (two parts of each of two paths, with two movers each) and an
+S3 tier (moto, behind the fault proxy): a private prefix, which one of them owns and the other reads, or a shared one,
+in turn. Both are under load, and faults are injected: signals to movers, server faults, faults of disk transfers,
+resets of the first store. At the end of a round the faults stop, all tiers must recover, and the stores are closed:
+nothing may leak. Rows stay in the tiers for the next rounds. The seed decides which faults come in which order; their
+timing depends on the machine. Exits with status 1 after any finding.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class Soak:
         private = {"type": "s3", **place, "prefix": f"soak-{seed}"}
         shared = {**fast, **place, "prefix": f"shared-{seed}", "shared": True}
         cpu = {"type": "cpu", "capacity": HOST}
-        file = file_tier(directory / "kv", CAPACITY, replicas=2)
+        file = file_tier(directory, CAPACITY, replicas=2, movers=2)
+        file["path"] = [str(directory / "kv"), str(directory / "kv2")]
         self._configs = [
             configuration.load({"tiers": [cpu, file, s3], "wait_s": LIMITS.wait_s}) for s3 in (private, shared)
         ]
