@@ -32,6 +32,7 @@ class TierTraits:
     disk: bool = False  # rows may go through a staging buffer
     only: bool = False  # the host, without any storage tier below it
     quotas: tuple[str, ...] = ()  # names of those that hold here
+    adaptive: bool = False  # the host, with `store: adaptive`
 
     @property
     def storage(self) -> bool:
@@ -75,6 +76,10 @@ def written_disk(tier: TierTraits) -> bool:
 
 def checked(tier: TierTraits) -> bool:
     return tier.storage and tier.checked
+
+
+def adaptive(tier: TierTraits) -> bool:
+    return tier.adaptive
 
 
 def shared_out(tier: TierTraits) -> bool:
@@ -252,6 +257,19 @@ METRICS: Final[Mapping[str, Metric]] = {
         dropped_evicted=Series(written, ("evicted",), "the tier above evicted it before it was written here"),
         dropped_refused=Series(written, ("refused",), "the tier is down, or its circuit for stores is not closed"),
         dropped_failed=Series(written, ("failed",), "the write failed, or one of this chunk did before"),
+    ),
+    # --- what is not stored (core/ghost.py) -------------------------------------------------------------------
+    "not_stored_chunks": Metric(
+        Kind.COUNTER,
+        "Chunks that were not stored, as too few come back (`store: adaptive`).",
+        {"not_stored": Series(adaptive)},
+        (),
+    ),
+    "computed_again_chunks": Metric(
+        Kind.COUNTER,
+        "Of these, chunks that a later request computed again: storing all would have made most of them hits.",
+        {"computed_again": Series(adaptive)},
+        (),
     ),
     "failures": _reasons(
         "Chunks whose move to or from this tier failed.",

@@ -59,10 +59,12 @@ class Tier:
 
 @dataclass
 class Report:
-    """Of one or more servers. `misses`: chunks by (reason, tier)."""
+    """Of one or more servers. `misses`: chunks by (reason, tier). `not_stored`: with `store: adaptive`."""
 
     tiers: dict[str, Tier] = field(default_factory=dict)
     misses: Counter[tuple[str, str]] = field(default_factory=Counter)
+    not_stored: int = 0
+    computed_again: int = 0  # of these
 
     @property
     def total(self) -> Tier:
@@ -93,7 +95,8 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         misses = [{"reason": r, "tier": t, "chunks": count} for (r, t), count in self.misses.most_common()]
         tiers = {name: asdict(tier) for name, tier in self.tiers.items()}
-        return {"total": asdict(self.total), "tiers": tiers, "misses": misses}
+        not_stored = {"not_stored": self.not_stored, "computed_again": self.computed_again}
+        return {"total": asdict(self.total), "tiers": tiers, "misses": misses, **not_stored}
 
 
 _FIELDS: Final = {
@@ -103,6 +106,7 @@ _FIELDS: Final = {
     ("lost_seconds_total", "slower"): "lost_slower_s",
     ("lost_seconds_total", "vain"): "lost_vain_s",
 }
+_SUMS: Final = {"not_stored_chunks_total": "not_stored", "computed_again_chunks_total": "computed_again"}
 
 
 def report(
@@ -133,6 +137,11 @@ def report(
         print_table(
             ["missed chunks", "tier", "because"],
             [(f"{count:,}", tier, _why(reason)) for (reason, tier), count in found.misses.most_common()],
+        )
+    if found.not_stored:
+        print(
+            f"not stored, as too few come back: {found.not_stored:,} chunks, of which {found.computed_again:,} had to "
+            "be computed again"
         )
     if found.misses["never_stored", NO_TIER]:
         print(OTHER_NAMESPACES)
@@ -184,6 +193,8 @@ def read(pages: Iterable[Sequence[Sample]]) -> Report:
         name, tier = sample.name.removeprefix(PREFIX), sample.labels.get("tier", CPU)
         if name == "misses_total" and sample.value:
             found.misses[sample.labels.get("reason", ""), tier] += int(sample.value)
+        elif sum_of := _SUMS.get(name):
+            setattr(found, sum_of, getattr(found, sum_of) + int(sample.value))
         elif into := _FIELDS.get((name, sample.labels.get("reason"))):
             book = found.tiers.setdefault(tier, Tier())
             setattr(book, into, getattr(book, into) + sample.value)

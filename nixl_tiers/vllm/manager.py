@@ -9,7 +9,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, Final
 
-import numpy as np
 from typing_extensions import override
 
 from nixl_tiers.config.schema import TiersConfig
@@ -29,7 +28,6 @@ from nixl_tiers.vllm.compat import (
     ScheduleEndContext,
     position_of,
 )
-from nixl_tiers.vllm.copy_jobs import RowsSpec
 from nixl_tiers.vllm.events import EventLog
 from nixl_tiers.vllm.kv_groups import KvGroups
 from nixl_tiers.vllm.live import LiveGauges
@@ -40,6 +38,7 @@ from nixl_tiers.vllm.own_time import OwnTime, OwnTimes
 from nixl_tiers.vllm.prefill_meter import PrefillMeter, Scheduled
 from nixl_tiers.vllm.reports import REPORT_S, Reports
 from nixl_tiers.vllm.store_gate import StoreGate, WeightsGate
+from nixl_tiers.vllm.stores import Stores
 from nixl_tiers.vllm.wishes import Wishes
 
 log = logging.getLogger(__name__)
@@ -79,19 +78,19 @@ class NixlTiersManager(OffloadingManager):
         self._groups = KvGroups(groups, chunk_tokens)
         self._has_storage = bool(config.storage)
         self._wishes = Wishes(coordinator, config)
+        self._stores = Stores(coordinator, self._groups, config)
         self._reports = Reports(
             coordinator,
             config,
             chunk_tokens=max(chunk_tokens, default=0),
             live=live,
             period_s=report_s,
-            own=self._wishes.counts,
+            own=lambda: {**self._wishes.counts(), **self._stores.counts()},
         )
         self._events = events
         self._pause_s = pause_s
         self._requests: set[str] = set()
         self._loads = Loads(coordinator, self._groups, config)
-        self._storing: set[OffloadKey] = set()  # of open store jobs
         self._begun: set[str] = set()  # requests that have computed something, so that any step may go on with them
         kept = config.on_reset == "keep"
         self._own_hits = OwnHits()
@@ -116,6 +115,8 @@ class NixlTiersManager(OffloadingManager):
             core.prefill.limit_step(step_tokens)
         self._meter.be_exact(self._coordinator.region.step_seconds)
         self._reports.own_times = times = OwnTimes(own or OwnTime(), self._coordinator.region.own_time)
+        if self._stores.adaptive is not None:
+            self._stores.adaptive.own_times = times
         return times
 
     @property
@@ -147,6 +148,8 @@ class NixlTiersManager(OffloadingManager):
         self._look_at_weights()
         if self.in_doubt:
             self._own_hits.began_at(request, tokens)
+        if self._stores.adaptive is not None:
+            self._stores.adaptive.began_at(request, tokens)
 
     def began(self, requests: Iterable[tuple[str, int]]) -> None:
         """The step begins these requests at so many tokens. NixlTiersConnector calls it while it is `in_doubt`."""
@@ -191,6 +194,7 @@ class NixlTiersManager(OffloadingManager):
         self._requests.discard(request)
         self._begun.discard(request)
         self._loads.ended(request)
+        self._stores.ended(request)
         self._gate.ended(request)
         self._own_hits.ended(request)
         self._meter.positions.forget(request)
@@ -224,6 +228,7 @@ class NixlTiersManager(OffloadingManager):
         spec = self._loads.prepare(ordered, counts, request, end)
         for group, place in self._groups.place.items():
             self._lookups.chains.note_load(group, counts[place])
+        self._stores.loaded(ordered, request)
         self._gate.load_began(request)
         self._own_hits.load_began(request)
         if end is not None:
@@ -251,23 +256,13 @@ class NixlTiersManager(OffloadingManager):
         if req_context.req_id in self._wishes.store_none or not self.weights.may_store(req_context.req_id):
             keys = ()
         offered = self._gate.allowed(keys, req_context) if self._gate.shut else list(keys)
-        plan = self._coordinator.prepare_store(self._groups.in_prefix_order(offered, req_context), req_context.req_id)
-        row_of = dict(zip(plan.keys, plan.rows, strict=True))
-        # vLLM lists the blocks of a job in the order in which it offered the keys, whatever the order of this answer.
-        accepted = [key for key in offered if key in row_of]
-        self._storing.update(accepted)
-        rows = np.array([row_of[key] for key in accepted], np.int64)
-        return PrepareStoreOutput(
-            keys_to_store=accepted,
-            store_spec=RowsSpec(rows, self._groups.counts(accepted), plan.store_seq),
-            evicted_keys=[],  # vLLM does not look at them
-        )
+        return self._stores.prepare(offered, req_context)
 
     @override
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """`success` is ignored: the region's control words record which rows every worker wrote."""
         self._look_at_weights()
-        self._storing.difference_update(keys)
+        self._stores.completed(keys)
         if self.weights.closed:  # what was copied may be of either weights
             with self._coordinator.core() as core:
                 core.copies.drop_store(keys)
@@ -288,6 +283,8 @@ class NixlTiersManager(OffloadingManager):
             return
         with self._coordinator.core() as core:
             core.end_step(began, preempted)
+        if self._stores.adaptive is not None:
+            self._stores.adaptive.end_step()
         self._gate.end_step(context)
         for request in preempted:
             self._meter.positions.forget(request)
@@ -321,7 +318,7 @@ class NixlTiersManager(OffloadingManager):
         self._gate.reset(self._requests, self._loads)
         self.weights.reset()
         self._loads.reset()
-        self._storing.clear()  # vLLM completes no job of before a reset
+        self._stores.reset()
         if not self._begin_epoch():
             self._forget()
 
@@ -339,7 +336,7 @@ class NixlTiersManager(OffloadingManager):
     def _begin_epoch(self) -> bool:
         """Once a change of the weights has ended, and with it every copy of before: vLLM goes on with them, and reports
         each by the keys alone, which may be stored again in the new epoch."""
-        if not self.weights.closed or not self.weights.quiet or self._loads or self._storing:
+        if not self.weights.closed or not self.weights.quiet or self._loads or self._stores:
             return False
         self._forget(changed=True)
         self.weights.opened()
@@ -348,6 +345,7 @@ class NixlTiersManager(OffloadingManager):
 
     def _forget(self, *, changed: bool = False) -> None:
         self._lookups.reset()
+        self._stores.forget()
         self._coordinator.reset(changed=changed)
         self._meter.reset()
 

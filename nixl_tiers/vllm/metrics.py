@@ -50,7 +50,7 @@ def traits(config: TiersConfig) -> list[TierTraits]:
         )
         for name, tier in zip(config.names, config.storage, strict=True)
     ]
-    return [TierTraits(CPU, only=not storage, quotas=quotas), *storage]
+    return [TierTraits(CPU, only=not storage, quotas=quotas, adaptive=config.store == "adaptive"), *storage]
 
 
 def info_labels(config: TiersConfig, namespace: str, chunk_bytes: int, chunk_tokens: int) -> tuple[str, ...]:

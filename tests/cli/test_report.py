@@ -88,6 +88,24 @@ def test_report_says_what_was_saved_lost_and_missed(serve: Serve, capsys: pytest
     assert lines[-1] == OTHER_NAMESPACES
 
 
+def test_report_says_what_was_not_stored(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    """With `store: adaptive`."""
+    more = "\n".join(
+        f"# TYPE nixl_tiers:{name}_chunks_total counter\nnixl_tiers:{name}_chunks_total{{{LABELS}}} {count}"
+        for name, count in (("not_stored", 1200), ("computed_again", 30))
+    )
+    assert main(["report", serve(page() + more + "\n")]) == OK
+    assert (
+        "not stored, as too few come back: 1,200 chunks, of which 30 had to be computed again"
+        in capsys.readouterr().out
+    )
+    assert main(["report", serve(page())]) == OK
+    assert "not stored" not in capsys.readouterr().out
+    assert main(["report", "--json", serve(page() + more + "\n")]) == OK
+    found = json.loads(capsys.readouterr().out)
+    assert (found["not_stored"], found["computed_again"]) == (1200, 30)
+
+
 def test_other_namespaces_are_mentioned_only_where_they_may_explain_misses(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,9 +132,9 @@ def test_servers_are_added_up_and_an_address_may_be_short(serve: Serve, capsys: 
 def test_every_name_of_a_metric_that_is_read_exists() -> None:
     """Or a renamed metric would be reported as 0."""
     from nixl_tiers.base.metrics import METRICS
-    from nixl_tiers.cli.report import _FIELDS
+    from nixl_tiers.cli.report import _FIELDS, _SUMS
 
-    for name, reason in _FIELDS:
+    for name, reason in [*_FIELDS, *((name, None) for name in _SUMS)]:
         series = METRICS[name.removesuffix("_total")].series.values()
         assert any(one.values == (() if reason is None else (reason,)) for one in series)
 

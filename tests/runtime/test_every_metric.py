@@ -40,7 +40,9 @@ Series = tuple[str, str]
 """CPU or STORAGE, and the number of the series."""
 QUOTA: Final = "tenant"
 DECLARED: Final = set(
-    published([TierTraits(CPU, quotas=(QUOTA,)), TierTraits(STORAGE, checked=True, disk=True, quotas=(QUOTA,))])
+    published(
+        [TierTraits(CPU, quotas=(QUOTA,), adaptive=True), TierTraits(STORAGE, checked=True, disk=True, quotas=(QUOTA,))]
+    )
 )
 
 HINTS: Final = "tests/vllm/test_hints.py"
@@ -55,6 +57,10 @@ ELSEWHERE: Final[Mapping[Series, tuple[str, str]]] = {
     **{
         (CPU, name): ("tests/vllm/test_own_time.py", "test_what_the_connector_takes_is_a_metric")
         for name in ("connector_scheduler_s", "connector_worker_s", "connector_steps", "connector_first_token_s")
+    },
+    **{
+        (CPU, name): ("tests/vllm/test_adaptive_store.py", "test_what_is_not_stored_is_a_metric")
+        for name in ("not_stored", "computed_again")
     },
     (CPU, "retained_rows"): (HINTS, "test_chunks_of_a_request_that_has_ended_are_retained_within_a_share"),
 }
