@@ -1,53 +1,45 @@
-"""What is lost, and what is saved, if only what is expected to come back is stored. A model, without the core.
+"""What is lost, and what is saved, if only what is expected to come back is stored: `store: adaptive` on a trace.
 
-    python -m bench.store_ideas [--trace PATH] [--shares 2,10,50] [--new 0,90]
+    python -m bench.store_ideas [--trace PATH] [--shares 2,10,50] [--new 0,90] [--json FILE]
 
 A trace, and between its prompts others that never come back (`--new`: their share of all blocks), through a cache of a
 share of the trace's distinct blocks, least recently used, leaf first. Of what a prompt had to compute a prefix is
 stored:
 
 - `all`: all of it;
-- `second`: blocks that were computed before, as far as a ghost knows: an index of as many keys as the cache has rows,
-  without bytes, in the same order;
-- `pays n`: `second` while the share of blocks that the ghost knows is below n %, else `all`;
-- `pays n + 16th`: and one in 16 of the beginnings that the ghost does not know, wholly, with what continues it;
-- `sample n`: no ghost. While of the stored blocks less than n % were used before their eviction, only one in 16
-  beginnings that the cache does not hold, else `all`.
+- `pays n`: what `Admission` (nixl_tiers/core/ghost.py) admits, where storing everything pays from n % on that come
+  back. With 200 that is never: blocks that were computed before, and the sample.
 
-Printed are hits in per cent of the trace's own blocks, and the stored blocks in per cent of the computed ones.
+Hits are in per cent of the trace's own blocks; stored blocks in per cent of the computed ones, and those that were
+computed again because they had not been stored, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Final
-from zlib import crc32
+from typing import Final, NamedTuple
 
 from bench.eviction import TRACE, Prompt, read
 from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.ghost import Admission
 
-SAMPLE: Final = 16
-WINDOW: Final = 4096  # blocks after which what was seen counts half
-THRESHOLDS: Final = (2, 5, 10, 20)
+PAYS: Final = (2, 5, 10, 20, 200)
 LENGTH: Final = 24  # blocks of a prompt that never comes back, as one of the trace has on average
 
 
 class Order:
-    """`rows` keys, least recently used, the deepest of a prompt first. `left`: how many have left, of late, and of
-    these `left_used`, which were used after they had come."""
+    """`rows` keys, least recently used, the deepest of a prompt first."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
         self._ticks: dict[Key, int] = {}
-        self._uses: dict[Key, int] = {}
         self._heap: list[tuple[int, int, Key]] = []
         self._tick = count()
-        self.left = self.left_used = 0.0
 
     def __contains__(self, key: Key) -> bool:
         return key in self._ticks
@@ -60,76 +52,12 @@ class Order:
         """They are there from now on, as far as there is room."""
         tick = next(self._tick)
         for depth, key in enumerate(keys):
-            self._uses[key] = self._uses[key] + 1 if key in self._ticks else 0
             self._ticks[key] = tick
             heapq.heappush(self._heap, (tick, -depth, key))
         while len(self._ticks) > self._rows:
             at, _, key = heapq.heappop(self._heap)
             if self._ticks.get(key) == at:
                 del self._ticks[key]
-                self.left, self.left_used = self.left + 1, self.left_used + (self._uses.pop(key) > 0)
-                if self.left > WINDOW:
-                    self.left, self.left_used = self.left / 2, self.left_used / 2
-
-
-@dataclass
-class Share:
-    """Of blocks that came back."""
-
-    seen: float = 0.0
-    known: float = 0.0
-
-    def add(self, seen: int, known: int) -> None:
-        self.seen, self.known = self.seen + seen, self.known + known
-        if self.seen > WINDOW:
-            self.seen, self.known = self.seen / 2, self.known / 2
-
-    def is_below(self, percent: int) -> bool:
-        return self.seen >= WINDOW / 4 and self.known < self.seen * percent / 100
-
-
-Rule = Callable[[Sequence[Key], int], int]
-"""Of a prompt whose first blocks are hits: how many of its blocks are held afterwards."""
-
-
-def store_all(keys: Sequence[Key], _hits: int) -> int:
-    return len(keys)
-
-
-def drawn(key: Key) -> bool:
-    return crc32(key) % SAMPLE == 0
-
-
-class Ghost:
-    """`percent`: below it only what was computed before is stored; None: always. `samples`: beside it one in SAMPLE."""
-
-    def __init__(self, rows: int, percent: int | None, *, samples: bool = False) -> None:
-        self._order = Order(rows)
-        self._percent, self._samples = percent, samples
-        self._share = Share()
-        self._wholly: set[Key] = set()  # the last block of each prompt that was drawn, or continues such a one
-
-    def __call__(self, keys: Sequence[Key], hits: int) -> int:
-        known = self._order.run(keys)
-        self._order.use(keys)
-        self._share.add(len(keys), known)
-        if self._percent is not None and not self._share.is_below(self._percent):
-            return len(keys)
-        follows = known > 0 and keys[known - 1] in self._wholly
-        if self._samples and known < len(keys) and (follows or drawn(keys[known])):
-            self._wholly.add(keys[-1])
-            return len(keys)
-        return max(hits, known)
-
-
-class Sample:
-    def __init__(self, cache: Order, percent: int) -> None:
-        self._cache, self._percent = cache, percent
-
-    def __call__(self, keys: Sequence[Key], hits: int) -> int:
-        left, used = self._cache.left, self._cache.left_used
-        below = left > WINDOW / 4 and used < left * self._percent / 100
-        return hits if below and hits < len(keys) and not drawn(keys[hits]) else len(keys)
 
 
 def prompts_with_new(prompts: Sequence[Prompt], percent: int) -> Iterator[tuple[Sequence[Key], bool]]:
@@ -144,19 +72,31 @@ def prompts_with_new(prompts: Sequence[Prompt], percent: int) -> Iterator[tuple[
             yield [next(numbers).to_bytes(32, "little") + bytes(4) for _ in range(LENGTH)], False
 
 
-def replay(prompts: Sequence[Prompt], percent: int, rows: int, make: Callable[[Order], Rule]) -> tuple[float, float]:
-    cache = Order(rows)
-    rule = make(cache)
+class Shares(NamedTuple):
+    """In per cent."""
+
+    hits: float
+    stored: float
+    again: float
+
+
+def replay(prompts: Sequence[Prompt], new: int, rows: int, pays: int | None) -> Shares:
+    """`pays`: from how many per cent on; None: everything is stored."""
+    cache, admission = Order(rows), Admission(rows)
+    admission.pays = None if pays is None else pays / 100
     own = found = computed = stored = 0
-    for keys, of_trace in prompts_with_new(prompts, percent):
-        hits = cache.run(keys)
-        held = rule(keys, hits)
-        cache.use(keys[:held])
+    for number, (keys, of_trace) in enumerate(prompts_with_new(prompts, new)):
+        name, hits = str(number), cache.run(keys)
+        if hits:
+            admission.loaded(keys[:hits], name)
+        kept = admission.offered(keys[hits:], name)
+        admission.ended(name)
+        cache.use(keys[: hits + kept])
         own += len(keys) * of_trace
         found += hits * of_trace
         computed += len(keys) - hits
-        stored += held - hits
-    return 100 * found / own, 100 * stored / computed
+        stored += kept
+    return Shares(100 * found / own, 100 * stored / computed, 100 * admission.computed_again / computed)
 
 
 def main() -> None:
@@ -164,24 +104,26 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--shares", default="2,10,50")
     parser.add_argument("--new", default="0,90")
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     prompts = [prompt for prompt in read(arguments.trace) if prompt.keys]
     distinct = len({key for prompt in prompts for key in prompt.keys})
+    table: list[list[str]] = []
     for share in map(int, arguments.shares.split(",")):
-        rows = distinct * share // 100
-        arms: dict[str, Callable[[Order], Rule]] = {
-            "all": lambda _: store_all,
-            "second": lambda _, rows=rows: Ghost(rows, None),
-        }
-        for percent in THRESHOLDS:
-            arms[f"pays {percent}"] = lambda _, rows=rows, percent=percent: Ghost(rows, percent)
-            arms[f"pays {percent} + 16th"] = lambda _, rows=rows, percent=percent: Ghost(rows, percent, samples=True)
-            arms[f"sample {percent}"] = lambda cache, percent=percent: Sample(cache, percent)
         for new in map(int, arguments.new.split(",")):
             print(f"{share} % of the blocks, {new} % never come back", flush=True)
-            for name, make in arms.items():
-                hits, stored = replay(prompts, new, rows, make)
-                print(f"    {name:>14}: {hits:5.1f} % hits, {stored:5.1f} % stored", flush=True)
+            table.append([f"{share} %", f"{new} %"])
+            for pays in (None, *PAYS):
+                shares = replay(prompts, new, distinct * share // 100, pays)
+                name = "all" if pays is None else f"pays {pays}"
+                print(
+                    f"    {name:>9}: {shares.hits:5.1f} % hits, {shares.stored:5.1f} % stored, "
+                    f"{shares.again:5.1f} % computed again",
+                    flush=True,
+                )
+                table[-1].append("; ".join(f"{each:.1f}" for each in shares))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(table, indent=2) + "\n")
 
 
 if __name__ == "__main__":
