@@ -178,27 +178,33 @@ class Events:
     @property
     def urgent(self) -> bool:
         """Whether anything is to be done, or is under way, for which a request may wait."""
+        if self._starts_at_once or self._promotion.busy or self._promotion_jobs.under_way:
+            return True
+        # Loads that no request waits for, too: their end measures the tier.
+        return any(tier.rows_loading or tier.trials_running for tier in self._state.tiers)
+
+    @property
+    def _starts_at_once(self) -> bool:
+        """Whether a turn would go on with something for which a request may wait. What is under way needs none: its end
+        brings one, and so does the time."""
         host = self._state.host
         if (
-            self._promotion.busy
-            or self._promotion_jobs.under_way
+            self._promotion.prefetch_queue.busy
+            or self._promotion_jobs.waits_for_turn
             or self._checks.busy
             or host.has_old
             or host.searching
         ):
             return True
         for tier in self._state.tiers:  # `any` of these costs each step of the engine more
-            # Loads that no request waits for, too: their end measures the tier.
-            if tier.rows_loading or tier.index.former or tier.trials_running:
-                return True
-            if tier.trials and tier.readable:
+            if tier.index.former or (tier.trials and tier.readable):
                 return True
         return any(map(_DEAD, self._state.movers))
 
     @property
     def wants_turn(self) -> tuple[bool, bool]:
         """Whether a turn is of use now, and whether it must not wait for the end of a pause."""
-        urgent = self.urgent
+        urgent = self._starts_at_once
         work = urgent or self.can_start
         # Stores that have ended in a pause are room, too, though none can be started before that is known.
         at_once = urgent or any(

@@ -45,7 +45,12 @@ class PromotionJobs:
     @property
     def under_way(self) -> bool:
         """Whether rows are queued to be promoted for requests, or are being loaded, be it to measure a tier."""
-        return bool(self._loading_for or self._retries or any(tier.to_load for tier in self._state.tiers))
+        return bool(self._loading_for) or self.waits_for_turn
+
+    @property
+    def waits_for_turn(self) -> bool:
+        """Whether some are queued, or are to be asked of the next tier."""
+        return bool(self._retries) or any(tier.to_load for tier in self._state.tiers)
 
     def waited_since(self, job: Job) -> float | None:
         """When the first of the requests that wait for the job's first row began to; None if there is none."""

@@ -167,6 +167,21 @@ def test_no_request_waits_for_a_pause_to_end() -> None:
     end(core, stores, 1e4 + 1)
 
 
+def test_a_step_brings_no_turn_while_all_that_requests_wait_for_is_under_way() -> None:
+    """Each turn takes the interpreter's lock from a step, and the end of a load brings one anyway."""
+    core = core_of()
+    assert core.lookup(b"stored", "request", 0, 1e4) is Lookup.PENDING
+    core.end_step()
+    assert core.events.wants_turn == (True, True)
+    loads = core.turn(1e4, 1e4)
+    assert core.lookup(b"stored", "request", 0, 1e4) is Lookup.PENDING
+    core.end_step()
+    assert core.events.wants_turn == (False, False)
+    assert core.events.urgent
+    end(core, loads, 1e4 + 0.1)
+    assert core.lookup(b"stored", "request", 0, 1e4 + 0.1) is Lookup.HIT
+
+
 def test_no_allocation_waits_for_a_pause_to_end() -> None:
     """Rows are free as soon as they are written, where the host has hardly any that are."""
     core = core_of(Write.ON_EVICT)
