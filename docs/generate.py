@@ -222,7 +222,7 @@ def faults() -> str:
     their own."""
     result = json.loads(FAULTS.read_text())
     table = result["tables"][0]
-    tiers = ("slabs", "slabs by NIXL", "files", "s3")
+    tiers = ("slabs", "files", "s3")
     found: dict[str, dict[str, str]] = {}
     requests = 0
     for row in (dict(zip(table["columns"], row, strict=True)) for row in table["rows"]):
