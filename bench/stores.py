@@ -19,7 +19,7 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from types import SimpleNamespace
@@ -30,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from bench.cold import Cold, warm
+from bench.lookups import hashes
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema
 from nixl_tiers.memory.region import HostRegion
@@ -52,15 +53,16 @@ CALLS: Final = ("arrive", "look up", "build", "output", "stats", "finish")
 class Connector:
     """The scheduler's side of a connector over a manager, without an engine."""
 
-    def __init__(self, manager: Any, made: type[OffloadingConnector]) -> None:
+    def __init__(self, manager: Any, made: type[OffloadingConnector], blocks_per_chunk: int = 1) -> None:
         self.connector: Any = object.__new__(made)
-        self.connector.connector_scheduler = offloading_scheduler(manager, TOKENS)
+        self.connector.connector_scheduler = offloading_scheduler(manager, TOKENS, blocks_per_chunk)
         self.connector.connector_worker = None
         self.connector._bounding_group_ids = ()
         self.connector._kv_cache_manager = None
         self.connector._by_priority = False
         self.connector._anticipates = True
         self.connector._arrivals = Arrivals()
+        self.connector._withdrawn = []
 
 
 class Turn:
@@ -78,7 +80,7 @@ class Turn:
         self.jobs = self.steps = 0
 
     def run(self) -> None:
-        requests = [self._request(f"{id(self)}-{number}") for number in range(self._count)]
+        requests = [new_request(f"{id(self)}-{number}", hashes(CHUNKS)) for number in range(self._count)]
         with self._timed("arrive"):
             for request in requests:
                 self._connector.on_new_request(request)
@@ -99,7 +101,7 @@ class Turn:
                 for request in ended:
                     request.status = "finished"
                     self._connector.request_finished(request, [])
-            output = self._output(new, running, [request.request_id for request in ended])
+            output = scheduled(new, running, [request.request_id for request in ended])
             with self._timed("build"):
                 meta = self._connector.build_connector_meta(output)
             for request in (*new, *running):
@@ -108,10 +110,7 @@ class Turn:
             self._end_step(meta)
             for job in open_jobs.values():
                 self._written(job.dst_spec)
-            report = OffloadingWorkerMetadata()
-            for job in open_jobs:
-                report.mark_completed(job)
-            output = SimpleNamespace(failed_recving=set(), kv_connector_worker_meta=report)
+            output = reported(open_jobs)
             with self._timed("output"):
                 self._connector.update_connector_output(output)
             with self._timed("stats"):
@@ -132,47 +131,62 @@ class Turn:
         yield
         self.took_s[call] += time.thread_time() - began_s
 
-    def _request(self, name: str) -> Any:
-        tokens = CHUNKS * TOKENS + 1
-        request = SimpleNamespace(
-            request_id=name,
-            kv_transfer_params=None,
-            kv_hints=None,
-            block_hashes=[os.urandom(32) for _ in range(CHUNKS)],
-            num_tokens=tokens,
-            num_prompt_tokens=tokens,
-            num_computed_tokens=0,
-            skip_reading_prefix_cache=False,
-            shared_prefix_boundary=None,
-            status=None,
-            left=STEPS - REQUESTS // AT_ONCE,
-        )
-        request.is_finished = lambda: request.status is not None
-        return request
 
-    @staticmethod
-    def _output(new: list[Any], running: list[Any], ended: list[str]) -> Any:
-        return SimpleNamespace(
-            scheduled_new_reqs=[
-                SimpleNamespace(req_id=request.request_id, block_ids=(request.blocks,), num_computed_tokens=0)
-                for request in new
-            ],
-            scheduled_cached_reqs=SimpleNamespace(
-                req_ids=[request.request_id for request in running],
-                new_block_ids=[None] * len(running),
-                num_computed_tokens=[request.num_computed_tokens for request in running],
-                resumed_req_ids=set(),
-            ),
-            num_scheduled_tokens={
-                **{request.request_id: request.num_tokens for request in new},
-                **{request.request_id: 1 for request in running},
-            },
-            scheduled_spec_decode_tokens={},
-            finished_req_ids=ended,
-            preempted_req_ids=None,
-            kv_cache_block_copies=None,
-            kv_connector_block_state=None,
-        )
+def new_request(name: str, hashes: list[bytes]) -> Any:
+    """A request of as many blocks as `hashes`, and a token more."""
+    tokens = len(hashes) * TOKENS + 1
+    request = SimpleNamespace(
+        request_id=name,
+        kv_transfer_params=None,
+        kv_hints=None,
+        block_hashes=hashes,
+        num_tokens=tokens,
+        num_prompt_tokens=tokens,
+        num_computed_tokens=0,
+        skip_reading_prefix_cache=False,
+        shared_prefix_boundary=None,
+        status=None,
+        left=STEPS - REQUESTS // AT_ONCE,
+    )
+    request.is_finished = lambda: request.status is not None
+    return request
+
+
+def scheduled(new: list[Any], running: list[Any], ended: list[str]) -> Any:
+    """vLLM's SchedulerOutput of a step in which `new` compute all that they have not, and each of `running` a token."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(
+                req_id=request.request_id,
+                block_ids=(request.blocks,),
+                num_computed_tokens=request.num_computed_tokens,
+            )
+            for request in new
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[request.request_id for request in running],
+            new_block_ids=[None] * len(running),
+            num_computed_tokens=[request.num_computed_tokens for request in running],
+            resumed_req_ids=set(),
+        ),
+        num_scheduled_tokens={
+            **{request.request_id: request.num_tokens - request.num_computed_tokens for request in new},
+            **{request.request_id: 1 for request in running},
+        },
+        scheduled_spec_decode_tokens={},
+        finished_req_ids=ended,
+        preempted_req_ids=None,
+        kv_cache_block_copies=None,
+        kv_connector_block_state=None,
+    )
+
+
+def reported(jobs: Iterable[int]) -> Any:
+    """vLLM's KVConnectorOutput of a step by whose end workers have ended these jobs."""
+    report = OffloadingWorkerMetadata()
+    for job in jobs:
+        report.mark_completed(job)
+    return SimpleNamespace(failed_recving=set(), kv_connector_worker_meta=report)
 
 
 class Vllm:
@@ -203,8 +217,8 @@ class Tiers:
         self.region.rows_view[:] = 1
         self.coordinator = Coordinator.open(config, Namespace.of({"bench": 1}), self.region, ready_s=30.0)
         manager = NixlTiersManager(self.coordinator, config, (0,), None, chunk_tokens=(TOKENS,))
-        manager.times_are_published(7168)
         self.connector = Connector(manager, NixlTiersConnector).connector
+        self.connector._own_times = manager.times_are_published(7168, self.connector._own_time)
 
     def written(self, spec: Any) -> None:
         self.region.mark(spec.rows, 0, spec.store_seq, ok=True)
