@@ -5,7 +5,8 @@
 vLLM's own scheduler side of the offloading connector, driven as an engine drives it: a request whose KEYS chunks, which
 others have used last, are in host memory looks them up, loads them, computes its last token and ends, while another
 request decodes. The load ends in the second step. Sides take turns: `vllm` (its CPUOffloadingManager), `cpu` (a cpu
-tier), `cpu+2` (two storage tiers below that hold the same rows, without movers). Engine and copies are left out.
+tier), `cpu+2` (two storage tiers below that hold the same rows, without movers). Engine and copies are left out, and
+the numbers that are reported four times a second.
 
 The least of all repeats for each call, since a busy machine only adds to that, and the median of their sums. `--cold`:
 before each schedule, and each output, the processor's caches are emptied (`bench/cold.py`). `--profile SIDE`: instead,
@@ -44,7 +45,7 @@ from nixl_tiers.vllm.manager import NixlTiersManager
 PROMPTS: Final = 50
 STORAGE: Final = {"cpu": 0, "cpu+2": 2}
 SIDES: Final = ("vllm", *STORAGE)
-CALLS: Final = ("look up", "alloc", "sources", "build", "output", "stats", "events", "finish")
+CALLS: Final = ("arrive", "look up", "alloc", "sources", "build", "output", "stats", "events", "finish")
 
 
 class Side:
@@ -75,6 +76,7 @@ class Side:
         self.took_us = dict.fromkeys(CALLS, 0.0)
         connector, prompt = self.connector, self._prompts[self._hits % PROMPTS]
         self._hits += 1
+        before()
         request = self._arrive(f"r{self._hits}", prompt)
         request.blocks = list(range(2, len(prompt) + 3))
         blocks = KVCacheBlocks(([KVCacheBlock(block) for block in request.blocks[:-1]],))
@@ -101,7 +103,8 @@ class Side:
 
     def _arrive(self, name: str, prompt: list[bytes]) -> Any:
         request = new_request(name, prompt)
-        self.connector.on_new_request(request)
+        with self._timed("arrive"):
+            self.connector.on_new_request(request)
         return request
 
     def _step(
@@ -158,7 +161,10 @@ def _tiers(chains: list[list[OffloadKey]], storage: int, chunk_tokens: int) -> t
         take_all(core.events.opened(tier, 2 * rows))
         listed = enumerate(key for chain in chains for key in chain)
         core.events.listed(tier, [(slot, key, 0) for slot, key in listed], last=True)
-    return NixlTiersManager(coordinator, config, (0,), None, pause_s=0.0, chunk_tokens=(chunk_tokens,)), region
+    manager = NixlTiersManager(
+        coordinator, config, (0,), None, pause_s=0.0, chunk_tokens=(chunk_tokens,), report_s=float("inf")
+    )
+    return manager, region
 
 
 def main() -> None:
@@ -184,9 +190,10 @@ def main() -> None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(40)
         return
     took: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-    for _ in range(given.repeats):
-        for name, side in sides.items():
-            took[name].append(side.hit(before))
+    for turn in range(given.repeats):
+        for place in range(len(names)):  # who comes after whom makes a difference, too
+            name = names[(turn + place) % len(names)]
+            took[name].append(sides[name].hit(before))
     state = "emptied" if given.cold else "warm"
     print(f"us of {given.keys} keys of {given.chunk} tokens, the caches {state}; load {os.getloadavg()[0]:.1f}")
     print(f"{'':5} | " + " | ".join(f"{call:>7}" for call in CALLS) + " |     sum | median")

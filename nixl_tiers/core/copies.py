@@ -15,6 +15,8 @@ from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Load, Savings
 from nixl_tiers.core.writeback import WriteBack
 
+_READY: Final = RowState.READY  # members of an enum are found by a slow attribute look-up before Python 3.12
+
 
 class LoadPlan(NamedTuple):
     """What prepare_load pinned, in the order of its keys: host rows, and the tiers that their bytes came from.
@@ -79,8 +81,7 @@ class Copies:
         request = self._requests.get(name)
         tick = self._state.tick_of(request)
         rows = [self._host.index[key] for key in keys]
-        for row in rows:
-            assert row.state is RowState.READY, "load of a row that is not ready"
+        assert {row.state for row in rows} <= {_READY}, "load of a row that is not ready"
         self._reference(rows, name, call)
         self._use(rows, name, tick)
         sources = [row.source for row in rows]
@@ -110,12 +111,13 @@ class Copies:
 
     def complete_load(self, keys: Collection[Key]) -> None:
         """Workers are done reading these rows."""
-        for key in keys:
-            row = self._host.index.get(key)
-            if row is not None and row.worker_refs:
-                row.worker_refs -= 1
-                self._count_read(row)
-                self._flushed_before(row.generation)
+        read = [row for row in map(self._host.index.get, keys) if row is not None and row.worker_refs]
+        for row in read:
+            row.worker_refs -= 1
+            row.source = CPU
+        self._host.counters.bytes_read += len(read) * self._state.row_bytes
+        if read:  # what a look-up finds is of one generation
+            self._flushed_before(read[0].generation)
 
     def fail_load(self, keys: Collection[Key], name: str) -> None:
         """Workers are done with these rows and could not read them: they are misses, and so is every key to `name` from
@@ -204,7 +206,8 @@ class Copies:
             if row.invalidated:
                 self._host.reclaim(row)
             elif row.state is not RowState.FILLING:
-                self._count_read(row)
+                row.source = CPU
+                self._host.counters.bytes_read += self._state.row_bytes
             else:
                 written.append(row)
         self._write_on(self._filled(written, failed, incomplete))
@@ -253,10 +256,6 @@ class Copies:
         self._writeback.write_through(rows, self._tiers)
         self._writeback.clean()
         self._state.turn_due = True
-
-    def _count_read(self, row: Row) -> None:
-        row.source = CPU
-        self._host.counters.bytes_read += self._state.row_bytes
 
     def _flushed_before(self, generation: Generation) -> None:
         """A job of `generation` has ended: an engine flushes jobs of before a reset ahead of those that began after."""

@@ -217,9 +217,13 @@ class Events:
         if not self._state.turn_due:
             return False, False
         self._state.turn_due = False
+        garbage = bool(self._state.garbage)
+        if not self._state.tiers:  # at each step, as no supervisor looks at the time either
+            host = self._state.host
+            old = host.has_old or host.searching or self._promotion.busy
+            return bool(old or garbage or self._engine_hits.waiting or self._retention.waiting), False
         work, at_once = self.wants_turn
-        alone = not self._state.tiers and self._retention.waiting  # else a supervisor looks at the time
-        return work or alone or bool(self._state.garbage), at_once
+        return work or garbage, at_once
 
     @property
     def short_of_room(self) -> bool:
