@@ -150,6 +150,15 @@ class NixlTiersConnector(OffloadingConnector):
         return found
 
     @override
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """vLLM (from 0.32 on) asks for each chunk, which takes longer than all the rest of a hit."""
+        source = self._manager.only_source(request.request_id, num_external_tokens)
+        if source is not None:
+            return {source: num_external_tokens}
+        sources: dict[Any, int] = super().get_external_cache_hit_sources(request, num_external_tokens)
+        return sources
+
+    @override
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         manager = self._manager
         if manager.in_doubt:

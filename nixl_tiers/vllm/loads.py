@@ -23,7 +23,9 @@ class Loads:
         self._coordinator = coordinator
         self._groups = groups
         self._sources = _sources(config)
-        self._source_of: dict[OffloadKey, str] = {}  # of the last load: vLLM asks for each key right behind it
+        # Of the last load, as vLLM asks right behind it: the request, its tokens, and the tier of each key.
+        self._last: tuple[str, int, Sequence[OffloadKey], Sequence[str]] = ("", 0, (), ())
+        self._source_of: dict[OffloadKey, str] | None = None  # the same, once it has been asked for
         self._open: dict[str, tuple[float, int]] = {}  # by request: since when, rows
         self._beside: set[str] = set()  # those in whose time the engine computed: their end was reported later
         self._failed: set[str] = set()  # those that a worker could not copy
@@ -44,16 +46,26 @@ class Loads:
         plan = self._coordinator.plan_load(keys, request, tokens=tokens, end=end)
         self._open[request] = self._coordinator.now(), len(keys)
         self.prepared = True
-        self._source_of = dict(zip(keys, plan.sources, strict=True))
+        self._last, self._source_of = (request, sum(tokens), keys, plan.sources), None
         return RowsSpec(np.array(plan.rows, np.int64), counts, missing=plan.missing)
 
     def source_of(self, key: OffloadKey) -> Any:
         """Where `key` comes from, as vLLM names it."""
+        if self._source_of is None:
+            self._source_of = dict(zip(*self._last[2:], strict=True))
         source = self._source_of.get(key)
         if source is None:
             with self._coordinator.core() as core:
                 (source,) = core.sources([key])
         return self._sources[source]
+
+    def only_source(self, request: str, tokens: int) -> Any:
+        """Where so many tokens of the last load, which is this request's, come from, if that is one place; else, or if
+        it is not plain, None."""
+        name, loaded, _, sources = self._last
+        if name != request or not 0 < tokens <= loaded or len(self._groups) > 1 or len(set(sources)) > 1:
+            return None
+        return self._sources[sources[0]]
 
     def complete(self, keys: Collection[OffloadKey], request: str) -> None:
         began = self._open.pop(request, None)

@@ -51,6 +51,9 @@ SHUTDOWN_S: Final = 0.3  # vLLM kills processes that have not exited a few secon
 # request.
 PAUSE_S: Final = 0.001
 
+_HIT: Final = LookupResult.HIT  # members of an enum are found by a slow attribute look-up before Python 3.12
+_MISS: Final = LookupResult.MISS
+
 
 class NixlTiersManager(OffloadingManager):
     """Answers vLLM's scheduler. Its one thread makes all calls, and none of them blocks.
@@ -210,15 +213,20 @@ class NixlTiersManager(OffloadingManager):
         answer = answers.get(key)
         if answer is None:
             answer = self._lookups.alone(key, req_context, answers)
-        if answer is LookupResult.MISS:
+        if answer is _MISS:
             self._lookups.count_misses(key, req_context)
-        elif self._events is not None and (answer is LookupResult.HIT or compat.PENDING_IS_KEPT):
+        elif self._events is not None and (answer is _HIT or compat.PENDING_IS_KEPT):
             self._events.seen(key)
         return answer
 
     @override
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         return self._loads.source_of(key)
+
+    def only_source(self, request: str, tokens: int) -> Any:
+        """get_load_source of all keys of the load that was prepared last; None if they have to be asked for one by one.
+        NixlTiersConnector calls it."""
+        return self._loads.only_source(request, tokens)
 
     @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
