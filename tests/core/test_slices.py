@@ -238,6 +238,31 @@ def test_row_in_use_at_a_reset_is_not_free_before_it_is_flushed() -> None:
     assert core.host.used == 40
 
 
+def test_a_load_that_began_after_a_reset_ends_behind_all_jobs_of_before() -> None:
+    core = manager()
+    core.copies.prepare_store([b"open"], "job")
+    core.reset(keep_tiers=True)
+    scan(core, "request")
+    for job in turns(core):
+        core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    core.copies.prepare_load(CHAIN[:4], "request")
+    assert core.host.has_unflushed
+    core.copies.complete_load(set(CHAIN[:4]))
+    assert not core.host.has_unflushed
+    assert core.host.counters.bytes_read == 4 * core._state.row_bytes
+
+
+def test_without_storage_tiers_a_step_has_turns_while_a_request_waits() -> None:
+    """Else its wait would have no end if the row that it waits for never comes."""
+    core = TierManager(4, 4096, [])
+    core.end_step()
+    assert core.events.take_work() == (False, False)
+    core.copies.prepare_store([b"filling"], "writer")
+    assert core.lookup(b"filling", "reader", 1, 0.0) is Lookup.PENDING
+    core.end_step()
+    assert core.events.take_work() == (True, False)
+
+
 def test_scan_of_a_waiting_request_ends_at_its_first_key() -> None:
     core = manager()
     assert scan(core, "request") == [Lookup.PENDING] * len(CHAIN)

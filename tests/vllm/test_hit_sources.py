@@ -21,6 +21,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.connector import NixlTiersConnector
+from nixl_tiers.vllm.kv_groups import KvGroups
 from nixl_tiers.vllm.manager import NixlTiersManager
 from tests.support.file_tier import file_tier
 from tests.support.vllm_scheduler import BLOCK, ConnectorScheduler
@@ -84,6 +85,14 @@ def test_the_sources_are_those_that_vllm_finds(
 
 def test_the_sources_of_an_earlier_load_are_asked_for_one_by_one(rig: Rig) -> None:
     first, tokens = rig.load(["file"] * CHUNKS)
-    rig.load(["cpu"] * CHUNKS)
+    last, _ = rig.load(["cpu"] * CHUNKS)
     assert rig.connector.get_external_cache_hit_sources(first, tokens) == {compat.CacheHitSource.DISK: tokens}
-    assert rig.connector.get_external_cache_hit_sources(first, 0) == {}
+    assert rig.connector.get_external_cache_hit_sources(last, 0) == {}
+
+
+def test_with_several_groups_vllm_asks_for_each_chunk(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some load less than others, and tokens that none has loaded come from nowhere that is known."""
+    request, tokens = rig.load(["cpu"] * CHUNKS)
+    assert rig.manager.only_source(request.request_id, tokens) is compat.CacheHitSource.HOST
+    monkeypatch.setattr(KvGroups, "__len__", lambda _: 2)
+    assert rig.manager.only_source(request.request_id, tokens) is None
