@@ -107,10 +107,12 @@ def test_only_what_is_known_is_stored_in_the_order_of_the_offer(rig: Rig) -> Non
     assert rig.store(rig.request("second", *more), *more) == keys
 
 
-def test_what_the_engines_own_cache_has_counts_neither_way(rig: Rig) -> None:
+@pytest.mark.parametrize("into_the_third", [0, 10])
+def test_what_the_engines_own_cache_has_counts_neither_way(rig: Rig, into_the_third: int) -> None:
+    """Whole chunks: one of which it has a part is computed."""
     keys = chain("a", ROWS)
     context = rig.request("r", *keys)
-    rig.manager.began_at("r", 2 * 64 + 10)  # in the third chunk, which is computed
+    rig.manager.began_at("r", 2 * 64 + into_the_third)
     rig.store(context, *keys)
     assert rig.adaptive._admission._seen == ROWS - 2
 
@@ -208,7 +210,7 @@ def test_what_pays_stays_while_less_is_stored(rig: Rig) -> None:
     keys = beginning(drawn=True, chunks=ROWS)
     rig.store(rig.request("drawn", *keys), *keys)
     rig.own.seconds += 1.0
-    rig.manager.on_schedule_end(STEP)
+    rig.manager.on_schedule_end(ScheduleEndContext(("next",), ()))
     assert rig.adaptive._admission.pays == 0.02
 
 
