@@ -73,6 +73,8 @@ class MoverProcess:
         rows: int,
         region: HostRegion | None = None,
         engine: str = "",
+        *,
+        loader: bool = False,
     ) -> None:
         self.geometry = geometry
         self.region = region or HostRegion.create(geometry, rows)
@@ -92,13 +94,14 @@ class MoverProcess:
                 start_new_session=True,
                 cwd=Path(__file__).parents[2],
             )
+        self.opening = b""  # of a mover that stores, for its loaders
         self.used_bytes = 0
         self.heartbeats = 0
         self._unread: list[ToCoordinator] = []
         self._jobs = 0
         self._ended: dict[int, dict[int, Outcome | None]] = {}  # by job, by row of the region: what was reported
         cells, payload_bytes, blocks = geometry.cells, geometry.cell_payload, geometry.sub_blocks
-        self.send(Configure(tier, cells, payload_bytes, blocks, self.region.rows, engine=engine))
+        self.send(Configure(tier, cells, payload_bytes, blocks, self.region.rows, engine=engine, loader=loader))
 
     def __enter__(self) -> Self:
         return self
@@ -146,11 +149,12 @@ class MoverProcess:
             if not isinstance(message, (Heartbeat, RowsEnded)):
                 self._unread.append(message)
 
-    def open(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> int:
+    def open(self, namespace: bytes = NAMESPACE, epoch: int = 0, opening: bytes = b"") -> int:
         """Number of slots that the tier offers."""
-        self.send(Open(namespace, epoch))
+        self.send(Open(namespace, epoch, opening))
         message = self.expect(lambda m: isinstance(m, Opened) and m.epoch == epoch)
         assert isinstance(message, Opened)
+        self.opening = message.opening
         return message.slots
 
     def listed_rows(self) -> list[Entry]:
