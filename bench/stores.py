@@ -225,6 +225,7 @@ class Tiers:
 
     def end_step(self, meta: Any) -> None:
         self.region.publish_step(meta.step, 0.01)
+        self.region.publish_own_time(meta.step, 0.0)
 
     def settle(self) -> None:
         self.coordinator.flush(60.0)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
+from time import perf_counter
 from typing import Any
 
 from typing_extensions import override
@@ -24,14 +24,13 @@ from nixl_tiers.vllm.compat import UnsupportedVllm, beginning, scheduled_tokens
 from nixl_tiers.vllm.fingerprint import current_vllm_config
 from nixl_tiers.vllm.log_line import LoggedStats
 from nixl_tiers.vllm.manager import NixlTiersManager
-from nixl_tiers.vllm.own_time import OwnTime, OwnTimes, timed
+from nixl_tiers.vllm.own_time import OwnTime, OwnTimes
 from nixl_tiers.vllm.plugin import SPEC
 from nixl_tiers.vllm.replicated import copies_by_configuration, told
 from nixl_tiers.vllm.worker import NixlTiersWorker
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 except ImportError as error:
     raise UnsupportedVllm(
@@ -42,14 +41,6 @@ except ImportError as error:
 log = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True)
-class StepMetadata(OffloadingConnectorMetadata):
-    """What vLLM's connector sends to workers, and the number of the step, by which they publish its time."""
-
-    step: int
-
-
-@timed
 class NixlTiersConnector(OffloadingConnector):
     """The value of `kv_connector` instead of OffloadingConnector, with the same fields in kv_connector_extra_config.
 
@@ -98,25 +89,32 @@ class NixlTiersConnector(OffloadingConnector):
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """vLLM submits the stores of the step before, and waits for those whose blocks this step writes to. From here
         on it may launch work that does."""
+        began_s = perf_counter()
         super().handle_preemptions(kv_connector_metadata)
         self._worker.flush()
-        if isinstance(kv_connector_metadata, StepMetadata):
-            self._worker.step_clock.begin(kv_connector_metadata.step)
+        if (step := getattr(kv_connector_metadata, "step", None)) is not None:
+            self._worker.step_clock.begin(step)
+        self._own_time.seconds += perf_counter() - began_s
 
     @override
     def wait_for_save(self) -> None:
+        began_s = perf_counter()
         self._worker.step_clock.end()
         super().wait_for_save()
+        self._own_time.seconds += perf_counter() - began_s
 
     @override
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        began_s = perf_counter()
         for job_id, job in self._get_connector_metadata().load_jobs.items():
             self._loading[job_id] = job.req_id
         super().start_load_kv(forward_context, **kwargs)
         self._worker.flush()
+        self._own_time.seconds += perf_counter() - began_s
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        began_s = perf_counter()
         results = super().get_transfer_results(finished_req_ids)
         for job_id in self._worker.take_failed_loads():
             results.failed_recving.add(self._loading[job_id])
@@ -124,14 +122,14 @@ class NixlTiersConnector(OffloadingConnector):
             ended = [job_id for job_id, request in self._loading.items() if request in results.finished_recving]
             for job_id in ended:
                 del self._loading[job_id]
+        self._own_time.seconds += perf_counter() - began_s
         return results
 
     @override
     def clear_connector_metadata(self) -> None:
         """What vLLM calls last in a step."""
-        meta = self._connector_metadata
-        if isinstance(meta, StepMetadata):
-            self._worker.publish_own_time(meta.step, self._own_time.seconds)
+        if (step := getattr(self._connector_metadata, "step", None)) is not None:
+            self._worker.publish_own_time(step, self._own_time.seconds)
         super().clear_connector_metadata()
 
     # --- in the API server -------------------------------------------------------------------------------------
@@ -145,9 +143,17 @@ class NixlTiersConnector(OffloadingConnector):
 
     @override
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        began_s = perf_counter()
         self._manager.began_at(request.request_id, num_computed_tokens)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        self._own_time.seconds += perf_counter() - began_s
         return found
+
+    @override
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        began_s = perf_counter()
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._own_time.seconds += perf_counter() - began_s
 
     @override
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
@@ -155,21 +161,28 @@ class NixlTiersConnector(OffloadingConnector):
         source = self._manager.only_source(request.request_id, num_external_tokens)
         if source is not None:
             return {source: num_external_tokens}
+        began_s = perf_counter()
         sources: dict[Any, int] = super().get_external_cache_hit_sources(request, num_external_tokens)
+        self._own_time.seconds += perf_counter() - began_s
         return sources
 
     @override
     def build_connector_meta(self, scheduler_output: Any) -> Any:
+        began_s = perf_counter()
         manager = self._manager
-        if manager.in_doubt:
+        new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
+        if (new or getattr(cached, "resumed_req_ids", True)) and manager.in_doubt:
             manager.began(beginning(scheduler_output))
         meta = super().build_connector_meta(scheduler_output)
         if self._arrivals.waiting:
             self._fill_line()
         step = manager.scheduled(scheduled_tokens(scheduler_output))
-        if self._own_times is not None:
-            self._own_times.scheduled(scheduler_output, step)
-        return StepMetadata(**vars(meta), step=step)
+        own_times = self._own_times
+        if own_times is not None and own_times.first_tokens.open:
+            own_times.first_tokens.scheduled(scheduler_output, step)
+        meta.step = step  # which workers publish its time by
+        self._own_time.seconds += perf_counter() - began_s
+        return meta
 
     @override
     def _max_loadable_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
@@ -181,6 +194,7 @@ class NixlTiersConnector(OffloadingConnector):
     @override
     def on_new_request(self, request: Any) -> None:
         """A request joins the scheduler's queue: what it is going to load comes up while it waits there."""
+        began_s = perf_counter()
         super().on_new_request(request)
         if self._own_times is not None:
             self._own_times.arrived(request.request_id, request.num_prompt_tokens)
@@ -189,16 +203,19 @@ class NixlTiersConnector(OffloadingConnector):
             rank = (float(request.priority), request.arrival_time) if self._by_priority else (0.0,)
             self._arrivals.add(request.request_id, rank)
             self._fill_line()
+        self._own_time.seconds += perf_counter() - began_s
 
     @override
     def update_connector_output(self, connector_output: Any) -> None:
         """vLLM reports a failed load in the step in which all workers have ended it."""
+        began_s = perf_counter()
         if connector_output.failed_recving:
             manager = self._manager
             for request in connector_output.failed_recving:
                 if manager.load_failed(request):
                     log.warning("nixl_tiers: the load of request %s failed; its chunks are dropped", request)
         super().update_connector_output(connector_output)
+        self._own_time.seconds += perf_counter() - began_s
 
     @override
     def reset_cache(self) -> bool | None:
@@ -209,8 +226,11 @@ class NixlTiersConnector(OffloadingConnector):
 
     @override
     def take_events(self) -> Iterable[Any]:
+        began_s = perf_counter()
         withdrawn, self._withdrawn = self._withdrawn, []
-        return [*withdrawn, *super().take_events()]
+        events = [*withdrawn, *super().take_events()]
+        self._own_time.seconds += perf_counter() - began_s
+        return events
 
     def _fill_line(self) -> None:
         """Requests are next in line by now: read their chains."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from time import perf_counter
 from typing import Final
 
 from nixl_tiers.config.schema import TiersConfig
@@ -49,21 +50,26 @@ class Reports:
     def take(self, now_s: float, *, soon: bool) -> OffloadingConnectorStats | None:
         """What has changed since the last report. None if nothing has, or it is not due and more follows `soon`. Called
         once a step."""
-        if self.own_times is not None:
-            self.own_times.look()
+        own_times = self.own_times
+        if own_times is not None and own_times.first_tokens.ending:
+            own_times.look()
         if soon and now_s < self._next_s:
             return None
+        began_s = perf_counter()
         self._next_s = now_s + self._period_s
         totals = self._coordinator.counters()
         totals["cpu"] |= self._own()
         with self._coordinator.core() as core:
             samples = core.take_samples()
-        if self.own_times is not None:
-            totals["cpu"] |= self.own_times.numbers()
-            samples |= self.own_times.take_samples()
+        if own_times is not None:
+            totals["cpu"] |= own_times.numbers()
+            samples |= own_times.take_samples()
         if self._live is not None:  # no supervisor, and nothing changes between steps
             self._live.publish(lambda: self._reporter.levels(totals))
-        return self._reporter.report(totals, samples)
+        report = self._reporter.report(totals, samples)
+        if own_times is not None:
+            own_times.scheduler.seconds += perf_counter() - began_s
+        return report
 
     def gauges(self) -> Iterable[Level]:
         """All that there are, with their values now. On the supervisor's thread, which goes on in an idle engine."""

@@ -251,6 +251,24 @@ def test_the_plugin_registers_the_connector() -> None:
     assert KVConnectorFactory.get_connector_class_by_name("NixlTiersConnector") is NixlTiersConnector
 
 
+@pytest.mark.parametrize(("resumed", "told"), [(set(), []), ({"a"}, [("a", 48)])])
+def test_in_doubt_the_manager_is_told_of_resumed_requests(
+    monkeypatch: pytest.MonkeyPatch, resumed: set[str], told: list[tuple[str, int]]
+) -> None:
+    connector = object.__new__(NixlTiersConnector)
+    connector._arrivals = Arrivals()
+    began: list[tuple[str, int]] = []
+    connector._manager = SimpleNamespace(scheduled=lambda _: 1, began=began.extend, in_doubt=True)
+    monkeypatch.setattr(
+        "nixl_tiers.vllm.connector.OffloadingConnector.build_connector_meta", lambda *_: SimpleNamespace()
+    )
+    cached = SimpleNamespace(req_ids=["a"], num_computed_tokens=[48], resumed_req_ids=resumed)
+    connector.build_connector_meta(
+        SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 1})
+    )
+    assert began == told
+
+
 def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """And publish its time by it: both ends of NixlTiersConnector, between them vLLM's own part, played."""
     connector = object.__new__(NixlTiersConnector)

@@ -10,11 +10,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from nixl_tiers.vllm import own_time
 from nixl_tiers.vllm.chains import Arrivals
 from nixl_tiers.vllm.compat import ScheduleEndContext
-from nixl_tiers.vllm.connector import NixlTiersConnector, StepMetadata
-from nixl_tiers.vllm.own_time import FirstTokens, OwnTime, timed
+from nixl_tiers.vllm.connector import NixlTiersConnector, OffloadingConnector
+from nixl_tiers.vllm.own_time import FirstTokens
 from tests.support.vllm_scheduler import BLOCK, ConnectorScheduler
 from tests.vllm.test_manager import ManagerRig, keys_of
 
@@ -28,13 +27,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(own_time, "time", SimpleNamespace(perf_counter=clock))
-    return clock
 
 
 def output(
@@ -61,32 +53,49 @@ def output(
     )
 
 
-def test_calls_are_timed_those_that_raise_too(clock: Clock) -> None:
-    class Connector:
-        def __init__(self) -> None:
-            self._own_time = OwnTime()
+META = SimpleNamespace(step=7, load_jobs={}, store_jobs={}, jobs_to_flush=None)
+TIMED = {
+    "handle_preemptions": (META,),
+    "wait_for_save": (),
+    "start_load_kv": (None,),
+    "get_transfer_results": (set(),),
+    "on_new_request": (SimpleNamespace(request_id="r"),),
+    "get_num_new_matched_tokens": (SimpleNamespace(request_id="r"), 0),
+    "update_state_after_alloc": (None, None, 16),
+    "get_external_cache_hit_sources": (None, 16),
+    "build_connector_meta": (output(),),
+    "update_connector_output": (SimpleNamespace(failed_recving=None),),
+    "take_events": (),
+}
 
-        def start_load_kv(self, seconds: float, *, fails: bool = False) -> str:
-            clock.now += seconds
-            self.wait_for_save()  # of whose time this call's has all
-            if fails:
-                raise KeyError
-            return "done"
 
-        def wait_for_save(self) -> None:
-            clock.now += 0.125
+@pytest.mark.parametrize("name", TIMED)
+def test_what_vllms_part_takes_counts_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    clock = Clock()
+    monkeypatch.setattr("nixl_tiers.vllm.connector.perf_counter", clock)
+    loads = SimpleNamespace(failed_recving=set(), finished_recving=set())
+    results = {"get_transfer_results": loads, "take_events": (), "build_connector_meta": SimpleNamespace()}.get(name)
 
-        def something_else(self) -> None:
-            clock.now += 1000.0
+    def takes(*_: object, **__: object) -> Any:
+        clock.now += 0.25
+        return results
 
-    connector = timed(Connector)()
-    assert connector.start_load_kv(0.25) == "done"
-    clock.now += 5.0
-    with pytest.raises(KeyError):
-        connector.start_load_kv(0.5, fails=True)
-    connector.something_else()
-    connector.wait_for_save()
-    assert connector._own_time.seconds == 0.25 + 0.5 + 3 * 0.125
+    if not hasattr(OffloadingConnector, name):
+        pytest.skip(f"this vLLM has no {name}")
+    monkeypatch.setattr(OffloadingConnector, name, takes)
+    connector: Any = object.__new__(NixlTiersConnector)
+    connector._connector_metadata = META
+    connector._loading, connector._withdrawn, connector._anticipates = {}, [], False
+    connector._arrivals = Arrivals()
+    nothing = SimpleNamespace(begin=lambda step: None, end=lambda: None)
+    connector._worker = SimpleNamespace(step_clock=nothing, flush=lambda: None, take_failed_loads=set)
+    connector._manager = SimpleNamespace(
+        in_doubt=False, salt_of=lambda *_: None, began_at=lambda *_: None, scheduled=lambda _: 7
+    )
+    for _ in range(2):
+        getattr(connector, name)(*TIMED[name])
+        clock.now += 1000.0
+    assert connector._own_time.seconds == 0.5
 
 
 @pytest.mark.parametrize("behind", [0, 1], ids=["synchronous", "the worker is a step behind"])
@@ -95,14 +104,14 @@ def test_the_time_before_a_first_token_ends_with_the_step_that_computes_the_prom
     tokens.arrived("a", 100, 1.0)
     tokens.arrived("b", 10, 2.0)
     tokens.scheduled(output({"a": 20}, {"a": 50}), 7)
-    assert not tokens.waiting
+    assert not tokens.ending
     tokens.scheduled(output({"b": 0}, {"a": 30, "b": 10}), 8)
-    assert tokens.waiting
+    assert tokens.ending
     assert tokens.ended(7, 5.0) == []
     tokens.scheduled(output({}, {"b": 1}), 9)
     assert tokens.ended(8 + behind, 6.0) == [5.0, 4.0]
     tokens.scheduled(output({}, {"a": 1, "b": 1}), 10)
-    assert not tokens.waiting
+    assert not tokens.ending
 
 
 @pytest.mark.parametrize("how", ["finished", "preempted"])
@@ -112,9 +121,9 @@ def test_a_request_without_a_first_token_leaves_nothing_behind(how: str) -> None
         tokens.arrived(name, 100, 1.0)
     tokens.scheduled(output({"begun": 0}, {"begun": 50}), 0)
     tokens.scheduled(output(**{how: {"queued", "begun"}}), 1)
-    assert (tokens._arrived, tokens._computing) == ({}, {})
+    assert (tokens.open, tokens._computing) == ({}, {})
     tokens.scheduled(output({"begun": 0}, {"begun": 100}), 2)
-    assert not tokens.waiting
+    assert not tokens.ending
 
 
 @pytest.fixture
@@ -147,7 +156,6 @@ def test_what_the_connector_takes_is_a_metric(rig: ManagerRig) -> None:
     scheduler.on_new_request(request)
     meta = scheduler.build_connector_meta(output({"r": 0}, {"r": TOKENS}))
     assert "connector_first_token_seconds" not in metrics(), "the workers have not ended the step"
-    assert isinstance(meta, StepMetadata)
     worker._connector_metadata = meta
     worker.clear_connector_metadata()
     assert worker._connector_metadata is None
