@@ -58,7 +58,7 @@ setup(
     ext_modules=[
         Extension(
             "nixl_tiers.swap._swap_cpu",
-            sources=["csrc/swap_cpu.c"],
+            sources=["csrc/swap_cpu.c", "csrc/swap_step.c"],
             depends=["csrc/swap.h"],
             include_dirs=["csrc"],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra"],

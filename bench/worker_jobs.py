@@ -57,7 +57,7 @@ class Bench:
         swap = CudaSwap(plan, compute_stream=lambda: 0, driver=self._fake.driver, strategies=("copy_engine",))
         self.worker: Any = NixlTiersWorker(self.region, plan, swap, 0, jobs=PolledJobs())
         self.worker.keep_failed_loads()
-        self.worker.collect_stores()
+        self.worker.collect()
         self._jobs = self._store_seq = 0
 
     def stores(self, jobs: int) -> tuple[list[Any], list[Any]]:

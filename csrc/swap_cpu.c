@@ -14,7 +14,7 @@
 #include <immintrin.h>
 #endif
 
-#define SWAP_ABI 1
+#define SWAP_ABI 2 /* of swap_step.c too, which is in the same library */
 
 enum { LANES = 8, STEP = 256, LINE = 64 };
 

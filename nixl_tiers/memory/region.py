@@ -21,6 +21,14 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 
 from nixl_tiers.base.chunk import PAGE, Geometry
+from nixl_tiers.base.control_words import (
+    FAILED,
+    INCOMPLETE,
+    MAX_MISSING,
+    MISSING_AT,
+    STORE_SEQ_AT,
+    WRITTEN,
+)
 from nixl_tiers.base.policies import HugePages
 from nixl_tiers.memory.cgroup import Room, shortage
 from nixl_tiers.memory.cgroup import rooms as rooms_of_this_process
@@ -61,16 +69,6 @@ _STEP: Final = np.dtype([("step", "<i8"), ("seconds", "<f8")])  # step + 1; 0: n
 
 _OFF: Final = "`huge_pages` is off"
 
-WRITTEN: Final = 1
-FAILED: Final = 2
-INCOMPLETE: Final = 3  # copied, but a load may need what was not there to be copied
-# A control word: the job's store_seq in the upper 40 bits, how many sub-blocks are missing at the cell's beginning in
-# the next 16, and the state.
-_STORE_SEQ_AT: Final = 24
-_MISSING_AT: Final = 8
-MAX_MISSING: Final = (1 << _STORE_SEQ_AT - _MISSING_AT) - 1
-
-
 _log = logging.getLogger(__name__)
 
 
@@ -86,6 +84,7 @@ class HostRegion:
     identity    16 random bytes that identify this region
     address     of row 0 in this process
     nbytes      of all rows
+    control     uint64 (rows, cells): control words (base/control_words.py)
     rows_view   uint8 (rows, row_bytes), writable
     ranks       what the ranks of the engine let each other know
     hugetlb     whether it lies in a pool of huge pages, and so has all its pages
@@ -107,7 +106,7 @@ class HostRegion:
         self.rows_view: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, self.nbytes, layout.rows).reshape(
             rows, geometry.row_bytes
         )
-        self._control: NDArray[np.uint64] = np.frombuffer(
+        self.control: NDArray[np.uint64] = np.frombuffer(
             self._map, np.uint64, rows * geometry.cells, layout.control
         ).reshape(rows, geometry.cells)
         self._held_until_s: NDArray[np.float64] = np.frombuffer(self._map, np.float64, 1, HELD_UNTIL_AT)
@@ -203,43 +202,43 @@ class HostRegion:
         an older job is never taken for a newer one's: store_seqs (0 to 2**40 - 1) are never reused in a region.
         Raises OverflowError for a larger one.
         """
-        if int(np.max(store_seq, initial=0)) >> 64 - _STORE_SEQ_AT:
-            raise OverflowError(f"a store_seq of more than {64 - _STORE_SEQ_AT} bits")
-        words = np.asarray(store_seq, np.uint64) << np.uint64(_STORE_SEQ_AT)
+        if int(np.max(store_seq, initial=0)) >> 64 - STORE_SEQ_AT:
+            raise OverflowError(f"a store_seq of more than {64 - STORE_SEQ_AT} bits")
+        words = np.asarray(store_seq, np.uint64) << np.uint64(STORE_SEQ_AT)
         if ok is True and whole is True and isinstance(missing, int) and missing == 0:  # as nearly all rows are
-            self._control[rows, cell] = words | np.uint64(WRITTEN)
+            self.control[rows, cell] = words | np.uint64(WRITTEN)
             return
         counts = np.asarray(missing, np.uint64)
         good = np.where(np.logical_and(whole, counts <= MAX_MISSING), np.uint64(WRITTEN), np.uint64(INCOMPLETE))
         states = np.where(ok, good, np.uint64(FAILED))
-        counts = np.minimum(counts, MAX_MISSING) << np.uint64(_MISSING_AT)
-        self._control[rows, cell] = words | counts | states
+        counts = np.minimum(counts, MAX_MISSING) << np.uint64(MISSING_AT)
+        self.control[rows, cell] = words | counts | states
 
     def written(self, rows: NDArray[np.integer[Any]] | Sequence[int], store_seq: int) -> NDArray[np.bool_]:
         """bool (len(rows),): True where every cell's word says that job `store_seq` has written it."""
-        word = np.uint64(store_seq << _STORE_SEQ_AT | WRITTEN)
-        words = self._control[rows] & ~np.uint64(MAX_MISSING << _MISSING_AT)
+        word = np.uint64(store_seq << STORE_SEQ_AT | WRITTEN)
+        words = self.control[rows] & ~np.uint64(MAX_MISSING << MISSING_AT)
         good: NDArray[np.bool_] = (words == word).all(axis=1)
         return good
 
     def ended(self, rows: NDArray[np.integer[Any]] | Sequence[int], store_seqs: Sequence[int]) -> NDArray[np.bool_]:
         """bool (len(rows),): True where every cell's word says that its row's job has ended, well or not."""
-        words = self._control[rows]
-        of_job = words >> np.uint64(_STORE_SEQ_AT) == np.asarray(store_seqs, np.uint64)[:, None]
-        done: NDArray[np.bool_] = (of_job & (words & np.uint64((1 << _MISSING_AT) - 1) != 0)).all(axis=1)
+        words = self.control[rows]
+        of_job = words >> np.uint64(STORE_SEQ_AT) == np.asarray(store_seqs, np.uint64)[:, None]
+        done: NDArray[np.bool_] = (of_job & (words & np.uint64((1 << MISSING_AT) - 1) != 0)).all(axis=1)
         return done
 
     def copied(self, rows: NDArray[np.integer[Any]] | Sequence[int], store_seq: int) -> NDArray[np.bool_]:
         """bool (len(rows),): True where every cell's word says that job `store_seq` has copied what was there to copy,
         whole or not."""
-        words = self._control[rows] & ~np.uint64(MAX_MISSING << _MISSING_AT)
-        known = np.array([store_seq << _STORE_SEQ_AT | WRITTEN, store_seq << _STORE_SEQ_AT | INCOMPLETE], np.uint64)
+        words = self.control[rows] & ~np.uint64(MAX_MISSING << MISSING_AT)
+        known = np.array([store_seq << STORE_SEQ_AT | WRITTEN, store_seq << STORE_SEQ_AT | INCOMPLETE], np.uint64)
         good: NDArray[np.bool_] = np.isin(words, known)
         return np.asarray(good.all(axis=1))
 
     def missing(self, rows: NDArray[np.integer[Any]] | Sequence[int]) -> NDArray[np.uint64]:
         """(len(rows),): how many sub-blocks at the beginning some cell of a written row lacks."""
-        words: NDArray[np.uint64] = self._control[rows] >> np.uint64(_MISSING_AT) & np.uint64(MAX_MISSING)
+        words: NDArray[np.uint64] = self.control[rows] >> np.uint64(MISSING_AT) & np.uint64(MAX_MISSING)
         most: NDArray[np.uint64] = words.max(axis=1, initial=0)
         return most
 
@@ -365,7 +364,7 @@ class HostRegion:
         self._at_close.clear()
         os.close(self.fd)
         self.rows_view = np.empty((0, self.geometry.row_bytes), np.uint8)
-        self._control = np.empty((0, self.geometry.cells), np.uint64)
+        self.control = np.empty((0, self.geometry.cells), np.uint64)
         self._held_until_s = np.zeros(1)
         self._steps = np.empty(0, _STEP)
         self._own_time = np.zeros(1, _STEP)

@@ -21,6 +21,7 @@ from nixl_tiers.swap.kernels import Kernels
 from nixl_tiers.swap.pinned import PinnedRegion
 from nixl_tiers.swap.plan import CopyPlan
 from nixl_tiers.swap.self_check import choose
+from nixl_tiers.swap.step import Pairs
 from nixl_tiers.swap.stream import CopyStream, Events, Transfer
 from nixl_tiers.swap.submit import DeviceTables
 
@@ -79,14 +80,15 @@ class CudaSwap:
         ValueError where one is out of range, before a byte has moved. CudaError, from here or from the transfer, where
         the copy could not be started, or not all of it; nothing of it is in flight then, and the places hold
         anything."""
-        return self._start(self._stores, group, blocks, places)
+        return self.copy(group, Pairs.of(self.plan.pairs(group, blocks, places)), to_host=True)
 
     def load(self, group: int, blocks: ArrayLike, places: ArrayLike) -> Transfer:
         """Region -> GPU: places[i] to blocks[i]. Errors as for store."""
-        return self._start(self._loads, group, blocks, places)
+        return self.copy(group, Pairs.of(self.plan.pairs(group, blocks, places)), to_host=False)
 
-    def _start(self, stream: CopyStream, group: int, blocks: ArrayLike, places: ArrayLike) -> Transfer:
-        pairs = self.plan.pairs(group, blocks, places)
+    def copy(self, group: int, pairs: Pairs, *, to_host: bool) -> Transfer:
+        """As store or load, of pairs that are checked."""
+        stream = self._stores if to_host else self._loads
         return stream.start(self._strategies[group], group, pairs, self._compute_stream())
 
     def drain(self) -> None:

@@ -11,8 +11,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from nixl_tiers.base import native
 from nixl_tiers.swap.plan import CopyPlan, Memory
+from nixl_tiers.swap.step import Pairs
 
-ABI: Final = 1  # SWAP_ABI of csrc/swap_cpu.c
+ABI: Final = 2  # SWAP_ABI of csrc/swap_cpu.c
 KERNEL_AUTO: Final = 0
 
 
@@ -52,17 +53,18 @@ class HostSwap:
     def store(self, group: int, blocks: ArrayLike, places: ArrayLike) -> None:
         """vLLM -> region: blocks[i] to places[i] (integers, same length); what the group does not cover of a
         sub-block becomes zero. ValueError where one is out of range, before a byte has moved."""
-        self._copy(group, self.plan.pairs(group, blocks, places), to_host=True)
+        self.copy(group, Pairs.of(self.plan.pairs(group, blocks, places)), to_host=True)
 
     def load(self, group: int, blocks: ArrayLike, places: ArrayLike) -> None:
         """Region -> vLLM: places[i] to blocks[i] (integers, same length). ValueError as for store."""
-        self._copy(group, self.plan.pairs(group, blocks, places), to_host=False)
+        self.copy(group, Pairs.of(self.plan.pairs(group, blocks, places)), to_host=False)
 
-    def _copy(self, group: int, pairs: NDArray[np.uint32], *, to_host: bool) -> None:
-        if not len(pairs):
+    def copy(self, group: int, pairs: Pairs, *, to_host: bool) -> None:
+        """As store or load, of pairs that are checked."""
+        if not pairs.count:
             return
         if self._library is None:
-            self._copy_numpy(group, pairs, to_host=to_host)
+            self._copy_numpy(group, pairs.view(), to_host=to_host)
             return
         segments, gaps = self._segments[group], self._gaps[group]
         self._library.nixl_tiers_swap(
@@ -71,8 +73,8 @@ class HostSwap:
             len(segments),
             gaps.ctypes.data,
             len(gaps),
-            pairs.ctypes.data,
-            len(pairs),
+            pairs.address,
+            pairs.count,
             to_host,
             KERNEL_AUTO,
         )

@@ -21,6 +21,7 @@ from nixl_tiers.swap.kernels import Kernels
 from nixl_tiers.swap.pinned import PinnedRegion
 from nixl_tiers.swap.plan import CopyPlan, Memory, Segment
 from nixl_tiers.swap.strategies import BLACKWELL, NAMES
+from nixl_tiers.swap.step import Pairs
 from nixl_tiers.swap.stream import CopyStream, Events
 from nixl_tiers.swap.submit import DeviceTables
 
@@ -138,7 +139,7 @@ class _Trial:
         with self._device.current() as driver:
             driver.upload(self._scratch, scratch)
         pairs = self._pairs
-        self.streams[to_host].start(name, 0, pairs, 0).wait()
+        self.streams[to_host].start(name, 0, Pairs.of(pairs), 0).wait()
         for segment in self._plan.groups[0].segments:
             pages = _pages(scratch, segment, self._scratch, self._blocks)
             part = slice(segment.offset, segment.offset + segment.nbytes)

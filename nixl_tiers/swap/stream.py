@@ -9,12 +9,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from nixl_tiers.swap.driver import CudaError, Device
 from nixl_tiers.swap.kernels import CAPACITIES, Kernels
 from nixl_tiers.swap.pinned import PinnedRegion
+from nixl_tiers.swap.step import Pairs
 from nixl_tiers.swap.strategies import SLOT_BYTES, STAGE_BLOCKS, may_batch
 from nixl_tiers.swap.submit import COPY_ENGINE, SLOTS, STAGED, DeviceTables, Request, Submitter
 
@@ -202,7 +200,7 @@ class CopyStream:
         """Whether the strategy can be had here; else the copy engine replaces it."""
         return name == "copy_engine" or self._staging != 0
 
-    def start(self, name: str, group: int, pairs: NDArray[np.uint32], compute_stream: int) -> Transfer:
+    def start(self, name: str, group: int, pairs: Pairs, compute_stream: int) -> Transfer:
         """Queue a transfer, behind what `compute_stream` has to do so far and behind this direction's last transfer.
 
         Takes the same short time whatever is to be copied. Raises CudaError; later errors are raised by the transfer,

@@ -19,6 +19,7 @@ from nixl_tiers.base import native
 from nixl_tiers.swap.driver import CudaError, Device, Driver
 from nixl_tiers.swap.kernels import CAPACITIES
 from nixl_tiers.swap.plan import CopyPlan, GroupPlan
+from nixl_tiers.swap.step import Pairs
 
 ABI: Final = 1  # SUBMIT_ABI of csrc/swap_submit.c
 SLOTS: Final = 3  # of the staging buffer; as many parts of transfers are on the GPU's streams at most
@@ -117,17 +118,17 @@ class Request:
 
     def __init__(
         self,
-        pairs: NDArray[np.uint32],
+        pairs: Pairs,
         group: int,
         strategy: int,
         events: tuple[int, int, int],
     ) -> None:
         """`events`: recorded behind the compute to wait for; to record when it begins, and when it has ended."""
-        self._pairs = np.ascontiguousarray(pairs)
+        self._pairs = pairs
         computed, begin, end = events
         self.raw = _Request(
-            pairs=self._pairs.ctypes.data,
-            n_pairs=len(pairs),
+            pairs=pairs.address,
+            n_pairs=pairs.count,
             computed=computed,
             begin=begin,
             end=end,

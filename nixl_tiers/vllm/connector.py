@@ -83,7 +83,7 @@ class NixlTiersConnector(OffloadingConnector):
     def register_kv_caches(self, kv_caches: Any) -> None:
         super().register_kv_caches(kv_caches)
         self._worker.keep_failed_loads()
-        self._worker.collect_stores()
+        self._worker.collect()
 
     @override
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:

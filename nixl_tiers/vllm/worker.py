@@ -23,6 +23,7 @@ from nixl_tiers.memory.pages import place
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.host import HostSwap
 from nixl_tiers.swap.plan import CopyPlan, Segment, Share
+from nixl_tiers.swap.step import Pairs, Step
 from nixl_tiers.vllm.compat import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -30,7 +31,7 @@ from nixl_tiers.vllm.compat import (
     OffloadingWorker,
     TransferResult,
 )
-from nixl_tiers.vllm.copier import Copier, Store, Swap
+from nixl_tiers.vllm.copier import Copier, Submitted, Swap
 from nixl_tiers.vllm.copy_jobs import CopyJobs, Direction, Job, PolledJobs, RowsSpec, Started, ThreadedJobs
 from nixl_tiers.vllm.step_clock import EventClock, HostClock, NoClock, StepClock
 
@@ -140,7 +141,8 @@ class NixlTiersWorker(OffloadingWorker):
         self._copier = Copier(region, plan, swap, last_block_only)
         self._rank = rank
         self._jobs = jobs
-        self._collected: list[Store] = []
+        self._stores: list[Submitted] = []
+        self._loads: list[Submitted] = []
         self._collects = False
         self._failed_loads: set[int] | None = None  # None: they are reported to vLLM as failed
         self.step_clock = step_clock_of(region, jobs, rank)
@@ -150,7 +152,7 @@ class NixlTiersWorker(OffloadingWorker):
     @override
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         assert isinstance(dst_spec, RowsSpec)
-        self._collected.append(Store(job_id, src_spec, dst_spec))
+        self._stores.append(Submitted(job_id, src_spec, dst_spec))
         if not self._collects:
             self.flush()
         return True
@@ -159,20 +161,31 @@ class NixlTiersWorker(OffloadingWorker):
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_: object) -> bool:
         """`expedited` (newer vLLM) changes nothing: loads start in the order of submission."""
         assert isinstance(src_spec, RowsSpec)
-        self.flush()
-        self._jobs.submit(Direction.LOAD, Job((job_id,), lambda: self._load(src_spec, dst_spec)))
+        self._loads.append(Submitted(job_id, dst_spec, src_spec))
+        if not self._collects:
+            self.flush()
         return True
 
-    def collect_stores(self) -> None:
-        """From now on stores begin at the next `flush`, as one job: a step submits one for each request. Whoever calls
-        this calls `flush` before the engine may write to the blocks."""
+    def collect(self) -> None:
+        """From now on jobs begin at the next `flush`, all of a step together: it submits one for each request. Whoever
+        calls this calls `flush` before the engine may write to the blocks."""
         self._collects = True
 
     def flush(self) -> None:
-        """Begin the stores that were collected."""
-        if self._collected:
-            stores, self._collected = self._collected, []
-            self._jobs.submit(Direction.STORE, Job([store.id for store in stores], lambda: self._store(stores)))
+        """Begin what was collected."""
+        if self._stores:
+            stores, self._stores = self._stores, []
+            step = self._copier.plan(stores, to_host=True)
+            self._jobs.submit(Direction.STORE, Job([store.id for store in stores], partial(self._store, step)))
+        if self._loads:
+            loads, self._loads = self._loads, []
+            step = self._copier.plan(loads, to_host=False)
+            copies: list[list[tuple[int, Pairs]]] = [[] for _ in loads]
+            for place, group, pairs in step.of_jobs():
+                copies[place].append((group, pairs))
+            for place, load in enumerate(loads):
+                start = partial(self._load, step, place, copies[place])
+                self._jobs.submit(Direction.LOAD, Job((load.id,), start))
 
     @override
     def get_finished(self) -> list[TransferResult]:
@@ -219,11 +232,11 @@ class NixlTiersWorker(OffloadingWorker):
 
     # While a job runs on a thread it keeps its worker, so that what is collected with that has ended.
 
-    def _store(self, stores: Sequence[Store]) -> Started:
-        return self._copier.store(stores)
+    def _store(self, step: Step) -> Started:
+        return self._copier.store(step)
 
-    def _load(self, rows: RowsSpec, engine: GPULoadStoreSpec) -> Started:
-        return self._copier.load(rows, engine)
+    def _load(self, step: Step, place: int, copies: Sequence[tuple[int, Pairs]]) -> Started:
+        return self._copier.load(step, place, copies)
 
 
 def _end(jobs: CopyJobs, region: HostRegion) -> None:

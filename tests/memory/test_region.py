@@ -22,7 +22,8 @@ from nixl_tiers.base.policies import HugePages
 from nixl_tiers.memory import pages
 from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.memory.memfd import CHECK
-from nixl_tiers.memory.region import MAX_MISSING, STEPS_KEPT, HostRegion
+from nixl_tiers.base.control_words import MAX_MISSING
+from nixl_tiers.memory.region import STEPS_KEPT, HostRegion
 from nixl_tiers.memory.region_layout import HEADER, RegionError
 from tests.memory.descriptors import descriptors, is_open
 
@@ -268,12 +269,12 @@ def test_rows_of_several_jobs_are_marked_at_once_as_one_by_one(made: HostRegion)
     seqs, ok, missing = np.array([7, 8, 9]), np.array([True, False, True]), np.array([0, 0, 2])
     for whole in (True, np.array([True, True, False])):
         made.mark([2, 0, 1], 0, seqs, ok, missing, whole=whole)
-        together = made._control.copy()
-        made._control[:] = 0
+        together = made.control.copy()
+        made.control[:] = 0
         for place, row in enumerate((2, 0, 1)):
             each = whole if whole is True else bool(whole[place])
             made.mark([row], 0, int(seqs[place]), bool(ok[place]), int(missing[place]), whole=each)
-        assert np.array_equal(made._control, together)
+        assert np.array_equal(made.control, together)
 
 
 def test_a_row_lacks_what_any_of_its_cells_lacks(made: HostRegion) -> None:

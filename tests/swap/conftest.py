@@ -22,12 +22,18 @@ def compiler() -> str:
 
 
 @pytest.fixture(scope="session")
-def library(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """csrc/swap_cpu.c as it is now, whatever is installed."""
+def library_path(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("swap") / "swap_cpu.so"
     flags = ["-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, "-o", str(path), str(ROOT / "csrc" / "swap_cpu.c")], check=True)
-    opened = host._open(str(path))
+    sources = [str(ROOT / "csrc" / name) for name in ("swap_cpu.c", "swap_step.c")]
+    subprocess.run([compiler, *flags, "-o", str(path), *sources], check=True)
+    return path
+
+
+@pytest.fixture(scope="session")
+def library(library_path: Path) -> ctypes.CDLL:
+    """csrc/swap_cpu.c as it is now, whatever is installed."""
+    opened = host._open(str(library_path))
     assert opened is not None
     return opened
 

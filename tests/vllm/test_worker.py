@@ -27,6 +27,7 @@ from vllm.v1.kv_offload.base import (
 
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.swap.step import Pairs
 from nixl_tiers.vllm.copy_jobs import PolledJobs, RowsSpec, ThreadedJobs
 from nixl_tiers.vllm.worker import NixlTiersWorker, segments_of, worker_over
 
@@ -192,7 +193,7 @@ def test_ranks_that_hold_the_same_bytes_store_what_one_would(
         assert set(changed % copies) <= {number}
         rank.worker.shutdown()
     assert np.array_equal(region.rows_view, one.region.rows_view)
-    assert np.array_equal(region._control, one.region._control)
+    assert np.array_equal(region.control, one.region.control)
     whole = one.region.written(rows.rows[: rows.counts[0]], 1) & (one.region.missing(rows.rows[: rows.counts[0]]) == 0)
     if whole.any():
         loaded = rows.rows[: rows.counts[0]][whole]
@@ -239,7 +240,7 @@ def test_stores_that_begin_together_write_what_they_would_one_by_one(
         for _ in range(2)
     )
     together.region.rows_view[:] = single.region.rows_view[:] = 0xEE
-    together.worker.collect_stores()
+    together.worker.collect()
     for number, (rows, engine) in enumerate(step):
         assert together.worker.submit_store(number, engine, rows)
     together.worker.flush()
@@ -249,7 +250,7 @@ def test_stores_that_begin_together_write_what_they_would_one_by_one(
         alone = single.store(rows, engine)
         assert (results[number].success, results[number].transfer_size) == (True, alone.transfer_size)
     assert np.array_equal(together.region.rows_view, single.region.rows_view)
-    assert np.array_equal(together.region._control, single.region._control)
+    assert np.array_equal(together.region.control, single.region.control)
     for rank in (together, single):
         rank.worker.shutdown()
 
@@ -340,7 +341,7 @@ def test_a_store_that_cannot_be_marked_is_not_a_failed_load(
         raise OSError("broken by the test")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rank.region, "mark", broken)
+        patch.setattr(rank.worker._copier._steps, "mark", broken)
         assert rank.store(rows_of(0, counts=(1,)), engine).success, "vLLM would end the engine"
     assert rank.worker.take_failed_loads() == set()
     assert not rank.region.written([0], 1).any()
@@ -353,12 +354,8 @@ class Slow:
         self.go = threading.Event()
         self.started: list[tuple[str, str]] = []
 
-    def store(self, group: int, blocks: Any, places: Any) -> Slow:
-        self.started.append(("store", threading.current_thread().name))
-        return self
-
-    def load(self, group: int, blocks: Any, places: Any) -> Slow:
-        self.started.append(("load", threading.current_thread().name))
+    def copy(self, group: int, pairs: Pairs, *, to_host: bool) -> Any:
+        self.started.append(("store" if to_host else "load", threading.current_thread().name))
         return self
 
     def done(self) -> bool:
@@ -397,7 +394,7 @@ def test_stores_of_a_step_are_one_copy_on_a_device_and_have_results_of_their_own
     slow = Slow()
     host = worker_over(region, caches_of([[512]]), 0)
     worker = NixlTiersWorker(region, host._plan, slow, 0, jobs=PolledJobs())
-    worker.collect_stores()
+    worker.collect()
     for job in (1, 2):
         rows = range(job * 2 - 2, job * 3 - 2)
         spec = rows_of(*rows, counts=(len(rows),), store_seq=job)
@@ -418,21 +415,23 @@ def test_stores_of_a_step_are_one_copy_on_a_device_and_have_results_of_their_own
     host.shutdown()
 
 
-@pytest.mark.parametrize("how", ["wait", "flush, wait", "get_finished", "load"])
+@pytest.mark.parametrize("how", ["wait", "flush, wait", "get_finished", "load, flush"])
 def test_collected_stores_have_read_their_blocks_before_the_engine_may_write_to_them(rank: Rank, how: str) -> None:
     """It waits for those whose blocks it gives to others, in the step that preempts a request or begins another."""
     before = rank.bytes_of(0, 3)
-    rank.worker.collect_stores()
+    rank.worker.collect()
     rank.worker.submit_store(1, GPULoadStoreSpec([3], [1], [0]), rows_of(4, counts=(1,)))
     assert not rank.region.written([4], 1).any()
     if how == "get_finished":
         rank.worker.get_finished()
-    elif how == "load":
+    elif how == "load, flush":
         rank.worker.submit_load(2, rows_of(1, counts=(1,)), GPULoadStoreSpec([7], [1], [0]))
+        assert rank.worker._loads, "loads are collected too"
+        rank.worker.flush()
     elif how == "flush, wait":
         rank.worker.flush()
-    collected = list(rank.worker._collected)
-    assert collected == [] or how == "wait"
+    assert rank.worker._stores == [] or how == "wait"
+    assert rank.worker._loads == []
     rank.worker.wait({1})
     assert rank.region.written([4], 1).all()
     rank.clear()
@@ -443,7 +442,7 @@ def test_a_store_that_runs_holds_up_no_load_on_a_device() -> None:
     region = HostRegion.create(Geometry(1, 512), ROWS)
     store, load = Slow(), Slow()
     host = worker_over(region, caches_of([[512]]), 0)
-    swap = SimpleNamespace(store=store.store, load=load.load)
+    swap = SimpleNamespace(copy=lambda *_, to_host: store if to_host else load)
     worker = NixlTiersWorker(region, host._plan, swap, 0, jobs=PolledJobs())
     worker.submit_store(1, GPULoadStoreSpec([0], [1], [0]), rows_of(0, counts=(1,)))
     worker.submit_load(2, rows_of(1, counts=(1,)), GPULoadStoreSpec([1], [1], [0]))
@@ -491,10 +490,10 @@ def test_a_worker_without_shutdown_is_collected_with_copies_on_its_device() -> N
 class HalfBroken(Slow):
     """Loads of group 0 do not start, and of group 1 they end with an error; those of group 2 are as they should be."""
 
-    def load(self, group: int, blocks: Any, places: Any) -> Slow:
+    def copy(self, group: int, pairs: Pairs, *, to_host: bool) -> Any:
         if group == 0:
             raise OSError("does not start")
-        super().load(group, blocks, places)
+        super().copy(group, pairs, to_host=to_host)
         return Failing() if group == 1 else self
 
 
@@ -531,12 +530,10 @@ class Blocking(Slow):
         super().__init__()
         self.began = threading.Event()
 
-    def store(self, group: int, blocks: Any, places: Any) -> None:  # type: ignore[override]
-        self.began.set()
-        self.elapsed_s()
-
-    def load(self, group: int, blocks: Any, places: Any) -> None:  # type: ignore[override]
-        return
+    def copy(self, group: int, pairs: Pairs, *, to_host: bool) -> None:
+        if to_host:
+            self.began.set()
+            self.elapsed_s()
 
 
 def test_neither_submission_nor_a_load_waits_for_a_running_store() -> None:
