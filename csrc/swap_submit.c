@@ -3,96 +3,12 @@
  * The engine's step thread records an event behind its compute and queues a request; everything that costs time per
  * block, and every call of the driver that may block its caller (a stream with about a thousand operations pending
  * does), happens here. The thread keeps only a few slots of work outstanding, so that it, and nobody else, waits.
- *
- * The driver's functions come as pointers: nothing here links to CUDA. Their types are checked against NVIDIA's cuda.h
- * where a test defines SWAP_CUDA_H. All errors are CUresult; the name of the call that failed goes with them.
  */
 #include <pthread.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "swap.h"
-
-#ifdef SWAP_CUDA_H
-#include <cuda.h>
-#else
-enum { CU_MEMCPY_SRC_ACCESS_ORDER_STREAM = 1, CU_MEMCPY_SRC_ACCESS_ORDER_ANY = 3 };
-enum { CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE = 1 };
-typedef int CUresult;
-typedef unsigned long long CUdeviceptr;
-typedef struct CUctx_st *CUcontext;
-typedef struct CUstream_st *CUstream;
-typedef struct CUevent_st *CUevent;
-typedef struct CUfunc_st *CUfunction;
-typedef struct {
-    unsigned type;
-    int id;
-} CUmemLocation;
-typedef struct {
-    unsigned srcAccessOrder;
-    CUmemLocation srcLocHint, dstLocHint;
-    unsigned flags;
-} CUmemcpyAttributes;
-#endif
-
-#define SUBMIT_ABI 1
-
-enum { SLOTS = 3, BATCH = 256, WARPS_OF_A_BLOCK = 8, THREADS = 256, CAPACITIES = 2 };
-enum { COPY_ENGINE, STAGED }; /* swap_request.strategy */
-enum { QUEUED, SUBMITTED, FAILED }; /* swap_request.state */
-
-typedef struct {
-    CUresult (*ctx_push)(CUcontext);
-    CUresult (*ctx_pop)(CUcontext *);
-    CUresult (*stream_wait_event)(CUstream, CUevent, unsigned);
-    CUresult (*stream_synchronize)(CUstream);
-    CUresult (*event_record)(CUevent, CUstream);
-    CUresult (*event_synchronize)(CUevent);
-    CUresult (*memcpy_async)(CUdeviceptr, CUdeviceptr, size_t, CUstream);
-    CUresult (*launch)(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream,
-                       void **, void **);
-    /* as of CUDA 12.8, which cuGetProcAddress is asked for; NULL: copies go one by one */
-    CUresult (*memcpy_batch)(CUdeviceptr *, CUdeviceptr *, size_t *, size_t, CUmemcpyAttributes *, size_t *, size_t,
-                             size_t *, CUstream);
-} swap_driver;
-
-/* One KV group: its segments and gaps on the host, and its tables on the GPU (see swap_job). */
-typedef struct {
-    const swap_segment *segments;
-    const swap_gap *gaps;
-    swap_u64 n_segments, n_gaps;
-    swap_u64 parts, first_part;
-    swap_u32 n_parts, n_tiles;
-} swap_group;
-
-/* What one direction's thread works with; constant while it runs. */
-typedef struct {
-    swap_driver driver;
-    CUcontext context;
-    CUstream work, copies;      /* kernels, and copies of the staged strategy */
-    CUevent tail;               /* behind the last transfer */
-    CUevent free[SLOTS], full[SLOTS];
-    swap_rows rows;
-    const swap_group *groups;
-    swap_u64 staging, slot_pairs; /* SLOTS times slot_pairs sub-blocks on the GPU; 0: no staged strategy */
-    swap_u64 zeros;               /* as many zero bytes on the GPU as the largest gap has */
-    CUfunction stage[CAPACITIES];
-    swap_u32 capacities[CAPACITIES];
-    swap_u32 stage_blocks, to_host;
-} swap_setup;
-
-/* One transfer. The caller keeps it, and its pairs, until its state is not QUEUED any more. */
-typedef struct swap_request {
-    struct swap_request *next;
-    const swap_pair *pairs;
-    swap_u64 n_pairs;
-    CUevent computed, begin, end;
-    swap_u32 group, strategy;
-    int state;
-    CUresult code;
-    const char *call; /* the one that failed with `code` */
-} swap_request;
+#include "swap_submit.h"
 
 typedef struct {
     swap_setup setup;
@@ -391,17 +307,60 @@ void *nixl_tiers_submit_open(const swap_setup *setup) {
     return self;
 }
 
-/* Queues a request and returns. */
-void nixl_tiers_submit_put(submitter *self, swap_request *request) {
+/* Queues a request behind what the stream `compute` has to do so far, and returns. After an error, of the call that the
+ * request names, it is not queued. */
+CUresult nixl_tiers_submit_put(submitter *self, swap_request *request, CUstream compute) {
+    const swap_driver *driver = &self->setup.driver;
+    CUcontext ignored;
+    request->call = "cuCtxPushCurrent_v2";
+    CUresult code = driver->ctx_push(self->setup.context);
+    if (code)
+        return code;
+    request->call = "cuEventRecord";
+    code = driver->event_record(request->computed, compute);
+    driver->ctx_pop(&ignored);
+    if (code)
+        return code;
     request->next = NULL;
     pthread_mutex_lock(&self->lock);
     *self->last = request;
     self->last = &request->next;
     pthread_cond_signal(&self->queued);
     pthread_mutex_unlock(&self->lock);
+    return 0;
 }
 
 int nixl_tiers_submit_state(const swap_request *request) { return __atomic_load_n(&request->state, __ATOMIC_ACQUIRE); }
+
+/* How long the request took on the GPU, in ms, once all of it has arrived; until then -1. Waits for nothing. -2 where it
+ * failed: its `code` and `call` say how. */
+double nixl_tiers_submit_ended(submitter *self, swap_request *request) {
+    const swap_driver *driver = &self->setup.driver;
+    CUcontext ignored;
+    float milliseconds = 0;
+    int state = nixl_tiers_submit_state(request);
+    if (state != SUBMITTED)
+        return state == QUEUED ? -1 : -2;
+    const char *call = "cuCtxPushCurrent_v2";
+    CUresult code = driver->ctx_push(self->setup.context);
+    if (!code) {
+        call = "cuEventQuery";
+        code = driver->event_query(request->end);
+        if (!code) {
+            call = "cuEventElapsedTime";
+            code = driver->event_elapsed(&milliseconds, request->begin, request->end);
+        }
+        driver->ctx_pop(&ignored);
+    }
+    if (code == CUDA_ERROR_NOT_READY)
+        return -1;
+    if (code) {
+        request->code = code;
+        request->call = call;
+        return -2;
+    }
+    return milliseconds;
+}
 
 /* Returns the state once it is not QUEUED. */
 int nixl_tiers_submit_wait(submitter *self, swap_request *request) {

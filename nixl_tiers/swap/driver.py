@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 LIBRARY: Final = "libcuda.so.1"
-NOT_READY: Final = 600
 ALREADY_REGISTERED: Final = 712
 
 _BATCH_VERSION: Final = 12080  # the first that has batches; this number also selects which arguments they take
@@ -184,13 +183,6 @@ class Driver:
 
     def record(self, event: int, stream: int) -> None:
         self._call("cuEventRecord", event, stream)
-
-    def query(self, event: int) -> bool:
-        """Whether everything before the event has ended."""
-        code = int(self._functions["cuEventQuery"](event))
-        if code not in {0, NOT_READY}:
-            raise self.error("cuEventQuery", code)
-        return code == 0
 
     def wait(self, event: int) -> None:
         self._call("cuEventSynchronize", event)

@@ -61,7 +61,7 @@ class HostSwap:
 
     def copy(self, group: int, pairs: Pairs, *, to_host: bool) -> None:
         """As store or load, of pairs that are checked."""
-        if not pairs.count:
+        if not pairs.number:
             return
         if self._library is None:
             self._copy_numpy(group, pairs.view(), to_host=to_host)
@@ -74,7 +74,7 @@ class HostSwap:
             gaps.ctypes.data,
             len(gaps),
             pairs.address,
-            pairs.count,
+            pairs.number,
             to_host,
             KERNEL_AUTO,
         )

@@ -127,12 +127,6 @@ class CopyPlan:
         index = np.arange(first, first + count, dtype=np.int64)
         return (chunk_rows[index // sub_blocks] * sub_blocks + index % sub_blocks).astype(np.uint32)
 
-    def writes(self, places: NDArray[np.uint32]) -> NDArray[np.bool_] | slice:
-        """Which of them this rank writes, as an index."""
-        if self.share.turns == 1:
-            return slice(None)
-        return self.share.writes(places.astype(np.int64) // self.geometry.sub_blocks)
-
     def pairs(self, group: int, blocks: ArrayLike, places: ArrayLike) -> NDArray[np.uint32]:
         """(n, 2) checked pairs (block, place) of one transfer: what a copy is given besides the plan itself.
 

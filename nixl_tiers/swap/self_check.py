@@ -20,8 +20,8 @@ from nixl_tiers.swap.driver import CudaError, Device
 from nixl_tiers.swap.kernels import Kernels
 from nixl_tiers.swap.pinned import PinnedRegion
 from nixl_tiers.swap.plan import CopyPlan, Memory, Segment
-from nixl_tiers.swap.strategies import BLACKWELL, NAMES
 from nixl_tiers.swap.step import Pairs
+from nixl_tiers.swap.strategies import BLACKWELL, NAMES
 from nixl_tiers.swap.stream import CopyStream, Events
 from nixl_tiers.swap.submit import DeviceTables
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from functools import cache
 from typing import Final, NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.base import native
-from nixl_tiers.swap.plan import CopyPlan
+from nixl_tiers.swap.plan import CopyPlan, Memory
 from nixl_tiers.swap.problems import COPY_FAILED, UNEQUAL
 from nixl_tiers.swap.step_plain import Plain
 
@@ -45,12 +45,12 @@ class _Plan(ctypes.Structure):
 
 
 @cache
-def _library() -> ctypes.PyDLL | None:
+def _library() -> ctypes.CDLL | None:
     """Its calls take microseconds, and keep the interpreter's lock: to have it back could take milliseconds."""
     return _open(native.location("nixl_tiers.swap._swap_cpu"))
 
 
-def _open(path: str | None) -> ctypes.PyDLL | None:
+def _open(path: str | None) -> ctypes.CDLL | None:
     library = native.opened(path, "nixl_tiers_swap_abi", ABI, keeps_lock=True)
     if library is not None:
         library.nixl_tiers_step_plan.restype = ctypes.c_int64
@@ -67,26 +67,19 @@ class Numbers(NamedTuple):
     numbers: array[int]
     rows: bytes
     blocks: bytes
-    block_size: int
-
-    @classmethod
-    def joined(
-        cls, numbers: Sequence[int], rows: Sequence[bytes], blocks: Sequence[NDArray[np.signedinteger]]
-    ) -> Numbers:
-        """Of each job `rows` and `blocks`."""
-        return cls(len(rows), array("q", numbers), b"".join(rows), b"".join(blocks), blocks[0].itemsize)
+    block_size: int = 4
 
     @classmethod
     def of_nothing(cls, jobs: int, groups: int) -> Numbers:
         """Jobs of which nothing is known, which is their verdict."""
-        return cls(jobs, array("q", (0, 0, 0, 0, *(-1, 0, 0) * groups) * jobs), b"", b"", 4)
+        return cls(jobs, array("q", (0, 0, 0, 0, *(-1, 0, 0) * groups) * jobs), b"", b"")
 
 
 class Pairs(NamedTuple):
     """Pairs (block, place) of one transfer: two 32-bit numbers each."""
 
     address: int
-    count: int
+    number: int
     memory: object  # keeps them
 
     @classmethod
@@ -95,61 +88,48 @@ class Pairs(NamedTuple):
         return cls(pairs.ctypes.data, len(pairs), pairs)
 
     def view(self) -> NDArray[np.uint32]:
-        """(count, 2)."""
-        raw = (ctypes.c_uint32 * (2 * self.count)).from_address(self.address)
-        return np.frombuffer(raw, np.uint32).reshape(-1, 2)
+        """(number, 2)."""
+        flat: NDArray[np.uint8] = np.asarray(Memory(self.address, (8 * self.number,), (1,)))
+        return flat.view(np.uint32).reshape(-1, 2)
 
 
 class Step:
-    """Jobs of a direction that are planned together."""
+    """Jobs of a direction that are planned together. Of each job: `counts`, for each group, how many pairs; `nbytes`;
+    `verdicts`, of problems.py."""
 
-    def __init__(self, steps: Steps, numbers: Numbers, groups: int) -> None:
+    def __init__(self, numbers: Numbers, groups: int) -> None:
         self.numbers = numbers
-        self._steps = steps
-        self._groups = groups
+        self.groups = groups
         self.n_blocks = len(numbers.blocks) // numbers.block_size
-        at = self.n_blocks + numbers.jobs * groups
-        self._slices = slice(self.n_blocks, at), slice(at, at + numbers.jobs), slice(at + numbers.jobs, None)
-        self.plan = array("Q", bytes(8 * (at + 2 * numbers.jobs)))  # pairs, counts, nbytes, verdicts
-
-    @property
-    def counts(self) -> array[int]:
-        """Of each job, of each group: how many pairs."""
-        return self.plan[self._slices[0]]
-
-    @property
-    def nbytes(self) -> array[int]:
-        return self.plan[self._slices[1]]
-
-    @property
-    def verdicts(self) -> array[int]:
-        return self.plan[self._slices[2]]
+        self.pairs = array("Q", bytes(8 * self.n_blocks))
+        self.counts = array("Q", bytes(8 * numbers.jobs * groups))
+        self.nbytes = array("Q", bytes(8 * numbers.jobs))
+        self.verdicts = array("Q", bytes(8 * numbers.jobs))
+        self.raw = _Jobs(
+            numbers.numbers.tobytes(), len(numbers.numbers), numbers.jobs, numbers.rows, numbers.blocks,
+            len(numbers.rows) // 4, self.n_blocks, numbers.block_size,
+        )  # fmt: skip
 
     def fail(self, job: int) -> None:
         """Its copy has failed."""
-        at = self._slices[2].start + job
-        self.plan[at] = self.plan[at] or COPY_FAILED
+        self.verdicts[job] = self.verdicts[job] or COPY_FAILED
 
     def of_groups(self) -> Iterator[tuple[int, Pairs]]:
         """All jobs' pairs of each group that has any."""
-        address, counts = self.plan.buffer_info()[0], self.counts
-        for group in range(self._groups):
-            if count := sum(counts[group :: self._groups]):
-                yield group, Pairs(address, count, self.plan)
+        address = self.pairs.buffer_info()[0]
+        for group in range(self.groups):
+            if count := sum(self.counts[group :: self.groups]):
+                yield group, Pairs(address, count, self.pairs)
                 address += 8 * count
 
     def of_jobs(self) -> Iterator[tuple[int, int, Pairs]]:
         """Each job's pairs of each group: job, group, pairs."""
-        address, counts = self.plan.buffer_info()[0], self.counts
-        for group in range(self._groups):
+        address = self.pairs.buffer_info()[0]
+        for group in range(self.groups):
             for job in range(self.numbers.jobs):
-                if count := counts[job * self._groups + group]:
-                    yield job, group, Pairs(address, count, self.plan)
+                if count := self.counts[job * self.groups + group]:
+                    yield job, group, Pairs(address, count, self.pairs)
                     address += 8 * count
-
-    def mark(self) -> None:
-        """Say in the control words of the stores' rows what became of them. Nothing once the region is closed."""
-        self._steps.mark(self)
 
 
 class Steps:
@@ -161,7 +141,7 @@ class Steps:
         self._plain = Plain(plan, last)
         self._control: NDArray[np.uint64] | None = control[:, plan.share.cell]
         groups = (_Group * len(plan.groups))(
-            *((group.blocks, group.block_bytes, only) for group, only in zip(plan.groups, last, strict=True))
+            *(_Group(group.blocks, group.block_bytes, only) for group, only in zip(plan.groups, last, strict=True))
         )
         self._keep = groups
         self._layout = _Layout(
@@ -177,29 +157,23 @@ class Steps:
     def plan(self, numbers: Numbers, *, to_host: bool) -> Step:
         """ValueError where there are not as many rows or blocks as the jobs say; what is wrong with one job only is its
         verdict."""
-        step = Step(self, numbers, len(self._keep))
+        step = Step(numbers, len(self._keep))
         if self._library is None:
             self._plain.plan(step, to_host=to_host)
             return step
-        address, counts, nbytes = step.plan.buffer_info()[0], step._slices[0].start, step._slices[1].start
-        out = _Plan(address, address + 8 * counts, address + 8 * nbytes, address + 8 * (nbytes + numbers.jobs))
-        if self._library.nixl_tiers_step_plan(self._at, self._jobs(step), to_host, ctypes.byref(out)) < 0:
+        out = _Plan(
+            step.pairs.buffer_info()[0], step.counts.buffer_info()[0], step.nbytes.buffer_info()[0],
+            step.verdicts.buffer_info()[0],
+        )  # fmt: skip
+        raw = ctypes.byref(step.raw)
+        if self._library.nixl_tiers_step_plan(self._at, raw, to_host, ctypes.byref(out)) < 0:
             raise ValueError(UNEQUAL)
         return step
 
     def mark(self, step: Step) -> None:
+        """Say in the control words of the stores' rows what became of them. Nothing once the region is closed."""
         if self._library is not None:
-            address = step.plan.buffer_info()[0] + 8 * step._slices[2].start
-            self._library.nixl_tiers_step_mark(self._at, self._jobs(step), address)
+            verdicts = step.verdicts.buffer_info()[0]
+            self._library.nixl_tiers_step_mark(self._at, ctypes.byref(step.raw), verdicts)
         elif self._control is not None:
             self._plain.mark(step, self._control)
-
-    @staticmethod
-    def _jobs(step: Step) -> object:
-        numbers = step.numbers
-        return ctypes.byref(
-            _Jobs(
-                numbers.numbers.tobytes(), len(numbers.numbers), numbers.jobs, numbers.rows, numbers.blocks,
-                len(numbers.rows) // 4, step.n_blocks, numbers.block_size,
-            )
-        )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -96,20 +97,23 @@ class Plain:
             verdict = self._verdict(job, to_host=to_host)
             pairs = [self._pairs(part, to_host=to_host) if not verdict else [] for part in job.parts]
             pairs += [[]] * (len(groups) - len(pairs))
-            for all_pairs, mine in zip(groups, pairs, strict=True):
-                all_pairs += mine
+            for group, mine in zip(groups, pairs, strict=True):
+                group.extend(mine)
             counts += map(len, pairs)
-            nbytes.append(sum(len(mine) * group.block_bytes for mine, group in zip(pairs, self._plan.groups)))
+            nbytes.append(
+                sum(len(mine) * each.block_bytes for mine, each in zip(pairs, self._plan.groups, strict=True))
+            )
             verdicts.append(verdict)
-        for place, pair in enumerate(pair for group in groups for pair in group):
-            step.plan[place] = pair
-        for place, number in enumerate((*counts, *nbytes, *verdicts), step.n_blocks):
-            step.plan[place] = number
+        step.pairs, step.counts, step.nbytes, step.verdicts = (
+            array("Q", each) for each in ([pair for group in groups for pair in group], counts, nbytes, verdicts)
+        )
 
     def mark(self, step: Step, control: NDArray[np.uint64]) -> None:
         """`control`: of each row the word of this rank's cell."""
         for job, verdict in zip(self._jobs(step), step.verdicts, strict=True):
-            for part, last_only in zip(job.parts, self._last_block_only):
+            if verdict == MISMATCH:  # there may be no parts
+                continue
+            for part, last_only in zip(job.parts, self._last_block_only, strict=True):
                 for number, row in enumerate(part.rows):
                     if row >= self._plan.rows or not self._writes(row):
                         continue

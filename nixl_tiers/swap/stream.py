@@ -38,11 +38,12 @@ class Events:
         self._all: list[int] = []
 
     def take(self) -> Marks:
-        """Unused events. The device is current. Raises CudaError."""
+        """Unused events. Raises CudaError."""
         with self._lock:
             if not self._free:
-                for timed in (False, True, True):
-                    self._all.append(self._device.driver.event(timed=timed))
+                with self._device.current() as driver:
+                    for timed in (False, True, True):
+                        self._all.append(driver.event(timed=timed))
                 self._free.append(Marks(*self._all[-3:]))
             return self._free.pop()
 
@@ -85,15 +86,10 @@ class Transfer:
             return False  # another thread waits for them
         try:
             if self._elapsed_s is None:
-                if self._submitter.queued(self._request):
+                elapsed_s = self._submitter.ended_s(self._request)
+                if elapsed_s is None:
                     return False
-                self._submitter.wait(self._request)
-                if self._events.closed:
-                    return True
-                with self._device.current() as driver:
-                    if not driver.query(self._marks.end):
-                        return False
-                    self._finish()
+                self._finish(elapsed_s)
             return True
         finally:
             self._waiting.release()
@@ -107,11 +103,12 @@ class Transfer:
                     return
                 with self._device.current() as driver:
                     driver.wait(self._marks.end)
-                    self._finish()
+                    self._finish(driver.elapsed_s(self._marks.begin, self._marks.end))
 
     def elapsed_s(self) -> float:
         """Seconds that it took on the GPU, from the end of the compute before it; waits for its end."""
-        self.wait()
+        if self._elapsed_s is None:
+            self.wait()
         return self._elapsed_s or 0.0  # not known any more once the swap is closed
 
     def hold(self, stream: int) -> None:
@@ -125,9 +122,9 @@ class Transfer:
                 with self._device.current() as driver:
                     driver.wait_event(stream, self._marks.end)
 
-    def _finish(self) -> None:
+    def _finish(self, elapsed_s: float) -> None:
         with self._lock:
-            self._elapsed_s = self._device.driver.elapsed_s(self._marks.begin, self._marks.end)
+            self._elapsed_s = elapsed_s
             self._events.give_back(self._marks)
 
 
@@ -209,18 +206,17 @@ class CopyStream:
         assert self._submitter is not None
         strategy = STAGED if name == "staged" and self._staging else COPY_ENGINE
         with self._lock:
-            with self._device.current() as driver:
-                marks = self._events.take()
-                try:
-                    driver.record(marks.computed, compute_stream)
-                except BaseException:
-                    self._events.give_back(marks)
-                    raise
+            marks = self._events.take()
             request = Request(pairs, group, strategy, marks)
             while self._kept and not self._submitter.queued(self._kept[0]):
                 self._kept.popleft()
             self._kept.append(request)
-            self._submitter.put(request)  # from here on the driver is the submitting thread's: calls may wait for it
+            try:
+                self._submitter.put(request, compute_stream)
+            except BaseException:
+                self._kept.pop()
+                self._events.give_back(marks)
+                raise
         return Transfer(self._device, self._events, marks, self._submitter, request)
 
     def drain(self) -> None:

@@ -21,7 +21,7 @@ from nixl_tiers.swap.kernels import CAPACITIES
 from nixl_tiers.swap.plan import CopyPlan, GroupPlan
 from nixl_tiers.swap.step import Pairs
 
-ABI: Final = 1  # SUBMIT_ABI of csrc/swap_submit.c
+ABI: Final = 2  # SUBMIT_ABI of csrc/swap_submit.h
 SLOTS: Final = 3  # of the staging buffer; as many parts of transfers are on the GPU's streams at most
 BATCH_COPIES: Final = 256  # descriptors a call of the copy engine: a stream with about a thousand blocks its caller
 COPY_ENGINE, STAGED = range(2)
@@ -39,6 +39,8 @@ _DRIVER_CALLS: Final = (
     "cuStreamSynchronize",
     "cuEventRecord",
     "cuEventSynchronize",
+    "cuEventQuery",
+    "cuEventElapsedTime",
     "cuMemcpyAsync",
     "cuLaunchKernel",
 )
@@ -102,12 +104,13 @@ def _open(path: str | None) -> ctypes.CDLL | None:
         assert library.nixl_tiers_submit_sizes(which) == ctypes.sizeof(structure), structure.__name__
     library.nixl_tiers_submit_open.restype = _P
     library.nixl_tiers_submit_open.argtypes = [_P]
-    library.nixl_tiers_submit_put.argtypes = [_P, _P]
+    library.nixl_tiers_submit_put.argtypes = [_P, _P, _P]
+    library.nixl_tiers_submit_ended.argtypes = [_P, _P]
+    library.nixl_tiers_submit_ended.restype = ctypes.c_double
     library.nixl_tiers_submit_wait.argtypes = [_P, _P]
     library.nixl_tiers_submit_state.argtypes = [_P]
     library.nixl_tiers_submit_drain.argtypes = [_P]
     library.nixl_tiers_submit_close.argtypes = [_P]
-    library.nixl_tiers_submit_put.restype = None
     library.nixl_tiers_submit_drain.restype = None
     library.nixl_tiers_submit_close.restype = None
     return library
@@ -128,7 +131,7 @@ class Request:
         computed, begin, end = events
         self.raw = _Request(
             pairs=pairs.address,
-            n_pairs=pairs.count,
+            n_pairs=pairs.number,
             computed=computed,
             begin=begin,
             end=end,
@@ -202,12 +205,25 @@ class Submitter:
             table.n_tiles,
         )
 
-    def put(self, request: Request) -> None:
-        """Queue a request, which must be kept until it is not queued any more. Waits for nothing. RuntimeError after
-        `close`."""
+    def put(self, request: Request, compute_stream: int) -> None:
+        """Queue a request behind what `compute_stream` has to do so far; it must be kept until it is not queued any
+        more. Waits for nothing. CudaError where it is not queued, RuntimeError after `close`."""
         if not self._thread:
             raise RuntimeError("this swap is closed")
-        self._library.nixl_tiers_submit_put(self._thread, ctypes.byref(request.raw))
+        code = self._library.nixl_tiers_submit_put(self._thread, ctypes.byref(request.raw), compute_stream)
+        if code:
+            raise self._driver.error(request.raw.call.decode(), code)
+
+    def ended_s(self, request: Request) -> float | None:
+        """How long it took on the GPU, once all of it has arrived; None until then. Waits for nothing. Raises CudaError
+        if it never will arrive. After `close` nothing is known of it any more: 0."""
+        if not self._thread:
+            return 0.0
+        milliseconds: float = self._library.nixl_tiers_submit_ended(self._thread, ctypes.byref(request.raw))
+        if milliseconds == -2:
+            raw: Any = request.raw
+            raise self._driver.error(raw.call.decode(), raw.code)
+        return None if milliseconds < 0 else milliseconds / 1e3
 
     def queued(self, request: Request) -> bool:
         """Whether the thread has still to submit some of it."""

@@ -8,8 +8,9 @@ copies of their own: each request goes on as soon as its own blocks have come.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.plan import CopyPlan
@@ -60,6 +61,8 @@ class Copier:
 
     def _numbers(self, jobs: Sequence[Submitted]) -> Numbers:
         numbers: list[int] = []
+        packed: list[bytes] = []
+        blocks: list[Any] = []
         for _, engine, rows in jobs:
             sizes, counts, missing = engine.group_sizes, rows.counts, rows.missing
             numbers += (len(rows.packed) // 4, len(engine.block_ids), rows.store_seq, len(missing))
@@ -70,7 +73,9 @@ class Copier:
                 numbers += (-1, 0, 0) * self._groups  # which is its verdict
             for lacking in missing.items():
                 numbers += lacking
-        return Numbers.joined(numbers, [job.rows.packed for job in jobs], [job.engine.block_ids for job in jobs])
+            packed.append(rows.packed)
+            blocks.append(engine.block_ids)
+        return Numbers(len(jobs), array("q", numbers), b"".join(packed), b"".join(blocks), blocks[0].itemsize)
 
     def store(self, step: Step) -> Started:
         """Starts the copies of planned stores, all of a group together."""
@@ -96,7 +101,7 @@ class Copier:
                     if any(step.counts[job * self._groups + group] for group in failed):
                         step.fail(job)
             try:
-                step.mark()
+                self._steps.mark(step)
             except Exception:
                 log.exception("nixl_tiers: what a store wrote could not be marked; its chunks are dropped")
                 return [Moved()] * step.numbers.jobs

@@ -18,11 +18,11 @@ from xxhash import xxh3_64_intdigest
 
 import nixl_tiers
 from nixl_tiers.base.chunk import PAGE, Geometry
+from nixl_tiers.base.control_words import MAX_MISSING
 from nixl_tiers.base.policies import HugePages
 from nixl_tiers.memory import pages
 from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.memory.memfd import CHECK
-from nixl_tiers.base.control_words import MAX_MISSING
 from nixl_tiers.memory.region import STEPS_KEPT, HostRegion
 from nixl_tiers.memory.region_layout import HEADER, RegionError
 from tests.memory.descriptors import descriptors, is_open

@@ -112,7 +112,8 @@ def test_the_driver_is_called_as_cuda_h_declares(tmp_path: Path) -> None:
     calls = {
         "ctx_push": "cuCtxPushCurrent", "ctx_pop": "cuCtxPopCurrent", "stream_wait_event": "cuStreamWaitEvent",
         "stream_synchronize": "cuStreamSynchronize", "event_record": "cuEventRecord",
-        "event_synchronize": "cuEventSynchronize", "memcpy_async": "cuMemcpyAsync", "launch": "cuLaunchKernel",
+        "event_synchronize": "cuEventSynchronize", "event_query": "cuEventQuery",
+        "event_elapsed": "cuEventElapsedTime", "memcpy_async": "cuMemcpyAsync", "launch": "cuLaunchKernel",
     }  # fmt: skip
     lines = [f"    driver->{ours} = {theirs};" for ours, theirs in calls.items()]
     source.write_text(

@@ -135,6 +135,35 @@ def test_a_gpu_that_fails_while_copying_writes_no_row_and_ends_with_the_worker(r
     rank.worker.shutdown()
 
 
+@pytest.mark.parametrize("rank", STRATEGIES, indirect=True)
+@pytest.mark.parametrize("bad", ["row", "block"])
+def test_one_bad_job_of_a_step_harms_no_other(rank: Rank, bad: str) -> None:
+    before = [rank.block(block) for block in range(BLOCKS)]
+    rank.worker.collect()
+    rows = range(5)
+    for row in rows:
+        block = BLOCKS if (row, bad) == (2, "block") else 2 * row
+        spec = RowsSpec(np.array([ROWS if (row, bad) == (2, "row") else row]), (1,), row + 1)
+        rank.worker.submit_store(row, engine([block, 2 * row + 1]), spec)
+    rank.worker.flush()
+    rank.worker.wait(set(rows))
+    assert all(result.success for result in rank.worker.get_finished())
+    assert [bool(rank.region.written([row], row + 1).all()) for row in rows] == [row != 2 for row in rows]
+    for cache in rank.caches:
+        cache[:] = 0
+    for row in rows:
+        block = BLOCKS if (row, bad) == (3, "block") else 2 * row
+        spec = RowsSpec(np.array([ROWS if (row, bad) == (3, "row") else row]), (1,))
+        rank.worker.submit_load(10 + row, spec, engine([block, 2 * row + 1]))
+    rank.worker.flush()
+    rank.worker.wait({10 + row for row in rows})
+    results = rank.worker.get_finished()
+    assert {result.job_id for result in results if result.transfer_size} == {10, 11, 12, 14}
+    assert rank.worker.take_failed_loads() == {13}
+    for row in (0, 1, 4):
+        assert [rank.block(2 * row), rank.block(2 * row + 1)] == before[2 * row : 2 * row + 2]
+
+
 @pytest.mark.parametrize("rank", ["copy_engine"], indirect=True)
 def test_no_failure_of_a_store_is_reported_to_vllm(
     rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -146,6 +175,8 @@ def test_no_failure_of_a_store_is_reported_to_vllm(
     assert rank.store([0, 1], [0], store_seq=1).success
     assert not rank.region.written([0], 1).any()
     assert "cannot be planned" in caplog.text
+    assert rank.load([0], [0, 1]).success
+    assert rank.worker.take_failed_loads() == {2}
 
 
 @pytest.mark.parametrize("accepted", [True, False])
