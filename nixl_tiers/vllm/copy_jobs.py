@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from enum import Enum
+from enum import StrEnum
 from queue import SimpleQueue
 from typing import Final, NamedTuple, Protocol
 
@@ -28,7 +28,7 @@ OVERDUE_S: Final = 10.0
 POLL_S: Final = 0.0001
 
 
-class Direction(Enum):
+class Direction(StrEnum):
     STORE = "store"
     LOAD = "load"
 
@@ -110,6 +110,10 @@ def _over(transfer: Transfer) -> bool:
 class CopyJobs(Protocol):
     """The jobs of one worker. For the thread that submits them, but for `stop`."""
 
+    @property
+    def open(self) -> Collection[int]:
+        """The ids of those whose results `finished` has not returned."""
+
     def submit(self, direction: Direction, job: Job) -> None: ...
 
     def finished(self) -> list[TransferResult]:
@@ -127,22 +131,25 @@ class PolledJobs:
 
     def __init__(self, overdue_s: float = OVERDUE_S) -> None:
         self._overdue_s = overdue_s
-        self._open: dict[Direction, deque[Job]] = {direction: deque() for direction in Direction}
+        self.open: set[int] = set()
+        self._running: dict[Direction, deque[Job]] = {direction: deque() for direction in Direction}
         self._results: list[TransferResult] = []
         self._reported = -1  # the job that was logged last as overdue
 
     def submit(self, direction: Direction, job: Job) -> None:
         job.start()
-        self._open[direction].append(job)
+        self.open.update(job.ids)
+        self._running[direction].append(job)
 
     def finished(self) -> list[TransferResult]:
         self._poll()
         results, self._results = self._results, []
+        self.open.difference_update([result.job_id for result in results])
         return results
 
     def wait(self, job_ids: Collection[int]) -> None:
         wanted = set(job_ids)
-        while self._poll() and any(not wanted.isdisjoint(job.ids) for jobs in self._open.values() for job in jobs):
+        while self._poll() and any(not wanted.isdisjoint(job.ids) for jobs in self._running.values() for job in jobs):
             time.sleep(POLL_S)
 
     def stop(self) -> bool:
@@ -155,7 +162,7 @@ class PolledJobs:
 
     def _poll(self) -> bool:
         """Take the results of jobs that have ended. Returns whether any are left."""
-        for direction, jobs in self._open.items():
+        for direction, jobs in self._running.items():
             while jobs and jobs[0].ready():
                 self._results += jobs.popleft().end()
             if jobs and jobs[0].ids[0] != self._reported and time.perf_counter() - jobs[0].began_s > self._overdue_s:
@@ -168,7 +175,7 @@ class PolledJobs:
                     jobs[0].ids[0],
                     sum(len(job.ids) for job in jobs) - 1,
                 )
-        return any(self._open.values())
+        return any(self._running.values())
 
 
 class ThreadedJobs:
@@ -176,12 +183,12 @@ class ThreadedJobs:
 
     def __init__(self) -> None:
         self._threads = {direction: _SerialExecutor(f"nixl_tiers-{direction.value}") for direction in Direction}
-        self._open: dict[int, threading.Event] = {}
+        self.open: dict[int, threading.Event] = {}
         self._results: deque[TransferResult] = deque()
 
     def submit(self, direction: Direction, job: Job) -> None:
         ended, results = threading.Event(), self._results
-        self._open.update(dict.fromkeys(job.ids, ended))
+        self.open.update(dict.fromkeys(job.ids, ended))
 
         def end() -> None:
             results.extend(job.end())
@@ -193,12 +200,12 @@ class ThreadedJobs:
         results = []
         while self._results:
             results.append(self._results.popleft())
-            self._open.pop(results[-1].job_id, None)
+            self.open.pop(results[-1].job_id, None)
         return results
 
     def wait(self, job_ids: Collection[int]) -> None:
         for job_id in job_ids:
-            ended = self._open.get(job_id)
+            ended = self.open.get(job_id)
             if ended is not None:
                 ended.wait()
 

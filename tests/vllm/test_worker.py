@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.base import (
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.step import Pairs
+from nixl_tiers.vllm.copier import Submitted
 from nixl_tiers.vllm.copy_jobs import PolledJobs, RowsSpec, ThreadedJobs
 from nixl_tiers.vllm.worker import NixlTiersWorker, segments_of, worker_over
 
@@ -572,6 +573,17 @@ def test_worker_that_is_collected_while_it_copies_closes_its_region() -> None:
     blocking.go.set()
     assert closed.wait(120)
     host.shutdown()
+
+
+def test_no_row_is_marked_once_the_region_is_closed(rank: Rank) -> None:
+    """C has the address of the control words, which are unmapped then."""
+    engine, rows = GPULoadStoreSpec([1], [1], [0]), rows_of(0, counts=(1,))
+    copier = rank.worker._copier
+    step = copier.plan([Submitted(1, engine, rows)], to_host=True)
+    words = rank.region.control  # which keeps the mapping
+    rank.region.close()
+    copier._steps.mark(step)
+    assert not words.any()
 
 
 def test_a_group_that_is_larger_than_announced_is_refused() -> None:
