@@ -204,8 +204,8 @@ class Steps:
         self._pauses = 0
         swap = get_kv_transfer_group().connector_worker.worker._swap
         changed = core.scheduler.connector.connector_scheduler.manager._coordinator.changed
-        self._schedule, self._load, self._wait = core.scheduler.schedule, swap.load, changed.wait
-        core.scheduler.schedule, swap.load, changed.wait = self.schedule, self.load, self.wait
+        self._schedule, self._copy, self._wait = core.scheduler.schedule, swap.copy, changed.wait
+        core.scheduler.schedule, swap.copy, changed.wait = self.schedule, self.copy, self.wait
 
     def seen(self) -> dict[str, int]:
         return dict(self.counts)
@@ -222,9 +222,9 @@ class Steps:
                 self._may_copy.set()
         return output
 
-    def load(self, *arguments: Any) -> Any:
-        assert self._may_copy.wait(300)
-        return self._load(*arguments)
+    def copy(self, *arguments: Any, to_host: bool) -> Any:
+        assert to_host or self._may_copy.wait(300)
+        return self._copy(*arguments, to_host=to_host)
 
     def wait(self, timeout_s: float) -> bool:
         self._pauses += 1
@@ -336,19 +336,21 @@ def break_loads(times: int) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     swap = ours(get_kv_transfer_group()).connector_worker.worker._swap
-    good = swap.load
+    good = swap.copy
     left = times
 
-    def load(group: int, blocks: Any, places: Any) -> None:
+    def copy(group: int, pairs: Any, *, to_host: bool) -> None:
         nonlocal left
-        if left:
+        if left and not to_host:
             left -= 1
             # Another order would change nothing: attention does not care where in memory a position's keys lie.
-            good(group, blocks, places[:1].repeat(len(places)))
+            wrong = pairs.view().copy()
+            wrong[:, 1] = wrong[0, 1]
+            good(group, type(pairs).of(wrong), to_host=False)
             raise OSError("broken by the test")
-        good(group, blocks, places)
+        good(group, pairs, to_host=to_host)
 
-    swap.load = load
+    swap.copy = copy
 
 
 if __name__ == "__main__":
