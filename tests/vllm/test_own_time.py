@@ -62,7 +62,7 @@ TIMED = {
     "on_new_request": (SimpleNamespace(request_id="r"),),
     "get_num_new_matched_tokens": (SimpleNamespace(request_id="r"), 0),
     "update_state_after_alloc": (None, None, 16),
-    "get_external_cache_hit_sources": (None, 16),
+    "get_external_cache_hit_sources": (SimpleNamespace(request_id="r"), 16),
     "build_connector_meta": (output(),),
     "update_connector_output": (SimpleNamespace(failed_recving=None),),
     "take_events": (),
@@ -90,7 +90,11 @@ def test_what_vllms_part_takes_counts_once(monkeypatch: pytest.MonkeyPatch, name
     nothing = SimpleNamespace(begin=lambda step: None, end=lambda: None)
     connector._worker = SimpleNamespace(step_clock=nothing, flush=lambda: None, take_failed_loads=set)
     connector._manager = SimpleNamespace(
-        in_doubt=False, salt_of=lambda *_: None, began_at=lambda *_: None, scheduled=lambda _: 7
+        in_doubt=False,
+        only_source=lambda *_: None,
+        salt_of=lambda *_: None,
+        began_at=lambda *_: None,
+        scheduled=lambda _: 7,
     )
     for _ in range(2):
         getattr(connector, name)(*TIMED[name])
