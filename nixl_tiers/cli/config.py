@@ -22,7 +22,15 @@ from nixl_tiers.cli.disk_room import DiskRoom
 from nixl_tiers.cli.output import Json, print_json
 from nixl_tiers.config import schema
 from nixl_tiers.config import source as config_source
-from nixl_tiers.config.schema import ConfigError, CpuConfig, FileConfig, S3Config, TiersConfig, format_size
+from nixl_tiers.config.schema import (
+    ConfigError,
+    CpuConfig,
+    FileConfig,
+    S3Config,
+    StorageConfig,
+    TiersConfig,
+    format_size,
+)
 from nixl_tiers.config.warnings import warnings_given, warnings_here, warnings_of
 
 _MEANINGS: Final = {
@@ -194,7 +202,7 @@ def _fields(model: BaseModel) -> dict[str, dict[str, Any]]:
         value, given = getattr(model, name), name in model.model_fields_set
         if name == "path" and isinstance(model, FileConfig):
             value = model.place
-        elif name == "movers" and isinstance(model, FileConfig):
+        elif name == "movers" and isinstance(model, StorageConfig):
             value = 1 + model.loaders
         meaning = (None if isinstance(value, dict) else _MEANINGS.get((name, value))) or field.description or ""
         fields[name] = _field(_shown(name, value, field), meaning, given=given)

@@ -13,10 +13,9 @@ from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PrivateA
 from nixl_tiers.base.mounts import make_private, nearest, not_mounted
 from nixl_tiers.config import fields
 from nixl_tiers.config.errors import ConfigError
-from nixl_tiers.config.tier import AbsolutePath, Age, Size, StorageConfig, when_unset
+from nixl_tiers.config.tier import MOST_MOVERS, AbsolutePath, Age, Size, StorageConfig, when_unset
 
 MOST_PATHS: Final = 32
-MOST_MOVERS: Final = 16
 CORES_A_MOVER: Final = 4
 USUAL_MOVERS: Final = (4, 8)  # at most, where nothing is said: of a directory, and of a tier
 
@@ -44,11 +43,12 @@ class FileConfig(StorageConfig):
     )
     movers: Annotated[int, Field(strict=True, ge=1, le=MOST_MOVERS)] | None = Field(
         None,
-        description="with `layout: slabs`, how many processes load from each directory, of which one stores; each is a "
-        "thread that ends at some gigabytes a second",
+        description="how many processes load from each directory, of which one stores; each is a thread that ends at "
+        "some gigabytes a second",
         json_schema_extra=when_unset(
-            "as many as a quarter of the processor cores, divided among all directories and "
-            "`replicas`, at least one, at most four a directory and eight in all; one with `backend: gds_mt`"
+            "with `layout: slabs` as many as a quarter of the processor cores, divided among all directories and "
+            "`replicas`, at least one, at most four a directory and eight in all; one with `layout: files`, and with "
+            "`backend: gds_mt`"
         ),
     )
     min_free: Annotated[int | str | None, BeforeValidator(fields.parse_min_free)] = Field(
@@ -112,8 +112,6 @@ class FileConfig(StorageConfig):
 
     @model_validator(mode="after")
     def _agree(self) -> FileConfig:
-        if (self.movers or 1) > 1 and self.layout == "files":
-            raise ValueError("movers: with layout: files there is one")
         if self.replicas is not None and self.layout == "files":
             raise ValueError("replicas has no use with layout: files, where all engines share all rows")
         if self.backend == "native" and self.layout == "files":
@@ -136,7 +134,8 @@ class FileConfig(StorageConfig):
 
     @property
     def loader(self) -> str:
-        return "nixl_tiers.tiers.slab.loader:SlabLoader"
+        slabs = self.layout == "slabs"
+        return f"nixl_tiers.tiers.{'slab.loader:SlabLoader' if slabs else 'rowfile.loader:RowFileLoader'}"
 
     @property
     def stored_rows(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Final, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic.fields import FieldInfo
@@ -17,6 +17,9 @@ from pydantic.fields import FieldInfo
 from nixl_tiers.base.policies import Eviction, HugePages, Write
 from nixl_tiers.config import fields
 from nixl_tiers.config.errors import ConfigError
+
+MOST_MOVERS: Final = 16
+"""Of one place."""
 
 Size = Annotated[int, BeforeValidator(fields.parse_size)]
 Seconds = Annotated[float, BeforeValidator(fields.parse_seconds)]  # a field adds its bounds
@@ -118,8 +121,9 @@ class StorageConfig(Model):
 
     @property
     def loaders(self) -> int:
-        """How many more movers each of the `members` has, that only load, where slots are places: each makes a `loader`
-        and is told what the member's mover has opened (`StorageTier.opening`)."""
+        """How many more movers each of the `members` has, that only load: each makes a `loader`. Where slots are places
+        it is told what the member's mover has opened (`StorageTier.opening`); rows that are found by their keys it
+        loads also while that mover is down, and what it finds CORRUPT that one is told to `delete`."""
         return 0
 
     @property

@@ -59,12 +59,13 @@ class Events:
     def opened(self, mover: int, slots: int) -> Steps:
         """A mover serves its medium (again), with room for `slots` rows, perhaps fewer than before; the rows that it
         holds are listed next. None of these is a hit, and nothing is planned for it, before the last step. A loader,
-        which lists nothing, loads from now on what its owner has opened last."""
+        which lists nothing, loads from now on; a follower what its owner has opened last."""
         member = self._state.movers[mover]
-        if member.owner is not None:
-            member.state = TierState.DOWN if member.owner.state is TierState.DOWN else TierState.UP
+        if (owner := member.owner) is not None:
+            follows = member in owner.followers and owner.state is TierState.DOWN
+            member.state = TierState.DOWN if follows else TierState.UP
             return iter(())
-        for loader in member.loaders:
+        for loader in member.followers:
             loader.state = TierState.DOWN
         return begin_listing(member, slots)
 
@@ -115,12 +116,13 @@ class Events:
     def down(self, mover: int, now: float) -> None:
         """The medium does not answer. Its rows are misses until it is opened again. Of several members the others go
         on: what is queued to be loaded from this one is dropped as its turn comes. Where it is a loader that cannot
-        load, its owner and the other loaders go on."""
+        load, its owner and the other loaders go on; and so do loaders of an owner that they do not follow."""
         member = self._state.movers[mover]
         lost = member.tier
         self._state.begin_slice()
         member.shut()
-        self._checks.lost(lost.number)
+        if member.owner is None:
+            self._checks.lost(lost.number)
         if lost.refuses_stores:
             self._writeback.drop_stores(lost)
         if not lost.readable:
@@ -296,9 +298,10 @@ class Events:
         for tier in known:
             if tier.readable and tier.to_demote:
                 jobs.extend(self._writeback.plan_demotions(tier, now))
-            if tier.writable and tier.to_store:
+            if tier.writable and tier.to_store and not all(map(_DEAD, tier.members)):
                 jobs.extend(self._writeback.plan_stores(tier, now))
-            if (tier.trials or not all(mover.can_load for mover in tier.movers)) and tier.store_credits > 0:
+            may_try = any(mover.store_credits > 0 for mover in tier.movers)
+            if may_try and (tier.trials or not all(mover.can_load for mover in tier.movers)):
                 jobs.extend(self._health.plan_trials(tier, now))
         self._state.unfinished |= self._state.slice_used_up
         return jobs

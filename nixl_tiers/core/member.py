@@ -3,8 +3,9 @@
 Most tiers have one. The members of a tier share its index, its queues and its price; each has its own state, circuits,
 speed, and jobs that died with its mover, so that one that fails takes nothing from the others but its rows.
 
-A member may have loaders: further movers, which only load from its slots. Each is a `Member`, too, with state, circuit,
-speed and dead jobs of its own, and neither slots nor anything to delete.
+A member may have loaders: further movers, which only load what it stores. Each is a `Member`, too, with state, circuit,
+speed and dead jobs of its own, and neither slots nor anything to delete. Where slots are places, loaders go by what
+their owner has opened last (`followers`); a row that is found by its key they load whatever becomes of the owner.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Member:
     limits: Limits
     owner: Member | None = field(default=None, repr=False)
     loaders: list[Member] = field(default_factory=list, repr=False)
-    state: TierState = TierState.DOWN  # of a loader: DOWN, or UP as long as its owner is not down
+    state: TierState = TierState.DOWN  # of a loader: DOWN, or UP; of a follower as long as its owner is not down
     dead: deque[OrphanedJobs] = field(
         default_factory=deque
     )  # of movers that were killed or have died, the oldest first
@@ -59,6 +60,11 @@ class Member:
     def movers(self) -> Sequence[Member]:
         """Those that load from its slots: its own, and its loaders."""
         return (self, *self.loaders)
+
+    @property
+    def followers(self) -> Sequence[Member]:
+        """Those of its loaders that are down with it, and have to open again what it has opened again."""
+        return self.loaders if self.tier.spec.physical_slots else ()
 
     @property
     def readable(self) -> bool:
@@ -105,8 +111,8 @@ class Member:
         return sum(len(job.moves) for job in jobs if job.mover == self.number and job.direction is direction)
 
     def shut(self) -> None:
-        """Its medium does not answer, or is about to be opened anew: nobody loads from there."""
-        for mover in self.movers:
+        """Its medium does not answer, or is about to be opened anew: neither it nor a follower loads from there."""
+        for mover in (self, *self.followers):
             mover.state = TierState.DOWN
         self.clear_deletes()
 

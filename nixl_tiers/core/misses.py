@@ -70,10 +70,9 @@ class Misses:
                 continue
             if request.allowed is not None and tier.number not in request.allowed:
                 reason = reason or (tier.number, "missed_excluded")
-            elif (member := tier.member_of(key)).state is TierState.DOWN:
-                reason = (tier.number, "missed_down")
-            elif not member.loads.closed:
-                reason = (tier.number, "missed_open")
+            elif not (member := tier.member_of(key)).readable:
+                down = all(mover.state is TierState.DOWN for mover in member.movers)
+                reason = (tier.number, "missed_down" if down else "missed_open")
             elif request.load_failed or tier.denylist.is_denied(key, now):
                 reason = (tier.number, "missed_failed")
             elif not request.asked.get(key, True):

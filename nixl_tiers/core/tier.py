@@ -111,8 +111,8 @@ class Tier:
 
     @property
     def known(self) -> bool:
-        """Whether the suspects of some member are known: those of a dead mover are not, yet."""
-        return not all(member.dead for member in self.members)
+        """Whether the suspects of some mover are known: those of a dead one are not, yet."""
+        return not all(mover.dead for mover in self.movers)
 
     @property
     def free_slots(self) -> int:

@@ -92,14 +92,14 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="nixl-tiers-supervisor", daemon=True)
 
     def start(self, message: Open) -> None:
-        """Start every mover with this namespace, loaders without any."""
+        """Start every mover with this namespace, but for loaders that have to be told first what to open."""
         self._open = self._opens(message)
         self._spawn_at = dict.fromkeys(range(len(self._configures)), 0.0)
         self._thread.start()
 
     def reopen(self, message: Open) -> None:
-        """Serve this namespace from now on, in running movers and in those to come. Loaders have to be told again what
-        to open (`open_loader`)."""
+        """Serve this namespace from now on, in running movers and in those to come. Loaders where slots are places have
+        to be told again what to open (`open_loader`)."""
         self._open = self._opens(message)
         self._reopen = True
         self.wake()
@@ -111,7 +111,7 @@ class Supervisor:
         self._to_open.add(tier)
 
     def _opens(self, message: Open) -> list[Open | None]:
-        return [None if configure.loader else message for configure in self._configures]
+        return [None if each.loader and each.physical_slots else message for each in self._configures]
 
     def wake(self) -> None:
         """Have the handler's on_tick called soon."""

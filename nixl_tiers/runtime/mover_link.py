@@ -340,16 +340,16 @@ class MoverLink:
         return Open(self.namespace.digest, self.namespace.epoch)
 
     def _open_loaders(self, mover: int, opening: bytes) -> None:
-        """This mover has opened its medium (again): its loaders are to open the same. With the lock held."""
+        """This mover has opened its medium (again): its followers are to open the same. With the lock held."""
         self.movers[mover].opening = opening
         message = msgspec.structs.replace(self._open_message(), opening=opening)
-        for loader in self._core.movers[mover].loaders:
+        for loader in self._core.movers[mover].followers:
             self.supervisor.open_loader(loader.number, message)
 
     def _has_opened(self, loader: int, opening: bytes) -> bool:
-        """Whether a loader has opened what its owner has opened last; else it is told to open that."""
+        """Whether a loader has opened what its owner has opened last, or need not, as it does not follow it."""
         owner = self._core.movers[loader].owner
-        return owner is not None and self.movers[owner.number].opening == opening
+        return owner is None or not owner.followers or self.movers[owner.number].opening == opening
 
 
 def take_steps(steps: Steps, lock: threading.Condition) -> None:

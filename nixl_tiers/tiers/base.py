@@ -164,8 +164,8 @@ class StorageTier(ABC):
     would fill the disk below it. Empty: none was found yet."""
 
     opening: bytes = b""
-    """Where the configuration has `loaders`: what `open` has opened, another one each time, for movers that only load
-    from there. Of such a mover: set before `open`."""
+    """Where the configuration has `loaders`, and slots are places: what `open` has opened, another one each time, for
+    movers that only load from there. Of such a mover: set before `open`."""
 
     def identify(self, engine: str) -> None:  # noqa: B027 - most tiers need not know
         """For which engine this tier works: an ID that stays the same when its mover is restarted. Called once, before
@@ -259,8 +259,9 @@ class StorageTier(ABC):
         return None
 
     # Where the medium is asked (the capability `asked`), since others write to it and it is too large to be listed:
-    # `list_rows` yields nothing, `delete` is not called, and the engine goes on with what it knows when its mover is
-    # restarted. A row's tick is when it was last written, or any time before, by one clock for all engines.
+    # `list_rows` yields nothing, `delete` is called only for rows that a loader has found CORRUPT, and the engine goes
+    # on with what it knows when its mover is restarted. A row's tick is when it was last written, or any time before,
+    # by one clock for all engines.
 
     def check_existence(self, check_id: int, keys: Sequence[bytes], chain: bool) -> bool:
         """Start to find out which of `keys` are there. False: not possible.

@@ -492,7 +492,20 @@ def test_movers_follow_from_the_cores(
     assert not schema.load(with_tier(FILE, path=place[0], layout="files")).storage[0].loaders
 
 
-def test_row_files_have_one_mover(tmp_path: Path) -> None:
-    assert not schema.load(with_tier(FILE, path=str(tmp_path), layout="files", movers=1)).storage[0].loaders
-    with pytest.raises(schema.ConfigError, match="movers: with layout: files there is one"):
-        schema.load(with_tier(FILE, path=str(tmp_path), layout="files", movers=2))
+def test_row_files_and_s3_have_one_mover_unless_more_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nixl_tiers.config.file.cores", lambda: 64)
+    for tier, fields in ((FILE, {"path": str(tmp_path), "layout": "files"}), (S3, {})):
+        assert not schema.load(with_tier(tier, **fields)).storage[0].loaders
+        assert schema.load(with_tier(tier, movers=4, **fields)).storage[0].loaders == 3
+
+
+@pytest.mark.parametrize(("movers", "most", "each"), [(1, 64, 64), (4, 64, 16), (3, 64, 21), (4, 4, 1)])
+def test_movers_share_the_downloads_of_an_s3_tier(movers: int, most: int, each: int) -> None:
+    (tier,) = schema.load(with_tier(S3, movers=movers, max_transfers=most)).storage
+    assert isinstance(tier, schema.S3Config)
+    assert tier.downloads_each == each
+
+
+def test_more_movers_than_transfers_make_no_sense() -> None:
+    with pytest.raises(schema.ConfigError, match="movers: 4 cannot share max_transfers: 3"):
+        schema.load(with_tier(S3, movers=4, max_transfers=3))

@@ -23,9 +23,17 @@ class Machine:
     """A core whose movers do at once what they are sent, but for those that `hang`."""
 
     def __init__(
-        self, host: int = 256, write: Write = Write.THROUGH, *, members: int = MEMBERS, loaders: int = 0
+        self,
+        host: int = 256,
+        write: Write = Write.THROUGH,
+        *,
+        members: int = MEMBERS,
+        loaders: int = 0,
+        places: bool = True,
+        asked: bool = False,
     ) -> None:
-        spec = TierSpec("file", write, physical_slots=True, own=True, members=members, loaders=loaders)
+        """`places`: whether slots are; else rows are found by their keys."""
+        spec = TierSpec("file", write, physical_slots=places, asked=asked, own=True, members=members, loaders=loaders)
         self.core = TierManager(host, 4096, [spec])
         self.tier = self.core.tiers[0]
         self.now = 0.0

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from nixl_tiers.base.chunk import Geometry, Key, Outcome, object_name
-from nixl_tiers.config.schema import S3Config
+from nixl_tiers.config.schema import FileConfig, S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.testing.config import MemoryConfig
 from nixl_tiers.testing.medium import Medium
 from nixl_tiers.testing.memory import MemoryMedium, MemoryTier
 from nixl_tiers.tiers.base import EndedMoves, Entry, FinishedBatch, Move, StorageTier
+from nixl_tiers.tiers.rowfile.loader import RowFileLoader
 from nixl_tiers.tiers.rowfile.tier import RowFileTier
+from nixl_tiers.tiers.s3.loader import S3Loader
 from nixl_tiers.tiers.s3.tier import S3Tier
 from nixl_tiers.tiers.slab.loader import SlabLoader
 from nixl_tiers.tiers.slab.tier import SlabTier
@@ -115,8 +117,10 @@ class RowFiles(Medium):
     exact: ClassVar[bool] = False  # names in directories are counted ahead
 
     def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
-        config = file_config(self.path, capacity_bytes, layout="files", staging=self.staging, backend=self.backend)
-        return RowFileTier(config, geometry, region)
+        return RowFileTier(self._config(capacity_bytes), geometry, region)
+
+    def _config(self, capacity_bytes: int) -> FileConfig:
+        return file_config(self.path, capacity_bytes, layout="files", staging=self.staging, backend=self.backend)
 
     def read(self, namespace: bytes, slot: int, key: Key) -> bytes:
         return self._row(namespace, key).read_bytes()
@@ -150,16 +154,18 @@ class Objects(Medium):
     server: S3Server
     bucket: str
     prefix: str
+    movers: ClassVar[int] = 1
     physical_slots: ClassVar[bool] = False
 
     def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
-        config = S3Config(
-            type="s3", bucket=self.bucket, prefix=self.prefix, endpoint=self.server.endpoint, capacity=capacity_bytes
-        )
-        tier = S3Tier(config, geometry, region)
+        tier = S3Tier(self._config(capacity_bytes), geometry, region)
         # One engine: another would have to wait for the lease to expire if a busy machine is too late to hand it over.
         tier.identify("engine")
         return tier
+
+    def _config(self, capacity_bytes: int) -> S3Config:
+        where = {"bucket": self.bucket, "prefix": self.prefix, "endpoint": self.server.endpoint}
+        return S3Config(type="s3", capacity=capacity_bytes, movers=self.movers, **where)
 
     def read(self, namespace: bytes, slot: int, key: Key) -> bytes:
         body: bytes = self.server.client().get_object(**self._at(namespace, key))["Body"].read()
@@ -190,10 +196,10 @@ class Objects(Medium):
 
 
 class BesideLoader(StorageTier):
-    """A slab tier whose loads go by a loader beside it, as the core sends them. What the loader finds bad it is told
-    to delete."""
+    """A tier whose loads go by a loader beside it, as the core sends them. What the loader finds bad it is told to
+    delete."""
 
-    def __init__(self, tier: SlabTier, loader: SlabLoader) -> None:
+    def __init__(self, tier: StorageTier, loader: StorageTier) -> None:
         self.tier = tier
         self.loader = loader
         self._batches: dict[tuple[StorageTier, int], tuple[int, Sequence[Move]]] = {}
@@ -263,6 +269,10 @@ class BesideLoader(StorageTier):
         return self.tier.maintain_s
 
     @property
+    def relist_s(self) -> float | None:
+        return self.tier.relist_s
+
+    @property
     def slots(self) -> int | None:
         return self.tier.slots
 
@@ -278,3 +288,23 @@ class LoadedBeside(SlabFiles):
     def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
         config = file_config(self.path, capacity_bytes, staging=self.staging, backend=self.backend)
         return BesideLoader(SlabTier(config, geometry, region), SlabLoader(config, geometry, region))
+
+
+@dataclass
+class RowFilesLoadedBeside(RowFiles):
+    """The same of row files."""
+
+    def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
+        loader = RowFileLoader(self._config(capacity_bytes), geometry, region)
+        return BesideLoader(super().make(geometry, region, capacity_bytes), loader)
+
+
+@dataclass
+class ObjectsLoadedBeside(Objects):
+    """The same of objects."""
+
+    movers: ClassVar[int] = 2
+
+    def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
+        loader = S3Loader(self._config(capacity_bytes), geometry, region)
+        return BesideLoader(super().make(geometry, region, capacity_bytes), loader)

@@ -49,12 +49,11 @@ def examine(config: TiersConfig | None) -> Iterator[Finding]:
 
 
 def _movers(config: TiersConfig | None) -> Iterator[Finding]:
-    """How many load from each directory, since that follows from the cores."""
+    """How many load from each place, since that may follow from the cores."""
     for name, tier in zip(config.names, config.storage, strict=True) if config else ():
         if tier.loaders:
-            text = (
-                f"{1 + tier.loaders} on each of {len(tier.members)} directories of the {name} tier, of which one stores"
-            )
+            places = f"each of {len(tier.members)} directories of the" if tier.on_disk else "the"
+            text = f"{1 + tier.loaders} on {places} {name} tier, of which one stores"
             yield ok("movers", text, tier=name, movers=1 + tier.loaders)
 
 

@@ -138,7 +138,10 @@ class SharedRows(Rows):
     # --- what goes --------------------------------------------------------------------------------------------------
 
     def delete(self, keys: Sequence[Key], uploading: Collection[Key]) -> None:
-        """Others may use them: they are the janitor's."""
+        """What a loader has found bad. All else is the janitor's, since others may use it."""
+        for key in keys:
+            if key not in uploading:
+                self.is_unusable(key)
 
     def is_missing(self, key: Key) -> None:
         self._note_absent([key])

@@ -44,13 +44,14 @@ class S3Tier(StorageTier):
         self._row_bytes = geometry.row_bytes
         self._owner = Ownership(config)
         self._control = S3Control(config, lambda: self._owner.may_delete)
-        self._rows = (
-            SharedRows(config, self._row_bytes, self._control)
-            if config.shared
-            else PrefixRows(config, self._row_bytes, self._control, self._owner)
-        )
+        self._rows = self._make_rows()
         self._transfers = RowTransfers(config, geometry, region, self._control, self._rows)
         self._manifests = ManifestKeeper(self._row_bytes, self._owner.engine)
+
+    def _make_rows(self) -> Rows:
+        if self._config.shared:
+            return SharedRows(self._config, self._row_bytes, self._control)
+        return PrefixRows(self._config, self._row_bytes, self._control, self._owner)
 
     def identify(self, engine: str) -> None:
         self._owner.engine = self._manifests.engine = engine

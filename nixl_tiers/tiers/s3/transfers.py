@@ -46,12 +46,12 @@ class RowTransfers:
         self.data = S3Data(config, geometry, region)
         self._sealer: Sealer | None = None
         self.pace = PollPace()
-        most = config.max_transfers
-        self._downloads, self._uploads = TransferLimit(most), TransferLimit(most)
+        downloads, uploads = config.downloads_each, config.max_transfers
+        self._downloads, self._uploads = TransferLimit(downloads), TransferLimit(uploads)
         self.moves = MovePipeline(
-            MoveQueue(limit=most, admit=self._admit_load, run=self._run_load),
+            MoveQueue(limit=downloads, admit=self._admit_load, run=self._run_load),
             MoveQueue(
-                limit=most,
+                limit=uploads,
                 admit=self._admit_store,
                 run=self._run_store,
                 on_end=lambda move, _: rows.store_ended(move.key),

@@ -8,7 +8,7 @@ import pytest
 
 from nixl_tiers.testing.conformance import StorageTierTests
 from nixl_tiers.testing.medium import Medium
-from tests.tiers.media import RowFiles
+from tests.tiers.media import RowFiles, RowFilesLoadedBeside
 
 
 class TestFilesStorage(StorageTierTests):
@@ -21,3 +21,9 @@ class TestStagedFilesStorage(StorageTierTests):
     @pytest.fixture
     def medium(self, tmp_path: Path) -> Medium:
         return RowFiles(tmp_path, staging="on")
+
+
+class TestFilesStorageWithALoader(StorageTierTests):
+    @pytest.fixture
+    def medium(self, tmp_path: Path) -> Medium:
+        return RowFilesLoadedBeside(tmp_path)

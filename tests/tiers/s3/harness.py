@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import numpy as np
@@ -69,13 +69,15 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> b
 class TierDriver:
     """An S3Tier and its region, used as a mover's loop does. Key n uses region row n, modulo the rows."""
 
+    kind: ClassVar[type[S3Tier]] = S3Tier
+
     def __init__(self, geometry: Geometry, rows: int, *, engine: str = "", **config: Any) -> None:
         """`engine`: the ID of the engine that the tier works for; a new one unless given."""
         fields = {"type": "s3", "capacity": 1000 * geometry.row_bytes} | config
         self.geometry = geometry
         self.region = HostRegion.create(geometry, rows)
         self.config = S3Config(**fields)
-        self.tier = S3Tier(self.config, geometry, self.region)
+        self.tier = self.kind(self.config, geometry, self.region)
         if engine:
             self.tier.identify(engine)
 
