@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -171,11 +172,30 @@ def test_a_miss_while_loaders_serve_is_none_of_a_tier_that_is_down() -> None:
     machine = filled()
     machine.core.events.down(0, machine.now)
     machine.core.count_misses(PROMPT, "request", machine.now)
-    assert machine.tier.counters.missed_down == 0
+    assert machine.tier.counters.missed_down == machine.tier.counters.missed_open == 0
     for loader in (1, 2):
         machine.core.events.down(loader, machine.now)
     machine.core.count_misses(PROMPT, "later", machine.now)
     assert machine.tier.counters.missed_down == len(PROMPT)
+
+
+def test_nothing_is_stored_before_the_suspects_of_a_dead_owner_are_known() -> None:
+    """Though its successor has opened meanwhile."""
+    machine = filled()
+    machine.core._state.limits = replace(machine.core.limits, rows_per_slice=1)
+    machine.hang = {0, 1, 2}
+    assert machine.core.scan("request", Chain((Group(PROMPT, TOKENS),)), 0, machine.now).waits
+    machine.core.end_step()
+    machine.turn()
+    machine.core.events.lost(0, machine.now)
+    machine.open(0, [(0, b"held", 1)])
+    assert machine.tier.members[0].dead
+    assert machine.tier.writable
+    machine.sent.clear()
+    put(machine.core, [b"new"])
+    machine.sent += machine.core.turn(machine.now, machine.now)
+    assert machine.tier.members[0].dead
+    assert not movers_of(machine, Direction.STORE)
 
 
 def test_new_rows_wait_for_no_loader() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,11 +64,14 @@ def test_it_makes_and_deletes_nothing_and_keeps_nothing_in_memory(pair: Pair) ->
     with pytest.raises(TierDown, match="does not exist yet"):
         pair.loader.open(NAMESPACE, 0)
     assert not pair.path.exists()
+    pair.tier.open(NAMESPACE, 0)
+    threads = threading.enumerate()
     pair.open()
     pair.store(range(ROWS))
     row = next(pair.path.glob("*/*/*.row"))
     os.truncate(row, 4096)
     before = pair.files()
+    assert "scanner" not in {thread.name for thread in threading.enumerate() if thread not in threads}
     assert pair.load(range(ROWS + 1)) == {Outcome.OK, Outcome.CORRUPT, Outcome.MISSING}
     pair.loader.close()
     assert pair.files() == before
@@ -108,6 +112,7 @@ def test_a_row_that_it_loads_is_marked_as_used(pair: Pair) -> None:
     assert pair.load(range(ROWS)) == {Outcome.OK}
     pair.loader.close()  # ends what threads still do
     assert all(row.stat().st_mtime > hour_ago + AGE_S / 4 for row in rows)
+    assert pair.loader._quota.directories() == [], "which is not counted here"
 
 
 def test_what_has_expired_is_a_miss(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
