@@ -79,7 +79,10 @@ class PromotionJobs:
 
     def plan(self, tier: Tier, now: float) -> list[Job]:
         """Load jobs for the keys at the front of the tier's queue, as many as its window, mover and the host take."""
+        waits = self._waits_for_writeback(now)
         if self._promotion.host_full:
+            if waits and not self._host.free:
+                return []
             room = self._state.make_room(1)
             if not room and self._serves_looked_up(tier) and self._prefetch_queue.give_way(1):
                 room = self._state.make_room(1)
@@ -91,7 +94,7 @@ class PromotionJobs:
             most = min(self._state.load_window - tier.rows_loading, tier.send_credits * self._state.rows_per_job)
         else:
             most = sum(rooms)
-        if self._waits_for_writeback(now):
+        if waits:
             most = min(most, self._host.free)
         wanted = self._take_queued(tier, most, rooms, now)
         if self._host.quotas:

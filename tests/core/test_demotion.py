@@ -482,3 +482,22 @@ def test_an_old_place_in_the_queue_ends_a_demotion_and_not_its_load() -> None:
     assert core.lookup(key, "request", None, 0.0) is Lookup.PENDING
     core.events.finished(0, loads[0].id, [Outcome.OK] * len(loads[0].moves), 0.0)
     assert core.lookup(key, "request", None, 0.0) is Lookup.HIT
+
+
+def test_promotion_that_waited_for_a_full_host_waits_for_writeback_too() -> None:
+    """It took the first row that was unpinned, though that was not written yet."""
+    core = manager(8, (Write.OFF, Write.ON_EVICT), (100, 100))
+    core.events.listed(0, [(0, b"old", 0)], last=True)
+    filling = [b"filling-%d" % number for number in range(8)]
+    core.copies.prepare_store(filling, "filling")
+    assert core.lookup(b"old", "request", 0, 0.0) is Lookup.PENDING
+    core.end_step()
+    assert core.turn(0.0, 0.0) == []
+    core.copies.complete_store(core.copies.rows_being_filled(filling), ())
+    core.end_step()
+    for now in (0.1, 0.2, 0.3):
+        for job in core.turn(now, now):
+            core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), now)
+    assert core.lookup(b"old", "request", 0, 0.3) is Lookup.HIT
+    assert core.tiers[1].counters.dropped == 0
+    assert all(core.where(key, 0.3) for key in filling)
