@@ -26,7 +26,7 @@ from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.types import Job, TierSpec
-from nixl_tiers.runtime.waits import SLICE
+from nixl_tiers.runtime.blocking import SLICE
 
 ROWS: Final = 100_000
 TIER_ROWS: Final = 200_000  # as Python objects; more do not change these figures

@@ -32,6 +32,7 @@ from nixl_tiers.core.copies import LoadPlan, StorePlan
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.stats import Load
 from nixl_tiers.core.tier_rows import most_rows
+from nixl_tiers.runtime.blocking import Waits
 from nixl_tiers.runtime.copies import OpenLoads, bad_rows, ended_rows
 from nixl_tiers.runtime.deprecated import DeprecatedCalls
 from nixl_tiers.runtime.hold import Hold
@@ -39,7 +40,6 @@ from nixl_tiers.runtime.make_core import make_core
 from nixl_tiers.runtime.mover_link import MoverLink
 from nixl_tiers.runtime.numbers import counters, problems
 from nixl_tiers.runtime.prefill_cache import PrefillCache
-from nixl_tiers.runtime.waits import Waits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

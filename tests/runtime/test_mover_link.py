@@ -183,7 +183,7 @@ def test_store_after_a_reset_gets_all_rows_whose_jobs_the_workers_have_ended(
 def test_rows_are_demoted_at_exit_in_slices_and_in_prefix_order(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, changes: bool
 ) -> None:
-    monkeypatch.setattr("nixl_tiers.runtime.waits.SLICE", 2)
+    monkeypatch.setattr("nixl_tiers.runtime.blocking.SLICE", 2)
     core = coordinator._core
     for keys in ([b"old", b"a"], [b"b", b"c"]):
         core.copies.prepare_store(keys, "request")
