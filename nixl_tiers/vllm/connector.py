@@ -158,11 +158,12 @@ class NixlTiersConnector(OffloadingConnector):
     @override
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """vLLM (from 0.32 on) asks for each chunk, which takes longer than all the rest of a hit."""
-        source = self._manager.only_source(request.request_id, num_external_tokens)
-        if source is not None:
-            return {source: num_external_tokens}
         began_s = perf_counter()
-        sources: dict[Any, int] = super().get_external_cache_hit_sources(request, num_external_tokens)
+        sources: dict[Any, int]
+        if (source := self._manager.only_source(request.request_id, num_external_tokens)) is not None:
+            sources = {source: num_external_tokens}
+        else:
+            sources = super().get_external_cache_hit_sources(request, num_external_tokens)
         self._own_time.seconds += perf_counter() - began_s
         return sources
 

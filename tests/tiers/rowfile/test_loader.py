@@ -18,34 +18,21 @@ from nixl_tiers.tiers.rowfile.loader import RowFileLoader
 from nixl_tiers.tiers.rowfile.tier import RowFileTier
 from tests.mover.harness import NAMESPACE, wait_until
 from tests.support.file_tier import file_config
-from tests.tiers.file_tiers import AGE_S, CAPACITY, GEOMETRY, ROWS, Clock, load, store
+from tests.tiers.file_tiers import AGE_S, CAPACITY, GEOMETRY, ROWS, LoaderPair
 
 OTHER = bytes(16)
 
 
-class Pair:
-    """Both, of one directory."""
-
+class Pair(LoaderPair):
     def __init__(self, path: Path, region: HostRegion) -> None:
-        self.path = path
-        self.region = region
-        self.clock = Clock()
-        self.clock.now = time.time()
         config = file_config(path, CAPACITY, layout="files", max_age=AGE_S)
-        self.tier = RowFileTier(config, GEOMETRY, region)
-        self.loader = RowFileLoader(config, GEOMETRY, region)
+        super().__init__(path, region, RowFileTier(config, GEOMETRY, region), RowFileLoader(config, GEOMETRY, region))
 
     def open(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> None:
         self.tier.open(namespace, epoch)
         for batch in self.tier.list_rows():  # before which nothing is stored
             time.sleep(0.0 if batch else 0.001)
         self.loader.open(namespace, epoch)
-
-    def store(self, numbers: range) -> None:
-        assert set(store(self.tier, self.region, numbers)) == {Outcome.OK}
-
-    def load(self, numbers: range) -> set[Outcome]:
-        return set(load(self.loader, self.region, numbers))
 
     def files(self) -> dict[Path, tuple[int, int]]:
         """Of everything below the path: its inode and size."""
@@ -56,8 +43,7 @@ class Pair:
 def pair(tmp_path: Path, region: HostRegion) -> Iterator[Pair]:
     pair = Pair(tmp_path / "kv", region)
     yield pair
-    pair.loader.close()
-    pair.tier.close()
+    pair.close()
 
 
 def test_it_makes_and_deletes_nothing_and_keeps_nothing_in_memory(pair: Pair) -> None:

@@ -17,31 +17,20 @@ from nixl_tiers.tiers.slab.loader import SlabLoader
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import NAMESPACE, key_of, shard_dir, wait_until
 from tests.support.file_tier import file_config
-from tests.tiers.file_tiers import CAPACITY, GEOMETRY, ROWS, load, store
+from tests.tiers.file_tiers import CAPACITY, GEOMETRY, ROWS, LoaderPair, load
 
 OTHER = bytes(16)
 
 
-class Pair:
-    """Both, of one directory."""
-
+class Pair(LoaderPair):
     def __init__(self, path: Path, region: HostRegion) -> None:
-        self.path = path
-        self.region = region
         config = file_config(path, CAPACITY)
-        self.tier = SlabTier(config, GEOMETRY, region)
-        self.loader = SlabLoader(config, GEOMETRY, region)
+        super().__init__(path, region, SlabTier(config, GEOMETRY, region), SlabLoader(config, GEOMETRY, region))
 
     def open(self, namespace: bytes = NAMESPACE) -> None:
         self.tier.open(namespace, 0)
         self.loader.opening = self.tier.opening
         self.loader.open(namespace, 0)
-
-    def store(self, numbers: range) -> None:
-        assert set(store(self.tier, self.region, numbers)) == {Outcome.OK}
-
-    def load(self, numbers: range) -> set[Outcome]:
-        return set(load(self.loader, self.region, numbers))
 
     def slab(self) -> Path:
         return shard_dir(self.path, NAMESPACE) / slab_name(0)
@@ -51,8 +40,7 @@ class Pair:
 def pair(tmp_path: Path, region: HostRegion) -> Iterator[Pair]:
     pair = Pair(tmp_path / "kv", region)
     yield pair
-    pair.loader.close()
-    pair.tier.close()
+    pair.close()
 
 
 def test_nothing_can_be_opened_before_it_is_known_what(pair: Pair) -> None:
