@@ -77,10 +77,10 @@ setup(
         ),
         Extension(
             "nixl_tiers.memory._hash_copy",
-            sources=["csrc/hash_copy.c"],
+            sources=["csrc/hash_copy.c", "csrc/arrive.c"],
             depends=["csrc/pieces.h", "csrc/xxh3.h"],
             include_dirs=["csrc"],
-            extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra"],
+            extra_compile_args=["-O3", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra"],
             optional=True,
             py_limited_api=True,
         ),
