@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from nixl_tiers.base.chunk import Outcome
@@ -19,13 +19,14 @@ as much as one of a whole job, so a job that ends in its time has one."""
 
 class _Job:
     """`open`: the places of its moves that were not reported. `ended`: outcomes of some of these, to be reported at
-    `report_at_s`."""
+    `report_at_s`. `missing`: of the loaded rows that lack sub-blocks, by place, how many."""
 
     def __init__(self, message: Store | Load, now: float) -> None:
         self.message = message
         self.began_s = now
         self.open = dict.fromkeys(range(len(message.moves)))
         self.ended: dict[int, Outcome] = {}
+        self.missing: dict[int, int] = {}
         self.report_at_s = math.inf
 
 
@@ -55,10 +56,12 @@ class RunningJobs:
         for done in finished:
             job = self._jobs.pop(done.batch_id)
             outcomes = {place: done.outcomes[place] for place in job.open}
+            self._arrived(job, {place: outcome for place, outcome in outcomes.items() if place not in job.ended})
             codes = bytes(outcomes.values())
-            self._send(Finished(job.message.job, codes, now - job.began_s, self._partial(job, outcomes)))
+            self._send(Finished(job.message.job, codes, now - job.began_s, _partial(job, outcomes)))
         for ended in self._tier.ended_moves():
             if (running := self._jobs.get(ended.batch_id)) is not None:
+                self._arrived(running, ended.outcomes)
                 running.ended.update(ended.outcomes)
                 running.report_at_s = min(running.report_at_s, now + REPORT_S)
                 self.report_at_s = min(self.report_at_s, running.report_at_s)
@@ -72,19 +75,24 @@ class RunningJobs:
         outcomes, job.ended, job.report_at_s = job.ended, {}, math.inf
         moves = job.message.moves
         rows = [moves[place].row for place in outcomes]
-        self._send(RowsEnded(job.message.job, rows, bytes(outcomes.values()), self._partial(job, outcomes)))
+        self._send(RowsEnded(job.message.job, rows, bytes(outcomes.values()), _partial(job, outcomes)))
         for place in outcomes:
             del job.open[place]
 
-    def _partial(self, job: _Job, outcomes: Mapping[int, Outcome]) -> list[tuple[int, int]]:
-        """Of these moves, by their places, the loaded rows that lack sub-blocks, by their seals: (position, number of
-        missing ones)."""
-        geometry = self._region.geometry
-        if isinstance(job.message, Store) or geometry.sub_blocks == 1:
-            return []
-        missing = (
-            (position, missing_of(self._region.rows_view[job.message.moves[place].row], geometry))
-            for position, (place, outcome) in enumerate(outcomes.items())
-            if outcome is Outcome.OK
-        )
-        return [(position, count) for position, count in missing if count]
+    def _arrived(self, job: _Job, outcomes: Mapping[int, Outcome]) -> None:
+        """These moves have ended. Of a load, say so in the words of the whole rows, which streams wait for: before they
+        are reported, since the core may then give their numbers to other keys."""
+        if isinstance(job.message, Store):
+            return
+        region, moves = self._region, job.message.moves
+        loaded = [place for place, outcome in outcomes.items() if outcome is Outcome.OK]
+        if region.geometry.sub_blocks > 1:
+            for place in loaded:  # by their seals
+                if missing := missing_of(region.rows_view[moves[place].row], region.geometry):
+                    job.missing[place] = missing
+        region.arrive([moves[place].row for place in loaded if place not in job.missing])
+
+
+def _partial(job: _Job, places: Iterable[int]) -> list[tuple[int, int]]:
+    """Of these moves the loaded rows that lack sub-blocks: (position, number of missing ones)."""
+    return [(position, job.missing[place]) for position, place in enumerate(places) if place in job.missing]

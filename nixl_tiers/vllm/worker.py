@@ -145,6 +145,7 @@ class NixlTiersWorker(OffloadingWorker):
         self._loads: list[Submitted] = []
         self._collects = False
         self._failed_loads: set[int] | None = None  # None: they are reported to vLLM as failed
+        self._invalid_blocks: set[int] = set()
         self.step_clock = step_clock_of(region, jobs, rank)
         # vLLM does not always call shutdown, and the region would stay mapped.
         self._end = finalize_once(self, partial(_end, jobs, region))
@@ -203,6 +204,12 @@ class NixlTiersWorker(OffloadingWorker):
         """Jobs among those that get_finished reported since the last call, and whose blocks were not loaded."""
         failed, self._failed_loads = self._failed_loads or set(), set()
         return failed
+
+    def take_invalid_blocks(self) -> set[int]:
+        """The engine's blocks that streamed loads did not copy, of those that get_finished reported since the last
+        call: of each load all from its first gap on."""
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
 
     def publish_own_time(self, step: int, seconds: float) -> None:
         """How long the connector has kept this worker's thread in all steps up to this one."""
