@@ -13,6 +13,7 @@ from nixl_tiers.core.host import CPU, Generation, Row, RowState
 from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Load, Savings
+from nixl_tiers.core.streams import StreamPlan
 from nixl_tiers.core.writeback import WriteBack
 
 _READY: Final = RowState.READY  # members of an enum are found by a slow attribute look-up before Python 3.12
@@ -20,11 +21,13 @@ _READY: Final = RowState.READY  # members of an enum are found by a slow attribu
 
 class LoadPlan(NamedTuple):
     """What prepare_load pinned, in the order of its keys: host rows, and the tiers that their bytes came from.
-    `missing`: of the rows that lack sub-blocks, place in `rows` -> how many at the row's beginning."""
+    `missing`: of the rows that lack sub-blocks, place in `rows` -> how many at the row's beginning. `stream`: if some
+    of the rows are still to come."""
 
     rows: list[int]
     sources: list[str]
     missing: dict[int, int]
+    stream: StreamPlan | None = None
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,12 @@ _READY: Final = RowState.READY
 
 class Scan(NamedTuple):
     """`waits`: some of the chain up to token `end` is still to come; else all of it are hits. Beyond, all are misses.
-    Of a windowed group, that is so as far as its rows exist."""
+    Of a windowed group, that is so as far as its rows exist. `coming`: of hits, how many rows are still to come, if the
+    load is to be a stream."""
 
     waits: bool
     end: int
+    coming: int = 0
 
 
 @dataclass(slots=True)

@@ -38,6 +38,7 @@ from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.retention import Retention
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import EvictionHistory, Savings, TierStats
+from nixl_tiers.core.streams import Streams, StreamWords
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Job, TierSpec, TierState
 from nixl_tiers.core.writeback import WriteBack
@@ -69,8 +70,10 @@ class TierManager:
         prefill: PrefillEstimate | None = None,
         prefer: Prefer = "latency",
         quotas: Sequence[float] = (),
+        streams: StreamWords | None = None,
     ) -> None:
-        """`quotas`: which share of the host each tenant may have, from number 1 on (`set_tenant`)."""
+        """`quotas`: which share of the host each tenant may have, from number 1 on (`set_tenant`). `streams`: what
+        workers read while they copy a load whose rows are still to come; None: no load is such a stream."""
         gone = EvictionHistory()
         self.host = HostTier(rows, partial(make_policy, policy, rows), gone, quotas)
         self.garbage = DeferredFree()
@@ -92,6 +95,7 @@ class TierManager:
             prefer=prefer,
         )
         self.movers = self._state.movers
+        self.streams = Streams(self._state, streams)
         self._misses = Misses(self._state)
         self._writeback = WriteBack(self._state)
         self._promotion = Promotion(self._state, self.checks)
@@ -164,10 +168,11 @@ class TierManager:
             self._promotion.release(request)  # it has waited for an existence check, which found nothing
         return Lookup.MISS
 
-    def scan(self, name: str, chain: Chain, start: int, now: float, first: int = 0) -> Scan:
+    def scan(self, name: str, chain: Chain, start: int, now: float, first: int = 0, *, early: int = 0) -> Scan:
         """All look-ups of a request in this step at once, of its chain from token `start` on: what of it the request
         loads, and whether it waits for that. Instead of `lookup` for each key; keys of windowed groups are looked up
-        besides, after it in the same step. `first`: as in `lookup`, of each chunk."""
+        besides, after it in the same step. `first`: as in `lookup`, of each chunk. `early`: so many rows of a hit may
+        still be to come, if the request is to load a stream (core/streams.py)."""
         request = self._requests.looked_up(name, now)
         if request.load_failed:
             return Scan(False, start)

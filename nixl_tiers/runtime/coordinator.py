@@ -260,8 +260,9 @@ class Coordinator(DeprecatedCalls):
         """The rows of `plan_load`."""
         return np.array(self.plan_load(keys, request, **named).rows, np.int64)
 
-    def complete_load(self, keys: Collection[Key], request: str = "") -> None:
-        """Workers are done reading these rows. `request`: which loaded them, for the metrics."""
+    def complete_load(self, keys: Collection[Key], request: str = "", *, loaded: int | None = None) -> None:
+        """Workers are done reading these rows, which `request` loaded. `loaded`: of a stream with a gap, how many keys
+        were before it; None: all."""
         with self._hold as core:
             core.copies.complete_load(keys)
             core.savings.load_ended(request, self.now())
@@ -273,6 +274,12 @@ class Coordinator(DeprecatedCalls):
             core.copies.fail_load(keys, request)
             core.savings.load_failed(request, self.now())
             self._open_loads.end(len(keys))
+
+    def cut_stream(self, request: str) -> None:
+        """The request is aborted: if it loads a stream, nothing of that comes any more. Its load is reported as ended
+        later, as always."""
+        with self._hold as core:
+            core.streams.cut(request)
 
     def prepare_store(self, keys: Sequence[Key], request: str, *, call: bool = False) -> StorePlan:
         """Rows to fill with the new ones of `keys`, in prefix order; fewer than asked when the host tier is full.

@@ -12,6 +12,7 @@ from nixl_tiers.core.limits import PIN_MARGIN_S, Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.types import TierSpec
+from nixl_tiers.runtime.stream_words import RegionWords
 
 if TYPE_CHECKING:
     from nixl_tiers.memory.region import HostRegion
@@ -32,6 +33,7 @@ def make_core(config: TiersConfig, tenants: Tenants, region: HostRegion, limits:
         prefill=PrefillEstimate(config.prefill_tokens_per_s),
         prefer=config.prefer,
         quotas=quotas,
+        streams=RegionWords(region) if region.streams_possible else None,
     )
 
 
