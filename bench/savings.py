@@ -31,6 +31,7 @@ from typing import Any, Final
 from bench.engine_process import EngineProcess, answer_requests, claim_stdout
 from bench.first_token_engine import FirstTokenEngine
 from bench.machine import machine
+from nixl_tiers.base.kv_bytes import kv_of
 from tests.support import vllm_cpu
 
 AGREE: Final = 0.15
@@ -55,22 +56,15 @@ def saved_s(numbers: dict[str, dict[str, float]]) -> float:
     return sum(t["saved_first_token_s"] - t["lost_slower_s"] - t["lost_vain_s"] for t in numbers.values())
 
 
-def kv_bytes_per_token(model: Path) -> int:
-    """In bf16."""
-    config = json.loads((model / "config.json").read_text())
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return 2 * 2 * int(config["num_hidden_layers"]) * int(config["num_key_value_heads"]) * int(head)
-
-
 def compare(model: Path, requests: int, concurrency: int, tokens: int, scratch: Path) -> dict[str, Any]:
     draw = random.Random(7)
-    words = json.loads((model / "config.json").read_text())["vocab_size"]
+    about = json.loads((model / "config.json").read_text())
 
     def new_document(place: int) -> list[int]:
-        return [draw.randrange(1, words) for _ in range(tokens * (2 + place % 4) // 5)]
+        return [draw.randrange(1, about["vocab_size"]) for _ in range(tokens * (2 + place % 4) // 5)]
 
     documents = [new_document(place) for place in range(DOCUMENTS)]
-    host = sum(map(len, documents)) * kv_bytes_per_token(model) // 3
+    host = sum(map(len, documents)) * kv_of(about).token_bytes // 3
     tiers = [
         {"type": "cpu", "capacity": host},
         {"type": "file", "path": str(scratch / "tier"), "capacity": "4GiB", "min_free": 0},

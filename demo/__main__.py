@@ -32,6 +32,7 @@ from types import FrameType
 from typing import Any, Final
 
 from demo.report import SOURCES, TIERS, Counts, DemoFailure, Run, machine, plot, table, verify
+from nixl_tiers.base.kv_bytes import kv_of
 from tests.support import vllm_cpu
 from tests.support.servers import (
     RunningServer,
@@ -46,7 +47,7 @@ from tests.support.vllm_server import ServerFailure, VllmServer
 MAX_TOKENS: Final = 16
 # float32: in bfloat16 a prompt's last tokens, computed alone behind a hit, round differently from the same tokens
 # computed with the whole prompt: even vLLM's own prefix cache changes the output.
-BYTES_PER_NUMBER: Final = 4
+NUMBERS: Final = "float32"
 MIN_PROMPT_TOKENS: Final = 4 * vllm_cpu.BLOCK_TOKENS
 MAX_PROMPT_TOKENS: Final = 8192 - MAX_TOKENS
 SETTLE_S: Final = 120.0
@@ -193,7 +194,7 @@ class Demo:
         self._log(f"S3 server: {self._s3}")
         s3 = self._stack.enter_context(s3_server)
         model = self._build_model()
-        kv_bytes_per_token = _kv_bytes_per_token(model)
+        kv_bytes_per_token = kv_of(json.loads((model / "config.json").read_text()), NUMBERS).token_bytes
         self._bucket = s3.make_bucket(BUCKET)
         chunks = self._prompt_tokens // vllm_cpu.BLOCK_TOKENS
         stored_bytes = chunks * vllm_cpu.BLOCK_TOKENS * kv_bytes_per_token
@@ -363,12 +364,6 @@ def _prompt(server: VllmServer, tokens: int) -> list[int]:
     if len(body) + len(question) < tokens:
         raise DemoFailure(f"the stock list has only {len(body)} tokens")
     return body[: tokens - len(question)] + question
-
-
-def _kv_bytes_per_token(model: Path) -> int:
-    config = json.loads((model / "config.json").read_text())
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return int(2 * BYTES_PER_NUMBER * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim)
 
 
 if __name__ == "__main__":

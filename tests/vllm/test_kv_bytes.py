@@ -1,0 +1,99 @@
+"""KV bytes a token by a model's config.json are those of vLLM's own layers, for every kind of model that we claim."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from nixl_tiers.base.kv_bytes import KINDS, Kv, kv_of
+
+SMALL: Final = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 64,
+    "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "dtype": "bfloat16",
+    "max_position_embeddings": 2048, "sliding_window": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "shared_expert_intermediate_size": 64, "n_shared_experts": 1, "topk_group": 1,
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": None,
+}  # fmt: skip
+"""Each configuration has what transformers has of it."""
+LATENT: Final = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
+
+
+def configuration(kind: str, **changes: Any) -> dict[str, Any]:
+    """As a checkpoint's config.json."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ARCHITECTURES
+
+    of = "deepseek_v3" if kind == "kimi_k2" else kind
+    default = transformers.CONFIG_MAPPING[of]().to_dict()
+    heads = {"num_key_value_heads": 8} if kind in LATENT else {}
+    fields = {name: value for name, value in {**SMALL, **heads}.items() if name in default or name == "head_dim"}
+    if kind in LATENT:
+        del fields["head_dim"]  # transformers has another number by that name
+    return {"model_type": kind, "architectures": [ARCHITECTURES[of]], **fields, **changes}
+
+
+Oracle = Callable[..., tuple[Kv, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, tuple[dict[str, Any], str, int]]:
+    """Configuration, --kv-cache-dtype and ranks, by name."""
+    silent = configuration("gemma3_text")
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window"):
+        del silent[name]
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    fp8 = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}, "ignore": []}
+    types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    return {
+        **{kind: (configuration(kind), "auto", 1) for kind in KINDS},
+        "float32 checkpoint": (configuration("llama", dtype="float32"), "auto", 1),
+        "fp8": (configuration("llama"), "fp8", 1),
+        "latent in fp8": (configuration("deepseek_v3"), "fp8", 1),
+        "fp8 checkpoint": (configuration("llama", quantization_config={**fp8, "kv_cache_scheme": scheme}), "auto", 1),
+        "one window for all": (configuration("llama", sliding_window=256), "auto", 1),
+        "no window": (configuration("mistral", sliding_window=None), "auto", 1),
+        "window not used": (configuration("qwen2", use_sliding_window=False), "auto", 1),
+        "layers by name": (configuration("gemma3_text", layer_types=types * 2), "auto", 1),
+        "silent": (silent, "auto", 1),
+        "no head size": ({k: v for k, v in configuration("llama").items() if k != "head_dim"}, "auto", 1),
+        "2 ranks": (configuration("qwen3"), "auto", 2),
+        "8 ranks": (configuration("qwen3"), "auto", 8),
+        "latent on 8 ranks": (configuration("deepseek_v2"), "auto", 8),
+        "window on 8 ranks": (configuration("gemma3_text"), "auto", 8),
+    }
+
+
+@pytest.fixture(scope="module")
+def of_vllm(
+    cases: dict[str, tuple[dict[str, Any], str, int]],
+    run_script: Callable[..., Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Any]:
+    plan = []
+    for config, dtype, ranks in cases.values():
+        place: Path = tmp_path_factory.mktemp("model")
+        (place / "config.json").write_text(json.dumps(config))
+        plan.append((str(place), {"kv_cache_dtype": dtype}, ranks))
+    return dict(zip(cases, run_script("model_layers.py", plan), strict=True))
+
+
+def test_every_layer_keeps_what_vllm_keeps(
+    cases: dict[str, tuple[dict[str, Any], str, int]], of_vllm: dict[str, Any]
+) -> None:
+    for name, (config, dtype, ranks) in cases.items():
+        kv = kv_of(config, dtype)
+        of_rank = kv.layer_bytes * kv.copies(ranks) // ranks
+        ours = +Counter({(of_rank, None): kv.full, (of_rank, kv.window): kv.windowed})
+        assert ours == Counter(map(tuple, of_vllm[name]["layers"])), name
+
+
+def test_groups_are_those_of_vllm(cases: dict[str, tuple[dict[str, Any], str, int]], of_vllm: dict[str, Any]) -> None:
+    for name, (config, dtype, _) in cases.items():
+        count, layers = kv_of(config, dtype).groups
+        assert (count, layers) == (len(of_vllm[name]["groups"]), max(of_vllm[name]["groups"])), name
