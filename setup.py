@@ -58,10 +58,11 @@ setup(
     ext_modules=[
         Extension(
             "nixl_tiers.swap._swap_cpu",
-            sources=["csrc/swap_cpu.c", "csrc/swap_step.c"],
-            depends=["csrc/swap.h"],
+            sources=["csrc/swap_cpu.c", "csrc/swap_step.c", "csrc/streams.c"],
+            depends=["csrc/swap.h", "csrc/row_words.h"],
             include_dirs=["csrc"],
-            extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra"],
+            libraries=["pthread"],
+            extra_compile_args=["-O3", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra"],
             optional=True,
             py_limited_api=True,
         ),
@@ -78,7 +79,7 @@ setup(
         Extension(
             "nixl_tiers.memory._hash_copy",
             sources=["csrc/hash_copy.c", "csrc/arrive.c"],
-            depends=["csrc/pieces.h", "csrc/xxh3.h"],
+            depends=["csrc/pieces.h", "csrc/xxh3.h", "csrc/row_words.h"],
             include_dirs=["csrc"],
             extra_compile_args=["-O3", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra"],
             optional=True,

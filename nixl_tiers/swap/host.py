@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,8 +13,20 @@ from nixl_tiers.base import native
 from nixl_tiers.swap.plan import CopyPlan, Memory
 from nixl_tiers.swap.step import Pairs
 
-ABI: Final = 2  # SWAP_ABI of csrc/swap_cpu.c
+ABI: Final = 3  # SWAP_ABI of csrc/swap_cpu.c
 KERNEL_AUTO: Final = 0
+
+
+class _LoadContext(ctypes.Structure):
+    _fields_ = (("rows", ctypes.c_uint64 * 5), ("segments", ctypes.c_void_p), ("n_segments", ctypes.c_uint64))
+
+
+class LoadCall(NamedTuple):
+    """A C function that copies pairs from rows to blocks, `copy_fn` of streams.c, and what it is given first."""
+
+    function: int
+    context: int
+    memory: object  # keeps them
 
 
 @cache
@@ -78,6 +90,15 @@ class HostSwap:
             to_host,
             KERNEL_AUTO,
         )
+
+    def load_call(self, group: int) -> LoadCall | None:
+        """What copies loads of this group from a thread of C; None where C was not built."""
+        if self._library is None:
+            return None
+        segments = self._segments[group]
+        context = _LoadContext(tuple(self._rows.tolist()), segments.ctypes.data, len(segments))
+        function = ctypes.cast(self._library.nixl_tiers_swap_load, ctypes.c_void_p).value
+        return LoadCall(function or 0, ctypes.addressof(context), (context, segments))
 
     def _copy_numpy(self, group: int, pairs: NDArray[np.uint32], *, to_host: bool) -> None:
         """The same bytes, one slice at a time: whole slices are several times faster here than fancy indexing."""

@@ -34,6 +34,7 @@ from nixl_tiers.vllm.compat import (
 from nixl_tiers.vllm.copier import Copier, Submitted, Swap
 from nixl_tiers.vllm.copy_jobs import CopyJobs, Direction, Job, PolledJobs, RowsSpec, Started, ThreadedJobs
 from nixl_tiers.vllm.step_clock import EventClock, HostClock, NoClock, StepClock
+from nixl_tiers.vllm.streamed_loads import StreamedLoads, streamed_loads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +59,9 @@ def worker_over(
     device = kv_caches.tensors[0].tensor.device
     if device.type == "cpu":
         region.prefault(rank=rank)
-        return NixlTiersWorker(region, plan, HostSwap(plan), rank, last_block_only, jobs=ThreadedJobs())
+        host = HostSwap(plan)
+        streamed = streamed_loads(region, plan, host.load_call(0))
+        return NixlTiersWorker(region, plan, host, rank, last_block_only, jobs=ThreadedJobs(), streamed=streamed)
     if device.type != "cuda" or torch.version.hip:
         raise ValueError(f"nixl_tiers copies KV blocks of CUDA GPUs and CPUs, not of {device.type} devices")
     from nixl_tiers.memory.pages import node_of
@@ -134,6 +137,7 @@ class NixlTiersWorker(OffloadingWorker):
         last_block_only: Collection[int] = (),
         *,
         jobs: CopyJobs,
+        streamed: StreamedLoads | None = None,
     ) -> None:
         self._region = region
         self._plan = plan
@@ -141,14 +145,14 @@ class NixlTiersWorker(OffloadingWorker):
         self._copier = Copier(region, plan, swap, last_block_only)
         self._rank = rank
         self._jobs = jobs
+        self._streamed = streamed
         self._stores: list[Submitted] = []
         self._loads: list[Submitted] = []
         self._collects = False
         self._failed_loads: set[int] | None = None  # None: they are reported to vLLM as failed
-        self._invalid_blocks: set[int] = set()
         self.step_clock = step_clock_of(region, jobs, rank)
         # vLLM does not always call shutdown, and the region would stay mapped.
-        self._end = finalize_once(self, partial(_end, jobs, region))
+        self._end = finalize_once(self, partial(_end, jobs, self._streamed, region))
 
     @override
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
@@ -186,15 +190,22 @@ class NixlTiersWorker(OffloadingWorker):
                 copies[place].append((group, pairs))
             for place, load in enumerate(loads):
                 start = partial(self._load, step, place, copies[place])
+                if load.rows.stream is not None and copies[place]:  # without copies it has ended
+                    try:
+                        self._stream(load, copies[place])
+                        continue
+                    except Exception as error:  # noqa: BLE001 - raised again by the job
+                        start = partial(_fail, error)
                 self._jobs.submit(Direction.LOAD, Job((load.id,), start))
 
     @override
     def get_finished(self) -> list[TransferResult]:
         if self._stores or self._loads:
             self.flush()
-        if not self._jobs.open:  # as in most steps
+        streamed = self._streamed.finished() if self._streamed is not None and self._streamed.open else []
+        if not self._jobs.open and not streamed:  # as in most steps
             return []
-        return [self._reported(result) for result in self._jobs.finished()]
+        return [self._reported(result) for result in [*streamed, *self._jobs.finished()]]
 
     def keep_failed_loads(self) -> None:
         """From now on report failed loads to vLLM as successful, and through take_failed_loads as failed."""
@@ -208,8 +219,15 @@ class NixlTiersWorker(OffloadingWorker):
     def take_invalid_blocks(self) -> set[int]:
         """The engine's blocks that streamed loads did not copy, of those that get_finished reported since the last
         call: of each load all from its first gap on."""
-        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        if self._streamed is None:
+            return set()
+        invalid, self._streamed.invalid_blocks = self._streamed.invalid_blocks, set()
         return invalid
+
+    def publish_recompute(self, yes: bool) -> None:
+        """Publish to the scheduler whether this engine computes what a load could not bring, so that loads may begin
+        whose rows are still to come. Never where this rank cannot copy these."""
+        self._region.ranks.publish_recompute(self._rank, yes and self._streamed is not None)
 
     def publish_own_time(self, step: int, seconds: float) -> None:
         """How long the connector has kept this worker's thread in all steps up to this one."""
@@ -218,8 +236,11 @@ class NixlTiersWorker(OffloadingWorker):
 
     @override
     def wait(self, job_ids: set[int]) -> None:
-        """Until these jobs, stores or loads, have ended; unknown ones count as ended."""
+        """Until these jobs, stores or loads, have ended; unknown ones count as ended. Rows that are still to come are
+        not waited for: their loads end without them."""
         self.flush()
+        if self._streamed is not None and self._streamed.open:
+            self._streamed.cancel(job_ids)
         self._jobs.wait(job_ids)
 
     @override
@@ -248,8 +269,20 @@ class NixlTiersWorker(OffloadingWorker):
     def _load(self, step: Step, place: int, copies: Sequence[tuple[int, Pairs]]) -> Started:
         return self._copier.load(step, place, copies)
 
+    def _stream(self, load: Submitted, copies: Sequence[tuple[int, Pairs]]) -> None:
+        if self._streamed is None:
+            raise RuntimeError("this rank copies no rows that are still to come")
+        ((_, pairs),) = copies
+        self._streamed.begin(load, pairs)
 
-def _end(jobs: CopyJobs, region: HostRegion) -> None:
+
+def _fail(error: Exception) -> Started:
+    raise error
+
+
+def _end(jobs: CopyJobs, streamed: StreamedLoads | None, region: HostRegion) -> None:
+    if streamed is not None:
+        streamed.stop()
     if jobs.stop():
         region.close()
 

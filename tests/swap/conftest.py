@@ -24,8 +24,8 @@ def compiler() -> str:
 @pytest.fixture(scope="session")
 def library_path(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("swap") / "swap_cpu.so"
-    flags = ["-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    sources = [str(ROOT / "csrc" / name) for name in ("swap_cpu.c", "swap_step.c")]
+    flags = ["-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", "-shared", "-fPIC"]
+    sources = [str(ROOT / "csrc" / name) for name in ("swap_cpu.c", "swap_step.c", "streams.c")]
     subprocess.run([compiler, *flags, "-o", str(path), *sources], check=True)
     return path
 
