@@ -224,10 +224,10 @@ class NixlTiersWorker(OffloadingWorker):
         invalid, self._streamed.invalid_blocks = self._streamed.invalid_blocks, set()
         return invalid
 
-    def publish_recompute(self, yes: bool) -> None:
-        """Publish to the scheduler whether this engine computes what a load could not bring, so that loads may begin
-        whose rows are still to come. Never where this rank cannot copy these."""
-        self._region.ranks.publish_recompute(self._rank, yes and self._streamed is not None)
+    def publish_recompute(self) -> None:
+        """Publish to the scheduler that this engine computes what a load could not bring: loads may begin whose rows
+        are still to come. Not where this rank cannot copy these."""
+        self._region.ranks.publish_recompute(self._rank, self._streamed is not None)
 
     def publish_own_time(self, step: int, seconds: float) -> None:
         """How long the connector has kept this worker's thread in all steps up to this one."""

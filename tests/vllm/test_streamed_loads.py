@@ -144,13 +144,11 @@ def test_a_load_that_is_not_as_it_should_be_fails_and_copies_nothing(rank: Strea
 def test_a_rank_that_cannot_stream_never_publishes_that_it_does(
     rank: Streaming, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank.worker.publish_recompute(True)
+    rank.worker.publish_recompute()
     assert rank.region.ranks.all_recompute
-    rank.worker.publish_recompute(False)
-    assert not rank.region.ranks.all_recompute
     monkeypatch.setattr(host, "_library", lambda: None)
     other = Streaming()
-    other.worker.publish_recompute(True)
+    other.worker.publish_recompute()
     assert not other.region.ranks.all_recompute
     other.stream([1], (), [5, 6])
     assert other.result().success
