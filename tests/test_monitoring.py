@@ -20,7 +20,7 @@ import yaml
 import nixl_tiers
 from nixl_tiers.base.metrics import INFO, INFO_LABELS, METRICS, PREFIX, Kind, TierTraits
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
-from tests.support.dashboard import DASHBOARD, ROOT, RULES, firing, panels, queries, rules, still_unchanged
+from tests.support.dashboard import DASHBOARD, ROOT, RULES, firing, panels, queries, rules, still_unchanged, within
 from tests.support.file_tier import file_tier
 from tests.support.load import LoadGenerator
 from tests.support.metrics_page import ENGINE, StorePage, served
@@ -29,8 +29,12 @@ from tests.support.waiting import until_up
 from tests.test_docs import anchors
 
 GRAFANA: Final = ROOT / "docker/grafana"
-GIVEN: Final = {*ENGINE, "instance", "job", "pid", "le"}
+CLUSTER: Final = {"namespace": "serving", "pod": "vllm-0"}
+GIVEN: Final = {*ENGINE, *CLUSTER, "instance", "job", "pid", "le"}
 """Labels that vLLM and Prometheus add."""
+ABSENT: Final = "NixlTiersAbsent"
+DOCS: Final = "https://docs.example/nixl-tiers/"
+"""Where the pages of docs/ are, for the operator to replace: docs/guide/alerts.md."""
 SIZE: Final = 64 << 10
 TIER: Final = "file"
 
@@ -55,6 +59,7 @@ PLANTED: Final = {
     (TIER, "kills"): 1.0,
     (TIER, "deaths"): 5.0,  # besides the one that is killed
     (TIER, "used_bytes"): 1e12,
+    (TIER, "capacity_bytes"): 1.0,
     (TIER, "listed_rows"): 7.0,
 }
 PLANTED_SAMPLES: Final = {(TIER, "wait_vain"): [30.0] * 5, (TIER, "wait_loaded"): [0.5]}
@@ -71,7 +76,7 @@ def known() -> dict[str, tuple[str, set[str]]]:
 
 def values_of(metric: str, label: str) -> set[str]:
     """Values that a metric's label other than `tier` can have."""
-    place = [each for each in METRICS[metric].labels if each != "tier"].index(label)
+    place = [each for each in METRICS[metric].labels if each not in {"tier", "place"}].index(label)
     return {series.values[place] for series in METRICS[metric].series.values()}
 
 
@@ -155,11 +160,14 @@ def test_provisioning_is_where_compose_mounts_it() -> None:
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
 def test_alert_has_a_runbook(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in {"warning", "info"}
-    page, _, anchor = rule["annotations"]["runbook"].partition("#")
-    assert anchor in anchors(ROOT / page)
-    section = (ROOT / page).read_text().partition(f"## {rule['alert']}\n")[2].partition("\n## ")[0]
+    page, _, anchor = rule["annotations"]["runbook_url"].removeprefix(DOCS).partition("#")
+    guide = (ROOT / "docs" / page).with_suffix(".md")
+    assert page.endswith(".html")
+    assert anchor in anchors(guide)
+    section = guide.read_text().partition(f"## {rule['alert']}\n")[2].partition("\n## ")[0]
     assert "**Do**" in section
-    assert "$labels" in rule["annotations"]["summary"]
+    if rule["alert"] != ABSENT:  # of which there is nobody to name
+        assert "$labels" in rule["annotations"]["summary"]
 
 
 def test_promtool_takes_the_rules() -> None:
@@ -194,7 +202,8 @@ def test_every_query_shows_the_load_or_fault_that_it_is_for(tmp_path: Path) -> N
     with nixl_tiers.open(config, SIZE, "n") as store:
         until_up(store)
         page = StorePage(tiers, store.coordinator.counters, store.coordinator._core.take_samples)
-        with served(page) as port, prometheus(found, tmp_path, port) as server:
+        with served(page) as port, prometheus(found, tmp_path, port, [CLUSTER]) as server:
+            server.scrape()  # before there is anything, NixlTiersAbsent is right
             start = time.time()
             deadline = start + 240  # a slow machine needs many scrapes
             time.sleep(3)  # a quiet time to compare with
@@ -205,6 +214,7 @@ def test_every_query_shows_the_load_or_fault_that_it_is_for(tmp_path: Path) -> N
                 time.sleep(3)
                 page.planted |= PLANTED
                 page.planted_samples |= PLANTED_SAMPLES
+                page.lost = True
                 kill_movers(store)
                 left = still_unchanged(server, start)
                 while left and time.time() < deadline:
@@ -212,3 +222,7 @@ def test_every_query_shows_the_load_or_fault_that_it_is_for(tmp_path: Path) -> N
                     kill_movers(store)  # again: a tier that is up again at once is down between two scrapes
                     left = still_unchanged(server, start)
             assert left == []
+            for rule in rules():
+                raised = server.series(within(rule["expr"]), start, time.time())
+                whose = CLUSTER | {"model_name": ENGINE["model_name"]} if rule["alert"] != ABSENT else {}
+                assert all(whose.items() <= json.loads(labels).items() for labels in raised), rule["alert"]

@@ -1,7 +1,7 @@
 """Writes the dashboard: `make format`, or `python docker/grafana/dashboard.py`. A panel is a line here.
 
 Counters are summed over engines. Gauges are first reduced to one per engine, because vLLM before 0.33 shows a gauge
-once for every API server.
+once for every API server; bytes used and their limits to one per place, which several engines may share.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any
 FILE = Path(__file__).parent / "dashboards" / "nixl-tiers.json"
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH = 24  # of Grafana's grid
+ENGINE = "namespace, pod, instance, engine"  # the first two in a cluster only
 
 
 @dataclass(frozen=True)
 class Panel:
     title: str
     text: str
-    queries: dict[str, str]  # legend -> query; MODEL stands for the chosen models, WINDOW for the interval
+    queries: dict[str, str]  # legend -> query; CHOSEN stands for the variables, WINDOW for the interval
     unit: str = "short"
     kind: str = "timeseries"
     width: int = 8
@@ -29,23 +30,31 @@ class Panel:
 
 
 def rate(metric: str, by: str = "", where: str = "") -> str:
-    matchers = f"MODEL,{where}" if where else "MODEL"
+    matchers = f"CHOSEN,{where}" if where else "CHOSEN"
     return f"sum{f' by ({by})' if by else ''} (rate(nixl_tiers:{metric}{{{matchers}}}[WINDOW]))"
 
 
 def level(metric: str, by: str = "tier", reduce: str = "sum") -> str:
     """A gauge: one value an engine, then `reduce` over engines."""
-    labels = f"instance, engine, {by}" if by else "instance, engine"
-    return f"{reduce}{f' by ({by})' if by else ''} (max by ({labels}) (nixl_tiers:{metric}{{MODEL}}))"
+    labels = f"{ENGINE}, {by}" if by else ENGINE
+    return f"{reduce}{f' by ({by})' if by else ''} (max by ({labels}) (nixl_tiers:{metric}{{CHOSEN}}))"
+
+
+def places(metric: str, by: str = "tier", where: str = "") -> str:
+    """Bytes: one value a place, the largest that an engine there reports, then the sum over places."""
+    matchers = f"CHOSEN,{where}" if where else "CHOSEN"
+    labels = f"{by}, place" if by else "place"
+    return f"sum{f' by ({by})' if by else ''} (max by ({labels}) (nixl_tiers:{metric}{{{matchers}}}))"
 
 
 def quantile(q: float, metric: str, by: str = "") -> str:
     labels = f"le, {by}" if by else "le"
-    return f"histogram_quantile({q}, sum by ({labels}) (rate(nixl_tiers:{metric}_bucket{{MODEL}}[WINDOW])))"
+    return f"histogram_quantile({q}, sum by ({labels}) (rate(nixl_tiers:{metric}_bucket{{CHOSEN}}[WINDOW])))"
 
 
 HITS, MISSES = rate("hits_total"), rate("misses_total")
 DOWN = level("up", reduce="min")
+STORAGE = 'tier!="cpu"'
 
 ROWS: dict[str, list[Panel]] = {
     "Does it help?": [
@@ -62,7 +71,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Tiers that are up", "The share of storage tiers of all engines whose medium is open.",
               {"share": f"avg ({level('up', 'tier', 'avg')})"}, "percentunit", "stat", 2, 1.0),
         Panel("Budget in use", "Of all storage tiers.",
-              {"share": f"sum ({level('used_bytes')}) / sum ({level('capacity_bytes')})"},
+              {"share": f"{places('used_bytes', '', STORAGE)} / {places('capacity_bytes', '', STORAGE)}"},
               "percentunit", "stat", 3, 1.0),
     ],
     "Hits and misses": [
@@ -74,7 +83,8 @@ ROWS: dict[str, list[Panel]] = {
               {"{{reason}} ({{tier}})": rate("misses_total", "reason, tier")}, "ops", stack=True),
         Panel("Tokens by tier", "Tokens per second that were not computed.",
               {"{{tier}}": rate("hit_tokens_total", "tier")}, "short", stack=True),
-        Panel("Chunks in each tier", "What a look-up can hit.", {"{{tier}}": level("chunks")}),
+        Panel("Chunks in each tier", "What a look-up can hit. What engines share counts for each of them.",
+              {"{{tier}}": level("chunks")}),
         Panel("Promoted and not used", "Chunks per second that were evicted before any request loaded them.",
               {"{{tier}}": rate("unused_chunks_total", "tier")}, "ops"),
         Panel("Existence checks", "Requests to a shared medium for chunks that another engine may have stored.",
@@ -99,16 +109,21 @@ ROWS: dict[str, list[Panel]] = {
               {"load {{tier}}": quantile(0.99, "load_seconds", "tier"),
                "store {{tier}}": quantile(0.99, "store_seconds", "tier")}, "s"),
         Panel("Prompts computed", "Tokens per second of prefill, as measured: what loading is weighed against.",
-              {"{{engine}}": "avg by (engine) (nixl_tiers:prefill_tokens_per_s{MODEL})"}),
+              {"{{engine}}": "avg by (engine) (nixl_tiers:prefill_tokens_per_s{CHOSEN})"}),
         Panel("Bytes a job, mean", "Small jobs are slow on most media.",
               {"load {{tier}}": f"{rate('load_bytes_sum', 'tier')} / {rate('load_bytes_count', 'tier')}",
                "store {{tier}}": f"{rate('store_bytes_sum', 'tier')} / {rate('store_bytes_count', 'tier')}"}, "bytes"),
     ],
     "Bytes and budgets": [
         Panel("Budget in use by tier", "1 is full: then each chunk that is stored evicts another.",
-              {"{{tier}}": f"{level('used_bytes')} / {level('capacity_bytes')}"}, "percentunit", most=1.0),
-        Panel("Used", "Bytes on each tier's medium.", {"{{tier}}": level("used_bytes")}, "bytes"),
-        Panel("Host memory in huge pages", "Of the cpu tier.", {"{{tier}}": level("huge_page_bytes")}, "bytes"),
+              {"{{tier}}": f"{places('used_bytes')} / {places('capacity_bytes')}"}, "percentunit", width=6,
+              most=1.0),
+        Panel("Used", "Bytes on each tier's medium. What engines share counts once.",
+              {"{{tier}}": places("used_bytes")}, "bytes", width=6),
+        Panel("May be used", "The capacity of each tier. What engines share counts once.",
+              {"{{tier}}": places("capacity_bytes")}, "bytes", width=6),
+        Panel("Host memory in huge pages", "Of the cpu tier.",
+              {"{{tier}}": level("huge_page_bytes")}, "bytes", width=6),
         Panel("Read", "From each tier into host memory.",
               {"{{tier}}": rate("read_bytes_total", "tier")}, "Bps", stack=True),
         Panel("Written", "To each tier from host memory.",
@@ -141,15 +156,18 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Through a staging buffer", "The share of engines whose chunks are copied once more on the way.",
               {"{{direction}} {{tier}}": level("staged", "direction, tier", "avg")}, "percentunit", most=1.0),
         Panel("What runs", "Engines with one namespace share rows.",
-              {"{{version}} {{namespace}}":
-               "count by (version, namespace, places) (max by (instance, engine, version, namespace, places) "
-               "(nixl_tiers:info{MODEL}))"}, kind="stat"),
+              {"{{version}} {{kv_namespace}}": level("info", "version, kv_namespace, places", "count")}, kind="stat"),
     ],
 }  # fmt: skip
 
 
+# Each offers what there is among what those before it choose. The last two have no value outside a cluster.
+VARIABLES = {"model": "model_name", "namespace": "namespace", "pod": "pod"}
+
+
 def query(text: str) -> str:
-    return text.replace("MODEL", 'model_name=~"$model"').replace("WINDOW", "$__rate_interval")
+    chosen = ",".join(f'{label}=~"${variable}"' for variable, label in VARIABLES.items())
+    return text.replace("CHOSEN", chosen).replace("WINDOW", "$__rate_interval")
 
 
 def panel(number: int, spec: Panel, x: int, y: int, height: int) -> dict[str, Any]:
@@ -209,18 +227,23 @@ def panels() -> list[dict[str, Any]]:
 
 def dashboard() -> dict[str, Any]:
     source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus", "hide": 0}
-    model = {
-        "name": "model",
-        "type": "query",
-        "label": "Model",
-        "hide": 0,
-        "datasource": SOURCE,
-        "query": "label_values(nixl_tiers:info, model_name)",
-        "refresh": 2,
-        "multi": True,
-        "includeAll": True,
-        "allValue": ".*",
-    }
+    chosen: list[dict[str, Any]] = []
+    for variable, label in VARIABLES.items():
+        before = ",".join(f'{VARIABLES[each["name"]]}=~"${each["name"]}"' for each in chosen)
+        chosen.append(
+            {
+                "name": variable,
+                "type": "query",
+                "label": variable.capitalize(),
+                "hide": 0,
+                "datasource": SOURCE,
+                "query": f"label_values(nixl_tiers:info{{{before}}}, {label})",
+                "refresh": 2,
+                "multi": True,
+                "includeAll": True,
+                "allValue": ".*",
+            }
+        )
     return {
         "uid": "nixl-tiers",
         "title": "nixl_tiers",
@@ -230,7 +253,7 @@ def dashboard() -> dict[str, Any]:
         "schemaVersion": 39,
         "refresh": "30s",
         "time": {"from": "now-3h", "to": "now"},
-        "templating": {"list": [source, model]},
+        "templating": {"list": [source, *chosen]},
         "panels": panels(),
     }
 

@@ -33,6 +33,7 @@ class TierTraits:
     only: bool = False  # the host, without any storage tier below it
     quotas: tuple[str, ...] = ()  # names of those that hold here
     adaptive: bool = False  # the host, with `store: adaptive`
+    place: str = ""  # of the label PLACE
 
     @property
     def storage(self) -> bool:
@@ -111,6 +112,8 @@ SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 SHORT_SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
 BYTES: Final = tuple(float(1 << power) for power in range(16, 31, 2))
 REASON: Final = ("tier", "reason")
+PLACE: Final = ("tier", "place")
+"""`place` is alike for all engines that use one medium: each of them reports all of it, so only places add up."""
 QUOTA_CHUNKS: Final = "quota_chunks"
 """Of this series a tier has one for each quota, by `number_of_quota`, with the name of that for the value `*`."""
 
@@ -313,8 +316,12 @@ METRICS: Final[Mapping[str, Metric]] = {
     "retained_chunks": _gauge(
         "Chunks that hints keep in host memory (retain).", host, number="retained_rows", labels=()
     ),
-    "used_bytes": _gauge("Bytes that this tier uses on its medium.", number="used_bytes"),
-    "capacity_bytes": _gauge("Bytes that this tier may use.", number="capacity_bytes"),
+    "used_bytes": _gauge(
+        "Bytes used on this tier's medium, by all engines that share it: these report the same `place`.",
+        number="used_bytes",
+        labels=PLACE,
+    ),
+    "capacity_bytes": _gauge("Bytes that they may use there.", number="capacity_bytes", labels=PLACE),
     "huge_page_bytes": _gauge("Bytes of the host tier's memory in pages of 2 MiB.", host, number="huge_page_bytes"),
     "listed_chunks": _gauge(
         "Chunks listed by the tier's medium since it was opened: the progress of a long listing.",
@@ -370,9 +377,9 @@ METRICS: Final[Mapping[str, Metric]] = {
 }
 
 INFO: Final = "info"
-INFO_LABELS: Final = ("version", "namespace", "chunk_bytes", "chunk_tokens", "places")
+INFO_LABELS: Final = ("version", "kv_namespace", "chunk_bytes", "chunk_tokens", "places")
 INFO_TEXT: Final = (
-    "1. The labels say what runs: the version, the namespace, bytes and tokens of a chunk, and the place of each tier. "
+    "1. The labels say what runs: the version, the tiers' namespace, bytes and tokens of a chunk, where each tier is. "
     "The model is vLLM's own label."
 )
 
@@ -392,6 +399,7 @@ def published(tiers: list[TierTraits]) -> dict[tuple[str, str], tuple[str, Metri
                     for quota in tier.quotas:
                         found[tier.name, number_of_quota(quota)] = (name, metric, (tier.name, quota))
                 elif series.has(tier):
-                    labels = ((series.tier or tier.name), *series.values) if "tier" in metric.labels else series.values
+                    own = {"tier": series.tier or tier.name, "place": tier.place}
+                    labels = (*(own[label] for label in metric.labels if label in own), *series.values)
                     found[tier.name, number] = (name, metric, labels)
     return found

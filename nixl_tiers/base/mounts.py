@@ -1,15 +1,21 @@
-"""Whether a path is on a file system other than `/`, for `require_mount`; directories that are made."""
+"""Whether a path is on a file system other than `/`, for `require_mount`; which directory it is among those of all
+nodes; directories that are made."""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path("/")
 _MOUNTS = Path("/proc/self/mountinfo")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
+_OF_A_SERVER = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "wekafs"})
+"""File systems whose source names what all nodes reach by it. Of FUSE: those whose source has a colon."""
 
 
 def is_mount(path: Path) -> bool:
@@ -18,9 +24,39 @@ def is_mount(path: Path) -> bool:
     if os.path.ismount(path):
         return True
     with suppress(OSError):
-        places = (line.split()[4] for line in _MOUNTS.read_bytes().splitlines())
-        return os.fsencode(path) in (_ESCAPED.sub(lambda found: bytes([int(found[1], 8)]), place) for place in places)
+        return str(path) in (words[4] for words in _mounts())
     return False
+
+
+def _mounts() -> Iterator[list[str]]:
+    """The words of each line of mountinfo (proc_pid_mountinfo(5)), later mounts last. Raises OSError."""
+    for line in _MOUNTS.read_bytes().splitlines():
+        words = (_ESCAPED.sub(lambda found: bytes([int(found[1], 8)]), word) for word in line.split(b" "))
+        yield list(map(os.fsdecode, words))
+
+
+def identity(path: Path) -> str:
+    """What identifies a directory, wherever it is mounted, alike for all processes that use it: on all nodes where a
+    server has it, else on this one. May wait for the medium."""
+    real = Path(os.path.realpath(path))  # the target of a symbolic link, whether it exists or not
+    over: list[list[str]] = []
+    with suppress(OSError):
+        over = [words for words in _mounts() if real.is_relative_to(words[4])]
+    if not over:
+        return f"{_node()} {real}"
+    _, _, device, root, point, *rest = max(reversed(over), key=lambda words: len(Path(words[4]).parts))
+    kind, source = rest[rest.index("-") + 1 :][:2]
+    inside = "/".join((root, *real.relative_to(point).parts))
+    if kind in _OF_A_SERVER or (kind.startswith("fuse.") and ":" in source):
+        return re.sub("/+", "/", f"{source}/{inside}").rstrip("/")
+    return f"{_node()} {device} {re.sub('/+', '/', inside)}"
+
+
+def _node() -> str:
+    """What all containers of this machine have in common, until it is booted anew."""
+    with suppress(OSError):
+        return _BOOT.read_text().strip()
+    return socket.gethostname()
 
 
 def nearest(path: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
-from nixl_tiers.base.mounts import make_private, nearest, not_mounted
+from nixl_tiers.base.mounts import identity, make_private, nearest, not_mounted
 from nixl_tiers.config import fields
 from nixl_tiers.config.errors import ConfigError
 from nixl_tiers.config.tier import MOST_MOVERS, AbsolutePath, Age, Size, StorageConfig, when_unset
@@ -149,6 +149,10 @@ class FileConfig(StorageConfig):
     @property
     def place(self) -> str:
         return ", ".join(map(str, (self.path, *self._others)))
+
+    @property
+    def identity(self) -> str:
+        return "\n".join(sorted(identity(member.path) for member in self.members))
 
     @property
     def physical_slots(self) -> bool:

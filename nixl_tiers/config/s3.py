@@ -95,6 +95,10 @@ class S3Config(StorageConfig):
         return f"s3://{self.bucket}/{self.prefix} at {self.endpoint or 'AWS'}"
 
     @property
+    def identity(self) -> str:
+        return self.place
+
+    @property
     def loaders(self) -> int:
         return self.movers - 1
 

@@ -114,6 +114,12 @@ class StorageConfig(Model):
         return self.type
 
     @property
+    def identity(self) -> str:
+        """What identifies the medium among those of all nodes: engines that use one medium say the same, so that it is
+        counted once. Empty: it is this engine's own."""
+        return "" if self.own else f"{self.type} {self.place}"
+
+    @property
     def members(self) -> Sequence[StorageConfig]:
         """What each of the tier's movers is configured with: they have equal parts of the capacity, in places of their
         own, each with slots of its own (`physical_slots`)."""

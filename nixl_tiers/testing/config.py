@@ -46,6 +46,10 @@ class FaultyConfig(StorageConfig):
         return self.inner.place
 
     @property
+    def identity(self) -> str:
+        return self.inner.identity
+
+    @property
     def physical_slots(self) -> bool:
         return self.inner.physical_slots
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -47,10 +49,17 @@ def traits(config: TiersConfig) -> list[TierTraits]:
             checked=tier.asked,
             disk=tier.on_disk,
             quotas=quotas if tier.own and tier.write is not Write.OFF else (),
+            place=place_label(tier.identity),
         )
         for name, tier in zip(config.names, config.storage, strict=True)
     ]
-    return [TierTraits(CPU, only=not storage, quotas=quotas, adaptive=config.store == "adaptive"), *storage]
+    adaptive = config.store == "adaptive"
+    return [TierTraits(CPU, only=not storage, quotas=quotas, adaptive=adaptive, place=place_label("")), *storage]
+
+
+def place_label(identity: str) -> str:
+    """A digest of what identifies a medium; of one that only this engine uses ("") another one at each start."""
+    return hashlib.blake2b(identity.encode(errors="surrogateescape") or os.urandom(16), digest_size=6).hexdigest()
 
 
 def info_labels(config: TiersConfig, namespace: str, chunk_bytes: int, chunk_tokens: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Directories that are made for a tier, and for what is kept between starts."""
+"""Directories that are made for a tier, and for what is kept between starts; which of them are one."""
 
 from __future__ import annotations
 
@@ -50,3 +50,70 @@ def test_missing_directories_are_private_whatever_the_umask(
         os.umask(before)
     assert [stat.S_IMODE(made.stat().st_mode) for made in (path, *path.parents[:2])] == [0o700] * 3
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755, "what was there stays as it is"
+
+
+ROOT_OF_A_NODE = "27 1 259:1 / / rw - ext4 /dev/nvme0n1p1 rw"
+ROOT_OF_A_POD = "900 1 0:{pod} / / rw - overlay overlay rw,lowerdir=/l"
+
+
+@pytest.fixture
+def identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What a path is on a node where that is mounted."""
+
+    def of(path: str, *mounted: str, node: str = "one") -> str:
+        (tmp_path / "mountinfo").write_text("".join(f"{line}\n" for line in mounted))
+        (tmp_path / "boot_id").write_text(f"{node}\n")
+        monkeypatch.setattr(mounts, "_MOUNTS", tmp_path / "mountinfo")
+        monkeypatch.setattr(mounts, "_BOOT", tmp_path / "boot_id")
+        return mounts.identity(Path(path))
+
+    return of
+
+
+def test_a_disks_directory_is_one_wherever_its_node_mounts_it_and_another_on_each_node(
+    identity: Callable[..., str],
+) -> None:
+    disk = "40 27 259:3 / /mnt/nvme rw shared:9 - xfs /dev/nvme1n1 rw"
+    here = identity("/mnt/nvme/kv", ROOT_OF_A_NODE, disk)
+    pods = [ROOT_OF_A_POD.format(pod=pod) for pod in (71, 72)]
+    hostpath = "901 900 259:3 /kv /kv rw - xfs /dev/nvme1n1 rw"
+    assert {identity("/kv", pod, hostpath) for pod in pods} == {here}
+    assert len({identity("/kv", pods[0], hostpath, node=node) for node in ("one", "two")}) == 2
+    assert len({identity("/kv", pod) for pod in pods}) == 2, "without a volume each container has its own"
+    assert identity("/kv/nvme", pods[0], hostpath) != here
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "shared"),
+    [
+        ("nfs4", "files:/export", True),
+        ("fuse.juicefs", "JuiceFS:kv", True),
+        ("ceph", "mon1,mon2:/", True),
+        ("fuse.fuse-overlayfs", "fuse-overlayfs", False),
+        ("zfs", "pool/kv", False),
+    ],
+)
+def test_a_servers_directory_is_one_on_all_nodes(
+    kind: str, source: str, shared: bool, identity: Callable[..., str]
+) -> None:
+    share = f"50 27 0:55 / /mnt/a\\040share rw - {kind} {source} rw"
+    found = {identity("/mnt/a share/kv", ROOT_OF_A_NODE, share, node=node) for node in ("one", "two")}
+    assert len(found) == (1 if shared else 2)
+    below = f"50 27 0:61 / /kv rw - {kind} {source}/kv rw"  # as NFS shows a part of an export
+    assert shared is (identity("/kv", ROOT_OF_A_NODE, below) in found)
+
+
+def test_the_last_of_several_mounts_on_one_point_counts(identity: Callable[..., str]) -> None:
+    under, over = (f"60 27 259:{number} / /kv rw - xfs /dev/nvme{number}n1 rw" for number in (3, 4))
+    assert identity("/kv", ROOT_OF_A_NODE, under, over) == identity("/kv", ROOT_OF_A_NODE, over)
+
+
+def test_where_nothing_is_known_of_mounts_a_path_is_its_nodes(
+    identity: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = identity("/kv")
+    assert "/kv" in here
+    assert here != identity("/kv", node="two")
+    monkeypatch.setattr(mounts, "_MOUNTS", tmp_path / "none")
+    monkeypatch.setattr(mounts, "_BOOT", tmp_path / "none")
+    assert mounts.identity(Path("/kv")).endswith(" /kv")

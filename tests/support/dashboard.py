@@ -40,7 +40,12 @@ def queries() -> Iterator[tuple[str, str]]:
 def within(query: str, window_s: int = 8) -> str:
     """A query of the dashboard or of an alert, with windows of seconds instead of minutes."""
     window = f"{window_s}s"
-    return re.sub(r"\[\d+[smh]\]", f"[{window}]", query.replace("$__rate_interval", window).replace("$model", ".*"))
+    return re.sub(r"\[\d+[smhd]\]", f"[{window}]", chosen(query).replace("$__rate_interval", window))
+
+
+def chosen(query: str, **values: str) -> str:
+    """With these values of the dashboard's variables, and of the others all."""
+    return re.sub(r"\$(model|namespace|pod)\b", lambda found: values.get(found[1], ".*"), query)
 
 
 def firing(server: Prometheus, start: float, window_s: int = 8) -> list[str]:

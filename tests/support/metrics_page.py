@@ -21,12 +21,14 @@ Samples = Mapping[tuple[str, str], Sequence[float]]
 
 
 class StorePage(CollectorRegistry):
-    """Reads the numbers at each scrape. `planted`: (tier, number) -> what is added to it."""
+    """Reads the numbers at each scrape. `planted`: (tier, number) -> what is added to it; `lost`: vLLM goes on without
+    showing that nixl_tiers is there."""
 
     def __init__(self, tiers: list[TierTraits], totals: Callable[[], Totals], samples: Callable[[], Samples]) -> None:
         super().__init__()
         self.planted: dict[tuple[str, str], float] = {}
         self.planted_samples: dict[tuple[str, str], list[float]] = {}
+        self.lost = False
         self._totals, self._samples = totals, samples
         self._series = published(tiers)
         self._metrics: dict[str, Any] = {}
@@ -41,6 +43,7 @@ class StorePage(CollectorRegistry):
             self._metrics[name] = made
         info = Gauge(PREFIX + INFO, "", (*ENGINE, *INFO_LABELS), registry=self)
         info.labels(*ENGINE.values(), "1.0", "0" * 32, "65536", "16", "file: /kv").set(1)
+        Gauge("vllm:num_requests_running", "", tuple(ENGINE), registry=self).labels(*ENGINE.values()).set(1)
 
     def collect(self) -> Iterable[Metric]:
         totals, samples = self._totals(), self._samples()
@@ -52,7 +55,7 @@ class StorePage(CollectorRegistry):
             else:
                 value = totals[tier].get(number, 0.0) + self.planted.get((tier, number), 0.0)
                 series._value.set(value)
-        return super().collect()
+        return (metric for metric in super().collect() if not (self.lost and metric.name == PREFIX + INFO))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,10 +73,14 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(program: str, folder: Path, target: int) -> Iterator[Prometheus]:
-    """Scrapes 127.0.0.1:`target` every second, as the guide says. Data is kept in `folder`."""
+def prometheus(
+    program: str, folder: Path, target: int, labelled: Sequence[Mapping[str, str]] = ({},)
+) -> Iterator[Prometheus]:
+    """Scrapes 127.0.0.1:`target` every second, as the guide says. Data is kept in `folder`. `labelled`: the labels that
+    a cluster gives each of its targets; `__metrics_path__` is the page of one."""
     (port,) = free_ports(1)
-    job = {**documented_job(), "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}
+    where = [{"targets": [f"127.0.0.1:{target}"], "labels": dict(labels)} for labels in labelled]
+    job = {**documented_job(), "static_configs": where}
     settings = folder / "prometheus.yml"
     settings.write_text(
         json.dumps({"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": [job]})

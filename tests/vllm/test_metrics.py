@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -11,11 +13,13 @@ pytest.importorskip("vllm")
 import prometheus_client
 
 from nixl_tiers.base.metrics import METRICS, PREFIX, Kind, TierTraits, number_of_quota, published
+from nixl_tiers.config import schema
+from nixl_tiers.config.tier import StorageConfig
 from nixl_tiers.core.stats import Counters
-from nixl_tiers.vllm.metrics import Reporter, definitions
+from nixl_tiers.vllm.metrics import Reporter, definitions, place_label, traits
 
 CPU = TierTraits("cpu")
-FILE = TierTraits("file", disk=True)
+FILE = TierTraits("file", disk=True, place="p")
 S3 = TierTraits("s3", checked=True)
 
 
@@ -30,10 +34,10 @@ def test_counters_are_reported_as_differences_and_gauges_as_levels() -> None:
     first = reporter.report({"file": {"hits": 3, "used_bytes": 100}, "cpu": {"hits": 1}})
     assert values(first) == {
         "nixl_tiers:hits": {("file",): 3, ("cpu",): 1},
-        "nixl_tiers:used_bytes": {("file",): 100},
+        "nixl_tiers:used_bytes": {("file", "p"): 100},
     }
     second = reporter.report({"file": {"hits": 5, "used_bytes": 60}, "cpu": {"hits": 1}})
-    assert values(second) == {"nixl_tiers:hits": {("file",): 2}, "nixl_tiers:used_bytes": {("file",): 60}}
+    assert values(second) == {"nixl_tiers:hits": {("file",): 2}, "nixl_tiers:used_bytes": {("file", "p"): 60}}
     assert reporter.report({"file": {"hits": 5, "used_bytes": 60}, "cpu": {"hits": 1}}) is None
 
 
@@ -80,6 +84,45 @@ def test_the_info_gauge_is_reported_once() -> None:
     assert reporter.report({}) is None
 
 
+def places(*tiers: dict[str, object]) -> list[str]:
+    """Of the cpu tier and of these, as one more engine has them."""
+    config = schema.load({"tiers": [{"type": "cpu", "capacity": "1GiB"}, *tiers]})
+    return [tier.place for tier in traits(config)]
+
+
+def test_engines_of_one_bucket_and_prefix_have_one_place_and_host_memory_of_their_own() -> None:
+    objects = {"type": "s3", "bucket": "kv-cache", "prefix": "a", "endpoint": "http://s:1", "capacity": "1TiB"}
+    found = [places({**objects, "shared": True}) for _ in range(8)]
+    assert len({objects for _, objects in found}) == 1
+    assert len({host for host, _ in found}) == 8
+    others = [{"bucket": "kv-cache-2"}, {"prefix": "b"}, {"endpoint": "http://s:2"}]
+    assert len({places({**objects, **other})[1] for other in ({}, *others)}) == 4
+    assert all(re.fullmatch("[0-9a-f]{12}", place) for place in found[0]), "it says nothing of the bucket"
+
+
+def test_engines_of_one_directory_have_one_place(tmp_path: Path) -> None:
+    def place(*names: str, **more: object) -> str:
+        path = [str(tmp_path / name) for name in names]
+        return places({"type": "file", "path": path, "capacity": "1GiB", **more})[1]
+
+    (tmp_path / "link").symlink_to("a")
+    assert place("a") == place("a", replicas=8) == place("link") == place("a", layout="files")
+    assert place("a", "b") == place("b", "a")
+    assert len({place("a"), place("b"), place("a", "b")}) == 3
+
+
+def test_a_tier_of_others_is_an_engines_own_unless_engines_share_it() -> None:
+    class Shelf(StorageConfig):
+        place: ClassVar[str] = "shelf 4"
+
+    class Shared(Shelf):
+        asked: ClassVar[bool] = True
+
+    assert not Shelf(type="shelf", capacity=1).identity
+    assert Shared(type="shelf", capacity=1).identity == "shelf shelf 4"
+    assert place_label("") != place_label("")
+
+
 def test_every_counter_of_the_core_is_a_series_of_some_tier() -> None:
     numbers = {number for _, number in published([CPU, FILE, S3])}
     assert {field.name for field in fields(Counters)} <= numbers
@@ -121,7 +164,7 @@ def test_names_follow_the_conventions_and_nothing_is_measured_twice() -> None:
         if metric.kind is Kind.HISTOGRAM:
             assert name.endswith(("_seconds", "_bytes"))
         for series in metric.series.values():
-            assert len(series.values) == len([label for label in metric.labels if label != "tier"])
+            assert len(series.values) == len([label for label in metric.labels if label not in {"tier", "place"}])
     assert not set(definitions()) & set(get_connector_metric_definitions())
 
 
@@ -163,7 +206,7 @@ def test_vllm_accepts_and_exports_every_metric(clean_registry: None) -> None:
         inside = ",".join(f'{label}="{text}"' for label, text in sorted(texts.items()))
         end = {Kind.COUNTER: "_total", Kind.GAUGE: "", Kind.HISTOGRAM: "_count"}[metric.kind]
         assert f"{PREFIX}{name}{end}{{{inside}}} 2.0" in shown, tier
-    info = 'nixl_tiers:info{chunk_bytes="3",chunk_tokens="4",engine="0",namespace="2",places="5",version="1"} 1.0'
+    info = 'nixl_tiers:info{chunk_bytes="3",chunk_tokens="4",engine="0",kv_namespace="2",places="5",version="1"} 1.0'
     assert info in shown
 
 
