@@ -3,7 +3,7 @@
 It writes the mover's process id, has it begin at the next line, and writes "gone" when it has ended.
 
 A mover fills each row with its key's number, and reports it like any other; a report is a line "ROW". It dies before
-the report of its last row: at `bytes` (half of it is written), `word`, `bell` (after the word), `report`; or it does not.
+the report of its last row, at `bytes` (half of it is written), `word`, `bell` (after the word) or `report`; or `never`.
 """
 
 from __future__ import annotations
