@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from nixl_tiers.cli import INCOMPLETE, OK
-from nixl_tiers.cli.output import Json, print_json, print_table
+from nixl_tiers.cli.output import Json, print_json
 from nixl_tiers.cli.places import ConfigFile, Endpoint, Place, found_at
 from nixl_tiers.config.fields import format_size
 from nixl_tiers.tiers.stored import StoredNamespace
@@ -80,23 +80,19 @@ def _print(found: list[StoredNamespace]) -> None:
     if not found:
         print("no namespaces")
         return
-    columns = ("namespace", "size", "rows", "last used", "oldest row", "held by", "place", "whose")
-    print_table(
-        columns,
-        (
-            (
-                each.name[:12],
-                format_size(each.nbytes),
-                f"{each.rows}" + (f" (and {each.unknown_slots} slots unknown)" if each.unknown_slots else ""),
-                ago(each.last_used_s),
-                ago(each.oldest_s),
-                each.holder or "-",
-                each.place,
-                each.problem or whose(each),
-            )
-            for each in found
-        ),
-    )
+    for each in found:
+        unknown = f" (and {each.unknown_slots:,} slots unknown after a crash)" if each.unknown_slots else ""
+        parts = (
+            f"{each.rows:,} rows{unknown}",
+            format_size(each.nbytes),
+            f"last used {ago(each.last_used_s)}",
+            f"oldest row {ago(each.oldest_s)}",
+            each.holder and f"held by {each.holder}",
+            each.place,
+        )
+        # As they are: a table would be cut at the terminal's width.
+        print(f"{each.name[:12] or 'unknown'}  {', '.join(filter(None, parts))}")
+        print(f"    {each.problem or whose(each)}")
     print(
         f"{len(found)} namespace{'' if len(found) == 1 else 's'}, {sum(each.rows for each in found)} rows, "
         f"{format_size(sum(each.nbytes for each in found))}"

@@ -65,7 +65,7 @@ class StoredNamespace(ABC):
     last_used_s: float | None = None
     manifest: Manifest | None = None
     holder: str = ""  # which process uses it now, for people; empty: none, as far as that can be known
-    unknown_slots: int = 0  # of slabs: without a valid record, so there may be rows in them
+    unknown_slots: int = 0  # of slabs after a crash: without a valid record, so there may be rows in them
     refused: str = ""  # why a purge deletes nothing of it, as a sentence
     problem: str = ""  # what could not be read or deleted, as a sentence
 

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers.base.chunk import Geometry, Outcome, object_name
+from nixl_tiers.base.chunk import PAGE, Geometry, Outcome, object_name
 from nixl_tiers.base.manifest import Description
 from nixl_tiers.cli import BAD_INPUT, FAILED, INCOMPLETE, OK, main
 from nixl_tiers.cli.verify import Pace
@@ -30,6 +31,7 @@ from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.rowfile.stored import FileNamespace
 from nixl_tiers.tiers.slab import parts
+from nixl_tiers.tiers.slab.journal_file import RECORD_BYTES
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.stored import CheckedRow, Problems, Step, StoredNamespace, find_stored
 from tests.support.file_tier import file_config, file_tier
@@ -143,6 +145,8 @@ def test_inspect_says_whose_how_big_and_who_holds_it(
     text = capsys.readouterr().out
     assert "org/model" in text
     assert "test rows" in text
+    assert "unknown" not in text
+    assert text.count("\n") == 3, "two lines a namespace, and the sum"
     assert "blue" not in text
 
 
@@ -186,6 +190,51 @@ def test_verify_reports_rows_whose_slab_has_gone(
     os.truncate(slab, 2 * GEOMETRY.row_bytes)
     code, shown = run(capsys, "verify", tmp_path)
     assert (code, shown["namespaces"][0]["ok"], shown["namespaces"][0]["missing"]) == (FAILED, 2, ROWS - 2)
+
+
+@pytest.mark.parametrize("state", ["held", "closed", "crashed"])
+def test_unknown_slots_are_named_only_after_a_crash(
+    state: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slot of which the journal says nothing is being overwritten while an engine runs, and was never used once it
+    has closed."""
+
+    def shown(place: Path) -> dict[str, Any]:
+        found: dict[str, Any] = run(capsys, "inspect", place)[1]["namespaces"][0]
+        return found
+
+    def forget_first_slot() -> None:
+        (journal,) = place.rglob("manifest.journal")
+        with journal.open("r+b") as file:
+            file.seek(PAGE)
+            file.write(bytes(RECORD_BYTES))
+
+    place = tmp_path / "t"
+    with opened("slabs", place, region) as tier:
+        wait_for(tier, lambda: shown(place)["rows"] == ROWS)
+        if state != "closed":
+            forget_first_slot()
+        found = shown(place)
+        copy = shutil.copytree(place, tmp_path / "copy")  # which nobody holds
+    if state == "closed":
+        forget_first_slot()
+    found = found if state == "held" else shown(copy if state == "crashed" else place)
+    assert (found["held_by"] is not None, found["rows"]) == (state == "held", ROWS - 1)
+    assert (found["unknown_slots"] > 0) == (state == "crashed")
+    assert main(["inspect", str(copy if state == "crashed" else place)]) == OK
+    assert ("slots unknown after a crash)" in capsys.readouterr().out) == (state == "crashed")
+
+
+def test_inspect_wraps_nothing_on_a_narrow_terminal(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = write("slabs", tmp_path, region)
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(["inspect", str(place)]) == OK
+    held, whose, _ = capsys.readouterr().out.splitlines()
+    assert str(place) in held
+    assert "org/model" in whose
 
 
 def test_rows_without_a_journal_are_verified_by_their_seals(

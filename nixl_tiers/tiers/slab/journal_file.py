@@ -130,6 +130,8 @@ class JournalFile:
         self.trusted = header is None or header.flushed or header.boot == boot
         """Whether its records are those written last: no power failure can have brought back older ones, and after
         `check` no I/O error either."""
+        self.is_open = header is not None and not header.flushed
+        """Whether a process has it open to write, or has ended without closing it."""
         self._unflushed = header is not None and not header.flushed and self.trusted and writes
         # Until it is flushed by `close`, another process must not trust it either.
         self._header = Header(self.salt, boot if header is None or self.trusted else header.boot, flushed=False)

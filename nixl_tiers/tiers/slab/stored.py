@@ -173,11 +173,14 @@ class _Slots:
             self._journal.close(flush=False)
 
     def count(self, found: StoredNamespace) -> None:
-        """Enter the rows by their records."""
+        """Enter the rows by their records. Slots without one are told only where the last engine has not closed the
+        journal, or it is damaged: else they were never used."""
+        journal = self._journal
+        ended = not found.holder and (journal is None or bool(journal.defect) or journal.is_open)
         for slots, records in self._records():
             held = records.valid & (records.lengths > 0)
             found.rows += int(held.sum())
-            found.unknown_slots += int((~records.valid & self._has_room[slots]).sum())
+            found.unknown_slots += ended and int((~records.valid & self._has_room[slots]).sum())
             times = records.sealed_at[held & (records.sealed_at > 0)]
             if len(times):
                 found.include(float(times.min()), float(times.max()))
