@@ -26,7 +26,6 @@ COMMANDS: Final = (config, doctor, report, inspect, verify, purge, clear)
 app: Final = typer.Typer(
     name="nixl-tiers",
     help="KV cache beyond GPU memory.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )

@@ -45,10 +45,26 @@ _MEANINGS: Final = {
 _CREDENTIALS: Final = ("profile", "credentials_file", "access_key_env")
 _WIDTH: Final = 100
 _INDENT: Final = " " * 6
+_DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 _OPTION: Final = "--kv-transfer-config"
 _CONNECTOR: Final = {
     "kv_connector": "NixlTiersConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
 }  # fmt: skip
+
+
+def schema_of() -> dict[str, Any]:
+    """JSON schema of a configuration, of what `TiersConfig` and its tiers declare. Bounds of fields that may be text,
+    which pydantic leaves in words of its own, hold for numbers."""
+    bounds = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum"}
+    raw = json.dumps({"$schema": _DIALECT, **TiersConfig.model_json_schema()})
+    read: dict[str, Any] = json.loads(raw, object_hook=lambda each: {bounds.get(k, k): v for k, v in each.items()})
+    return read
+
+
+def _print_schema(wanted: bool) -> None:
+    if wanted:
+        print_json(schema_of())
+        raise typer.Exit
 
 
 def config(
@@ -65,6 +81,12 @@ def config(
         typer.Option(metavar="VERSION", help="Version of vLLM to be started; by default that of this environment."),
     ] = None,
     as_json: Json = False,
+    _schema: Annotated[
+        bool,
+        typer.Option(
+            "--schema", callback=_print_schema, is_eager=True, help="Print a JSON schema of configurations and exit."
+        ),
+    ] = False,
 ) -> int:
     """Say whether a configuration is valid, warn about likely mistakes, and explain every field. Print the command that
     starts vLLM with it, and which namespaces in its directories an engine with this version of vLLM would not find, and

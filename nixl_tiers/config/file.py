@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PrivateA
 from nixl_tiers.base.mounts import identity, make_private, nearest, not_mounted
 from nixl_tiers.config import fields
 from nixl_tiers.config.errors import ConfigError
-from nixl_tiers.config.tier import MOST_MOVERS, AbsolutePath, Age, Size, StorageConfig, when_unset
+from nixl_tiers.config.tier import MOST_MOVERS, Age, Size, StorageConfig, when_unset
 
 MOST_PATHS: Final = 32
 CORES_A_MOVER: Final = 4
@@ -24,7 +24,7 @@ class FileConfig(StorageConfig):
     """A directory, or several: then `path` is the first of them, and `members` has all."""
 
     type: Literal["file"] = Field(description="kind of the tier")
-    path: AbsolutePath = Field(
+    path: Annotated[Path, BeforeValidator(fields.absolute, json_schema_input_type=str | list[str])] = Field(
         description="directory of the tier; created with mode 0700 if it does not exist, and so are its parents. Or a "
         "list of directories, as a rule one a drive: one tier over all of them, each with a mover of its own and an "
         "equal part of the `capacity`"
@@ -69,7 +69,10 @@ class FileConfig(StorageConfig):
         "(Linux AIO), which take least processor time; `posix`: NIXL's plugin POSIX (Linux AIO); `gds_mt`: NIXL's "
         "GDS_MT, which calls cuFile of GPUDirect Storage; `auto`: `native` where that can be had, else `posix`",
     )
-    staging: Annotated[Literal["auto", "on", "off"], BeforeValidator(fields.bare_on_or_off)] = Field(
+    staging: Annotated[
+        Literal["auto", "on", "off"],
+        BeforeValidator(fields.bare_on_or_off, json_schema_input_type=Literal["auto", "on", "off"] | bool),
+    ] = Field(
         "auto",
         description="whether rows go through a buffer of the mover that has huge pages; `auto`: where the cpu tier has "
         "4 KiB pages and the first loads, or stores, are at least 10 % faster with it",

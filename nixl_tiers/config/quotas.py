@@ -20,7 +20,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 class QuotaConfig(Model):
     """Of one tenant, or of all others together."""
 
-    share: Annotated[float, BeforeValidator(fields.parse_share)] = Field(
+    share: Annotated[float, BeforeValidator(fields.parse_share, json_schema_input_type=str)] = Field(
         description="of the cpu tier, and of each storage tier that is this engine's own, such as `20%`"
     )
     salt_sha256: Annotated[str, BeforeValidator(fields.parse_digest)] | None = Field(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, Field, PlainValidator, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, Field, PlainValidator, TypeAdapter, ValidationError, WithJsonSchema, model_validator
 
 from nixl_tiers.base.policies import DEFAULT_PROBE_S, DEFAULT_WAIT_S, Eviction, Prefer, Store, Write
 from nixl_tiers.config import source as config_source
@@ -73,7 +73,21 @@ __all__ = [
     "unset",
 ]
 
-TierConfig = Annotated[CpuConfig | StorageConfig, PlainValidator(read_tier)]
+# For the JSON schema: an installed package's class, of which nothing is known here, says what its fields are.
+_ThirdParty = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {"type": {"type": "string", "not": {"enum": [*BUILT_IN]}}},
+            "required": ["type"],
+        }
+    ),
+]
+TierConfig = Annotated[
+    CpuConfig | StorageConfig,
+    PlainValidator(read_tier, json_schema_input_type=CpuConfig | FileConfig | S3Config | _ThirdParty),
+]
 
 
 class TiersConfig(Model):

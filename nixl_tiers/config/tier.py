@@ -21,8 +21,9 @@ from nixl_tiers.config.errors import ConfigError
 MOST_MOVERS: Final = 16
 """Of one place."""
 
-Size = Annotated[int, BeforeValidator(fields.parse_size)]
-Seconds = Annotated[float, BeforeValidator(fields.parse_seconds)]  # a field adds its bounds
+# What a validator takes beside its field's type is said to it, for the JSON schema (`nixl-tiers config --schema`).
+Size = Annotated[int, BeforeValidator(fields.parse_size, json_schema_input_type=int | str)]
+Seconds = Annotated[float, BeforeValidator(fields.parse_seconds, json_schema_input_type=float | str)]  # without bounds
 AbsolutePath = Annotated[Path, BeforeValidator(fields.absolute)]
 EnvironmentName = Annotated[str | None, BeforeValidator(fields.environment_name)]
 """Names an environment variable that holds a credential: its value is removed from what the tier's mover logs."""
@@ -41,7 +42,7 @@ def when_unset(meaning: str) -> dict[str, JsonValue]:
 
 WriteField = Annotated[
     Write,
-    BeforeValidator(fields.bare_off),
+    BeforeValidator(fields.bare_off, json_schema_input_type=Write | Literal[False]),
     Field(
         description="`through`: every chunk is written (write-through); `on_evict`: when the tier above evicts "
         "it (write-back); `off`: read only, all that is there, whatever the `capacity`"
@@ -49,7 +50,7 @@ WriteField = Annotated[
 ]
 Age = Annotated[
     float | None,
-    BeforeValidator(fields.parse_age),
+    BeforeValidator(fields.parse_age, json_schema_input_type=float | str | None),
     Field(
         description="time to live: older chunks are misses, and are deleted",
         json_schema_extra=when_unset("none: chunks stay as long as they fit"),
@@ -69,7 +70,9 @@ class CpuConfig(Model):
     type: Literal["cpu"] = Field(description="kind of the tier")
     capacity: Size = Field(description="budget in host memory, per node")
     eviction: Eviction = Field("lru", description="eviction policy")
-    huge_pages: Annotated[HugePages, BeforeValidator(fields.bare_off)] = Field(
+    huge_pages: Annotated[
+        HugePages, BeforeValidator(fields.bare_off, json_schema_input_type=HugePages | Literal[False])
+    ] = Field(
         HugePages.AUTO,
         description="`auto`: transparent huge pages, where the kernel provides them for shared memory; `hugetlb`: the "
         "machine's pool of 2 MiB pages, or as `auto` if it has too few; `off`: 4 KiB pages",

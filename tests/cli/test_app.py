@@ -49,6 +49,23 @@ def test_wrong_arguments_are_one_sentence(given: list[str], capsys: pytest.Captu
     assert output.err.count("\n") == 1
 
 
+def test_shells_complete_commands() -> None:
+    """What the script of `--install-completion` runs."""
+    words = {"_NIXL_TIERS_COMPLETE": "complete_bash", "COMP_WORDS": "nixl-tiers re", "COMP_CWORD": "1"}
+    command = [sys.executable, "-m", "nixl_tiers.cli"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | words, capture_output=True, text=True, check=False)
+    assert (done.stdout.split(), done.stderr) == (["report"], "")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_installed(shell: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nixl_tiers.cli", "--install-completion", shell]
+    environment = os.environ | {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (OK, "")
+    assert any("_NIXL_TIERS_COMPLETE" in file.read_text() for file in tmp_path.rglob("*") if file.is_file())
+
+
 @pytest.mark.parametrize("options", [[], ["--s3", "moto", "--prompt-tokens", "700"]])
 def test_demo_says_where_it_is(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", *options]) == BAD_INPUT
