@@ -1,214 +1,224 @@
-"""`nixl-tiers report URL`: what the tiers saved and lost, read from the /metrics of running servers."""
+"""`nixl-tiers report URL`: what came from tiers and what that saved and lost, read from the /metrics of servers."""
 
 from __future__ import annotations
 
-import http.client
-import urllib.error
-import urllib.request
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Final, Protocol
-from urllib.parse import urlsplit
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import gmtime, sleep, strftime, time
+from typing import Annotated, Any, Final
 
 import typer
 
-from nixl_tiers.base.metrics import CPU, METRICS, NO_TIER, PREFIX
-from nixl_tiers.cli import FAILED, INSTALL_EXTRA, OK
+from nixl_tiers.base.metrics import NO_TIER
+from nixl_tiers.cli import FAILED, OK
 from nixl_tiers.cli.output import InputError, Json, print_json, print_table
+from nixl_tiers.cli.scrape import NoAnswer, address_of, scrape
+from nixl_tiers.cli.tally import NEW, NOT_STORED, OWN_HITS, PROMPT_TOKENS, Tally, TierState, meaning
+from nixl_tiers.config.fields import format_size
 
-TIMEOUT_S: Final = 10.0
-MAX_PAGE_BYTES: Final = 64 << 20
 OTHER_NAMESPACES: Final = (
-    "Chunks of another namespace (another model, other options) count as held by no tier: each tier logs at startup "
-    "what it holds of others, and `nixl-tiers inspect` lists it."
+    "Nothing was loaded: chunks of another namespace (another model, other options) count as new prompts. Each tier "
+    "logs at startup what it holds of others, and `nixl-tiers inspect` lists it."
 )
-
-
-class NoReport(Exception):
-    """This server has nothing to report. One sentence."""
-
-
-class Sample(Protocol):
-    """Of prometheus_client: one line of a page."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def labels(self) -> Mapping[str, str]: ...
-
-    @property
-    def value(self) -> float: ...
+_AT_ONCE: Final = 16
+_NAMED: Final = 3  # servers in a cell of a table
 
 
 @dataclass
-class Tier:
-    """Since the start of the servers."""
+class Scrapes:
+    """Of all servers that answered, by address, with sentences about the others."""
 
-    tokens: float = 0.0
-    saved_first_token_s: float = 0.0
-    saved_prefill_s: float = 0.0
-    lost_slower_s: float = 0.0
-    lost_vain_s: float = 0.0
+    time: float
+    servers: dict[str, Tally]
+    failed: list[str] = field(default_factory=list)
 
-    def plus(self, other: Tier) -> Tier:
-        mine, theirs = asdict(self), asdict(other)
-        return Tier(**{name: mine[name] + theirs[name] for name in mine})
+    @classmethod
+    def of(cls, urls: list[str]) -> Scrapes:
+        """Raises InputError for what is no address."""
+        places = list(dict.fromkeys(map(address_of, urls)))
+        found = cls(time(), {})
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for place, answer in zip(places, pool.map(_answer, places), strict=True):
+                if isinstance(answer, NoAnswer):
+                    found.failed.append(str(answer))
+                else:
+                    found.servers[place] = answer
+        return found
 
-
-@dataclass
-class Report:
-    """Of one or more servers. `misses`: chunks by (reason, tier). `not_stored`: with `store: adaptive`."""
-
-    tiers: dict[str, Tier] = field(default_factory=dict)
-    misses: Counter[tuple[str, str]] = field(default_factory=Counter)
-    not_stored: int = 0
-    computed_again: int = 0  # of these
-
-    @property
-    def total(self) -> Tier:
-        total = Tier()
-        for tier in self.tiers.values():
-            total = total.plus(tier)
-        return total
-
-    def sentence(self) -> str:
-        total = self.total
-        lost_s = total.lost_slower_s + total.lost_vain_s
-        if total.tokens and not total.saved_prefill_s:
-            said = (
-                f"since start: {total.tokens:,.0f} tokens saved (seconds count from when a few prompts were computed: "
-                f"only then it is known how fast that is), {_seconds(lost_s)} lost"
-            )
-        else:
-            said = (
-                f"since start: {total.tokens:,.0f} tokens and {_seconds(total.saved_prefill_s)} of prefill saved, "
-                f"first tokens {_seconds(total.saved_first_token_s)} earlier, {_seconds(lost_s)} lost"
-            )
-        if not self.misses:
-            return said + ", no misses"
-        ((reason, tier), count), missed = self.misses.most_common(1)[0], self.misses.total()
-        share = f"all {missed:,} misses" if count == missed else f"most misses ({count:,} of {missed:,})"
-        return f"{said}, {share} because: {_why(reason)}{'' if tier == NO_TIER else f' ({tier})'}"
+    @classmethod
+    def read(cls, file: Path) -> Scrapes:
+        """What `as_json` has written. Raises InputError."""
+        try:
+            raw = json.loads(file.read_text())
+            servers = {
+                url: Tally({(name, tier, reason): float(count) for name, tier, reason, count in counts})
+                for url, counts in raw["servers"].items()
+            }
+            return cls(float(raw["time"]), servers)
+        except OSError as error:
+            raise InputError(f"--since: {file} cannot be read ({error.strerror})") from None
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise InputError(f"--since: {file} was not written by `nixl-tiers report --json`") from None
 
     def as_json(self) -> dict[str, Any]:
-        misses = [{"reason": r, "tier": t, "chunks": count} for (r, t), count in self.misses.most_common()]
-        tiers = {name: asdict(tier) for name, tier in self.tiers.items()}
-        not_stored = {"not_stored": self.not_stored, "computed_again": self.computed_again}
-        return {"total": asdict(self.total), "tiers": tiers, "misses": misses, **not_stored}
+        servers = {url: [[*each, count] for each, count in tally.counts.items()] for url, tally in self.servers.items()}
+        return {"time": self.time, "servers": servers, "failed": self.failed}
 
+    def gained(self, before: Scrapes | None) -> tuple[Tally, list[str]]:
+        """What was counted after `before`, of all servers together, and what is to be said of single ones."""
+        total, notes = Tally(), []
+        for url, tally in self.servers.items():
+            old = None if before is None else before.servers.get(url)
+            gained = tally if old is None else tally.since(old)
+            if gained is None or (before is not None and old is None):
+                notes.append(
+                    f"{url} {'was not there then' if old is None else 'has restarted'}: counted from its start"
+                )
+            total = total.plus(gained or tally)
+        return total, notes
 
-_FIELDS: Final = {
-    ("hit_tokens_total", None): "tokens",
-    ("saved_first_token_seconds_total", None): "saved_first_token_s",
-    ("saved_prefill_seconds_total", None): "saved_prefill_s",
-    ("lost_seconds_total", "slower"): "lost_slower_s",
-    ("lost_seconds_total", "vain"): "lost_vain_s",
-}
-_SUMS: Final = {"not_stored_chunks_total": "not_stored", "computed_again_chunks_total": "computed_again"}
+    def after(self, before: Scrapes | None) -> Scrapes:
+        """The same, with what was known of servers that do not answer now."""
+        return self if before is None else replace(self, servers={**before.servers, **self.servers})
 
 
 def report(
     urls: Annotated[
         list[str], typer.Argument(metavar="URL...", help="Servers, as http://HOST:PORT; /metrics is added.")
     ],
+    watch: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=0.1, help="Repeat every so many seconds: what was counted in between."),
+    ] = None,
+    since: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What an earlier `report --json` printed: what was counted since then."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
-    """Say what the tiers have saved since the servers started: tokens and seconds, by tier. Also seconds lost, and why
-    chunks missed. Several servers are added up.
+    """Say which share of all prompt tokens came from tiers since the servers started, what that saved, how full the
+    tiers are and whether they are up, and why chunks missed. Several servers are added up.
 
-    Exit code: 0 reported; 1 a server does not answer, is not vLLM, or runs without nixl_tiers; 2 wrong input.
+    Exit code: 0 reported; 1 a server does not answer, is not vLLM, or runs without nixl_tiers, and the others are
+    reported; 2 wrong input.
     """
+    before = None if since is None else Scrapes.read(since)
+    title = "since start" if before is None else strftime("since %Y-%m-%d %H:%M:%S UTC", gmtime(before.time))
+    code = OK
     try:
-        found = read(parse(fetch(url), url) for url in urls)
-    except NoReport as error:
-        typer.echo(f"nixl-tiers: {error}", err=True)
-        return FAILED
-    if as_json:
-        print_json(found.as_json())
-        return OK
-    print(found.sentence())
-    print_table(
-        ["tier", "tokens loaded", "prefill saved", "first token earlier", "lost to slow loads", "waited in vain"],
-        [_cells(name, tier) for name, tier in [*found.tiers.items(), ("all", found.total)]],
-    )
-    if found.misses:
-        print_table(
-            ["missed chunks", "tier", "because"],
-            [(f"{count:,}", tier, _why(reason)) for (reason, tier), count in found.misses.most_common()],
-        )
-    if found.not_stored:
-        print(
-            f"not stored, as too few come back: {found.not_stored:,} chunks, of which {found.computed_again:,} had to "
-            "be computed again"
-        )
-    if found.misses["never_stored", NO_TIER]:
-        print(OTHER_NAMESPACES)
-    return OK
+        while True:
+            now = Scrapes.of(urls)
+            if now.servers:
+                _print(now, before, title, as_json)
+            for sentence in now.failed:
+                typer.echo(f"nixl-tiers: {sentence}", err=True)
+            code = FAILED if now.failed else OK
+            if watch is None:
+                return code
+            before, title = now.after(before), f"in the last {watch:g} s"
+            sleep(watch)
+    except KeyboardInterrupt:
+        return code
 
 
-def fetch(url: str) -> str:
-    """The page at `url`, or at its /metrics. Raises InputError for what is no address, NoReport if it does not
-    answer."""
-    whole = url if "://" in url else f"http://{url}"
-    parts = urlsplit(whole)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise InputError(f"{url} is no address of a server: give it as http://HOST:PORT")
-    address = whole if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/metrics"
+def _answer(url: str) -> Tally | NoAnswer:
     try:
-        with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:  # noqa: S310 - only http and https
-            return str(answer.read(MAX_PAGE_BYTES).decode("utf-8", "replace"))
-    except urllib.error.HTTPError as error:
-        raise NoReport(f"{url} has no metrics: it answers {address} with {error.code} {error.reason}") from error
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise NoReport(f"{url} does not answer: {reason}") from error
-
-
-def parse(page: str, url: str) -> list[Sample]:
-    """The series of nixl_tiers in a page of metrics. Raises NoReport if it has none."""
-    try:
-        from prometheus_client.parser import text_string_to_metric_families
-    except ModuleNotFoundError as error:
-        raise InputError(f"the report needs prometheus-client: {INSTALL_EXTRA}") from error
-    try:
-        samples: list[Sample] = [s for family in text_string_to_metric_families(page) for s in family.samples]
-    except ValueError as error:
-        raise NoReport(f"{url} is no vLLM server: what it shows are no metrics") from error
-    ours = [sample for sample in samples if sample.name.startswith(PREFIX)]
-    if not ours:
-        if any(sample.name.startswith("vllm:") for sample in samples):
-            raise NoReport(
-                f"{url} is a vLLM server without nixl_tiers, or one that has not computed anything since its start"
-            )
-        raise NoReport(f"{url} is no vLLM server: none of its metrics is vLLM's")
-    return ours
-
-
-def read(pages: Iterable[Sequence[Sample]]) -> Report:
-    """Sums over engines, API servers and pages."""
-    found = Report()
-    for sample in (sample for page in pages for sample in page):
-        name, tier = sample.name.removeprefix(PREFIX), sample.labels.get("tier", CPU)
-        if name == "misses_total" and sample.value:
-            found.misses[sample.labels.get("reason", ""), tier] += int(sample.value)
-        elif sum_of := _SUMS.get(name):
-            setattr(found, sum_of, getattr(found, sum_of) + int(sample.value))
-        elif into := _FIELDS.get((name, sample.labels.get("reason"))):
-            book = found.tiers.setdefault(tier, Tier())
-            setattr(book, into, getattr(book, into) + sample.value)
+        found = Tally.of(url, scrape(url))
+    except NoAnswer as error:
+        return error
+    if not found.states and not found.tiers and not found.misses:
+        what = "is a vLLM server without nixl_tiers, or one that has not computed anything since its start"
+        return NoAnswer(f"{url} {what}")
     return found
 
 
-def _cells(name: str, tier: Tier) -> list[str]:
-    seconds = (tier.saved_prefill_s, tier.saved_first_token_s, tier.lost_slower_s, tier.lost_vain_s)
-    return [name, f"{tier.tokens:,.0f}", *map(_seconds, seconds)]
+def _print(now: Scrapes, before: Scrapes | None, title: str, as_json: bool) -> None:
+    found, notes = now.gained(before)
+    if as_json:
+        since = None if before is None else before.time
+        print_json({**now.as_json(), "since": since, "notes": notes, **found.as_json()})
+        return
+    print("\n".join([*_sentences(found, title), *notes]))
+    rows = [_use(found, tier) for tier in found.tiers]
+    print_table(["tier", "state", "used", "tokens loaded", "of prompt tokens"], rows)
+    columns = ["tier", "prefill saved", "first token earlier", "lost to slow loads", "waited in vain"]
+    print_table(columns, [[tier or "all", *_times(found, tier)] for tier in (*found.tiers, None)])
+    if found.misses:
+        missed = [(f"{count:,}", tier, meaning(why, tier)) for (why, tier), count in found.misses.most_common()]
+        print_table(["missed chunks", "tier", "because"], missed)
+    not_stored, again = (int(found.total(name)) for name in NOT_STORED)
+    if not_stored:
+        print(f"not stored, as too few come back: {not_stored:,} chunks, of which {again:,} had to be computed again")
+    if found.misses[NEW] and not found.numbers()["tokens"]:
+        print(OTHER_NAMESPACES)
 
 
-def _why(reason: str) -> str:
-    series = METRICS["misses"].series.values()
-    return next((one.meaning for one in series if one.values == (reason,)), reason)
+def _sentences(found: Tally, title: str) -> Iterator[str]:
+    asked, own = found.total(PROMPT_TOKENS), found.total(OWN_HITS)
+    rate = found.hit_rate()
+    if rate is None:
+        yield "hit rate: no prompts"
+    else:
+        own_rate = f"{own / asked:.1%} from vLLM's own cache"
+        yield f"hit rate: {rate:.1%} of {asked:,.0f} prompt tokens came from tiers, {own_rate}"
+    total = found.numbers()
+    lost_s = total["lost_slower_s"] + total["lost_vain_s"]
+    if total["tokens"] and not total["saved_prefill_s"]:
+        yield (
+            f"{title}: {total['tokens']:,.0f} tokens saved (seconds count from when a few prompts were computed: "
+            f"only then it is known how fast that is), {_seconds(lost_s)} lost"
+        )
+    else:
+        yield (
+            f"{title}: {total['tokens']:,.0f} tokens and {_seconds(total['saved_prefill_s'])} of prefill saved, "
+            f"first tokens {_seconds(total['saved_first_token_s'])} earlier, {_seconds(lost_s)} lost"
+        )
+    others = found.misses
+    new = others.pop(NEW, 0)
+    said = f"missed: {new:,} chunks of new prompts, {others.total():,} others" if new or others else "no misses"
+    if others:
+        ((reason, tier), count) = others.most_common(1)[0]
+        where = "" if tier == NO_TIER else f" ({tier})"
+        said += (
+            f", {'all' if count == others.total() else f'{count:,} of them'} because: {meaning(reason, tier)}{where}"
+        )
+    yield said
+
+
+def _use(found: Tally, tier: str) -> list[str]:
+    rate, room = found.hit_rate(tier), found.room(tier)
+    return [
+        tier,
+        _state([state for state in found.states if state.tier == tier]),
+        " of ".join(format_size(int(each)) for each in room) if room else "-",
+        f"{found.numbers(tier)['tokens']:,.0f}",
+        "-" if rate is None else f"{rate:.1%}",
+    ]
+
+
+def _state(states: list[TierState]) -> str:
+    """In one word, if it is the same everywhere; else with those where it is not up."""
+    by_word: dict[str, list[str]] = {}
+    for state in states:
+        by_word.setdefault(state.word, []).append(state.server)
+    if len(by_word) <= 1:
+        return next(iter(by_word), "-")
+    up = by_word.pop("up", [])
+    said = [f"{word} at {_places(list(dict.fromkeys(at)))}" for word, at in by_word.items()]
+    return "; ".join([*([f"up on {len(up)}"] if up else []), *said])
+
+
+def _places(servers: list[str]) -> str:
+    more = len(servers) - _NAMED
+    return ", ".join(servers[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _times(found: Tally, tier: str | None) -> list[str]:
+    own: Mapping[str, float] = found.numbers(tier)
+    return [_seconds(own[name]) for name in ("saved_prefill_s", "saved_first_token_s", "lost_slower_s", "lost_vain_s")]
 
 
 def _seconds(seconds: float) -> str:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("prometheus_client")
 
+from nixl_tiers.base.metrics import METRICS
 from nixl_tiers.cli import BAD_INPUT, FAILED, OK, main
 from nixl_tiers.cli.report import OTHER_NAMESPACES
+from nixl_tiers.cli.tally import BY_TIER, GAUGES, NEW, NOT_STORED
 
 Serve = Callable[..., str]
 LABELS = 'engine="0",model_name="m"'
+GAUGES_OF_S3 = {"up": 1, "listing": 0, "breaker": 0, "denials": 0}
 
 
 def page(scale: int = 1) -> str:
@@ -37,8 +42,13 @@ def page(scale: int = 1) -> str:
         f'nixl_tiers:misses_total{{{LABELS},reason="never_stored",tier="none"}} {25 * scale}',
         f'nixl_tiers:misses_total{{{LABELS},reason="evicted",tier="s3"}} {75 * scale}',
         f'nixl_tiers:misses_total{{{LABELS},reason="late",tier="s3"}} 0',
-        "# TYPE vllm:num_requests_running gauge",
-        f"vllm:num_requests_running{{{LABELS}}} 3",
+        *(f'nixl_tiers:{name}{{{LABELS},tier="s3"}} {value}' for name, value in GAUGES_OF_S3.items()),
+        f'nixl_tiers:used_bytes{{{LABELS},place="bucket",tier="s3"}} {1 << 40}',
+        f'nixl_tiers:capacity_bytes{{{LABELS},place="bucket",tier="s3"}} {2 << 40}',
+        f'nixl_tiers:used_bytes{{{LABELS},tier="cpu"}} {3 << 30}',
+        f'nixl_tiers:capacity_bytes{{{LABELS},tier="cpu"}} {4 << 30}',
+        f"vllm:prompt_tokens_total{{{LABELS}}} {68_000 * scale}",
+        f"vllm:prefix_cache_hits_total{{{LABELS}}} {6_800 * scale}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -47,12 +57,15 @@ def page(scale: int = 1) -> str:
 def serve() -> Iterator[Serve]:
     servers: list[http.server.HTTPServer] = []
 
-    def start(text: str, status: int = 200) -> str:
+    def start(*texts: str, status: int = 200) -> str:
+        """One text a scrape, the last one from then on."""
+        left = list(texts)
+
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self.send_response(status if self.path == "/metrics" else 404)
                 self.end_headers()
-                self.wfile.write(text.encode())
+                self.wfile.write((left.pop(0) if len(left) > 1 else left[0]).encode())
 
             def log_message(self, *_: object) -> None: ...
 
@@ -70,22 +83,57 @@ def serve() -> Iterator[Serve]:
 def test_seconds_that_are_not_known_yet_are_not_called_zero(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     text = f'nixl_tiers:hit_tokens_total{{{LABELS},tier="file"}} 1664\n'
     assert main(["report", serve(text)]) == OK
-    (sentence, *_) = capsys.readouterr().out.splitlines()
+    (rate, sentence, *_) = capsys.readouterr().out.splitlines()
+    assert rate == "hit rate: no prompts"
     assert sentence.startswith("since start: 1,664 tokens saved (seconds count from when a few prompts were computed")
 
 
 def test_report_says_what_was_saved_lost_and_missed(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", serve(page())]) == OK
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == (
-        "since start: 34,000 tokens and 100.5 s of prefill saved, first tokens 82.0 s earlier, 3.5 s lost, "
-        "most misses (75 of 100) because: this tier's budget was too small: it was the last to hold it (s3)"
-    )
-    assert "cpu 30,000 90.5 s 80.0 s 0.0 s 0.0 s" in lines
-    assert "s3 4,000 10.0 s 2.0 s 1.0 s 2.5 s" in lines
-    assert "all 34,000 100.5 s 82.0 s 1.0 s 2.5 s" in lines
-    assert "25 none no tier is known to have held it recently" in lines
-    assert lines[-1] == OTHER_NAMESPACES
+    lines = said(capsys)
+    evicted = "this tier's budget was too small: it was the last to hold it (s3)"
+    assert lines[:3] == [
+        "hit rate: 50.0% of 68,000 prompt tokens came from tiers, 10.0% from vLLM's own cache",
+        "since start: 34,000 tokens and 100.5 s of prefill saved, first tokens 82.0 s earlier, 3.5 s lost",
+        f"missed: 25 chunks of new prompts, 75 others, all because: {evicted}",
+    ]
+    assert "cpu up 3 GiB of 4 GiB 30,000 44.1%" in lines
+    assert "s3 up 1 TiB of 2 TiB 4,000 5.9%" in lines
+    assert "cpu 90.5 s 80.0 s 0.0 s 0.0 s" in lines
+    assert "s3 10.0 s 2.0 s 1.0 s 2.5 s" in lines
+    assert "all 100.5 s 82.0 s 1.0 s 2.5 s" in lines
+    assert lines[-1] == "25 none new prompts: no tier is known to have held them"
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("gauges", "word"),
+    [
+        ({}, "up"),
+        ({"up": 0, "breaker": 2}, "down"),
+        ({"breaker": 1}, "circuit half-open"),
+        ({"breaker": 2}, "circuit open"),
+        ({"listing": 1}, "listing"),
+        ({"denials": 2}, "up, requests denied"),
+    ],
+)
+def test_state_of_a_tier_is_said(
+    gauges: dict[str, int], word: str, serve: Serve, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    healthy = serve(page())
+    for name, value in gauges.items():
+        monkeypatch.setitem(GAUGES_OF_S3, name, value)
+    url = serve(page())
+    assert main(["report", url]) == OK
+    assert f"s3 {word} 1 TiB of 2 TiB 4,000 5.9%" in said(capsys)
+    assert main(["report", healthy, url]) == OK
+    both = f"up on 1; {word} at {url}" if gauges else "up"
+    lines = said(capsys)
+    assert f"s3 {both} 1 TiB of 2 TiB 8,000 5.9%" in lines, "a bucket that both use counts once"
+    assert "cpu up 6 GiB of 8 GiB 60,000 44.1%" in lines
 
 
 def test_report_says_what_was_not_stored(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,8 +157,12 @@ def test_report_says_what_was_not_stored(serve: Serve, capsys: pytest.CaptureFix
 def test_other_namespaces_are_mentioned_only_where_they_may_explain_misses(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = f'nixl_tiers:misses_total{{{LABELS},reason="evicted",tier="s3"}} 3\n'
-    assert main(["report", serve(text)]) == OK
+    new = f'nixl_tiers:misses_total{{{LABELS},reason="never_stored",tier="none"}} 3\n'
+    assert main(["report", serve(new)]) == OK
+    assert said(capsys)[-1] == OTHER_NAMESPACES
+    assert main(["report", serve(new.replace("never_stored", "evicted"))]) == OK
+    assert OTHER_NAMESPACES not in capsys.readouterr().out
+    assert main(["report", serve(page())]) == OK, "with new prompts, and hits"
     assert OTHER_NAMESPACES not in capsys.readouterr().out
 
 
@@ -125,18 +177,92 @@ def test_servers_are_added_up_and_an_address_may_be_short(serve: Serve, capsys: 
         "saved_prefill_s": 60.0,
         "lost_slower_s": 6.0,
         "lost_vain_s": 15.0,
+        "hit_rate": 24_000 / (6 * 68_000),
     }
+    assert (found["hit_rate"], found["prompt_tokens"], found["own_hit_tokens"]) == (0.5, 6 * 68_000, 6 * 6_800)
     assert found["misses"][0] == {"reason": "evicted", "tier": "s3", "chunks": 450}
 
 
 def test_every_name_of_a_metric_that_is_read_exists() -> None:
     """Or a renamed metric would be reported as 0."""
-    from nixl_tiers.base.metrics import METRICS
-    from nixl_tiers.cli.report import _FIELDS, _SUMS
-
-    for name, reason in [*_FIELDS, *((name, None) for name in _SUMS)]:
+    for name, reason in [*BY_TIER.values(), *((name, "") for name in NOT_STORED)]:
         series = METRICS[name.removesuffix("_total")].series.values()
-        assert any(one.values == (() if reason is None else (reason,)) for one in series)
+        assert any(one.values == ((reason,) if reason else ()) for one in series)
+    assert set(GAUGES) <= METRICS.keys()
+    assert any((*one.values, one.tier) == NEW for one in METRICS["misses"].series.values())
+
+
+def test_servers_that_answer_are_reported_and_the_others_named(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = ["http://127.0.0.1:1", serve(page()), serve("not here", status=404), serve(page(2))]
+    assert main(["report", *urls]) == FAILED
+    output = capsys.readouterr()
+    assert output.out.startswith("hit rate: 50.0% of 204,000 prompt tokens")
+    dead, no_metrics = output.err.splitlines()
+    assert dead.startswith(f"nixl-tiers: {urls[0]} does not answer: ")
+    assert no_metrics.startswith(f"nixl-tiers: {urls[2]} has no metrics: ")
+    assert main(["report", "--json", *urls]) == FAILED
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["servers"]) == [urls[1], urls[3]]
+    assert [sentence.split()[0] for sentence in found["failed"]] == [urls[0], urls[2]]
+
+
+def test_report_since_an_earlier_one(serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    grown, new, restarted = serve(page(), page(4)), serve(page(2)), serve(page(5), page(2))
+    saved = tmp_path / "before.json"
+    assert main(["report", "--json", grown, restarted]) == OK
+    saved.write_text(capsys.readouterr().out)
+    assert main(["report", "--since", str(saved), grown]) == OK
+    lines = said(capsys)
+    assert lines[0] == "hit rate: 50.0% of 204,000 prompt tokens came from tiers, 10.0% from vLLM's own cache"
+    assert re.fullmatch(r"since 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC: 102,000 tokens and 301.5 s of .*", lines[1])
+    assert "cpu up 3 GiB of 4 GiB 90,000 44.1%" in lines, "what is now is no difference"
+    assert main(["report", "--since", str(saved), "--json", grown, new, restarted]) == OK
+    found = json.loads(capsys.readouterr().out)
+    assert found["prompt_tokens"] == (3 + 2 + 2) * 68_000
+    assert found["notes"] == [
+        f"{new} was not there then: counted from its start",
+        f"{restarted} has restarted: counted from its start",
+    ]
+
+
+@pytest.mark.parametrize("text", [None, "no JSON", "{}", '{"time": 1, "servers": {"u": [[1]]}}', "[]"])
+def test_what_is_no_earlier_report_is_one_sentence(
+    text: str | None, serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "before.json"
+    if text is not None:
+        file.write_text(text)
+    assert main(["report", "--since", str(file), serve(page())]) == BAD_INPUT
+    output = capsys.readouterr()
+    assert (output.out, output.err.count("\n")) == ("", 1)
+    assert output.err.startswith(f"nixl-tiers: --since: {file} ")
+
+
+def test_watch_says_what_was_counted_in_between(
+    serve: Serve, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a server that has not answered for a while."""
+    steady, slow = serve(page(), page(2)), serve(page(), "", page(3))
+    said_by_then: list[list[str]] = []
+
+    def pause(seconds: float) -> None:
+        assert seconds == 2.5
+        said_by_then.append(said(capsys))
+        if len(said_by_then) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("nixl_tiers.cli.report.sleep", pause)
+    assert main(["report", "--watch", "2.5", steady, slow]) == OK, "they answered at last"
+    heads = [lines[1].partition(" tokens")[0] for lines in said_by_then]
+    assert heads == [
+        "since start: 68,000",
+        "in the last 2.5 s: 34,000",
+        "in the last 2.5 s: 68,000",
+        "in the last 2.5 s: 0",
+    ]
+    assert said_by_then[3][0] == "hit rate: no prompts"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +277,7 @@ def test_every_name_of_a_metric_that_is_read_exists() -> None:
 def test_other_servers_are_one_sentence(
     serve: Serve, capsys: pytest.CaptureFixture[str], text: str, status: int, sentence: str
 ) -> None:
-    assert main(["report", serve(text, status)]) == FAILED
+    assert main(["report", serve(text, status=status)]) == FAILED
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith("nixl-tiers: http://127.0.0.1:")

@@ -1,0 +1,76 @@
+"""Reads the metrics page of a running server, for `report` and `bench`."""
+
+from __future__ import annotations
+
+import http.client
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Final, Protocol
+from urllib.parse import urlsplit
+
+from nixl_tiers.base.metrics import PREFIX
+from nixl_tiers.cli import INSTALL_EXTRA
+from nixl_tiers.cli.output import InputError
+
+TIMEOUT_S: Final = 10.0
+MAX_PAGE_BYTES: Final = 64 << 20
+
+
+class NoAnswer(Exception):
+    """This server has no metrics, or not those that are asked for. One sentence."""
+
+
+class Sample(Protocol):
+    """Of prometheus_client: one line of a page."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def labels(self) -> Mapping[str, str]: ...
+
+    @property
+    def value(self) -> float: ...
+
+
+def address_of(url: str) -> str:
+    """The whole URL of what may be given as HOST:PORT only. Raises InputError for what is no address."""
+    whole = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(whole)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise InputError(f"{url} is no address of a server: give it as http://HOST:PORT")
+    return whole.rstrip("/")
+
+
+def scrape(url: str) -> list[Sample]:
+    """vLLM's series, and ours, on the page at `url`, or at its /metrics. Raises InputError, NoAnswer."""
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ModuleNotFoundError as error:
+        raise InputError(f"it needs prometheus-client: {INSTALL_EXTRA}") from error
+    try:
+        families = list(text_string_to_metric_families(_fetch(url)))
+    except ValueError as error:
+        raise NoAnswer(f"{url} is no vLLM server: what it shows are no metrics") from error
+    samples: list[Sample] = [s for family in families for s in family.samples]
+    known = [sample for sample in samples if sample.name.startswith(("vllm:", PREFIX))]
+    if not known:
+        raise NoAnswer(f"{url} is no vLLM server: none of its metrics is vLLM's")
+    return known
+
+
+def _fetch(url: str) -> str:
+    whole = address_of(url)
+    page = whole if urlsplit(whole).path else f"{whole}/metrics"
+    try:
+        with urllib.request.urlopen(page, timeout=TIMEOUT_S) as answer:  # noqa: S310 - only http and https
+            return str(answer.read(MAX_PAGE_BYTES).decode("utf-8", "replace"))
+    except urllib.error.HTTPError as error:
+        raise NoAnswer(f"{url} has no metrics: it answers {page} with {error.code} {error.reason}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise NoAnswer(f"{url} does not answer: {getattr(error, 'reason', None) or error}") from error
