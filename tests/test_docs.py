@@ -20,10 +20,11 @@ from typer.main import get_command
 from nixl_tiers.cli.app import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("[!_]*.md"))]
+FIRST = (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md"))
+PAGES = [*FIRST, *sorted((ROOT / "docs").rglob("[!_]*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
-FOLDERS = ("nixl_tiers", "tests", "bench", "demo", "docs", "csrc", "docker")
+FOLDERS = ("nixl_tiers", "tests", "bench", "demo", "docs", "csrc", "docker", "examples")
 FILE = re.compile(r"(?<![\w/.<>*-])((?:[\w.-]+/)*[\w.-]+\.(?:py|md|cu|c|h))(?![\w(/])")
 FOLDER = re.compile(rf"(?<![\w/.<>*-])((?:{'|'.join(FOLDERS)})/(?:[\w-]+/)*)(?=[`\s),;:]|$)", re.MULTILINE)
 EXAMPLE_FILE = re.compile(r"^```\w+\n# [\w/.]+\n.*?^```", re.MULTILINE | re.DOTALL)  # a block with its own name

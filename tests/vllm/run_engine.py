@@ -16,6 +16,7 @@ a "load" behind its back;
 bytes into the engine's blocks and fail; ["hold", n] has copies of loads wait until n more steps computed nothing, and
 counts steps from then on; ["steps"] how many there were so far, by whether they computed something and whether they
 paused, and how many drafted tokens they checked;
+["offline"] asks what examples/offline.py asks;
 ["wipe"] fills the engine's blocks with zeros, and ["pages"] gives digests of each rank's blocks with anything else;
 ["queue"] has steps that compute wait until what requests in the queue are to load is in host memory, and ["turns"] says
 of each of these requests where its chunks were at its arrival and when its turn came, and whether it then waited;
@@ -28,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -61,8 +63,9 @@ def main(plan: dict[str, Any]) -> list[Any]:
 
 
 def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
-    if verb in ("generate", "ask"):
-        return generate(llm, *arguments) if verb == "generate" else ask(llm.llm_engine, *arguments)
+    if verb in ("generate", "ask", "offline"):
+        questions = {"generate": generate, "ask": ask, "offline": offline}
+        return questions[verb](llm, *arguments)
     if verb in ("forget", "reset"):
         assert llm.reset_prefix_cache(reset_connector=verb == "reset")
         return until_up(store_of(core)) if verb == "reset" else None
@@ -85,6 +88,10 @@ def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
     if verb == "stats":
         return store.stats()
     return until(lambda: store.flush(300) if verb == "flush" else promoted(store) >= arguments[0], verb)
+
+
+def offline(llm: Any) -> list[Any]:
+    return list(runpy.run_path(str(Path(__file__).parents[2] / "examples/offline.py"))["ask"](llm))
 
 
 def evict(llm: Any, store: Any) -> None:
@@ -172,11 +179,12 @@ def generate(llm: Any, prompts: list[list[int]], max_tokens: int, adapter: Any =
     ]
 
 
-def ask(engine: Any, prompt: list[int], max_tokens: int, wish: dict[str, Any]) -> dict[str, Any]:
+def ask(llm: Any, prompt: list[int], max_tokens: int, wish: dict[str, Any]) -> dict[str, Any]:
     """LLM.generate, as of vLLM 0.33, takes no kv_hints."""
     from vllm import SamplingParams
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
+    engine = llm.llm_engine
     actions = [KvHintAction(kind, kind, "1.0", payload) for kind, payload in wish.get("hints", ())]
     own = {"kv_transfer_params": {"nixl_tiers": wish["options"]}} if "options" in wish else None
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=own)

@@ -102,7 +102,8 @@ def test_one_prompt_through_every_tier(
 
 
 def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: list[list[int]], tmp_path: Path) -> None:
-    """Chunks of three blocks, requests that share a beginning, loads that begin inside a chunk, and a reset."""
+    """Chunks of three blocks, requests that share a beginning, loads that begin inside a chunk, and a reset. Last, what
+    examples/offline.py asks, again after a restart."""
     options = {"dtype": "float32", "max_num_seqs": 4}
     tiers = {
         "blocks_per_chunk": 3,
@@ -113,8 +114,10 @@ def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: lis
     # Leaves one block of the prompt in the engine's own cache, so that a load begins at the chunk's second block.
     begin = ["generate", [prompt[: BLOCK + 5] for prompt in prompts], 1]
     (without,) = engine(None, ask, **options)
-    cold, _, cpu, _, _, part, _, _, after_reset, stats = engine(
-        tiers, ask, ["forget"], ask, ["forget"], begin, ask, ["flush"], ["reset"], ask, ["stats"], **options
+    offline = ["offline"]
+    before = [ask, ["forget"], ask, ["forget"], begin, ask, offline, ["flush"]]
+    cold, _, cpu, _, _, part, example, _, _, after_reset, stats = engine(
+        tiers, *before, ["reset"], ask, ["stats"], **options
     )
     assert tokens(cold) == tokens(cpu) == tokens(part) == tokens(after_reset) == tokens(without)
     assert len({tuple(answer["tokens"]) for answer in cold}) == len(prompts), "equal answers to all would show nothing"
@@ -128,8 +131,9 @@ def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: lis
 
     # Then from files again, when a mover that only loads was killed, when that which stores was, and when it is back.
     loader, owner = ["kill", 1], ["kill", 0]
-    file, stats, *_, one_dead, _, _, all_lost, _, back, after = engine(
-        tiers, ask, ["stats"], ["evict"], loader, ask, ["evict"], owner, ask, ["evict"], ask, ["stats"], **options
+    kills = [["evict"], loader, ask, ["evict"], owner, ask]
+    file, stats, _, _, one_dead, _, _, all_lost, _, back, after, example_again = engine(
+        tiers, ask, ["stats"], *kills, ["evict"], ask, ["stats"], offline, **options
     )
     assert tokens(file) == tokens(one_dead) == tokens(all_lost) == tokens(back) == tokens(without)
     assert stats["file"]["hits"] > 0
@@ -138,6 +142,10 @@ def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: lis
     assert after["file"]["deaths"] == 2
     assert after["file"]["hits"] >= 2 * stats["file"]["hits"]
     assert after["file"]["corrupt"] == after["file"]["missing"] == 0
+    asked, cached, texts = zip(*example, strict=True)
+    asked_again, cached_again, texts_again = zip(*example_again, strict=True)
+    assert (asked_again, texts_again) == (asked, texts)
+    assert 0 == cached[0] < chunk <= cached_again[0]
 
 
 def test_steps_pause_while_a_request_waits_for_its_copy_and_none_computes(engine: Engine, small_model: Path) -> None:

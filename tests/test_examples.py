@@ -1,0 +1,129 @@
+"""examples/: every configuration is one that `nixl-tiers config` accepts without a warning, and every script runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import yaml
+
+import nixl_tiers
+from nixl_tiers import cli
+from nixl_tiers.config import file as file_config
+from nixl_tiers.config import schema
+from nixl_tiers.config.warnings import warnings_of
+from tests.support.servers import MotoServer
+from tests.support.waiting import until, until_up
+
+ROOT: Final = Path(__file__).parents[1]
+EXAMPLES: Final = ROOT / "examples"
+CONFIGS: Final = sorted((EXAMPLES / "configs").iterdir())
+CHUNK: Final = 100_000
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configuration_is_accepted_and_not_warned_of(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a machine on which its disks are mounted."""
+    assert warnings_of(schema.load(path)) == []
+    monkeypatch.setattr(file_config, "not_mounted", lambda _: "")
+    assert cli.main(["config", str(path)]) == 0, capsys.readouterr()
+
+
+def test_page_has_every_configuration() -> None:
+    page = (EXAMPLES / "README.md").read_text()
+    assert len(CONFIGS) >= 6
+    assert [path.name for path in CONFIGS if f"`{path.name}`" not in page] == []
+
+
+def test_store_finds_in_a_second_process_what_the_first_has_put(tmp_path: Path) -> None:
+    config = json.loads((EXAMPLES / "configs/laptop.json").read_text())
+    config["tiers"][0]["capacity"] = "32MiB"
+    config["tiers"][1] |= {"path": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
+    config |= {"wait_s": 120, "ready_s": 120}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def run() -> str:
+        command = [sys.executable, EXAMPLES / "store.py", tmp_path / "config.json"]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True).stdout
+
+    assert run() == "0 found, 16 computed\n"
+    assert run() == "16 found, 0 computed\n"
+
+
+def test_two_stores_with_the_same_bucket_find_each_others_chunks(
+    moto: MotoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the file that `examples/README.md` gives to two engines."""
+    for name, value in moto.env.items():
+        monkeypatch.setenv(name, value)
+    config = json.loads((EXAMPLES / "configs/diskless-s3.json").read_text())
+    config["tiers"][0]["capacity"] = "4MiB"
+    config["tiers"][1] |= {"bucket": moto.make_bucket("examples"), "endpoint": moto.endpoint}
+    config |= {"wait_s": 120}
+    row = np.arange(CHUNK, dtype=np.uint32).astype(np.uint8)[None]
+    tries = itertools.count(1)
+    with nixl_tiers.open(config, CHUNK, "n") as one, nixl_tiers.open(config, CHUNK, "n") as other:
+        until_up(one, other)
+
+        def uploads() -> bool:
+            """Before there is an account of the prefix, nothing is written there."""
+            one.put([b"%d" % next(tries)], row)
+            return one.flush(10) and one.stats()["s3"]["rows"] > 0
+
+        until(uploads, "the account of the prefix")
+        key = b"%d" % (next(tries) - 1)
+        found = np.zeros_like(row)
+        until(lambda: other.get([key], found) == [True], "the other engine's chunk")
+        assert (found == row).all()
+        assert other.stats()["s3"]["hits"] == 1
+
+
+def test_offline_example_gives_vllm_a_configuration_that_is_read() -> None:
+    transfer = runpy.run_path(str(EXAMPLES / "offline.py"))["kv_transfer"](str(EXAMPLES / "configs/laptop.json"))
+    assert [tier.type for tier in schema.load(json.dumps(transfer)).tiers] == ["cpu", "file"]
+
+
+def merged(base: Any, patch: Any) -> Any:
+    """What a strategic merge patch without lists gives."""
+    if not (isinstance(base, dict) and isinstance(patch, dict)):
+        return patch
+    return {**base, **{name: merged(base.get(name), value) for name, value in patch.items()}}
+
+
+def test_eight_pods_are_what_the_two_are_with_one_larger_prefix(tmp_path: Path) -> None:
+    """As `kubectl apply -k` would make it of docker/kubernetes, by the three transformers that are used."""
+    overlay = yaml.safe_load((EXAMPLES / "eight-pods/kustomization.yaml").read_text())
+    (base,) = ((EXAMPLES / "eight-pods" / path).resolve() for path in overlay["resources"])
+    (resource,) = yaml.safe_load((base / "kustomization.yaml").read_text())["resources"]
+    parts = {part["kind"]: part for part in yaml.safe_load_all((base / resource).read_text())}
+    assert set(overlay) == {"apiVersion", "kind", "resources", "replicas", "images", "patches"}
+    (count,), (image,), (patch,) = overlay["replicas"], overlay["images"], overlay["patches"]
+    deployment = parts["Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert count == {"name": deployment["metadata"]["name"], "count": 8}
+    assert container["image"].startswith(f"{image['name']}:")
+    change = yaml.safe_load(patch["patch"])
+    config_map = parts[change["kind"]]
+    assert change["metadata"]["name"] == config_map["metadata"]["name"]
+    before, after = (
+        schema.load(json.dumps(yaml.safe_load(part["data"]["tiers.yaml"])))
+        for part in (config_map, merged(config_map, change))
+    )
+    assert warnings_of(after) == []
+    assert after.cpu == before.cpu, "else limits.memory does not fit"
+    assert after.storage[0] == before.storage[0]
+    assert isinstance(after.storage[1], schema.S3Config)
+    assert isinstance(before.storage[1], schema.S3Config)
+    assert after.storage[1].shared
+    assert after.storage[1].capacity == 4 * before.storage[1].capacity
