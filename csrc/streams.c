@@ -212,16 +212,22 @@ void nixl_tiers_streams_wait(streams *self, stream *at) {
     pthread_mutex_unlock(&self->lock);
 }
 
-/* Cancels what is open, and ends the thread. No other call may run meanwhile or later. */
-void nixl_tiers_streams_close(streams *self) {
+/* Cancels what is open, and ends the thread; 0 where a copy hangs, so that it has not ended after `most_s`. No other call
+ * may run meanwhile or later. */
+int nixl_tiers_streams_close(streams *self, unsigned most_s) {
+    struct timespec until;
     pthread_mutex_lock(&self->lock);
     __atomic_store_n(&self->stop, 1, __ATOMIC_RELEASE);
     pthread_cond_signal(&self->queued);
     pthread_mutex_unlock(&self->lock);
     ring(self->bell);
-    pthread_join(self->thread, NULL);
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += most_s;
+    if (pthread_timedjoin_np(self->thread, NULL, &until))
+        return 0;
     pthread_cond_destroy(&self->queued);
     pthread_cond_destroy(&self->some_ended);
     pthread_mutex_destroy(&self->lock);
     free(self);
+    return 1;
 }

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nixl_tiers.base import native
 from nixl_tiers.swap.plan import CopyPlan, Memory
-from nixl_tiers.swap.step import Pairs
+from nixl_tiers.swap.step import ABI, Pairs
+from nixl_tiers.swap.streams import LoadCall
 
-ABI: Final = 3  # SWAP_ABI of csrc/swap_cpu.c
 KERNEL_AUTO: Final = 0
 
 
 class _LoadContext(ctypes.Structure):
     _fields_ = (("rows", ctypes.c_uint64 * 5), ("segments", ctypes.c_void_p), ("n_segments", ctypes.c_uint64))
-
-
-class LoadCall(NamedTuple):
-    """A C function that copies pairs from rows to blocks, `copy_fn` of streams.c, and what it is given first."""
-
-    function: int
-    context: int
-    memory: object  # keeps them
 
 
 @cache
@@ -91,10 +83,10 @@ class HostSwap:
             KERNEL_AUTO,
         )
 
-    def load_call(self, group: int) -> LoadCall | None:
-        """What copies loads of this group from a thread of C; None where C was not built."""
+    def load_call(self, group: int) -> LoadCall:
+        """What copies loads of this group as their rows arrive (streams.py). RuntimeError where C was not built."""
         if self._library is None:
-            return None
+            raise RuntimeError("there is no C function that copies")
         segments = self._segments[group]
         context = _LoadContext(tuple(self._rows.tolist()), segments.ctypes.data, len(segments))
         function = ctypes.cast(self._library.nixl_tiers_swap_load, ctypes.c_void_p).value

@@ -4,7 +4,7 @@ the streams' limits in the region, and is given the function that copies on this
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.base import native
-from nixl_tiers.swap.host import ABI, LoadCall
 from nixl_tiers.swap.plan import CopyPlan
-from nixl_tiers.swap.step import Pairs
+from nixl_tiers.swap.step import ABI, Pairs
 
 RUN_BYTES: Final = 16 << 20  # copied by one call at most: so long a cancelled stream may take to end
+STOP_S: Final = 2
 _COMING: Final = 1
 
 _P, _U64, _F64, _INT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_double, ctypes.c_int
@@ -43,11 +43,26 @@ def _open(path: str | None) -> ctypes.CDLL | None:
         assert library.nixl_tiers_streams_size() == ctypes.sizeof(_Stream)
         library.nixl_tiers_streams_open.restype = _P
         library.nixl_tiers_streams_open.argtypes = [_P, _P, _P, _U64, _U64]
-        for call, arguments in (("put", [_P, _P]), ("cancel", [_P, _P]), ("wait", [_P, _P]), ("close", [_P])):
+        for call, arguments in (("put", [_P, _P]), ("cancel", [_P, _P]), ("wait", [_P, _P])):
             function = getattr(library, f"nixl_tiers_streams_{call}")
             function.argtypes, function.restype = arguments, None
         library.nixl_tiers_streams_ended.argtypes = [_P]
+        library.nixl_tiers_streams_close.argtypes = [_P, ctypes.c_uint]
     return library
+
+
+def built() -> bool:
+    return _library() is not None
+
+
+class LoadCall(NamedTuple):
+    """A C function that copies pairs from rows to blocks, `copy_fn` of streams.c, and what it is given first.
+    `release`: to be called when the stream has ended, unless it has failed."""
+
+    function: int
+    context: int
+    memory: object  # keeps them
+    release: Callable[[], None] = lambda: None
 
 
 class Ended(NamedTuple):
@@ -63,9 +78,10 @@ class Ended(NamedTuple):
 class Stream:
     """A load that began."""
 
-    def __init__(self, raw: _Stream, memory: object) -> None:
+    def __init__(self, raw: _Stream, call: LoadCall, memory: object) -> None:
         """Not for callers: use Streams.begin."""
         self.raw = raw
+        self.call = call
         self._memory = memory
 
 
@@ -115,7 +131,7 @@ class Streams:
             n_pairs=pairs.number, skipped=skipped, slot=slot, number=number, deadline_s=deadline_s,
             copy=call.function, context=call.context,
         )  # fmt: skip
-        stream = Stream(raw, (call, pairs, rows, places))
+        stream = Stream(raw, call, (pairs, rows, places))
         self._open.add(stream)
         self._library.nixl_tiers_streams_put(self._thread, ctypes.byref(raw))
         return stream
@@ -125,7 +141,10 @@ class Streams:
         raw: Any = stream.raw
         if not self._library.nixl_tiers_streams_ended(ctypes.byref(raw)):
             return None
-        self._open.discard(stream)
+        if stream in self._open:
+            self._open.remove(stream)
+            if not raw.failed:
+                stream.call.release()
         return Ended(raw.gap, raw.copied, raw.copy_s, bool(raw.failed))
 
     def cancel(self, streams: Collection[Stream]) -> None:
@@ -136,9 +155,9 @@ class Streams:
             for stream in streams:
                 self._library.nixl_tiers_streams_wait(self._thread, ctypes.byref(stream.raw))
 
-    def close(self) -> None:
-        """Cancel all, and end the thread. May be called twice; no other call may run meanwhile."""
+    def close(self, most_s: int = STOP_S) -> bool:
+        """Cancel all, and end the thread; False if a copy hangs, so that this takes longer. May be called twice; no
+        other call may run meanwhile."""
         self._closed = True
         thread, self._thread = self._thread, None
-        if thread:
-            self._library.nixl_tiers_streams_close(thread)
+        return not thread or bool(self._library.nixl_tiers_streams_close(thread, most_s))

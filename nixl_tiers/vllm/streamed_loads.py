@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.swap.host import LoadCall
 from nixl_tiers.swap.plan import CopyPlan
 from nixl_tiers.swap.step import Pairs
-from nixl_tiers.swap.streams import Stream, Streams
+from nixl_tiers.swap.streams import LoadCall, Stream, Streams, built
 from nixl_tiers.vllm.compat import TransferResult
 from nixl_tiers.vllm.copier import Submitted
 
@@ -24,18 +23,20 @@ class _Load(NamedTuple):
     skipped: int  # sub-blocks of the first row before the first block
 
 
-def streamed_loads(region: HostRegion, plan: CopyPlan, call: LoadCall | None) -> StreamedLoads | None:
-    """None where such loads are not possible. `call`: what copies them, if this device has that."""
-    if call is None or len(plan.groups) != 1 or not region.streams_possible:
-        return None
-    return StreamedLoads(region, plan, call)
+class _Swap(Protocol):
+    def load_call(self, group: int) -> LoadCall: ...
+
+
+def streamed_loads(region: HostRegion, plan: CopyPlan, swap: _Swap) -> StreamedLoads | None:
+    """None where such loads are not possible."""
+    return StreamedLoads(region, plan, swap) if len(plan.groups) == 1 and region.streams_possible and built() else None
 
 
 class StreamedLoads:
     """Of one rank, in the one KV group that vLLM has. For the thread that submits them, but for `stop`."""
 
-    def __init__(self, region: HostRegion, plan: CopyPlan, call: LoadCall) -> None:
-        self._call = call
+    def __init__(self, region: HostRegion, plan: CopyPlan, swap: _Swap) -> None:
+        self._swap = swap
         self._streams = Streams(plan, region.words, region.limits, region.bell)
         region.at_close(self.stop)
         self._sub_blocks = plan.geometry.sub_blocks
@@ -52,7 +53,7 @@ class StreamedLoads:
         assert stream is not None
         skipped = load.engine.block_indices[0] % self._sub_blocks
         begun = self._streams.begin(
-            self._call, pairs, rows.packed,
+            self._swap.load_call(0), pairs, rows.packed,
             skipped=skipped, coming=stream.coming, limit=(stream.slot, stream.stream), deadline_s=stream.deadline_s,
         )  # fmt: skip
         self.open[load.id] = _Load(begun, list(map(int, load.engine.block_ids)), skipped)
@@ -74,6 +75,11 @@ class StreamedLoads:
         """Return when nothing of these jobs is copied any more, nor will be: what came is kept."""
         self._streams.cancel([load.stream for job_id, load in self.open.items() if job_id in job_ids])
 
-    def stop(self) -> None:
-        """Cancel all, for good. May be called twice."""
-        self._streams.close()
+    def drain(self) -> None:
+        """Cancel all that is open."""
+        self.cancel(self.open)
+
+    def stop(self) -> bool:
+        """Cancel all, for good; False if a copy hangs, so that this takes longer than some seconds. May be called
+        twice."""
+        return self._streams.close()

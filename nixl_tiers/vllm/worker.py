@@ -60,7 +60,7 @@ def worker_over(
     if device.type == "cpu":
         region.prefault(rank=rank)
         host = HostSwap(plan)
-        streamed = streamed_loads(region, plan, host.load_call(0))
+        streamed = streamed_loads(region, plan, host)
         return NixlTiersWorker(region, plan, host, rank, last_block_only, jobs=ThreadedJobs(), streamed=streamed)
     if device.type != "cuda" or torch.version.hip:
         raise ValueError(f"nixl_tiers copies KV blocks of CUDA GPUs and CPUs, not of {device.type} devices")
@@ -72,9 +72,12 @@ def worker_over(
     place_region(region, rank, node_of(open_driver().pci_address(ordinal)))
     region.prefault(rank=rank).wait()  # pinning would allocate the same pages, on one thread
     swap = CudaSwap(plan, ordinal)
-    region.at_close(swap.close)
-    drain_before_sleep(swap)
-    return NixlTiersWorker(region, plan, swap, rank, last_block_only, jobs=PolledJobs())
+    streamed = streamed_loads(region, plan, swap)
+    region.at_close(swap.close)  # after the streams
+    for drained in (streamed, swap):
+        if drained is not None:
+            drain_before_sleep(drained)
+    return NixlTiersWorker(region, plan, swap, rank, last_block_only, jobs=PolledJobs(), streamed=streamed)
 
 
 def step_clock_of(region: HostRegion, jobs: CopyJobs, rank: int) -> StepClock:
@@ -281,9 +284,8 @@ def _fail(error: Exception) -> Started:
 
 
 def _end(jobs: CopyJobs, streamed: StreamedLoads | None, region: HostRegion) -> None:
-    if streamed is not None:
-        streamed.stop()
-    if jobs.stop():
+    ended = streamed is None or streamed.stop()
+    if jobs.stop() and ended:
         region.close()
 
 

@@ -56,7 +56,6 @@ class Node:
         self.blocks[:] = 0
         self.cut(PLACES)
         call = self.swap.load_call(0)
-        assert call is not None
         pairs = Pairs.of(self.plan.pairs(0, np.arange(len(rows)), np.array(rows)))
         packed = np.array(rows, "<u4").tobytes()
         limit = self.number % 64, self.number

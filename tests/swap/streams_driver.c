@@ -107,7 +107,8 @@ static void one_round(unsigned seed, swap_u64 number) {
                 sched_yield();
     for (swap_u32 s = 0; s < OPEN && how < 2; s++)
         check(&open[s]);
-    nixl_tiers_streams_close(self);
+    if (!nixl_tiers_streams_close(self, 60))
+        fail("the thread does not end");
     pthread_join(threads[0], NULL);
     pthread_join(threads[1], NULL);
     for (swap_u32 s = 0; s < OPEN; s++) {

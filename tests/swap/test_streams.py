@@ -14,10 +14,10 @@ from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.base.row_words import ARRIVED, MAX_STREAMS, WAITING
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap import streams as module
-from nixl_tiers.swap.host import HostSwap, LoadCall
+from nixl_tiers.swap.host import HostSwap
 from nixl_tiers.swap.plan import CopyPlan, Segment, Share
 from nixl_tiers.swap.step import Pairs
-from nixl_tiers.swap.streams import Ended, Stream, Streams
+from nixl_tiers.swap.streams import Ended, LoadCall, Stream, Streams
 from tests.support.waiting import until
 
 BLOCK_BYTES = 4096
@@ -58,7 +58,6 @@ class Rig:
         places = self.plan.places(rows, skipped, count)
         pairs = Pairs.of(self.plan.pairs(0, np.arange(skipped, skipped + count), places))
         call = self.swap.load_call(0)
-        assert call is not None
         return self.streams.begin(
             self.watched(call) if watched else call, pairs, np.array(rows, "<u4").tobytes(),
             skipped=skipped, coming=coming, limit=(self.began, self.began), deadline_s=deadline_s,
@@ -251,7 +250,6 @@ def test_close_ends_what_is_open(rig: Rig) -> None:
 @pytest.mark.parametrize(("coming", "slot"), [([2], 1), ([-1], 1), ([0], MAX_STREAMS), ([0], -1)])
 def test_places_and_slots_that_do_not_exist_are_refused(rig: Rig, coming: list[int], slot: int) -> None:
     call = rig.swap.load_call(0)
-    assert call is not None
     pairs = Pairs.of(rig.plan.pairs(0, [0], [0]))
     with pytest.raises(ValueError, match="a stream of 2 rows in slot"):
         rig.streams.begin(call, pairs, bytes(8), skipped=0, coming=coming, limit=(slot, 1), deadline_s=NEVER)

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 
 from nixl_tiers.base.row_words import ARRIVED, WAITING
-from nixl_tiers.swap import host
+from nixl_tiers.swap import streams
 from nixl_tiers.vllm.copy_jobs import RowsSpec, StreamSpec
 from tests.support.waiting import until
 from tests.vllm.test_worker import ROWS, Rank, rows_of
@@ -146,7 +146,7 @@ def test_a_rank_that_cannot_stream_never_publishes_that_it_does(
 ) -> None:
     rank.worker.publish_recompute()
     assert rank.region.ranks.all_recompute
-    monkeypatch.setattr(host, "_library", lambda: None)
+    monkeypatch.setattr(streams, "_library", lambda: None)
     other = Streaming()
     other.worker.publish_recompute()
     assert not other.region.ranks.all_recompute
