@@ -31,9 +31,9 @@ from typing import get_args
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Eviction, Write
-from nixl_tiers.core.host import CPU
 from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.rows import CPU
 from nixl_tiers.core.types import TierSpec
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,7 +16,8 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.host import HostTier, RowState
+from nixl_tiers.core.host import HostTier
+from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.tier import Tier
 
 KEYS_A_HOLD: Final = 256  # that are looked at in one hold of the lock

@@ -10,9 +10,9 @@ from math import lcm
 from typing import Final, NamedTuple
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.host import Row, RowState
 from nixl_tiers.core.pricing import HOST
 from nixl_tiers.core.requests import Request
+from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.state import CascadeState
 
 BATCH: Final = 1024

@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
-from nixl_tiers.core.host import CPU, Generation, Row, RowState
 from nixl_tiers.core.promotion import Promotion, RequestIndex
+from nixl_tiers.core.rows import CPU, Generation, Row, RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Load, Savings
 from nixl_tiers.core.streams import StreamPlan

@@ -9,9 +9,10 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.host import HostTier, Row, RowState
+from nixl_tiers.core.host import HostTier
 from nixl_tiers.core.member import Member
 from nixl_tiers.core.promotion_jobs import PromotionJobs
+from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import Found

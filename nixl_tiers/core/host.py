@@ -1,91 +1,24 @@
-"""The host tier's index: which row of the region holds which chunk, and what pins it."""
+"""The host tier's index: which row of the region holds which chunk, and which of them go for others."""
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import IntEnum
 from itertools import islice
 from typing import Final
-
-import msgspec
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.eviction import EvictionPolicy
 from nixl_tiers.core.eviction.lru import LeafFirstLru
+from nixl_tiers.core.rows import CPU, Generation, Row, RowState
 from nixl_tiers.core.slots import Slots
 from nixl_tiers.core.stats import HOST, Counters, EvictionHistory, Gone, tag_of
 
-CPU = "cpu"
 _EVICTED: Final = tag_of(HOST, Gone.EVICTED)
 MAX_LOOKS: Final = 256  # pinned rows that one search for victims passes over
 MAX_JUDGED: Final = 256  # rows from before a reset that are judged beyond what is needed
-
-
-class RowState(IntEnum):
-    FILLING = 0  # workers are writing it
-    LOADING = 1  # a mover is writing it
-    READY = 2
-
-
-class Generation:
-    """The rows that were inserted between two resets: it ends for all of them at once.
-
-    `pinned_by_waiting`: how many of them are pinned by requests that wait for more rows; one of two requests counts
-    twice. `number`: of how many resets there were before.
-    """
-
-    __slots__ = ("ended", "number", "pinned_by_waiting")
-
-    def __init__(self, number: int = 0) -> None:
-        self.ended = False
-        self.pinned_by_waiting = 0
-        self.number = number
-
-
-class Row(msgspec.Struct, gc=False, eq=False):
-    """One chunk in the host region. Refcounts: `worker_refs`, `mover_refs`: open jobs of workers and movers on its
-    bytes; `call_refs`: calls of threads that use the store without an engine; `request_pins`: requests that wait and
-    need it. `evicting`: a victim that is written below first. `retained_until`: it is not evicted before this second.
-    `host_only`: not written below, since only requests that forbid it have used it. `invalidated`: no look-up finds it
-    any more, since it was `removed` or its generation has ended, and it is free as soon as no job uses it.
-
-    Hidden from Python's garbage collector, which would otherwise traverse hundreds of thousands of rows at a time in
-    the scheduler's thread. So a row must never refer to anything that may refer to a row.
-    """
-
-    key: Key
-    index: int
-    order: int  # rows of one prefix are inserted in its order
-    state: RowState
-    generation: Generation
-    worker_refs: int = 0
-    mover_refs: int = 0
-    call_refs: int = 0
-    request_pins: int = 0
-    store_seq: int = 0
-    tick: int = 0  # of its last use: lower copies are as recent as that
-    step: int = -1
-    sealed: bool = False
-    sealing: bool = False
-    removed: bool = False
-    evicting: bool = False
-    retained_until: int = 0
-    host_only: bool = False
-    source: str = CPU
-    missing: int = 0  # sub-blocks at its beginning that hold nothing
-    tenant: int = 0  # whose quota it counts against; 0: none
-
-    @property
-    def invalidated(self) -> bool:
-        return self.removed or self.generation.ended
-
-    @property
-    def referenced(self) -> bool:
-        """Whether a job or a call reads or writes it."""
-        return bool(self.worker_refs or self.mover_refs or self.call_refs)
 
 
 class HostTier:

@@ -16,11 +16,11 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.core import pricing
 from nixl_tiers.core.chain_rows import Chain, ChainRows, Group, RowFinder, below
 from nixl_tiers.core.existence import ExistenceChecks
-from nixl_tiers.core.host import Row, RowState
 from nixl_tiers.core.measurements import Measurements
 from nixl_tiers.core.pricing import HOST, Run
 from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.requests import NEVER, Request, Wait
+from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.state import CascadeState
 
 MAX_RUNS: Final = 64

@@ -26,7 +26,7 @@ from nixl_tiers.core.events import Events
 from nixl_tiers.core.eviction import make_policy
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.health import Health
-from nixl_tiers.core.host import CPU, HostTier, Row, RowState
+from nixl_tiers.core.host import HostTier
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.lookup import Chains, Scan
 from nixl_tiers.core.measurements import Measurements
@@ -36,6 +36,7 @@ from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.retention import Retention
+from nixl_tiers.core.rows import CPU, Row, RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import EvictionHistory, Savings, TierStats
 from nixl_tiers.core.streams import Streams, StreamWords
@@ -107,12 +108,12 @@ class TierManager:
         self.retention = Retention(self._state, self._promotion.prefetch_queue)
         self.health = Health(self._state, self._promotion_jobs, self._writeback)
         self.events = Events(
+            self.health,
             self._state,
             self.checks,
             self._promotion,
             self._promotion_jobs,
             self._writeback,
-            health=self.health,
             measurements=self._measurements,
             engine_hits=self.engine_hits,
             retention=self.retention,

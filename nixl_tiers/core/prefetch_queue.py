@@ -17,8 +17,8 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.existence import ExistenceChecks
-from nixl_tiers.core.host import RowState
 from nixl_tiers.core.requests import Request
+from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction

@@ -11,10 +11,11 @@ from typing import Final
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.existence import ExistenceChecks
-from nixl_tiers.core.host import HostTier, RowState
+from nixl_tiers.core.host import HostTier
 from nixl_tiers.core.member import Member
 from nixl_tiers.core.prefetch_queue import PrefetchQueue
 from nixl_tiers.core.requests import Request
+from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Savings
 from nixl_tiers.core.tier import Tier

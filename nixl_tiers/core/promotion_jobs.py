@@ -10,9 +10,9 @@ from typing import Final
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.existence import ExistenceChecks
-from nixl_tiers.core.host import Row, RowState
 from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.requests import Request
+from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.state import CascadeState, within_quotas
 from nixl_tiers.core.stats import Gone, tag_of
 from nixl_tiers.core.tier import Tier

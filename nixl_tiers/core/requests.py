@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.host import Generation, Row
+from nixl_tiers.core.rows import Generation, Row
 
 NEVER: Final = float("-inf")
 

@@ -10,12 +10,13 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Prefer, Write
 from nixl_tiers.core.announced import Announced
 from nixl_tiers.core.deferred_free import DeferredFree
-from nixl_tiers.core.host import HostTier, Row, RowState
+from nixl_tiers.core.host import HostTier
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.member import Member
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import FREE, TierPrice, TransferEstimate
 from nixl_tiers.core.requests import Request
+from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.stats import Counters, EvictionHistory, Samples
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Burst, Direction, Job, PlannedMove, TierState

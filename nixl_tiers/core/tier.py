@@ -12,11 +12,11 @@ from typing import Final
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.breaker import BreakerState, Denylist
 from nixl_tiers.core.deferred_free import DeferredFree
-from nixl_tiers.core.host import Row
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.member import Member
 from nixl_tiers.core.pricing import TransferEstimate
 from nixl_tiers.core.requests import Request
+from nixl_tiers.core.rows import Row
 from nixl_tiers.core.slots import slots_each
 from nixl_tiers.core.stats import Counters, EvictionHistory
 from nixl_tiers.core.tier_index import TierIndex

@@ -11,7 +11,7 @@ import msgspec
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.host import Row
+from nixl_tiers.core.rows import Row
 
 
 class TierState(Enum):

@@ -10,8 +10,8 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.host import CPU, Row, RowState
 from nixl_tiers.core.member import UNLIMITED
+from nixl_tiers.core.rows import CPU, Row, RowState
 from nixl_tiers.core.state import CascadeState, within_quotas
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import Found

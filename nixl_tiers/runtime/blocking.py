@@ -16,8 +16,8 @@ from nixl_tiers.runtime.hold import Hold
 from nixl_tiers.runtime.mover_link import MoverLink
 
 if TYPE_CHECKING:
-    from nixl_tiers.core.host import Row
     from nixl_tiers.core.manager import TierManager
+    from nixl_tiers.core.rows import Row
 
 POLL_S: Final = 0.25  # deadlines pass without a notification
 SLICE: Final = 64  # rows that are looked at in one hold

@@ -11,7 +11,7 @@ import numpy as np
 from nixl_tiers.base.chunk import Key
 
 if TYPE_CHECKING:
-    from nixl_tiers.core.host import Row
+    from nixl_tiers.core.rows import Row
     from nixl_tiers.memory.region import HostRegion
 
 HOLD_S: Final = 0.5  # after the last load began; one that takes longer, or never ends, holds up nothing

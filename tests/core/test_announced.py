@@ -12,9 +12,9 @@ from hypothesis.stateful import initialize, rule
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Eviction, Write
 from nixl_tiers.core.announced import KEYS_A_HOLD, Announced, What
-from nixl_tiers.core.host import RowState
 from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import TierSpec, TierState
 from tests.support.columns import PlainColumns
 from tests.support.core import opened, put

@@ -8,9 +8,9 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.host import RowState
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import Direction, Job, TierSpec
 from nixl_tiers.tiers.moves import HOLD_S
 from tests.support.core import expire, opened, rows_of

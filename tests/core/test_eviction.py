@@ -15,7 +15,8 @@ from nixl_tiers.core.eviction import EvictionPolicy, make_policy
 from nixl_tiers.core.eviction.arc import Arc
 from nixl_tiers.core.eviction.lru import ForwardBatches, LeafFirstLru, UpwardBatches
 from nixl_tiers.core.eviction.s3fifo import S3Fifo
-from nixl_tiers.core.host import HostTier, RowState
+from nixl_tiers.core.host import HostTier
+from nixl_tiers.core.rows import RowState
 
 NAMES: tuple[Eviction, ...] = get_args(Eviction)
 every_policy = pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,7 @@ from nixl_tiers.core.copies import Copies, EngineHits
 from nixl_tiers.core.events import Events
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.health import Health
-from nixl_tiers.core.host import HostTier, Row, RowState
+from nixl_tiers.core.host import HostTier
 from nixl_tiers.core.listing import Steps
 from nixl_tiers.core.lookup import Chains
 from nixl_tiers.core.manager import TierManager
@@ -26,6 +26,7 @@ from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.retention import Retention
+from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.slots import MemberSlots, Slots
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import PlainTierRows

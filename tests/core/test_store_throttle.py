@@ -9,10 +9,10 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.host import RowState
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.member import UNLIMITED
+from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction, Job, TierSpec
 from nixl_tiers.core.writeback import StoreThrottle

@@ -13,7 +13,7 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.core.host import Row
+from nixl_tiers.core.rows import Row
 from nixl_tiers.core.types import Direction
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Down, Heartbeat, Listed, Open, Opened, Refused

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.host import RowState
 from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Job, TierState
 

@@ -19,13 +19,13 @@ from nixl_tiers.base.policies import Eviction, Write
 from nixl_tiers.core.breaker import BreakerLimits, BreakerState
 from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.existence import ExistenceCheck
-from nixl_tiers.core.host import Row, RowState
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import Steps, take_all
 from nixl_tiers.core.manager import Lookup, TierManager
 from nixl_tiers.core.member import UNLIMITED
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import ENOUGH
+from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import Found
 from nixl_tiers.core.types import Direction, Job, PlannedMove, TierSpec, TierState
