@@ -31,8 +31,9 @@ from typing import get_args
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.listing import take_all
-from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import CPU
 from nixl_tiers.core.types import TierSpec
 
@@ -147,7 +148,7 @@ def serve(core: TierManager, prompt: Prompt, found: list[Key], clock: Clock) -> 
     rest = prompt.keys[len(found) :]
     with clock.take("load", len(found)):
         core.copies.prepare_load(found, prompt.name)
-        core.copies.complete_load(found)
+        core.copies.complete_load(prompt.name)
     with clock.take("store", len(rest)):
         plan = core.copies.prepare_store(rest, prompt.name)
         core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())

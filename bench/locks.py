@@ -21,9 +21,10 @@ from typing import Any, Final, NamedTuple
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import take_all
-from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import Row
 from nixl_tiers.core.types import Job, TierSpec
 from nixl_tiers.runtime.blocking import SLICE

@@ -188,7 +188,7 @@ class VirtualEngine:
         self._busy = True
         if hits:
             self._pass(hits * self._machine.copy_s, arriving, queue)
-            self.core.copies.complete_load(request.keys[:hits])
+            self.core.copies.complete_load(request.name)
             self.core.copies.copied(hits, hits * self._machine.copy_s, self.now)
         tokens = len(request.keys) * CHUNK_TOKENS + 1
         self._pass(self._machine.compute_s(hits * CHUNK_TOKENS, tokens), arriving, queue)

@@ -45,8 +45,9 @@ from bench.memory_s3 import memory_server
 from bench.rounds import Spread
 from nixl_tiers.base.chunk import Geometry, Key, Namespace
 from nixl_tiers.config import schema
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
-from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.child import Child
 from nixl_tiers.mover.supervisor import Supervisor

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Final
 
-from nixl_tiers.core.manager import Lookup
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.runtime.blocking import StallTimeout
 
 if TYPE_CHECKING:

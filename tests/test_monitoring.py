@@ -18,7 +18,8 @@ import pytest
 import yaml
 
 import nixl_tiers
-from nixl_tiers.base.metrics import INFO, INFO_LABELS, METRICS, PREFIX, Kind, TierTraits
+from nixl_tiers.base.metrics import INFO, INFO_LABELS, METRICS, PREFIX, Kind
+from nixl_tiers.base.tier_traits import TierTraits
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
 from tests.support.dashboard import DASHBOARD, ROOT, RULES, firing, panels, queries, rules, still_unchanged, within
 from tests.support.file_tier import file_tier

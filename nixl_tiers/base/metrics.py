@@ -5,86 +5,35 @@ Without vLLM: `vllm/metrics.py` declares them to vLLM, `docs/generate.py` writes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from nixl_tiers.base.tier_traits import (
+    NO_TIER,
+    Has,
+    TierTraits,
+    adaptive,
+    checked,
+    disk,
+    every,
+    host,
+    promoting,
+    shared_out,
+    storage,
+    stored_to,
+    written,
+    written_disk,
+)
+
 PREFIX: Final = "nixl_tiers:"
-CPU: Final = "cpu"
-NO_TIER: Final = "none"
-"""The label `tier` of what concerns no tier."""
 
 
 class Kind(StrEnum):
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
-
-
-@dataclass(frozen=True)
-class TierTraits:
-    """What decides which series a tier has: one that could only ever be 0 is not published."""
-
-    name: str
-    written: bool = True  # not `write: off`
-    checked: bool = False  # unknown keys are checked: other engines store to it
-    disk: bool = False  # rows may go through a staging buffer
-    only: bool = False  # the host, without any storage tier below it
-    quotas: tuple[str, ...] = ()  # names of those that hold here
-    adaptive: bool = False  # the host, with `store: adaptive`
-    place: str = ""  # of the label PLACE
-
-    @property
-    def storage(self) -> bool:
-        return self.name != CPU
-
-
-Has = Callable[[TierTraits], bool]
-
-
-def every(_: TierTraits) -> bool:
-    return True
-
-
-def host(tier: TierTraits) -> bool:
-    return not tier.storage
-
-
-def promoting(tier: TierTraits) -> bool:
-    return not tier.storage and not tier.only
-
-
-def storage(tier: TierTraits) -> bool:
-    return tier.storage
-
-
-def written(tier: TierTraits) -> bool:
-    return tier.storage and tier.written
-
-
-def stored_to(tier: TierTraits) -> bool:
-    return not tier.storage or tier.written
-
-
-def disk(tier: TierTraits) -> bool:
-    return tier.disk
-
-
-def written_disk(tier: TierTraits) -> bool:
-    return tier.disk and tier.written
-
-
-def checked(tier: TierTraits) -> bool:
-    return tier.storage and tier.checked
-
-
-def adaptive(tier: TierTraits) -> bool:
-    return tier.adaptive
-
-
-def shared_out(tier: TierTraits) -> bool:
-    return bool(tier.quotas)
 
 
 @dataclass(frozen=True)
@@ -156,6 +105,22 @@ METRICS: Final[Mapping[str, Metric]] = {
         missed_late=Series(storage, ("late",), "it was not loaded before the request's wait had to end"),
         missed_excluded=Series(storage, ("excluded",), "the request itself allows no load from this tier"),
         missed_no_room=Series(promoting, ("no_room",), "host memory was full of chunks for other requests"),
+    ),
+    "streams": _counter(
+        "Loads that were told the engine before all of their chunks had come, the first missing one from this tier.",
+        storage,
+        number="streams",
+    ),
+    "streams_cut": _reasons(
+        "Such loads that did not get all of their chunks, by why the first one did not come: the rest was computed.",
+        REASON,
+        streams_cut_failed=Series(storage, ("failed",), "it was corrupt, missing or not whole, or the read has failed"),
+        streams_cut_late=Series(storage, ("late",), "its job was late, or its mover was killed"),
+        streams_cut_gone=Series(storage, ("gone",), "there was no room for it, or the tier could not load it any more"),
+        streams_cut_slower=Series(storage, ("slower",), "computing had become faster than waiting"),
+        streams_cut_waited=Series(storage, ("waited",), "`wait_s` was over"),
+        streams_cut_aborted=Series(storage, ("aborted",), "the request was aborted"),
+        streams_cut_reset=Series(storage, ("reset",), "the cache was reset, or the weights have changed"),
     ),
     "wait_seconds": Metric(
         Kind.HISTOGRAM,

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from nixl_tiers.base.metrics import NO_TIER
+from nixl_tiers.base.tier_traits import NO_TIER
 from nixl_tiers.cli import FAILED, OK
 from nixl_tiers.cli.output import InputError, Json, print_json, print_table
 from nixl_tiers.cli.scrape import NoAnswer, address_of, scrape

@@ -129,7 +129,7 @@ class RowFinder:
                 if row.missing > first:
                     stop = place
                     break
-            elif row.state is _LOADING and not row.mover_refs:
+            elif row.state is _LOADING and not row.referenced:
                 self._host.invalidate(row)  # an error has ended its load
                 rows[place - begin] = None
                 absent.append(place)

@@ -13,7 +13,7 @@ from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.rows import CPU, Generation, Row, RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Load, Savings
-from nixl_tiers.core.streams import StreamPlan
+from nixl_tiers.core.streams import StreamPlan, Streams
 from nixl_tiers.core.writeback import WriteBack
 
 _READY: Final = RowState.READY  # members of an enum are found by a slow attribute look-up before Python 3.12
@@ -39,6 +39,15 @@ class StorePlan:
     store_seq: int
 
 
+@dataclass(slots=True)
+class _OpenLoad:
+    """The rows that workers read; and of a stream, of each of its keys the tokens that it saves, and its tier."""
+
+    rows: Sequence[Row]
+    tokens: Sequence[int] = ()
+    sources: Sequence[str] = ()
+
+
 class Copies:
     """Keeps the rows that are being copied from eviction and from reuse, until their copy has ended.
 
@@ -54,6 +63,8 @@ class Copies:
         promotion: Promotion,
         writeback: WriteBack,
         savings: Savings,
+        *,
+        streams: Streams,
     ) -> None:
         self._state = state
         self._host = state.host
@@ -62,6 +73,8 @@ class Copies:
         self._promotion = promotion
         self._writeback = writeback
         self._savings = savings
+        self._streams = streams
+        self._loads: dict[str, list[_OpenLoad]] = {}  # of workers, by request
         self._calls: dict[str, list[Row]] = {}  # the rows that each call reads or writes
         self._store_seq = 0
 
@@ -79,20 +92,27 @@ class Copies:
         """Pin the rows of `keys`, all of them hits of this step. `tokens`: how many each key saves the engine from
         computing, and `load`: which ones they are and when their copy began, for the metrics.
 
-        They are pinned until complete_load or, if a `call` is to read them, end_call.
+        They are pinned until complete_load or, if a `call` is to read them, end_call. Of a request that was told early
+        that it hits, rows may still be to come, or come no more.
         """
         request = self._requests.get(name)
         tick = self._state.tick_of(request)
-        rows = [self._host.index[key] for key in keys]
-        assert {row.state for row in rows} <= {_READY}, "load of a row that is not ready"
+        found = list(map(self._host.index.get, keys))
+        stream: StreamPlan | None = None
+        if any(row is None or row.state is not _READY for row in found):
+            rows, stream = self._streams.begin(keys, request, tick)
+        else:
+            rows = [row for row in found if row is not None]
         self._reference(rows, name, call)
         self._use(rows, name, tick)
         sources = [row.source for row in rows]
+        if not call:
+            self._loads.setdefault(name, []).append(_OpenLoad(rows, tokens, sources) if stream else _OpenLoad(rows))
         for source in dict.fromkeys(sources):
             counters = self._state.counters_of(source)
             counters.hits += sources.count(source)
             if tokens:
-                saved = sum(count for count, its in zip(tokens, sources, strict=True) if its == source)
+                saved = _tokens_of(source, tokens, sources)
                 counters.hit_tokens += saved
                 if load is not None:
                     load.tokens[source] = saved
@@ -105,39 +125,45 @@ class Copies:
         self._promotion.release(request)
         request.rearm()
         missing = {place: row.missing for place, row in enumerate(rows) if row.missing}
-        return LoadPlan([row.index for row in rows], sources, missing)
+        never = len(keys) - len(rows)
+        return LoadPlan([row.index for row in rows] + [0] * never, sources + [CPU] * never, missing, stream)
 
     def partial(self, keys: Sequence[Key]) -> dict[int, int]:
         """Of the host's rows of `keys`, those that lack sub-blocks: place in `keys` -> how many at the beginning."""
         missing = (self._host.index[key].missing for key in keys)
         return {place: count for place, count in enumerate(missing) if count}
 
-    def complete_load(self, keys: Collection[Key]) -> None:
-        """Workers are done reading these rows."""
-        read = [row for row in map(self._host.index.get, keys) if row is not None and row.worker_refs]
+    def complete_load(self, name: str, loaded: int | None = None) -> None:
+        """Workers are done reading the rows of this request's load. `loaded`: of a stream with a gap, how many of its
+        keys are before it; None: all."""
+        load = self._end_load(name)
+        if loaded is not None and load.tokens:
+            tokens, sources = load.tokens[:loaded], load.sources[:loaded]
+            self._savings.load_cut(name, {each: _tokens_of(each, tokens, sources) for each in dict.fromkeys(sources)})
+        read = [row for row in load.rows[:loaded] if row.state is _READY]
         for row in read:
-            row.worker_refs -= 1
             row.source = CPU
         self._host.counters.bytes_read += len(read) * self._state.row_bytes
-        if read:  # what a look-up finds is of one generation
-            self._flushed_before(read[0].generation)
 
-    def fail_load(self, keys: Collection[Key], name: str) -> None:
-        """Workers are done with these rows and could not read them: they are misses, and so is every key to `name` from
-        now on. Otherwise it would hit the same row, and fail, again and again."""
+    def fail_load(self, name: str) -> None:
+        """Workers are done with the rows of this request's load and could not read them: they are misses, and so is
+        every key to it from now on. Otherwise it would hit the same row, and fail, again and again."""
         request = self._requests.by_name.get(name)
         if request is not None:
             request.load_failed = True
-        rows = (self._host.index.get(key) for key in keys)
-        read = [row for row in rows if row is not None and row.worker_refs]
-        for row in sorted(read, key=lambda row: row.order):  # `keys` may be a set
-            row.worker_refs -= 1
+        for row in self._end_load(name).rows:
+            if row.state is not _READY or row.invalidated:
+                continue  # it was to come: no worker has read it
             row.source = CPU
-            self._flushed_before(row.generation)
             self._host.counters.failed_loads += 1
             if not row.worker_refs:  # else another load reads it too, and has its own end
-                self._host.counters.unreadable += row.state is RowState.READY
+                self._host.counters.unreadable += 1
                 self._host.invalidate(row)
+
+    def reset(self, garbage: DeferredFree) -> None:
+        """Workers report nothing of the loads of before."""
+        garbage.add(self._loads)
+        self._loads = {}
 
     def copied(self, rows: int, seconds: float, now: float, *, at_most: bool = False) -> None:
         """Workers have taken so long to copy these rows to the engine, and the engine to take notice. `at_most`: or
@@ -235,6 +261,20 @@ class Copies:
             for row in rows:
                 row.worker_refs += 1
 
+    def _end_load(self, name: str) -> _OpenLoad:
+        """No worker reads the rows of the request's first load any more. One of before a reset is not found."""
+        self._streams.ended(name)
+        loads = self._loads.get(name, [])
+        load = loads.pop(0) if loads else _OpenLoad(())
+        if not loads:
+            self._loads.pop(name, None)
+        for row in load.rows:
+            row.worker_refs -= 1
+            self._host.reclaim(row)
+        if load.rows:  # all of one generation
+            self._flushed_before(load.rows[0].generation)
+        return load
+
     def _filled(self, rows: list[Row], failed: Collection[Key], incomplete: Collection[Key]) -> list[Row]:
         """Of rows that nobody writes any more, those that are hits from now on; the others are invalidated."""
         good, counters = rows, self._host.counters
@@ -264,6 +304,11 @@ class Copies:
         """A job of `generation` has ended: an engine flushes jobs of before a reset ahead of those that began after."""
         if self._host.has_unflushed and generation is self._host.generation:
             self._host.flushed()
+
+
+def _tokens_of(source: str, tokens: Sequence[int], sources: Sequence[str]) -> int:
+    """How many of `tokens` come from a tier, where `sources` has that of each; the others come no more."""
+    return sum(count for count, its in zip(tokens, sources, strict=False) if its == source)
 
 
 MAX_KEYS: Final = 1 << 18  # that wait; the uses that were reported first are forgotten

@@ -10,6 +10,7 @@ from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core.existence import ExistenceCheck
 from nixl_tiers.core.health import Health
 from nixl_tiers.core.listing import Steps, add_columns, begin_listing, end_listing, take_all
+from nixl_tiers.core.streams import Streams
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import MOST_TICK
 from nixl_tiers.core.types import Columns, Direction, Job, PlannedMove, TierState
@@ -22,10 +23,11 @@ class Events(Urgency):
     """The movers' side of the core: what they report, and (`turn`) every job that they get. `mover`: its number among
     those of all tiers, from 0; `now`: in seconds."""
 
-    def __init__(self, health: Health, *parts: Any, **named: Any) -> None:
+    def __init__(self, health: Health, streams: Streams, *parts: Any, **named: Any) -> None:
         """The other parts as of `Urgency`."""
         super().__init__(*parts, **named)
         self._health = health
+        self._streams = streams
         self._plan_put_off = False
 
     # --- tiers -------------------------------------------------------------------------------------------------
@@ -141,6 +143,7 @@ class Events(Urgency):
             self._state.host.no_victims = False
         self._health.watch(now)
         self._work(now)
+        self._streams.watch(now)
         self._promotion.expire(now)
         self._state.unfinished = self._state.slice_used_up
 
@@ -163,7 +166,7 @@ class Events(Urgency):
         self._promotion_jobs.watch_room()
         known = [tier for tier in self._state.tiers if tier.known]
         for tier in known:
-            if tier.readable and tier.to_load:
+            if tier.readable and (tier.to_load or tier.to_stream):
                 jobs.extend(self._promotion_jobs.plan(tier, now))
         for tier in self._promotion_jobs.queue_prefetches(now):
             jobs.extend(self._promotion_jobs.plan(tier, now))

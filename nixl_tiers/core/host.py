@@ -43,6 +43,7 @@ class HostTier:
         self.counters = Counters()
         self._gone = gone or EvictionHistory()
         self.changed: Callable[[Key], None] | None = None  # the key of each row that came up or goes, but for resets
+        self.waits: Callable[[int], None] | None = None  # the number of each row that a mover is to load
         self.evicting: dict[Key, Row] = {}
         self.retained_of = array("q", [0] * (1 + len(quotas)))
         """How many rows `retain` keeps from eviction, by tenant; 0: those of none."""
@@ -113,6 +114,10 @@ class HostTier:
             self._remove(row)
         return victims
 
+    def room_of(self, tenant: int) -> int:
+        """How many more rows are free, within this tenant's quota (0: of none), if none is evicted."""
+        return min(self.free, self.quotas[tenant - 1] - len(self._own[tenant - 1])) if tenant else self.free
+
     def rows_of(self, tenant: int) -> int:
         """How many rows a look-up finds, or is about to: of one tenant, or of all."""
         return len(self._own[tenant - 1]) if tenant else len(self.index)
@@ -176,6 +181,8 @@ class HostTier:
         row = self.index[key] = Row(key, index, self._inserted, state, self.generation)
         row.tick = tick
         self._policy.add(key, tick)
+        if state is RowState.LOADING and self.waits is not None:
+            self.waits(index)
         if tenant:
             row.tenant = tenant
             self._own[tenant - 1].add(key, tick)

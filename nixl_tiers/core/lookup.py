@@ -18,10 +18,12 @@ from nixl_tiers.core.chain_rows import Chain, ChainRows, Group, RowFinder, below
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.measurements import Measurements
 from nixl_tiers.core.pricing import HOST, Run
-from nixl_tiers.core.promotion import Promotion, RequestIndex
-from nixl_tiers.core.requests import NEVER, Request, Wait
+from nixl_tiers.core.promotion import Promotion
+from nixl_tiers.core.requests import NEVER, Early, Request, Wait
 from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.state import CascadeState
+from nixl_tiers.core.streams import Streams
+from nixl_tiers.core.worth import Worth
 
 MAX_RUNS: Final = 64
 UNPRICED: Final = float("inf")
@@ -61,19 +63,23 @@ class Chains:
         state: CascadeState,
         checks: ExistenceChecks,
         promotion: Promotion,
-        requests: RequestIndex,
         measurements: Measurements,
+        *,
+        worth: Worth,
+        streams: Streams,
     ) -> None:
         self._state = state
         self._host = state.host
         self._checks = checks
         self._promotion = promotion
-        self._requests = requests
         self._measurements = measurements
+        self._worth = worth
+        self._streams = streams
         self._rows = RowFinder(state)
 
-    def scan(self, request: Request, chain: Chain, start: int, first: int, now: float) -> Scan:
-        """One step's look-ups of a request's chain from token `start` on, which is before the chain's end."""
+    def scan(self, request: Request, chain: Chain, start: int, first: int, now: float, *, early: int = 0) -> Scan:
+        """One step's look-ups of a request's chain from token `start` on, which is before the chain's end. `early`: see
+        `TierManager.scan`."""
         if request.wait is not None and request.wait.end != chain.end:
             # The engine has more of it than before, of a request that may load only so much: it is chosen anew.
             request.wait, request.rescan = None, True
@@ -95,10 +101,11 @@ class Chains:
         found = [self._rows.find(request, group, (start, limit), first, now) for group in chain.full]
         known = min([each.stop * each.group.chunk_tokens for each in found])
         look = _Look(request, chain, start, now, found, known - known % chain.step_tokens)
+        chosen, expected_s, is_priced = max(start, look.known), now, False
         if request.first_scan and request.chosen is None and not request.expired and self._state.tiers:
-            chosen, expected_s = self._choose(look)
-        else:
-            chosen, expected_s = max(start, look.known), now
+            chosen, expected_s, is_priced = self._choose(look)
+        if early and is_priced and (coming := self._tell_early(look, chosen, expected_s, early)):
+            return Scan(False, chosen, coming)
         waits = self._ask(look, chosen)
         if len(found) > 1:
             self._note_refused(look, limit)
@@ -130,18 +137,38 @@ class Chains:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _choose(self, look: _Look) -> tuple[int, float]:
-        """Up to which token to load, and when that is expected to be in host memory."""
+    def _tell_early(self, look: _Look, chosen: int, expected_s: float, most: int) -> int:
+        """Whether to tell the request that it hits up to token `chosen` although rows of that are still to come: how
+        many; 0: no."""
+        chain, request, found = look.chain, look.request, look.found[0]
+        place, tokens = found.stop, found.group.chunk_tokens
+        if len(chain.groups) > 1 or chosen % tokens:
+            return 0
+        if chosen >= look.known and place < chain.end // tokens:
+            key = found.group.keys[place]  # an end that may still move: what is behind is not known
+            if self._checks.may_ask(key, request, look.now) or self._promotion.may_be_listed(key, request, look.now):
+                return 0
+            self._promotion.note_refused(key, look.now)
+        early = Early(look.now, expected_s, found.first * tokens, tokens, chosen, chain.end)
+        if not (coming := self._streams.accepts(request, found, early, most)):
+            return 0
+        for row in filter(None, found.rows[: chosen // tokens - found.first]):
+            row.step = self._host.step
+        return coming
+
+    def _choose(self, look: _Look) -> tuple[int, float, bool]:
+        """Up to which token to load, when that is expected to be in host memory, and whether that is known to be
+        quicker than to compute it."""
         state, chain = self._state, look.chain
         if not chain.windows and not [each for each in look.found if each.stored or each.loading]:
-            return max(look.start, look.known), look.now
+            return max(look.start, look.known), look.now, False
         runs = self._runs(look)
         unmeasured = [run for run in runs if run.source != HOST and not state.tiers[run.source].loads.known]
         first = look.start - look.start % chain.step_tokens
-        crowd, end = self._crowd(), chain.end
+        crowd, end = self._worth.crowd(), chain.end
 
         def compute_s(at: int) -> float | None:
-            seconds = self._compute_s(at, end)
+            seconds = self._worth.compute_s(at, end)
             return None if seconds is None else crowd * seconds
 
         choice = pricing.choose(
@@ -156,13 +183,9 @@ class Chains:
         chosen = max(look.start, choice.end)
         if chosen < look.known:
             self._decline(look, chosen)
-        return chosen, look.now if unmeasured else look.now + choice.wait_s
-
-    def _compute_s(self, at: int, end: int) -> float | None:
-        """Seconds to compute a chain that ends at token `end` from token `at` on, and the token behind it, which the
-        engine computes whatever is loaded: so a step is needed for a whole hit too, and none is saved by loading what
-        one step computes. None while unknown."""
-        return self._state.prefill.seconds(at, end + 1)
+        if unmeasured:
+            return chosen, look.now, False
+        return chosen, look.now + choice.wait_s, compute_s(first) is not None
 
     def _prices(self, look: _Look) -> list[pricing.TierPrice]:
         """Of the tiers now. The chain's own rows that are being loaded are counted with the others of the chain."""
@@ -192,13 +215,6 @@ class Chains:
             rest = runs[MAX_RUNS - 1 :]
             runs[MAX_RUNS - 1 :] = [Run(max(run.source for run in rest), sum(run.steps for run in rest))]
         return runs
-
-    def _crowd(self) -> int:
-        """How many requests wait while one computes, itself included, as far as they count: those whose turn is
-        still to come, or all that are alive. Those that wait for storage lose nothing."""
-        if self._state.prefer == "throughput":
-            return len(self._requests.by_name)
-        return 1 + len(self._requests.queued)
 
     def _fits(self, look: _Look) -> pricing.Fits:
         """Up to a token, the last one at which all windowed groups have their rows."""
@@ -338,12 +354,11 @@ class Chains:
         if not chain.windows:  # what has come is of use without the rest
             have = max(have, (request.missing[0][0] or 0) - wait.step_tokens)
         upto = wait.end if request.chosen is None else request.chosen
-        rest, kept = self._compute_s(have, wait.end), self._compute_s(upto, wait.end)
-        if rest is None or kept is None:
+        if (saved_s := self._worth.saved_s(have, upto, wait.end)) is None:
             return UNPRICED
         rest_s = latency_s = 0.0
         for number, queued in wait.places:
             tier = state.tiers[number]
             rest_s = max(rest_s, tier.rows_before(queued) * tier.loads.s_per_byte * state.row_bytes)
             latency_s = max(latency_s, tier.loads.latency_s)
-        return self._crowd() * (rest - kept) - pricing.left_s(now, wait.expected_s, rest_s, latency_s)
+        return saved_s - pricing.left_s(now, wait.expected_s, rest_s, latency_s)

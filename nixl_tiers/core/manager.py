@@ -11,7 +11,6 @@ host memory everywhere else.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
 from functools import partial
 from typing import Final
 
@@ -27,6 +26,7 @@ from nixl_tiers.core.eviction import make_policy
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.health import Health
 from nixl_tiers.core.host import HostTier
+from nixl_tiers.core.key_lookup import KeyLookups, Lookup
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.lookup import Chains, Scan
 from nixl_tiers.core.measurements import Measurements
@@ -42,15 +42,10 @@ from nixl_tiers.core.stats import EvictionHistory, Savings, TierStats
 from nixl_tiers.core.streams import Streams, StreamWords
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Job, TierSpec, TierState
+from nixl_tiers.core.worth import Worth
 from nixl_tiers.core.writeback import WriteBack
 
 CLEARED_AT_ONCE: Final = 128  # rows in a hold of the lock
-
-
-class Lookup(Enum):
-    HIT = "hit"
-    PENDING = "pending"
-    MISS = "miss"
 
 
 class TierManager:
@@ -96,19 +91,21 @@ class TierManager:
             prefer=prefer,
         )
         self.movers = self._state.movers
-        self.streams = Streams(self._state, streams)
         self._misses = Misses(self._state)
         self._writeback = WriteBack(self._state)
         self._promotion = Promotion(self._state, self.checks)
-        self._promotion_jobs = PromotionJobs(self._state, self.checks, self._writeback, self._promotion)
         self.savings = Savings(self.prefill, self._state.counters_of)
         self._requests = RequestIndex(self.host, self._promotion, self.savings)
+        worth = Worth(self._state, self._requests)
+        self.streams = Streams(self._state, worth, streams)
+        self._promotion_jobs = PromotionJobs(self._state, self.checks, self._writeback, self._promotion, self.streams)
         self._measurements = Measurements(self._state, self._requests, self._promotion_jobs)
         self.engine_hits = EngineHits(self._state, self._requests, self._writeback)
         self.retention = Retention(self._state, self._promotion.prefetch_queue)
         self.health = Health(self._state, self._promotion_jobs, self._writeback)
         self.events = Events(
             self.health,
+            self.streams,
             self._state,
             self.checks,
             self._promotion,
@@ -118,8 +115,13 @@ class TierManager:
             engine_hits=self.engine_hits,
             retention=self.retention,
         )
-        self.copies = Copies(self._state, self._requests, self._promotion, self._writeback, self.savings)
-        self._chains = Chains(self._state, self.checks, self._promotion, self._requests, self._measurements)
+        self.copies = Copies(
+            self._state, self._requests, self._promotion, self._writeback, self.savings, streams=self.streams
+        )
+        self._keys = KeyLookups(self._state, self.checks, self._promotion)
+        self._chains = Chains(
+            self._state, self.checks, self._promotion, self._measurements, worth=worth, streams=self.streams
+        )
 
     # --- requests ----------------------------------------------------------------------------------------------
 
@@ -134,40 +136,7 @@ class TierManager:
         request = self._requests.looked_up(name, now)
         if request.load_failed:
             return Lookup.MISS
-        waits = request.begin(self.host.step, position)
-        if request.answered:
-            return Lookup.MISS
-        if waits and self._promotion.still_waits(request, position, first, now):
-            request.answered = True
-            return Lookup.PENDING
-        row = self.host.index.get(key)
-        if row is not None and row.state is RowState.READY:
-            if row.missing > first:
-                return Lookup.MISS
-            row.step = self.host.step
-            if request.waiting:
-                request.pin(row)
-            else:
-                request.scan_hits.append(row)
-            return Lookup.HIT
-        if request.stopped or self._promotion.has_expired(request, now):
-            return Lookup.MISS
-        if row is not None and row.state is RowState.LOADING and not row.mover_refs:
-            self.host.invalidate(row)  # an error has ended its load
-            row = None
-        if (
-            row is not None
-            or request.asked.get(key, False)
-            or self._promotion.enqueue(key, request, now)
-            or (check and self.checks.should_wait(key, request, now))
-            or (request.patient and self._promotion.may_be_listed(key, request, now))
-        ):
-            self._promotion.wait(request, now)
-            request.note_missing(key)
-            return Lookup.PENDING
-        if request.waiting and not request.pinned and not request.asked:
-            self._promotion.release(request)  # it has waited for an existence check, which found nothing
-        return Lookup.MISS
+        return self._keys.lookup(request, key, position, now, first, check=check)
 
     def scan(self, name: str, chain: Chain, start: int, now: float, first: int = 0, *, early: int = 0) -> Scan:
         """All look-ups of a request in this step at once, of its chain from token `start` on: what of it the request
@@ -177,12 +146,12 @@ class TierManager:
         request = self._requests.looked_up(name, now)
         if request.load_failed:
             return Scan(False, start)
-        return self._chains.scan(request, chain, start, first, now)
+        return self._chains.scan(request, chain, start, first, now, early=early)
 
     def is_being_loaded(self, key: Key) -> bool:
-        """Whether a worker is copying this row to the engine."""
+        """Whether a worker is copying this row to the engine, or is to once it has come."""
         row = self.host.index.get(key)
-        return row is not None and row.state is RowState.READY and row.worker_refs > 0
+        return row is not None and row.state is not RowState.FILLING and row.worker_refs > 0
 
     def still_waits(self, name: str, now: float) -> bool:
         """Whether a request that waited in the step before waits in this one too, and need not be scanned for that: a
@@ -303,7 +272,8 @@ class TierManager:
                 request.pin(row)
 
     def finish_request(self, name: str) -> None:
-        """The request has ended: unpin its rows."""
+        """The request has ended: unpin its rows. Of a stream that it loads nothing comes any more."""
+        self.streams.cut(name)
         self._requests.finish(name)
 
     # --- writes to storage tiers -------------------------------------------------------------------------------
@@ -334,6 +304,8 @@ class TierManager:
         unless `keep_tiers`, until `events.opened`.
         """
         self.savings.reset()
+        self.streams.reset()
+        self.copies.reset(self.garbage)
         self._promotion_jobs.reset(self.garbage)
         self._promotion.reset(self.garbage)
         self._measurements.reset()
@@ -407,7 +379,7 @@ class TierManager:
                 tier.state is not TierState.DOWN,
                 tier.circuit,
                 tier.quarantined,
-                queued_loads=len(tier.to_load),
+                queued_loads=len(tier.to_load) + len(tier.to_stream),
                 queued_stores=len(tier.to_store) + len(tier.waiting_for_seal),
                 loading=tier.rows_loading,
                 storing=tier.rows_storing,

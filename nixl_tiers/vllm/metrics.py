@@ -9,7 +9,8 @@ from functools import partial
 from typing import Final
 
 import nixl_tiers
-from nixl_tiers.base.metrics import CPU, INFO, INFO_LABELS, INFO_TEXT, METRICS, PREFIX, Kind, TierTraits, published
+from nixl_tiers.base.metrics import INFO, INFO_LABELS, INFO_TEXT, METRICS, PREFIX, Kind, published
+from nixl_tiers.base.tier_traits import CPU, TierTraits
 from nixl_tiers.config.schema import TiersConfig, Write
 from nixl_tiers.vllm.compat import (
     OffloadingConnectorStats,

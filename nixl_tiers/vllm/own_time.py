@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from nixl_tiers.base.metrics import CPU
+from nixl_tiers.base.tier_traits import CPU
 from nixl_tiers.core.stats import Samples
 
 MAX_ENDING: Final = 1024  # first tokens of the steps under way

@@ -67,7 +67,7 @@ class Engine:
         loaded = scan.end // TOKENS
         self._advance(self.now + self.step_s + (length - loaded) * TOKENS / TOKENS_PER_S)
         took_s = self.now - began_s
-        self.core.copies.complete_load(keys[:loaded])
+        self.core.copies.complete_load(name)
         self.core.copies.complete_store(self.core.copies.rows_being_filled(keys), set())
         self.core.finish_request(name)
         self._advance(self.now + pause_s)

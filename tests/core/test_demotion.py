@@ -8,8 +8,9 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
-from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import Direction, Job, TierSpec
 from nixl_tiers.tiers.moves import HOLD_S
@@ -154,7 +155,7 @@ def test_victim_that_is_used_again_is_not_evicted_when_its_write_ends() -> None:
     victim = next(iter(core.host.evicting))
     core.lookup(victim, "again", 0, 0.0)
     core.copies.prepare_load([victim], "again")
-    core.copies.complete_load([victim])
+    core.copies.complete_load("again")
     core.end_step()
     for job in jobs:
         core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
@@ -250,7 +251,7 @@ def test_row_that_is_used_while_it_is_demoted_stays_in_the_host() -> None:
     core.events.finished(load.tier, load.id, [Outcome.OK], 0.0)
     assert core.lookup(key, "request", 0, 0.0) is Lookup.HIT
     core.copies.prepare_load([key], "request")
-    core.copies.complete_load([key])
+    core.copies.complete_load("request")
     core.finish_request("request")
     core.end_step()
     core.events.finished(store.tier, store.id, [Outcome.OK], 0.0)

@@ -11,8 +11,9 @@ import pytest
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.existence import ExistenceCheck
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
-from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.types import Direction, TierSpec
 from tests.support.core import expire, opened, put, rows_of

@@ -11,9 +11,10 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.health import MAX_SOUGHT
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import take_all
-from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import Direction, TierSpec
 from tests.support.columns import PlainColumns
 from tests.support.core import opened, put

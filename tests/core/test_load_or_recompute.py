@@ -14,9 +14,10 @@ from nixl_tiers.base.policies import Prefer, Write
 from nixl_tiers.core import pricing
 from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.chain_rows import Chain, Group
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.lookup import Scan
-from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import HOST, Run, TierPrice, choose
 from nixl_tiers.core.types import Direction, Job, TierSpec
@@ -249,7 +250,7 @@ def test_one_slow_copy_at_the_beginning_does_not_have_tiers_declined() -> None:
         engine.load_all()
         assert engine.scan(name) == Scan(False, END)
         engine.core.copies.prepare_load(KEYS, name)
-        engine.core.copies.complete_load(KEYS)
+        engine.core.copies.complete_load(name)
         engine.core.copies.copied(len(KEYS), 0.001, engine.now)
         engine.core.finish_request(name)
         engine.core.host.make_room(256)
@@ -426,7 +427,7 @@ def test_request_that_was_released_preempted_or_reset_is_scanned_anew() -> None:
         lambda core: core.end_step(preempted=["r"]),
         lambda core: core.finish_request("r"),
         lambda core: core.reset(keep_tiers=True),
-        lambda core: core.copies.fail_load([], "r"),
+        lambda core: core.copies.fail_load("r"),
     ):
         engine = Engine(chunk_s=5.0)
         engine.store(FILE, KEYS, row_s=0.01)

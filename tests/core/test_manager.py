@@ -8,8 +8,9 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
-from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import Direction, Job, TierSpec
 from tests.support.core import expire, opened, put, rows_of, touched
 
@@ -63,7 +64,7 @@ def test_used_prefix_outlives_a_newer_one() -> None:
     put(core, CHAIN[3:6], "new")
     assert scan(core, CHAIN[:3], "again") == [HIT] * 3
     core.copies.prepare_load(CHAIN[:3], "again")
-    core.copies.complete_load(CHAIN[:3])
+    core.copies.complete_load("again")
     core.end_step()
     put(core, CHAIN[6:8], "newer")
     assert [core.where(key, 0.0) is not None for key in CHAIN[:6]] == [True, True, True, True, False, False]
@@ -136,19 +137,20 @@ def waiting_and_loading(core: TierManager, prefixes: dict[str, list[Key]], steps
     loads as soon as it waits for nothing, and its copy ends a step later."""
     hits: dict[str, int] = {}
     for _ in range(steps):
-        loaded: list[Key] = []
+        loaded: list[str] = []
         for name, keys in prefixes.items():
             if name in hits:
                 continue
             answers = scan(core, keys, name)
             if PENDING not in answers:
                 hits[name] = answers.count(HIT)
-                loaded += keys[: hits[name]]
+                loaded.append(name)
                 core.copies.prepare_load(keys[: hits[name]], name)
         core.end_step()
         run(core, core.events.plan(0.0))
         core.events.plan(0.0)
-        core.copies.complete_load(loaded)
+        for name in loaded:
+            core.copies.complete_load(name)
     return hits
 
 
@@ -202,7 +204,7 @@ def test_hit_counts_once_for_the_tier_it_was_promoted_from() -> None:
     assert scan(core, CHAIN[:1], "r") == [HIT]
     core.copies.prepare_load(CHAIN[:1], "r")
     assert core.sources(CHAIN[:1]) == ["file"]
-    core.copies.complete_load(CHAIN[:1])
+    core.copies.complete_load("r")
     assert core.sources(CHAIN[:1]) == ["cpu"]
     assert core.tiers[0].counters.hits == 1
 
@@ -336,7 +338,7 @@ def test_root_touched_by_the_engine_outlives_older_leaves() -> None:
     touched(core, CHAIN[:2], "again")  # hits in the engine's own memory
     assert scan(core, CHAIN[2:4], "again") == [HIT, HIT]
     core.copies.prepare_load(CHAIN[2:4], "again")
-    core.copies.complete_load(CHAIN[2:4])
+    core.copies.complete_load("again")
     core.end_step()
     put(core, CHAIN[6:8], "new")
     assert [core.where(key, 0.0) is not None for key in CHAIN] == [True] * 4 + [False] * 2 + [True] * 2
@@ -380,7 +382,7 @@ def test_request_whose_load_failed_gets_no_more_hits() -> None:
     put(core, CHAIN[:3])
     assert scan(core, CHAIN[:2], "r") == [HIT, HIT]
     core.copies.prepare_load(CHAIN[:2], "r")
-    core.copies.fail_load({*CHAIN[:2]}, "r")
+    core.copies.fail_load("r")
     core.end_step()
     assert scan(core, CHAIN[2:3], "r") == [MISS], "a request that was computed once is not tried again"
     assert scan(core, CHAIN[:1], "other") == [MISS]
@@ -397,8 +399,8 @@ def test_row_whose_load_failed_stays_while_another_load_reads_it() -> None:
     for request in ("bad", "good"):
         core.lookup(CHAIN[0], request, 0, 0.0)
         core.copies.prepare_load(CHAIN[:1], request)
-    core.copies.fail_load(set(CHAIN[:1]), "bad")
-    core.copies.complete_load(set(CHAIN[:1]))
+    core.copies.fail_load("bad")
+    core.copies.complete_load("good")
     core.end_step()
     core.reset(keep_tiers=False)
     assert core.host.used == 0
@@ -453,7 +455,7 @@ def test_use_by_another_request_lifts_host_only(use: str) -> None:
         else:
             assert scan(core, CHAIN[:1], other) == [HIT]
             core.copies.prepare_load(CHAIN[:1], other)
-            core.copies.complete_load(CHAIN[:1])
+            core.copies.complete_load(other)
         assert stored_keys(core) == (set() if other == "private too" else {CHAIN[0]})
 
 
@@ -569,7 +571,7 @@ def test_preempted_request_may_wait_again_after_a_load() -> None:
     core.end_step()
     assert scan(core, CHAIN[:2], "r", now=1.0) == [HIT, HIT]
     core.copies.prepare_load(CHAIN[:2], "r")
-    core.copies.complete_load(CHAIN[:2])
+    core.copies.complete_load("r")
     core.end_step()
     late = 10 * core.limits.wait_s
     assert scan(core, CHAIN[2:4], "r", now=late) == [PENDING, PENDING]
@@ -588,7 +590,7 @@ def test_expired_request_waits_again_only_after_a_load() -> None:
     core.end_step()
     assert scan(core, chain, "r", now=late + 1) == [HIT, MISS]
     core.copies.prepare_load([b"root"], "r")
-    core.copies.complete_load([b"root"])
+    core.copies.complete_load("r")
     core.end_step()
     core.tiers[0].to_store.clear()
     assert core.events.plan(late + 2) == [], "what it asked for before is no longer promoted"

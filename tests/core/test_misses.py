@@ -8,8 +8,9 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
-from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.stats import HOST, MISSED, TABLE_BITS, EvictionHistory, Gone, tag_of, tier_and_reason
 from nixl_tiers.core.types import Direction, TierSpec
 from tests.support.core import opened, put

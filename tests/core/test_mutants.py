@@ -252,8 +252,10 @@ class ResetUncounted(TierManager):
 
 
 class PinForgotten(Copies):
-    def complete_load(self, keys) -> None:  # type: ignore[no-untyped-def]
-        super().complete_load(list(keys)[1:])
+    def complete_load(self, name: str, loaded: int | None = None) -> None:
+        for load in self._loads.get(name, ())[:1]:
+            load.rows = load.rows[1:]
+        super().complete_load(name, loaded)
 
 
 class OldEpochSurvives(TierManager):
@@ -343,9 +345,9 @@ class WaitsForLateChecks(TierManager):
 class PriceForgetsDeadline(Chains):
     """A request whose wait is cheap waits for ever."""
 
-    def scan(self, request, chain, start, first, now):  # type: ignore[no-untyped-def]
+    def scan(self, request, *arguments, **named):  # type: ignore[no-untyped-def]
         request.deadline_s = None
-        return super().scan(request, chain, start, first, now)
+        return super().scan(request, *arguments, **named)
 
 
 class WaitIsNotJudgedAgain(Chains):

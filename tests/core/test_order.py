@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.key_lookup import Lookup
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import TierSpec
 from tests.support import walk
@@ -63,14 +64,13 @@ def test_victims_leave_a_tier_in_the_order_in_which_they_were_selected() -> None
 
 def test_rows_that_could_not_be_copied_leave_in_prefix_order() -> None:
     keys = [b"a", b"ab", b"abc"]
-    for order in permutations(keys):
-        core = TierManager(8, 4096, [])
-        put(core, keys)
-        gone: list[bytes] = []
-        core.host.changed = gone.append
-        core.copies.prepare_load(keys, "request")
-        core.copies.fail_load(order, "request")
-        assert gone == keys
+    core = TierManager(8, 4096, [])
+    put(core, keys)
+    gone: list[bytes] = []
+    core.host.changed = gone.append
+    core.copies.prepare_load(keys, "request")
+    core.copies.fail_load("request")
+    assert gone == keys
 
 
 def test_waits_of_preempted_requests_are_samples_in_the_order_of_their_names() -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.key_lookup import Lookup
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefetch_queue import MAX_PREFETCHES
 from nixl_tiers.core.types import Direction
 from tests.core.test_manager import HIT, MISS, PENDING, manager, run, scan
@@ -54,7 +55,7 @@ def test_request_finds_its_rows_in_host_memory_when_its_turn_comes() -> None:
     assert come_up(core) == [*a, *b], "in the order of their turns"
     assert scan(core, a, "a") == [HIT] * 4
     core.copies.prepare_load(a, "a")
-    core.copies.complete_load(a)
+    core.copies.complete_load("a")
     core.end_step()
     assert scan(core, b, "b", now=1e6) == [HIT] * 4, "its time in the queue is no waiting"
     assert not core._promotion.prefetch_queue.busy
@@ -256,7 +257,7 @@ def test_rows_that_were_loaded_are_not_counted_as_promoted_in_vain() -> None:
     assert come_up(core) == [], "others hold the line's share"
     assert [core.lookup(key, "a", place, 0.0) for place, key in enumerate(a)] == [Lookup.HIT] * 4
     core.copies.prepare_load(a, "a")
-    core.copies.complete_load(a)
+    core.copies.complete_load("a")
     core.finish_request("a")
     core.end_step()
     assert come_up(core) == b
@@ -339,7 +340,7 @@ def test_request_waits_for_room_beside_one_that_has_got_all_it_will_get() -> Non
     assert scan(core, b, "b")[0] is PENDING
     assert come_up(core) == []
     core.copies.prepare_load(a[:4], "a")
-    core.copies.complete_load(a[:4])
+    core.copies.complete_load("a")
     core.finish_request("a")
     core.end_step()
     assert scan(core, b, "b")[0] is PENDING

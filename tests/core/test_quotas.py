@@ -7,7 +7,8 @@ import pytest
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Eviction, Write
 from nixl_tiers.core.events import Outcome
-from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.key_lookup import Lookup
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import Direction, TierSpec
 from tests.support.core import opened, put, rows_of
 
@@ -34,7 +35,7 @@ def test_a_tenant_at_its_quota_evicts_its_own_least_recently_used_rows_and_no_ot
     core.set_tenant("user", 1)
     assert core.lookup(first[0], "user", 1, 0.0) is Lookup.HIT
     core.copies.prepare_load(first[:1], "user")
-    core.copies.complete_load(first[:1])
+    core.copies.complete_load("user")
     core.end_step()
     third = stored(core, 1, "third", 2)
     assert len(third) == 2
@@ -61,7 +62,7 @@ def test_rows_in_use_are_not_evicted_for_their_tenant_and_nothing_else_is() -> N
     core.copies.prepare_load(used, "reader")
     assert stored(core, 1, "refused", 2) == []
     assert all(key in core.host.index for key in [*used, *keys_of("other", 7)])
-    core.copies.complete_load(used)
+    core.copies.complete_load("reader")
     core.end_step()
     assert len(stored(core, 1, "later", 2)) == 2, "the tenant's cache is not frozen"
 

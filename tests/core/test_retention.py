@@ -80,8 +80,8 @@ def test_a_row_that_cannot_be_read_is_retained_no_more() -> None:
     core, kept = alone(8), chain("kept", 2)
     put(core, kept)
     retain(core, kept, 60.0)
-    core.copies.prepare_load(kept, "reader")
-    core.copies.fail_load(kept[:1], "reader")
+    core.copies.prepare_load(kept[:1], "reader")
+    core.copies.fail_load("reader")
     assert core.host.retained == 1
     put(core, kept)
     assert retain(core, kept, 90.0)
@@ -212,7 +212,7 @@ def test_a_request_of_low_priority_makes_nothing_younger() -> None:
     touched(core, chain("older"), "batch")
     assert scan(core, chain("older"), "batch") == [HIT] * 4
     core.copies.prepare_load(chain("older"), "batch")
-    core.copies.complete_load(chain("older"))
+    core.copies.complete_load("batch")
     core.finish_request("batch")
     core.end_step()
     put(core, chain("newest", 9))

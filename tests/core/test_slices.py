@@ -15,9 +15,10 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Eviction, Write
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import MAX_LOOKS, HostTier
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import take_all
-from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.types import Job, TierSpec, TierState
 from tests.support.core import expire, opened, put
@@ -247,7 +248,7 @@ def test_a_load_that_began_after_a_reset_ends_behind_all_jobs_of_before() -> Non
         core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
     core.copies.prepare_load(CHAIN[:4], "request")
     assert core.host.has_unflushed
-    core.copies.complete_load(set(CHAIN[:4]))
+    core.copies.complete_load("request")
     assert not core.host.has_unflushed
     assert core.host.counters.bytes_read == 4 * core._state.row_bytes
 
@@ -467,7 +468,7 @@ def test_search_for_victims_in_a_host_of_pinned_rows_ends() -> None:
     for _ in range(20):
         assert not turns(core)  # there is an end to what is done at once
     assert Lookup.PENDING in scan(core, "waits")  # for the reader's rows
-    core.copies.complete_load(pinned)
+    core.copies.complete_load("reader")
     for _ in range(20):
         if turns(core):
             return

@@ -9,9 +9,10 @@ import pytest
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core import tier_index
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import add_columns, begin_listing, end_listing, take_all
-from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import MAX_USES, MOST_TICK
 from nixl_tiers.core.types import TierSpec, TierState

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nixl_tiers.core.manager import Lookup
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.mover import child
 from nixl_tiers.mover.protocol import Delete, encode
 from tests.faults.rig import LIMITS, TIMEOUT_S, FaultRig

@@ -11,7 +11,7 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.core.manager import Lookup
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
@@ -69,7 +69,7 @@ class Bench:
         assert self.lookup(key, first) is Lookup.HIT
         (row,) = self.coordinator.prepare_load([key], "loader")
         cells = self.region.rows_view[row, : GEOMETRY.payload_bytes].reshape(GEOMETRY.cells, GEOMETRY.sub_blocks, -1)
-        self.coordinator.complete_load([key])
+        self.coordinator.complete_load([key], "loader")
         return cells.copy()
 
 

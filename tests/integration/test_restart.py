@@ -14,8 +14,8 @@ import pytest
 from nixl_tiers.base.chunk import Geometry, Key, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.core import tier_rows
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
-from nixl_tiers.core.manager import Lookup
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import child
 from nixl_tiers.runtime.coordinator import Coordinator
@@ -84,7 +84,7 @@ def load(coordinator: Coordinator, number: int) -> None:
 
     until(found, "the row")
     coordinator.prepare_load([key(number)], request)
-    coordinator.complete_load([key(number)])
+    coordinator.complete_load([key(number)], request)
     finish(coordinator, request)
     end_step(coordinator)
 

@@ -12,7 +12,7 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Key, Namespace
 from nixl_tiers.config import schema
-from nixl_tiers.core.manager import Lookup
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.types import TierState
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime import clearing, control

@@ -91,7 +91,7 @@ def test_load_of_workers_holds_stores_until_it_ends(coordinator: Coordinator, en
     assert before + HOLD_S <= coordinator.region.stores_held_until_s <= time.monotonic() + HOLD_S
     match end:
         case "complete":
-            coordinator.complete_load(KEYS)
+            coordinator.complete_load(KEYS, "request")
         case "fail":
             coordinator.fail_load(KEYS, "request")
         case "reset":

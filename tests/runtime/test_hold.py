@@ -13,7 +13,7 @@ import pytest
 import nixl_tiers
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.core.manager import Lookup
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime import deprecated
 from nixl_tiers.runtime.coordinator import Coordinator

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.listing import take_all
-from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import Found
 from nixl_tiers.runtime.coordinator import Coordinator

@@ -11,7 +11,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from nixl_tiers.base.metrics import INFO, INFO_LABELS, METRICS, PREFIX, Kind, TierTraits, published
+from nixl_tiers.base.metrics import INFO, INFO_LABELS, METRICS, PREFIX, Kind, published
+from nixl_tiers.base.tier_traits import TierTraits
 
 ENGINE = {"model_name": "a model", "engine": "0"}
 """vLLM's own labels."""

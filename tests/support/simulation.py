@@ -19,9 +19,10 @@ from nixl_tiers.base.policies import Eviction, Write
 from nixl_tiers.core.breaker import BreakerLimits, BreakerState
 from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.existence import ExistenceCheck
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import Steps, take_all
-from nixl_tiers.core.manager import Lookup, TierManager
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.member import UNLIMITED
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import ENOUGH
@@ -631,10 +632,10 @@ class Simulation:
             rows = self.core.copies.rows_being_filled(set(job.keys))
             self.core.copies.complete_store(rows, set() if good else {row.key for row in rows})
         elif good:
-            self.core.copies.complete_load(set(job.keys))
+            self.core.copies.complete_load(job.request)
         else:
             self._load_failed.add(job.request)
-            self.core.copies.fail_load(set(job.keys), job.request)
+            self.core.copies.fail_load(job.request)
         self.tick()
 
     # --- threads without an engine -----------------------------------------------------------------------------

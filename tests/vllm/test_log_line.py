@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from nixl_tiers.base.metrics import TierTraits
+from nixl_tiers.base.tier_traits import TierTraits
 from nixl_tiers.vllm.connector import NixlTiersConnector
 from nixl_tiers.vllm.log_line import LoggedStats
 from nixl_tiers.vllm.metrics import Reporter

@@ -21,8 +21,8 @@ from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.core.chain_rows import Chain
 from nixl_tiers.core.copies import LoadPlan
+from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.lookup import Scan
-from nixl_tiers.core.manager import Lookup
 from nixl_tiers.core.rows import CPU
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator

@@ -12,7 +12,8 @@ pytest.importorskip("vllm")
 
 import prometheus_client
 
-from nixl_tiers.base.metrics import METRICS, PREFIX, Kind, TierTraits, number_of_quota, published
+from nixl_tiers.base.metrics import METRICS, PREFIX, Kind, number_of_quota, published
+from nixl_tiers.base.tier_traits import TierTraits
 from nixl_tiers.config import schema
 from nixl_tiers.config.tier import StorageConfig
 from nixl_tiers.core.stats import Counters

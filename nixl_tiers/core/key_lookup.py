@@ -1,0 +1,66 @@
+"""The look-up of one key for one request; chains are looked up at once (`lookup.py`)."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.existence import ExistenceChecks
+from nixl_tiers.core.promotion import Promotion
+from nixl_tiers.core.requests import Request
+from nixl_tiers.core.rows import RowState
+from nixl_tiers.core.state import CascadeState
+
+
+class Lookup(Enum):
+    HIT = "hit"
+    PENDING = "pending"
+    MISS = "miss"
+
+
+class KeyLookups:
+    """Answers look-ups of single keys (`TierManager.lookup`)."""
+
+    def __init__(self, state: CascadeState, checks: ExistenceChecks, promotion: Promotion) -> None:
+        self._host = state.host
+        self._checks = checks
+        self._promotion = promotion
+
+    def lookup(
+        self, request: Request, key: Key, position: int | None, now: float, first: int, *, check: bool
+    ) -> Lookup:
+        """See `TierManager.lookup`."""
+        waits = request.begin(self._host.step, position)
+        if request.answered:
+            return Lookup.MISS
+        if waits and self._promotion.still_waits(request, position, first, now):
+            request.answered = True
+            return Lookup.PENDING
+        row = self._host.index.get(key)
+        if row is not None and row.state is RowState.READY:
+            if row.missing > first:
+                return Lookup.MISS
+            row.step = self._host.step
+            if request.waiting:
+                request.pin(row)
+            else:
+                request.scan_hits.append(row)
+            return Lookup.HIT
+        if request.stopped or self._promotion.has_expired(request, now):
+            return Lookup.MISS
+        if row is not None and row.state is RowState.LOADING and not row.referenced:
+            self._host.invalidate(row)  # an error has ended its load
+            row = None
+        if (
+            row is not None
+            or request.asked.get(key, False)
+            or self._promotion.enqueue(key, request, now)
+            or (check and self._checks.should_wait(key, request, now))
+            or (request.patient and self._promotion.may_be_listed(key, request, now))
+        ):
+            self._promotion.wait(request, now)
+            request.note_missing(key)
+            return Lookup.PENDING
+        if request.waiting and not request.pinned and not request.asked:
+            self._promotion.release(request)  # it has waited for an existence check, which found nothing
+        return Lookup.MISS
