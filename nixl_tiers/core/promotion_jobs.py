@@ -15,7 +15,7 @@ from nixl_tiers.core.requests import Request
 from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.state import CascadeState, within_quotas
 from nixl_tiers.core.stats import Gone, tag_of
-from nixl_tiers.core.streams import Streams
+from nixl_tiers.core.streams import Reason, Streams
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction, Job, PlannedMove
 from nixl_tiers.core.writeback import WriteBack
@@ -190,7 +190,7 @@ class PromotionJobs:
             self._loading_for.pop(move.row.order, None)
         self._host.reclaim(move.row)
 
-    def give_up(self, tier: Tier, row: Row, why: str = "failed") -> None:
+    def give_up(self, tier: Tier, row: Row, why: Reason = "failed") -> None:
         """A row's load has failed, or is late: invalidate the row; its requests ask the next tier."""
         if not row.invalidated:
             self._streams.lost(row, why)

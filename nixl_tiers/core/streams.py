@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.row_words import MAX_STREAMS
@@ -24,6 +24,8 @@ MOST_WAIT_S: Final = 0.5  # that is expected for the last of them
 WATCH_S: Final = 0.04  # between two judgements of the open streams: a little less than the supervisor's tick
 GRACE_S: Final = 0.25  # beyond its deadline, after which workers end a stream that the core has not cut
 _READY: Final = RowState.READY
+Reason = Literal["failed", "late", "gone", "slower", "waited", "aborted", "reset"]
+"""Why a stream was cut, as counted: `streams_cut_*` of core/stats.py."""
 
 
 class StreamWords(Protocol):
@@ -178,7 +180,7 @@ class Streams:
         else:
             self._of_row.pop(row.order, None)
 
-    def lost(self, row: Row, reason: str) -> None:
+    def lost(self, row: Row, reason: Reason) -> None:
         """A row will not come: if it is one of a stream's, that is cut there."""
         stream, place = self._of_row.pop(row.order, (None, 0))
         if stream is not None:
@@ -186,19 +188,19 @@ class Streams:
 
     # --- cuts --------------------------------------------------------------------------------------------------
 
-    def cut(self, name: str, place: int = 0, reason: str = "aborted") -> None:
+    def cut(self, name: str, place: int = 0, reason: Reason = "aborted") -> None:
         """Of this request's stream, if it has one, nothing comes from `place` on."""
         if (stream := self._open.get(name)) is not None:
             self._cut(stream, place, reason)
 
-    def cut_all(self, reason: str) -> None:
-        """The same of all streams, from their beginning on."""
+    def cut_all(self, reason: Reason = "reset") -> None:
+        """The same of all streams, from their beginning on, as the bytes may no longer match the weights."""
         for stream in self._open.values():
             self._cut(stream, 0, reason)
 
     def reset(self) -> None:
         """The loads of before are not reported as ended. Another number in a slot cuts, too."""
-        self.cut_all("reset")
+        self.cut_all()
         self._open, self._of_row, self._slots = {}, {}, [*range(MAX_STREAMS)]
 
     def watch(self, now: float) -> None:
@@ -229,7 +231,7 @@ class Streams:
                 return row
         return None
 
-    def _cut(self, stream: Stream, place: int, reason: str) -> None:
+    def _cut(self, stream: Stream, place: int, reason: Reason) -> None:
         if place >= stream.limit:
             return
         row = stream.rows[place]

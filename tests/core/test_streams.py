@@ -498,7 +498,7 @@ def test_a_limit_is_never_raised() -> None:
     engine.core.streams.cut("r", 5)
     assert engine.limit(plan) == 3
     assert engine.cuts("aborted") == 1
-    engine.core.streams.cut_all("reset")
+    engine.core.streams.cut_all()
     assert engine.limit(plan) == 0
 
 
