@@ -16,24 +16,17 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
 from nixl_tiers.base.chunk import PAGE, Geometry
-from nixl_tiers.base.control_words import (
-    FAILED,
-    INCOMPLETE,
-    MAX_MISSING,
-    MISSING_AT,
-    STORE_SEQ_AT,
-    WRITTEN,
-)
 from nixl_tiers.base.policies import HugePages
 from nixl_tiers.base.row_words import MAX_STREAMS
 from nixl_tiers.memory import arrivals
 from nixl_tiers.memory.cgroup import Room, shortage
 from nixl_tiers.memory.cgroup import rooms as rooms_of_this_process
+from nixl_tiers.memory.control import ControlWords
 from nixl_tiers.memory.memfd import SIZE_SEALS, memfd
 from nixl_tiers.memory.pages import (
     HUGE_PAGE_BYTES,
@@ -62,8 +55,6 @@ from nixl_tiers.memory.region_layout import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Numbers = NDArray[np.integer[Any]]
-
 _HUGE_BYTES: Final = struct.Struct("<QB")  # how many, and what is known of it:
 _PREFAULTED: Final = 1
 _NOT_PREFAULTED: Final = 2  # it has failed
@@ -79,7 +70,7 @@ _log = logging.getLogger(__name__)
 _regions: weakref.WeakSet[HostRegion] = weakref.WeakSet()
 
 
-class HostRegion:
+class HostRegion(ControlWords):
     """Rows in shared memory. `create` makes one, `attach` maps one, `rendezvous.rendezvous` does either.
 
     geometry    how a row is laid out
@@ -88,7 +79,7 @@ class HostRegion:
     identity    16 random bytes that identify this region
     address     of row 0 in this process
     nbytes      of all rows
-    control     uint64 (rows, cells): control words (base/control_words.py)
+    control     uint64 (rows, cells): control words
     words       uint32 (rows,): row words (base/row_words.py)
     limits      uint64 (MAX_STREAMS,): of each slot the stream's number << 32 | its limit
     bell        uint32 (1,): the doorbell, a futex
@@ -110,12 +101,9 @@ class HostRegion:
         self._transparent = says.transparent
         self._advise(mmap.MADV_HUGEPAGE if says.transparent else mmap.MADV_NOHUGEPAGE)
         self._advise(mmap.MADV_DONTDUMP)  # a core file must not hold gigabytes of prompts
-        self.rows_view: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, self.nbytes, layout.rows).reshape(
-            rows, geometry.row_bytes
-        )
-        self.control: NDArray[np.uint64] = np.frombuffer(
-            self._map, np.uint64, rows * geometry.cells, layout.control
-        ).reshape(rows, geometry.cells)
+        self.rows_view: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, self.nbytes, layout.rows)
+        self.rows_view = self.rows_view.reshape(rows, -1)
+        self.control = np.frombuffer(self._map, np.uint64, rows * geometry.cells, layout.control).reshape(rows, -1)
         self.words: NDArray[np.uint32] = np.frombuffer(self._map, np.uint32, rows, layout.words)
         self.limits: NDArray[np.uint64] = np.frombuffer(self._map, np.uint64, MAX_STREAMS, LIMITS_AT)
         self.bell: NDArray[np.uint32] = np.frombuffer(self._map, np.uint32, 1, BELL_AT)
@@ -199,58 +187,6 @@ class HostRegion:
             if isinstance(error, RegionError):
                 raise
             raise RegionError(f"cannot map the region behind descriptor {fd}: {error.strerror}") from error
-
-    def mark(self, rows: Numbers | Sequence[int], cell: int, store_seq: Numbers | int, ok: NDArray[np.bool_] | bool,
-             missing: Numbers | int = 0, *, whole: NDArray[np.bool_] | bool = True) -> None:  # fmt: skip
-        """Record that store job `store_seq` has written its cell of these rows, or failed to; both for all or one a
-        row.
-
-        `missing`: how many sub-blocks at the cell's beginning were not written, for all or one a row; `whole`: False
-        where a load may need them (always assumed of more than MAX_MISSING), which makes the row useless.
-
-        Called by the rank that owns the cell, after its bytes are in memory (streaming stores fenced). A late word of
-        an older job is never taken for a newer one's: store_seqs (0 to 2**40 - 1) are never reused in a region.
-        Raises OverflowError for a larger one.
-        """
-        if int(np.max(store_seq, initial=0)) >> 64 - STORE_SEQ_AT:
-            raise OverflowError(f"a store_seq of more than {64 - STORE_SEQ_AT} bits")
-        words = np.asarray(store_seq, np.uint64) << np.uint64(STORE_SEQ_AT)
-        if ok is True and whole is True and isinstance(missing, int) and missing == 0:  # as nearly all rows are
-            self.control[rows, cell] = words | np.uint64(WRITTEN)
-            return
-        counts = np.asarray(missing, np.uint64)
-        good = np.where(np.logical_and(whole, counts <= MAX_MISSING), np.uint64(WRITTEN), np.uint64(INCOMPLETE))
-        states = np.where(ok, good, np.uint64(FAILED))
-        counts = np.minimum(counts, MAX_MISSING) << np.uint64(MISSING_AT)
-        self.control[rows, cell] = words | counts | states
-
-    def written(self, rows: NDArray[np.integer[Any]] | Sequence[int], store_seq: int) -> NDArray[np.bool_]:
-        """bool (len(rows),): True where every cell's word says that job `store_seq` has written it."""
-        word = np.uint64(store_seq << STORE_SEQ_AT | WRITTEN)
-        words = self.control[rows] & ~np.uint64(MAX_MISSING << MISSING_AT)
-        good: NDArray[np.bool_] = (words == word).all(axis=1)
-        return good
-
-    def ended(self, rows: NDArray[np.integer[Any]] | Sequence[int], store_seqs: Sequence[int]) -> NDArray[np.bool_]:
-        """bool (len(rows),): True where every cell's word says that its row's job has ended, well or not."""
-        words = self.control[rows]
-        of_job = words >> np.uint64(STORE_SEQ_AT) == np.asarray(store_seqs, np.uint64)[:, None]
-        done: NDArray[np.bool_] = (of_job & (words & np.uint64((1 << MISSING_AT) - 1) != 0)).all(axis=1)
-        return done
-
-    def copied(self, rows: NDArray[np.integer[Any]] | Sequence[int], store_seq: int) -> NDArray[np.bool_]:
-        """bool (len(rows),): True where every cell's word says that job `store_seq` has copied what was there to copy,
-        whole or not."""
-        words = self.control[rows] & ~np.uint64(MAX_MISSING << MISSING_AT)
-        known = np.array([store_seq << STORE_SEQ_AT | WRITTEN, store_seq << STORE_SEQ_AT | INCOMPLETE], np.uint64)
-        good: NDArray[np.bool_] = np.isin(words, known)
-        return np.asarray(good.all(axis=1))
-
-    def missing(self, rows: NDArray[np.integer[Any]] | Sequence[int]) -> NDArray[np.uint64]:
-        """(len(rows),): how many sub-blocks at the beginning some cell of a written row lacks."""
-        words: NDArray[np.uint64] = self.control[rows] >> np.uint64(MISSING_AT) & np.uint64(MAX_MISSING)
-        most: NDArray[np.uint64] = words.max(axis=1, initial=0)
-        return most
 
     @property
     def streams_possible(self) -> bool:
