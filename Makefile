@@ -89,6 +89,7 @@ format: $(VENV)/.ready
 	$(PY) -m ruff format .
 	$(PY) docs/generate.py
 	$(PY) docker/grafana/dashboard.py
+	$(PY) docker/kubernetes/rules.py
 
 # Warnings are errors. All pages are read again, as Sphinx repeats no warning about an unchanged page.
 docs: $(VENV)/.ready

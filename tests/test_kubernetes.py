@@ -1,7 +1,14 @@
-"""docker/kubernetes/: what the API server would take, with parts that fit each other and our own configuration."""
+"""docker/kubernetes/: what the API server would take, with parts that fit each other and our own configuration.
+
+All is tested on recorded renderings, and where kubectl is, that these are what it renders."""
 
 from __future__ import annotations
 
+import json
+import re
+import runpy
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,135 +18,342 @@ import yaml
 
 from nixl_tiers.config import schema
 from nixl_tiers.config.warnings import warnings_of
+from tests.support.dashboard import rules
+from tests.support.kubernetes import KUBERNETES, NAMES, ROOT, folder, kubectl, parts, recorded, render
 
-FILE: Final = Path(__file__).parents[1] / "docker/kubernetes/vllm.yaml"
 ENGINE_BYTES: Final = 32 << 30
 """The least that vLLM and the movers need beside the cpu tier."""
+GUIDE: Final = ROOT / "docs/guide/deploy.md"
+ENGINES: Final = ("base", "hostpath", "ephemeral", "routing")
+"""What has a Deployment."""
 
-# The fields that are used here, of the Prometheus operator's definition, which is in no package.
-LABELS: Final = {"type": "object", "additionalProperties": {"type": "string"}}
-ENDPOINT: Final = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["port"],
-    "properties": {name: {"type": "string"} for name in ("port", "path", "interval", "scheme")},
-}
-MONITOR: Final = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["apiVersion", "kind", "metadata", "spec"],
-    "properties": {
-        "apiVersion": {"const": "monitoring.coreos.com/v1"},
-        "kind": {"const": "ServiceMonitor"},
-        "metadata": {"type": "object"},
-        "spec": {
-            "type": "object",
-            "additionalProperties": False,
-            "required": ["selector", "endpoints"],
-            "properties": {
-                "selector": {"type": "object", "properties": {"matchLabels": LABELS}, "additionalProperties": False},
-                "scrapeProtocols": {"type": "array", "items": {"enum": ["PrometheusText0.0.4"]}},
-                "endpoints": {"type": "array", "items": ENDPOINT},
+
+def fields(required: str = "", **properties: Any) -> dict[str, Any]:
+    """Of a schema: an object with these fields and no others."""
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": required.split(),
+        "properties": properties,
+    }
+
+
+TEXT: Final = {"type": "string"}
+LABELS: Final = {"type": "object", "additionalProperties": TEXT}
+DURATION: Final = {"type": "string", "pattern": r"^(\d+[smhd])+$"}
+METADATA: Final = fields("name", name={"type": "string", "pattern": "^[a-z0-9-]+$"}, labels=LABELS)
+
+
+def custom(kind: str, spec: dict[str, Any]) -> dict[str, Any]:
+    version = {"const": "monitoring.coreos.com/v1"}
+    return fields(
+        "apiVersion kind metadata spec", apiVersion=version, kind={"const": kind}, metadata=METADATA, spec=spec
+    )
+
+
+# The fields that are used here, of the Prometheus operator's definitions, which are in no package.
+CUSTOM: Final = {
+    "ServiceMonitor": custom(
+        "ServiceMonitor",
+        fields(
+            "selector endpoints",
+            selector=fields("matchLabels", matchLabels=LABELS),
+            scrapeProtocols={"type": "array", "items": {"enum": ["PrometheusText0.0.4"]}},
+            endpoints={
+                "type": "array",
+                "minItems": 1,
+                "items": fields("port", port=TEXT, path=TEXT, interval=DURATION, scheme=TEXT),
             },
-        },
-    },
+        ),
+    ),
+    "PrometheusRule": custom(
+        "PrometheusRule",
+        fields(
+            "groups",
+            groups={
+                "type": "array",
+                "items": fields(
+                    "name rules",
+                    name=TEXT,
+                    rules={
+                        "type": "array",
+                        "minItems": 1,
+                        "items": fields(
+                            "alert expr",
+                            alert=TEXT,
+                            expr=TEXT,
+                            labels=LABELS,
+                            annotations=LABELS,
+                            **{"for": DURATION},
+                        ),
+                    },
+                ),
+            },
+        ),
+    ),
 }
 
 
-@pytest.fixture(scope="module")
-def parts() -> dict[str, dict[str, Any]]:
-    """By kind."""
-    found = list(yaml.safe_load_all(FILE.read_text()))
-    kinds = {part["kind"]: part for part in found}
-    assert len(kinds) == len(found)
-    return kinds
+def by_kind(name: str) -> dict[str, dict[str, Any]]:
+    found = {part["kind"]: part for part in recorded(name)}
+    assert len(found) == len(recorded(name))
+    return found
 
 
-@pytest.fixture(scope="module")
-def pod(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    spec: dict[str, Any] = parts["Deployment"]["spec"]["template"]["spec"]
+def pod_of(name: str) -> dict[str, Any]:
+    spec: dict[str, Any] = by_kind(name)["Deployment"]["spec"]["template"]["spec"]
     return spec
 
 
-@pytest.fixture(scope="module")
-def config(parts: dict[str, dict[str, Any]], pod: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def engine_of(name: str) -> dict[str, Any]:
+    (container,) = pod_of(name)["containers"]
+    assert isinstance(container, dict)
+    return container
+
+
+def argument(name: str, option: str) -> str:
+    args = engine_of(name)["args"]
+    return str(args[args.index(option) + 1])
+
+
+@pytest.fixture
+def config(name: str, tmp_path: Path) -> Any:
     """As the engine reads it: the argument names a file of the ConfigMap."""
-    (container,) = pod["containers"]
-    argument = container["args"][container["args"].index("--kv-transfer-config") + 1]
-    folder = tmp_path_factory.mktemp("config")
-    for name, text in parts["ConfigMap"]["data"].items():
-        (folder / name).write_text(text)
-    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}["tiers"]
-    assert f'"{mounted}/' in argument
-    return schema.load(argument.replace(mounted, str(folder)))
+    for file, text in by_kind(name)["ConfigMap"]["data"].items():
+        (tmp_path / file).write_text(text)
+    mounted = {mount["name"]: mount["mountPath"] for mount in engine_of(name)["volumeMounts"]}["tiers"]
+    given = argument(name, "--kv-transfer-config")
+    assert f'"{mounted}/' in given
+    return schema.load(given.replace(mounted, str(tmp_path)))
 
 
 def size(quantity: str) -> int:
     return int(quantity.removesuffix("Gi")) << 30
 
 
-def test_published_schemas_take_it(parts: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_renderings_are_what_kubectl_renders(name: str) -> None:
+    """Else run `python -m tests.support.kubernetes`, and look at what has changed."""
+    found = kubectl()
+    if found is None:
+        pytest.skip("needs kubectl")
+    assert parts(render(found, folder(name))) == recorded(name)
+
+
+def test_every_kustomization_is_rendered() -> None:
+    assert {file.parent for file in KUBERNETES.rglob("kustomization.yaml")} == set(map(folder, NAMES))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_published_schemas_take_it(name: str) -> None:
     validator = pytest.importorskip("kubernetes_validate")
-    for kind in ("ConfigMap", "Deployment", "Service"):
-        validator.validate(parts[kind], validator.latest_version(), strict=True)
-    jsonschema.validate(parts["ServiceMonitor"], MONITOR)
-    wrong = {**parts["Service"], "spec": {**parts["Service"]["spec"], "port": 1}}
+    for part in recorded(name):
+        if part["kind"] in CUSTOM:
+            jsonschema.validate(part, CUSTOM[part["kind"]])
+        else:
+            validator.validate(part, validator.latest_version(), strict=True)
+
+
+def test_schemas_refuse_what_is_wrong() -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    service = by_kind("base")["Service"]
     with pytest.raises(validator.ValidationError):
-        validator.validate(wrong, validator.latest_version(), strict=True)
+        validator.validate({**service, "spec": {**service["spec"], "port": 1}}, validator.latest_version(), strict=True)
+    for kind, part in by_kind("monitoring").items():
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**part, "spec": {**part["spec"], "interval": "15s"}}, CUSTOM[kind])
 
 
-def test_configuration_is_valid_and_shares_one_prefix(config: Any) -> None:
+@pytest.mark.parametrize("name", ENGINES)
+def test_configuration_is_valid_and_shares_one_prefix(config: Any, name: str) -> None:
     assert warnings_of(config) == []
-    files, objects = config.storage
-    assert files.require_mount
+    *disks, objects = config.storage
     assert objects.shared
     assert objects.prefix
+    assert [disk.require_mount for disk in disks] == [True] * (name != "base")
 
 
-def test_disk_is_the_nodes_own_and_must_be_mounted(config: Any, parts: dict[str, Any], pod: dict[str, Any]) -> None:
-    (container,) = pod["containers"]
-    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_mount_has_a_volume_and_the_doctor_sees_every_tier(config: Any, name: str) -> None:
+    pod = pod_of(name)
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    (doctor,) = pod["initContainers"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in engine_of(name)["volumeMounts"]}
     assert set(mounts.values()) == set(volumes)
-    disk = volumes[mounts[str(config.storage[0].path)]]["hostPath"]
-    assert disk["type"] == "Directory", "DirectoryOrCreate would fill the root disk where the disk is not mounted"
+    seen = {mount["mountPath"]: mount["name"] for mount in doctor["volumeMounts"]}
+    assert seen.items() <= mounts.items()
+    assert {"/etc/kv", *(str(disk.path.parent) for disk in config.storage[:-1])} <= set(seen)
+    assert {"name": "kv-s3"} in [source["secretRef"] for source in doctor["envFrom"]]
+    assert doctor["image"] == engine_of(name)["image"]
+    assert doctor["resources"]["limits"]["memory"] == engine_of(name)["resources"]["limits"]["memory"]
+    assert volumes[mounts["/etc/kv"]]["configMap"]["name"] == by_kind(name)["ConfigMap"]["metadata"]["name"]
+
+
+@pytest.mark.parametrize(("exit_code", "starts"), [(0, True), (1, True), (2, False)])
+def test_a_warning_of_the_doctor_starts_the_engine_and_what_is_broken_does_not(
+    exit_code: int, starts: bool, tmp_path: Path
+) -> None:
+    (doctor,) = pod_of("base")["initContainers"]
+    fake = tmp_path / "nixl-tiers"
+    fake.write_text(f'#!/bin/sh\n[ "$*" = "doctor /etc/kv/tiers.yaml" ] && exit {exit_code}\nexit 2\n')
+    fake.chmod(0o755)
+    done = subprocess.run(doctor["command"], check=False, env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    assert (done.returncode == 0) is starts
+
+
+@pytest.mark.parametrize("name", ["hostpath"])
+def test_hostpath_is_the_nodes_own_and_must_be_mounted(config: Any, name: str) -> None:
+    pod, deployment = pod_of(name), by_kind(name)["Deployment"]["spec"]
+    (kv,) = (volume["hostPath"] for volume in pod["volumes"] if volume["name"] == "kv")
+    assert kv["type"] == "Directory", "DirectoryOrCreate would fill the root disk where the disk is not mounted"
     # One part of the path a pod: two pods never meet on a node, not even during an update.
     (rule,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert rule["topologyKey"] == "kubernetes.io/hostname"
-    deployment = parts["Deployment"]["spec"]
     assert rule["labelSelector"] == deployment["selector"]
     assert deployment["strategy"]["rollingUpdate"]["maxSurge"] == 0
-    assert deployment["replicas"] == 2
 
 
-def test_memory_limit_holds_the_region_and_the_engine(config: Any, pod: dict[str, Any]) -> None:
-    (container,) = pod["containers"]
-    limit = size(container["resources"]["limits"]["memory"])
-    shared = sum(size(volume["emptyDir"]["sizeLimit"]) for volume in pod["volumes"] if "emptyDir" in volume)
-    assert limit >= config.cpu.capacity + shared + ENGINE_BYTES
-    assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
+@pytest.mark.parametrize("name", ["ephemeral", "routing"])
+def test_a_pods_own_volume_holds_its_tier(config: Any, name: str) -> None:
+    (kv,) = (volume for volume in pod_of(name)["volumes"] if volume["name"] == "kv")
+    claim = kv["ephemeral"]["volumeClaimTemplate"]["spec"]
+    assert config.storage[0].capacity < 0.95 * size(claim["resources"]["requests"]["storage"]), "beside `min_free`"
 
 
-def test_requests_finish_and_rows_are_flushed_before_the_pod_is_killed(config: Any, pod: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ENGINES)
+def test_pods_are_what_the_restricted_pod_security_standard_takes(name: str) -> None:
+    """But for hostPath, which no standard but `privileged` takes."""
+    pod = pod_of(name)
+    context = pod["securityContext"]
+    assert context["runAsNonRoot"]
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert context["fsGroup"] == context["runAsUser"] == context["runAsGroup"] > 0
+    for container in (*pod["initContainers"], *pod["containers"]):
+        rights = container["securityContext"]
+        assert rights == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        home = {each["name"]: each.get("value") for each in container["env"]}
+        assert home["HOME"] in {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+        assert home["USER"]
+    kinds = {kind for volume in pod["volumes"] for kind in volume if kind != "name"}
+    assert kinds - {"hostPath"} <= {"configMap", "emptyDir", "ephemeral"}
+    assert ("hostPath" in kinds) is (name == "hostpath")
+    assert not pod["automountServiceAccountToken"]
+    assert not pod.get("hostNetwork")
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_memory_limit_holds_the_region_and_the_engine(config: Any, name: str) -> None:
+    resources = engine_of(name)["resources"]
+    volumes = pod_of(name)["volumes"]
+    shared = sum(size(each["emptyDir"]["sizeLimit"]) for each in volumes if each.get("emptyDir", {}).get("medium"))
+    assert shared
+    assert size(resources["limits"]["memory"]) >= config.cpu.capacity + shared + ENGINE_BYTES
+    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_requests_finish_and_rows_are_flushed_before_the_pod_is_killed(config: Any, name: str) -> None:
     """vLLM gives an engine no time at all without --shutdown-timeout, whatever the pod's grace period."""
-    (container,) = pod["containers"]
-    timeout_s = int(container["args"][container["args"].index("--shutdown-timeout") + 1])
-    assert config.flush_on_exit_s + 60 <= timeout_s < pod["terminationGracePeriodSeconds"]
+    timeout_s = int(argument(name, "--shutdown-timeout"))
+    assert config.flush_on_exit_s + 60 <= timeout_s < pod_of(name)["terminationGracePeriodSeconds"]
 
 
-def test_names_and_labels_fit_each_other(parts: dict[str, Any], pod: dict[str, Any]) -> None:
-    labels = parts["Deployment"]["spec"]["template"]["metadata"]["labels"]
-    service, monitor = parts["Service"], parts["ServiceMonitor"]["spec"]
-    assert parts["Deployment"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
+@pytest.mark.parametrize("name", ENGINES)
+def test_names_and_labels_fit_each_other(name: str) -> None:
+    found = by_kind(name)
+    labels = found["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    service, monitor = found["Service"], by_kind("monitoring")["ServiceMonitor"]["spec"]
+    assert found["Deployment"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
     assert service["spec"]["selector"].items() <= labels.items()
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    (container,) = pod["containers"]
-    ports = {port["name"] for port in container["ports"]}
+    ports = {port["name"] for port in engine_of(name)["ports"]}
     assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
-    assert {endpoint["port"] for endpoint in monitor["endpoints"]} <= {
-        port["name"] for port in service["spec"]["ports"]
-    }
+    assert {each["port"] for each in monitor["endpoints"]} <= {port["name"] for port in service["spec"]["ports"]}
     for probe in ("startupProbe", "readinessProbe"):
-        assert container[probe]["httpGet"]["port"] in ports
-    configured = {volume["configMap"]["name"] for volume in pod["volumes"] if "configMap" in volume}
-    assert configured == {parts["ConfigMap"]["metadata"]["name"]}
+        assert engine_of(name)[probe]["httpGet"]["port"] in ports
+    (gpu,) = (each for each in pod_of(name)["tolerations"])
+    assert gpu["key"] in engine_of(name)["resources"]["limits"]
+
+
+def test_monitoring_has_the_usual_label_and_all_rules() -> None:
+    found = by_kind("monitoring")
+    assert {part["metadata"]["labels"]["release"] for part in found.values()} == {"kube-prometheus-stack"}
+    (group,) = found["PrometheusRule"]["spec"]["groups"]
+    assert group["rules"] == rules()
+
+
+def test_rules_of_the_operator_are_those_of_their_generator() -> None:
+    """Else run `make format`."""
+    made = runpy.run_path(str(KUBERNETES / "rules.py"))
+    assert made["text"]() == made["FILE"].read_text()
+
+
+ON_A_CLUSTER: Final = {"apply", "delete", "exec", "label", "logs", "port-forward", "rollout"}
+"""Verbs of kubectl in the guide that no test runs, for want of a cluster; nor `curl`, which needs an engine there."""
+
+
+def commands() -> list[list[str]]:
+    """Of kubectl, in the guide."""
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.DOTALL))
+    return [shlex.split(line, comments=True) for line in blocks.splitlines() if line.startswith("kubectl ")]
+
+
+def verb(command: list[str]) -> str:
+    return command[3] if command[1] == "-n" else command[1]
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_command_of_the_guide_is_what_kubectl_takes(command: list[str], tmp_path: Path) -> None:
+    """Those that make something are run for their output only."""
+    places = [ROOT / word for word in command if word.startswith("docker/")]
+    assert all(place.parent == KUBERNETES / "overlays" and place.is_dir() for place in places)
+    if verb(command) in ON_A_CLUSTER:
+        return
+    assert verb(command) in {"create", "kustomize"}
+    if kubectl() is None:
+        pytest.skip("needs kubectl")
+    (tmp_path / "kv-s3.env").write_text("AWS_ACCESS_KEY_ID=a\nAWS_SECRET_ACCESS_KEY=b\n")
+    (tmp_path / "docker").symlink_to(ROOT / "docker")
+    dry = ["--dry-run=client", "-o", "yaml"] if verb(command) == "create" else []
+    done = subprocess.run([*command, *dry], check=True, capture_output=True, text=True, cwd=tmp_path)
+    made = parts(done.stdout)
+    assert made
+    for part in made:
+        if part["kind"] == "Secret":
+            (doctor,) = pod_of("base")["initContainers"]
+            assert {"secretRef": {"name": part["metadata"]["name"]}} in doctor["envFrom"]
+            assert set(part["data"]) == {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
+        assert len(str(part)) < 1 << 20, "the API server takes no more"
+
+
+def test_router_and_engines_agree() -> None:
+    """As far as files say: llm-d has not been run."""
+    router = yaml.safe_load((folder("routing") / "router.values.yaml").read_text())["router"]
+    (plugins,) = router["epp"]["pluginsCustomConfig"].values()
+    picker = yaml.safe_load(plugins)
+    assert router["epp"]["pluginsConfigFile"] in router["epp"]["pluginsCustomConfig"]
+    (port,) = (each["containerPort"] for each in engine_of("routing")["ports"] if each["name"] == "http")
+    assert router["modelServers"]["targetPorts"] == [{"number": port}]
+    pods = by_kind("routing")["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert router["modelServers"]["matchLabels"].items() <= pods.items()
+    of = {plugin["type"]: plugin.get("parameters", {}) for plugin in picker["plugins"]}
+    used = re.findall(r"'(?:pluginRef|prefixMatchInfoProducerName)': '([\w-]+)'", str(picker))
+    assert set(used) == set(of) - {"token-producer"}
+
+    producer, args = of["precise-prefix-cache-producer"], engine_of("routing")["args"]
+    model, events = args[0], json.loads(argument("routing", "--kv-events-config"))
+    assert f"--block-size={producer['tokenProcessorConfig']['blockSizeTokens']}" in args
+    extra = json.loads(argument("routing", "--kv-transfer-config"))["kv_connector_extra_config"]
+    assert extra["self_describing_kv_events"]
+    assert extra["block_size"] % producer["tokenProcessorConfig"]["blockSizeTokens"] == 0
+    assert events["topic"] == f"{producer['kvEventsConfig']['topicFilter']}$(POD_IP):{port}@{model}"
+    assert of["token-producer"]["modelName"] == model
+    assert of["token-producer"]["vllm"]["url"] == f"http://{by_kind('routing')['Service']['metadata']['name']}:{port}"
+    assert "POD_IP" in {each["name"] for each in engine_of("routing")["env"]}
+    socket = producer["kvEventsConfig"]["podDiscoveryConfig"]["socketPort"]
+    assert events["endpoint"] == f"tcp://*:{socket}"
+    assert {"name": "kv-events", "containerPort": socket} in engine_of("routing")["ports"]
+    first, second = by_kind("routing")["NetworkPolicy"]["spec"]["ingress"]
+    assert first == {"ports": [{"port": "http"}]}
+    assert second["ports"] == [{"port": "kv-events"}]
+    assert second["from"], "whoever reaches the port reads prompts"
