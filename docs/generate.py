@@ -7,6 +7,7 @@ metrics.md          from the table in `nixl_tiers/base/metrics.py`
 results.md          from `bench/results/*.json`: what was measured, by which command, on which machine and when
 faults.md           from `bench/results/faults.json`, which `make faults` writes
 compatibility.md    from `features.toml`, the tests that it names, and `bench/results/matrix.json` of `make matrix`
+comparison.md       from `comparison.toml`
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ RESULTS: Final = Path(__file__).parents[1] / "bench/results"
 FAULTS: Final = RESULTS / "faults.json"
 MATRIX: Final = RESULTS / "matrix.json"
 FEATURES: Final = Path(__file__).with_name("features.toml")
+COMPARISON: Final = Path(__file__).with_name("comparison.toml")
+PROJECTS: Final = {"ours": "nixl_tiers", "vllm": "vLLM's tiers", "lmcache": "LMCache", "kvbm": "KVBM (Dynamo)"}
 TESTS: Final = Path(__file__).parents[1] / "tests/vllm"  # that features.toml names
 BLOCK: Final = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 MODELS: Final[Mapping[str, type[BaseModel]]] = {"cpu": CpuConfig, "file": FileConfig, "s3": S3Config}
@@ -262,6 +265,22 @@ def features() -> str:
     return _table(["feature of vLLM", "shown by", "vLLM", "what was run, and what not"], rows)
 
 
+def comparison() -> str:
+    features = tomllib.loads(COMPARISON.read_text()).items()
+    rows = [(name, *(_cell(cells[project]) for project in PROJECTS)) for name, cells in features]
+    return _table(["", *PROJECTS.values()], rows)
+
+
+def _cell(cell: Mapping[str, Any]) -> str:
+    """The answer, for which version, how it is known, and what limits it."""
+    if cell["link"] == "not found":
+        source = "not found"
+    else:
+        source = f"[{'tried' if cell.get('tried') else 'documented'}]({cell['link']})"
+    parts = [f"**{cell['is']}**", *([cell["version"]] if cell["version"] != "unreleased" else []), source]
+    return ", ".join(parts) + (f": {cell['note']}" if "note" in cell else "")
+
+
 def runs_an_engine(test: str) -> bool:
     """Whether a test of tests/vllm, as file.py::name, has the marker `vllm`. KeyError if it does not exist."""
     name, _, function = test.partition("::")
@@ -296,6 +315,7 @@ BLOCKS: Final[Mapping[str, Callable[[], str]]] = {
     "faults": faults,
     "features": features,
     "versions": versions,
+    "comparison": comparison,
 }
 
 if __name__ == "__main__":
