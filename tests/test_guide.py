@@ -52,6 +52,24 @@ def test_every_example_is_read_and_not_warned_of(page: Path, tmp_path: Path) -> 
         assert warnings_of(schema.load(source.replace(POINTED, str(file)))) == []
 
 
+@pytest.mark.parametrize(
+    ("column", "source", "at_least"),
+    [
+        ("without tiers", "bench/results/gpu-ttft.json", 14),
+        ("needs", "docs/guide/sizing.md", 3),
+        ("file, after a restart", "bench/results/demo.json", 10),
+    ],
+)
+def test_figures_of_the_readme_are_those_that_are_recorded(column: str, source: str, at_least: int) -> None:
+    """Of the table with this column; digits may be left out at the end."""
+    tables = re.findall(r"(?:^\|.*\|\n)+", PAGES[0].read_text(), re.MULTILINE)
+    (table,) = (table for table in tables if f" {column} |" in table.splitlines()[0])
+    recorded = re.findall(r"\d+\.\d+", (ROOT / source).read_text())
+    shown = re.findall(r"\d+\.\d+", table)
+    assert len(shown) >= at_least
+    assert [figure for figure in shown if not any(each.startswith(figure) for each in recorded)] == []
+
+
 def test_examples_are_found() -> None:
     assert len(list(examples(PAGES[0].read_text()))) == 1
     assert sum(len(list(examples(page.read_text()))) for page in PAGES) >= 16
