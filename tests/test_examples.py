@@ -9,7 +9,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from nixl_tiers import cli
 from nixl_tiers.config import file as file_config
 from nixl_tiers.config import schema
 from nixl_tiers.config.warnings import warnings_of
+from tests.support.kubernetes import folder, kubectl, parts, recorded, render
 from tests.support.servers import MotoServer
 from tests.support.waiting import until, until_up
 
@@ -94,36 +95,34 @@ def test_offline_example_gives_vllm_a_configuration_that_is_read() -> None:
     assert [tier.type for tier in schema.load(json.dumps(transfer)).tiers] == ["cpu", "file"]
 
 
-def merged(base: Any, patch: Any) -> Any:
-    """What a strategic merge patch without lists gives."""
-    if not (isinstance(base, dict) and isinstance(patch, dict)):
-        return patch
-    return {**base, **{name: merged(base.get(name), value) for name, value in patch.items()}}
-
-
-def test_eight_pods_are_what_the_two_are_with_one_larger_prefix(tmp_path: Path) -> None:
-    """As `kubectl apply -k` would make it of docker/kubernetes, by the three transformers that are used."""
-    overlay = yaml.safe_load((EXAMPLES / "eight-pods/kustomization.yaml").read_text())
-    (base,) = ((EXAMPLES / "eight-pods" / path).resolve() for path in overlay["resources"])
-    (resource,) = yaml.safe_load((base / "kustomization.yaml").read_text())["resources"]
-    parts = {part["kind"]: part for part in yaml.safe_load_all((base / resource).read_text())}
-    assert set(overlay) == {"apiVersion", "kind", "resources", "replicas", "images", "patches"}
-    (count,), (image,), (patch,) = overlay["replicas"], overlay["images"], overlay["patches"]
-    deployment = parts["Deployment"]
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    assert count == {"name": deployment["metadata"]["name"], "count": 8}
+def test_eight_pods_are_those_of_the_overlay_with_one_larger_prefix() -> None:
+    place = EXAMPLES / "eight-pods"
+    overlay = yaml.safe_load((place / "kustomization.yaml").read_text())
+    assert set(overlay) == {"apiVersion", "kind", "resources", "replicas", "images", "configMapGenerator"}
+    assert [(place / path).resolve() for path in overlay["resources"]] == [folder("hostpath")]
+    by_kind = {part["kind"]: part for part in recorded("hostpath")}
+    (container,) = by_kind["Deployment"]["spec"]["template"]["spec"]["containers"]
+    (image,) = overlay["images"]
+    assert overlay["replicas"] == [{"name": by_kind["Deployment"]["metadata"]["name"], "count": 8}]
     assert container["image"].startswith(f"{image['name']}:")
-    change = yaml.safe_load(patch["patch"])
-    config_map = parts[change["kind"]]
-    assert change["metadata"]["name"] == config_map["metadata"]["name"]
-    before, after = (
-        schema.load(json.dumps(yaml.safe_load(part["data"]["tiers.yaml"])))
-        for part in (config_map, merged(config_map, change))
-    )
+    (files,) = overlay["configMapGenerator"]
+    assert by_kind["ConfigMap"]["metadata"]["name"].startswith(files["name"])
+    assert (files["behavior"], files["files"]) == ("replace", list(by_kind["ConfigMap"]["data"]))
+    before = schema.load(folder("hostpath") / "tiers.yaml")
+    after = schema.load(place / "tiers.yaml")
     assert warnings_of(after) == []
     assert after.cpu == before.cpu, "else limits.memory does not fit"
     assert after.storage[0] == before.storage[0]
-    assert isinstance(after.storage[1], schema.S3Config)
-    assert isinstance(before.storage[1], schema.S3Config)
-    assert after.storage[1].shared
-    assert after.storage[1].capacity == 4 * before.storage[1].capacity
+    ours, theirs = after.storage[1], before.storage[1]
+    assert isinstance(ours, schema.S3Config)
+    assert ours.shared
+    assert ours.model_copy(update={"capacity": theirs.capacity}) == theirs
+    assert ours.capacity == 4 * theirs.capacity
+
+
+def test_eight_pods_are_rendered() -> None:
+    program = kubectl()
+    if program is None:
+        pytest.skip("needs kubectl")
+    (deployment,) = (p for p in parts(render(program, EXAMPLES / "eight-pods")) if p["kind"] == "Deployment")
+    assert deployment["spec"]["replicas"] == 8
