@@ -5,6 +5,8 @@
 #   make test                       the tests
 #   make faults                     every fault on every tier; writes bench/results/faults.json and docs/internals/faults.md
 #   make stress                     random load, aborts and resets on vLLM, every answer checked; half an hour and more
+#   make torture ONLY=flipped-byte  failures that users reported, on vLLM's own tiers, LMCache and these; without ONLY an
+#                                   hour; as root. Writes bench/results/torture.json and docs/internals/torture.md
 #   make matrix VERSIONS='0.31.0'    the tests of the vLLM face with other versions of vLLM, whose wheels it downloads
 #   make docs                       the documentation as HTML, in docs/_build
 #   make dist                       sdist and wheel in dist/, checked: docs/internals/releasing.md
@@ -46,7 +48,7 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # Where it is set, as in many container images, each process that a test starts compiles all of our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: all setup lint format docs dist test test-all faults stress matrix fuzz soak test-gds demo bench bench-server clean distclean
+.PHONY: all setup lint format docs dist test test-all faults stress torture matrix fuzz soak test-gds demo bench bench-server clean distclean
 all: lint test
 
 setup: $(VENV)/.ready
@@ -121,6 +123,15 @@ faults: $(VENV)/.ready
 # All cells of the stress test, 500 requests each. STRESS_SEED=n repeats a run.
 stress: $(VENV)/.ready
 	$(PY) -m pytest tests/vllm/test_stress.py -m stress -s $(PYTEST_ARGS)
+
+# Results that a run does not measure stay. Another OUT leaves the page as it is.
+ONLY :=
+SIDES :=
+REPEATS := 3
+torture: $(VENV)/.ready
+	$(PY) -m tools.torture.environments
+	$(PY) -m tools.torture --repeats $(REPEATS) $(if $(ONLY),--only $(ONLY)) $(if $(SIDES),--sides $(SIDES)) $(if $(OUT),--out '$(OUT)')
+	$(PY) docs/generate.py
 
 # Of each version the unit tests, and the engines that docs/features.toml names: for a machine with nothing else to do.
 # Writes bench/results/matrix.json and the tables of docs/guide/compatibility.md.

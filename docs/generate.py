@@ -6,6 +6,7 @@ python-api.md       from signatures and docstrings of what `nixl_tiers` exports
 metrics.md          from the table in `nixl_tiers/base/metrics.py`
 results.md          from `bench/results/*.json`: what was measured, by which command, on which machine and when
 faults.md           from `bench/results/faults.json`, which `make faults` writes
+torture.md          from `bench/results/torture.json`, which `make torture` writes, and `tools/torture/cells.toml`
 compatibility.md    from `features.toml`, the tests that it names, and `bench/results/matrix.json` of `make matrix`
 comparison.md       from `comparison.toml`
 """
@@ -39,6 +40,13 @@ WIDTH: Final = 100  # of help texts
 FOLDERS: Final = tuple(Path(__file__).parent / name for name in ("reference", "internals", "guide"))
 RESULTS: Final = Path(__file__).parents[1] / "bench/results"
 FAULTS: Final = RESULTS / "faults.json"
+TORTURE: Final = RESULTS / "torture.json"
+CELLS: Final = Path(__file__).parents[1] / "tools/torture/cells.toml"
+TRACKERS: Final = {
+    "vllm": "vllm-project/vllm",
+    "LMCache": "LMCache/LMCache",
+    "sglang": "sgl-project/sglang",
+}
 MATRIX: Final = RESULTS / "matrix.json"
 FEATURES: Final = Path(__file__).with_name("features.toml")
 COMPARISON: Final = Path(__file__).with_name("comparison.toml")
@@ -193,8 +201,12 @@ def _number(kind: Kind, name: str) -> str:
 
 
 def results() -> str:
-    """A section a measurement that has a table for the page, and the others by name; the fault matrix has a page."""
-    read = {file.name: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json")) if file != FAULTS}
+    """A section a measurement that has a table for the page, and the others by name; two have pages of their own."""
+    read = {
+        file.name: json.loads(file.read_text())
+        for file in sorted(RESULTS.glob("*.json"))
+        if file not in (FAULTS, TORTURE)
+    }
     shown = {name: result for name, result in read.items() if any(map(_is_shown, result["tables"]))}
     others = "".join(f"- `{name}`: {result['title']}\n" for name, result in read.items() if name not in shown)
     return "\n".join([*(_measurement(*named) for named in shown.items()), f"## In files only\n\n{others}"])
@@ -242,6 +254,40 @@ def faults() -> str:
         f"{requests} gets were answered under these faults. Longest stall / recovery, in seconds:\n"
         f"{_aligned(['fault', *tiers], rows)}"
     )
+
+
+def torture() -> str:
+    """A table of the sides on files and one of those on S3: a line a cell, with the class of each side."""
+    result = json.loads(TORTURE.read_text())
+    table = result["tables"][0]
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    found = {(row["cell"], row["side"]): f"{row['class']}{', ' + row['runs'] if row['runs'] else ''}" for row in rows}
+    cells = tomllib.loads(CELLS.read_text())
+    text = (
+        f"`{result['command']}`, {result['date']}, commit {result['commit']}: {result['machine']}, {result['load']}. "
+    )
+    text += f"Versions: {result['versions']}.\n"
+    for sides in result["sides"]:
+        shown = [cell for cell in cells if any((cell, side) in found for side in sides)]
+        lines = [(f"[{cell}](#{cell})", *(found.get((cell, side), "not tried") for side in sides)) for cell in shown]
+        text += "\n" + _table(["cell", *sides.values()], lines)
+    return text
+
+
+def torture_cells() -> str:
+    """A section a cell: its fault, who reported it, and what is right."""
+    text = ""
+    for name, cell in tomllib.loads(CELLS.read_text()).items():
+        links = "".join(f"- {_tracked(number)}, {kind}: {state}\n" for number, kind, state in cell["links"])
+        text += (
+            f"### {name}\n\n{cell['fault'][0].upper()}{cell['fault'][1:]}. To be right: {cell['right']}.\n\n{links}\n"
+        )
+    return text
+
+
+def _tracked(number: str) -> str:
+    project, _, issue = number.partition("#")
+    return f"[{number}](https://github.com/{TRACKERS[project]}/issues/{issue})"
 
 
 def features() -> str:
@@ -313,6 +359,8 @@ BLOCKS: Final[Mapping[str, Callable[[], str]]] = {
     "gauges": partial(metrics, Kind.GAUGE),
     "results": results,
     "faults": faults,
+    "torture": torture,
+    "torture_cells": torture_cells,
     "features": features,
     "versions": versions,
     "comparison": comparison,

@@ -24,7 +24,7 @@ FIRST = (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/READ
 PAGES = [*FIRST, *sorted((ROOT / "docs").rglob("[!_]*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
-FOLDERS = ("nixl_tiers", "tests", "bench", "demo", "docs", "csrc", "docker", "examples")
+FOLDERS = ("nixl_tiers", "tests", "bench", "demo", "docs", "csrc", "docker", "examples", "tools")
 FILE = re.compile(r"(?<![\w/.<>*-])((?:[\w.-]+/)*[\w.-]+\.(?:py|md|cu|c|h))(?![\w(/])")
 FOLDER = re.compile(rf"(?<![\w/.<>*-])((?:{'|'.join(FOLDERS)})/(?:[\w-]+/)*)(?=[`\s),;:]|$)", re.MULTILINE)
 EXAMPLE_FILE = re.compile(r"^```\w+\n# [\w/.]+\n.*?^```", re.MULTILINE | re.DOTALL)  # a block with its own name
@@ -147,7 +147,7 @@ def test_generated_pages_are_up_to_date() -> None:
     """Else run `make format`."""
     pages = runpy.run_path(str(ROOT / "docs/generate.py"))["generate"]()
     generated = {"configuration.md", "command-line.md", "python-api.md", "metrics.md", "results.md", "faults.md"}
-    assert {page.name for page in pages} >= generated | {"compatibility.md", "comparison.md"}
+    assert {page.name for page in pages} >= generated | {"compatibility.md", "comparison.md", "torture.md"}
     for page, text in pages.items():
         assert page.read_text() == text, page.name
 

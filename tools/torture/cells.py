@@ -1,0 +1,253 @@
+"""The steps of each cell of cells.toml, with its fault (`fault`) or, as its control, without."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
+from tests.support.servers import seaweedfs_server
+from tools.torture.disks import PassThrough, lacking, small_disk
+from tools.torture.places import Bucket, flip, swap
+from tools.torture.rig import PROMPT_ROWS, PROMPTS, NotApplicable, Run, processes, prompts, shared_memory
+from tools.torture.sides import Running
+
+MIB: Final = 1 << 20
+DISK_MIB, LIMIT_BYTES, DISK_PROMPTS = 64, 48 * MIB, 77  # 192 MiB of prompts
+LEFT_S: Final = 10.0
+RESETS: Final = (2, 3, 4)
+
+
+# --- rows changed while no engine runs --------------------------------------------------------------------------------
+
+
+def flipped_byte(run: Run, fault: bool) -> None:
+    _changed(run, lambda: flip(run.place) if fault else None)
+
+
+def swapped_rows(run: Run, fault: bool) -> None:
+    _changed(run, lambda: swap(run.place) if fault else None)
+
+
+def _changed(run: Run, change: Callable[[], object]) -> None:
+    if run.side.on == "s3":
+        _on_s3(run)
+    run.fill()
+    run.restart(before=change).stop()
+
+
+def other_layout(run: Run, fault: bool) -> None:
+    run.settings = {"kv_cache_dtype": "fp8_e5m2" if fault else "fp8_e4m3"}
+    run.fill()
+    run.settings = {"kv_cache_dtype": "fp8_e4m3"}
+    run.restart().stop()
+
+
+def other_weights(run: Run, fault: bool) -> None:
+    run.fill()
+    run.restart(before=lambda: run.use_weights("second") if fault else None).stop()
+
+
+# --- file systems -----------------------------------------------------------------------------------------------------
+
+
+def write_errors(run: Run, fault: bool) -> None:
+    files = _fuse(run)
+    files.let("eio" if fault else "none")
+    run.fill()
+    files.let("none")
+    run.restart().stop()
+
+
+def hanging_disk(run: Run, fault: bool) -> None:
+    files = _fuse(run)
+    run.fill()
+    running = run.restart(after=lambda _: files.let("hang") if fault else None)
+    files.let("none")
+    running.stop()
+
+
+def _fuse(run: Run) -> PassThrough:
+    if problem := lacking():
+        raise NotApplicable(f"not run: {problem}")
+    files = PassThrough(run.folder)
+    run.stack.callback(files.close)
+    run.stack.callback(files.let, "none")
+    run.where = files.place / "place"
+    run.where.mkdir()
+    return files
+
+
+def bounded_disk(run: Run, fault: bool) -> None:
+    run.capacity = LIMIT_BYTES
+    most = _fill_disk(run, fault)
+    run.note = f"limit {LIMIT_BYTES // MIB} MiB, at most {most / MIB:.1f} MiB used"
+    run.no_limit = fault and not run.side.limit
+    if fault and run.side.limit and most > LIMIT_BYTES:
+        run.above = f"{(most - LIMIT_BYTES) / MIB:.1f} MiB"
+
+
+def full_disk(run: Run, fault: bool) -> None:
+    most = _fill_disk(run, fault)
+    run.note = f"{most / MIB:.1f} MiB of {DISK_MIB} used"
+
+
+def _fill_disk(run: Run, fault: bool) -> int:
+    """Returns the most bytes that were in use."""
+    if os.geteuid():
+        raise NotApplicable("not run: needs root")
+    disk = run.stack.enter_context(small_disk(run.folder, DISK_MIB))
+    run.where = disk / "place"
+    run.where.mkdir()
+    stop, samples = threading.Event(), [0]
+
+    def used() -> int:
+        status = os.statvfs(disk)
+        return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+    def sample(empty: int) -> None:
+        while not stop.wait(0.005):
+            samples.append(used() - empty)
+
+    thread = threading.Thread(target=sample, args=(used(),))
+    thread.start()
+    try:
+        run.fill(DISK_PROMPTS if fault else PROMPTS)
+        # What was asked last is what an eviction by age has left.
+        running = run.start()
+        if fault:
+            run.ask(running, DISK_PROMPTS, DISK_PROMPTS - PROMPTS, again=True)
+        else:
+            run.ask(running, again=True)
+        running.stop()
+    finally:
+        stop.set()
+        thread.join()
+    return max(samples)
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def kill_9(run: Run, fault: bool) -> None:
+    before, mark = shared_memory(), f"TORTURE_RUN={run.folder.name}-{time.monotonic_ns()}"
+    os.environ.update([mark.split("=")])
+    try:
+        running = run.start()
+        run.ask(running, PROMPTS // 2)
+        stored = run.settle(running, PROMPTS // 2 * PROMPT_ROWS)
+        if fault:
+            running.engine.send(["batch", prompts()[PROMPTS // 2 :], []])
+            time.sleep(0.2)
+            running.engine.kill()
+            until = time.monotonic() + LEFT_S
+            while (alive := _of_engine(mark, running)) and time.monotonic() < until:
+                time.sleep(0.1)
+            running.stop_server()
+            if alive:
+                run.left = f"{len(alive)} processes"
+        else:
+            running.stop()
+    finally:
+        del os.environ["TORTURE_RUN"]
+    again = run.start()
+    grown = {name: size for name, size in shared_memory().items() if name not in before}
+    run.ask(again, PROMPTS // 2, again=True)
+    again.stop()
+    left = {name: size for name, size in shared_memory().items() if name in grown}
+    run.note = f"{stored} rows before"
+    if left and sum(left.values()):
+        run.left = f"{sum(left.values()) / MIB:.0f} MiB in /dev/shm"
+
+
+def _of_engine(mark: str, running: Running) -> list[int]:
+    return [pid for pid in processes(mark) if running.server is None or pid != running.server.pid]
+
+
+def dead_mover(run: Run, fault: bool) -> None:
+    def kill(running: Running) -> None:
+        pids = running.helpers()
+        if fault and not pids:
+            raise NotApplicable("threads of the engine move its rows: no process of their own")
+        for pid in pids if fault else []:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    run.fill()
+    running = run.restart(after=kill)
+    running.stop()
+
+
+def reset(run: Run, fault: bool) -> None:
+    resets = RESETS if fault else ()
+    running = run.start()
+    run.ask_at_once(running, resets)
+    run.ask(running)
+    run.settle(running, PROMPTS * PROMPT_ROWS)
+    running.stop()
+    running = run.start()
+    run.ask_at_once(running, resets, again=True)
+    run.ask(running)
+    running.stop()
+
+
+def two_engines(run: Run, fault: bool) -> None:
+    run.engines = 2
+    one = run.start()
+    if fault:
+        other = run.beside(one)
+        for number in range(PROMPTS):
+            for running in (one, other) if number % 2 else (other, one):
+                run.ask(running, number + 1, number)
+        run.settle(other, PROMPTS * PROMPT_ROWS)
+        other.engine.stop()
+    else:
+        run.ask(one)
+    run.settle(one, PROMPTS * PROMPT_ROWS)
+    one.stop()
+    run.restart().stop()
+
+
+# --- S3 ---------------------------------------------------------------------------------------------------------------
+
+
+def s3_503(run: Run, fault: bool) -> None:
+    _s3_fault(run, fault, ProxyFault(FaultKind.ERROR_STATUS))
+
+
+def s3_lies(run: Run, fault: bool) -> None:
+    _s3_fault(run, fault, ProxyFault(FaultKind.BIT_FLIP, methods=frozenset(["GET"])))
+
+
+def s3_stops(run: Run, fault: bool) -> None:
+    _s3_fault(run, fault, ProxyFault(FaultKind.BLACK_HOLE))
+
+
+def _s3_fault(run: Run, fault: bool, injected: ProxyFault) -> None:
+    proxy = _on_s3(run)
+    run.fill()
+    running = run.restart(after=lambda _: proxy.inject(injected) if fault else None)
+    proxy.clear()
+    running.stop()
+
+
+def _on_s3(run: Run) -> FaultProxy:
+    server = run.stack.enter_context(seaweedfs_server())
+    proxy = run.stack.enter_context(FaultProxy(server.port))
+    run.where = Bucket(server, server.make_bucket("torture"), proxy.endpoint, server.env)
+    return proxy
+
+
+STEPS: Final = {
+    name.replace("_", "-"): step
+    for name, step in list(globals().items())
+    if callable(step) and name in {
+        "flipped_byte", "swapped_rows", "other_layout", "other_weights", "write_errors", "hanging_disk", "bounded_disk",
+        "full_disk", "kill_9", "dead_mover", "reset", "two_engines", "s3_503", "s3_lies", "s3_stops",
+    }
+}  # fmt: skip
