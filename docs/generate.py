@@ -270,7 +270,7 @@ def torture() -> str:
     for sides in result["sides"]:
         shown = [cell for cell in cells if any((cell, side) in found for side in sides)]
         lines = [(f"[{cell}](#{cell})", *(found.get((cell, side), "not tried") for side in sides)) for cell in shown]
-        text += "\n" + _table(["cell", *sides.values()], lines)
+        text += "\n" + _table(["cell", *sides.values()], lines) if lines else ""
     return text
 
 

@@ -228,11 +228,17 @@ def _class(run: Run, cached: int | None) -> str:
 
 
 def shared_memory() -> dict[str, int]:
-    """Bytes by name in /dev/shm."""
-    found = {}
+    """Bytes by name of what lies in /dev/shm and no process maps: others use it too, and for less than a MiB."""
+    maps = []
+    for file in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            maps.append(file.read_text())
+    mapped, found = "".join(maps), {}
     for file in Path("/dev/shm").iterdir():
         with contextlib.suppress(OSError):
-            found[file.name] = file.stat().st_blocks * 512
+            size = file.stat().st_blocks * 512
+            if size >= 1 << 20 and str(file) not in mapped:
+                found[file.name] = size
     return found
 
 
