@@ -9,7 +9,13 @@ from hypothesis.stateful import run_state_machine_as_test
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
 from tests.support.simulation import Scan, Simulation
-from tests.support.stateful import CascadeStateMachine, LoaderStateMachine, MemberStateMachine, TenantStateMachine
+from tests.support.stateful import (
+    CascadeStateMachine,
+    LoaderStateMachine,
+    MemberStateMachine,
+    StreamStateMachine,
+    TenantStateMachine,
+)
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -26,6 +32,12 @@ TestMembers.settings = settings(
 TestLoaders = LoaderStateMachine.TestCase
 TestLoaders.settings = settings(
     max_examples=60, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+TestStreams = StreamStateMachine.TestCase
+TestStreams.settings = settings(
+    max_examples=80, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
