@@ -1,8 +1,7 @@
-"""What the engine uses: host rows that its workers, or threads, read (loads) and write (stores), and its own hits."""
+"""Host rows that the engine's workers, or threads, read (loads) and write (stores)."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -13,7 +12,7 @@ from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.rows import CPU, Generation, Row, RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Load, Savings
-from nixl_tiers.core.streams import StreamPlan, Streams
+from nixl_tiers.core.streams import Stream, StreamPlan, Streams
 from nixl_tiers.core.writeback import WriteBack
 
 _READY: Final = RowState.READY  # members of an enum are found by a slow attribute look-up before Python 3.12
@@ -44,6 +43,7 @@ class _OpenLoad:
     """The rows that workers read; and of a stream, of each of its keys the tokens that it saves, and its tier."""
 
     rows: Sequence[Row]
+    stream: Stream | None = None
     tokens: Sequence[int] = ()
     sources: Sequence[str] = ()
 
@@ -98,7 +98,7 @@ class Copies:
         request = self._requests.get(name)
         tick = self._state.tick_of(request)
         found = list(map(self._host.index.get, keys))
-        stream: StreamPlan | None = None
+        stream: Stream | None = None
         if any(row is None or row.state is not _READY for row in found):
             rows, stream = self._streams.begin(keys, request, tick)
         else:
@@ -107,7 +107,8 @@ class Copies:
         self._use(rows, name, tick)
         sources = [row.source for row in rows]
         if not call:
-            self._loads.setdefault(name, []).append(_OpenLoad(rows, tokens, sources) if stream else _OpenLoad(rows))
+            opened = _OpenLoad(rows, stream, tokens, sources) if stream is not None else _OpenLoad(rows)
+            self._loads.setdefault(name, []).append(opened)
         for source in dict.fromkeys(sources):
             counters = self._state.counters_of(source)
             counters.hits += sources.count(source)
@@ -126,7 +127,12 @@ class Copies:
         request.rearm()
         missing = {place: row.missing for place, row in enumerate(rows) if row.missing}
         never = len(keys) - len(rows)
-        return LoadPlan([row.index for row in rows] + [0] * never, sources + [CPU] * never, missing, stream)
+        return LoadPlan(
+            [row.index for row in rows] + [0] * never,
+            sources + [CPU] * never,
+            missing,
+            None if stream is None else stream.plan,
+        )
 
     def partial(self, keys: Sequence[Key]) -> dict[int, int]:
         """Of the host's rows of `keys`, those that lack sub-blocks: place in `keys` -> how many at the beginning."""
@@ -263,11 +269,12 @@ class Copies:
 
     def _end_load(self, name: str) -> _OpenLoad:
         """No worker reads the rows of the request's first load any more. One of before a reset is not found."""
-        self._streams.ended(name)
         loads = self._loads.get(name, [])
         load = loads.pop(0) if loads else _OpenLoad(())
         if not loads:
             self._loads.pop(name, None)
+        if load.stream is not None:
+            self._streams.ended(load.stream)
         for row in load.rows:
             row.worker_refs -= 1
             self._host.reclaim(row)
@@ -309,86 +316,3 @@ class Copies:
 def _tokens_of(source: str, tokens: Sequence[int], sources: Sequence[str]) -> int:
     """How many of `tokens` come from a tier, where `sources` has that of each; the others come no more."""
     return sum(count for count, its in zip(tokens, sources, strict=False) if its == source)
-
-
-MAX_KEYS: Final = 1 << 18  # that wait; the uses that were reported first are forgotten
-
-
-@dataclass(slots=True)
-class _Hits:
-    """One request's. `request_tick`: of what it loads and stores; `done`: how many of `keys` have been touched."""
-
-    keys: Sequence[Key]
-    tick: int
-    request_tick: int
-    host_only: bool
-    done: int = 0
-
-
-class EngineHits:
-    """The chunks that the engine uses from its own memory are as recent here as what it loads.
-
-    A scheduler reports the whole prefix of a request at once: `add` queues it, `work` touches some of its chunks in
-    each slice.
-
-    What the same request loads or stores is deeper, and must be evicted first, or the root of the prefix would go
-    before its leaves. That may be touched before the root by now: so the root has a tick of its own, which is later.
-    """
-
-    def __init__(self, state: CascadeState, requests: RequestIndex, writeback: WriteBack) -> None:
-        self._state = state
-        self._requests = requests
-        self._writeback = writeback
-        self._queue: deque[_Hits] = deque()
-        self.waiting = 0
-        """How many keys are to be touched."""
-
-    def add(self, keys: Sequence[Key], name: str) -> None:
-        """The engine used these chunks, in prefix order, for a request. Looks at none of them; nobody may change
-        `keys` from now on."""
-        request_tick = self._state.tick_of(self._requests.get(name))
-        tick = 0 if name in self._requests.evicted_first else self._state.tick
-        self._state.tick += 1
-        self._queue.append(_Hits(keys, tick, request_tick, name in self._requests.host_only))
-        self.waiting += len(keys)
-        while self.waiting > MAX_KEYS:
-            self._drop_first()
-
-    def work(self) -> None:
-        """Touch as many of them as the slice has room for."""
-        while self._queue and not self._state.slice_used_up:
-            hits = self._queue[0]
-            some = hits.keys[hits.done : hits.done + self._state.slice_left]
-            self._state.slice_left -= len(some)
-            self.waiting -= len(some)
-            hits.done += len(some)
-            self._touch(some, hits)
-            if hits.done == len(hits.keys):
-                self._queue.popleft()
-
-    def reset(self, garbage: DeferredFree) -> None:
-        """Other bytes belong to these keys from now on."""
-        garbage.add(self._queue)
-        self._queue = deque()
-        self.waiting = 0
-
-    def _touch(self, keys: Sequence[Key], hits: _Hits) -> None:
-        index, used, rows = self._state.host.index, list[Key](), list[Row]()
-        for key in keys:
-            row = index.get(key)
-            if row is not None:
-                if row.tick == hits.request_tick:
-                    continue  # it has loaded or stored it too: the uses of one request count once
-                rows.append(row)
-            used.append(key)
-        self._state.host.touch(rows, hits.tick)
-        if not hits.host_only:
-            for row in rows:
-                if row.host_only:
-                    self._writeback.allow(row)
-        for tier in self._state.tiers:
-            tier.index.touch(used, hits.tick)
-
-    def _drop_first(self) -> None:
-        hits = self._queue.popleft()
-        self.waiting -= len(hits.keys) - hits.done

@@ -19,8 +19,9 @@ from nixl_tiers.base.policies import Eviction, Prefer, Write
 from nixl_tiers.core.announced import Announced
 from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.chain_rows import Chain
-from nixl_tiers.core.copies import Copies, EngineHits
+from nixl_tiers.core.copies import Copies
 from nixl_tiers.core.deferred_free import DeferredFree
+from nixl_tiers.core.engine_hits import EngineHits
 from nixl_tiers.core.events import Events
 from nixl_tiers.core.eviction import make_policy
 from nixl_tiers.core.existence import ExistenceChecks

@@ -53,8 +53,8 @@ class Stream:
     """`rows` of its load, of which those at the places `coming` were to come; those from `limit` on will not. `seen`:
     so many of `coming` have arrived, from the first."""
 
-    number: int
-    slot: int
+    request: str
+    plan: StreamPlan
     rows: list[Row]
     coming: list[int]
     limit: int
@@ -81,7 +81,7 @@ class Streams:
         self._host = state.host
         self._worth = worth
         self._words = words
-        self._open: dict[str, Stream] = {}
+        self._open: dict[int, Stream] = {}  # by number
         self._of_row: dict[int, tuple[Stream, int]] = {}  # by Row.order, of rows to come: and their places
         self._slots = [*range(MAX_STREAMS)]
         self._number = 0
@@ -125,7 +125,7 @@ class Streams:
         request.rescan = True  # should its load not be prepared, it begins anew
         return count
 
-    def begin(self, keys: Sequence[Key], request: Request, tick: int) -> tuple[list[Row], StreamPlan | None]:
+    def begin(self, keys: Sequence[Key], request: Request, tick: int) -> tuple[list[Row], Stream | None]:
         """The load of a request that was told early is prepared: the rows of `keys` that are there or can come, up to
         the first that is not. All of them may be there by now: then it is no stream."""
         early, request.early = request.early, None
@@ -148,23 +148,23 @@ class Streams:
             return rows, None
         self._number = (self._number + 1) % (1 << 32)
         deadline_s = early.told_s + self._state.limits.wait_s
-        stream = Stream(self._number, self._slots.pop(), rows, coming, len(rows), early, deadline_s)
-        self._open[request.name] = stream
+        never = range(len(rows), len(keys))
+        plan = StreamPlan(self._slots.pop(), self._number, (*coming, *never), deadline_s + GRACE_S)
+        stream = self._open[self._number] = Stream(request.name, plan, rows, coming, len(rows), early, deadline_s)
         self._of_row.update({rows[place].order: (stream, place) for place in coming})
         self._write(stream)
         counters = self._state.counters_of(early.tier)
         counters.streams += 1
         counters.streams_cut_gone += not whole
         self._state.turn_due = True
-        never = range(len(rows), len(keys))
-        return rows, StreamPlan(stream.slot, stream.number, (*coming, *never), deadline_s + GRACE_S)
+        return rows, stream
 
-    def ended(self, name: str) -> None:
-        """Workers are done with the request's load: its slot may be used again."""
-        if (stream := self._open.pop(name, None)) is not None:
-            self._slots.append(stream.slot)
-            for place in stream.coming:
-                self._of_row.pop(stream.rows[place].order, None)
+    def ended(self, stream: Stream) -> None:
+        """Workers are done with its load: its slot may be used again."""
+        del self._open[stream.plan.stream]
+        self._slots.append(stream.plan.slot)
+        for place in stream.coming:
+            self._of_row.pop(stream.rows[place].order, None)
 
     # --- of rows -----------------------------------------------------------------------------------------------
 
@@ -190,8 +190,9 @@ class Streams:
 
     def cut(self, name: str, place: int = 0, reason: Reason = "aborted") -> None:
         """Of this request's stream, if it has one, nothing comes from `place` on."""
-        if (stream := self._open.get(name)) is not None:
-            self._cut(stream, place, reason)
+        for stream in self._open.values():
+            if stream.request == name:
+                self._cut(stream, place, reason)
 
     def cut_all(self, reason: Reason = "reset") -> None:
         """The same of all streams, from their beginning on, as the bytes may no longer match the weights."""
@@ -243,7 +244,7 @@ class Streams:
 
     def _write(self, stream: Stream) -> None:
         assert self._words is not None
-        self._words.limit(stream.slot, stream.number, stream.limit)
+        self._words.limit(stream.plan.slot, stream.plan.stream, stream.limit)
 
     def _margin_s(self, stream: Stream, place: int, now: float) -> float:
         """How much longer what is to come may take for that to be as quick as to compute it."""

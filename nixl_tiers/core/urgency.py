@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Final
 
-from nixl_tiers.core.copies import EngineHits
+from nixl_tiers.core.engine_hits import EngineHits
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.measurements import Measurements
 from nixl_tiers.core.promotion import Promotion

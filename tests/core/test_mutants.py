@@ -13,7 +13,8 @@ from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core import listing, manager
-from nixl_tiers.core.copies import Copies, EngineHits
+from nixl_tiers.core.copies import Copies
+from nixl_tiers.core.engine_hits import EngineHits
 from nixl_tiers.core.events import Events
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.health import Health

@@ -13,7 +13,7 @@ from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.rows import Row
-from nixl_tiers.core.streams import Reason, Streams
+from nixl_tiers.core.streams import Reason, Stream, Streams
 from nixl_tiers.core.tier import Tier
 from tests.core.test_mutants import original_of, search
 from tests.support.stateful import StreamStateMachine
@@ -65,17 +65,17 @@ class TheLongestWaitDoesNotCut(Streams):
 
 
 class SlotsAreUsedUp(Streams):
-    def ended(self, name: str) -> None:
-        super().ended(name)
+    def ended(self, stream: Stream) -> None:
+        super().ended(stream)
         self._slots[:] = self._slots[:-1]
 
 
 class SlotsAreFreedAtTheCut(Streams):
     """Two streams have one limit."""
 
-    def _cut(self, stream: Any, place: int, reason: Reason) -> None:
+    def _cut(self, stream: Stream, place: int, reason: Reason) -> None:
         super()._cut(stream, place, reason)
-        self._slots.append(stream.slot)
+        self._slots.append(stream.plan.slot)
 
 
 class ToldAgainAndAgain(Streams):

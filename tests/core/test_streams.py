@@ -502,6 +502,21 @@ def test_a_limit_is_never_raised() -> None:
     assert engine.limit(plan) == 0
 
 
+def test_a_request_of_the_same_name_has_a_stream_of_its_own() -> None:
+    engine = Engine(held=[*KEYS, b"other"])
+    old = engine.begin()
+    engine.core.finish_request("r")
+    new = engine.begin("r", [b"other"])
+    assert (engine.limit(old), engine.limit(new)) == (0, 1)
+    engine.core.copies.complete_load("r", 0)
+    assert engine.limit(new) == 1
+    for job in engine.turn():
+        engine.end(job)
+    engine.core.copies.complete_load("r")
+    assert engine.core.host.counters.bytes_read == ROW_BYTES
+    assert engine.is_idle()
+
+
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 

@@ -216,10 +216,11 @@ class StreamSimulation(Simulation):
         super().check()
         streams = self.core.streams
         live = {job.name: job for job in self.streaming if not job.stale}
-        require(streams._open.keys() == live.keys(), "a stream is not known, or known for ever")
+        opened = {stream.request: stream for stream in streams._open.values()}
+        require(opened.keys() == live.keys(), "a stream is not known, or known for ever")
         require(len(streams._slots) + len(live) == MAX_STREAMS, "a slot is lost, or given twice")
         for name, job in live.items():
-            stream = streams._open[name]
+            stream = opened[name]
             limit = self._limit(job)
             require(limit == stream.limit, "workers read another limit than the core has set")
             require(
