@@ -9,7 +9,7 @@ import pytest
 from nixl_tiers.base.chunk import Geometry, Key, Namespace, Outcome
 from nixl_tiers.base.policies import Eviction, Write
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.core import copies
+from nixl_tiers.core import engine_hits
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import TierSpec
@@ -113,7 +113,7 @@ def test_a_reset_forgets_what_was_reported() -> None:
 
 
 def test_reports_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "MAX_KEYS", 50)
+    monkeypatch.setattr(engine_hits, "MAX_KEYS", 50)
     core = core_of(stored=100)
     for start in range(0, 100, 20):
         core.engine_hits.add(KEYS[start : start + 20], f"request {start}")

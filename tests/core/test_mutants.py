@@ -338,9 +338,9 @@ class WaitsForLateChecks(TierManager):
         self._requests.get(name).check_deadline_s = float("inf")
         return super().lookup(key, name, position, now)
 
-    def scan(self, name, chain, start, now):  # type: ignore[no-untyped-def]
+    def scan(self, name, *arguments, **named):  # type: ignore[no-untyped-def]
         self._requests.get(name).check_deadline_s = float("inf")
-        return super().scan(name, chain, start, now)
+        return super().scan(name, *arguments, **named)
 
 
 class PriceForgetsDeadline(Chains):
