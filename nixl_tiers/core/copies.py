@@ -97,12 +97,10 @@ class Copies:
         """
         request = self._requests.get(name)
         tick = self._state.tick_of(request)
-        found = list(map(self._host.index.get, keys))
+        rows = [row for row in map(self._host.index.get, keys) if row is not None]
         stream: Stream | None = None
-        if any(row is None or row.state is not _READY for row in found):
+        if len(rows) < len(keys) or {row.state for row in rows} - {_READY}:
             rows, stream = self._streams.begin(keys, request, tick)
-        else:
-            rows = [row for row in found if row is not None]
         self._reference(rows, name, call)
         self._use(rows, name, tick)
         sources = [row.source for row in rows]
