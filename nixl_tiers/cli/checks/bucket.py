@@ -14,8 +14,9 @@ from typing import Any, Final
 
 from botocore.exceptions import BotoCoreError, ClientError
 
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.cli.checks.finding import Finding, broken, not_tried, ok, warning
-from nixl_tiers.cli.checks.trial import NAME, SCRATCH, SCRATCH_PREFIX, STALE_S, write_read_verify
+from nixl_tiers.cli.checks.trial import NAME, ROW, SCRATCH, SCRATCH_PREFIX, STALE_S, rows_of, write_read_verify
 from nixl_tiers.cli.children import say
 from nixl_tiers.config.errors import ConfigError
 from nixl_tiers.config.s3 import S3Config
@@ -67,8 +68,9 @@ PUT: Final = Right("put", "s3:PutObject", True, "nothing is stored there")
 DELETE: Final = Right("delete", "s3:DeleteObject", True, "evicted rows stay and use space")
 
 
-def examine(config: S3Config, token: str) -> Iterator[Finding]:
-    """`token`: names the scratch prefix, which `clean` removes if this is killed."""
+def examine(config: S3Config, token: str, geometry: Geometry = ROW) -> Iterator[Finding]:
+    """`token`: names the scratch prefix, which `clean` removes if this is killed. `geometry`: of the rows
+    that are tried."""
     say(at=f"connecting to {config.place}")
     try:
         config.check_here(starting=False)
@@ -100,7 +102,7 @@ def examine(config: S3Config, token: str) -> Iterator[Finding]:
         yield not_tried(NAME, f"{why}: nothing was written here", _IN_USE if owner else "")
         return
     try:
-        yield from _writing(client, config, token, connected=not problem and not code)
+        yield from _writing(client, config, token, geometry, connected=not problem and not code)
     finally:
         _clean(client, config, token)
 
@@ -187,7 +189,7 @@ def _reading(client: Any, config: S3Config) -> Iterator[Finding]:
         yield ok(right.name, "allowed") if not code or code in absent else right.denied(config, code)
 
 
-def _writing(client: Any, config: S3Config, token: str, *, connected: bool) -> Iterator[Finding]:
+def _writing(client: Any, config: S3Config, token: str, geometry: Geometry, *, connected: bool) -> Iterator[Finding]:
     """Each right with one small object, then the trial, if all of them are there."""
     bucket, name = config.bucket, f"{config.prefix}/{SCRATCH_PREFIX}{token}/right"
     say(at=f"writing to {config.place}")
@@ -209,7 +211,8 @@ def _writing(client: Any, config: S3Config, token: str, *, connected: bool) -> I
         yield not_tried(NAME, "a request that it needs is denied or fails")
         return
     scratch = f"{config.prefix}/{SCRATCH_PREFIX}{token}"
-    yield write_read_verify(config.model_copy(update={"prefix": scratch, "shared": False, "sse": None}), ROWS)
+    own = config.model_copy(update={"prefix": scratch, "shared": False, "sse": None})
+    yield write_read_verify(own, rows_of(geometry, ROWS), geometry)
 
 
 def _delete(client: Any, bucket: str, name: str) -> None:

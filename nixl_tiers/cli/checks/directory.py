@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.base.mounts import nearest
 from nixl_tiers.cli.checks.finding import Finding, advise, broken, not_tried, ok, warning
-from nixl_tiers.cli.checks.trial import NAME, SCRATCH, SCRATCH_PREFIX, STALE_S, bytes_needed, write_read_verify
+from nixl_tiers.cli.checks.trial import NAME, ROW, SCRATCH, SCRATCH_PREFIX, STALE_S, rows_of, write_read_verify
 from nixl_tiers.cli.children import say
 from nixl_tiers.cli.disk_room import DiskRoom, used_bytes
 from nixl_tiers.config.errors import ConfigError
@@ -32,8 +33,9 @@ from nixl_tiers.tiers.staging_trial import all_remembered
 ROWS: Final = 64
 
 
-def examine(config: FileConfig, token: str) -> Iterator[Finding]:
-    """`token`: names the scratch directory, which `clean` removes if this is killed."""
+def examine(config: FileConfig, token: str, geometry: Geometry = ROW) -> Iterator[Finding]:
+    """`token`: names the scratch directory, which `clean` removes if this is killed. `geometry`: of the rows
+    that are tried."""
     say(at=f"looking at {config.path}")
     try:
         config.check_here(starting=False)
@@ -58,10 +60,10 @@ def examine(config: FileConfig, token: str) -> Iterator[Finding]:
         )
         return
     used, _ = used_bytes(config.path)
-    if used + bytes_needed(ROWS) > config.capacity:
+    if used + rows_of(geometry, ROWS) * geometry.row_bytes > config.capacity:
         yield not_tried(NAME, f"{format_size(used)} of {format_size(config.capacity)} are used, too much for a trial")
         return
-    yield from _trial(config, parent, token)
+    yield from _trial(config, parent, token, geometry)
 
 
 def clean(config: FileConfig, token: str) -> None:
@@ -126,10 +128,10 @@ def _staging(config: FileConfig) -> Iterator[Finding]:
     yield from (ok(f"staging of {measured.direction}", str(measured)) for measured in known)
 
 
-def _trial(config: FileConfig, parent: Path, token: str) -> Iterator[Finding]:
+def _trial(config: FileConfig, parent: Path, token: str, geometry: Geometry) -> Iterator[Finding]:
     say(at=f"writing to {parent}")
     clean(config, "-none")
-    scratch = parent / f"{SCRATCH_PREFIX}{token}"
+    scratch, rows = parent / f"{SCRATCH_PREFIX}{token}", rows_of(geometry, ROWS)
     try:
         with Folder.base(parent):  # whether others can write to what is made here
             scratch.mkdir(mode=0o700)
@@ -142,13 +144,13 @@ def _trial(config: FileConfig, parent: Path, token: str) -> Iterator[Finding]:
             yield advise("O_DIRECT", "is refused by this file system", change)
         own: dict[str, object] = {
             "path": scratch,
-            "capacity": 2 * bytes_needed(ROWS),
+            "capacity": 2 * rows * geometry.row_bytes,
             "replicas": None,
             "require_mount": False,
         }
         if config.layout == "slabs":
             own["replicas"] = 1
-        yield write_read_verify(config.model_copy(update=own), ROWS)
+        yield write_read_verify(config.model_copy(update=own), rows, geometry)
     except OSError as error:
         yield broken(NAME, f"{error.strerror or error} ({parent})", "give the engine's user a directory to write to")
     finally:

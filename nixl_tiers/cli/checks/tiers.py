@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.cli.checks.finding import Finding, Status, broken, not_tried, ok, warning
 from nixl_tiers.cli.children import Children, Step
 from nixl_tiers.config.schema import FileConfig, S3Config, StorageConfig, TiersConfig, tier_to_dict
@@ -57,11 +58,15 @@ def _remedy(name: str) -> str:
         return "install nixl with nixl-cu12 or nixl-cu13"
 
 
-def examine(scratch: Path, tier: StorageConfig, deadline_s: float = DEADLINE_S) -> Iterator[Finding]:
-    """Everything about one tier, in at most `deadline_s`, and what it takes to end a child that hangs."""
+def examine(
+    scratch: Path, tier: StorageConfig, deadline_s: float = DEADLINE_S, geometry: Geometry | None = None
+) -> Iterator[Finding]:
+    """Everything about one tier, in at most `deadline_s`, and what it takes to end a child that hangs. `geometry`: of
+    the rows of its trial."""
     children = Children(scratch, _PROBE, deadline_s)
     given, token = json.dumps(tier_to_dict(tier)), secrets.token_hex(8)
-    step = children.run("tier", given, token)
+    cells = (str(geometry.cells), str(geometry.cell_payload)) if geometry else ()
+    step = children.run("tier", given, token, *cells)
     yield from _findings(step)
     if step.error:
         change = (

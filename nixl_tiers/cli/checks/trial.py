@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nixl_tiers.base.chunk import NAMESPACE_BYTES, Geometry, Outcome
 from nixl_tiers.cli.checks.finding import Finding, advise, broken, ok
 from nixl_tiers.cli.children import say
-from nixl_tiers.config.schema import StorageConfig
+from nixl_tiers.config.schema import StorageConfig, format_size
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move, StorageTier, TierDown, TierRefused, implement
 
@@ -23,7 +24,8 @@ SCRATCH_PREFIX: Final = ".nixl-tiers-doctor-"
 SCRATCH: Final = re.compile(rf"{re.escape(SCRATCH_PREFIX)}[0-9a-f]{{16}}")
 STALE_S: Final = 3600.0  # left by a doctor that was killed
 NAME: Final = "write, read, verify"
-GEOMETRY: Final = Geometry(cells=1, cell_payload=1 << 20)
+ROW: Final = Geometry(cells=1, cell_payload=1 << 20)  # where an engine's are not known
+MOST_BYTES: Final = 256 << 20
 SLOW: Final = 100e6  # bytes a second: below it a hit is slower than computing for almost any model on a GPU
 OPEN_S: Final = 10.0
 MOVE_S: Final = 40.0
@@ -35,19 +37,20 @@ class Failed(Exception):
     """The trial cannot go on. One sentence."""
 
 
-def bytes_needed(rows: int) -> int:
-    return rows * GEOMETRY.row_bytes
+def rows_of(geometry: Geometry, at_most: int) -> int:
+    """How many of these rows are tried: `at_most`, fewer if they are larger than 1 MiB and would be MOST_BYTES."""
+    return max(1, min(at_most, MOST_BYTES // geometry.row_bytes))
 
 
-def write_read_verify(config: StorageConfig, rows: int) -> Finding:
-    """Through a tier with this configuration, whose place must be empty, with `rows` rows of 1 MiB."""
+def write_read_verify(config: StorageConfig, rows: int, geometry: Geometry) -> Finding:
+    """Through a tier with this configuration, whose place must be empty, with `rows` rows."""
     say(at="allocating host memory")
-    region = HostRegion.create(GEOMETRY, rows)
+    region = HostRegion.create(geometry, rows)
     tier: StorageTier | None = None
     try:
         say(at="opening the tier")
-        tier = implement(config, GEOMETRY, region)
-        return _run(tier, region, rows)
+        tier = implement(config, geometry, region)
+        return _run(tier, region, rows, geometry)
     except (TierDown, TierRefused, Failed) as error:
         denials = " ".join(tier.denials.values()) if tier is not None else ""
         return broken(NAME, f"{error}{f': {denials}' if denials else ''}")
@@ -56,7 +59,7 @@ def write_read_verify(config: StorageConfig, rows: int) -> Finding:
             tier.close()
 
 
-def _run(tier: StorageTier, region: HostRegion, rows: int) -> Finding:
+def _run(tier: StorageTier, region: HostRegion, rows: int, geometry: Geometry) -> Finding:
     tier.identify(f"doctor-{secrets.token_hex(8)}")
     _open(tier)
     _list(tier)
@@ -68,8 +71,8 @@ def _run(tier: StorageTier, region: HostRegion, rows: int) -> Finding:
     region.rows_view[:] = 0
     say(at="reading")
     read_s = _timed(tier, lambda: tier.load(moves), "read and verified")
-    payload = GEOMETRY.payload_bytes
-    if not np.array_equal(region.rows_view[:, :payload], content[:, :payload]):
+    payload = geometry.payload_bytes
+    if not np.array_equal(_payload(region.rows_view, geometry), _payload(content, geometry)):
         raise Failed("bytes that were read differ from those that were written")
     say(at="deleting")
     tier.delete([(move.slot, move.key) for move in moves])
@@ -78,11 +81,18 @@ def _run(tier: StorageTier, region: HostRegion, rows: int) -> Finding:
         tier.poll()
         time.sleep(_POLL_S)
     write, read = (rows * payload / seconds for seconds in (write_s, read_s))
-    text = f"{rows} rows of 1 MiB written at {write / 1e9:.2f} GB/s, read at {read / 1e9:.2f} GB/s, every byte compared"
+    rates = f"written at {write / 1e9:.2f} GB/s, read at {read / 1e9:.2f} GB/s"
+    text = f"{rows} rows of {format_size(payload)} {rates}, every byte compared"
     speeds = {"write_bytes_per_s": round(write), "read_bytes_per_s": round(read), "bytes": rows * payload}
     if read >= SLOW:
         return ok(NAME, text, **speeds)
     return advise(NAME, text, "so slow that a GPU computes most prompts sooner: use faster storage", **speeds)
+
+
+def _payload(rows: NDArray[np.uint8], geometry: Geometry) -> NDArray[np.uint8]:
+    """Without what is between the cells, and the seal: (rows, cells, bytes)."""
+    cells = rows[:, : geometry.cells * geometry.cell_bytes].reshape(len(rows), geometry.cells, geometry.cell_bytes)
+    return cells[:, :, : geometry.cell_payload]
 
 
 def _open(tier: StorageTier) -> None:
