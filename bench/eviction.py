@@ -2,10 +2,8 @@
 
     python bench/eviction.py [--trace PATH] [--policies lru,s3fifo,arc] [--shares 1,2,5,10,20] [--profile]
 
-Replays a trace (one JSON object a line: `timestamp` in ms, `hash_ids`: the prompt's chain of blocks) through the
-real TierManager, in virtual time and without I/O: each request looks its chain up until a miss, loads what it hit,
-and stores the rest. A request's hits are the leading run of its blocks that were there. Capacities are shares of the
-trace's distinct blocks. "Belady" knows the future: the block needed last is evicted first, and a block that is never
+Replays a trace as `nixl-tiers plan --trace` does (nixl_tiers/cli/trace.py). Capacities are shares of the trace's
+distinct blocks. "Belady" knows the future: the block needed last is evicted first, and a block that is never
 needed again is not admitted. The second table has a host tier of 1 % over a file tier of 10 %, each with its own
 policy, whose movers finish at once.
 
@@ -25,23 +23,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
-from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.base.policies import Eviction, Write
-from nixl_tiers.core.key_lookup import Lookup
-from nixl_tiers.core.listing import take_all
-from nixl_tiers.core.manager import TierManager
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.base.policies import Eviction
+from nixl_tiers.cli.trace import Meter, Prompt, read, replay
 from nixl_tiers.core.rows import CPU
-from nixl_tiers.core.types import TierSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACE = ROOT.parent / "shared" / "traces" / "mooncake_conversation.jsonl"
 OUT = ROOT / "bench-out" / "eviction.json"
 POLICIES: tuple[Eviction, ...] = get_args(Eviction)
-ROW_BYTES = 4096
 HOST_PERCENT, FILE_PERCENT = 1, 10
 
 # Mooncake's conversation trace: distinct blocks, look-ups, and hits in per cent by capacity in per cent.
@@ -56,29 +50,29 @@ CHECKED = ("lru", "belady")
 TOLERANCE = 0.5
 
 
-@dataclass(frozen=True)
-class Prompt:
-    name: str
-    now_s: float
-    keys: list[Key]
-
-
-@dataclass
-class Clock:
+class Clock(Meter):
     """Processor time that the core took, by kind of call, and the blocks that it was spent on."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    blocks: dict[str, int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._blocks: dict[str, int] = {}
+        self.slowest_s = 0.0  # of the slowest request, all its calls together
 
     @contextmanager
-    def take(self, kind: str, blocks: int) -> Iterator[None]:
+    def take(self, kind: str) -> Iterator[None]:
         start = time.thread_time()
         yield
-        self.seconds[kind] = self.seconds.get(kind, 0.0) + time.thread_time() - start
-        self.blocks[kind] = self.blocks.get(kind, 0) + blocks
+        spent_s = time.thread_time() - start
+        if kind == "request":
+            self.slowest_s = max(self.slowest_s, spent_s)
+        else:
+            self._seconds[kind] = self._seconds.get(kind, 0.0) + spent_s
+
+    def count(self, kind: str, blocks: int) -> None:
+        self._blocks[kind] = self._blocks.get(kind, 0) + blocks
 
     def us_per_block(self) -> dict[str, float]:
-        return {kind: round(1e6 * s / max(1, self.blocks[kind]), 2) for kind, s in self.seconds.items()}
+        return {kind: round(1e6 * s / max(1, self._blocks[kind]), 2) for kind, s in self._seconds.items()}
 
 
 @dataclass(frozen=True)
@@ -90,90 +84,12 @@ class Result:
     slowest_ms: float  # of the slowest request, all its calls together
 
 
-def read(path: Path) -> list[Prompt]:
-    prompts = []
-    with path.open() as lines:
-        for number, line in enumerate(lines):
-            entry = json.loads(line)
-            # As long as vLLM's keys, and new objects each time, as in vLLM.
-            keys = [block.to_bytes(32, "little") + bytes(4) for block in entry["hash_ids"]]
-            prompts.append(Prompt(str(number), entry["timestamp"] / 1000, keys))
-    return prompts
-
-
-def replay(prompts: Sequence[Prompt], rows: int, policy: Eviction, stored: int = 0) -> Result:
-    """All prompts through a host tier of `rows` rows, over a file tier of `stored` rows if there are any."""
-    specs = [TierSpec("file", Write.THROUGH, physical_slots=True)] if stored else []
-    core = TierManager(rows, ROW_BYTES, specs, policy=policy)
-    if stored:
-        take_all(core.events.opened(0, stored))
-        core.events.listed(0, [], last=True)
+def timed(prompts: Sequence[Prompt], rows: int, policy: Eviction, below: int = 0) -> Result:
+    """`replay`, with what it costs."""
     clock = Clock()
-    hits: dict[str, int] = dict.fromkeys((CPU, *(spec.name for spec in specs)), 0)
-    slowest_s = 0.0
     gc.collect()
-    for prompt in prompts:
-        begin = time.thread_time()
-        found = look_up(core, prompt, clock)
-        for source in core.sources(found):
-            hits[source] += 1
-        serve(core, prompt, found, clock)
-        slowest_s = max(slowest_s, time.thread_time() - begin)
-    blocks = sum(len(prompt.keys) for prompt in prompts)
-    shares = {tier: 100 * count / blocks for tier, count in hits.items()}
-    return Result(shares, clock.us_per_block(), 1e3 * slowest_s)
-
-
-def look_up(core: TierManager, prompt: Prompt, clock: Clock) -> list[Key]:
-    """Scan the prefix, wait for promotions, scan again, as an engine does until a request may run."""
-    while True:
-        hits = 0
-        answer = Lookup.MISS
-        pending = False
-        with clock.take("lookup", 0):
-            for end, key in enumerate(prompt.keys):
-                answer = core.lookup(key, prompt.name, end, prompt.now_s)
-                if answer is Lookup.MISS:
-                    break
-                pending = pending or answer is Lookup.PENDING
-                hits += 1
-        clock.blocks["lookup"] += hits + (answer is Lookup.MISS)
-        if not pending:
-            return prompt.keys[:hits]
-        core.end_step()
-        run_movers(core, prompt.now_s, clock)
-
-
-def serve(core: TierManager, prompt: Prompt, found: list[Key], clock: Clock) -> None:
-    rest = prompt.keys[len(found) :]
-    with clock.take("load", len(found)):
-        core.copies.prepare_load(found, prompt.name)
-        core.copies.complete_load(prompt.name)
-    with clock.take("store", len(rest)):
-        plan = core.copies.prepare_store(rest, prompt.name)
-        core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())
-    with clock.take("end", len(prompt.keys)):
-        core.finish_request(prompt.name)
-        core.end_step()
-    if core.tiers:
-        run_movers(core, prompt.now_s, clock)
-
-
-def run_movers(core: TierManager, now_s: float, clock: Clock) -> None:
-    """Movers that finish all planned jobs at once."""
-    while True:
-        with clock.take("plan", 0):
-            jobs = core.events.plan(now_s)
-        rows = sum(len(job.moves) for job in jobs)
-        clock.blocks["plan"] += rows
-        with clock.take("finished", rows):
-            for job in jobs:
-                core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), now_s)
-        for tier in core.tiers:
-            for _ in tier.members[0].delete_batches(256):
-                pass
-        if not jobs:
-            return
+    hits = replay(prompts, rows, policy, below, clock).hits
+    return Result(hits, clock.us_per_block(), 1e3 * clock.slowest_s)
 
 
 def belady(prompts: Sequence[Prompt], rows: int) -> float:
@@ -219,7 +135,7 @@ def one_tier(prompts: Sequence[Prompt], distinct: int, shares: Sequence[int], na
                 rate = belady(prompts, rows)
                 line[name] = {"hits": {CPU: rate}}
             else:
-                result = replay(prompts, rows, name)
+                result = timed(prompts, rows, name)
                 rate = result.hits[CPU]
                 line[name] = asdict(result)
             expected = known.get(name, {}).get(share)
@@ -238,7 +154,7 @@ def two_tiers(prompts: Sequence[Prompt], distinct: int, names: Sequence[Eviction
     print(f"{'host':>9}{'from host':>12}{'from file':>12}{'together':>12}")
     lines: list[dict[str, object]] = []
     for policy in names:
-        result = replay(prompts, host, policy, file)
+        result = timed(prompts, host, policy, file)
         rates = (result.hits[CPU], result.hits["file"], sum(result.hits.values()))
         print(f"{policy:>9}" + "".join(f"{rate:>12.1f}" for rate in rates), flush=True)
         lines.append({"host": policy, **asdict(result)})

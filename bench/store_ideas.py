@@ -24,8 +24,9 @@ from itertools import count
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from bench.eviction import TRACE, Prompt, read
+from bench.eviction import TRACE
 from nixl_tiers.base.chunk import Key
+from nixl_tiers.cli.trace import Prompt, read
 from nixl_tiers.core.ghost import Admission
 
 PAYS: Final = (2, 5, 10, 20, 200)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.eviction import Prompt
 from bench.store_ideas import Order, replay
 from nixl_tiers.base.chunk import Key
+from nixl_tiers.cli.trace import Prompt
 from nixl_tiers.core.ghost import SAMPLE
 
 
