@@ -18,12 +18,12 @@ _BYTES: Final = {
 DTYPES: Final = ("auto", *_BYTES)
 _LATENT: Final = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 _HEADS: Final[Mapping[str, Mapping[str, Any]]] = {
-    **{kind: {} for kind in ("cohere", "granite", "glm4_moe", "llama", "ministral3", "mixtral", "olmo2", "phi3")},
+    **{kind: {} for kind in ("cohere", "granite", "glm4_moe", "llama", "mixtral", "olmo2", "phi3")},
     "starcoder2": {},
     **{kind: {"use_sliding_window": False} for kind in ("qwen2", "qwen2_moe", "qwen3_moe", "smollm3")},
     "qwen3": {"use_sliding_window": False, "head_dim": 128},
     "mistral": {"sliding_window": 4096},
-    **{kind: {"head_dim": 128} for kind in ("glm4", "seed_oss")},
+    **{kind: {"head_dim": 128} for kind in ("glm4", "ministral3", "seed_oss")},
     "gemma": {"head_dim": 256},
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
     "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
@@ -104,7 +104,9 @@ def _windows(fields: Mapping[str, Any], layers: int) -> tuple[int, int]:
     if not window or fields.get("use_sliding_window") is False:
         return 0, 0
     if types := _list(fields, "layer_types"):
-        windowed = types[:layers].count("sliding_attention")
+        if len(types) != layers:
+            raise UnknownKv(f"it has {layers} layers, and says of {len(types)} what they are")
+        windowed = types.count("sliding_attention")
     elif pattern := fields.get("sliding_window_pattern"):
         windowed = layers - layers // pattern
     elif fields.get("use_sliding_window"):

@@ -59,6 +59,7 @@ def test_windows_are_of_every_layer_but_each_sixth_and_of_every_second() -> None
         ({**LLAMA_8B, "num_key_value_heads": [8, 4]}, "num_key_value_heads is not in"),
         ({**LLAMA_8B, "quantization_config": {"kv_cache_scheme": {"num_bits": 4}}}, "quantises its KV cache"),
         ({**LLAMA_8B, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9}, "sliding window is not"),
+        ({**GEMMA, "layer_types": ["full_attention"] * 33}, "has 34 layers, and says of 33"),
     ],
 )
 def test_what_is_not_known_is_no_number(config: dict[str, Any], why: str) -> None:

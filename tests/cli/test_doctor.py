@@ -19,12 +19,14 @@ import pytest
 from botocore.exceptions import ClientError
 
 import nixl_tiers
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.cli import BAD_INPUT, disk_room, main
-from nixl_tiers.cli.checks import bucket, directory, machine, probe, tiers
+from nixl_tiers.cli.checks import bucket, directory, machine, probe, tiers, trial
 from nixl_tiers.cli.checks.finding import Finding, Status, advise, broken, exit_code, not_tried, ok, warning
 from nixl_tiers.cli.checks.trial import NAME
 from nixl_tiers.config.schema import S3Config, load
 from nixl_tiers.memory.cgroup import Room
+from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.driver import Driver, NoDriver
 from nixl_tiers.tiers import staging_trial
 from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS, Record
@@ -271,6 +273,31 @@ def test_directory_is_tried_and_left_as_it_was(layout: str, tmp_path: Path) -> N
     assert found[NAME].details["read_bytes_per_s"] > 0
     assert not path.exists()
     assert scratch_in(tmp_path) == []
+
+
+def test_trial_sees_one_wrong_byte_of_any_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the tier has verified before: here it is put wrong behind its back."""
+    regions: list[HostRegion] = []
+    create, timed = HostRegion.create, trial._timed
+
+    def kept(*given: Any) -> HostRegion:
+        regions.append(create(*given))
+        return regions[-1]
+
+    def spoilt(tier: Any, start: Any, what: str) -> float:
+        seconds = timed(tier, start, what)
+        if what.startswith("read"):
+            regions[-1].rows_view[1, 8192 + 4999] ^= 1  # the last byte of the second cell
+        return seconds
+
+    monkeypatch.setattr(HostRegion, "create", kept)
+    geometry = Geometry(cells=2, cell_payload=5000)
+    config = file_config(tmp_path / "kv", "1MiB")
+    (tmp_path / "kv").mkdir()
+    assert trial.write_read_verify(config, 2, geometry).status in (Status.OK, Status.ADVICE)
+    monkeypatch.setattr(trial, "_timed", spoilt)
+    found = trial.write_read_verify(config, 2, geometry)
+    assert (found.status, found.text) == (Status.BROKEN, "bytes that were read differ from those that were written")
 
 
 def test_nothing_is_written_beside_an_engine(tmp_path: Path) -> None:

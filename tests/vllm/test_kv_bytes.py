@@ -44,9 +44,14 @@ Oracle = Callable[..., tuple[Kv, dict[str, Any]]]
 @pytest.fixture(scope="module")
 def cases() -> dict[str, tuple[dict[str, Any], str, int]]:
     """Configuration, --kv-cache-dtype and ranks, by name."""
-    silent = configuration("gemma3_text")
-    for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window"):
-        del silent[name]
+    said = ("head_dim", "sliding_window")
+    silent = {
+        kind: {name: value for name, value in configuration(kind).items() if name not in said}
+        for kind in KINDS
+        if kind != "glm4_moe"  # no default of transformers'
+    }
+    for name in ("num_attention_heads", "num_key_value_heads"):  # as Gemma 3 is published
+        del silent["gemma3_text"][name]
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
     fp8 = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}, "ignore": []}
     types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
@@ -60,7 +65,7 @@ def cases() -> dict[str, tuple[dict[str, Any], str, int]]:
         "no window": (configuration("mistral", sliding_window=None), "auto", 1),
         "window not used": (configuration("qwen2", use_sliding_window=False), "auto", 1),
         "layers by name": (configuration("gemma3_text", layer_types=types * 2), "auto", 1),
-        "silent": (silent, "auto", 1),
+        **{f"silent {kind}": (config, "auto", 1) for kind, config in silent.items()},
         "no head size": ({k: v for k, v in configuration("llama").items() if k != "head_dim"}, "auto", 1),
         "2 ranks": (configuration("qwen3"), "auto", 2),
         "8 ranks": (configuration("qwen3"), "auto", 8),

@@ -25,6 +25,7 @@ SCRATCH: Final = re.compile(rf"{re.escape(SCRATCH_PREFIX)}[0-9a-f]{{16}}")
 STALE_S: Final = 3600.0  # left by a doctor that was killed
 NAME: Final = "write, read, verify"
 ROW: Final = Geometry(cells=1, cell_payload=1 << 20)  # where an engine's are not known
+MOST_ROWS: Final = 1024
 MOST_BYTES: Final = 256 << 20
 SLOW: Final = 100e6  # bytes a second: below it a hit is slower than computing for almost any model on a GPU
 OPEN_S: Final = 10.0
@@ -37,9 +38,11 @@ class Failed(Exception):
     """The trial cannot go on. One sentence."""
 
 
-def rows_of(geometry: Geometry, at_most: int) -> int:
-    """How many of these rows are tried: `at_most`, fewer if they are larger than 1 MiB and would be MOST_BYTES."""
-    return max(1, min(at_most, MOST_BYTES // geometry.row_bytes))
+def rows_of(geometry: Geometry, at_least: int) -> int:
+    """How many of these rows are tried: `at_least`, as many of 1 MiB as of ROW. More of smaller ones, up to as many
+    bytes and MOST_ROWS; fewer of those that would be more than MOST_BYTES."""
+    rows = max(at_least, min(at_least * ROW.payload_bytes // geometry.row_bytes, MOST_ROWS))
+    return max(1, min(rows, MOST_BYTES // geometry.row_bytes))
 
 
 def write_read_verify(config: StorageConfig, rows: int, geometry: Geometry) -> Finding:

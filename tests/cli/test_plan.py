@@ -1,0 +1,355 @@
+"""`nixl-tiers plan MODEL [CONFIG]`: sizes, what tiers hold, verdicts, S3 requests, traces, unknown models."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nixl_tiers.base.chunk import Geometry
+from nixl_tiers.base.kv_bytes import Kv, kv_of
+from nixl_tiers.cli import BAD_INPUT, OK, main
+from nixl_tiers.cli.checks import tiers, trial
+from nixl_tiers.cli.checks.finding import Finding, broken, not_tried, ok
+from nixl_tiers.cli.checks.trial import NAME
+from nixl_tiers.cli.plan import Plan
+from tests.cli.test_trace import trace
+
+LLAMA_8B = {
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+GEMMA = {
+    "model_type": "gemma3_text", "num_hidden_layers": 6, "hidden_size": 256, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 512,
+}  # fmt: skip
+LATENT = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+def saved(folder: Path, config: dict[str, Any], name: str = "model") -> str:
+    place = folder / name
+    place.mkdir(parents=True)
+    (place / "config.json").write_text(json.dumps(config))
+    return str(place)
+
+
+@pytest.fixture
+def answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """What the command says of this model, as JSON."""
+
+    def ask(config: dict[str, Any], *options: str) -> dict[str, Any]:
+        assert main(["plan", saved(tmp_path, config), *options, "--json"]) == OK
+        answered: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return answered
+
+    return ask
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_guides_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/guide/sizing.md"""
+    assert main(["plan", saved(tmp_path, LLAMA_8B), "--prefill", "39000"]) == OK
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "131,072 bytes of KV cache a token, in 32 layers",
+        "a chunk of 64 tokens: a row of 8.004 MiB",
+        "break-even at 39,000 tokens/s: 5.1 GB/s; a slower tier is not loaded from",
+    ]
+    assert [line.split() for line in lines if line.startswith("1 TiB")] == [["1", "TiB", "8,384,512"]]
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "sizes"),
+    [
+        (LLAMA_8B, ["--tp", "4"], (131_072, 32_768, 4 * 2_097_152 + 4096)),
+        (LLAMA_8B, ["--tp", "16"], (131_072, 16_384, 8 * 1_048_576 + 4096)),
+        (LLAMA_8B, ["--kv-dtype", "fp8"], (65_536, 65_536, 4_194_304 + 4096)),
+        (LLAMA_8B, ["--chunk", "256"], (131_072, 131_072, 33_554_432 + 4096)),
+        (LATENT, ["--tp", "8"], (70_272, 70_272, 4_497_408 + 4096)),
+    ],
+)
+def test_ranks_and_types(
+    config: dict[str, Any], options: list[str], sizes: tuple[int, ...], answer: Callable[..., dict[str, Any]]
+) -> None:
+    found = answer(config, *options)
+    assert (found["bytes_per_token"], found["rank_bytes_per_token"], found["row_bytes"]) == sizes
+
+
+def test_row_of_the_guides_70b_example() -> None:
+    """docs/guide/sizing.md, "Bytes per row"."""
+    made = Plan(Kv(80, 0, 0, 8, 512), ranks=8, chunk=64, prefill=0)
+    assert made.row.row_bytes == 20_975_616
+    assert made.tokens([512 << 30]) == 26_209 * 64
+
+
+def test_windows_have_a_row_for_each_group(answer: Callable[..., dict[str, Any]]) -> None:
+    found = answer(GEMMA, "--prefill", "1000")
+    assert (found["bytes_per_token"], found["windowed_bytes_per_token"], found["window"]) == (1536, 1280, 512)
+    assert (found["chunk_tokens"], found["rows_per_chunk"], found["row_bytes"]) == (16, 6, 8192)
+    assert found["break_even_bytes_per_s"] == {"long_prompts": 256_000, "within_the_window": 1_536_000}
+    assert found["tiers"][0]["tokens"] == (64 << 30) // 8192 // 6 * 16
+
+
+def test_text_says_what_windows_and_ranks_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", saved(tmp_path, GEMMA), "--tp", "4", "--prefill", "1000000"]) == OK
+    text = capsys.readouterr().out
+    assert "1,280 of these bytes only of the last 512 tokens (sliding windows)\n" in text
+    assert "768 bytes on each of 4 ranks; 2 of them hold the same, which is stored once\n" in text
+    assert "a chunk of 16 tokens: 6 rows, each of " in text
+    assert "break-even at 1,000,000 tokens/s: 0.26 (long prompts) to 1.5 GB/s (up to 512 tokens)" in text
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "why"),
+    [
+        (
+            {"model_type": "mamba", "num_hidden_layers": 4},
+            [],
+            "the KV cache of a model of type mamba is not known here",
+        ),
+        ({**LLAMA_8B, "layer_types": ["linear_attention", "full_attention"]}, [], "with layers of linear_attention is"),
+        (LLAMA_8B, ["--kv-dtype", "nvfp4"], "--kv-dtype: the bytes of nvfp4 are not known here"),
+    ],
+)
+def test_what_is_not_known_is_one_sentence_and_no_number(
+    config: dict[str, Any], options: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", saved(tmp_path, config), *options]) == BAD_INPUT
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert why in output.err
+    assert "take it from the log" in output.err
+    assert output.err.count("\n") == 1
+
+
+def test_ranks_that_cannot_divide_the_heads_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", saved(tmp_path, LLAMA_8B), "--tp", "3"]) == BAD_INPUT
+    assert capsys.readouterr().err == "nixl-tiers: --tp: 3 tensor-parallel ranks cannot divide 8 KV heads\n"
+
+
+@pytest.mark.parametrize("content", [None, "nonsense", "[]"])
+def test_what_is_no_configuration_is_named(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert main(["plan", str(tmp_path)]) == BAD_INPUT
+    problem = "cannot be read" if content is None else "is not a model's config.json"
+    assert f"{tmp_path}/config.json {problem}" in capsys.readouterr().err
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub" / "models--an-owner--a-model"
+
+
+def test_hub_model_is_that_of_the_default_branch(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(hub / "snapshots", LLAMA_8B, "new")
+    saved(hub / "snapshots", {**LLAMA_8B, "num_hidden_layers": 1}, "old")
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("new")
+    assert main(["plan", "an-owner/a-model"]) == OK
+    assert capsys.readouterr().out.startswith("131,072 bytes")
+
+
+def test_hub_model_is_the_only_one_there(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(hub / "snapshots", LLAMA_8B, "only")
+    assert main(["plan", "an-owner/a-model"]) == OK
+    saved(hub / "snapshots", LLAMA_8B, "another")
+    assert main(["plan", "an-owner/a-model"]) == BAD_INPUT
+    assert "nothing is downloaded" in capsys.readouterr().err
+
+
+def test_model_that_is_nowhere_is_not_downloaded(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "an-owner/a-model"]) == BAD_INPUT
+    sentence = f"an-owner/a-model is no directory with a config.json, and not in {hub.parent}; nothing is downloaded"
+    assert capsys.readouterr().err == f"nixl-tiers: {sentence}\n"
+
+
+def test_quantisation_in_a_file_of_its_own_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = saved(tmp_path, LLAMA_8B)
+    Path(model, "hf_quant_config.json").write_text('{"quantization": {"kv_cache_quant_algo": "FP8"}}')
+    assert main(["plan", f"{model}/config.json"]) == OK
+    assert capsys.readouterr().out.startswith("65,536 bytes")
+
+
+# --- tiers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kv", "prefill", "rate", "movers", "verdict"),
+    [
+        (kv_of(LLAMA_8B), 39_000, 1.1e9, 1, "1.1 GB/s is below 5.1: this disk will not be loaded from"),
+        (kv_of(LLAMA_8B), 39_000, 1.1e9, 4, "1.1 GB/s is below 5.1: this disk will not be loaded from"),
+        (kv_of(LLAMA_8B), 39_000, 2.0e9, 4, "2.0 GB/s by one of 4 movers is below 5.1: together they may be above"),
+        (kv_of(LLAMA_8B), 39_000, 5.2e9, 1, "5.2 GB/s is above 5.1: hits are loaded"),
+        (kv_of(LLAMA_8B), 0, 1.3e9, 1, "1.3 GB/s: pays while the engine computes fewer than 9,918 tokens/s"),
+        # (1 * 256 * n + 5 * 256 * 512) / 8e8 bytes/s = n / 1e6 tokens/s for n = 1205
+        (kv_of(GEMMA), 1e6, 8e8, 1, "0.8 GB/s is between 0.26 and 1.5: prompts of more than 1,205 tokens are loaded"),
+        (kv_of(GEMMA), 1e6, 2e8, 1, "0.2 GB/s is below 0.26: this disk will not be loaded from"),
+        (
+            kv_of({**GEMMA, "layer_types": ["sliding_attention"] * 6}),
+            1e6,
+            1e6,
+            1,
+            "0.001 GB/s is between 0 and 1.5: prompts",
+        ),
+    ],
+)
+def test_verdict(kv: Kv, prefill: float, rate: float, movers: int, verdict: str) -> None:
+    assert Plan(kv, 1, 64, prefill).verdict(rate, movers, "this disk").startswith(verdict)
+
+
+@pytest.fixture
+def configured(tmp_path: Path) -> Callable[..., str]:
+    def write(**fields: Any) -> str:
+        disk = {"type": "file", "path": str(tmp_path / "kv"), "capacity": "1GiB", "movers": 1, **fields}
+        file = tmp_path / "tiers.json"
+        file.write_text(json.dumps({"tiers": [{"type": "cpu", "capacity": "1GiB"}, disk]}))
+        return str(file)
+
+    return write
+
+
+def test_disk_is_tried_with_rows_of_the_plan_and_left_as_it_was(
+    answer: Callable[..., dict[str, Any]],
+    configured: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[Finding] = []
+
+    def examine(*given: Any, **geometry: Any) -> Iterator[Finding]:
+        for finding in real(*given, **geometry):
+            tried.append(finding)
+            yield finding
+
+    real = tiers.examine
+    monkeypatch.setattr(tiers, "examine", examine)
+    host, disk = answer(LLAMA_8B, configured(), "--prefill", "1e12", "--tp", "2")["tiers"]
+    assert host["read_bytes_per_s"] is None
+    assert host["tokens"] == disk["tokens"] == (1 << 30) // (8_388_608 + 4096) * 64
+    (found,) = [finding for finding in tried if finding.name == NAME]
+    assert "31 rows of 8 MiB written" in found.text
+    assert disk["read_bytes_per_s"] == found.details["read_bytes_per_s"] > 0
+    assert disk["verdict"].endswith(": this disk will not be loaded from")
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "tiers.json"}
+
+
+def test_rates_of_drives_add_up(
+    answer: Callable[..., dict[str, Any]],
+    configured: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiers, "examine", lambda *given, **_: iter([ok(NAME, "", read_bytes_per_s=10**9)]))
+    drives = configured(path=[str(tmp_path / "a"), str(tmp_path / "b")])
+    _, disk = answer(LLAMA_8B, drives, "--prefill", "10000")["tiers"]
+    assert disk["verdict"] == "2.0 GB/s is above 1.3: hits are loaded"
+    assert disk["tokens"] == 2 * ((1 << 29) // (8_388_608 + 4096)) * 64
+
+
+@pytest.mark.parametrize(
+    ("findings", "verdict"),
+    [
+        ([ok("file system", "ext4"), not_tried(NAME, "an engine uses it")], "not tried: an engine uses it"),
+        ([broken("directory", "is not there")], "broken: is not there"),
+        ([ok("file system", "ext4"), broken("examination", "did not return")], "broken: did not return"),
+    ],
+)
+def test_tier_that_could_not_be_tried_says_why(
+    findings: list[Finding],
+    verdict: str,
+    answer: Callable[..., dict[str, Any]],
+    configured: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiers, "examine", lambda *given, **_: iter(findings))
+    _, disk = answer(LLAMA_8B, configured(), "--prefill", "10000")["tiers"]
+    assert (disk["verdict"], disk["read_bytes_per_s"]) == (verdict, None)
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "at_least", "rows"),
+    [(1 << 20, 64, 64), (8 << 20, 64, 31), (1 << 16, 64, 963), (4096, 64, 1024), (20 << 20, 16, 12), (1 << 29, 64, 1)],
+)
+def test_rows_of_a_trial(row_bytes: int, at_least: int, rows: int) -> None:
+    assert trial.rows_of(Geometry(1, row_bytes), at_least) == rows
+
+
+# --- S3 ---------------------------------------------------------------------------------------------------------------
+
+RATES = ["--new-tokens-per-s", "5000", "--hit-rate", "0.5"]
+
+
+def with_bucket(**fields: Any) -> str:
+    bucket = {"type": "s3", "bucket": "kv-cache", "capacity": "1TiB", **fields}
+    return json.dumps({"tiers": [{"type": "cpu", "capacity": "1GiB"}, bucket]})
+
+
+@pytest.mark.parametrize(
+    ("fields", "counts"),
+    [
+        ({}, (202_500_000, 202_500_000, 0)),
+        ({"shared": True}, (202_500_000, 202_500_000, 202_500_000)),
+        ({"write": "off"}, (0, 202_500_000, 0)),
+    ],
+)
+def test_requests_of_a_month(
+    fields: dict[str, Any],
+    counts: tuple[int, ...],
+    answer: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiers, "examine", lambda *given, **_: iter([not_tried(NAME, "")]))
+    found = answer(LLAMA_8B, with_bucket(**fields), *RATES)["s3_requests_per_month"]
+    assert tuple(found[kind] for kind in ("put", "get", "head")) == counts
+    assert "price" not in found
+
+
+def test_requests_have_the_price_that_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", saved(tmp_path, LLAMA_8B), *RATES, "--s3-prices", "0.005", "0.0004"]) == OK
+    line = "S3 requests for rows in 30 days: 202.5 million PUT, 202.5 million GET: 1,093.50\n"
+    assert line in capsys.readouterr().out
+
+
+def test_windows_take_a_request_for_each_group(answer: Callable[..., dict[str, Any]]) -> None:
+    found = answer(GEMMA, "--new-tokens-per-s", "16")["s3_requests_per_month"]
+    assert (found["put"], found["get"]) == (6 * 30 * 86400, 0)
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+def test_trace_tells_hits_and_writes_at_other_capacities(
+    answer: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "examine", lambda *given, **_: iter([not_tried(NAME, "")]))
+    prompts = trace(tmp_path, [1, 2], [3, 4], [1, 2], [3, 4])  # of 64 MiB of KV each block, a second apart
+    block = 512 * 131_072 + 8 * 4096  # of eight rows
+    config = {"tiers": [{"type": "cpu", "capacity": 2 * block}]}
+    found = answer(LLAMA_8B, json.dumps(config), "--trace", str(prompts))["trace"]
+    assert [(each["capacity"], each["hits"]) for each in found] == [(block, 0.0), (2 * block, 0.0), (4 * block, 0.5)]
+    day = 86400 / 3 * 512 * 131_072
+    assert [each["written_bytes_per_day"] for each in found] == pytest.approx([4 * day, 8 * day, 4 * day])
+
+
+def test_trace_without_time_has_no_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", saved(tmp_path, LLAMA_8B), "--trace", str(trace(tmp_path, [1, 2]))]) == BAD_INPUT
+    assert "--trace: its prompts are all of one time" in capsys.readouterr().err
+
+
+def test_trace_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", saved(tmp_path, LLAMA_8B), "--trace", str(trace(tmp_path, [1, 2], [1, 2]))]) == OK
+    table = capsys.readouterr().out.partition("capacity  hits")[2]
+    assert re.findall(r"^64 GiB +50.0% +10.55 TiB", table, re.MULTILINE)
