@@ -45,9 +45,12 @@ NOT_SHOWN = {
     "waiting_requests": "a moment, that a scrape may miss",
     "queued_chunks": "a moment",
     "moving_chunks": "a moment",
-    "used_bytes) / max by (instance, engine, tier)": "a tier over its budget",
+    "nixl_tiers:used_bytes) / max by": "a tier over its budget",
+    "May be used: ": "another capacity",
+    "absent(": "an engine that is gone",
+    "vllm:num_requests_running": "an engine without tiers",
     'misses_total{reason="evicted"}[30m]': "a storage tier that is full",
-    "> sum by (instance) (increase(nixl_tiers:saved": "loads that are slower than computing",
+    "model_name) (increase(nixl_tiers:saved": "loads that are slower than computing",
 }
 IDLE_SHARE = 0.05  # of one core, for all processes of the server together
 
