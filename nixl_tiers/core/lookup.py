@@ -150,11 +150,7 @@ class Chains:
                 return 0
             self._promotion.note_refused(key, look.now)
         early = Early(look.now, expected_s, found.first * tokens, tokens, chosen, chain.end)
-        if not (coming := self._streams.accepts(request, found, early, most)):
-            return 0
-        for row in filter(None, found.rows[: chosen // tokens - found.first]):
-            row.step = self._host.step
-        return coming
+        return self._streams.accepts(request, found, early, most)
 
     def _choose(self, look: _Look) -> tuple[int, float, bool]:
         """Up to which token to load, when that is expected to be in host memory, and whether that is known to be

@@ -108,7 +108,7 @@ class Streams:
         coming = below(found.coming, stop)
         rows, fresh = [self._host.index[found.group.keys[place]] for place in coming], sum(stored.values())
         count = len(coming) + fresh
-        if not 0 < count <= min(most, MAX_ROWS) or fresh > self._host.room_of(request.tenant):
+        if not 0 < count <= min(most, MAX_ROWS):
             return 0
         for number, new in stored.items():
             tier = self._state.tiers[number]
@@ -116,6 +116,10 @@ class Streams:
                 return 0
         here = found.rows[: stop - found.first]
         if not all(map(_comes, rows)) or any(row is not None and row.worker_refs for row in here):
+            return 0
+        for row in filter(None, here):
+            row.step = self._host.step  # so that it is not evicted
+        if fresh > self._room(fresh, request.tenant):
             return 0
         self._told = (self._host.step, told + 1)
         _, first = min(
@@ -219,6 +223,17 @@ class Streams:
                 self._cut(stream, place, "slower")
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _room(self, count: int, tenant: int) -> int:
+        """How many of so many host rows are free, once some were evicted: none that waits to be written."""
+        room = self._host.room_of(tenant)
+        if (
+            count > room
+            and self._state.below_host is None
+            and not any(tier.rows_to_write for tier in self._state.tiers)
+        ):
+            room = self._state.make_room(count, tenant)
+        return room
 
     def _insert(self, key: Key, request: Request, tick: int, now: float) -> Row | None:
         """A row for a key that a tier can load now, queued to be loaded; None if there is no room, or no such tier."""

@@ -207,7 +207,7 @@ def _refusals() -> dict[str, Callable[[], tuple[Engine, int]]]:
         "workers fill a row": after(filled),
         "another load reads a row": after(read),
         "another stream has the rows": after(streamed),
-        "the host has no free rows": after(full),
+        "the host is full of rows that are still to be written": after(full),
         "the tenant has no room": after(tenant, quotas=(0.02,)),
         "the window is full": after(nothing, rows=120),
         "the slots are used up": after(many, rows=2048),
@@ -219,6 +219,25 @@ def _refusals() -> dict[str, Callable[[], tuple[Engine, int]]]:
 def test_a_request_goes_the_ordinary_way_if(rule: str) -> None:
     engine, early = _refusals()[rule]()
     assert engine.scan(early=early).waits
+
+
+def test_in_a_full_host_rows_that_were_written_give_way_and_the_requests_own_do_not() -> None:
+    """A cache is full as a rule."""
+    engine = Engine()
+    engine.list(S3, [])
+    put(engine.core, KEYS[:2])  # used least recently
+    put(engine.core, [b"%d" % number for number in range(254)])
+    for _ in range(200):
+        engine.now += 1.0
+        for job in engine.turn():
+            engine.end(job)
+    assert not engine.core.host.free
+    assert engine.scan() == Scan(False, END, len(KEYS) - 2)
+    plan = engine.prepare()
+    assert plan.stream is not None
+    assert plan.stream.coming == tuple(range(2, 8))
+    assert engine.limit(plan) == 8
+    assert engine.core.host.counters.evictions == 6
 
 
 def test_a_request_is_told_early_once() -> None:
