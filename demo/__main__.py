@@ -31,7 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from demo.report import SOURCES, TIERS, Counts, DemoFailure, Run, machine, plot, table, verify
+from demo.report import SOURCES, TIERS, Counts, DemoFailure, Run, draw, machine, table, verify
 from nixl_tiers.base.kv_bytes import kv_of
 from tests.support import vllm_cpu
 from tests.support.servers import (
@@ -329,7 +329,7 @@ class Demo:
             "machine": machine(),
         }
         (self._out / "demo.json").write_text(json.dumps(report, indent=2) + "\n")
-        plot(report, self._out / "ttft.png")
+        draw(report, self._out / "ttft.png")
 
     def _verify(self, kv_bytes_per_token: int) -> None:
         cold = self._runs[0]

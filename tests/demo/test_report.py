@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from demo.report import SOURCES, DemoFailure, Run, caption, plot, table, verify
-from tests.support.vllm_server import Answer
+from demo.report import SOURCES, DemoFailure, Run, caption, draw, table, verify
+from nixl_tiers.cli.completions import Answer
 
 PROMPT, WHOLE, KV = 1023, 896, 100  # WHOLE: tokens in whole blocks, the only ones that are cached
 
@@ -28,7 +28,7 @@ def run(source: str, *, cached: int = WHOLE, loaded: int | None = None, **read: 
         tokens[SOURCES[source]] = cached
     moved = cached * KV if source in ("cpu", "file", "s3") else 0
     read_bytes = {"cpu": 0, "file": 0, "s3": 0, source: moved} | read
-    answer = Answer(20.0 if source == "cold" else 0.5, (1, 2), PROMPT, tokens.get(SOURCES.get(source, ""), 0))
+    answer = Answer(20.0 if source == "cold" else 0.5, 30.0, (1, 2), PROMPT, tokens.get(SOURCES.get(source, ""), 0))
     return Run(source, answer, tokens, moved if loaded is None else loaded, read_bytes)
 
 
@@ -96,7 +96,7 @@ def test_picture_is_logarithmic_and_has_the_caption(tmp_path: Path, monkeypatch:
     drawn: list[object] = []
     save = figure.Figure.savefig
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
-    plot(REPORT, tmp_path / "ttft.png")
+    draw(REPORT, tmp_path / "ttft.png")
     assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")
     (axes,) = drawn[0].axes  # type: ignore[attr-defined]
     assert axes.get_xscale() == "log"

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -19,6 +19,7 @@ from typing import Any, Final, Self
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from nixl_tiers.cli.completions import Answer, Client, Refused
 from tests.support import vllm_cpu
 from tests.support.servers import free_ports
 
@@ -43,16 +44,6 @@ class MetricsPage:
     def total(self, name: str, **labels: str) -> float:
         """The sum over all series of this name with at least these labels; 0 if there is none."""
         return sum(s.value for s in self.samples if s.name == name and labels.items() <= s.labels.items())
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One streamed completion. `ttft_s`: seconds from sending the request to the first token."""
-
-    ttft_s: float
-    token_ids: tuple[int, ...]
-    prompt_tokens: int
-    cached_tokens: int
 
 
 class VllmServer:
@@ -152,44 +143,14 @@ class VllmServer:
 
     def ask(self, prompt: Sequence[int], max_tokens: int) -> Answer:
         """Complete `prompt` (token ids) greedily with exactly `max_tokens` tokens."""
-        body = {
-            "model": str(self._model),
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_token_ids": True,
-        }
-        connection = self._connect()
         try:
-            begun = time.perf_counter()
-            response = self._request(connection, "POST", "/v1/completions", body)
-            first_s, usage = 0.0, None
-            token_ids: list[int] = []
-            while line := response.readline():
-                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                    continue
-                event = json.loads(line[len(b"data: ") :])
-                if "error" in event:
-                    raise ServerFailure(f"the vLLM server aborted the response: {event['error']}")
-                new = [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
-                if new and not token_ids:
-                    first_s = time.perf_counter() - begun
-                token_ids += new
-                usage = event.get("usage") or usage
-        except (OSError, http.client.HTTPException) as error:
+            answer = self._client().complete(str(self._model), prompt, max_tokens)
+        except (OSError, http.client.HTTPException, Refused) as error:
             raise ServerFailure(f"the vLLM server aborted the response ({error})\n{self.log_tail()}") from error
-        finally:
-            connection.close()
-        if not token_ids or not usage:
-            raise ServerFailure(f"the vLLM server answered without any token\n{self.log_tail()}")
-        details = usage.get("prompt_tokens_details") or {}
-        return Answer(first_s, tuple(token_ids), usage["prompt_tokens"], details.get("cached_tokens") or 0)
+        return replace(answer, cached_tokens=answer.cached_tokens or 0)
 
-    def _connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_S)
+    def _client(self) -> Client:
+        return Client(f"http://127.0.0.1:{self._port}", ANSWER_S)
 
     def _healthy(self) -> bool:
         try:
@@ -202,22 +163,10 @@ class VllmServer:
         return json.loads(self._send(method, path, body))
 
     def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        connection = self._connect()
         try:
-            return self._request(connection, method, path, body).read()
-        finally:
-            connection.close()
-
-    @staticmethod
-    def _request(
-        connection: http.client.HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> http.client.HTTPResponse:
-        payload = None if body is None else json.dumps(body)
-        connection.request(method, path, payload, {"Content-Type": "application/json"} if payload else {})
-        response = connection.getresponse()
-        if response.status != http.client.OK:
-            raise ServerFailure(f"{method} {path} answered {response.status}: {response.read(500).decode()}")
-        return response
+            return self._client().send(method, path, body)
+        except Refused as error:
+            raise ServerFailure(str(error)) from error
 
 
 def _adopt_orphans(yes: bool) -> None:
