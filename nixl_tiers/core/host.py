@@ -269,12 +269,12 @@ class HostTier:
         """Whether workers may still use rows from before a reset."""
         return self._flushed < self.generation.number
 
-    def reset(self, garbage: DeferredFree) -> None:
-        """No row of before is found any more. O(1)."""
+    def reset(self, garbage: DeferredFree, held: Iterable[Row] = ()) -> None:
+        """No row of before is found any more. O(1), but for `held`: those that none was before, and workers use."""
         self.counters.reset += self.counters.rows
         self.generation.ended = True
         self.generation = Generation(self.generation.number + 1)
-        self._old.append(self.index)
+        self._old += (self.index, {row.index: row for row in held})
         garbage.add(self.evicting, self._policy, self._own)
         self.index, self.evicting, self._policy = {}, {}, self._make_policy()
         self._own = [LeafFirstLru() for _ in self._own]

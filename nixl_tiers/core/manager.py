@@ -305,7 +305,7 @@ class TierManager:
         unless `keep_tiers`, until `events.opened`.
         """
         self.savings.reset()
-        self.streams.reset()
+        held = self.streams.reset()
         self.copies.reset(self.garbage)
         self._promotion_jobs.reset(self.garbage)
         self._promotion.reset(self.garbage)
@@ -314,7 +314,7 @@ class TierManager:
         self.retention.reset(self.garbage)
         self._state.gone.clear()
         self.checks.reset(self.garbage)
-        self.host.reset(self.garbage)
+        self.host.reset(self.garbage, held)
         for tier in self.tiers:
             tier.drop_queues()
             if not keep_tiers:

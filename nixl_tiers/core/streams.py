@@ -203,10 +203,14 @@ class Streams:
         for stream in self._open.values():
             self._cut(stream, 0, reason)
 
-    def reset(self) -> None:
-        """The loads of before are not reported as ended. Another number in a slot cuts, too."""
+    def reset(self) -> list[Row]:
+        """The loads of before are not reported as ended. Another number in a slot cuts, too. Returns their rows that
+        were given up, which only they still hold."""
         self.cut_all()
+        rows = (stream.rows[place] for stream in self._open.values() for place in stream.coming)
+        held = [row for row in rows if row.removed]
         self._open, self._of_row, self._slots = {}, {}, [*range(MAX_STREAMS)]
+        return held
 
     def watch(self, now: float) -> None:
         """Call at every turn: cuts what is late, and what to compute is quicker by now than to wait for it."""

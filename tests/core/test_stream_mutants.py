@@ -55,8 +55,14 @@ class AbortsDoNotCut(TierManager):
 
 
 class ResetsDoNotCut(Streams):
-    def reset(self) -> None:
-        self._open, self._of_row = {}, {}
+    def cut_all(self, reason: Reason = "reset") -> None:
+        pass
+
+
+class GivenUpRowsAreLostAtAReset(Streams):
+    def reset(self) -> list[Row]:
+        super().reset()
+        return []
 
 
 class TheLongestWaitDoesNotCut(Streams):
@@ -123,6 +129,7 @@ MUTANTS = [
     RowsFreedAtTheCut,
     AbortsDoNotCut,
     ResetsDoNotCut,
+    GivenUpRowsAreLostAtAReset,
     TheLongestWaitDoesNotCut,
     SlotsAreUsedUp,
     SlotsAreFreedAtTheCut,

@@ -499,6 +499,21 @@ def test_a_reset_cuts_and_the_rows_are_free_once_workers_have_ended(keep: bool) 
     assert engine.core.host.used == 0
 
 
+def test_a_row_that_was_given_up_before_a_reset_is_free_once_workers_have_ended() -> None:
+    engine = Engine()
+    plan = engine.begin()
+    first, second = engine.turn()
+    engine.core.events.rows_ended(FILE, first.id, plan.rows[:1], [Outcome.FAILED], engine.now)
+    engine.core.reset(True, engine.now)
+    for job in (first, second):
+        engine.end(job)
+    engine.turn()
+    assert engine.core.host.used == 8
+    engine.core.flushed()
+    engine.turn()
+    assert engine.core.host.used == 0
+
+
 def test_a_slot_of_before_a_reset_cuts_whoever_still_reads_it() -> None:
     engine = Engine()
     old = engine.begin()
