@@ -25,7 +25,11 @@ def layers(directory: str, options: dict[str, Any], ranks: int) -> dict[str, Any
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+
+    try:
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    except ImportError:  # its place since 0.33
+        from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
 
     arguments = EngineArgs(model=directory, skip_tokenizer_init=True, enforce_eager=True, **options)
     config = arguments.create_engine_config()
