@@ -415,6 +415,12 @@ def test_bucket_is_tried_and_left_as_it_was(place: S3Config, s3_server: S3Server
     assert objects(s3_server, place) == []
 
 
+def test_bucket_is_tried_with_rows_of_an_engine(place: S3Config, s3_server: S3Server, tmp_path: Path) -> None:
+    found = named(tiers.examine(tmp_path, place, SLOW_MACHINE_S, Geometry(cells=2, cell_payload=1 << 18)))
+    assert "31 rows of 512 KiB written" in found[NAME].text
+    assert objects(s3_server, place) == []
+
+
 @pytest.mark.parametrize(
     ("answer", "status", "text"),
     [
