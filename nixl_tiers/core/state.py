@@ -56,7 +56,7 @@ class CascadeState:
         self.gone = gone
         self.prefer = prefer
         self.copies = TransferEstimate()  # from the host to the engine
-        self.tick = 0  # logical clock of use: one tick a request
+        self.tick = 1  # logical clock of use: one tick a request; 0: of rows that no request used, or a low one
         self.last_job_id = 0
         self.unfinished = False  # whether the last turn left work that could be done at once
         self.turn_due = False  # whether something was done since that a turn should follow, if it brings work

@@ -135,3 +135,12 @@ def test_without_storage_tiers_steps_work_them_off() -> None:
         core.host.make_room(4)
         assert list(core.host.index) == KEYS[:4]
         coordinator.close(0.0)
+
+
+def test_the_first_request_is_told_from_one_of_low_priority() -> None:
+    """Which gives what it stores the oldest use of all, as if it had been no use."""
+    core = core_of()
+    core.evict_first("low")
+    put(core, KEYS[:1], "low")
+    touched(core, KEYS[:1], "first")
+    assert core.host.index[KEYS[0]].tick > 0
