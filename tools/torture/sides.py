@@ -80,7 +80,7 @@ class Running:
         """Processes beside the engine's own that move its rows."""
         if self.server:
             return [self.server.pid]
-        return [pid for pid in self.engine.call(["helpers"], 60) if pid] if isinstance(self.side, Ours) else []
+        return list(self.engine.call(["helpers"], 60)) if isinstance(self.side, Ours) else []
 
     def stop(self) -> None:
         self.engine.stop()
@@ -290,7 +290,8 @@ class LMCacheS3(LMCache):
         model = Path(plan.model)
         link = model.parent / place.name / model.name
         link.parent.mkdir(exist_ok=True)
-        link.is_symlink() or link.symlink_to(model)
+        if not link.is_symlink():
+            link.symlink_to(model)
         return replace(plan, model=f"{place.name}/{model.name}", folder=str(model.parent))
 
 
