@@ -127,11 +127,12 @@ def bench(
         if not 0 < wanted <= most:
             raise InputError(f"--tokens: {name} takes prefixes of at most {most} tokens")
         load = Load(name, prefixes, rounds, wanted, at_once, secrets.randbits(32) if seed is None else seed)
-        client.complete(name, random.choices(WORDS, k=SUFFIX_TOKENS), 2)  # first uses are slow
+        counters = Counters(base)
+        counters.added_by(client.complete(name, random.choices(WORDS, k=SUFFIX_TOKENS), 2))  # first uses are slow
         with progress("asking", rounds * prefixes) as bar:
             for _ in range(rounds):
                 done.append(Round())
-                for _ in _ask(client, base, load, done[-1]):
+                for _ in _ask(client, counters, load, done[-1]):
                     bar.advance(bar.tasks[0].id)
     except KeyboardInterrupt:
         error = "stopped before all was asked for"
@@ -166,10 +167,9 @@ def _model(client: Client, base: str, wanted: str | None) -> tuple[str, int]:
     return str(chosen["id"]), int(chosen.get("max_model_len") or 1 << 20) - SUFFIX_TOKENS - OUTPUT_TOKENS
 
 
-def _ask(client: Client, base: str, load: Load, into: Round) -> Iterator[None]:
+def _ask(client: Client, counters: Counters, load: Load, into: Round) -> Iterator[None]:
     """One round, an item an answer. With one request at a time the counters tell where its tokens came from."""
     if load.at_once == 1:
-        counters = Counters(base)
         for prompt in load.prompts():
             answer = client.complete(load.model, prompt, OUTPUT_TOKENS)
             into.seconds += answer.total_s
