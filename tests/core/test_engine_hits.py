@@ -139,7 +139,7 @@ def test_without_storage_tiers_steps_work_them_off() -> None:
 
 def test_the_first_request_is_told_from_one_of_low_priority() -> None:
     """Which gives what it stores the oldest use of all, as if it had been no use."""
-    core = core_of()
+    core = TierManager(8, 4096, [], LIMITS)
     core.evict_first("low")
     put(core, KEYS[:1], "low")
     touched(core, KEYS[:1], "first")

@@ -144,16 +144,18 @@ class StreamSimulation(Simulation):
 
     def worker_finishes(self, number: int, good: bool = True) -> None:
         if not self.workers[number].stale:
-            self._flush()
+            self._cancel()
         super().worker_finishes(number, good)
 
-    def _flush(self) -> None:
-        """The engine ends what was open at a reset, which cancels streams, ahead of what came after it."""
+    def _cancel(self) -> None:
+        """The engine ends what was open at a reset ahead of what came after it: that cancels streams."""
         self.streaming = [job for job in self.streaming if not job.stale]
 
     def _end_stream(self, job: StreamJob, good: bool) -> None:
         if not job.stale:
-            self._flush()
+            self._cancel()
+            for old in [other for other in self.workers if other.stale]:
+                self._work(old, good=True)
         self.streaming.remove(job)
         if job.stale:
             return
