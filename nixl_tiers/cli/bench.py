@@ -7,7 +7,7 @@ import json
 import random
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from math import ceil
 from pathlib import Path
@@ -180,8 +180,9 @@ def _ask(client: Client, counters: Counters, load: Load, into: Round) -> Iterato
     begun = perf_counter()
     pool = ThreadPoolExecutor(load.at_once)
     try:
-        for answer in pool.map(lambda prompt: client.complete(load.model, prompt, OUTPUT_TOKENS), load.prompts()):
-            into.requests.append(Request.of(answer, {}))
+        asked = [pool.submit(client.complete, load.model, prompt, OUTPUT_TOKENS) for prompt in load.prompts()]
+        for done in as_completed(asked):
+            into.requests.append(Request.of(done.result(), {}))
             into.seconds = perf_counter() - begun
             yield
     finally:

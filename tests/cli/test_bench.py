@@ -116,12 +116,14 @@ def handler(server: Server) -> type[http.server.BaseHTTPRequestHandler]:
             if asked["model"] == "adapter":
                 self.send_error(400)
                 return
-            server.asked.append(asked["prompt"])
+            with server.lock:
+                server.asked.append(asked["prompt"])
+                dies = len(server.asked) > server.dies_after
             self.send_response(200)
             self.end_headers()
             for token in range(asked["max_tokens"]):
                 self.event({"choices": [{"text": "x", "token_ids": [token]}]})
-                if len(server.asked) > server.dies_after:
+                if dies:
                     self.close_connection = True
                     return
             cached = server.answer(asked["prompt"])
@@ -218,7 +220,8 @@ def test_what_was_measured_before_a_server_dies_is_printed(
     assert bench(server, "--prefixes", "4", "--rounds", "3", "--json", "--at-once", at_once) == FAILED
     output = capsys.readouterr()
     found = json.loads(output.out)
-    assert sum(map(len, found["rounds"])) == 5
+    # One that is answered beside the last may be on its way.
+    assert sum(map(len, found["rounds"])) in {5, 6 - int(at_once)}
     assert found["error"] == "the server ended the response before its last token"
     assert output.err == f"nixl-tiers: {found['error']}\n"
 
