@@ -269,9 +269,16 @@ def torture() -> str:
     text += f"Versions: {result['versions']}.\n"
     for sides in result["sides"]:
         shown = [cell for cell in cells if any((cell, side) in found for side in sides)]
-        lines = [(f"[{cell}](#{cell})", *(found.get((cell, side), "not tried") for side in sides)) for cell in shown]
+        lines = [
+            (f"[{cell}](#{cell})", *(found.get((cell, side), _untried(cells[cell], side)) for side in sides))
+            for cell in shown
+        ]
         text += "\n" + _table(["cell", *sides.values()], lines) if lines else ""
     return text
+
+
+def _untried(cell: Mapping[str, Any], side: str) -> str:
+    return "not tried" if side in cell["sides"] else "-"
 
 
 def torture_cells() -> str:
