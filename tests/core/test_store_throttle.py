@@ -14,9 +14,9 @@ from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.member import UNLIMITED
 from nixl_tiers.core.rows import RowState
+from nixl_tiers.core.store_throttle import StoreThrottle
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction, Job, TierSpec
-from nixl_tiers.core.writeback import StoreThrottle
 from tests.support.core import opened
 
 ROWS = 100
