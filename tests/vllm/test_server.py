@@ -222,6 +222,7 @@ def test_a_server_counts_hits_idles_without_cpu_and_exits_on_sigterm(
     start = time.time()
     with watched_by_prometheus(server, tmp_path) as watcher:
         counts_hits(server, tmp_path)
+        is_measured_by_the_bench(server, tmp_path)
         everyone = idles_without_cpu(server, watcher)
         load_and_faults(server, tmp_path, scrape=nothing if watcher is None else watcher.scrape)
         file_tier_fails_while_idle(server, tmp_path)
@@ -287,6 +288,16 @@ def counts_hits(server: VllmServer, tmp_path: Path) -> None:
     assert lines == ["cpu tier", "the file tier"]
     assert f"the file tier ({tmp_path / 'kv'}, 256 MiB) is up, 0 rows found" in log
     assert log.count("nixl_tiers: ") == 2, [line for line in log.splitlines() if "nixl_tiers: " in line]
+
+
+def is_measured_by_the_bench(server: VllmServer, tmp_path: Path) -> None:
+    """And reported, by the commands, as an operator would."""
+    url = f"http://127.0.0.1:{server.port}"
+    shape = ["--prefixes", "2", "--rounds", "2", "--tokens", str(2 * vllm_cpu.BLOCK_TOKENS)]
+    assert cli.main(["bench", url, *shape, "--out", str(tmp_path / "bench")]) == 0
+    found = json.loads((tmp_path / "bench/bench.json").read_text())
+    assert {source: each["requests"] for source, each in found["sources"].items()} == {"computed": 2, "gpu": 2}
+    assert cli.main(["report", url]) == 0
 
 
 def idles_without_cpu(server: VllmServer, watcher: Prometheus | None) -> dict[int, str]:
