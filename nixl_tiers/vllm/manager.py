@@ -35,6 +35,7 @@ from nixl_tiers.vllm.loads import Loads
 from nixl_tiers.vllm.lookups import Lookups
 from nixl_tiers.vllm.own_hits import OwnHits
 from nixl_tiers.vllm.own_time import OwnTime, OwnTimes
+from nixl_tiers.vllm.pause import PAUSE_S, Pause
 from nixl_tiers.vllm.prefill_meter import PrefillMeter, Scheduled
 from nixl_tiers.vllm.reports import REPORT_S, Reports
 from nixl_tiers.vllm.store_gate import StoreGate, WeightsGate
@@ -44,12 +45,6 @@ from nixl_tiers.vllm.wishes import Wishes
 log = logging.getLogger(__name__)
 
 SHUTDOWN_S: Final = 0.3  # vLLM kills processes that have not exited a few seconds after it asked
-
-# An engine whose requests all wait for storage or for copies runs empty steps: thousands a second where it steps in
-# its caller's process (offline LLM), and its workers spin along. That starves the movers, their supervisor and the
-# copies, so that the wait lasts several times as long (measured). Short, as no mover reports the end of a copy or a new
-# request.
-PAUSE_S: Final = 0.001
 
 _HIT: Final = LookupResult.HIT  # members of an enum are found by a slow attribute look-up before Python 3.12
 _MISS: Final = LookupResult.MISS
@@ -91,16 +86,18 @@ class NixlTiersManager(OffloadingManager):
             own=lambda: {**self._wishes.counts(), **self._stores.counts()},
         )
         self._events = events
-        self._pause_s = pause_s
         self._requests: set[str] = set()
-        self._loads = Loads(coordinator, self._groups, config)
-        self._begun: set[str] = set()  # requests that have computed something, so that any step may go on with them
         kept = config.on_reset == "keep"
         self._own_hits = OwnHits()
         self._gate = StoreGate(self._own_hits, kept=kept, one_block=coordinator.region.geometry.sub_blocks == 1)
         self.weights = WeightsGate(partial(attrgetter("ranks.weights"), coordinator.region), self._own_hits, kept=kept)
         self._meter = PrefillMeter(coordinator.observe_prefill)
-        self._lookups = Lookups(coordinator, len(groups), self._gate, self._meter, self._groups.known_tokens())
+        seen = None if events is None else events.seen
+        tokens = self._groups.known_tokens()
+        self._lookups = Lookups(coordinator, len(groups), self._gate, self._meter, tokens, seen=seen)
+        self.streams = self._lookups.streams
+        self._loads = Loads(coordinator, self._groups, config, self.streams)
+        self._pause = Pause(coordinator, self._lookups, self._loads, pause_s)
         self._closed = False
         self._has_quotas = bool(config.quotas)
         self._sees_salts = False
@@ -195,13 +192,14 @@ class NixlTiersManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = req_context.req_id
         self._requests.discard(request)
-        self._begun.discard(request)
+        self._pause.ended(request)
         self._loads.ended(request)
         self._stores.ended(request)
         self._gate.ended(request)
         self._own_hits.ended(request)
         self._meter.positions.forget(request)
         self._lookups.ended(req_context)
+        self.streams.ended(request)
         self._wishes.end(req_context)
 
     @override
@@ -215,7 +213,11 @@ class NixlTiersManager(OffloadingManager):
             answer = self._lookups.alone(key, req_context, answers)
         if answer is _MISS:
             self._lookups.count_misses(key, req_context)
-        elif self._events is not None and (answer is _HIT or compat.PENDING_IS_KEPT):
+        elif (
+            self._events is not None
+            and (answer is _HIT or compat.PENDING_IS_KEPT)
+            and not self.streams.found(req_context.req_id, key)
+        ):
             self._events.seen(key)
         return answer
 
@@ -233,6 +235,7 @@ class NixlTiersManager(OffloadingManager):
         ordered, request = list(keys), req_context.req_id
         counts = self._groups.counts(ordered)
         end = self._groups.end(ordered, counts, req_context)
+        self.streams.began(request, end)
         spec = self._loads.prepare(ordered, counts, request, end)
         for group, place in self._groups.place.items():
             self._lookups.chains.note_load(group, counts[place])
@@ -298,18 +301,15 @@ class NixlTiersManager(OffloadingManager):
             self._meter.positions.forget(request)
             self._lookups.chains.ended(request)
         self._meter.begin(time.monotonic())
-        if self._loads and (began or not self._idle()):
+        self.streams.end_step(began, preempted)
+        if self._loads and (began or not self._pause.is_idle()):
             self._loads.computed_beside()
-        self._begun.update(began)
+        self._pause.began(began)
         if self._gate.holding or self._loads:
             self.weights.computed = True
         self._look_at_weights()
-        if self._pause_s and not began and self._can_only_wait():
-            began_s = time.perf_counter()
-            with self._coordinator.changed:
-                self._coordinator.changed.wait(self._pause_s)
-            if (own_times := self._reports.own_times) is not None:
-                own_times.scheduler.seconds -= time.perf_counter() - began_s
+        if not began and (paused_s := self._pause.take()) and (own_times := self._reports.own_times) is not None:
+            own_times.scheduler.seconds -= paused_s
         self._lookups.end_step()
         self._loads.prepared = False
         self._calm = not (self._loads or self._gate.watches or self.weights.closed)
@@ -326,6 +326,7 @@ class NixlTiersManager(OffloadingManager):
         self._gate.reset(self._requests, self._loads)
         self.weights.reset()
         self._loads.reset()
+        self.streams.reset()
         self._stores.reset()
         if not self._begin_epoch():
             self._forget()
@@ -336,6 +337,8 @@ class NixlTiersManager(OffloadingManager):
         if self.weights.look():
             self._gate.weights_changed()
             self._lookups.reset()
+            with self._coordinator.core() as core:
+                core.streams.cut_all()
             self._lookups.closed = True
             self._calm = False
         if self.weights.closed:
@@ -385,19 +388,6 @@ class NixlTiersManager(OffloadingManager):
             self._closed = True
             self._reports.close()
             self._coordinator.close(SHUTDOWN_S)
-
-    def _can_only_wait(self) -> bool:
-        """Whether some request waits for storage or a copy, and no request can be computing in this step.
-
-        vLLM does not say which requests a step computes, apart from new ones. Of those that were new in a step before,
-        it can be any that neither waits nor loads.
-        """
-        return not self._loads.prepared and bool(self._lookups.waiting or self._loads) and self._idle()
-
-    def _idle(self) -> bool:
-        """Whether no request that has begun can be computing in this step."""
-        waiting = self._lookups.waiting
-        return all(request in waiting or request in self._loads for request in self._begun)
 
     def _note_position(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """vLLM offers whole chunks, in the order of the prefix within each KV group."""

@@ -147,7 +147,8 @@ class NixlTiersSpec(OffloadingSpec):
         from nixl_tiers.runtime.coordinator import Coordinator
         from nixl_tiers.vllm.events import EventLog
         from nixl_tiers.vllm.live import LiveGauges
-        from nixl_tiers.vllm.manager import PAUSE_S, NixlTiersManager
+        from nixl_tiers.vllm.manager import NixlTiersManager
+        from nixl_tiers.vllm.pause import PAUSE_S
 
         try:
             region = self._rendezvous()

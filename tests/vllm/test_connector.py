@@ -105,7 +105,7 @@ def test_the_scheduler_is_told_at_once_what_vllms_own_connector_does_not_show(mo
         scheduler_config=SimpleNamespace(policy="fcfs", max_num_batched_tokens=2048, long_prefill_token_threshold=512),
         parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
     )
-    NixlTiersConnector(config, None, None)
+    NixlTiersConnector(config, None, SimpleNamespace(kv_cache_groups=groups))
     most_tokens_of_a_prompt_in_a_step, windows = told
     assert most_tokens_of_a_prompt_in_a_step == 512
     assert windows == {1: None, 4: 3}
@@ -176,7 +176,9 @@ def test_the_spec_learns_which_ranks_hold_the_same_kv_heads(monkeypatch: pytest.
         ),
     )
     config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"spec_name": "NixlTiersSpec"}),
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config={"spec_name": "NixlTiersSpec"}, kv_load_failure_policy="recompute"
+        ),
         scheduler_config=SimpleNamespace(policy="fcfs"),
         parallel_config=SimpleNamespace(rank=1, tensor_parallel_size=4),
     )

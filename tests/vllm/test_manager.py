@@ -28,7 +28,8 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.events import EventLog
-from nixl_tiers.vllm.manager import PAUSE_S, SHUTDOWN_S, NixlTiersManager
+from nixl_tiers.vllm.manager import SHUTDOWN_S, NixlTiersManager
+from nixl_tiers.vllm.pause import PAUSE_S
 from tests.support.file_tier import file_tier, files_tier
 
 GEOMETRY = Geometry(cells=2, cell_payload=8192, sub_blocks=2)
@@ -383,7 +384,7 @@ def test_stats_are_differences_and_no_work_is_ever_pending(rig: ManagerRig) -> N
     rig.store(context, key)
     values = rig.manager.get_stats().data["data"]
     assert values["nixl_tiers:added_chunks"] == {("cpu", "stored"): 1}
-    assert values["nixl_tiers:used_bytes"] == {("cpu",): GEOMETRY.row_bytes}
+    assert [*values["nixl_tiers:used_bytes"].values()] == [GEOMETRY.row_bytes]
     assert rig.manager.get_stats() is None
     assert rig.manager.has_pending_work() is False
 
@@ -432,7 +433,8 @@ class ScriptedCoordinator:
 
     def __init__(self, answer: Lookup, source: str) -> None:
         self.answer, self.where = answer, source
-        self.changed = self.copies = self
+        self.changed = self.copies = self.streams = self
+        self.cuts = 0
         self.entered = 0
         self.region = SimpleNamespace(
             geometry=Geometry(cells=1, cell_payload=8192), ranks=SimpleNamespace(weights=(0,))
@@ -455,7 +457,7 @@ class ScriptedCoordinator:
     def count_misses(self, keys: list[bytes], request: str) -> None:
         pass
 
-    def scan(self, request: str, chain: Chain, start: int, now: float, first: int) -> Scan:
+    def scan(self, request: str, chain: Chain, start: int, now: float, first: int, *, early: int) -> Scan:
         tokens = len(chain.groups[0].keys) * chain.groups[0].chunk_tokens
         return Scan(self.answer is Lookup.PENDING, start if self.answer is Lookup.MISS else tokens)
 
@@ -482,7 +484,7 @@ class ScriptedCoordinator:
     def plan_load(self, keys: list[bytes], request: str, *, tokens: list[int], end: int | None) -> LoadPlan:
         return LoadPlan(list(range(len(keys))), [CPU] * len(keys), {})
 
-    def complete_load(self, keys: list[bytes], request: str) -> None:
+    def complete_load(self, keys: list[bytes], request: str, *, loaded: int | None) -> None:
         pass
 
     def reset(self, *, changed: bool) -> None:
@@ -490,6 +492,9 @@ class ScriptedCoordinator:
 
     def finish_request(self, request: str) -> None:
         pass
+
+    def cut_all(self) -> None:
+        self.cuts += 1
 
     def wait(self, timeout_s: float) -> None:
         self.waits_s.append(timeout_s)

@@ -174,8 +174,8 @@ def test_what_the_connector_takes_is_a_metric(rig: ManagerRig) -> None:
 def test_a_pause_is_not_the_connectors_time(rig: ManagerRig, monkeypatch: pytest.MonkeyPatch) -> None:
     own = rig.manager.times_are_published(512).scheduler
     clock = Clock()
-    monkeypatch.setattr("nixl_tiers.vllm.manager.time", SimpleNamespace(perf_counter=clock, monotonic=clock))
-    monkeypatch.setattr(rig.manager, "_can_only_wait", lambda: True)
+    monkeypatch.setattr("nixl_tiers.vllm.pause.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(rig.manager._pause, "can_only_wait", lambda: True)
 
     def pause(_: float) -> None:
         clock.now += 0.5

@@ -327,7 +327,7 @@ def test_an_engine_that_steps_with_others_never_waits_in_a_step(
     monkeypatch.setattr(NixlTiersSpec, "_rendezvous", lambda _: region)
     monkeypatch.setattr("nixl_tiers.vllm.spec.agreed_namespace", lambda *_, stages: Namespace.of({"test": 1}))
     manager = NixlTiersSpec(offloading_config(replicas=replicas)).get_manager()
-    assert bool(manager._pause_s) is pauses
+    assert bool(manager._pause.pause_s) is pauses
     manager.shutdown()
 
 
