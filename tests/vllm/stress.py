@@ -3,7 +3,8 @@
     python stress.py PLAN RESULT        both JSON files
 
 Plan: {"model": path, "transfer": fields of KVTransferConfig, "settings": arguments of LLM, "seed": n, "requests": n,
-"conversations": that are gone on with, "aborts", "resets": how likely before a step, "storm": resets in the end,
+"conversations": that are gone on with, "aborts", "resets", "faults" (the mover is killed, or stopped
+for some steps): how likely before a step, "storm": resets in the end,
 "speed": the file that says how fast the tier loads (bench/slowed_file.py), and "speeds" to choose from; without these
 the tier is as it is}. Result: counts, how many host rows are lost, and what is wrong of which request.
 
@@ -15,8 +16,11 @@ order). Its log-probability must be the same, too, which shows wrong KV that cha
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
+import signal
 import sys
 import time
 from collections import Counter
@@ -32,6 +36,7 @@ SAME = 1e-4  # without tiers it is some 1e-6
 ALIVE = 12  # requests at a time
 ANSWER = 24  # tokens at most
 OTHER_SPEED = 0.02  # how likely before a step
+GOES_ON = 0.1  # a stopped mover, how likely before a step
 RESET_AGAIN = 0.1  # how likely before a step, after a reset in vain: until one succeeds, longer chunks are not stored
 
 
@@ -71,6 +76,9 @@ def main(plan: dict[str, Any]) -> dict[str, Any]:
         stats = store.stats()
         counts["hits"] = int(sum(tier["hits"] for tier in stats.values()))
         counts["slower"] = int(stats["file"]["missed_slower"])
+        counts["streams"] = int(stats["file"]["streams"])
+        cuts = {name: int(n) for name, n in stats["file"].items() if name.startswith("streams_cut")}
+        counts.update(cuts, cut=sum(cuts.values()))
         counts["promoted"], counts["unused"] = int(stats["cpu"]["promoted"]), int(stats["cpu"]["unused"])
     finally:
         llm.llm_engine.engine_core.shutdown()
@@ -118,7 +126,7 @@ def drive(engine: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], Counter[st
     prompts: dict[str, list[int]] = {}
     answers: dict[str, Any] = {}
     alive: list[str] = []
-    cleared = True
+    cleared, stopped = True, None
     while counts["requests"] < plan["requests"] or alive:
         while len(alive) < ALIVE and counts["requests"] < plan["requests"] and rng.random() < 0.5:
             name = f"r{counts['requests']}"
@@ -136,6 +144,7 @@ def drive(engine: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], Counter[st
             cleared = reset(engine, scheduler, rng)
             counts["resets"] += 1
             counts["uncleared"] += not cleared
+        stopped = disturb(scheduler, rng, plan.get("faults", 0.0), stopped, counts)
         if "speed" in plan and rng.random() < OTHER_SPEED:
             write_speed(plan["speed"], rng.choice(plan["speeds"]))
         counts["steps"] += 1
@@ -144,8 +153,34 @@ def drive(engine: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], Counter[st
                 counts["finished"] += 1
                 alive.remove(output.request_id)
                 answers[output.request_id] = (prompts[output.request_id], output.outputs[0])
+    disturb(scheduler, rng, 0.0, stopped, counts, go_on=True)
     counts["preempted"] = sum(request.num_preemptions > 0 for request in requests.values())
     return answers, counts
+
+
+def disturb(
+    scheduler: Any,
+    rng: random.Random,
+    faults: float,
+    stopped: int | None,
+    counts: Counter[str],
+    *,
+    go_on: bool = False,
+) -> int | None:
+    """Kill the first mover, or stop it, or have it go on. Returns its process ID if it is `stopped` now."""
+    if stopped is not None:
+        if not go_on and rng.random() >= GOES_ON:
+            return stopped
+        with contextlib.suppress(ProcessLookupError):  # the supervisor has killed it
+            os.kill(stopped, signal.SIGCONT)
+        return None
+    mover: int | None = scheduler.connector.connector_scheduler.manager._coordinator.mover_pids[0]
+    if mover is None or rng.random() >= faults:
+        return None
+    kill = rng.random() < 0.25
+    counts["kills" if kill else "stops"] += 1
+    os.kill(mover, signal.SIGKILL if kill else signal.SIGSTOP)
+    return None if kill else mover
 
 
 def write_speed(path: str, mb_per_s: float) -> None:
