@@ -21,8 +21,9 @@ SIZE: Final = 60_000
 ROW_BYTES: Final = Geometry(1, SIZE).row_bytes
 ROWS: Final = 8  # of host memory
 TIER_ROWS: Final = 5 * ROWS  # some of them have no room beside the journal
-MOST_OF_A_PUT: Final = 34  # measured; 45 once
-MOST_OF_A_GET: Final = 35  # measured; 43 once
+# Measured. 45 and 43 once, 34 and 35 before five files of more than 400 lines were divided, and streams came.
+MOST_OF_A_PUT: Final = 40
+MOST_OF_A_GET: Final = 42
 PACKAGE: Final = str(Path(nixl_tiers.__file__).parent)
 
 
@@ -71,5 +72,5 @@ def test_a_put_with_eviction_and_a_get_cross_few_files(tmp_path: Path, crossed: 
         found = store.get(wanted, out)
         got = sorted(crossed)
         assert any(found)
-    assert len(put) <= MOST_OF_A_PUT, put
-    assert len(got) <= MOST_OF_A_GET, got
+    assert len(put) <= MOST_OF_A_PUT, " ".join(put)
+    assert len(got) <= MOST_OF_A_GET, " ".join(got)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NO_STREAMS: Final = "on GPUs, and without the C library, no chunks are copied as they arrive"
 NODES_S: Final = 2.0  # how long a rank waits for the others to say on which NUMA nodes their GPUs are
 
 
@@ -72,12 +73,11 @@ def worker_over(
     place_region(region, rank, node_of(open_driver().pci_address(ordinal)))
     region.prefault(rank=rank).wait()  # pinning would allocate the same pages, on one thread
     swap = CudaSwap(plan, ordinal)
-    streamed = streamed_loads(region, plan, swap)
-    region.at_close(swap.close)  # after the streams
-    for drained in (streamed, swap):
-        if drained is not None:
-            drain_before_sleep(drained)
-    return NixlTiersWorker(region, plan, swap, rank, last_block_only, jobs=PolledJobs(), streamed=streamed)
+    region.at_close(swap.close)
+    drain_before_sleep(swap)
+    # Without streams until they have run on a GPU: with `streamed_loads(region, plan, swap)`, drained before the swap,
+    # they are tried over the fake driver only.
+    return NixlTiersWorker(region, plan, swap, rank, last_block_only, jobs=PolledJobs())
 
 
 def step_clock_of(region: HostRegion, jobs: CopyJobs, rank: int) -> StepClock:
@@ -230,7 +230,10 @@ class NixlTiersWorker(OffloadingWorker):
     def publish_recompute(self) -> None:
         """Publish to the scheduler that this engine computes what a load could not bring: loads may begin whose rows
         are still to come. Not where this rank cannot copy these."""
-        self._region.ranks.publish_recompute(self._rank, self._streamed is not None)
+        if self._streamed is not None:
+            self._region.ranks.publish_recompute(self._rank, True)
+        elif self._rank == 0:
+            log.info("nixl_tiers: loads begin only when all their chunks are in host memory: %s", NO_STREAMS)
 
     def publish_own_time(self, step: int, seconds: float) -> None:
         """How long the connector has kept this worker's thread in all steps up to this one."""

@@ -18,6 +18,7 @@ from nixl_tiers.cli.checks.finding import Finding, broken, not_tried, ok
 from nixl_tiers.cli.checks.trial import NAME
 from nixl_tiers.cli.plan import Plan
 from tests.cli.test_trace import trace
+from tests.support.file_tier import file_tier
 
 LLAMA_8B = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
@@ -213,7 +214,7 @@ def test_verdict(kv: Kv, prefill: float, rate: float, movers: int, verdict: str)
 @pytest.fixture
 def configured(tmp_path: Path) -> Callable[..., str]:
     def write(**fields: Any) -> str:
-        disk = {"type": "file", "path": str(tmp_path / "kv"), "capacity": "1GiB", "movers": 1, **fields}
+        disk = file_tier(tmp_path / "kv", "1GiB", movers=1) | fields
         file = tmp_path / "tiers.json"
         file.write_text(json.dumps({"tiers": [{"type": "cpu", "capacity": "1GiB"}, disk]}))
         return str(file)

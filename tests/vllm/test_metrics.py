@@ -104,7 +104,7 @@ def test_engines_of_one_bucket_and_prefix_have_one_place_and_host_memory_of_thei
 def test_engines_of_one_directory_have_one_place(tmp_path: Path) -> None:
     def place(*names: str, **more: object) -> str:
         path = [str(tmp_path / name) for name in names]
-        return places({"type": "file", "path": path, "capacity": "1GiB", **more})[1]
+        return places({"type": "file", "path": path, "capacity": "1GiB", "min_free": 0, **more})[1]
 
     (tmp_path / "link").symlink_to("a")
     assert place("a") == place("a", replicas=8) == place("link") == place("a", layout="files")
