@@ -14,6 +14,7 @@ from bench.longdoc_engine import QUICK
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow  # a minute, and test_restart runs the same engines by the same tools
 @pytest.mark.vllm
 def test_quick_run_of_long_documents_writes_figures_and_a_plot(tmp_path: Path) -> None:
     engines = {"in-process": ["file"], "own-process": ["vllm-fs"]}
