@@ -117,7 +117,8 @@ def run(given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     try:
         for name, policy in ENGINES.items():
             file = {"type": "bench.slowed_file:SlowedFileConfig", "path": str(scratch / name), "speed": str(speed)}
-            tiers = [{"type": "cpu", "capacity": "512MiB"}, file | {"capacity": "2GiB", "min_free": 0}]
+            # A stream has at most a tenth of host memory.
+            tiers = [{"type": "cpu", "capacity": "3GiB"}, file | {"capacity": "2GiB", "min_free": 0}]
             plan = json.dumps({"tiers": tiers, "policy": policy})
             engines[name] = EngineProcess("bench.streams", "engine", plan, log=given.out / f"streams-{name}.log")
         for engine in engines.values():
