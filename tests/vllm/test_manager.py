@@ -29,6 +29,7 @@ from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.events import EventLog
 from nixl_tiers.vllm.manager import SHUTDOWN_S, NixlTiersManager
+from nixl_tiers.vllm.metrics import place_label
 from nixl_tiers.vllm.pause import PAUSE_S
 from tests.support.file_tier import file_tier, files_tier
 
@@ -384,7 +385,9 @@ def test_stats_are_differences_and_no_work_is_ever_pending(rig: ManagerRig) -> N
     rig.store(context, key)
     values = rig.manager.get_stats().data["data"]
     assert values["nixl_tiers:added_chunks"] == {("cpu", "stored"): 1}
-    assert [*values["nixl_tiers:used_bytes"].values()] == [GEOMETRY.row_bytes]
+    (((tier, place), used),) = values["nixl_tiers:used_bytes"].items()
+    assert (tier, used) == ("cpu", GEOMETRY.row_bytes)
+    assert len(place) == len(place_label(""))
     assert rig.manager.get_stats() is None
     assert rig.manager.has_pending_work() is False
 
