@@ -281,12 +281,6 @@ class Coordinator(DeprecatedCalls):
             core.savings.load_failed(request, self.now())
             self._open_loads.end(len(keys))
 
-    def cut_stream(self, request: str) -> None:
-        """The request is aborted: if it loads a stream, nothing of that comes any more. Its load is reported as ended
-        later, as always."""
-        with self._hold as core:
-            core.streams.cut(request)
-
     def prepare_store(self, keys: Sequence[Key], request: str, *, call: bool = False) -> StorePlan:
         """Rows to fill with the new ones of `keys`, in prefix order; fewer than asked when the host tier is full.
 

@@ -153,7 +153,8 @@ def test_whatever_fails_meanwhile_only_the_keys_bytes_count(node: Node, tmp_path
             continue
         time.sleep(draw.random() * 0.002)
         if draw.random() < 0.1:
-            coordinator.cut_stream(begun[0])
+            with coordinator.core() as core:
+                core.streams.cut(begun[0])
         elif (turn > 30 and not kills) or (turn > 100 and kills < 2):
             kills += 1
             os.kill(coordinator.mover_pids[0] or 0, signal.SIGKILL)

@@ -79,7 +79,8 @@ def test_rows_arrive_while_their_load_is_open(tmp_path: Path) -> None:
         assert int(region.limits[plan.stream.slot]) == plan.stream.stream << 32 | 8
         until(lambda: set(region.words[plan.rows].tolist()) == {ARRIVED}, "all rows")
         assert (region.rows_view[plan.rows, 0] == np.arange(8)).all()
-        coordinator.cut_stream("reader")
+        with coordinator.core() as core:
+            core.streams.cut("reader")
         assert int(region.limits[plan.stream.slot]) == plan.stream.stream << 32
         coordinator.complete_load(KEYS, "reader", loaded=8)
         counters = coordinator.counters()["file"]
