@@ -479,6 +479,17 @@ def test_an_abort_cuts_at_the_beginning() -> None:
     assert engine.is_idle()
 
 
+def rows_are_free_once_workers_have_ended(engine: Engine, jobs: Sequence[Job]) -> None:
+    """Those of a stream of before a reset, whose movers end now."""
+    for job in jobs:
+        engine.end(job)
+    engine.turn()
+    assert engine.core.host.used == 8
+    engine.core.flushed()
+    engine.turn()
+    assert engine.core.host.used == 0
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_reset_cuts_and_the_rows_are_free_once_workers_have_ended(keep: bool) -> None:
     engine = Engine()
@@ -490,13 +501,7 @@ def test_a_reset_cuts_and_the_rows_are_free_once_workers_have_ended(keep: bool) 
     engine.core.copies.complete_load("r", 8)  # of a job of before: nothing
     engine.turn()
     assert engine.core.host.used == 8
-    for job in jobs:
-        engine.end(job)
-    engine.turn()
-    assert engine.core.host.used == 8
-    engine.core.flushed()
-    engine.turn()
-    assert engine.core.host.used == 0
+    rows_are_free_once_workers_have_ended(engine, jobs)
 
 
 def test_a_row_that_was_given_up_before_a_reset_is_free_once_workers_have_ended() -> None:
@@ -505,13 +510,7 @@ def test_a_row_that_was_given_up_before_a_reset_is_free_once_workers_have_ended(
     first, second = engine.turn()
     engine.core.events.rows_ended(FILE, first.id, plan.rows[:1], [Outcome.FAILED], engine.now)
     engine.core.reset(True, engine.now)
-    for job in (first, second):
-        engine.end(job)
-    engine.turn()
-    assert engine.core.host.used == 8
-    engine.core.flushed()
-    engine.turn()
-    assert engine.core.host.used == 0
+    rows_are_free_once_workers_have_ended(engine, [first, second])
 
 
 def test_a_slot_of_before_a_reset_cuts_whoever_still_reads_it() -> None:
