@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from bench.connector_time import ConnectorTime
 from bench.engine_process import answer_requests, claim_stdout
+from nixl_tiers.base.kv_bytes import kv_of
 from nixl_tiers.store import TieredStore
 from tests.support import vllm_cpu
 
@@ -67,7 +68,7 @@ class Model:
         return BATCH_PROMPTS * self.prompt_tokens // 5
 
     def kv_bytes(self, tokens: int) -> int:
-        return tokens * 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * 2
+        return tokens * kv_of(asdict(self) | {"model_type": "llama"}).token_bytes
 
     def host_bytes(self, rounds: int) -> int:
         """Room in host memory for all prompts that an engine gets more than once, with their answers."""
