@@ -3,6 +3,7 @@
 #   make demo                       a real vLLM server, a hit from every tier, a table and a plot; S3=moto or the URL of
 #                                   a server that runs, OUT=demo-out, PROMPT_TOKENS=6032
 #   make test                       the tests
+#   make t T=tests/core/test_breaker.py   one file, directory or test, and nothing collected beside it
 #   make faults                     every fault on every tier; writes bench/results/faults.json and docs/internals/faults.md
 #   make stress                     random load, aborts and resets on vLLM, every answer checked; half an hour and more
 #   make torture ONLY=flipped-byte  failures that users reported, on vLLM's own tiers, LMCache and these; without ONLY an
@@ -48,7 +49,7 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # Where it is set, as in many container images, each process that a test starts compiles all of our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: all setup lint format docs dist test test-all faults stress torture matrix fuzz soak test-gds demo bench bench-server clean distclean
+.PHONY: all setup lint format docs dist test t test-all faults stress torture matrix fuzz soak test-gds demo bench bench-server clean distclean
 all: lint test
 
 setup: $(VENV)/.ready
@@ -111,6 +112,12 @@ NONE_CHOSEN := 5
 test: $(VENV)/.ready
 	$(PY) -m pytest tests/vllm -m '$(FAST) and vllm' $(PYTEST_ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m '$(FAST) and not vllm' $(PYTEST_ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
+
+# Without tests/vllm, unless T is there: importing vLLM takes longer than most files of tests.
+T :=
+t: $(VENV)/.ready
+	@test -n "$(T)" || { echo 'make t T=tests/core/test_breaker.py: a file, a directory or a test'; exit 2; }
+	@$(PY) -m pytest -q -m '$(FAST)' $(T) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.ready
 	$(PY) -m pytest $(PYTEST_ARGS)
