@@ -25,7 +25,7 @@ from bench.pages import Unavailable
 from bench.rounds import Direction, Side, Took
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import MAX_MOVES, Load, Store
+from nixl_tiers.mover.protocol import Load, Store
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.staging_trial import Measured, all_remembered
 from tests.mover.harness import MoverProcess, key_of
@@ -33,10 +33,11 @@ from tests.support.file_tier import LAYOUTS
 
 THREADS: Final = 4
 TRIES: Final = 2
+JOB_ROWS: Final = 256
 
 
 class FileTier(Side):
-    """Rows through a mover, MAX_MOVES per job, all jobs submitted at once; every row is sealed and verified."""
+    """Rows through a mover, JOB_ROWS per job, all jobs submitted at once; every row is sealed and verified."""
 
     def __init__(self, folder: Path, region: HostRegion, layout: str, staging: str, **fields: str) -> None:
         """`fields`: more of the tier's configuration."""
@@ -75,8 +76,8 @@ class FileTier(Side):
     def begin(self, kind: type[Store | Load]) -> list[int]:
         """Submit all rows; returns the jobs."""
         jobs = []
-        for start in range(0, self.region.rows, MAX_MOVES):
-            rows = range(start, min(start + MAX_MOVES, self.region.rows))
+        for start in range(0, self.region.rows, JOB_ROWS):
+            rows = range(start, min(start + JOB_ROWS, self.region.rows))
             jobs.append(self._mover.begin(kind, [Move(row, row, key_of(row), seal=kind is Store) for row in rows]))
         return jobs
 

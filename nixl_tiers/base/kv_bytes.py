@@ -33,7 +33,6 @@ _HEADS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
 }  # fmt: skip
 """By model_type, what transformers has where the file is silent, if that is not the rule."""
-KINDS: Final = (*_HEADS, *_LATENT)
 
 
 class UnknownKv(ValueError):

@@ -48,7 +48,7 @@ class Breaker:
         self.episode = 0  # how often it has opened
         self._results: deque[tuple[float, bool]] = deque(maxlen=self.limits.results)
         self._closed_at = float("-inf")
-        self._backoff_s = 0.0
+        self.backoff_s = 0.0  # how long it stays open this time
         self._retry_at = 0.0
         self._good = 0
         self._probing = False
@@ -56,11 +56,6 @@ class Breaker:
     @property
     def closed(self) -> bool:
         return self.state is BreakerState.CLOSED
-
-    @property
-    def backoff_s(self) -> float:
-        """How long it stays open this time."""
-        return self._backoff_s
 
     @property
     def wants_probe(self) -> bool:
@@ -81,9 +76,9 @@ class Breaker:
         """Open the circuit; does nothing if it is open."""
         if self.state is BreakerState.OPEN:
             return
-        calm = self.state is BreakerState.CLOSED and now - self._closed_at > max(self.limits.window_s, self._backoff_s)
-        self._backoff_s = self.limits.min_backoff_s if calm else min(2 * self._backoff_s, self.limits.max_backoff_s)
-        self._retry_at = now + self._backoff_s
+        calm = self.state is BreakerState.CLOSED and now - self._closed_at > max(self.limits.window_s, self.backoff_s)
+        self.backoff_s = self.limits.min_backoff_s if calm else min(2 * self.backoff_s, self.limits.max_backoff_s)
+        self._retry_at = now + self.backoff_s
         self.state = BreakerState.OPEN
         self.episode += 1
         self._results.clear()

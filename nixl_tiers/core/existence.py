@@ -57,14 +57,10 @@ class _TierChecks:
         self.retry_at_s = 0.0  # while slow: no check before
         self.later: OrderedDict[Key, None] = OrderedDict()  # unknown while it was slow, or had too many checks
         self._limits = limits
-        self._absent: OrderedDict[Key, float] = OrderedDict()  # key -> until when, the oldest first
-
-    @property
-    def absent_count(self) -> int:
-        return len(self._absent)
+        self.absent: OrderedDict[Key, float] = OrderedDict()  # key -> until when, the oldest first
 
     def is_absent(self, key: Key, now: float) -> bool:
-        return self._absent.get(key, now) > now
+        return self.absent.get(key, now) > now
 
     def is_unknown(self, key: Key, now: float) -> bool:
         """Whether it is neither known to be there nor known not to be."""
@@ -101,13 +97,13 @@ class _TierChecks:
 
     def remember_absent(self, absent: Collection[Key], now: float) -> None:
         for key in absent:
-            self._absent.pop(key, None)
-            self._absent[key] = now + self._limits.absent_s
+            self.absent.pop(key, None)
+            self.absent[key] = now + self._limits.absent_s
         for _ in range(2 * len(absent)):  # a bounded part of what is too old
-            oldest = next(iter(self._absent))
-            if len(self._absent) <= self._limits.absent_keys and self._absent[oldest] > now:
+            oldest = next(iter(self.absent))
+            if len(self.absent) <= self._limits.absent_keys and self.absent[oldest] > now:
                 return
-            del self._absent[oldest]
+            del self.absent[oldest]
 
     def mark_slow(self, now: float) -> None:
         """It answered late, or about no key."""
@@ -129,8 +125,8 @@ class _TierChecks:
         for check in list(self.open.values()):
             self.end(check)
         self.slow = False
-        garbage.add(self._absent, self.later)
-        self._absent, self.later = OrderedDict(), OrderedDict()
+        garbage.add(self.absent, self.later)
+        self.absent, self.later = OrderedDict(), OrderedDict()
 
 
 class ExistenceChecks:

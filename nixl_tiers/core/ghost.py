@@ -112,7 +112,7 @@ class Admission:
         if request in self._cut:
             kept = 0
         elif known < kept and self.selective and request not in self._drawn:
-            if marks[known] >> 28 & 0xF:  # of a number that is not the place
+            if (marks[known] >> 28) % SAMPLE:  # of a number that is not the place
                 kept = known
             else:
                 self._drawn.add(request)

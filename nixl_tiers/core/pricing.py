@@ -45,12 +45,12 @@ class Choice(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """What is known of a request's chain, in steps of `step_tokens` tokens and `rows_per_step` rows, from token
+    """What is known of a request's chain, in steps of `step_tokens` tokens and `step_rows` rows, from token
     `start` on. A load also reads `window_rows` rows of windowed groups, whichever its end."""
 
     start: int
     step_tokens: int
-    rows_per_step: int
+    step_rows: int
     window_rows: int = 0
 
 

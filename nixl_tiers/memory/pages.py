@@ -232,18 +232,13 @@ class Prefault:
         self._next = itertools.count()
         self._stopping = threading.Event()
         self._count = threading.Lock()
-        self._populated_bytes = 0
+        self.populated_bytes = 0
         workers = max(1, min(threads, len(os.sched_getaffinity(0)), self._chunks))
         self._threads = [
             threading.Thread(target=self._work, name=f"nixl_tiers prefault {n}", daemon=True) for n in range(workers)
         ]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def populated_bytes(self) -> int:
-        """How much is populated; the whole size at the end."""
-        return self._populated_bytes
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all threads have ended; False after `timeout_s`, which holds for each thread."""
@@ -273,8 +268,8 @@ class Prefault:
                     self._at_end(False)
                 return
             with self._count:
-                self._populated_bytes += size
-                all_populated = self._populated_bytes == self._nbytes
+                self.populated_bytes += size
+                all_populated = self.populated_bytes == self._nbytes
             if all_populated and self._at_end is not None:
                 self._at_end(True)
             if self._allocated is not None:

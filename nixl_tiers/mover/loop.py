@@ -63,7 +63,6 @@ class Mover:
         self.send_queue = SendQueue(end)
         self.stopping = False
         self._tier = tier
-        self._physical_slots = configure.physical_slots
         self._loader = configure.loader
         self._received: deque[ToMover] = deque()
         self._jobs = RunningJobs(tier, region, self.send_queue.send)

@@ -17,7 +17,6 @@ from nixl_tiers.base.manifest import Description
 from nixl_tiers.tiers.base import Count, Entry, Move, RowKey, Tick
 
 MAX_PACKET: Final = 64 << 10
-MAX_MOVES: Final = 256
 MAX_TOUCHED: Final = 4096  # of 15 bytes at most
 HEARTBEAT_S: Final = 1.0
 MAX_DENIALS: Final = 8

@@ -1024,7 +1024,7 @@ class Simulation:
             ahead = sum(not check.requests for check in shared.open.values())
             require(ahead <= max(1, self.limits.max_checks // 2), "requests find no room for their checks")
             require(len(shared.later) <= self.limits.later_keys, "too many keys are to be asked for later")
-            require(shared.absent_count <= self.limits.absent_keys, "the negative cache is too large")
+            require(len(shared.absent) <= self.limits.absent_keys, "the negative cache is too large")
 
     def _check_gone(self) -> None:
         """Nothing that others have deleted, as far as this engine was told, is promised to requests."""
