@@ -18,7 +18,7 @@ import yaml
 
 from nixl_tiers.config import schema
 from nixl_tiers.config.warnings import warnings_of
-from tests.support.dashboard import rules
+from tests.support.dashboard import RULES, rules
 from tests.support.kubernetes import KUBERNETES, NAMES, ROOT, folder, kubectl, parts, recorded, render
 
 ENGINE_BYTES: Final = 32 << 30
@@ -286,6 +286,18 @@ def test_rules_of_the_operator_are_those_of_their_generator() -> None:
     """Else run `make format`."""
     made = runpy.run_path(str(KUBERNETES / "rules.py"))
     assert made["text"]() == made["FILE"].read_text()
+
+
+def test_runbooks_become_links_to_where_the_documents_are_served() -> None:
+    """Also once more, at another address."""
+    linked = runpy.run_path(str(KUBERNETES / "rules.py"))["linked"]
+    once = linked(RULES.read_text(), "https://first.example/tiers/")
+    (group,) = yaml.safe_load(linked(once, "https://docs.example/kv"))["groups"]
+    for rule, before in zip(group["rules"], rules(), strict=True):
+        page, _, anchor = before["annotations"].pop("runbook").partition("#")
+        html = page.removeprefix("docs/").removesuffix(".md") + ".html"
+        assert rule["annotations"].pop("runbook_url") == f"https://docs.example/kv/{html}#{anchor}"
+        assert rule == before
 
 
 ON_A_CLUSTER: Final = {"apply", "delete", "exec", "label", "logs", "port-forward", "rollout"}
