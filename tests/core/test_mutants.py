@@ -329,7 +329,7 @@ class ReusedBeforeReap(Events):
 class ChecksAbsentKeysAgain(Events):
     def plan_checks(self, now: float) -> list:  # type: ignore[type-arg]
         for shared in self._checks.tiers.values():
-            shared._absent.clear()
+            shared.absent.clear()
         return super().plan_checks(now)
 
 
@@ -801,14 +801,34 @@ OF_LOADERS = [
 
 FIRST: dict[type, int] = {
     BadRowCountedTwice: 17,
-    DeadlineRearmedByARelease: 15,
-    GenerationIgnored: 24,
+    ClearsRowsInUse: 4,
+    DeadlineIgnoredForRowsBeingFilled: 1,
+    DeadlineRearmedByARelease: 17,
+    DemotedRowStaysPinned: 1,
+    EngineHitIsWritten: 1,
+    EngineHitsForgotten: 2,
+    FailedCopyIsAHit: 1,
+    GenerationIgnored: 31,
     GetsGiveUpWhenChecksAreMany: 11,
+    InterruptedCallIsAHit: 3,
+    KnownRowsAreSwept: 2,
+    LateIsWaitedFor: 1,
+    ListedRowHasTwoOwners: 1,
     LoaderDiesWithItsOwner: 7,
     LoadersOutliveTheirOwner: 21,
-    MeasuresBesideLoads: 5,
+    MeasuresBesideLoads: 7,
+    MeasuresBesideRequests: 1,
+    MeasuresIntoRowsInUse: 5,
+    MeasuresLongAfter: 5,
     MembersShareAState: 2,
+    MissesWhileListing: 2,
+    OverdueLivesOn: 2,
+    PriceForgetsDeadline: 2,
+    RequestNeverExpires: 1,
+    ReusedBeforeReap: 1,
+    SlotsFreedBeforeALoaderIsReaped: 1,
     VictimsOfBeforeAResetStay: 17,
+    WaitsForLateChecks: 1,
 }
 """Seeds that catch these at once today, so that the search is short."""
 
