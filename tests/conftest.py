@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     # Imported at run time only if a server is used: a GPU machine that runs `-m gpu` may have only torch.
     from tests.support.servers import MotoServer, RunningServer, S3Server, SeaweedServer
 
+pytest_plugins = ["tests.support.order"]
 if importlib.util.find_spec("hypothesis"):  # not installed where only `-m gpu` runs
-    pytest_plugins = ["tests.support.replay"]
+    pytest_plugins += ["tests.support.replay"]
 
 # pytest explains failed assertions of the conformance suite, as it does those of tests.
 pytest.register_assert_rewrite("nixl_tiers.testing.conformance", "nixl_tiers.testing.medium")

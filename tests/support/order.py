@@ -1,0 +1,38 @@
+"""A plugin of pytest: with `-n`, the files that take longest are begun first, so that none is left to one worker at the
+end while the others have nothing to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, islice
+from typing import Final
+
+import pytest
+
+LONG: Final = (
+    "tests/core/test_mutants.py",
+    "tests/core/test_stateful.py",
+)
+"""Those of ten seconds and more, the longest first."""
+
+
+def dealt(files: Sequence[str], workers: int) -> list[int]:
+    """The places of tests, given by their files, in the order in which they are run. `--dist worksteal` gives the first
+    of as many equal parts to the first worker, and so on; whoever is done takes from the ends of others' parts. A long
+    file stays together: tests may share what it starts."""
+    long = [[place for place, each in enumerate(files) if each == name] for name in LONG]
+    others = (place for place, each in enumerate(files) if each not in LONG)
+    order: list[int] = []
+    for worker in range(workers):
+        own = [*chain(*long[worker::workers])]
+        room = (len(files) - len(order)) // (workers - worker)
+        order += [*own, *islice(others, max(0, room - len(own)))]
+    return [*order, *others]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    workers: int = getattr(config, "workerinput", {}).get("workercount", 1)
+    if workers > 1:
+        files = [item.nodeid.partition("::")[0] for item in items]
+        items[:] = [items[place] for place in dealt(files, workers)]
