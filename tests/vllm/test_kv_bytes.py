@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import pytest
 
-from nixl_tiers.base.kv_bytes import KINDS, kv_of
+from nixl_tiers.base.kv_bytes import _HEADS, _LATENT, kv_of
 from nixl_tiers.vllm.compat import version
 
+KINDS: Final = (*_HEADS, *_LATENT)
 SMALL: Final = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 64,
     "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "dtype": "bfloat16",
