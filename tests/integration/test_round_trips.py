@@ -170,9 +170,11 @@ def test_a_tier_written_on_eviction_gets_evicted_rows_and_at_exit_the_rest(tmp_p
     setting["tiers"][0]["eviction"] = eviction
     with nixl_tiers.open(setting, 64 * KIB, "n") as store:
         until_up(store)
-        # Promotions wait for write-back only so long, and then evict unwritten rows: here, for as long as it takes.
+        # Promotions wait for write-back only so long, and then evict unwritten rows, and a tier that is late gets none:
+        # here, for as long as it takes.
         state = store.coordinator._core._state
-        state.limits = replace(state.limits, clean_wait_s=300.0)
+        late = dict.fromkeys(("soft_deadline_min_s", "hard_deadline_min_s", "hard_deadline_max_s"), 300.0)
+        state.limits = replace(state.limits, clean_wait_s=300.0, **late)
         assert store.put(keys[:40], rows[:40]) == 40
         assert store.stats()["file"]["bytes_written"] == 0
         for n in range(40, 100):

@@ -233,6 +233,11 @@ class Engine:
         ]
         return told == held and first == located
 
+    def knows_nothing(self) -> bool:
+        """Whether the router knows of no chunk in any tier."""
+        self.router.receive()
+        return not any(map(self.router.tiers, self.router.blocks))
+
     def close(self) -> None:
         self.publisher.shutdown()
         self.router.close()
@@ -261,8 +266,7 @@ def test_router_knows_what_locate_says(tmp_path: Path, on_reset: str) -> None:
             assert engine.connector.reset_cache()
             until(lambda: engine.rig.coordinator.ready, "the file tier")
             engine.step()
-            engine.router.receive()
-            assert not any(map(engine.router.tiers, engine.router.blocks)), "a reset leaves something"
+            until(engine.knows_nothing, "the router to hear of the reset")
             engine.router.blocks.clear()
             engine.kept = on_reset == "keep"
         if turn == 20:

@@ -50,6 +50,7 @@ NOT_SHOWN = {
     "absent(": "an engine that is gone",
     "vllm:num_requests_running": "an engine without tiers",
     'misses_total{reason="evicted"}[30m]': "a storage tier that is full",
+    "NixlTiersWastedWaits": "waits in vain that take longer than others: how long those take is the machine's",
     "model_name) (increase(nixl_tiers:saved": "loads that are slower than computing",
 }
 IDLE_SHARE = 0.05  # of one core, for all processes of the server together
