@@ -28,7 +28,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 PATHS ?=
 MINUTES ?= 10
-JOBS ?= 3
+JOBS ?= 4
 # Of the demo. Not from the environment, where these names may mean something else.
 S3 :=
 OUT :=
@@ -49,7 +49,7 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # Where it is set, as in many container images, each process that a test starts compiles all of our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: all setup lint format docs dist test t test-all faults stress torture matrix fuzz soak test-gds demo bench bench-server clean distclean
+.PHONY: all setup compiled lint format docs dist test t test-all faults stress torture matrix fuzz soak test-gds demo bench bench-server clean distclean
 all: lint test
 
 setup: $(VENV)/.ready
@@ -105,8 +105,8 @@ dist: $(VENV)/.ready
 	NIXL_TIERS_DIST=dist $(PY) -m pytest -q tests/test_dist.py
 
 # The engines one after the other and alone: the threads of vLLM for CPUs spin, and any load beside them costs a multiple.
-# The rest waits for processes and servers most of the time: all of it and its child processes take 940 s of processor
-# time, and two at a time 24 minutes on 2 cores, so that three at a time have room.
+# The rest waits for processes and servers nearly half of its time, so that four at a time have room on 2 cores;
+# tests/support/order.py begins what takes long.
 FAST := not slow and not faults and not stress
 NONE_CHOSEN := 5
 test: $(VENV)/.ready
@@ -118,6 +118,11 @@ T :=
 t: $(VENV)/.ready
 	@test -n "$(T)" || { echo 'make t T=tests/core/test_breaker.py: a file, a directory or a test'; exit 2; }
 	@$(PY) -m pytest -q -m '$(FAST)' $(T) $(PYTEST_ARGS)
+
+# Compiles the tests and what they import, which else every worker of pytest does for itself, and the first engine for
+# vLLM. Says nothing: what cannot be imported fails in `test`.
+compiled: $(VENV)/.ready
+	@$(PY) -m pytest --collect-only -qq >/dev/null 2>&1 || true
 
 test-all: $(VENV)/.ready
 	$(PY) -m pytest $(PYTEST_ARGS)

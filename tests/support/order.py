@@ -11,7 +11,21 @@ import pytest
 
 LONG: Final = (
     "tests/core/test_mutants.py",
+    "tests/integration/test_budget_s3.py",
     "tests/core/test_stateful.py",
+    "tests/integration/test_budget.py",
+    "tests/integration/test_faults.py",
+    "tests/integration/test_exits.py",
+    "tests/core/test_order.py",
+    "tests/core/test_stream_mutants.py",
+    "tests/integration/test_kill_pairs.py",
+    "tests/integration/test_kill_rounds.py",
+    "tests/vllm/test_kv_bytes.py",
+    "tests/test_monitoring.py",
+    "tests/test_dist.py",
+    "tests/core/test_crossover.py",
+    "tests/integration/test_corruption.py",
+    "tests/core/test_announced.py",
 )
 """Those of ten seconds and more, the longest first."""
 
