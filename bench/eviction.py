@@ -2,7 +2,8 @@
 
     python bench/eviction.py [--trace PATH] [--policies lru,s3fifo,arc] [--shares 1,2,5,10,20] [--profile]
 
-Replays a trace as `nixl-tiers plan --trace` does (nixl_tiers/cli/trace.py). Capacities are shares of the trace's
+Replays a trace through the real core, in virtual time and without I/O, as `nixl-tiers plan --trace` does
+(nixl_tiers/cli/trace.py), but with every policy, and with a file tier below. Capacities are shares of the trace's
 distinct blocks. "Belady" knows the future: the block needed last is evicted first, and a block that is never
 needed again is not admitted. The second table has a host tier of 1 % over a file tier of 10 %, each with its own
 policy, whose movers finish at once.
@@ -27,10 +28,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
-from nixl_tiers.base.chunk import Key
-from nixl_tiers.base.policies import Eviction
-from nixl_tiers.cli.trace import Meter, Prompt, read, replay
+from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.cli.trace import ROW_BYTES, Prompt, read
+from nixl_tiers.core.key_lookup import Lookup
+from nixl_tiers.core.listing import take_all
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import CPU
+from nixl_tiers.core.types import TierSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACE = ROOT.parent / "shared" / "traces" / "mooncake_conversation.jsonl"
@@ -50,7 +55,7 @@ CHECKED = ("lru", "belady")
 TOLERANCE = 0.5
 
 
-class Clock(Meter):
+class Meter:
     """Processor time that the core took, by kind of call, and the blocks that it was spent on."""
 
     def __init__(self) -> None:
@@ -60,6 +65,7 @@ class Clock(Meter):
 
     @contextmanager
     def take(self, kind: str) -> Iterator[None]:
+        """Around the calls of this kind; "request": around all of one request."""
         start = time.thread_time()
         yield
         spent_s = time.thread_time() - start
@@ -86,10 +92,84 @@ class Result:
 
 def timed(prompts: Sequence[Prompt], rows: int, policy: Eviction, below: int = 0) -> Result:
     """`replay`, with what it costs."""
-    clock = Clock()
+    meter = Meter()
     gc.collect()
-    hits = replay(prompts, rows, policy, below, clock).hits
-    return Result(hits, clock.us_per_block(), 1e3 * clock.slowest_s)
+    hits = replay(prompts, rows, policy, below, meter)
+    return Result(hits, meter.us_per_block(), 1e3 * meter.slowest_s)
+
+
+def replay(prompts: Sequence[Prompt], rows: int, policy: Eviction, below: int, meter: Meter) -> dict[str, float]:
+    """All prompts through a host tier of `rows` rows, over a file tier of `below` rows if there are any. Hits in per
+    cent of all look-ups, by the tier that the bytes came from."""
+    specs = [TierSpec("file", Write.THROUGH, physical_slots=True)] if below else []
+    core = TierManager(rows, ROW_BYTES, specs, policy=policy)
+    if below:
+        take_all(core.events.opened(0, below))
+        core.events.listed(0, [], last=True)
+    hits: dict[str, int] = dict.fromkeys((CPU, *(spec.name for spec in specs)), 0)
+    for prompt in prompts:
+        with meter.take("request"):
+            found = _look_up(core, prompt, meter)
+            for source in core.sources(found):
+                hits[source] += 1
+            _serve(core, prompt, found, meter)
+    blocks = sum(len(prompt.keys) for prompt in prompts)
+    return {tier: 100 * count / max(1, blocks) for tier, count in hits.items()}
+
+
+def _look_up(core: TierManager, prompt: Prompt, meter: Meter) -> list[Key]:
+    """Scan the prefix, wait for promotions, scan again, as an engine does until a request may run."""
+    while True:
+        hits = 0
+        answer = Lookup.MISS
+        pending = False
+        with meter.take("lookup"):
+            for end, key in enumerate(prompt.keys):
+                answer = core.lookup(key, prompt.name, end, prompt.now_s)
+                if answer is Lookup.MISS:
+                    break
+                pending = pending or answer is Lookup.PENDING
+                hits += 1
+        meter.count("lookup", hits + (answer is Lookup.MISS))
+        if not pending:
+            return prompt.keys[:hits]
+        core.end_step()
+        _run_movers(core, prompt.now_s, meter)
+
+
+def _serve(core: TierManager, prompt: Prompt, found: list[Key], meter: Meter) -> None:
+    rest = prompt.keys[len(found) :]
+    with meter.take("load"):
+        core.copies.prepare_load(found, prompt.name)
+        core.copies.complete_load(prompt.name)
+    with meter.take("store"):
+        plan = core.copies.prepare_store(rest, prompt.name)
+        core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())
+    with meter.take("end"):
+        core.finish_request(prompt.name)
+        core.end_step()
+    for kind, keys in (("load", found), ("store", rest), ("end", prompt.keys)):
+        meter.count(kind, len(keys))
+    if core.tiers:
+        _run_movers(core, prompt.now_s, meter)
+
+
+def _run_movers(core: TierManager, now_s: float, meter: Meter) -> None:
+    """Movers that finish all planned jobs at once."""
+    while True:
+        with meter.take("plan"):
+            jobs = core.events.plan(now_s)
+        rows = sum(len(job.moves) for job in jobs)
+        meter.count("plan", rows)
+        with meter.take("finished"):
+            for job in jobs:
+                core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), now_s)
+        meter.count("finished", rows)
+        for tier in core.tiers:
+            for _ in tier.members[0].delete_batches(256):
+                pass
+        if not jobs:
+            return
 
 
 def belady(prompts: Sequence[Prompt], rows: int) -> float:
@@ -203,7 +283,7 @@ def main() -> int:
     print(f"{len(prompts)} requests, {sum(len(p.keys) for p in prompts)} look-ups, {distinct} distinct blocks")
     if args.profile:
         sizes = distinct * HOST_PERCENT // 100, distinct * FILE_PERCENT // 100
-        profiled(lambda: replay(prompts, sizes[0], names[0], sizes[1]))
+        profiled(lambda: replay(prompts, sizes[0], names[0], sizes[1], Meter()))
         return 0
     report = {
         "trace": args.trace.name,

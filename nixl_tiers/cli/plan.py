@@ -207,9 +207,9 @@ def _replayed(made: Plan, prompts: Sequence[Prompt], capacities: Sequence[int]) 
         for capacity in capacities:
             rows = min(distinct, made.tokens([capacity]) // BLOCK_TOKENS)
             if rows:
-                found = replay(prompts, rows, "lru")
+                found = replay(prompts, rows)
                 day = found.stored * block_bytes * 86400 / seconds
-                yield {"capacity": capacity, "hits": found.hits[CPU] / 100, "written_bytes_per_day": day}
+                yield {"capacity": capacity, "hits": found.hits, "written_bytes_per_day": day}
             bar.advance(bar.tasks[0].id)
 
 

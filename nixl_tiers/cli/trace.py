@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
-from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.base.chunk import Key
 from nixl_tiers.cli.output import InputError
 from nixl_tiers.core.key_lookup import Lookup
-from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.rows import CPU
-from nixl_tiers.core.types import TierSpec
 
 BLOCK_TOKENS: Final = 512
-_ROW_BYTES: Final = 4096  # nothing is moved
+ROW_BYTES: Final = 4096  # nothing is moved
 
 
 @dataclass(frozen=True)
@@ -35,21 +31,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Replayed:
-    """`hits`: per cent of all look-ups, by the tier that the bytes came from. `stored`: blocks, into host memory."""
+    """`hits`: the share of all look-ups. `stored`: blocks."""
 
-    hits: dict[str, float]
+    hits: float
     stored: int
-
-
-class Meter:
-    """Is told what calls of the core are for, and of how many blocks. This one measures nothing."""
-
-    def take(self, kind: str) -> AbstractContextManager[None]:
-        """Around the calls of this kind; "request": around all of one request."""
-        return nullcontext()
-
-    def count(self, kind: str, blocks: int) -> None:
-        pass
 
 
 def read(path: Path) -> list[Prompt]:
@@ -71,80 +56,24 @@ def read(path: Path) -> list[Prompt]:
     return prompts
 
 
-def replay(
-    prompts: Sequence[Prompt], rows: int, policy: Eviction, below: int = 0, meter: Meter | None = None
-) -> Replayed:
-    """All prompts through a host tier of `rows` rows, over a file tier of `below` rows if there are any."""
-    meter = meter or Meter()
-    specs = [TierSpec("file", Write.THROUGH, physical_slots=True)] if below else []
-    core = TierManager(rows, _ROW_BYTES, specs, policy=policy)
-    if below:
-        take_all(core.events.opened(0, below))
-        core.events.listed(0, [], last=True)
-    hits: dict[str, int] = dict.fromkeys((CPU, *(spec.name for spec in specs)), 0)
-    stored = 0
+def replay(prompts: Sequence[Prompt], rows: int) -> Replayed:
+    """All prompts through one tier of `rows` rows, the least recently used ones of which are evicted first."""
+    core = TierManager(rows, ROW_BYTES, [], policy="lru")
+    hits = stored = 0
     for prompt in prompts:
-        with meter.take("request"):
-            found = _look_up(core, prompt, meter)
-            for source in core.sources(found):
-                hits[source] += 1
-            stored += _serve(core, prompt, found, meter)
-    blocks = sum(len(prompt.keys) for prompt in prompts)
-    return Replayed({tier: 100 * count / max(1, blocks) for tier, count in hits.items()}, stored)
-
-
-def _look_up(core: TierManager, prompt: Prompt, meter: Meter) -> list[Key]:
-    """Scan the prefix, wait for promotions, scan again, as an engine does until a request may run."""
-    while True:
-        hits = 0
-        answer = Lookup.MISS
-        pending = False
-        with meter.take("lookup"):
-            for end, key in enumerate(prompt.keys):
-                answer = core.lookup(key, prompt.name, end, prompt.now_s)
-                if answer is Lookup.MISS:
-                    break
-                pending = pending or answer is Lookup.PENDING
-                hits += 1
-        meter.count("lookup", hits + (answer is Lookup.MISS))
-        if not pending:
-            return prompt.keys[:hits]
-        core.end_step()
-        _run_movers(core, prompt.now_s, meter)
-
-
-def _serve(core: TierManager, prompt: Prompt, found: list[Key], meter: Meter) -> int:
-    """How many blocks were stored."""
-    rest = prompt.keys[len(found) :]
-    with meter.take("load"):
-        core.copies.prepare_load(found, prompt.name)
+        found = _hits(core, prompt)
+        hits += found
+        core.copies.prepare_load(prompt.keys[:found], prompt.name)
         core.copies.complete_load(prompt.name)
-    with meter.take("store"):
-        plan = core.copies.prepare_store(rest, prompt.name)
+        plan = core.copies.prepare_store(prompt.keys[found:], prompt.name)
         core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())
-    with meter.take("end"):
         core.finish_request(prompt.name)
         core.end_step()
-    for kind, keys in (("load", found), ("store", rest), ("end", prompt.keys)):
-        meter.count(kind, len(keys))
-    if core.tiers:
-        _run_movers(core, prompt.now_s, meter)
-    return len(plan.keys)
+        stored += len(plan.keys)
+    return Replayed(hits / max(1, sum(len(prompt.keys) for prompt in prompts)), stored)
 
 
-def _run_movers(core: TierManager, now_s: float, meter: Meter) -> None:
-    """Movers that finish all planned jobs at once."""
-    while True:
-        with meter.take("plan"):
-            jobs = core.events.plan(now_s)
-        rows = sum(len(job.moves) for job in jobs)
-        meter.count("plan", rows)
-        with meter.take("finished"):
-            for job in jobs:
-                core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), now_s)
-        meter.count("finished", rows)
-        for tier in core.tiers:
-            for _ in tier.members[0].delete_batches(256):
-                pass
-        if not jobs:
-            return
+def _hits(core: TierManager, prompt: Prompt) -> int:
+    """How many blocks the request finds until its first miss."""
+    answers = (core.lookup(key, prompt.name, end, prompt.now_s) for end, key in enumerate(prompt.keys))
+    return sum(1 for _ in takewhile(lambda answer: answer is Lookup.HIT, answers))

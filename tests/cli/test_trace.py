@@ -9,7 +9,6 @@ import pytest
 
 from nixl_tiers.cli.output import InputError
 from nixl_tiers.cli.trace import read, replay
-from nixl_tiers.core.rows import CPU
 
 
 def trace(folder: Path, *prompts: list[int]) -> Path:
@@ -22,20 +21,15 @@ def trace(folder: Path, *prompts: list[int]) -> Path:
 def test_hits_are_the_leading_run_and_only_what_is_missing_is_stored(tmp_path: Path) -> None:
     prompts = read(trace(tmp_path, [1, 2, 3], [1, 2, 4], [5, 2, 3]))
     assert [prompt.now_s for prompt in prompts] == [0, 1, 2]
-    found = replay(prompts, 16, "lru")
-    assert (found.hits, found.stored) == ({CPU: 100 * 2 / 9}, 5)
+    found = replay(prompts, 16)
+    assert (found.hits, found.stored) == (2 / 9, 5)
 
 
 def test_too_small_a_tier_forgets(tmp_path: Path) -> None:
     prompts = read(trace(tmp_path, [1, 2], [3, 4], [1, 2], [3, 4]))
-    assert replay(prompts, 4, "lru").hits == {CPU: 50.0}
-    found = replay(prompts, 2, "lru")
-    assert (found.hits, found.stored) == ({CPU: 0.0}, 8)
-
-
-def test_a_file_tier_below_has_what_the_host_forgot(tmp_path: Path) -> None:
-    prompts = read(trace(tmp_path, [1, 2], [3, 4], [1, 2]))
-    assert replay(prompts, 2, "lru", below=8).hits == {CPU: 0.0, "file": 100 / 3}
+    assert replay(prompts, 4).hits == 0.5
+    found = replay(prompts, 2)
+    assert (found.hits, found.stored) == (0, 8)
 
 
 @pytest.mark.parametrize(
