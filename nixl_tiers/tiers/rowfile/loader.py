@@ -9,13 +9,10 @@ core tells the other mover, which deletes it.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers.rowfile.directory import ServerTime
 from nixl_tiers.tiers.rowfile.names import RowPath
 from nixl_tiers.tiers.rowfile.namespace import NamespaceRows
 from nixl_tiers.tiers.rowfile.quota import DirQuota
@@ -25,16 +22,9 @@ from nixl_tiers.tiers.rowfile.tier import RowFileTier
 class RowFileLoader(RowFileTier):
     """Beside a `RowFileTier` with the same configuration."""
 
-    def __init__(
-        self,
-        config: FileConfig,
-        geometry: Geometry,
-        region: HostRegion,
-        clock: Callable[[], float] = time.time,
-        server_time: ServerTime | None = None,
-    ) -> None:
+    def __init__(self, config: FileConfig, geometry: Geometry, region: HostRegion) -> None:
         """As of `RowFileTier`."""
-        super().__init__(config.model_copy(update={"write": "off"}), geometry, region, clock, server_time)
+        super().__init__(config.model_copy(update={"write": "off"}), geometry, region)
 
     def _make_quota(self) -> DirQuota:
         return CountsNothing(self._config.capacity, self._row_bytes)

@@ -160,15 +160,15 @@ class S3Control:
         """Whether the last delete request has failed, and the retry waits for its backoff."""
         return self._backoff_s["delete"] > 0 and time.monotonic() < self._not_before["delete"]
 
-    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Send the queued deletes, as far as that takes no longer than `timeout_s`, and stop."""
+    def close(self) -> None:
+        """Send the queued deletes, as far as that takes no longer than CLOSE_TIMEOUT_S, and stop."""
         if self._thread is None:
             return
         with self._wake:
             self._listing = None
             self._closing = True
             self._wake.notify()
-        self._thread.join(timeout_s)
+        self._thread.join(CLOSE_TIMEOUT_S)
         self.drop_deletes()
 
     @property

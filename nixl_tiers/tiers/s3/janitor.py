@@ -124,10 +124,10 @@ class Janitor:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Stop within `timeout_s`, and release the lease, so that the others need not wait until it expires."""
+    def close(self) -> None:
+        """Stop within CLOSE_TIMEOUT_S, and release the lease, so that the others need not wait until it expires."""
         self._stop.set()
-        self._thread.join(timeout_s)
+        self._thread.join(CLOSE_TIMEOUT_S)
 
     # The thread
 

@@ -179,12 +179,12 @@ class PrefixLease(Lease):
         self._thread.start()
         self._answered.wait(wait_s)
 
-    def close(self, *, release: bool, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Stop within `timeout_s`. `release`: hand the lease over, as nothing that was begun can still arrive."""
+    def close(self, *, release: bool) -> None:
+        """Stop within CLOSE_TIMEOUT_S. `release`: hand the lease over, as nothing that was begun can still arrive."""
         self._release = release
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(timeout_s)
+            self._thread.join(CLOSE_TIMEOUT_S)
 
     # The thread
 

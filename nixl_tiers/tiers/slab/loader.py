@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable
 from typing import Final, cast
 
@@ -37,10 +36,8 @@ _NOTHING_OPEN: Final = "the mover that stores there has opened nothing yet"
 class SlabLoader(SlabTier):
     """Beside a `SlabTier` with the same configuration."""
 
-    def __init__(
-        self, config: FileConfig, geometry: Geometry, region: HostRegion, clock: Callable[[], float] = time.time
-    ) -> None:
-        super().__init__(config.model_copy(update={"write": "off"}), geometry, region, clock)
+    def __init__(self, config: FileConfig, geometry: Geometry, region: HostRegion) -> None:
+        super().__init__(config.model_copy(update={"write": "off"}), geometry, region)
 
     def _open_shard(self, namespace: bytes, epoch: int) -> Shard:
         part = self.opening.decode().partition(" ")[0]
