@@ -20,8 +20,9 @@ from nixl_tiers.tiers.base import EndedMoves, Entry, FinishedBatch, Move, Storag
 from nixl_tiers.tiers.disk import SLAB_LOCK, FreeSpace, MountGuard, describe, open_error, prepare_path
 from nixl_tiers.tiers.manifests import ManifestKeeper
 from nixl_tiers.tiers.move_queue import Unit
+from nixl_tiers.tiers.slab.growth import GROWTH_S, OVERDUE_S, Growth
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
-from nixl_tiers.tiers.slab.shard import GROWTH_S, OVERDUE_S, Growth, Shard, ShardManifests, slots_within
+from nixl_tiers.tiers.slab.shard import Shard, ShardManifests, slots_within
 from nixl_tiers.tiers.slab.slabs import NoSpace
 from nixl_tiers.tiers.slab.transfers import TierSide, open_transfers
 

@@ -1,0 +1,93 @@
+"""Growth: how many slots of an open shard may be used now, and an empty tail of its slabs that is given back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nixl_tiers.base.log_once import LogOnce
+from nixl_tiers.tiers.base import Entry
+from nixl_tiers.tiers.disk import describe
+from nixl_tiers.tiers.slab.shard import Shard
+from nixl_tiers.tiers.slab.slabs import NoSpace
+
+logger = logging.getLogger(__name__)
+
+GROWTH_S: Final = 1.0
+OVERDUE_S: Final = 5.0  # how long stores wait for a growth, which waits for the processes that hold the path's lock
+RETRY_S: Final = 2.0  # between two tries to grow, when there was no room
+_SEARCH_SLOTS: Final = 1 << 16
+_SPARE_EXTENTS: Final = 2  # an empty tail of fewer is kept: it would soon be allocated again
+
+
+class Growth:
+    """How many slots of one open shard may be used now: fewer than its layout has while there is no room to grow.
+
+    A refused growth lowers the number of slots to what is allocated, so that the core evicts to store more; from time
+    to time growing is tried again. An empty tail of the slabs is given back to the file system.
+    """
+
+    def __init__(self, shard: Shard, allocator: ThreadPoolExecutor) -> None:
+        """`allocator`: the one thread on which slabs grow and are cut."""
+        self.slots = shard.slabs.layout.slots
+        self._shard = shard
+        self._allocator = allocator
+        self._retry_at_s = 0.0
+        self._log_once = LogOnce(logger)
+
+    def refused(self) -> None:
+        """There was no room to grow: only what is allocated may be used, and the core must evict to store more."""
+        self.slots = min(self.slots, self._shard.slabs.end)
+        self._retry_at_s = time.monotonic() + RETRY_S
+
+    def maintain(self, in_use: Callable[[], set[int]], growing: Callable[[], bool]) -> Iterator[list[Entry]]:
+        """Try again to grow, and free an empty tail; see StorageTier.maintain.
+
+        `in_use`: slots that jobs read or write; `growing`: whether the slabs are growing now.
+        """
+        slabs, layout = self._shard.slabs, self._shard.slabs.layout
+        if self.slots < layout.slots and time.monotonic() >= self._retry_at_s and not growing():
+            self._retry_at_s = time.monotonic() + RETRY_S
+            trying = self._allocator.submit(slabs.grow, slabs.end)
+            while not trying.done():
+                yield []
+            with suppress(NoSpace, OSError):
+                trying.result()
+                self.slots = layout.slots
+        # Before the journal is complete, what is in the tail is not known.
+        if self._shard.journal.complete:
+            yield from self._free_tail(in_use())
+
+    def _free_tail(self, in_use: set[int]) -> Iterator[list[Entry]]:
+        """Free the allocated slots behind the last row, but for an extent."""
+        slabs, journal = self._shard.slabs, self._shard.journal
+        extent = slabs.layout.extent_slots
+        end = max(_last_held(journal.tags, slabs.end), max(in_use, default=-1)) + 1
+        end = (-(-end // extent) + 1) * extent
+        if slabs.end - end >= _SPARE_EXTENTS * extent:
+            journal.sealed_at[end:] = 0
+            freeing = self._allocator.submit(slabs.free, slabs.truncate(end))
+            while not freeing.done():
+                yield []
+            try:
+                freeing.result()
+            except OSError as error:
+                self._log_once.report("free", f"{self._shard.path}: empty slabs cannot be freed ({describe(error)})")
+
+
+def _last_held(tags: NDArray[np.uint64], end: int) -> int:
+    """The last slot below `end` that holds a key, or -1."""
+    while end > 0:
+        start = max(0, end - _SEARCH_SLOTS)
+        held = np.flatnonzero(tags[start:end])
+        if len(held):
+            return start + int(held[-1])
+        end = start
+    return -1
