@@ -24,15 +24,12 @@ from nixl_tiers.base.manifest import Description
 from nixl_tiers.config.schema import StorageConfig, TiersConfig, tier_to_dict
 from nixl_tiers.core.listing import Steps
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.member import Member
 from nixl_tiers.core.slots import slots_each
-from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction, Job, TierState
 from nixl_tiers.memory.columns import ListedColumns
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.handler import Turn
 from nixl_tiers.mover.protocol import (
-    MAX_TOUCHED,
     CheckExistence,
     Configure,
     Delete,
@@ -50,16 +47,14 @@ from nixl_tiers.mover.protocol import (
     Store,
     ToCoordinator,
     ToMover,
-    Touch,
     packet_of,
 )
 from nixl_tiers.mover.supervisor import IDLE_S, TICK_S, Supervisor
 from nixl_tiers.runtime.mover_status import MoverStatus, mover_name
+from nixl_tiers.runtime.recent_uses import RecentUses
 from nixl_tiers.runtime.tier_log import LogQueue
 from nixl_tiers.tiers.base import MAX_SLOTS, Move
 
-TOUCH_S: Final = 1.0  # between two packets of recent uses to one mover
-USES_A_PART: Final = 256
 _OUTCOMES: Final = {outcome.value: outcome for outcome in Outcome}
 DROPPED_PER_TURN: Final = 4096  # entries of structures that a reset has replaced
 PAUSE_S: Final = 0.0001  # between two steps of a listing
@@ -102,7 +97,7 @@ class MoverLink:
         self._core = core
         self._row_bytes = region.geometry.row_bytes
         self._clock = clock
-        self._touch_s = TOUCH_S
+        self._recent_uses = RecentUses(core, changed)
         self.supervisor = Supervisor(
             _configures([(member, loader) for *_, member, loader in movers], region, engine_id(), description),
             [name for _, name, *_ in movers],
@@ -131,11 +126,8 @@ class MoverLink:
             self.supervisor.wake_soon()
 
     def flush_recent_uses(self) -> None:
-        """The movers are about to be stopped: the next tick sends all recent uses, in as many packets as they take.
-        Call it with the lock held."""
-        self._touch_s = 0.0
-        for mover in self.movers:
-            mover.touch_at_s = 0.0
+        """The movers are about to be stopped: the next tick sends all recent uses. Call it with the lock held."""
+        self._recent_uses.flush()
 
     @property
     def ready(self) -> bool:
@@ -278,7 +270,7 @@ class MoverLink:
             unfinished, pause_s = self._core.events.unfinished, self._core.events.pause_s
             unfinished |= any(member.to_delete and member.send_credits > 0 for member in members)
             busy = pause_s > 0 or self._core.events.busy
-        messages += self._touches(now)
+        messages += self._recent_uses.messages(now)
         garbage = self._core.garbage
         garbage.drop(DROPPED_PER_TURN)
         if self.after_tick is not None:
@@ -297,29 +289,6 @@ class MoverLink:
                 yield
         finally:
             self._log_queue.write()
-
-    def _touches(self, now: float) -> list[tuple[int, ToMover]]:
-        """The rows used lately, in at most one packet a mover every `_touch_s`. Takes the lock for a part at a time."""
-        messages: list[tuple[int, ToMover]] = []
-        for each in self._core.tiers:
-            first = each.members[0].number
-            statuses = self.movers[first : first + len(each.members)]
-            while now >= statuses[0].touch_at_s and each.send_credits > 0 and each.state is TierState.UP:
-                used: list[tuple[int, int]] = []
-                for _ in range(MAX_TOUCHED // USES_A_PART):
-                    with self.changed:
-                        some = each.index.take_uses(USES_A_PART)
-                    used += some
-                    if not some:
-                        break
-                if not used:
-                    break
-                for member, part in _by_member(each, used):
-                    if member.send_credits > 0 and member.state is TierState.UP:  # else its journal has older times
-                        messages.append((member.number, Touch(part)))
-                        member.send_credits -= 1
-                statuses[0].touch_at_s = now + self._touch_s
-        return messages
 
     def _packet_of(self, job: Job, now: float) -> bytes | None:
         """The message for a job; None if it is too large for any mover to accept, which fails this job only."""
@@ -370,17 +339,6 @@ def _outcomes(codes: bytes) -> list[Outcome]:
         return [_OUTCOMES[code] for code in codes]
     except KeyError as error:
         raise ValueError(f"{error} is no outcome") from None
-
-
-def _by_member(tier: Tier, used: list[tuple[int, int]]) -> list[tuple[Member, list[tuple[int, int]]]]:
-    """(slot, tick) of rows of these members, with the slots that their media know."""
-    if len(tier.members) == 1:
-        return [(tier.members[0], used)]
-    parts: dict[int, list[tuple[int, int]]] = {}
-    for slot, tick in used:
-        member = tier.members[tier.index.place_of_slot(slot)]
-        parts.setdefault(member.place, []).append((slot - member.first_slot, tick))
-    return [(tier.members[place], part) for place, part in parts.items()]
 
 
 def _message(job: Job, first: int) -> Store | Load:

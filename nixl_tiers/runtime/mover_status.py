@@ -26,7 +26,6 @@ class MoverStatus:
         self.used_bytes = 0
         self.listed_rows = 0
         self.staged = (False, False)  # loads and stores
-        self.touch_at_s = 0.0  # when the next packet of recent uses may be sent
 
 
 def gauges(movers: Sequence[MoverStatus]) -> dict[str, float]:

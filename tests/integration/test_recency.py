@@ -18,7 +18,7 @@ from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Touch
-from nixl_tiers.runtime import mover_link
+from nixl_tiers.runtime import recent_uses
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.tiers.slab.shard import slots_within
 from nixl_tiers.tiers.slab.tier import SlabTier
@@ -122,8 +122,8 @@ def test_recency_is_in_the_journal_soon_without_a_restart(tmp_path: Path) -> Non
 
 def test_recent_uses_are_sent_once_a_second_and_all_of_them_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """And within the messages that a mover takes."""
-    monkeypatch.setattr(mover_link, "MAX_TOUCHED", 2)
-    monkeypatch.setattr(mover_link, "USES_A_PART", 1)
+    monkeypatch.setattr(recent_uses, "MAX_TOUCHED", 2)
+    monkeypatch.setattr(recent_uses, "USES_A_PART", 1)
     now = 100.0
     with HostRegion.create(GEOMETRY, 4) as region:
         tiers = configuration.load(config(Path("/unused")))
