@@ -98,6 +98,7 @@ setup(
         Extension(
             "nixl_tiers.core._tier_rows",
             sources=["csrc/tier_rows.c"],
+            depends=["csrc/tier_rows.h"],
             extra_compile_args=["-O2", "-std=c11", "-Wall", "-Wextra"],
             optional=True,
             py_limited_api=True,

@@ -34,4 +34,4 @@ Store = Literal["all", "adaptive"]
 DEFAULT_WAIT_S: Final = 10.0  # for promotions
 DEFAULT_PROBE_S: Final = 0.25  # for existence checks
 
-MOST_TENANTS: Final = 64  # that have a quota; csrc/tier_rows.c has an order for each
+MOST_TENANTS: Final = 64  # that have a quota; csrc/tier_rows.h has an order for each
