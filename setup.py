@@ -88,7 +88,7 @@ setup(
         Extension(
             "nixl_tiers.tiers.slab._row_worker",
             sources=["csrc/row_worker.c"],
-            depends=["csrc/seal.h", "csrc/pieces.h", "csrc/xxh3.h"],
+            depends=["csrc/row_worker.h", "csrc/seal.h", "csrc/pieces.h", "csrc/xxh3.h"],
             include_dirs=["csrc"],
             libraries=["pthread"],
             extra_compile_args=["-O3", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra"],

@@ -25,14 +25,14 @@ from nixl_tiers.tiers.staging import DirectRows
 
 logger = logging.getLogger(__name__)
 
-ABI: Final = 2  # ROW_WORKER_ABI of csrc/row_worker.c
+ABI: Final = 2  # ROW_WORKER_ABI of csrc/row_worker.h
 THREADS: Final = 2  # each hashes some 10 GB/s; where that is too little, a tier has more movers
 
 _ROW: Final = struct.Struct(f"=QiIIIBB{MAX_KEY_BYTES}s6x")  # of a unit; numpy is slower for so few
 _RESULT: Final = struct.Struct("=Qii")  # sealed at, verdict, errno
 Moved = tuple[Verdict | None, int]
 """What became of a row: None for an I/O error, OK for a store that went well; and when it was sealed, by its seal."""
-_VERDICTS: Final[list[Verdict | None]] = [*Verdict, None]  # -1, the last one: NOT_MOVED of csrc/row_worker.c
+_VERDICTS: Final[list[Verdict | None]] = [*Verdict, None]  # -1, the last one: NOT_MOVED of csrc/row_worker.h
 
 
 class _Shape(ctypes.Structure):
