@@ -27,29 +27,17 @@ class ControlWords:
 
     control: NDArray[np.uint64]
 
-    def mark(self, rows: Numbers | Sequence[int], cell: int, store_seq: Numbers | int, ok: NDArray[np.bool_] | bool,
-             missing: Numbers | int = 0, *, whole: NDArray[np.bool_] | bool = True) -> None:  # fmt: skip
-        """Record that store job `store_seq` has written its cell of these rows, or failed to; both for all or one a
-        row.
-
-        `missing`: how many sub-blocks at the cell's beginning were not written, for all or one a row; `whole`: False
-        where a load may need them (always assumed of more than MAX_MISSING), which makes the row useless.
+    def mark(self, rows: Numbers | Sequence[int], cell: int, store_seq: int, ok: bool) -> None:
+        """Record that store job `store_seq` has written its cell of these rows whole, or failed to. Of rows that lack
+        something csrc/swap_step.c says so.
 
         Called by the rank that owns the cell, after its bytes are in memory (streaming stores fenced). A late word of
         an older job is never taken for a newer one's: store_seqs (0 to 2**40 - 1) are never reused in a region.
         Raises OverflowError for a larger one.
         """
-        if int(np.max(store_seq, initial=0)) >> 64 - STORE_SEQ_AT:
+        if store_seq >> 64 - STORE_SEQ_AT:
             raise OverflowError(f"a store_seq of more than {64 - STORE_SEQ_AT} bits")
-        words = np.asarray(store_seq, np.uint64) << np.uint64(STORE_SEQ_AT)
-        if ok is True and whole is True and isinstance(missing, int) and missing == 0:  # as nearly all rows are
-            self.control[rows, cell] = words | np.uint64(WRITTEN)
-            return
-        counts = np.asarray(missing, np.uint64)
-        good = np.where(np.logical_and(whole, counts <= MAX_MISSING), np.uint64(WRITTEN), np.uint64(INCOMPLETE))
-        states = np.where(ok, good, np.uint64(FAILED))
-        counts = np.minimum(counts, MAX_MISSING) << np.uint64(MISSING_AT)
-        self.control[rows, cell] = words | counts | states
+        self.control[rows, cell] = np.uint64(store_seq << STORE_SEQ_AT | (WRITTEN if ok else FAILED))
 
     def written(self, rows: NDArray[np.integer[Any]] | Sequence[int], store_seq: int) -> NDArray[np.bool_]:
         """bool (len(rows),): True where every cell's word says that job `store_seq` has written it."""

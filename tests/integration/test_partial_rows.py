@@ -15,6 +15,7 @@ from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
+from tests.support.control_words import mark_partial
 from tests.support.core import end_step, finish, look_up
 from tests.support.file_tier import file_tier
 from tests.support.servers import S3Server
@@ -49,7 +50,7 @@ class Bench:
         plan = self.coordinator.prepare_store([key], "writer")
         self.region.rows_view[plan.rows[0]] = key[0]
         for cell in range(GEOMETRY.cells):
-            self.region.mark(plan.rows, cell, plan.store_seq, True, missing)
+            mark_partial(self.region, plan.rows, cell, plan.store_seq, missing)
         self.coordinator.complete_store(plan.keys)
         finish(self.coordinator, "writer")
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
-import numpy as np
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Key, Namespace
@@ -30,6 +29,7 @@ from nixl_tiers.runtime.coordinator import CLOSE_TIMEOUT_S, Coordinator
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.config import with_faults
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
+from tests.support.control_words import mark_partial
 from tests.support.file_tier import file_tier, files_tier
 from tests.support.leaks import reclaim_all_host_rows
 from tests.support.machine import NR_HUGEPAGES, setting
@@ -141,7 +141,10 @@ class Engine:
     def put(self, keys: Sequence[Key], *, failed: bool = False, whole: bool = True, flush: bool = True) -> None:
         """A request stores these, and its workers have written them, all but `failed` or not `whole` ones."""
         plan = self.coordinator.prepare_store(keys, "writer")
-        self.region.mark(np.array(plan.rows), 0, plan.store_seq, not failed, whole=whole)
+        if whole:
+            self.region.mark(plan.rows, 0, plan.store_seq, not failed)
+        else:
+            mark_partial(self.region, plan.rows, 0, plan.store_seq, 0, whole=False)
         self.coordinator.complete_store(plan.keys)
         self.end("writer")
         assert not flush or self.store.flush(120.0)
