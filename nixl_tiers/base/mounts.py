@@ -1,5 +1,5 @@
-"""Whether a path is on a file system other than `/`, for `require_mount`; which directory it is among those of all
-nodes; directories that are made."""
+"""Whether a path is on a file system other than `/`, for `require_mount`; what file systems there are; which directory
+a path is among those of all nodes; directories that are made."""
 
 from __future__ import annotations
 
@@ -33,6 +33,13 @@ def _mounts() -> Iterator[list[str]]:
     for line in _MOUNTS.read_bytes().splitlines():
         words = (_ESCAPED.sub(lambda found: bytes([int(found[1], 8)]), word) for word in line.split(b" "))
         yield list(map(os.fsdecode, words))
+
+
+def file_systems() -> dict[str, str]:
+    """Device (major:minor) -> type of every mounted file system."""
+    with suppress(OSError):
+        return {words[2]: words[words.index("-") + 1] for words in _mounts()}  # a dash ends the optional fields
+    return {}
 
 
 def identity(path: Path) -> str:

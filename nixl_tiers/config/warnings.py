@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from nixl_tiers.base.mounts import file_systems
 from nixl_tiers.config import source as config_source
 from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, StorageConfig, TiersConfig, Write, format_size
 
@@ -198,19 +199,6 @@ def device_of(path: Path) -> str:
             continue
         return f"{os.major(device)}:{os.minor(device)}"
     return ""
-
-
-def file_systems() -> dict[str, str]:
-    """Device -> type of every mounted file system."""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return {}
-    kinds = {}
-    for line in lines:
-        fields, _, rest = line.partition(" - ")  # a dash ends the optional fields
-        kinds[fields.split()[2]] = rest.split()[0]
-    return kinds
 
 
 def _aws_files() -> tuple[Path, Path]:

@@ -79,12 +79,17 @@ def prepare_path(config: FileConfig, mount: MountGuard, log_once: LogOnce) -> No
             config.path.mkdir(mode=0o700, exist_ok=True)
         if problem := _exceeds_file_system(config):
             log_once.report("capacity", problem)
+    if problem := other_layout(config):
+        raise TierRefused(f"path: {problem}")
+
+
+def other_layout(config: FileConfig) -> str:
+    """Why the path cannot have the layout that is configured, as a sentence, or ""."""
     if config.layout == "slabs" and os.path.lexists(config.path / INCOMING):
-        raise TierRefused(
-            f'path: {config.path} holds rows as files, and a directory has one layout: "files" or "slabs"'
-        )
+        return f'{config.path} holds rows as files, and a directory has one layout: "files" or "slabs"'
     if config.layout == "files" and os.path.lexists(config.path / SLAB_LOCK):
-        raise TierRefused(f'path: {config.path} holds slabs, and a directory has one layout: "slabs" or "files"')
+        return f'{config.path} holds slabs, and a directory has one layout: "slabs" or "files"'
+    return ""
 
 
 def open_error(error: OSError) -> TierDown | TierRefused:

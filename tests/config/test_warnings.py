@@ -156,7 +156,7 @@ def test_disk_mounted_below_a_memory_path_is_a_disk() -> None:
     assert warned(CPU, FILE | {"path": "/run/media/disk/kv"}) == []
 
 
-def test_mountedfile_systems_are_found() -> None:
+def test_mounted_file_systems_are_found() -> None:
     status = Path("/proc").stat()
     assert warnings.file_systems()[f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"] == "proc"
 

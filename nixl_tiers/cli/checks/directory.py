@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from nixl_tiers.base.chunk import Geometry
-from nixl_tiers.base.mounts import nearest
+from nixl_tiers.base.mounts import file_systems, nearest
 from nixl_tiers.cli.checks.finding import Finding, advise, broken, not_tried, ok, warning
 from nixl_tiers.cli.checks.trial import NAME, ROW, SCRATCH, SCRATCH_PREFIX, STALE_S, rows_of, write_read_verify
 from nixl_tiers.cli.children import say
@@ -24,8 +24,8 @@ from nixl_tiers.cli.disk_room import DiskRoom, used_bytes
 from nixl_tiers.config.errors import ConfigError
 from nixl_tiers.config.fields import format_size
 from nixl_tiers.config.file import FileConfig
-from nixl_tiers.config.warnings import device_of, file_systems
-from nixl_tiers.tiers.disk import INCOMING, SLAB_LOCK, direct_works
+from nixl_tiers.config.warnings import device_of
+from nixl_tiers.tiers.disk import direct_works, other_layout
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab.parts import LOCK, part_number
 from nixl_tiers.tiers.staging_trial import all_remembered
@@ -45,7 +45,7 @@ def examine(config: FileConfig, token: str, geometry: Geometry = ROW) -> Iterato
         return
     parent = nearest(config.path)
     yield from _file_system(config, parent)
-    if problem := _other_layout(config):
+    if problem := other_layout(config):
         yield broken("layout", problem, "give the tier a directory of its own, or the layout that is there")
         return
     yield from _staging(config)
@@ -112,14 +112,6 @@ def _file_system(config: FileConfig, parent: Path) -> Iterator[Finding]:
         yield warning("file system", text + made, change, **facts)
     else:
         yield ok("file system", text + made, **facts)
-
-
-def _other_layout(config: FileConfig) -> str:
-    if config.layout == "slabs" and os.path.lexists(config.path / INCOMING):
-        return f"{config.path} holds rows as files (`layout: files`), and a directory has one layout"
-    if config.layout == "files" and os.path.lexists(config.path / SLAB_LOCK):
-        return f"{config.path} holds slabs (`layout: slabs`), and a directory has one layout"
-    return ""
 
 
 def _staging(config: FileConfig) -> Iterator[Finding]:
