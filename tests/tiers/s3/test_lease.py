@@ -379,7 +379,7 @@ class TestWithoutALease:
         self, make: Callable[..., TierDriver], monkeypatch: pytest.MonkeyPatch, s3_server: S3Server
     ) -> None:
         """Nor does an object that somebody deletes between two test writes."""
-        monkeypatch.setattr(lease_module, "OWNER_TERMS", replace(SHORT, doubt_s=0.5))
+        monkeypatch.setattr(lease_module, "OWNER_TERMS", replace(SHORT, doubt_s=5.0))
         answers = [refused(405, "MethodNotAllowed"), DELETED]
         put_if = lease_module.put_if
 
@@ -395,7 +395,7 @@ class TestWithoutALease:
         owner = make("one")
         owner.open()
         assert owner.tier._owner.tenure == 0
-        assert "and is asked again for 0.5 s" in owner.tier.denials[CONDITIONS]
+        assert "and is asked again for 5 s" in owner.tier.denials[CONDITIONS]
         assert stored(owner, 1)
         assert owner.tier._owner.lease is not None
         assert not owner.tier._owner.lease.state.unguarded
