@@ -35,7 +35,7 @@ from nixl_tiers.tiers.slab.journal_file import RECORD_BYTES
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.stored import CheckedRow, Problems, Step, StoredNamespace, find_stored
 from tests.support.file_tier import file_config, file_tier
-from tests.tiers.file_tiers import FileTier, load, make_tier, outcomes, store
+from tests.tiers.file_tiers import FileTier, load, make_tier, outcomes, run_until, store
 
 LAYOUTS = pytest.mark.parametrize("layout", ["slabs", "files"])
 NAMESPACE, OTHER = bytes(range(16)), bytes(range(16, 32))
@@ -84,21 +84,10 @@ def opened(
         for batch in tier.list_rows():
             time.sleep(0.0 if batch else 0.001)
         assert store(tier, region, range(ROWS)) == [Outcome.OK] * ROWS
-        wait_for(tier, lambda: bool(list(path.rglob(f"{namespace.hex()}/about.json"))))
+        run_until(tier, lambda: bool(list(path.rglob(f"{namespace.hex()}/about.json"))))
         yield tier
     finally:
         tier.close()
-
-
-def wait_for(tier: FileTier, condition: Callable[[], bool]) -> None:
-    """As a mover's loop would."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        tier.poll()
-        for _ in tier.maintain():
-            time.sleep(0.001)
-        time.sleep(0.002)
 
 
 def write(layout: str, path: Path, region: HostRegion, namespace: bytes = NAMESPACE, salt: str = "blue") -> Path:
@@ -211,7 +200,7 @@ def test_unknown_slots_are_named_only_after_a_crash(
 
     place = tmp_path / "t"
     with opened("slabs", place, region) as tier:
-        wait_for(tier, lambda: shown(place)["rows"] == ROWS)
+        run_until(tier, lambda: shown(place)["rows"] == ROWS)
         if state != "closed":
             forget_first_slot()
         found = shown(place)
@@ -480,7 +469,7 @@ def test_slabs_that_were_served_for_hours_are_not_purged(
     with opened("slabs", tmp_path, region) as tier:
         for _ in range(3):
             offset_s += 3600
-            wait_for(tier, lambda: last_used() > time.time() - 60)
+            run_until(tier, lambda: last_used() > time.time() - 60)
         offset_s += 1800
     assert last_used() > time.time() - 60, "it is written at close too"
     assert run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes") == (OK, {"deleted": True, "namespaces": []})

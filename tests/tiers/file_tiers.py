@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,17 @@ def make_tier(layout: str, path: Path, region: HostRegion, capacity: int = CAPAC
     fields = {"backend": "posix", **fields} if by else fields
     config = file_config(path, capacity, layout=layout, **fields)
     return (SlabTier if layout == "slabs" else RowFileTier)(config, GEOMETRY, region)
+
+
+def run_until(tier: FileTier, condition: Callable[[], bool]) -> None:
+    """As a mover's loop would."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        tier.poll()
+        for _ in tier.maintain():
+            time.sleep(0.001)
+        time.sleep(0.002)
 
 
 def outcomes(tier: FileTier, *batch_ids: int) -> list[Sequence[Outcome]]:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.quota import MANIFEST_BYTES, MARGIN_BYTES, DirQuota
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
 from tests.support.disks import assert_never_exceeds
-from tests.tiers.file_tiers import Clock, FileTier, load, make_tier, store
+from tests.tiers.file_tiers import Clock, FileTier, load, make_tier, run_until, store
 
 LAYOUTS = pytest.mark.parametrize("layout", ["slabs", "files"])
 NAMESPACE = bytes(range(16))
@@ -70,17 +69,6 @@ def start(layout: str, path: Path, region: HostRegion, clock: Clock | None = Non
 def manifest_path(layout: str, path: Path) -> Path:
     home = path / "part-0" if layout == "slabs" else path
     return home / NAMESPACE.hex() / MANIFEST_NAME
-
-
-def run_until(tier: FileTier, condition: Callable[[], bool]) -> None:
-    """As a mover's loop would."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        tier.poll()
-        for _ in tier.maintain():
-            time.sleep(0.001)
-        time.sleep(0.002)
 
 
 def read(path: Path) -> Manifest | None:
