@@ -43,7 +43,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Answer(msgspec.Struct):
-    """`problem`: a sentence, if nothing was done. `quotas`: the names that there are."""
+    """`problem`: a sentence, if nothing was done."""
 
     pid: int
     tiers: list[Cleared] = []
