@@ -11,6 +11,7 @@ seal and configuration, all with one seed. It ends with the first failure; hypot
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import subprocess
 import sys
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 FUZZED = [
     "tests/core/test_stateful.py",
     "tests/core/test_tier_rows.py",
-    "tests/core/test_eviction.py",
+    "tests/core/test_announced.py",
     "tests/core/test_eviction.py",
     "tests/memory/test_seal.py",
     "tests/config/test_schema.py",
@@ -53,7 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
         seed = first + done
         print(f"round {done + 1}, seed {seed}", flush=True)
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--hypothesis-seed={seed}"]
-        status = subprocess.run([*command, *(options.tests or FUZZED)], cwd=ROOT, check=False).returncode
+        command += options.tests or FUZZED
+        env = {**os.environ, "NIXL_TIERS_FUZZ": "1"}  # more examples: tests/support/replay.py
+        status = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
         if status:
             print(f"failed; to repeat: python tests/fuzz.py --seed {seed} --rounds 1", flush=True)
             return status

@@ -18,6 +18,7 @@ from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import TierSpec, TierState
 from tests.support.columns import PlainColumns
 from tests.support.core import opened, put
+from tests.support.replay import examples
 from tests.support.simulation import Prompt, Simulation, require
 from tests.support.stateful import ROWS, SLOTS, WRITES, CascadeStateMachine
 
@@ -166,7 +167,7 @@ class FollowedStateMachine(CascadeStateMachine):
 
 TestFollowed = FollowedStateMachine.TestCase
 TestFollowed.settings = settings(
-    max_examples=60, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(60), stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

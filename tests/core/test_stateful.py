@@ -8,6 +8,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
+from tests.support.replay import examples
 from tests.support.simulation import Scan, Simulation
 from tests.support.stateful import (
     CascadeStateMachine,
@@ -21,23 +22,23 @@ pytestmark = pytest.mark.timeout(900)
 
 TestCascade = TenantStateMachine.TestCase
 TestCascade.settings = settings(
-    max_examples=200, stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(200), stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 TestMembers = MemberStateMachine.TestCase
 TestMembers.settings = settings(
-    max_examples=60, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(60), stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 TestLoaders = LoaderStateMachine.TestCase
 TestLoaders.settings = settings(
-    max_examples=60, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(60), stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
 TestStreams = StreamStateMachine.TestCase
 TestStreams.settings = settings(
-    max_examples=80, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(80), stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

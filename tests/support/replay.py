@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Final
 
@@ -22,6 +23,11 @@ settings.register_profile(
 settings.load_profile("replayable")
 
 _BLOB: Final = re.compile(r"@reproduce_failure\('[\d.]+', b'[^']*'\)")
+
+
+def examples(count: int) -> int:
+    """Of the state machines that take longest: as many in `make fuzz`, and half in `make test`."""
+    return count if "NIXL_TIERS_FUZZ" in os.environ else count // 2
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
