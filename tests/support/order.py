@@ -10,24 +10,29 @@ from typing import Final
 import pytest
 
 LONG: Final = (
+    "tests/integration/test_kill_pairs.py",
     "tests/core/test_mutants.py",
     "tests/integration/test_budget_s3.py",
-    "tests/core/test_stateful.py",
-    "tests/integration/test_budget.py",
-    "tests/integration/test_faults.py",
-    "tests/integration/test_exits.py",
-    "tests/core/test_order.py",
-    "tests/core/test_stream_mutants.py",
-    "tests/integration/test_kill_pairs.py",
     "tests/integration/test_kill_rounds.py",
+    "tests/integration/test_budget.py",
+    "tests/core/test_stateful.py",
+    "tests/integration/test_faults.py",
     "tests/vllm/test_kv_bytes.py",
+    "tests/integration/test_exits.py",
+    "tests/core/test_stream_mutants.py",
+    "tests/core/test_order.py",
+    "tests/vllm/test_compat.py",
+    "tests/core/test_crossover.py",
     "tests/test_monitoring.py",
     "tests/test_dist.py",
-    "tests/core/test_crossover.py",
     "tests/integration/test_corruption.py",
+    "tests/vllm/test_events.py",
+    "tests/core/test_eviction.py",
+    "tests/vllm/test_worker.py",
     "tests/core/test_announced.py",
+    "tests/core/test_demotion.py",
 )
-"""Those of ten seconds and more, the longest first."""
+"""Those that take five seconds and more, the longest first: `pytest --durations=0` says it."""
 
 
 def dealt(files: Sequence[str], workers: int) -> list[int]:
