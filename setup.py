@@ -69,7 +69,7 @@ setup(
         Extension(
             "nixl_tiers.swap._swap_submit",
             sources=["csrc/swap_submit.c"],
-            depends=["csrc/swap.h", "csrc/swap_submit.h"],
+            depends=["csrc/swap.h", "csrc/swap_copies.h", "csrc/swap_submit.h"],
             include_dirs=["csrc"],
             libraries=["pthread"],
             extra_compile_args=["-O2", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra"],

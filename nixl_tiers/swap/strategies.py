@@ -1,4 +1,4 @@
-"""The copy strategies, by name; csrc/swap_submit.c carries them out.
+"""The copy strategies, by name; csrc/swap_copies.h carries them out.
 
 copy_engine  one descriptor per layer and block, for the copy engine: takes no SM, slow for small pages
 staged       gather on the GPU into a slot of a buffer, whole rows over the bus by the copy engine; loads: the reverse

@@ -98,7 +98,7 @@ def test_constants_of_the_sources_and_of_python_agree() -> None:
     job_bytes = 80  # sizeof(swap_job)
     assert job_bytes + 8 * CAPACITIES[0] <= 4096
     assert job_bytes + 8 * CAPACITIES[1] <= 32764
-    assert f"pairs[{CAPACITIES[1]}]" in (ROOT / "csrc" / "swap_submit.c").read_text()
+    assert f"pairs[{CAPACITIES[1]}]" in (ROOT / "csrc" / "swap_copies.h").read_text()
 
 
 def test_the_driver_is_called_as_cuda_h_declares(tmp_path: Path) -> None:
