@@ -306,12 +306,7 @@ METHOD(begin_listing) {
 }
 
 /* list_columns(slots, ticks, records, width, start, stop, taken, limit, [base])
- *     -> (added, highest slot + 1, highest tick, [(slot, key)])
- *
- * Rows that a medium lists: uint32 slots, uint64 ticks, and records of `width` bytes: a byte of length, the key, padding.
- * `taken`: a byte a slot, 1 if it is in use, or None where slots only count; a row in a slot that is taken or not below
- * `limit` is not added. Returned are those that the medium is to delete. A key that is known is confirmed. `base`: what
- * the medium calls slot 0 is known, and returned, as this. */
+ *     -> (added, highest slot + 1, highest tick, [(slot, key)]): see TierRows of core/tier_rows.py */
 METHOD(list_columns) {
     NEED(nargs == 9 ? 9 : 8);
     Py_buffer slots = {0}, ticks = {0}, records = {0}, taken = {0};
