@@ -10,7 +10,8 @@
 #                                   hour; as root. Writes bench/results/torture.json and docs/internals/torture.md
 #   make matrix VERSIONS='0.31.0'    the tests of the vLLM face with other versions of vLLM, whose wheels it downloads
 #   make docs                       the documentation as HTML, in docs/_build
-#   make dist                       sdist and wheel in dist/, checked: docs/internals/releasing.md
+#   make dist                       sdist, wheel and SBOM in dist/, checked: docs/internals/releasing.md; `make archives`
+#                                   makes the first two and needs no more than Python 3.11
 #   make fuzz MINUTES=10            fresh random examples for the property tests; SEED=n repeats a run
 #   make soak MINUTES=10            random load and random faults, every byte verified
 #   make test-gds DIR=/mnt/nvme     is GPUDirect Storage worth having with these drives? Writes gds-report/report.md;
@@ -49,7 +50,7 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # Where it is set, as in many container images, each process that a test starts compiles all of our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: all setup compiled lint format docs dist test t test-all faults stress torture matrix fuzz soak test-gds demo bench bench-server clean distclean
+.PHONY: all setup compiled lint format docs archives dist check-dist test t test-all faults stress torture matrix fuzz soak test-gds demo bench bench-server clean distclean
 all: lint test
 
 setup: $(VENV)/.ready
@@ -98,11 +99,34 @@ format: $(VENV)/.ready
 docs: $(VENV)/.ready
 	$(PY) -m sphinx --quiet --fresh-env --fail-on-warning --keep-going --nitpicky docs docs/_build
 
-# The wheel is built from the sdist, so that both are whole.
-dist: $(VENV)/.ready
+# sdist and wheel, from the same commit and with the same compilers the same bytes. PYTHON is all that is needed, not the
+# environment of the tests. The wheel is built from the sdist, so that both are whole, and named after the oldest glibc
+# that it runs with.
+DIST_TOOLS := .cache/dist-tools
+GROUP := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dist"])
+$(DIST_TOOLS)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(DIST_TOOLS)
+	$(DIST_TOOLS)/bin/python -m pip install $(QUIET) $$($(PYTHON) -c '$(GROUP)')
+	@touch $@
+
+archives: export PATH := $(CURDIR)/$(DIST_TOOLS)/bin:$(PATH)
+archives: export SOURCE_DATE_EPOCH := $(shell git log -1 --format=%ct 2>/dev/null || date +%s)
+archives: $(DIST_TOOLS)/.ready
 	rm -rf dist
-	$(PY) -m build --no-isolation
+	python -m build --no-isolation --outdir dist/built
+	auditwheel repair --wheel-dir dist dist/built/*.whl
+	mv dist/built/*.tar.gz dist && rm -r dist/built
+	auditwheel show dist/*.whl
+	twine check --strict dist/*
+
+dist: archives
+	@$(MAKE) --no-print-directory check-dist
+
+# Of what lies in dist/.
+check-dist: export PATH := $(PATH):$(CURDIR)/$(DIST_TOOLS)/bin
+check-dist: $(VENV)/.ready $(DIST_TOOLS)/.ready
 	NIXL_TIERS_DIST=dist $(PY) -m pytest -q tests/test_dist.py
+	$(PY) -m tools.sbom dist/*.whl dist/sbom.cdx.json
 
 # The engines one after the other and alone: the threads of vLLM for CPUs spin, and any load beside them costs a multiple.
 # The rest waits for processes and servers nearly half of its time, so that four at a time have room on 2 cores;

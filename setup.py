@@ -4,23 +4,64 @@ Six things, all optional. Four libraries, which ctypes loads, and a module: with
 nevertheless, swap.host and memory.hash_copy use numpy, core.tier_rows holds fewer rows, NIXL moves the rows of slabs,
 and GPUs are refused.
 The libraries contain nothing of Python, and the module keeps to its limited API, so one wheel, tagged with the stable
-ABI, serves every version. The GPU kernels, as one
-file for all architectures: without nvcc they are compiled at the first start on a GPU (swap.kernels), for which the
-sources go into the wheel.
+ABI, serves every version. The GPU kernels, as one file for all architectures: without nvcc they are compiled at the
+first start on a GPU (swap.kernels), for which the sources go into the wheel.
 """
 
+import gzip
 import hashlib
 import os
+import re
 import shutil
 import subprocess
+import tarfile
+import time
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.egg_info import egg_info
+from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).parent
 KERNELS = ("swap.cu", "swap.h")
 ARCHITECTURES = (80, 90, 100, 120)
+
+
+class Describe(egg_info):
+    """The README as a package index shows it: links to files of the tree go to that version in the repository."""
+
+    def run(self):
+        described = self.distribution.metadata
+        version = described.get_version()
+        tag = f"v{version}" if re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", version) else "main"
+        tree = f"{described.project_urls['Repository']}/blob/{tag}/"
+        described.long_description = re.sub(r"\]\((?![a-z]+:|#)", f"]({tree}", described.long_description)
+        super().run()
+
+
+class Archive(sdist):
+    """Nothing of the machine is in the archive, nor the time if SOURCE_DATE_EPOCH is set, which setuptools ignores."""
+
+    def make_archive(self, base_name, kind, base_dir, **rest):
+        if kind != "gztar":
+            return super().make_archive(base_name, kind, base_dir=base_dir, **rest)
+        epoch = int(os.environ.get("SOURCE_DATE_EPOCH", time.time()))
+
+        def anonymous(member):
+            member.mtime, member.uid, member.gid, member.uname, member.gname = epoch, 0, 0, "", ""
+            member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+            return member
+
+        path = Path(f"{base_name}.tar.gz")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            path.open("wb") as file,
+            gzip.GzipFile("", "wb", fileobj=file, mtime=epoch) as packed,
+            tarfile.open(fileobj=packed, mode="w") as archive,
+        ):
+            archive.add(base_dir, filter=anonymous)
+        return str(path)
 
 
 class Build(build_ext):
@@ -52,56 +93,34 @@ class Build(build_ext):
                 print(f"the GPU kernels are left out, to be compiled where they are used: {error}")
 
 
+def native(name, *sources, optimize="-O3"):
+    """A library or module of csrc/, without a path of the machine that compiles it."""
+    flags = [optimize, "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", f"-ffile-prefix-map={HERE}=."]
+    return Extension(
+        f"nixl_tiers.{name}",
+        sources=[f"csrc/{source}" for source in sources],
+        depends=sorted(str(path.relative_to(HERE)) for path in HERE.glob("csrc/*.h")),
+        include_dirs=["csrc"],
+        libraries=["pthread"],
+        extra_compile_args=flags,
+        optional=True,
+        py_limited_api=True,
+    )
+
+
+if "SOURCE_DATE_EPOCH" in os.environ:
+    os.umask(0o022)  # modes of files are in a wheel
+
 setup(
-    cmdclass={"build_ext": Build},
+    cmdclass={"build_ext": Build, "egg_info": Describe, "sdist": Archive},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
     ext_modules=[
-        Extension(
-            "nixl_tiers.swap._swap_cpu",
-            sources=["csrc/swap_cpu.c", "csrc/swap_step.c", "csrc/streams.c"],
-            depends=["csrc/swap.h", "csrc/row_words.h"],
-            include_dirs=["csrc"],
-            libraries=["pthread"],
-            extra_compile_args=["-O3", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra"],
-            optional=True,
-            py_limited_api=True,
-        ),
-        Extension(
-            "nixl_tiers.swap._swap_submit",
-            sources=["csrc/swap_submit.c"],
-            depends=["csrc/swap.h", "csrc/swap_copies.h", "csrc/swap_submit.h"],
-            include_dirs=["csrc"],
-            libraries=["pthread"],
-            extra_compile_args=["-O2", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra"],
-            optional=True,
-            py_limited_api=True,
-        ),
-        Extension(
-            "nixl_tiers.memory._hash_copy",
-            sources=["csrc/hash_copy.c", "csrc/arrive.c"],
-            depends=["csrc/pieces.h", "csrc/xxh3.h", "csrc/row_words.h"],
-            include_dirs=["csrc"],
-            extra_compile_args=["-O3", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra"],
-            optional=True,
-            py_limited_api=True,
-        ),
-        Extension(
-            "nixl_tiers.tiers.slab._row_worker",
-            sources=["csrc/row_worker.c"],
-            depends=["csrc/row_worker.h", "csrc/seal.h", "csrc/pieces.h", "csrc/xxh3.h"],
-            include_dirs=["csrc"],
-            libraries=["pthread"],
-            extra_compile_args=["-O3", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra"],
-            optional=True,
-            py_limited_api=True,
-        ),
-        Extension(
-            "nixl_tiers.core._tier_rows",
-            sources=["csrc/tier_rows.c"],
-            depends=["csrc/tier_rows.h"],
-            extra_compile_args=["-O2", "-std=c11", "-Wall", "-Wextra"],
-            optional=True,
-            py_limited_api=True,
-        ),
+        native("swap._swap_cpu", "swap_cpu.c", "swap_step.c", "streams.c"),
+        native("swap._swap_submit", "swap_submit.c", optimize="-O2"),
+        native("memory._hash_copy", "hash_copy.c", "arrive.c"),
+        native("tiers.slab._row_worker", "row_worker.c"),
+        native("core._tier_rows", "tier_rows.c", optimize="-O2"),
     ],
 )

@@ -1,26 +1,31 @@
-"""What is released: an sdist that has the whole tree, a wheel built from it that works in an empty environment,
-versions from tags, and a changelog that tools can read.
+"""What is released: an sdist that has the whole tree, a wheel built from it that works in an empty environment without
+a compiler, the same bytes again from another directory, versions from tags, and a changelog that tools can read.
 
-`make dist` builds into dist/ and runs these tests on it (NIXL_TIERS_DIST); else they build archives of their own."""
+`make dist` makes dist/ and runs these tests on it (NIXL_TIERS_DIST); else they look at archives that they build."""
 
 from __future__ import annotations
 
 import email
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 import pytest
 from packaging.utils import parse_sdist_filename, parse_wheel_filename
 from packaging.version import Version
+
+from tests.swap.fake_gpu import as_cuda
 
 ROOT: Final = Path(__file__).parents[1]
 LOCAL: Final = shutil.ignore_patterns(
@@ -31,17 +36,30 @@ LOCAL: Final = shutil.ignore_patterns(
 MADE: Final = {"PKG-INFO", "setup.cfg"}
 UNKNOWN: Final = Version("0.0")  # fallback_version in pyproject.toml
 # No package is looked for anywhere, and the tree of these tests is not imported by accident.
-ALONE: Final = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONPATH": "", "NVCC": "false"}
+ALONE: Final = {
+    "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONPATH": "", "NVCC": "false",
+    "SOURCE_DATE_EPOCH": "1700000000",
+}  # fmt: skip
+COMPILER: Final = shutil.which("cc") or shutil.which("gcc")
 ROUND_TRIP: Final = """
+import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 
 import nixl_tiers
+from nixl_tiers.core import tier_rows
+from nixl_tiers.memory import arrivals
+from nixl_tiers.swap import host, submit
+from nixl_tiers.tiers.slab import worker
 
 home = Path(nixl_tiers.__file__).parent
 assert home.is_relative_to(sys.prefix), home
+assert [name for name in ("cc", "gcc", "clang", "nvcc", "ld") if shutil.which(name)] == []
+if sys.argv[2:]:
+    loaded = submit.built(), arrivals.built(), worker._library() is not None, tier_rows.most_rows() is None
+    assert (host.backend(), *loaded) == ("c", True, True, True, True), loaded
 keys, rows = [b"a", b"b"], np.arange(10_000).astype(np.uint8).reshape(2, 5000)
 file = {"type": "file", "path": sys.argv[1], "capacity": "64MiB", "min_free": 0}
 config = {"tiers": [{"type": "cpu", "capacity": "1MiB"}, file]}
@@ -56,12 +74,21 @@ for first in (True, False):
         assert (out == rows).all()
 print(nixl_tiers.__version__)
 """
+FIRST_START: Final = """
+import logging
+
+from nixl_tiers.swap import driver, kernels
+
+logging.basicConfig()
+device = driver.Device(driver.open_driver(), 0)
+print(getattr(kernels.load(device), "origin", None))
+"""
 
 
-def run(*command: object, cwd: Path, **env: str) -> str:
-    words = [str(word) for word in command]
+def run(*command: object, cwd: Path, umask: int = -1, **env: str) -> str:
+    words, variables = [str(word) for word in command], {**os.environ, **ALONE, **env}
     done = subprocess.run(
-        words, cwd=cwd, env={**os.environ, **ALONE, **env}, capture_output=True, text=True, timeout=500, check=False
+        words, cwd=cwd, env=variables, umask=umask, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, f"{words}: {done.stdout[-2000:]} {done.stderr[-4000:]}"
     return done.stdout
@@ -80,13 +107,18 @@ def sources(tree: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def dist(tree: Path, sources: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with one sdist, and one wheel that was built from that."""
-    if given := os.environ.get("NIXL_TIERS_DIST"):
-        return Path(given).resolve()
+def built(tree: Path, sources: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with one sdist, and one wheel that was built from that, without kernels."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ".", cwd=tree)
     return folder
+
+
+@pytest.fixture(scope="module")
+def dist(request: pytest.FixtureRequest) -> Path:
+    """What is examined."""
+    given = os.environ.get("NIXL_TIERS_DIST")
+    return Path(given).resolve() if given else request.getfixturevalue("built")
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +142,20 @@ def environment(home: Path) -> Path:
     return home / "bin" / "python"
 
 
+def install(python: Path, wheel: Path) -> None:
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel, cwd=wheel.parent)
+
+
+def metadata_of(wheel: Path) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def released(version: Version) -> bool:
+    return version != UNKNOWN and not version.is_devrelease and version.local is None
+
+
 def test_sdist_has_the_whole_tree_and_nothing_else(dist: Path, sources: set[str]) -> None:
     (path,) = dist.glob("*.tar.gz")
     with tarfile.open(path) as archive:
@@ -126,7 +172,7 @@ def test_wheel_has_the_package_and_nothing_else(wheel: Path, sources: set[str]) 
     assert found - built == package | {"nixl_tiers/swap/csrc/swap.cu", "nixl_tiers/swap/csrc/swap.h"}
     assert [name for name in found if re.search(r"demo|servers|vllm_cpu", name)] == [], "what only a checkout needs"
     assert described >= {"licenses/LICENSE", "entry_points.txt", "METADATA"}
-    if shutil.which("cc") or shutil.which("gcc"):
+    if COMPILER:
         libraries = {name for name in built if name.endswith(".so")}
         folders = {
             "memory/_hash_copy",
@@ -141,33 +187,89 @@ def test_wheel_has_the_package_and_nothing_else(wheel: Path, sources: set[str]) 
 def test_one_wheel_serves_every_python(wheel: Path) -> None:
     tags = parse_wheel_filename(wheel.name)[3]
     assert {(tag.interpreter, tag.abi) for tag in tags} == {("cp311", "abi3")}
+    if "NIXL_TIERS_DIST" in os.environ:
+        assert all(tag.platform.startswith("manylinux_") for tag in tags), "an index takes no other wheels for Linux"
+
+
+@pytest.mark.slow
+def test_same_archives_from_another_directory(built: Path, tmp_path: Path) -> None:
+    """Of the sdist, later, with another umask. Not shown: with another compiler or setuptools, and the kernels."""
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "another", filter="data")
+    (tree,) = (tmp_path / "another").iterdir()
+    again = tmp_path / "again"
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", again, ".", cwd=tree, umask=0o077)
+    first, second = (
+        {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+        for folder in (built, again)
+    )
+    assert first == second
 
 
 def test_metadata_has_what_an_index_shows(dist: Path, wheel: Path) -> None:
     version = parse_wheel_filename(wheel.name)[1]
     (sdist,) = dist.glob("*.tar.gz")
     assert parse_sdist_filename(sdist.name) == ("nixl-tiers", version)
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        fields = email.message_from_bytes(archive.read(name))
+    fields = metadata_of(wheel)
     assert Version(fields["Version"]) == version
     assert fields["License-Expression"] == "Apache-2.0"
     assert fields["Description-Content-Type"] == "text/markdown"
     assert set(fields.get_all("Provides-Extra") or ()) == {"cli", "cu12", "cu13"}, "what a user of the wheel can use"
-    if version != UNKNOWN and not version.is_devrelease and version.local is None:
+    if released(version):
         changelog = (ROOT / "CHANGELOG.md").read_text()
         assert re.search(rf"^## \[?{re.escape(str(version))}\]? - ", changelog, re.MULTILINE), (
             "a release says what is new"
         )
+        assert ".invalid" not in fields.as_string(), "a release says where the project lives: [project.urls]"
 
 
-def test_wheel_works_in_an_empty_environment(empty: Path, wheel: Path, tmp_path: Path) -> None:
-    run(sys.executable, "-m", "pip", "--python", empty, "install", "--quiet", "--no-deps", wheel, cwd=tmp_path)
+def test_links_of_the_readme_are_absolute_in_an_index(wheel: Path) -> None:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    assert all(url.startswith(urls["Repository"]) for url in urls.values()), "the project has one home"
+    version = parse_wheel_filename(wheel.name)[1]
+    tree = f"{urls['Repository']}/blob/{f'v{version}' if released(version) else 'main'}/"
+    text = metadata_of(wheel).get_payload()
+    assert isinstance(text, str)
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert [link for link in links if not link.startswith("https://")] == []
+    ours = [link.removeprefix(tree).partition("#")[0] for link in links if link.startswith(urls["Repository"])]
+    assert ours
+    assert [name for name in ours if not (ROOT / name).is_file()] == []
+
+
+def test_wheel_works_without_a_compiler(empty: Path, wheel: Path, tmp_path: Path) -> None:
+    install(empty, wheel)
     kept = tmp_path / "kv"
     kept.mkdir()
-    version = run(empty, "-c", ROUND_TRIP, kept, cwd=tmp_path).split()[-1]
+    path = str(empty.parent)
+    version = run(empty, "-c", ROUND_TRIP, kept, *(["native"] if COMPILER else []), cwd=tmp_path, PATH=path).split()[-1]
     assert Version(version) == parse_wheel_filename(wheel.name)[1]
-    assert "usage" in run(empty.parent / "nixl-tiers", "--help", cwd=tmp_path).lower()
+    assert "usage" in run(empty.parent / "nixl-tiers", "--help", cwd=tmp_path, PATH=path).lower()
+
+
+def test_kernels_are_compiled_at_the_first_start(built: Path, fake_library: Path, tmp_path: Path) -> None:
+    """A wheel that was built without nvcc, on a machine with NVRTC and nothing else. The driver is a fake one, which
+    takes any machine code. Not shown here: that a GPU runs it."""
+    if find_spec("nvidia.cu13") is None:
+        pytest.skip("no NVRTC here")
+    python = environment(tmp_path / "env")
+    (wheel,) = built.glob("*.whl")
+    install(python, wheel)
+    (tmp_path / "cuda").mkdir()
+    places = {
+        "PATH": str(python.parent),
+        "LD_LIBRARY_PATH": str(as_cuda(fake_library, tmp_path / "cuda")),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    kept = []
+    for _ in range(2):
+        origin = run(python, "-c", FIRST_START, cwd=tmp_path, **places)
+        assert origin.startswith("compiled by NVRTC 13.")
+        (image,) = (tmp_path / "cache" / "nixl_tiers").iterdir()
+        assert image.read_bytes().startswith(b"\x7fELF")
+        kept.append(image.stat().st_mtime_ns)
+    assert kept[0] == kept[1], "the second start compiles nothing"
 
 
 def test_image_can_be_built(tree: Path, tmp_path: Path) -> None:
@@ -235,11 +337,11 @@ def test_changelog_keeps_its_format() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert titles[0].strip("[]") == "Unreleased"
-    released = [
+    entries = [
         re.fullmatch(r"\[?(\d+\.\d+\.\d+\S*?)\]? - (\d{4}-\d\d-\d\d)( \[YANKED\])?", title) for title in titles[1:]
     ]
-    assert None not in released
-    versions = [(Version(match[1]), match[2]) for match in released if match]
+    assert None not in entries
+    versions = [(Version(match[1]), match[2]) for match in entries if match]
     assert versions == sorted(versions, reverse=True)
     for entry in re.split(r"^## .*$", text, flags=re.MULTILINE)[1:]:
         kinds = re.findall(r"^### (.*)$", entry, re.MULTILINE)

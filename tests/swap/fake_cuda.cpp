@@ -679,7 +679,7 @@ NOT_SUPPORTED(cuStreamWriteValue32_v2)
 
 int cuModuleLoadData(void **out, const void *image) {
     ENTER(true)
-    if (std::memcmp(image, "image", 5))
+    if (std::memcmp(image, "image", 5) && std::memcmp(image, "\x7f" "ELF", 4))
         return 218; /* CUDA_ERROR_INVALID_PTX */
     *out = new int;
     now->modules.insert(*out);

@@ -27,7 +27,8 @@ def copy(tmp_path: Path) -> Path:
         (tmp_path / "nixl_tiers" / other).mkdir(parents=True)
     (tmp_path / "nixl_tiers" / "__init__.py").touch()
     shutil.copytree(ROOT / "nixl_tiers" / "base", tmp_path / "nixl_tiers" / "base", ignore=built)
-    shutil.copy(ROOT / "setup.py", tmp_path)
+    for name in ("setup.py", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
     return tmp_path
 
 
