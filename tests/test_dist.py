@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+import yaml
 from packaging.utils import parse_sdist_filename, parse_wheel_filename
 from packaging.version import Version
 
@@ -330,6 +331,29 @@ def test_versions_come_from_tags(tmp_path: Path) -> None:
     git("commit", "-q", "--allow-empty", "-m", "next")
     assert Version("1.2.3") < version() < Version("1.2.4")
     assert version().local is not None
+
+
+def test_workflows_and_issue_forms_name_what_there_is() -> None:
+    """That GitHub takes them is not shown: `check-jsonschema --builtin-schema vendor.github-workflows`, by hand."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in (ROOT / ".github/workflows").iterdir():
+        called = set(re.findall(r"\bmake ([a-z-]+)", re.sub(r"#.*", "", path.read_text())))
+        assert called
+        assert called <= targets, path
+    form = (ROOT / ".github/ISSUE_TEMPLATE/report.yml").read_text()
+    commands = set(re.findall(r"label: nixl-tiers (\w+) --json", form))
+    assert commands == {"doctor", "report"}
+    described = (ROOT / "docs/reference/command-line.md").read_text().split("### `nixl-tiers ")
+    assert {text.partition("`")[0] for text in described if "--json" in text} >= commands
+
+
+def test_only_a_tag_publishes_and_one_job_may() -> None:
+    release = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    assert release["permissions"] == {}
+    writing = {name for name, job in release["jobs"].items() if "write" in job["permissions"].values()}
+    assert writing == {"publish"}
+    assert release["jobs"]["publish"]["if"] == "startsWith(github.ref, 'refs/tags/v')"
+    assert release["jobs"]["publish"]["environment"] == "pypi"
 
 
 def test_changelog_keeps_its_format() -> None:
