@@ -37,7 +37,7 @@ PRIVATE_ROWS = 16
 BUDGET_ROWS = 32
 WINDOW_ROWS = 8
 HOST_ROWS = 32
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 
 def test_ten_times_a_private_budget_in_three_namespaces_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
