@@ -183,13 +183,13 @@ class TestBudget:
         thread = threading.Thread(target=sample)
         thread.start()
         arrived = turn = 0
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         try:
             while arrived < 5 * CAPACITY_ROWS and time.monotonic() < deadline:
                 # Each mover always offers far more than its window.
                 batch_ids = []
                 for index, driver in enumerate(drivers):
-                    first = 1000 * index + 16 * turn
+                    first = 1_000_000 * index + 16 * turn
                     batch_ids.append(driver.begin_store(range(first, first + 16)))
                 for driver, batch_id in zip(drivers, batch_ids, strict=True):
                     outcomes = driver.finish(batch_id)[0]
