@@ -1,7 +1,7 @@
 """Declares what is compiled; everything else about the package stands in pyproject.toml.
 
 Six things, all optional. Four libraries, which ctypes loads, and a module: without a C compiler the wheel is built
-nevertheless, swap.host and memory.hash_copy use numpy, core.tier_rows holds fewer rows, NIXL moves the rows of slabs,
+nevertheless, swap.host and memory.hash_copy use numpy, core.row_table holds fewer rows, NIXL moves the rows of slabs,
 and GPUs are refused.
 The libraries contain nothing of Python, and the module keeps to its limited API, so one wheel, tagged with the stable
 ABI, serves every version. The GPU kernels, as one file for all architectures: without nvcc they are compiled at the

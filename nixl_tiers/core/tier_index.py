@@ -11,9 +11,10 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import rows_of_share
+from nixl_tiers.core.row_table import make_rows, most_rows
 from nixl_tiers.core.slots import MemberSlots, SlotCount, Slots
 from nixl_tiers.core.stats import Counters, EvictionHistory, Gone, tag_of
-from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, Found, make_rows, most_rows
+from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, Found
 from nixl_tiers.core.types import Columns, TierSpec, TierState
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from nixl_tiers.config.schema import ConfigError, TiersConfig, format_size
 from nixl_tiers.config.warnings import warnings_here, warnings_of
 from nixl_tiers.core.copies import LoadPlan, StorePlan
 from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.row_table import most_rows
 from nixl_tiers.core.stats import Load
-from nixl_tiers.core.tier_rows import most_rows
 from nixl_tiers.runtime.blocking import Waits
 from nixl_tiers.runtime.copies import OpenLoads, bad_rows, ended_rows
 from nixl_tiers.runtime.deprecated import DeprecatedCalls

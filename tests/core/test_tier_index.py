@@ -13,8 +13,9 @@ from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import add_columns, begin_listing, end_listing, take_all
 from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.row_table import MAX_USES
 from nixl_tiers.core.tier import Tier
-from nixl_tiers.core.tier_rows import MAX_USES, MOST_TICK
+from nixl_tiers.core.tier_rows import MOST_TICK
 from nixl_tiers.core.types import TierSpec, TierState
 from tests.support.columns import PlainColumns
 from tests.support.core import opened, put, rows_of, touched

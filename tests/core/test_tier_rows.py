@@ -20,12 +20,13 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import MOST_TENANTS
-from nixl_tiers.core import tier_rows
+from nixl_tiers.core import row_table
 from nixl_tiers.core.eviction.lru import LeafFirstLru
-from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, PlainTierRows, TierRows, make_rows
+from nixl_tiers.core.row_table import PlainTierRows, make_rows
+from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, TierRows
 from tests.support.compiled import CSRC
 
-needs_native = pytest.mark.skipif(tier_rows._tier_rows is None, reason="the native table was not compiled")
+needs_native = pytest.mark.skipif(row_table._tier_rows is None, reason="the native table was not compiled")
 KEYS: Final = [bytes([number]) * length for number in range(8) for length in (1, 20, 36, 37, 112)]
 USES: Final = 6
 SLOTS: Final = 64
@@ -53,7 +54,7 @@ class Twins(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.native, self.plain = make_rows(True), PlainTierRows(USES)
-        self.native = tier_rows._tier_rows.TierRows(USES)
+        self.native = row_table._tier_rows.TierRows(USES)
         self.taken = bytearray(SLOTS), bytearray(SLOTS)
         self.numbers: dict[int, int] = {}  # id of the native row -> id of the other
 

@@ -189,7 +189,7 @@ def test_copies_during_which_the_machine_was_stopped_took_no_time_meanwhile() ->
 def test_a_start_without_the_native_table_warns_of_its_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("nixl_tiers.core.tier_rows._tier_rows", None)
+    monkeypatch.setattr("nixl_tiers.core.row_table._tier_rows", None)
     tiers = [{"type": "cpu", "capacity": "1MiB"}, file_tier(tmp_path, "16MiB")]
     with nixl_tiers.open({"tiers": tiers}, CHUNK_BYTES, "n"):
         assert "was installed without a C compiler: a storage tier holds at most 250000 chunks" in caplog.text

@@ -16,7 +16,7 @@ from nixl_tiers.base.policies import HugePages
 from nixl_tiers.cli.checks.finding import Finding, advise, broken, not_tried, ok, warning
 from nixl_tiers.config.fields import format_size
 from nixl_tiers.config.schema import TiersConfig
-from nixl_tiers.core.tier_rows import most_rows
+from nixl_tiers.core.row_table import most_rows
 from nixl_tiers.memory import pages
 from nixl_tiers.memory.cgroup import rooms, shortage
 from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, advice, hugetlb_rooms, transparent_bytes, transparent_setting

@@ -1,0 +1,290 @@
+"""The table of a storage tier's rows: a native one (`csrc/tier_rows.c`, some 115 bytes a row with its key) where that
+was compiled, else the same in Python, which holds fewer."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import count, islice
+from typing import Any, Final, cast
+
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.tier_rows import MOST_TICK, NO_ID, TierRows
+
+try:
+    from nixl_tiers.core import _tier_rows  # type: ignore[attr-defined]
+except ImportError:  # there was no C compiler
+    _tier_rows = None
+
+PLAIN_ROWS: Final = 250_000  # of a tier where the native table was not compiled: some 500 bytes each
+MAX_USES: Final = 16384  # rows whose uses wait to be taken; of more, those used last are not noted
+
+
+def make_rows(uses: bool) -> TierRows:
+    """Without rows. `uses`: whether `take_used` is going to be called."""
+    most = MAX_USES if uses else 0
+    return PlainTierRows(most) if _tier_rows is None else cast("TierRows", _tier_rows.TierRows(most))
+
+
+def most_rows() -> int | None:
+    """How many rows a tier may have; None: as many as its medium."""
+    return PLAIN_ROWS if _tier_rows is None else None
+
+
+class _Row:
+    __slots__ = ("evicting", "id", "key", "listing", "pins", "place", "seq", "slot", "stored", "tenant", "tick", "used")
+
+    def __init__(
+        self, key: Key, slot: int, tick: int, seq: int, number: int, *, stored: bool, listing: int, tenant: int
+    ) -> None:
+        self.key, self.slot, self.tick, self.seq, self.id = key, slot, tick, seq, number
+        self.stored, self.listing, self.tenant = stored, listing, tenant
+        self.pins = 0
+        self.evicting = self.used = False
+        self.place = 0  # the number of its entry in the order, if it has one
+
+
+_Entry = tuple[int, int, int, _Row]
+_ids: Final = count(1)
+
+
+class PlainTierRows:
+    """In Python, as it is called above: where nothing was compiled, and what tests compare the native table with."""
+
+    def __init__(self, uses: int) -> None:
+        self._rows: dict[Key, _Row] = {}
+        self._orders: dict[int, list[_Entry]] = {}  # heaps, by tenant; an entry is void if its row has another place
+        self._counts: Counter[int] = Counter()
+        self._numbers = count(1)
+        self._listing = 0
+        self._uses = uses
+        self._used: deque[_Row] = deque()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._rows
+
+    def add(self, key: Key, slot: int, tick: int, stored: bool, tenant: int = 0, /) -> int:
+        if (known := self._rows.get(key)) is not None:
+            known.listing = self._listing
+            return NO_ID
+        number, listing = next(self._numbers), self._listing
+        row = _Row(key, slot, tick, number, next(_ids), stored=stored, listing=listing, tenant=tenant)
+        self._rows[key] = row
+        self._counts[tenant] += 1
+        self._enter(row)
+        return row.id
+
+    def get(self, key: Key, /) -> tuple[int, int, int, int, bool, bool, int] | None:
+        row = self._rows.get(key)
+        return None if row is None else (row.slot, row.tick, row.id, row.pins, row.stored, row.evicting, row.tenant)
+
+    def is_stored(self, key: Key, /) -> bool:
+        row = self._rows.get(key)
+        return row is not None and row.stored
+
+    def has_many(self, keys: list[Key], stored: bool, /) -> list[bool]:
+        return list(map(self.is_stored if stored else self._rows.__contains__, keys))
+
+    def touch_many(self, keys: list[Key], tick: int, /) -> list[Key]:
+        evicting = []
+        for key in keys:
+            row = self._rows.get(key)
+            if row is None:
+                continue
+            if row.evicting:
+                evicting.append(key)
+                continue
+            self._use(row, tick)
+            if not row.used and len(self._used) < self._uses:
+                row.used = True
+                self._used.append(row)
+        return evicting
+
+    def take_used(self, most: int, /) -> list[tuple[int, int]]:
+        taken = []
+        for _ in range(min(most, len(self._used))):
+            row = self._used.popleft()
+            if self._rows.get(row.key) is not row:
+                continue
+            if row.stored:
+                row.used = False
+                taken.append((row.slot, row.tick))
+            else:
+                self._used.append(row)
+        return taken
+
+    def pin(self, key: Key, /) -> tuple[int, int] | None:
+        row = self._rows.get(key)
+        if row is None:
+            return None
+        row.pins += 1
+        row.place = 0
+        return row.slot, row.id
+
+    def unpin(self, key: Key, row: int, /) -> None:
+        if (found := self._of(key, row)) is not None and found.pins:
+            found.pins -= 1
+            self._enter(found)
+
+    def stored(self, key: Key, row: int, /) -> bool:
+        if (found := self._of(key, row)) is None:
+            return False
+        found.stored = True
+        self._enter(found)
+        return True
+
+    def select(self, count: int, /) -> list[Key]:
+        return [row.key for row in self._take(count, lambda row: setattr(row, "evicting", True))]
+
+    def cancel(self, key: Key, tick: int, /) -> bool:
+        row = self._rows.get(key)
+        if row is None or not row.evicting:
+            return False
+        row.evicting = False
+        self._use(row, tick)
+        self._enter(row)
+        return True
+
+    def evict(self, count: int, /) -> list[tuple[Key, int]]:
+        return [(row.key, row.slot) for row in self._take(count, self._drop)]
+
+    def evict_of(self, tenant: int, count: int, /) -> list[tuple[Key, int]]:
+        return [(row.key, row.slot) for row in self._take(count, self._drop, tenant)]
+
+    def count_of(self, tenant: int, /) -> int:
+        return self._counts[tenant]
+
+    def remove(self, key: Key, row: int, /) -> int:
+        found = self._rows.get(key)
+        if found is None or row not in {NO_ID, found.id}:
+            return -1
+        self._drop(found)
+        found.place = 0
+        return found.slot
+
+    def begin_listing(self) -> None:
+        self._listing += 1
+
+    def list_columns(  # noqa: PLR0917 - as the native table is called
+        self,
+        slots: Any,
+        ticks: Any,
+        records: Any,
+        width: int,
+        start: int,
+        stop: int,
+        taken: Any,
+        limit: int,
+        base: int = 0,
+        /,
+    ) -> tuple[int, int, int, list[tuple[int, Key]]]:
+        added = end = newest = 0
+        left_out: list[tuple[int, Key]] = []
+        if start == stop:
+            return added, end, newest, left_out
+        slots, ticks, records = memoryview(slots).cast("B"), memoryview(ticks).cast("B"), memoryview(records).cast("B")
+        if width < 2 or stop < start or 4 * stop > len(slots) or 8 * stop > len(ticks) or width * stop > len(records):
+            raise ValueError("columns that are shorter than they should be")
+        for place in range(start, stop):
+            slot = int.from_bytes(slots[4 * place : 4 * place + 4], "little")
+            record = bytes(records[width * place : width * (place + 1)])
+            key = record[1 : 1 + min(record[0], width - 1)]
+            tick = min(int.from_bytes(ticks[8 * place : 8 * place + 8], "little"), MOST_TICK)
+            newest = max(newest, tick)
+            row = self._rows.get(key)
+            if row is not None and (taken is None or row.slot == base + slot):
+                row.listing = self._listing
+            elif row is not None or not key or (taken is not None and _is_taken(taken, slot, limit)):
+                left_out.append((base + slot, key))
+            else:
+                self.add(key, base + slot, tick, True)
+                added += 1
+                if taken is not None:
+                    taken[slot] = 1
+                    end = max(end, slot + 1)
+        return added, end, newest, left_out
+
+    def sweep(self, start: int, count: int, limit: int, low: int, high: int, /) -> tuple[int, list[tuple[Key, int]]]:
+        looked_at = list(islice(self._rows.values(), start, start + count))
+        gone = [
+            (row.key, row.slot)
+            for row in looked_at
+            if row.stored and not row.pins and low <= row.slot < high
+            if row.listing != self._listing or row.slot >= limit
+        ]
+        for key, _ in gone:
+            self.remove(key, NO_ID)
+        return (start + count - len(gone) if len(looked_at) == count else -1), gone
+
+    def some(self, start: int, count: int, /) -> tuple[int, list[Key]]:
+        rows = list(self._rows)
+        at = min(start, len(rows))
+        keys = []
+        for _ in range(min(count, len(rows))):
+            at = at - 1 if at else len(rows) - 1
+            keys.append(rows[at])
+        return at, keys
+
+    def oldest(self) -> int | None:
+        order = self._first(None)
+        return order[0][0] if order else None
+
+    def free(self, count: int, /) -> bool:
+        for _ in range(min(count * PLAIN_ROWS // 256, len(self._rows))):
+            self._rows.popitem()
+        self._orders.clear()
+        self._used.clear()
+        return bool(self._rows)
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _of(self, key: Key, number: int) -> _Row | None:
+        row = self._rows.get(key)
+        return row if row is not None and row.id == number else None
+
+    def _enter(self, row: _Row) -> None:
+        """It has a place in the order from now on, if nothing keeps it out of it."""
+        if row.place or row.pins or row.evicting or not row.stored:
+            return
+        row.place = next(self._numbers)
+        order = self._orders.setdefault(row.tenant, [])
+        heappush(order, (row.tick, -row.seq, row.place, row))
+        if len(order) > 2 * len(self._rows) + 64:
+            order[:] = [entry for entry in order if entry[3].place == entry[2]]
+            heapify(order)
+
+    def _use(self, row: _Row, tick: int) -> None:
+        if tick > row.tick:
+            row.tick, row.seq = tick, next(self._numbers)
+            if row.place:
+                row.place = 0
+                self._enter(row)
+
+    def _drop(self, row: _Row) -> None:
+        del self._rows[row.key]
+        self._counts[row.tenant] -= 1
+
+    def _first(self, tenant: int | None) -> list[_Entry] | None:
+        """The order that has the next victim, of this tenant or of all."""
+        orders = self._orders.values() if tenant is None else [self._orders.get(tenant, [])]
+        for order in orders:
+            while order and order[0][3].place != order[0][2]:
+                heappop(order)
+        return min(filter(None, orders), key=lambda order: order[0][:2], default=None)
+
+    def _take(self, count: int, done: Callable[[_Row], object], tenant: int | None = None) -> list[_Row]:
+        taken: list[_Row] = []
+        while len(taken) < count and (order := self._first(tenant)):
+            row = heappop(order)[3]
+            row.place = 0
+            done(row)
+            taken.append(row)
+        return taken
+
+
+def _is_taken(taken: Sequence[int], slot: int, limit: int) -> bool:
+    return slot >= min(limit, len(taken)) or bool(taken[slot])
