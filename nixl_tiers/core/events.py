@@ -4,30 +4,65 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
-from typing import Any
 
 from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.core.existence import ExistenceCheck
+from nixl_tiers.core.engine_hits import EngineHits
+from nixl_tiers.core.existence import ExistenceCheck, ExistenceChecks
 from nixl_tiers.core.health import Health
 from nixl_tiers.core.listing import Steps, add_columns, begin_listing, end_listing, take_all
+from nixl_tiers.core.measurements import Measurements
+from nixl_tiers.core.promotion import Promotion
+from nixl_tiers.core.promotion_jobs import PromotionJobs
+from nixl_tiers.core.retention import Retention
+from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.streams import Streams
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import MOST_TICK
 from nixl_tiers.core.types import Columns, Direction, Job, PlannedMove, TierState
 from nixl_tiers.core.urgency import Urgency
+from nixl_tiers.core.writeback import WriteBack
 
 _DEAD = attrgetter("dead")
 
 
-class Events(Urgency):
+class Events:
     """The movers' side of the core: what they report, and (`turn`) every job that they get. `mover`: its number among
     those of all tiers, from 0; `now`: in seconds."""
 
-    def __init__(self, health: Health, streams: Streams, *parts: Any, **named: Any) -> None:
-        """The other parts as of `Urgency`."""
-        super().__init__(*parts, **named)
+    def __init__(
+        self,
+        state: CascadeState,
+        checks: ExistenceChecks,
+        promotion: Promotion,
+        promotion_jobs: PromotionJobs,
+        writeback: WriteBack,
+        *,
+        measurements: Measurements,
+        engine_hits: EngineHits,
+        retention: Retention,
+        health: Health,
+        streams: Streams,
+    ) -> None:
+        self._state = state
+        self._checks = checks
+        self._promotion = promotion
+        self._promotion_jobs = promotion_jobs
+        self._writeback = writeback
+        self._measurements = measurements
+        self._engine_hits = engine_hits
+        self._retention = retention
         self._health = health
         self._streams = streams
+        self.urgency = Urgency(
+            state,
+            checks,
+            promotion,
+            promotion_jobs,
+            writeback,
+            measurements=measurements,
+            engine_hits=engine_hits,
+            retention=retention,
+        )
         self._plan_put_off = False
 
     # --- tiers -------------------------------------------------------------------------------------------------

@@ -105,8 +105,6 @@ class TierManager:
         self.retention = Retention(self._state, self._promotion.prefetch_queue)
         self.health = Health(self._state, self._promotion_jobs, self._writeback)
         self.events = Events(
-            self.health,
-            self.streams,
             self._state,
             self.checks,
             self._promotion,
@@ -115,7 +113,10 @@ class TierManager:
             measurements=self._measurements,
             engine_hits=self.engine_hits,
             retention=self.retention,
+            health=self.health,
+            streams=self.streams,
         )
+        self.urgency = self.events.urgency
         self.copies = Copies(
             self._state, self._requests, self._promotion, self._writeback, self.savings, streams=self.streams
         )

@@ -21,7 +21,7 @@ PAUSE_SHARE: Final = 0.5  # of the time that a tier needs for what it is moving
 
 
 class Urgency:
-    """Base of `Events`, whose turns these are. Nothing here changes anything, but for `take_work`."""
+    """Of the turns that `Events` gives. Nothing here changes anything, but for `take_work`."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ class Hold:
     ) -> None:
         core, work = self._core, False
         try:
-            work, at_once = core.events.take_work()
+            work, at_once = core.urgency.take_work()
             if work and not core.tiers:
                 self._turns()
         finally:

@@ -267,9 +267,9 @@ class MoverLink:
             for status, member in zip(self.movers, members, strict=True):
                 status.log.watch(member.breakers, now)
             overdue = self._core.health.overdue(received_s)
-            unfinished, pause_s = self._core.events.unfinished, self._core.events.pause_s
+            unfinished, pause_s = self._core.events.unfinished, self._core.urgency.pause_s
             unfinished |= any(member.to_delete and member.send_credits > 0 for member in members)
-            busy = pause_s > 0 or self._core.events.busy
+            busy = pause_s > 0 or self._core.urgency.busy
         messages += self._recent_uses.messages(now)
         garbage = self._core.garbage
         garbage.drop(DROPPED_PER_TURN)

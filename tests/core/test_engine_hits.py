@@ -54,7 +54,7 @@ def test_a_report_looks_at_no_key_and_is_worked_off_in_slices() -> None:
     hits = Unread(KEYS[:40])
     core.engine_hits.add(hits, "request")
     core.finish_request("request")
-    assert core.events.wants_turn == (True, False)
+    assert core.urgency.wants_turn == (True, False)
     hits.readable = True
     turns = 0
     while core.engine_hits.waiting:
@@ -64,7 +64,7 @@ def test_a_report_looks_at_no_key_and_is_worked_off_in_slices() -> None:
         assert core.events.unfinished or not core.engine_hits.waiting
         turns += 1
     assert turns == 3
-    assert not core.events.can_start
+    assert not core.urgency.can_start
     # Now they are the last to go, the deepest first.
     assert core.tiers[0].index.select_victims(100) == [*KEYS[40:100], *reversed(KEYS[:40])]
 

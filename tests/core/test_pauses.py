@@ -47,19 +47,19 @@ def measured(core: TierManager, seconds: float) -> None:
 
 def test_nothing_under_way_is_no_reason_for_a_pause() -> None:
     core = core_of()
-    assert core.events.pause_s == 0
-    assert not core.events.can_start
+    assert core.urgency.pause_s == 0
+    assert not core.urgency.can_start
 
 
 def test_the_ends_of_stores_may_wait() -> None:
     core = core_of()
     measured(core, seconds=10 * LIMITS.pause_s)
     put(core, KEYS[ROWS : ROWS + WINDOW])
-    assert core.events.can_start
+    assert core.urgency.can_start
     assert core.turn(1e4, 1e4)
-    assert core.events.pause_s == LIMITS.pause_s
-    assert core.events.busy
-    assert not core.events.urgent
+    assert core.urgency.pause_s == LIMITS.pause_s
+    assert core.urgency.busy
+    assert not core.urgency.urgent
 
 
 def test_a_quick_tier_does_not_idle_while_rows_are_queued() -> None:
@@ -67,7 +67,7 @@ def test_a_quick_tier_does_not_idle_while_rows_are_queued() -> None:
     measured(core, seconds=0.04)
     put(core, KEYS[ROWS : ROWS + WINDOW + 1])
     core.turn(1e4, 1e4)
-    assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
+    assert core.urgency.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
 
 
 def test_a_tier_that_was_slow_for_a_while_does_not_idle_either() -> None:
@@ -77,7 +77,7 @@ def test_a_tier_that_was_slow_for_a_while_does_not_idle_either() -> None:
         core.tiers[0].members[0].throughput[Direction.STORE].record(WINDOW * ROW, 10.0)
     put(core, KEYS[ROWS : ROWS + WINDOW + 1])
     core.turn(1e4, 1e4)
-    assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
+    assert core.urgency.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
 
 
 def test_the_ends_of_stores_may_wait_longer_than_they_take_while_none_is_queued() -> None:
@@ -85,7 +85,7 @@ def test_the_ends_of_stores_may_wait_longer_than_they_take_while_none_is_queued(
     measured(core, seconds=0.04)
     put(core, KEYS[ROWS : ROWS + WINDOW])
     core.turn(1e4, 1e4)
-    assert core.events.pause_s == LIMITS.pause_s
+    assert core.urgency.pause_s == LIMITS.pause_s
 
 
 def test_a_quick_tier_does_not_idle_while_victims_wait_to_be_brought_up_for_it() -> None:
@@ -105,8 +105,8 @@ def test_a_quick_tier_does_not_idle_while_victims_wait_to_be_brought_up_for_it()
     for _ in range(3):
         end(core, [job for job in core.turn(0.0, 0.0) if job.direction is Direction.LOAD], 0.0)
     assert (len(file.to_demote), s3.rows_storing, len(s3.to_store)) == (10, WINDOW // 2, 0)
-    assert not core.events.short_of_room
-    assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
+    assert not core.urgency.short_of_room
+    assert core.urgency.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
 
 
 def test_who_waits_for_writes_waits_for_no_long_pause() -> None:
@@ -115,16 +115,16 @@ def test_who_waits_for_writes_waits_for_no_long_pause() -> None:
     put(core, KEYS[ROWS : ROWS + WINDOW])
     core.turn(1e4, 1e4)
     core.await_writes(1)
-    assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
+    assert core.urgency.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
     core.await_writes(-1)
-    assert core.events.pause_s == LIMITS.pause_s
+    assert core.urgency.pause_s == LIMITS.pause_s
 
 
 def test_a_tier_is_waited_for_while_it_is_not_known_how_quick_it_is() -> None:
     core = core_of()
     put(core, KEYS[: WINDOW + 1])
     assert core.turn(0.0, 0.0)
-    assert core.events.pause_s == 0
+    assert core.urgency.pause_s == 0
 
 
 @pytest.mark.parametrize(("open_s", "mover_s"), [(50.0, 0.5), (0.5, 1e9)], ids=["a pause", "no honest mover"])
@@ -143,9 +143,9 @@ def test_a_full_window_is_no_work_for_a_turn() -> None:
     put(core, KEYS[: WINDOW + 1])
     jobs = core.turn(0.0, 0.0)
     assert core.tiers[0].to_store
-    assert not core.events.can_start
+    assert not core.urgency.can_start
     end(core, jobs, 1.0)
-    assert core.events.can_start
+    assert core.urgency.can_start
 
 
 def test_no_request_waits_for_a_pause_to_end() -> None:
@@ -153,18 +153,18 @@ def test_no_request_waits_for_a_pause_to_end() -> None:
     measured(core, seconds=1.0)
     put(core, KEYS[ROWS : ROWS + WINDOW])
     stores = core.turn(1e4, 1e4)
-    assert core.events.pause_s > 0
+    assert core.urgency.pause_s > 0
     assert core.lookup(b"stored", "request", 0, 1e4) is Lookup.PENDING
     core.end_step()
-    assert core.events.urgent
-    assert core.events.pause_s == 0
+    assert core.urgency.urgent
+    assert core.urgency.pause_s == 0
     loads = core.turn(1e4, 1e4)
     core.finish_request("request")  # its row still comes, and another may ask for it
-    assert core.events.urgent
-    assert core.events.pause_s == 0
+    assert core.urgency.urgent
+    assert core.urgency.pause_s == 0
     end(core, loads, 1e4 + 0.1)
-    assert not core.events.urgent
-    assert core.events.pause_s > 0
+    assert not core.urgency.urgent
+    assert core.urgency.pause_s > 0
     end(core, stores, 1e4 + 1)
 
 
@@ -173,12 +173,12 @@ def test_a_step_brings_no_turn_while_all_that_requests_wait_for_is_under_way() -
     core = core_of()
     assert core.lookup(b"stored", "request", 0, 1e4) is Lookup.PENDING
     core.end_step()
-    assert core.events.wants_turn == (True, True)
+    assert core.urgency.wants_turn == (True, True)
     loads = core.turn(1e4, 1e4)
     assert core.lookup(b"stored", "request", 0, 1e4) is Lookup.PENDING
     core.end_step()
-    assert core.events.wants_turn == (False, False)
-    assert core.events.urgent
+    assert core.urgency.wants_turn == (False, False)
+    assert core.urgency.urgent
     end(core, loads, 1e4 + 0.1)
     assert core.lookup(b"stored", "request", 0, 1e4 + 0.1) is Lookup.HIT
 
@@ -190,10 +190,10 @@ def test_no_allocation_waits_for_a_pause_to_end() -> None:
         core.tiers[0].members[0].throughput[Direction.STORE].record(ROW, 1.0)
     put(core, KEYS[: ROWS - RESERVE // 2])
     core.turn(0.0, 0.0)
-    assert core.events.pause_s > 0
+    assert core.urgency.pause_s > 0
     put(core, KEYS[ROWS : ROWS + 1])
     assert core.tiers[0].jobs
-    assert core.events.pause_s == 0
+    assert core.urgency.pause_s == 0
 
 
 def test_an_allocation_that_leaves_hardly_any_room_ends_a_pause() -> None:
@@ -201,9 +201,9 @@ def test_an_allocation_that_leaves_hardly_any_room_ends_a_pause() -> None:
     put(core, KEYS[: ROWS - RESERVE + 2])
     core.turn(0.0, 0.0)
     put(core, KEYS[ROWS : ROWS + 1])
-    assert core.events.wants_turn == (True, False)
+    assert core.urgency.wants_turn == (True, False)
     put(core, KEYS[ROWS + 1 : ROWS + RESERVE // 2])
-    assert core.events.wants_turn == (True, True)
+    assert core.urgency.wants_turn == (True, True)
 
 
 def test_stores_that_may_have_ended_in_a_pause_end_it_when_allocations_leave_hardly_any_room() -> None:
@@ -219,7 +219,7 @@ def test_stores_that_may_have_ended_in_a_pause_end_it_when_allocations_leave_har
     put(core, KEYS[: ROWS - RESERVE // 2])
     core.turn(0.0, 0.0)
     assert (core.tiers[0].rows_storing, len(core.tiers[0].to_store), core.host.free) == (10, 0, 10)
-    assert core.events.wants_turn == (False, False)
+    assert core.urgency.wants_turn == (False, False)
     put(core, KEYS[ROWS : ROWS + 1])
-    assert not core.events.can_start
-    assert core.events.wants_turn == (True, True)
+    assert not core.urgency.can_start
+    assert core.urgency.wants_turn == (True, True)

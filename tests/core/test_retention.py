@@ -154,10 +154,10 @@ def test_a_host_without_storage_tiers_takes_turns_for_what_is_retained() -> None
     core = alone(8)
     put(core, chain("kept"))
     core.end_step()
-    assert core.events.take_work() == (False, False)
+    assert core.urgency.take_work() == (False, False)
     retain(core, chain("kept"), 10.0)
     core.end_step()
-    assert core.events.take_work() == (True, False)
+    assert core.urgency.take_work() == (True, False)
 
 
 def test_chunks_come_up_again_when_they_are_to_be_needed() -> None:

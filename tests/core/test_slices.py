@@ -257,11 +257,11 @@ def test_without_storage_tiers_a_step_has_turns_while_a_request_waits() -> None:
     """Else its wait would have no end if the row that it waits for never comes."""
     core = TierManager(4, 4096, [])
     core.end_step()
-    assert core.events.take_work() == (False, False)
+    assert core.urgency.take_work() == (False, False)
     core.copies.prepare_store([b"filling"], "writer")
     assert core.lookup(b"filling", "reader", 1, 0.0) is Lookup.PENDING
     core.end_step()
-    assert core.events.take_work() == (True, False)
+    assert core.urgency.take_work() == (True, False)
 
 
 def test_scan_of_a_waiting_request_ends_at_its_first_key() -> None:
@@ -338,12 +338,12 @@ def test_eviction_passes_over_a_bounded_number_of_pinned_rows(policy: Eviction) 
         core.copies.prepare_store([b"new"], "new")
         assert looks.total() <= MAX_LOOKS + 4
         for _ in range(rows):
-            if not core.events.busy:
+            if not core.urgency.busy:
                 break
             looks.clear()
             expire(core, 0.0)
             assert looks.total() <= MAX_LOOKS + 4
-    assert not core.events.busy, "it looks on for ever"
+    assert not core.urgency.busy, "it looks on for ever"
     assert len(core.copies.prepare_store([b"other"], "other").rows) == 1, "rows behind the pinned ones were not found"
 
 
