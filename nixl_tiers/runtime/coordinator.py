@@ -39,7 +39,7 @@ from nixl_tiers.runtime.hold import Hold
 from nixl_tiers.runtime.make_core import make_core
 from nixl_tiers.runtime.mover_link import MoverLink
 from nixl_tiers.runtime.numbers import counters, problems
-from nixl_tiers.runtime.prefill_cache import PrefillCache
+from nixl_tiers.runtime.prefill_cache import PrefillCache, PrefillSpeed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -100,7 +100,7 @@ class Coordinator(DeprecatedCalls):
         self._hold = Hold(core, self._link, lock, self.now)
         self._waits = Waits(core, self._link, self._hold)
         self._open_loads = OpenLoads(region)
-        self._prefill_cache: PrefillCache | None = None
+        self.prefill = PrefillSpeed(self._hold)
         self._pid = os.getpid()
         self._end = finalize_once(self, partial(_end, self._link.supervisor, region))
         _coordinators.add(self)
@@ -131,7 +131,7 @@ class Coordinator(DeprecatedCalls):
             log.warning("nixl_tiers: was installed without a C compiler: a storage tier holds at most %d chunks", most)
         coordinator = cls(config, namespace, region, description=description)
         if device is not None and config.prefill_tokens_per_s is None:
-            coordinator.keep_prefill_speed(PrefillCache(namespace, device))
+            coordinator.prefill.keep(PrefillCache(namespace, device))
         try:
             given_s = timeout_s if ready_s is None else ready_s
             coordinator.start(timeout_s, given_s if config.ready_s is None else config.ready_s)
@@ -205,21 +205,9 @@ class Coordinator(DeprecatedCalls):
         finally:
             with self._hold as core:
                 self._link.flush_recent_uses()
-                samples = core.prefill.samples()
-            if self._prefill_cache is not None and samples:
-                self._prefill_cache.remember(samples)
+            self.prefill.close()
             self._end.detach()
             _end(self._link.supervisor, self.region, timeout_s)
-
-    def keep_prefill_speed(self, cache: PrefillCache) -> None:
-        """Go on with the prefill estimate of the last start, and keep it for the next."""
-        samples = cache.recall()
-        with self._hold as core:
-            core.prefill.restore(samples)
-            self._prefill_cache = cache
-            speed = core.prefill.tokens_per_s
-        if speed is not None:
-            log.info("nixl_tiers: at the last start %s computed %.0f tokens of prompts a second", cache.device, speed)
 
     @property
     def mover_pids(self) -> list[int | None]:
@@ -361,15 +349,6 @@ class Coordinator(DeprecatedCalls):
             if not keep:
                 # Epoch 0 stands for the weights as they were loaded; after a reset no other engine has the same ones.
                 self._link.reopen(replace(self.namespace, epoch=secrets.randbits(63) | 1))
-
-    def observe_prefill(self, tokens: int, context: float, seconds: float) -> None:
-        """A step has computed `tokens` tokens of prompts, with `context` tokens up to each on average, in `seconds`."""
-        cache = self._prefill_cache
-        with self._hold as core:
-            core.prefill.observe(tokens, context, seconds)
-            samples = cache.take_due(core.prefill) if cache is not None else []
-        if cache is not None and samples:
-            cache.remember_soon(samples)
 
     # --- what an operator reads -----------------------------------------------------------------------------------
 

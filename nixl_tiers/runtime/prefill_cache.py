@@ -14,6 +14,7 @@ from typing import Final
 from nixl_tiers.base.cache import cache_folder, write_whole
 from nixl_tiers.base.chunk import Namespace
 from nixl_tiers.core.prefill import MIN_SAMPLES, PrefillEstimate, Sample
+from nixl_tiers.runtime.hold import Hold
 
 log = logging.getLogger(__name__)
 
@@ -60,3 +61,36 @@ class PrefillCache:
         with contextlib.suppress(OSError):
             if self.path:
                 write_whole(self.path, json.dumps({"device": self.device, "samples": samples}).encode())
+
+
+class PrefillSpeed:
+    """The core's prefill estimate, as the engine observes it, and where it is kept, if it is."""
+
+    def __init__(self, hold: Hold) -> None:
+        self._hold = hold
+        self.cache: PrefillCache | None = None
+
+    def keep(self, cache: PrefillCache) -> None:
+        """Go on with the estimate of the last start, and keep it for the next."""
+        samples = cache.recall()
+        with self._hold as core:
+            core.prefill.restore(samples)
+            self.cache = cache
+            speed = core.prefill.tokens_per_s
+        if speed is not None:
+            log.info("nixl_tiers: at the last start %s computed %.0f tokens of prompts a second", cache.device, speed)
+
+    def observe(self, tokens: int, context: float, seconds: float) -> None:
+        """A step has computed `tokens` tokens of prompts, with `context` tokens up to each on average, in `seconds`."""
+        cache = self.cache
+        with self._hold as core:
+            core.prefill.observe(tokens, context, seconds)
+            samples = cache.take_due(core.prefill) if cache is not None else []
+        if cache is not None and samples:
+            cache.remember_soon(samples)
+
+    def close(self) -> None:
+        with self._hold as core:
+            samples = core.prefill.samples()
+        if self.cache is not None and samples:
+            self.cache.remember(samples)

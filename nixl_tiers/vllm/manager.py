@@ -91,7 +91,7 @@ class NixlTiersManager(OffloadingManager):
         self._own_hits = OwnHits()
         self._gate = StoreGate(self._own_hits, kept=kept, one_block=coordinator.region.geometry.sub_blocks == 1)
         self.weights = WeightsGate(partial(attrgetter("ranks.weights"), coordinator.region), self._own_hits, kept=kept)
-        self._meter = PrefillMeter(coordinator.observe_prefill)
+        self._meter = PrefillMeter(coordinator.prefill.observe)
         seen = None if events is None else events.seen
         tokens = self._groups.known_tokens()
         self._lookups = Lookups(coordinator, len(groups), self._gate, self._meter, tokens, seen=seen)

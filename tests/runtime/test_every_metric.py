@@ -134,7 +134,7 @@ class Engine:
     def computes(self, tokens_per_s: float) -> None:
         """Steps of the engine show how fast it computes prompts."""
         for _ in range(5):
-            self.coordinator.observe_prefill(2000, 1000.0, 2000 / tokens_per_s)
+            self.coordinator.prefill.observe(2000, 1000.0, 2000 / tokens_per_s)
 
     # --- what a scheduler does ------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
 
 def learn(coordinator: Coordinator, steps: int = 8) -> None:
     for _ in range(steps):
-        coordinator.observe_prefill(1000, 500.0, 2.0)
+        coordinator.prefill.observe(1000, 500.0, 2.0)
 
 
 def speed(coordinator: Coordinator) -> float:

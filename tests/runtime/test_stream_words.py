@@ -65,7 +65,7 @@ def test_rows_arrive_while_their_load_is_open(tmp_path: Path) -> None:
         assert tiers.flush(60.0)
         until(lambda: reclaim_all_host_rows(tiers), "every host row to be free")
         for _ in range(5):
-            coordinator.observe_prefill(2000, 1000.0, 2000.0)
+            coordinator.prefill.observe(2000, 1000.0, 2000.0)
         with coordinator.core() as core:
             core.tiers[0].loads.record(GEOMETRY.row_bytes, 0.001, coordinator.now())
             scan = core.scan("reader", Chain((Group(KEYS, TOKENS),)), 0, coordinator.now(), early=8)

@@ -173,7 +173,7 @@ def step_that_stores(rig: Rig, name: str, seconds: float, *, newer: bool) -> Non
 
 def learn_the_speed_of_prefill(rig: Rig) -> None:
     for _ in range(5):
-        rig.coordinator.observe_prefill(1000, 500.0, 1.0)  # 64 ms a chunk
+        rig.coordinator.prefill.observe(1000, 500.0, 1.0)  # 64 ms a chunk
 
 
 @pytest.mark.parametrize("newer", [False, True])

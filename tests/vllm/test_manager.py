@@ -165,7 +165,7 @@ def test_load_is_credited_with_the_tokens_that_it_saved(rig: ManagerRig) -> None
     rig.store(rig.request("writer", *keys), *keys)
     coordinator = rig.manager._coordinator
     for _ in range(5):
-        coordinator.observe_prefill(1000, 500.0, 10.0)
+        coordinator.prefill.observe(1000, 500.0, 10.0)
     reader = rig.request("reader", *keys)
     assert [rig.manager.lookup(key, reader) for key in keys[1:]] == [LookupResult.HIT] * 2
     rig.manager.prepare_load(keys[1:], reader)
@@ -439,6 +439,7 @@ class ScriptedCoordinator:
         self.changed = self.copies = self.streams = self
         self.cuts = 0
         self.entered = 0
+        self.prefill = SimpleNamespace(observe=lambda *_: None)
         self.region = SimpleNamespace(
             geometry=Geometry(cells=1, cell_payload=8192), ranks=SimpleNamespace(weights=(0,))
         )
@@ -470,8 +471,6 @@ class ScriptedCoordinator:
 
     def sources(self, keys: list[bytes]) -> list[str]:
         return [self.where for _ in keys]
-
-    def observe_prefill(self, tokens: int, context: float, seconds: float) -> None: ...
 
     def queue(self, request: str) -> None: ...
 

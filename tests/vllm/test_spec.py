@@ -286,7 +286,7 @@ def test_two_workers_and_a_scheduler_in_one_process(
     manager = spec.get_manager()
     assert spec.get_manager() is manager
     assert manager._reports._live._labels == {"model_name": "served", "engine": "0"}, "as in vLLM's own metrics"
-    kept = manager._coordinator._prefill_cache
+    kept = manager._coordinator.prefill.cache
     assert kept.device == compat.device_name(), "the next start knows the speed of prefill"
     key = make_offload_key(b"k" * 32, 0)
     context = ReqContext("r")
