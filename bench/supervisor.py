@@ -168,7 +168,7 @@ def load_all(store: nixl_tiers.TieredStore, keys: Sequence[Key], name: str) -> N
                 if Lookup.MISS in found:
                     raise SystemExit("a row is a miss")
                 coordinator.plan_load(prompt, request)
-                coordinator.complete_load(prompt, request)
+                coordinator.complete_load(request)
                 with coordinator.core() as core:
                     core.finish_request(request)
                 del prompts[request]

@@ -203,7 +203,7 @@ class Coordinator(DeprecatedCalls):
             if flush_s := self.config.flush_on_exit_s:
                 self._waits.write_down(time.monotonic() + flush_s)
         finally:
-            with self._hold as core:
+            with self._hold:
                 self._link.flush_recent_uses()
             self.prefill.close()
             self._end.detach()
@@ -241,7 +241,7 @@ class Coordinator(DeprecatedCalls):
         with self._hold as core:
             load = None if end is None else Load(max(0, end - sum(tokens)), end, self.now())
             plan = core.copies.prepare_load(keys, request, call=call, tokens=tokens, load=load)
-            self._open_loads.begin(len(keys), request if call else None)
+            self._open_loads.begin(len(keys), request, call=call)
         if (stream := plan.stream) is not None:  # the core's time leaves out pauses
             deadline_s = time.monotonic() + stream.deadline_s - self.now()
             plan = plan._replace(stream=stream._replace(deadline_s=deadline_s))
@@ -251,23 +251,23 @@ class Coordinator(DeprecatedCalls):
         """The rows of `plan_load`."""
         return np.array(self.plan_load(keys, request, **named).rows, np.int64)
 
-    def complete_load(self, keys: Collection[Key], request: str, *, loaded: int | None = None) -> None:
-        """Workers are done reading these rows, which `request` loaded. `loaded`: of a stream with a gap, how many keys
-        were before it; None: all."""
+    def complete_load(self, request: str, *, loaded: int | None = None) -> None:
+        """Workers are done reading the rows that `request` loaded. `loaded`: of a stream with a gap, how many were
+        before it; None: all."""
         with self._hold as core:
             core.copies.complete_load(request, loaded)
             if loaded == 0:
                 core.savings.load_failed(request, self.now())
             else:
                 core.savings.load_ended(request, self.now())
-            self._open_loads.end(len(keys))
+            self._open_loads.end(request)
 
-    def fail_load(self, keys: Collection[Key], request: str) -> None:
+    def fail_load(self, request: str) -> None:
         """Instead of complete_load, if a worker could not copy all of them: `request` gets no more hits."""
         with self._hold as core:
             core.copies.fail_load(request)
             core.savings.load_failed(request, self.now())
-            self._open_loads.end(len(keys))
+            self._open_loads.end(request)
 
     def prepare_store(self, keys: Sequence[Key], request: str, *, call: bool = False) -> StorePlan:
         """Rows to fill with the new ones of `keys`, in prefix order; fewer than asked when the host tier is full.

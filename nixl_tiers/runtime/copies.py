@@ -29,22 +29,18 @@ class OpenLoads:
         """`clock`: seconds, the same for the movers."""
         self._region = region
         self._clock = clock
-        self._rows = 0  # that workers read
+        self._requests: set[str] = set()
         self._calls: set[str] = set()
 
-    def begin(self, rows: int, call: str | None = None) -> None:
-        """A load of so many rows was prepared, for workers or for a thread's `call`."""
-        if not rows:
-            return
-        if call is None:
-            self._rows += rows
-        else:
-            self._calls.add(call)
-        self._region.stores_held_until_s = self._clock() + HOLD_S
+    def begin(self, rows: int, name: str, *, call: bool = False) -> None:
+        """A load of so many rows was prepared, for a request, whose workers copy them, or for a thread's `call`."""
+        if rows:
+            (self._calls if call else self._requests).add(name)
+            self._region.stores_held_until_s = self._clock() + HOLD_S
 
-    def end(self, rows: int) -> None:
-        """Workers are done with so many rows."""
-        self._rows = max(0, self._rows - rows)  # some may be of before a reset
+    def end(self, request: str) -> None:
+        """Workers are done with its rows."""
+        self._requests.discard(request)
         self._release()
 
     def end_call(self, call: str) -> None:
@@ -53,10 +49,11 @@ class OpenLoads:
 
     def reset(self) -> None:
         """An engine does not report the loads of before a reset."""
-        self.end(self._rows)
+        self._requests.clear()
+        self._release()
 
     def _release(self) -> None:
-        if not (self._rows or self._calls):
+        if not (self._requests or self._calls):
             self._region.stores_held_until_s = 0.0
 
 

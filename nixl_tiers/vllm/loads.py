@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,16 +70,16 @@ class Loads:
             return None
         return self._sources[sources[0]]
 
-    def complete(self, keys: Collection[OffloadKey], request: str) -> None:
+    def complete(self, request: str) -> None:
         began = self._open.pop(request, None)
         beside = request in self._beside
         self._beside.discard(request)
         loaded = self._streams.load_ended(request)
         if request in self._failed:
             self._failed.remove(request)
-            self._coordinator.fail_load(keys, request)
+            self._coordinator.fail_load(request)
         else:
-            self._coordinator.complete_load(keys, request, loaded=loaded)
+            self._coordinator.complete_load(request, loaded=loaded)
             if began is not None and loaded is None:  # the end of a stream says when its rows came
                 now = self._coordinator.now()
                 with self._coordinator.core() as core:

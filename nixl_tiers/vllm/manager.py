@@ -248,7 +248,7 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._loads.complete(keys, req_context.req_id)
+        self._loads.complete(req_context.req_id)
 
     def load_failed(self, request: str) -> bool:
         """A worker could not copy the load that `request` waits for. NixlTiersConnector calls it before complete_load.

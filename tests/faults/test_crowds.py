@@ -143,7 +143,7 @@ def test_failed_worker_copies_are_no_hits(make_rig: Callable[..., FaultRig], tie
             keys = [key for key in load.keys if rig.store.locate([key]) == ["cpu"]][:4]
             found = [key for key in keys if look_up(coordinator, key, f"load-{number}") is Lookup.HIT]
             coordinator.prepare_load(found, f"load-{number}")
-            coordinator.fail_load(found, f"load-{number}")
+            coordinator.fail_load(f"load-{number}")
             assert Lookup.HIT not in [look_up(coordinator, key, f"load-{number}") for key in keys]
             end_step(coordinator)
             finish(coordinator, f"load-{number}")

@@ -70,7 +70,7 @@ class Bench:
         assert self.lookup(key, first) is Lookup.HIT
         (row,) = self.coordinator.prepare_load([key], "loader")
         cells = self.region.rows_view[row, : GEOMETRY.payload_bytes].reshape(GEOMETRY.cells, GEOMETRY.sub_blocks, -1)
-        self.coordinator.complete_load([key], "loader")
+        self.coordinator.complete_load("loader")
         return cells.copy()
 
 

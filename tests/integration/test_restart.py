@@ -84,7 +84,7 @@ def load(coordinator: Coordinator, number: int) -> None:
 
     until(found, "the row")
     coordinator.prepare_load([key(number)], request)
-    coordinator.complete_load([key(number)], request)
+    coordinator.complete_load(request)
     finish(coordinator, request)
     end_step(coordinator)
 

@@ -64,7 +64,7 @@ class Node:
         pairs = Pairs.of(self.plan.pairs(0, np.arange(len(keys)), np.array(plan.rows)))
         packed, stream = np.array(plan.rows, "<u4").tobytes(), plan.stream
         if stream is None:  # all of it has come meanwhile
-            coordinator.complete_load(keys, name)
+            coordinator.complete_load(name)
             self.finish(name)
             return None
         self.told += 1
@@ -86,7 +86,7 @@ class Node:
             with self.store.coordinator.core() as core:
                 core.flushed()
         else:
-            self.store.coordinator.complete_load(keys, name, loaded=ended.gap if ended.gap < len(keys) else None)
+            self.store.coordinator.complete_load(name, loaded=ended.gap if ended.gap < len(keys) else None)
         self.gaps += ended.gap < len(keys)
         self.finish(name)
         return ended.gap

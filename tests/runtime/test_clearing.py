@@ -96,7 +96,7 @@ def test_rows_in_use_stay_whole_and_go_when_they_are_not(store: TieredStore, mon
     assert (file.rows, file.left) == (2, 0)
     put(store, 1, b"b1")
     assert (coordinator.region.rows_view[row, : GEOMETRY.cell_payload] == 1).all()
-    coordinator.complete_load([b"a1"], "reader")
+    coordinator.complete_load("reader")
     with coordinator.core() as core:
         core.end_step()
     assert [each.left for each in clear(store)] == [0, 0]

@@ -47,10 +47,10 @@ def coordinator(region: HostRegion) -> Iterator[Coordinator]:
 
 def test_stores_are_held_until_the_last_open_load_has_ended(region: HostRegion) -> None:
     loads = OpenLoads(region, clock=lambda: 100.0)
-    loads.begin(2)
-    loads.begin(3, "call")
+    loads.begin(2, "request")
+    loads.begin(3, "call", call=True)
     assert region.stores_held_until_s == 100.0 + HOLD_S
-    loads.end(2)
+    loads.end("request")
     assert region.stores_held_until_s > 0
     loads.end_call("another call")
     assert region.stores_held_until_s > 0
@@ -59,19 +59,19 @@ def test_stores_are_held_until_the_last_open_load_has_ended(region: HostRegion) 
 
 
 def test_load_without_rows_holds_nothing(region: HostRegion) -> None:
-    OpenLoads(region).begin(0)
+    OpenLoads(region).begin(0, "request")
     assert region.stores_held_until_s == 0
 
 
 def test_loads_of_before_a_reset_hold_nothing_and_may_end_late(region: HostRegion) -> None:
     loads = OpenLoads(region)
-    loads.begin(2)
+    loads.begin(2, "before")
     loads.reset()
     assert region.stores_held_until_s == 0
-    loads.end(2)
-    loads.begin(1)
+    loads.begin(1, "behind")
+    loads.end("before")
     assert region.stores_held_until_s > 0
-    loads.end(1)
+    loads.end("behind")
     assert region.stores_held_until_s == 0
 
 
@@ -91,9 +91,9 @@ def test_load_of_workers_holds_stores_until_it_ends(coordinator: Coordinator, en
     assert before + HOLD_S <= coordinator.region.stores_held_until_s <= time.monotonic() + HOLD_S
     match end:
         case "complete":
-            coordinator.complete_load(KEYS, "request")
+            coordinator.complete_load("request")
         case "fail":
-            coordinator.fail_load(KEYS, "request")
+            coordinator.fail_load("request")
         case "reset":
             coordinator.reset()
     assert coordinator.region.stores_held_until_s == 0

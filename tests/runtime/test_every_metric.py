@@ -176,7 +176,7 @@ class Engine:
         until(lambda: set(self.ask(request, keys)) == {Lookup.HIT}, "the chunks")
         self.coordinator.prepare_load(keys, request, tokens=[TOKENS] * len(keys), end=TOKENS * len(keys))
         self.pass_time(copy_s)
-        (self.coordinator.fail_load if unreadable else self.coordinator.complete_load)(keys, request)
+        (self.coordinator.fail_load if unreadable else self.coordinator.complete_load)(request)
 
     def end(self, request: str) -> None:
         with self.coordinator.core() as core:

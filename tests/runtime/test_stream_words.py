@@ -82,7 +82,7 @@ def test_rows_arrive_while_their_load_is_open(tmp_path: Path) -> None:
         with coordinator.core() as core:
             core.streams.cut("reader")
         assert int(region.limits[plan.stream.slot]) == plan.stream.stream << 32
-        coordinator.complete_load(KEYS, "reader", loaded=8)
+        coordinator.complete_load("reader", loaded=8)
         counters = coordinator.counters()["file"]
         assert (counters["streams"], counters["hits"], counters["streams_cut_aborted"]) == (1, 8, 1)
     finally:

@@ -486,7 +486,7 @@ class ScriptedCoordinator:
     def plan_load(self, keys: list[bytes], request: str, *, tokens: list[int], end: int | None) -> LoadPlan:
         return LoadPlan(list(range(len(keys))), [CPU] * len(keys), {})
 
-    def complete_load(self, keys: list[bytes], request: str, *, loaded: int | None) -> None:
+    def complete_load(self, request: str, *, loaded: int | None) -> None:
         pass
 
     def reset(self, *, changed: bool) -> None:
