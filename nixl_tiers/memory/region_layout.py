@@ -151,9 +151,9 @@ class RankRecords:
         changed since."""
         return tuple([_WEIGHTS.unpack_from(self._map, at)[0] for at in self._weights_at])
 
-    def publish_recompute(self, rank: int, yes: bool) -> None:
-        """Publish whether this rank's engine computes what a load could not bring, and the rank can copy streams."""
-        self._map[self._record(rank) + _RECOMPUTE_AT] = yes
+    def publish_recompute(self, rank: int) -> None:
+        """Publish that this rank's engine computes what a load could not bring, and that the rank can copy streams."""
+        self._map[self._record(rank) + _RECOMPUTE_AT] = True
 
     @property
     def all_recompute(self) -> bool:

@@ -231,7 +231,7 @@ class NixlTiersWorker(OffloadingWorker):
         """Publish to the scheduler that this engine computes what a load could not bring: loads may begin whose rows
         are still to come. Not where this rank cannot copy these."""
         if self._streamed is not None:
-            self._region.ranks.publish_recompute(self._rank, True)
+            self._region.ranks.publish_recompute(self._rank)
         elif self._rank == 0:
             log.info("nixl_tiers: loads begin only when all their chunks are in host memory: %s", NO_STREAMS)
 

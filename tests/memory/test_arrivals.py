@@ -31,7 +31,7 @@ def test_words_limits_and_bell_are_nobody_elses_bytes(region: HostRegion) -> Non
     region.publish_own_time(3, 2.0)
     region.stores_held_until_s = 5.0
     region.ranks.publish(2, b"2" * 16, "n" * 400)
-    region.ranks.publish_recompute(1, True)
+    region.ranks.publish_recompute(1)
     region.ranks.publish_weights(1, changing=True)
     region.control[:] = region.rows_view[:] = 0xFF
     assert not any(words.any() for words in (region.words, region.limits, region.bell))
@@ -86,10 +86,8 @@ def test_every_rank_has_to_publish_that_it_recomputes(region: HostRegion) -> Non
     with HostRegion.attach(os.dup(region.fd)) as worker:
         for rank in range(3):
             assert not region.ranks.all_recompute
-            worker.ranks.publish_recompute(rank, True)
+            worker.ranks.publish_recompute(rank)
     assert region.ranks.all_recompute
-    region.ranks.publish_recompute(1, False)
-    assert not region.ranks.all_recompute
 
 
 def test_without_the_library_nothing_arrives(region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
