@@ -104,7 +104,7 @@ class Chains:
         chosen, expected_s, is_priced = max(start, look.known), now, False
         if request.first_scan and request.chosen is None and not request.expired and self._state.tiers:
             chosen, expected_s, is_priced = self._choose(look)
-        if early and is_priced and (coming := self._tell_early(look, chosen, expected_s, early)):
+        if early and is_priced and chosen <= early and (coming := self._tell_early(look, chosen, expected_s)):
             return Scan(False, chosen, coming)
         waits = self._ask(look, chosen)
         if len(found) > 1:
@@ -137,7 +137,7 @@ class Chains:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _tell_early(self, look: _Look, chosen: int, expected_s: float, most: int) -> int:
+    def _tell_early(self, look: _Look, chosen: int, expected_s: float) -> int:
         """Whether to tell the request that it hits up to token `chosen` although rows of that are still to come: how
         many; 0: no."""
         chain, request, found = look.chain, look.request, look.found[0]
@@ -150,7 +150,7 @@ class Chains:
                 return 0
             self._promotion.note_refused(key, look.now)
         early = Early(look.now, expected_s, found.first * tokens, tokens, chosen, chain.end)
-        return self._streams.accepts(request, found, early, most)
+        return self._streams.accepts(request, found, early)
 
     def _choose(self, look: _Look) -> tuple[int, float, bool]:
         """Up to which token to load, when that is expected to be in host memory, and whether that is known to be

@@ -143,8 +143,8 @@ class TierManager:
     def scan(self, name: str, chain: Chain, start: int, now: float, first: int = 0, *, early: int = 0) -> Scan:
         """All look-ups of a request in this step at once, of its chain from token `start` on: what of it the request
         loads, and whether it waits for that. Instead of `lookup` for each key; keys of windowed groups are looked up
-        besides, after it in the same step. `first`: as in `lookup`, of each chunk. `early`: so many rows of a hit may
-        still be to come, if the request is to load a stream (core/streams.py)."""
+        besides, after it in the same step. `first`: as in `lookup`, of each chunk. `early`: rows of a hit up to this
+        token at most may still be to come, if the request is to load a stream (core/streams.py)."""
         request = self._requests.looked_up(name, now)
         if request.load_failed:
             return Scan(False, start)

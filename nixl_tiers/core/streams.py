@@ -92,9 +92,9 @@ class Streams:
 
     # --- of requests -------------------------------------------------------------------------------------------
 
-    def accepts(self, request: Request, found: ChainRows, early: Early, most: int) -> int:
+    def accepts(self, request: Request, found: ChainRows, early: Early) -> int:
         """Whether to tell the request early that it hits up to token `early.chosen`: how many rows of that are still
-        to come, of which there may be `most`. 0: no, or it need not be told early."""
+        to come. 0: no, or it need not be told early."""
         told = self._told[1] if self._told[0] == self._host.step else 0
         if (
             self._words is None
@@ -108,7 +108,7 @@ class Streams:
         coming = below(found.coming, stop)
         rows, fresh = [self._host.index[found.group.keys[place]] for place in coming], sum(stored.values())
         count = len(coming) + fresh
-        if not 0 < count <= min(most, MAX_ROWS):
+        if not 0 < count <= MAX_ROWS:
             return 0
         for number, new in stored.items():
             tier = self._state.tiers[number]

@@ -171,7 +171,7 @@ class Lookups:
         """What the whole chain is in this step, of which `key` is looked up first."""
         early, now = 0, self._coordinator.now()
         if mine.waiting is None and not self._gate.watches:
-            early = self.streams.most(name, start, mine.chain.end)
+            early = self.streams.end_of(name, start)
         with self._coordinator.core() as core:
             mine.scan = core.scan(name, mine.chain, start, now, self._last_sub_block, early=early)
         if mine.scan.coming:

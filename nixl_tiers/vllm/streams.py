@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
-from nixl_tiers.core.streams import MAX_ROWS
 from nixl_tiers.vllm.compat import OffloadKey
 
 MOST_WAITING: Final = 64  # requests that have not begun: each answer looks at all of them
@@ -116,15 +115,15 @@ class Streams:
 
     # --- an answer ---------------------------------------------------------------------------------------------
 
-    def most(self, name: str, first: int, end: int) -> int:
-        """How many rows may be still to come when this request is answered that it can load tokens `first` to `end`,
-        the ends of a chunk each; 0: none."""
+    def end_of(self, name: str, first: int) -> int:
+        """Up to which token a load of this request from token `first` on, the end of a chunk, may go that it is told of
+        while rows are still to come; 0: there may be none."""
         request, unit = self._alive.get(name), self._unit
         if request is None or unit is None or name in self._told or request.num_preemptions:
             return 0
-        if not self._is_wanted() or not self._has_blocks(-(-(end - first) // unit.block)):
+        if not self._is_wanted() or (blocks := self._free_blocks()) <= 0:
             return 0
-        return 0 if self._is_shared(request, first + unit.chunk, unit) else MAX_ROWS
+        return 0 if self._is_shared(request, first + unit.chunk, unit) else first + blocks * unit.block
 
     def answered(self, name: str, first: int, end: int) -> None:
         """It was: of the rows of these tokens some are to come."""
@@ -179,12 +178,13 @@ class Streams:
         self._all_recompute = self._all_recompute or self._recompute()
         return self._all_recompute and len(self._waiting) <= MOST_WAITING
 
-    def _has_blocks(self, blocks: int) -> bool:
+    def _free_blocks(self) -> int:
+        """How many another stream may have."""
         if self.pool is None:
-            return False
+            return 0
         most = self.pool.num_gpu_blocks
         held = sum([stream.blocks for stream in self._open.values()])
-        return SHARE * (held + blocks) <= most and SPARE * (self.pool.get_num_free_blocks() - blocks) >= most
+        return min(most // SHARE - held, self.pool.get_num_free_blocks() - -(-most // SPARE))
 
     def _is_shared(self, request: Any, first_end: int, unit: Unit) -> bool:
         """Whether another request that waits begins with the same tokens up to here: vLLM would keep it back until the

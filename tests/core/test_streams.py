@@ -9,6 +9,7 @@ import pytest
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.base.row_words import MAX_STREAMS, WAITING
+from nixl_tiers.core import streams
 from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.copies import LoadPlan
 from nixl_tiers.core.key_lookup import Lookup
@@ -70,7 +71,7 @@ class Engine:
                 (1 + count % 9) * ROW_BYTES, (1 + count % 9) * row_s, self.now - 40 + count
             )
 
-    def scan(self, name: str = "r", early: int = 512, *, keys: Sequence[Key] = KEYS, ends: bool = False) -> Scan:
+    def scan(self, name: str = "r", early: int = END, *, keys: Sequence[Key] = KEYS, ends: bool = False) -> Scan:
         scan = self.core.scan(name, Chain((Group(keys, TOKENS),)), 0, self.now, early=early)
         if ends:
             self.core.end_step()
@@ -161,7 +162,7 @@ def test_rows_that_movers_load_already_are_joined() -> None:
 def _refusals() -> dict[str, Callable[[], tuple[Engine, int]]]:
     """By the rule: an engine, and how many rows may be to come."""
 
-    def after(event: Callable[[Engine], object], early: int = 512, **named: object) -> Callable[[], tuple[Engine, int]]:
+    def after(event: Callable[[Engine], object], early: int = END, **named: object) -> Callable[[], tuple[Engine, int]]:
         def make() -> tuple[Engine, int]:
             engine = Engine(**named)  # type: ignore[arg-type]
             event(engine)
@@ -200,7 +201,7 @@ def _refusals() -> dict[str, Callable[[], tuple[Engine, int]]]:
     return {
         "there are no streams": after(nothing, words=False),
         "the front end refuses": after(nothing, early=0),
-        "more rows than the front end allows": after(nothing, early=7),
+        "the front end has no room for all of it": after(nothing, early=END - 1),
         "the tier is not measured": after(nothing, row_s=None),
         "the speed of prefill is not known": after(nothing, chunk_s=None),
         "the wait is long": after(nothing, row_s=0.07),
@@ -219,6 +220,15 @@ def _refusals() -> dict[str, Callable[[], tuple[Engine, int]]]:
 def test_a_request_goes_the_ordinary_way_if(rule: str) -> None:
     engine, early = _refusals()[rule]()
     assert engine.scan(early=early).waits
+
+
+def test_a_request_with_more_rows_to_come_than_are_inserted_at_once_goes_the_ordinary_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "MAX_ROWS", len(KEYS) - 1)
+    assert Engine().scan().waits
+    monkeypatch.setattr(streams, "MAX_ROWS", len(KEYS))
+    assert Engine().scan() == EARLY
 
 
 def test_in_a_full_host_rows_that_were_written_give_way_and_the_requests_own_do_not() -> None:

@@ -51,7 +51,7 @@ class Node:
         self.requests += 1
         name, coordinator = f"r{self.requests}", self.store.coordinator
         with coordinator.core() as core:
-            scan = core.scan(name, Chain((Group(list(keys), TOKENS),)), 0, coordinator.now(), early=MOST)
+            scan = core.scan(name, Chain((Group(list(keys), TOKENS),)), 0, coordinator.now(), early=MOST * TOKENS)
             if not scan.coming:
                 core.finish_request(name)
                 core.end_step()

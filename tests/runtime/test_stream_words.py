@@ -68,7 +68,7 @@ def test_rows_arrive_while_their_load_is_open(tmp_path: Path) -> None:
             coordinator.prefill.observe(2000, 1000.0, 2000.0)
         with coordinator.core() as core:
             core.tiers[0].loads.record(GEOMETRY.row_bytes, 0.001, coordinator.now())
-            scan = core.scan("reader", Chain((Group(KEYS, TOKENS),)), 0, coordinator.now(), early=8)
+            scan = core.scan("reader", Chain((Group(KEYS, TOKENS),)), 0, coordinator.now(), early=8 * TOKENS)
             assert (scan.waits, scan.end, scan.coming) == (False, TOKENS * 8, 8)
         plan = coordinator.plan_load(KEYS, "reader", tokens=[TOKENS] * 8, end=TOKENS * 8)
         end_step(coordinator)

@@ -1385,7 +1385,7 @@ class Simulation:
         self._compute(name, prompt, hits)
 
     def _early(self, name: str, prompt: Prompt) -> int:
-        """So many rows of a hit may still be to come (streaming.py)."""
+        """Up to which token rows of a hit may still be to come (streaming.py)."""
         return 0
 
     def _told_early(self, name: str, prompt: Prompt, chunks: int) -> list[Key] | None:

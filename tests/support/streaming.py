@@ -17,6 +17,7 @@ from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.streams import StreamPlan
 from nixl_tiers.core.types import Direction
 from tests.support.simulation import (
+    TOKENS,
     Content,
     Prompt,
     Scan,
@@ -75,7 +76,7 @@ class StreamSimulation(Simulation):
         return {"streams": self.words}
 
     def _early(self, name: str, prompt: Prompt) -> int:
-        return 100 if prompt.scan is Scan.CHAIN else 0
+        return len(prompt.chain) * TOKENS if prompt.scan is Scan.CHAIN else 0
 
     def _told_early(self, name: str, prompt: Prompt, chunks: int) -> list[Key] | None:
         hits, index = prompt.chain[:chunks], self.core.host.index

@@ -15,7 +15,7 @@ from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.lookup import Scan
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.compat import LookupResult, ReqContext
-from nixl_tiers.vllm.streams import MAX_ROWS, MOST_WAITING, Streams, Unit
+from nixl_tiers.vllm.streams import MOST_WAITING, SHARE, Streams, Unit
 from tests.support.vllm_scheduler import BLOCK, ConnectorScheduler
 from tests.vllm.test_manager import ScriptedCoordinator, keys_of, scripted_manager
 
@@ -64,12 +64,12 @@ class Rig:
         self.streams.arrived(request)
         return request
 
-    def most(self, name: str, first: int = 0, end: int = 8 * BLOCK) -> int:
-        return self.streams.most(name, first, end)
+    def may(self, name: str, first: int = 0, end: int = 8 * BLOCK) -> bool:
+        return self.streams.end_of(name, first) >= end
 
     def loads(self, name: str, first: int = 0, end: int = 8 * BLOCK) -> None:
         """It is answered early, and vLLM begins the load."""
-        assert self.most(name, first, end) == MAX_ROWS
+        assert self.may(name, first, end)
         self.streams.answered(name, first, end)
         self.streams.began(name, end)
         self.streams.end_step((), ())
@@ -85,25 +85,25 @@ def rig() -> Rig:
 
 def test_a_request_alone_may_be_answered_early(rig: Rig) -> None:
     rig.arrives("r")
-    assert rig.most("r") == MAX_ROWS
+    assert rig.may("r")
 
 
 def test_not_before_all_workers_have_said_that_vllm_recomputes(rig: Rig) -> None:
     rig.recompute = False
     rig.arrives("r")
-    assert rig.most("r") == 0
+    assert not rig.may("r")
     rig.recompute = True
-    assert rig.most("r") == MAX_ROWS
+    assert rig.may("r")
 
 
 def test_not_where_a_load_may_not_end_with_a_gap_or_vllm_does_not_show_its_blocks(rig: Rig) -> None:
     other = Streams(lambda: True, None, rig.nothing.append)
     other.pool = rig.pool
     other.arrived(Request("r", [b""]))
-    assert other.most("r", 0, CHUNK) == 0
+    assert not other.end_of("r", 0)
     rig.arrives("r")
     rig.streams.pool = None
-    assert rig.most("r") == 0
+    assert not rig.may("r")
 
 
 def test_a_quarter_of_the_blocks_belongs_to_streams_at_most(rig: Rig) -> None:
@@ -112,46 +112,46 @@ def test_a_quarter_of_the_blocks_belongs_to_streams_at_most(rig: Rig) -> None:
         rig.arrives(name)
     rig.loads("a")
     rig.loads("b")
-    assert rig.most("c") == 0
+    assert not rig.may("c")
     rig.streams.load_ended("a")
-    assert rig.most("c") == MAX_ROWS
+    assert rig.may("c")
 
 
 def test_a_tenth_of_the_blocks_stays_free_behind_a_stream(rig: Rig) -> None:
     rig.arrives("r")
     rig.pool.free = 40 + 8
-    assert rig.most("r") == MAX_ROWS
+    assert rig.may("r")
     rig.pool.free -= 1
-    assert rig.most("r") == 0
+    assert not rig.may("r")
 
 
 def test_a_request_whose_first_chunk_another_one_waits_for_is_answered_the_ordinary_way(rig: Rig) -> None:
     """vLLM would keep the other one back until the load has ended."""
     rig.arrives("r", first=4)
     other = rig.arrives("other", first=4)
-    assert rig.most("r") == 0
-    assert rig.most("r", first=4 * BLOCK) == MAX_ROWS, "what they share is in vLLM's own cache"
-    assert rig.most("r", first=2 * BLOCK) == 0, "the second chunk"
+    assert not rig.may("r")
+    assert rig.may("r", first=4 * BLOCK), "what they share is in vLLM's own cache"
+    assert not rig.may("r", first=2 * BLOCK), "the second chunk"
     rig.streams.end_step([other.request_id], ())
-    assert rig.most("r") == MAX_ROWS, "it computes, and has its blocks"
+    assert rig.may("r"), "it computes, and has its blocks"
     rig.streams.end_step((), [other.request_id])
-    assert rig.most("r") == 0, "it waits again"
+    assert not rig.may("r"), "it waits again"
     rig.streams.ended(other.request_id)
-    assert rig.most("r") == MAX_ROWS
+    assert rig.may("r")
 
 
 def test_a_request_that_shares_only_a_part_of_the_first_chunk_is_not_kept_back(rig: Rig) -> None:
     rig.arrives("r", first=1)
     rig.arrives("other", first=1)
-    assert rig.most("r") == MAX_ROWS
+    assert rig.may("r")
 
 
 def test_beside_a_long_queue_none_is_answered_early(rig: Rig) -> None:
     for number in range(MOST_WAITING):
         rig.arrives(f"r{number}")
-    assert rig.most("r0") == MAX_ROWS
+    assert rig.may("r0")
     rig.arrives("last")
-    assert rig.most("r0") == 0
+    assert not rig.may("r0")
 
 
 def test_each_request_is_answered_early_once(rig: Rig) -> None:
@@ -162,13 +162,13 @@ def test_each_request_is_answered_early_once(rig: Rig) -> None:
             rig.streams.began(name, CHUNK)
         rig.streams.end_step((), ())
         rig.streams.load_ended(name)
-        assert rig.most(name) == 0
+        assert not rig.may(name)
 
 
 def test_a_preempted_request_is_not(rig: Rig) -> None:
     """After a reset without the connector vLLM 0.32 would look it up in the step in which it flushes its stores."""
     rig.arrives("r").num_preemptions = 1
-    assert rig.most("r") == 0
+    assert not rig.may("r")
 
 
 # --- what becomes of an answer ----------------------------------------------------------------------------------
@@ -179,9 +179,9 @@ def test_an_answer_without_a_load_holds_no_blocks(rig: Rig) -> None:
     rig.arrives("r")
     rig.arrives("next")
     rig.streams.answered("r", 0, 8 * BLOCK)
-    assert rig.most("next") == 0
+    assert not rig.may("next")
     rig.streams.end_step((), ())
-    assert rig.most("next") == MAX_ROWS
+    assert rig.may("next")
     assert rig.streams.load_ended("r") is None, "vLLM loads it the ordinary way, later"
 
 
@@ -319,7 +319,7 @@ class Early(ScriptedCoordinator):
 
     def scan(self, request: str, chain: Chain, start: int, now: float, first: int, *, early: int) -> Scan:
         self.earlies.append(early)
-        return Scan(False, chain.end, coming=min(1, early))
+        return Scan(False, chain.end, coming=int(early >= chain.end))
 
 
 @pytest.fixture
@@ -347,7 +347,7 @@ def load(early: Early, *, reset: bool = False) -> None:
 def test_a_stream_does_not_teach_what_copies_take(early: Early) -> None:
     """Its end says when its rows came."""
     load(early)
-    assert (early.earlies, early.copied_rows) == ([MAX_ROWS], [])
+    assert (early.earlies, early.copied_rows) == ([Pool.num_gpu_blocks // SHARE * 32], [])
 
 
 def test_while_a_reset_is_judged_no_request_is_answered_early(early: Early) -> None:
