@@ -91,6 +91,18 @@ class HostTier:
                 self._unseen = max(len(self._policy), len(self.evicting))
         return victims
 
+    def make_room_of(self, count: int, may_leave: Callable[[Row], bool]) -> list[Row]:
+        """Evict until `count` rows are free, if each of the next victims may leave, else none; returns the victims."""
+        missing = count - self._slots.free
+        victims = self._take_victims(missing) if missing > 0 else []
+        if len(victims) == missing and all(map(may_leave, victims)):
+            for row in victims:
+                self._remove(row)
+            return victims
+        for row in reversed(victims):
+            self._policy.put_back(row.key, row.tick)
+        return []
+
     def make_quota_room(self, tenant: int, count: int) -> tuple[int, list[Row]]:
         """How many of `count` rows this tenant's quota has room for, once those of its own that were used least
         recently, and are not pinned, have been evicted; and these."""

@@ -210,6 +210,12 @@ class CascadeState:
         self.dropped(self.host.make_room(count))
         return min(count, self.host.free)
 
+    def make_written_room(self, count: int) -> int:
+        """The same, if each of the next victims has been written to all tiers that are to get it; else none leaves."""
+        waiting = [queue for tier in self.tiers for queue in (tier.to_store, tier.waiting_for_seal)]
+        self.host.make_room_of(count, lambda row: not any(row.key in queue for queue in waiting))
+        return min(count, self.host.free)
+
     def make_quota_room(self, tenant: int, count: int) -> int:
         """How many of `count` host rows the tenant's quota has room for, after some of its own were evicted."""
         count, victims = self.host.make_quota_room(tenant, count)

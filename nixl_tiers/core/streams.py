@@ -231,12 +231,11 @@ class Streams:
     def _room(self, count: int, tenant: int) -> int:
         """How many of so many host rows are free, once some were evicted: none that waits to be written."""
         room = self._host.room_of(tenant)
-        if (
-            count > room
-            and self._state.below_host is None
-            and not any(tier.rows_to_write for tier in self._state.tiers)
-        ):
-            room = self._state.make_room(count, tenant)
+        if count > room and self._state.below_host is None:
+            if not any(tier.rows_to_write for tier in self._state.tiers):
+                room = self._state.make_room(count, tenant)
+            elif not tenant:
+                room = self._state.make_written_room(count)
         return room
 
     def _insert(self, key: Key, request: Request, tick: int, now: float) -> Row | None:

@@ -160,7 +160,7 @@ def test_rows_that_movers_load_already_are_joined() -> None:
 
 
 def _refusals() -> dict[str, Callable[[], tuple[Engine, int]]]:
-    """By the rule: an engine, and how many rows may be to come."""
+    """By the rule: an engine, and up to which token a stream may go."""
 
     def after(event: Callable[[Engine], object], early: int = END, **named: object) -> Callable[[], tuple[Engine, int]]:
         def make() -> tuple[Engine, int]:
@@ -248,6 +248,26 @@ def test_in_a_full_host_rows_that_were_written_give_way_and_the_requests_own_do_
     assert plan.stream.coming == tuple(range(2, 8))
     assert engine.limit(plan) == 8
     assert engine.core.host.counters.evictions == 6
+
+
+def test_beside_rows_that_are_still_to_be_written_older_ones_give_way() -> None:
+    """While others compute, some always are."""
+    engine = Engine()
+    engine.list(S3, [])
+    put(engine.core, [b"old%d" % number for number in range(7)])
+    for _ in range(20):
+        for job in engine.turn():
+            engine.end(job)
+    new = [b"new%d" % number for number in range(249)]
+    put(engine.core, new)
+    queued = engine.core.backlog()
+    assert (queued, engine.core.host.free) == (len(new), 0)
+    assert engine.scan("waits").waits, "the eighth row is a new one"
+    assert (engine.core.host.counters.evictions, engine.core.backlog()) == (0, queued)
+    assert engine.scan(early=END - TOKENS, keys=KEYS[:7]) == Scan(False, END - TOKENS, 7)
+    assert engine.limit(engine.prepare(keys=KEYS[:7])) == 7
+    assert (engine.core.host.counters.evictions, engine.core.backlog()) == (7, queued)
+    assert all(key in engine.core.host.index for key in new)
 
 
 def test_a_request_is_told_early_once() -> None:
