@@ -109,7 +109,7 @@ class Case:
         if not self.fits:
             return
         self.plan = CopyPlan([self.segments], geometry, Share(0), machine.region.ctypes.data, rows)
-        self.places = self.plan.places(order, 0, blocks)
+        self.places = (order[:, None] * SUB_BLOCKS + np.arange(SUB_BLOCKS)).reshape(-1)[:blocks].astype(np.uint32)
         self.nbytes = blocks * LAYERS * fragment
         self.engine = [
             segment.address + self.block_ids.astype(np.uint64) * np.uint64(fragment) for segment in self.segments

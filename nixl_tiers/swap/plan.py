@@ -111,22 +111,6 @@ class CopyPlan:
         sub_block_bytes, sub_blocks = geometry.sub_block_bytes, geometry.sub_blocks
         return self.region_address, geometry.row_bytes, self.cell_offset, sub_block_bytes, sub_blocks
 
-    def places(self, rows: ArrayLike, first: int, count: int) -> NDArray[np.uint32]:
-        """Places of `count` consecutive blocks, the first at sub-block `first` of rows[0].
-
-        `first` and `count` may leave the first and last chunk partial. Raises ValueError where the blocks do not
-        fit into the rows given, or a row is not one of the region's.
-        """
-        sub_blocks = self.geometry.sub_blocks
-        chunk_rows = _integers(rows, "rows")
-        if not 0 <= first < sub_blocks:
-            raise ValueError(f"first block {first} is not inside a chunk of {sub_blocks} blocks")
-        if count < 0 or first + count > len(chunk_rows) * sub_blocks:
-            raise ValueError(f"{count} blocks from block {first} do not fit into {len(chunk_rows)} rows")
-        _check_range(chunk_rows, self.rows, "row")
-        index = np.arange(first, first + count, dtype=np.int64)
-        return (chunk_rows[index // sub_blocks] * sub_blocks + index % sub_blocks).astype(np.uint32)
-
     def pairs(self, group: int, blocks: ArrayLike, places: ArrayLike) -> NDArray[np.uint32]:
         """(n, 2) checked pairs (block, place) of one transfer: what a copy is given besides the plan itself.
 

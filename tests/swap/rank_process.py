@@ -17,6 +17,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap import submit
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.plan import CopyPlan, Segment, Share
+from tests.support.places import places_of
 
 BLOCKS, LAYERS, PAGE, ROWS = 8, 3, 4096, 16
 GEOMETRY: Final = Geometry(cells=2, cell_payload=LAYERS * PAGE)
@@ -65,7 +66,7 @@ class Rank:
         return bool(np.array_equal(found, wanted))
 
     def _places(self) -> NDArray[np.uint32]:
-        return self._plan.places([*STORED.values()], 0, len(STORED))
+        return places_of(self._plan, [*STORED.values()], 0, len(STORED))
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.swap.plan import CopyPlan, Segment, Share
+from tests.support.places import places_of
 
 Bytes = NDArray[np.uint8]
 GUARD = 192  # bytes of engine memory before the first and after the last page that no copy may touch
@@ -165,7 +166,7 @@ def move_parts_of_chunks(
     sub_blocks = scenario.geometry.sub_blocks
     rows = rng.permutation(scenario.rows)[:3]
     first, count = sub_blocks // 2, 2 * sub_blocks
-    places = scenario.plan.places(rows, first, count)
+    places = places_of(scenario.plan, rows, first, count)
     assert sub_blocks == 1 or places[0] % sub_blocks
     blocks = rng.permutation(scenario.blocks)[:count]
     expected, before = scenario.load(group, blocks.tolist(), places.tolist()), scenario.region.copy()

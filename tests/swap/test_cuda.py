@@ -16,6 +16,7 @@ from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import CudaError
 from nixl_tiers.swap.strategies import NAMES
 from nixl_tiers.swap.submit import BATCH_COPIES
+from tests.support.places import places_of
 from tests.swap.fake_gpu import FakeGpu, leftovers
 from tests.swap.scenario import (
     LAYOUTS,
@@ -125,9 +126,9 @@ def test_neighbouring_blocks_are_one_copy(machine: Callable[..., FakeGpu]) -> No
     scenario = scenario_of(np.random.default_rng(1), [[2048] * 6], blocks=16, rows=4, sub_blocks=4, together=True)
     fake = machine(1, OLD)
     swap = swap_of(fake, scenario, "copy_engine")
-    swap.store(0, range(3, 11), scenario.plan.places([2, 0], 0, 8)).wait()
+    swap.store(0, range(3, 11), places_of(scenario.plan, [2, 0], 0, 8)).wait()
     assert fake.calls("cuMemcpyAsync") == 2
-    swap.store(0, [3, 4, 9, 8], scenario.plan.places([2], 0, 4)).wait()
+    swap.store(0, [3, 4, 9, 8], places_of(scenario.plan, [2], 0, 4)).wait()
     assert fake.calls("cuMemcpyAsync") == 2 + 3
     swap.close()
 
@@ -136,7 +137,7 @@ def test_staged_copies_are_whole_runs_of_places(machine: Callable[..., FakeGpu])
     scenario = scenario_of(np.random.default_rng(1), [[2048] * 6], blocks=16, rows=4, sub_blocks=4)
     fake = machine(1, OLD)
     swap = swap_of(fake, scenario, "staged")
-    swap.store(0, [5, 9, 1, 3, 0, 2, 8, 7], scenario.plan.places([2, 0], 0, 8)).wait()
+    swap.store(0, [5, 9, 1, 3, 0, 2, 8, 7], places_of(scenario.plan, [2, 0], 0, 8)).wait()
     assert fake.calls("cuMemcpyAsync") == 2
     assert fake.calls("cuLaunchKernel") == 1
     swap.close()

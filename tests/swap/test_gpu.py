@@ -20,6 +20,7 @@ from nixl_tiers.memory.region import HostRegion  # noqa: E402
 from nixl_tiers.swap.cuda import CudaSwap  # noqa: E402
 from nixl_tiers.swap.plan import CopyPlan, Segment, Share  # noqa: E402
 from nixl_tiers.swap.strategies import NAMES  # noqa: E402
+from tests.support.places import places_of  # noqa: E402
 from tests.swap.conftest import ROOT  # noqa: E402
 from tests.swap.scenario import LAYOUTS, CopyScenario, assert_same, layout_of, random_scenario, scenario_of  # noqa: E402
 
@@ -103,7 +104,7 @@ def test_layouts_of_engines(layout: str, strategy: str) -> None:
         round_trips(here, swap, rng)
         for group in range(len(here.scenario.layers)):
             blocks = rng.permutation(30)[: 2 * sub_blocks]
-            places = here.plan.places(rng.permutation(9)[:3], sub_blocks // 2, len(blocks))
+            places = places_of(here.plan, rng.permutation(9)[:3], sub_blocks // 2, len(blocks))
             here.load_and_check(swap, group, blocks.tolist(), places.tolist())
             here.store_and_check(swap, group, blocks[::2].tolist(), places[::2].tolist())
         swap.close()
@@ -236,7 +237,7 @@ def test_a_store_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     region.at_close(swap.close)
     rng = np.random.default_rng(0)
     ids = rng.permutation(blocks)[: 3 * sub_blocks]
-    places = swap.plan.places([5, 0, 7], 0, len(ids))
+    places = places_of(swap.plan, [5, 0, 7], 0, len(ids))
     swap.store(0, ids, places).wait()
     region.mark([5, 0, 7], 0, store_seq=9, ok=True)
 

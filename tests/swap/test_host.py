@@ -8,6 +8,7 @@ import pytest
 
 from nixl_tiers.swap import host
 from nixl_tiers.swap.host import HostSwap
+from tests.support.places import places_of
 from tests.swap.scenario import (
     LAYOUTS,
     CopyScenario,
@@ -86,7 +87,7 @@ def test_partial_first_and_last_chunk(kernel: str) -> None:
     rng = np.random.default_rng(3)
     scenario = scenario_of(rng, [[640] * 3], blocks=32, rows=9, sub_blocks=4)
     blocks = rng.permutation(32)[:10].tolist()
-    places = scenario.plan.places(np.array([8, 0, 3, 5]), first=3, count=10)
+    places = places_of(scenario.plan, np.array([8, 0, 3, 5]), first=3, count=10)
     expected = scenario.store(0, blocks, [35, 0, 1, 2, 3, 12, 13, 14, 15, 20])
     HostSwap(scenario.plan).store(0, blocks, places)
     assert_same(scenario.region, expected, "region")

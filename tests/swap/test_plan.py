@@ -13,34 +13,6 @@ def plan_of(*segments: Segment, rows: int = 8) -> CopyPlan:
     return CopyPlan([segments], GEOMETRY, Share(1), 1 << 20, rows)
 
 
-def test_places_number_the_blocks_of_chunks_from_the_middle_of_the_first_to_the_middle_of_the_last() -> None:
-    plan = plan_of(Segment(0, 3000, 3000, 0))
-    places = plan.places(np.array([5, 2, 7]), first=3, count=6)
-    assert places.dtype == np.uint32
-    assert places.tolist() == [5 * 4 + 3, 2 * 4, 2 * 4 + 1, 2 * 4 + 2, 2 * 4 + 3, 7 * 4]
-    assert plan.places(np.array([], dtype=np.int64), first=0, count=0).tolist() == []
-    assert plan.places([6], 1, 2).tolist() == [25, 26]
-
-
-@pytest.mark.parametrize(
-    ("rows", "first", "count", "message"),
-    [
-        ([0, 1], 0, 9, "9 blocks from block 0 do not fit into 2 rows"),
-        ([0, 1], 2, 7, "7 blocks from block 2 do not fit"),
-        ([0], 4, 0, "first block 4 is not inside a chunk of 4"),
-        ([0], -1, 1, "first block -1"),
-        ([0], 0, -1, "-1 blocks"),
-        ([0, 8], 0, 5, "row 8 is out of range: there are 8"),
-        ([-1], 0, 1, "row -1 is out of range"),
-        ([0.5], 0, 1, "flat array of integers"),
-        ([[0]], 0, 1, "flat array of integers"),
-    ],
-)
-def test_places_outside_are_refused(rows: list[int], first: int, count: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        plan_of(Segment(0, 3000, 3000, 0)).places(rows, first, count)
-
-
 def test_offsets_of_places() -> None:
     plan = plan_of(Segment(0, 3000, 3000, 0))
     assert GEOMETRY.cell_bytes == 12288

@@ -18,6 +18,7 @@ from nixl_tiers.swap.host import HostSwap
 from nixl_tiers.swap.plan import CopyPlan, Segment, Share
 from nixl_tiers.swap.step import Pairs
 from nixl_tiers.swap.streams import Ended, LoadCall, Stream, Streams
+from tests.support.places import places_of
 from tests.support.waiting import until
 
 BLOCK_BYTES = 4096
@@ -55,7 +56,7 @@ class Rig:
         self.region.words[[rows[place] for place in coming]] = WAITING
         self.limit(self.began, len(rows) if limit is None else limit)
         count = len(rows) * SUB_BLOCKS - skipped
-        places = self.plan.places(rows, skipped, count)
+        places = places_of(self.plan, rows, skipped, count)
         pairs = Pairs.of(self.plan.pairs(0, np.arange(skipped, skipped + count), places))
         call = self.swap.load_call(0)
         return self.streams.begin(
