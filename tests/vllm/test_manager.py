@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -31,6 +30,7 @@ from nixl_tiers.vllm.events import EventLog
 from nixl_tiers.vllm.manager import SHUTDOWN_S, NixlTiersManager
 from nixl_tiers.vllm.metrics import place_label
 from nixl_tiers.vllm.pause import PAUSE_S
+from tests.support.control_words import mark_partial
 from tests.support.file_tier import file_tier, files_tier
 
 GEOMETRY = Geometry(cells=2, cell_payload=8192, sub_blocks=2)
@@ -815,7 +815,9 @@ def test_an_incomplete_chunk_is_counted_as_incomplete_and_not_as_failed(rig: Man
     context = rig.request("r", first, second, third)
     spec = rig.manager.prepare_store([first, second, third], context).store_spec
     for cell in (0, 1):
-        rig.region.mark(spec.rows, cell, spec.store_seq, [True, True, cell == 0], whole=np.array([True, False, True]))
+        rig.region.mark(spec.rows[:1], cell, spec.store_seq, True)
+        mark_partial(rig.region, spec.rows[1:2], cell, spec.store_seq, 0, whole=False)
+        rig.region.mark(spec.rows[2:], cell, spec.store_seq, cell == 0)
     rig.manager.complete_store({first, second, third}, context)
     stats = rig.manager._coordinator.counters()["cpu"]
     assert [stats[name] for name in ("stored", "incomplete", "failed", "rows")] == [1, 1, 1, 1]
