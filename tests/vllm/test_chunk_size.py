@@ -75,7 +75,11 @@ def engine(extra: dict[str, Any] | None = None, *, interval: int | None = 0, **p
             data_parallel_rank_local=None,
         ),
         model_config=SimpleNamespace(
-            model="m", dtype=torch.bfloat16, use_mla=sizes["tensor"] > 1, get_total_num_kv_heads=lambda: 1
+            model="m",
+            dtype=torch.bfloat16,
+            max_model_len=1024,
+            use_mla=sizes["tensor"] > 1,
+            get_total_num_kv_heads=lambda: 1,
         ),
         scheduler_config=SimpleNamespace(policy="fcfs"),
         kv_events_config=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -280,7 +281,7 @@ def test_after_a_reset_a_request_that_loads_finds_nothing(rig: Rig) -> None:
 
 
 def test_vllm_offers_chunks_again_from_a_gap_on_and_never_fewer() -> None:
-    manager = SimpleNamespace(on_new_request=lambda context: None)
+    manager = SimpleNamespace(on_new_request=lambda context: None, lock=nullcontext())
     schedulers = ConnectorScheduler(manager)  # type: ignore[arg-type]
     schedulers.request("r", [bytes([n]) * 32 for n in range(8)])
     (state,) = schedulers.scheduler._req_status["r"].group_states
