@@ -163,7 +163,12 @@ def test_what_happens_to_failed_loads_is_up_to_the_parent_connector(
     )
     with set_current_vllm_config(parent):
         NixlTiersConnector(child, None, SimpleNamespace())
-    assert ("kv_load_failure_policy is fail" in caplog.text) == warned
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == warned
+    for sentence in said:
+        assert "kv_load_failure_policy is fail" in sentence
+        assert "loads begin only when all their chunks are in host memory" in sentence, "they are not streamed"
+        assert "under MultiConnector: beside its name" in sentence
 
 
 def test_the_spec_learns_which_ranks_hold_the_same_kv_heads(monkeypatch: pytest.MonkeyPatch) -> None:
