@@ -34,8 +34,8 @@ def examples(text: str) -> Iterator[str]:
     values of --kv-transfer-config, files in a ConfigMap, and the Python example's dict."""
     for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
         read = yaml.safe_load(block)
-        if isinstance(read, dict) and "scrape_configs" in read:  # of Prometheus: tests/support/prometheus.py uses it
-            continue
+        if isinstance(read, dict) and ("scrape_configs" in read or read.get("kind") == "Kustomization"):
+            continue  # tests/support/prometheus.py and tests/test_kubernetes.py use them
         manifest = isinstance(read, dict) and "apiVersion" in read
         for each in map(yaml.safe_load, read.get("data", {}).values()) if manifest else [read]:
             yield json.dumps({"tiers": [CPU, *each]} if isinstance(each, list) else each)

@@ -5,9 +5,11 @@ All is tested on recorded renderings, and where kubectl is, that these are what 
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any, Final
@@ -300,14 +302,16 @@ def test_runbooks_become_links_to_where_the_documents_are_served() -> None:
         assert rule == before
 
 
-ON_A_CLUSTER: Final = {"apply", "delete", "exec", "label", "logs", "port-forward", "rollout"}
-"""Verbs of kubectl in the guide that no test runs, for want of a cluster; nor `curl`, which needs an engine there."""
+ON_A_CLUSTER: Final = {"apply", "delete", "exec", "get", "label", "logs", "port-forward", "rollout"}
+"""Verbs of kubectl in the guide that ask a cluster. The page's section on what has been run names them."""
 
 
 def commands() -> list[list[str]]:
-    """Of kubectl, in the guide."""
-    blocks = "".join(re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.DOTALL))
-    return [shlex.split(line, comments=True) for line in blocks.splitlines() if line.startswith("kubectl ")]
+    """Of kubectl, in the guide, also within the text and within others."""
+    text = GUIDE.read_text()
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
+    found = re.findall(r"(?:^|\()(kubectl [^|&)\n]+)", blocks, re.MULTILINE) + re.findall(r"`(kubectl -n [^`]+)`", text)
+    return [shlex.split(line, comments=True) for line in found]
 
 
 def verb(command: list[str]) -> str:
@@ -316,18 +320,24 @@ def verb(command: list[str]) -> str:
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_command_of_the_guide_is_what_kubectl_takes(command: list[str], tmp_path: Path) -> None:
-    """Those that make something are run for their output only."""
-    places = [ROOT / word for word in command if word.startswith("docker/")]
+    """Those that make something are run for their output only, those on a cluster until they find none."""
+    places = [ROOT / word for word in command if word.startswith("docker/kubernetes/")]
     assert all(place.parent == KUBERNETES / "overlays" and place.is_dir() for place in places)
-    if verb(command) in ON_A_CLUSTER:
-        return
-    assert verb(command) in {"create", "kustomize"}
     if kubectl() is None:
         pytest.skip("needs kubectl")
     (tmp_path / "kv-s3.env").write_text("AWS_ACCESS_KEY_ID=a\nAWS_SECRET_ACCESS_KEY=b\n")
     (tmp_path / "docker").symlink_to(ROOT / "docker")
+    nowhere = {**os.environ, "KUBECONFIG": str(tmp_path / "none"), "HOME": str(tmp_path)}
     dry = ["--dry-run=client", "-o", "yaml"] if verb(command) == "create" else []
-    done = subprocess.run([*command, *dry], check=True, capture_output=True, text=True, cwd=tmp_path)
+    if verb(command) in ON_A_CLUSTER:
+        dry = ["--server=http://127.0.0.1:1"]
+    words = [command[0], *dry, *command[1:]]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, cwd=tmp_path, env=nowhere)
+    if verb(command) in ON_A_CLUSTER:
+        assert "refused" in done.stderr, done.stderr
+        return
+    assert verb(command) in {"create", "kustomize"}
+    assert done.returncode == 0, done.stderr
     made = parts(done.stdout)
     assert made
     for part in made:
@@ -336,6 +346,52 @@ def test_command_of_the_guide_is_what_kubectl_takes(command: list[str], tmp_path
             assert {"secretRef": {"name": part["metadata"]["name"]}} in doctor["envFrom"]
             assert set(part["data"]) == {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
         assert len(str(part)) < 1 << 20, "the API server takes no more"
+
+
+def test_guide_names_what_was_not_run() -> None:
+    """And has no command that is neither run nor named."""
+    not_run = GUIDE.read_text().rpartition("**Not run**")[2].partition("\n\n")[0]
+    verbs = set(map(verb, commands()))
+    assert verbs >= ON_A_CLUSTER
+    assert [
+        name for name in sorted(ON_A_CLUSTER) if f"`{name}`" not in not_run and f"kubectl {name}`" not in not_run
+    ] == []
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.DOTALL)).replace("\\\n", "")
+    programs = {
+        re.sub(r"^(?:\w+=\$\(|(?:\w+=\S+ )+)", "", line).split()[0] for line in blocks.splitlines() if line.strip()
+    }
+    # tests/test_image.py builds with the words of `docker build`, and sends the prompt.
+    assert programs == {"curl", "docker", "kubectl", "yes"}
+    assert "`docker build`" in not_run
+    assert "`docker compose`" in not_run
+
+
+def test_overlay_of_the_guide_changes_what_it_says(tmp_path: Path) -> None:
+    found = kubectl()
+    if found is None:
+        pytest.skip("needs kubectl")
+    (text,) = (
+        each for each in re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(), re.DOTALL) if "Kustomization" in each
+    )
+    (tmp_path / "kustomization.yaml").write_text(text)
+    (tmp_path / "tiers.yaml").write_text("tiers: [{type: cpu, capacity: 1GiB}]\n")
+    shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
+    made = {part["kind"]: part for part in parts(render(found, tmp_path))}
+    overlay = yaml.safe_load(text)
+    spec = made["Deployment"]["spec"]
+    assert spec["replicas"] == 8
+    pod = spec["template"]["spec"]
+    (image,) = overlay["images"]
+    for container in (*pod["initContainers"], *pod["containers"]):
+        assert container["image"] == f"{image['newName']}:{image['newTag']}"
+    model, *args = pod["containers"][0]["args"]
+    assert model not in engine_of("ephemeral")["args"]
+    assert len([each for each in args if each.startswith("--revision=")]) == 1
+    assert pod["nodeSelector"]
+    assert pod["imagePullSecrets"]
+    (volume,) = (each for each in pod["volumes"] if each["name"] == "tiers")
+    assert volume["configMap"]["name"] == made["ConfigMap"]["metadata"]["name"]
+    assert made["ConfigMap"]["data"] == {"tiers.yaml": (tmp_path / "tiers.yaml").read_text()}
 
 
 def test_router_and_engines_agree() -> None:
