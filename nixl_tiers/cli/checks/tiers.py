@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator
+from ctypes.util import find_library
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -53,9 +55,12 @@ def _remedy(name: str) -> str:
     if name == "GDS_MT":
         return "run `doctor --gds DIR`, which says what is missing"
     try:
-        return f"install nixl {version('nixl')} with nixl-cu12 or nixl-cu13"
+        remedy = f"install nixl {version('nixl')} with nixl-cu12 or nixl-cu13"
     except PackageNotFoundError:
-        return "install nixl with nixl-cu12 or nixl-cu13"
+        remedy = "install nixl with nixl-cu12 or nixl-cu13"
+    if name == "OBJ" and find_spec("nixl_cu13") and not find_library("cuobjclient"):
+        remedy += "; nixl-cu13 needs libcuobjclient.so.1 of CUDA 13 too, which is not here"
+    return remedy
 
 
 def examine(
