@@ -11,14 +11,15 @@ import pytest
 
 LONG: Final = (
     "tests/integration/test_kill_pairs.py",
+    "tests/tiers/s3/test_conformance.py",
     "tests/core/test_mutants.py",
     "tests/integration/test_loaders_by_key.py",
     "tests/integration/test_budget_s3.py",
     "tests/integration/test_loaders.py",
     "tests/integration/test_kill_rounds.py",
     "tests/integration/test_budget.py",
+    "tests/integration/test_round_trips.py",
     "tests/integration/test_ready.py",
-    "tests/tiers/s3/test_conformance.py",
     "tests/core/test_stateful.py",
     "tests/integration/test_faults.py",
     "tests/vllm/test_kv_bytes.py",
