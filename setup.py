@@ -67,6 +67,11 @@ class Archive(sdist):
 class Build(build_ext):
     """The extension, then the kernels."""
 
+    def build_extensions(self):
+        """Some Pythons link with their own place as a path to search, which is nothing for a wheel."""
+        self.compiler.linker_so = [word for word in self.compiler.linker_so if not word.startswith("-Wl,-rpath")]
+        super().build_extensions()
+
     def run(self):
         super().run()
         if self.inplace:

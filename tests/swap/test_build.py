@@ -55,6 +55,12 @@ def test_a_build_in_place_is_found(copy: Path, compiler: str) -> None:
     assert backend(copy) == ("c", copy / "nixl_tiers" / "swap" / "host.py")
     assert not list(copy.rglob("*.fatbin"))
     assert "the GPU kernels are left out" in built.stdout
+    libraries = list((copy / "nixl_tiers").rglob("*.so"))
+    assert len(libraries) == 5
+    if shutil.which("readelf"):
+        listed = subprocess.run(["readelf", "-d", *libraries], capture_output=True, text=True, check=True).stdout
+        assert listed.count("Shared library: [libc.so.6]") == 5
+        assert "runpath" not in listed, "where this machine has its Python"
 
 
 def test_a_wheel_holds_the_sources_of_its_kernels(copy: Path, tmp_path: Path) -> None:
