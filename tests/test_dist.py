@@ -50,7 +50,7 @@ from pathlib import Path
 import numpy as np
 
 import nixl_tiers
-from nixl_tiers.core import tier_rows
+from nixl_tiers.core import row_table
 from nixl_tiers.memory import arrivals
 from nixl_tiers.swap import host, submit
 from nixl_tiers.tiers.slab import worker
@@ -59,7 +59,7 @@ home = Path(nixl_tiers.__file__).parent
 assert home.is_relative_to(sys.prefix), home
 assert [name for name in ("cc", "gcc", "clang", "nvcc", "ld") if shutil.which(name)] == []
 if sys.argv[2:]:
-    loaded = submit.built(), arrivals.built(), worker._library() is not None, tier_rows.most_rows() is None
+    loaded = submit.built(), arrivals.built(), worker._library() is not None, row_table.most_rows() is None
     assert (host.backend(), *loaded) == ("c", True, True, True, True), loaded
 keys, rows = [b"a", b"b"], np.arange(10_000).astype(np.uint8).reshape(2, 5000)
 file = {"type": "file", "path": sys.argv[1], "capacity": "64MiB", "min_free": 0}
@@ -167,7 +167,7 @@ def test_sdist_has_the_whole_tree_and_nothing_else(dist: Path, sources: set[str]
 def test_wheel_has_the_package_and_nothing_else(wheel: Path, sources: set[str]) -> None:
     package = {name for name in sources if name.startswith("nixl_tiers/")}
     with zipfile.ZipFile(wheel) as archive:
-        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+        found = {name for name in archive.namelist() if ".dist-info/" not in name and not name.endswith("/")}
         described = {name.partition(".dist-info/")[2] for name in archive.namelist()}
     built = {name for name in found if name.endswith((".so", ".fatbin"))}
     assert found - built == package | {"nixl_tiers/swap/csrc/swap.cu", "nixl_tiers/swap/csrc/swap.h"}
