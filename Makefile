@@ -160,13 +160,16 @@ faults: $(VENV)/.ready
 stress: $(VENV)/.ready
 	$(PY) -m pytest tests/vllm/test_stress.py -m stress -s $(PYTEST_ARGS)
 
-# Results that a run does not measure stay. Another OUT leaves the page as it is.
+# Results that a run does not measure stay; RESUME=1 goes on with an interrupted run of the same commit. Another OUT
+# leaves the page as it is.
 ONLY :=
 SIDES :=
+RESUME :=
 REPEATS := 3
 torture: $(VENV)/.ready
 	$(PY) -m tools.torture.environments
-	$(PY) -m tools.torture --repeats $(REPEATS) $(if $(ONLY),--only $(ONLY)) $(if $(SIDES),--sides $(SIDES)) $(if $(OUT),--out '$(OUT)')
+	$(PY) -m tools.torture --repeats $(REPEATS) $(if $(ONLY),--only $(ONLY)) $(if $(SIDES),--sides $(SIDES)) $(if $(OUT),--out '$(OUT)') \
+	    $(if $(RESUME),--resume)
 	$(PY) docs/generate.py
 
 # Of each version the unit tests, and the engines that docs/features.toml names: for a machine with nothing else to do.

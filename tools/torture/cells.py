@@ -15,7 +15,7 @@ from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 from tests.support.servers import seaweedfs_server
 from tools.torture.disks import PassThrough, lacking, small_disk
 from tools.torture.places import Bucket, flip, swap
-from tools.torture.rig import PROMPT_ROWS, PROMPTS, NotApplicable, Run, processes, prompts, shared_memory
+from tools.torture.rig import PROMPT_ROWS, PROMPTS, NotApplicable, Run, prompts, runs, shared_memory, started_by
 from tools.torture.sides import Running
 
 MIB: Final = 1 << 20
@@ -28,30 +28,34 @@ RESETS: Final = (2, 3, 4)
 
 
 def flipped_byte(run: Run, fault: bool) -> None:
-    _changed(run, lambda: flip(run.place) if fault else None)
+    _changed(run, lambda: flip(run.place) if fault else 0)
 
 
 def swapped_rows(run: Run, fault: bool) -> None:
-    _changed(run, lambda: swap(run.place) if fault else None)
+    _changed(run, lambda: swap(run.place) if fault else 0)
 
 
-def _changed(run: Run, change: Callable[[], object]) -> None:
+def _changed(run: Run, change: Callable[[], int]) -> None:
     if run.side.on == "s3":
         _on_s3(run)
-    run.fill()
-    run.restart(before=change).stop()
+    run.fill_once()
+    changed = change()
+    run.met = lambda: changed
+    run.restart().stop()
 
 
 def other_kv_dtype(run: Run, fault: bool) -> None:
     run.settings = {"kv_cache_dtype": "fp8_e5m2" if fault else "fp8_e4m3"}
-    run.fill()
+    run.fill_once()
     run.settings = {"kv_cache_dtype": "fp8_e4m3"}
     run.restart().stop()
 
 
 def other_weights(run: Run, fault: bool) -> None:
-    run.fill()
-    run.restart(before=lambda: run.use_weights("second") if fault else None).stop()
+    run.fill_once()
+    if fault:
+        run.use_weights("second")
+    run.restart().stop()
 
 
 # --- file systems -----------------------------------------------------------------------------------------------------
@@ -67,7 +71,7 @@ def write_errors(run: Run, fault: bool) -> None:
 
 def hanging_disk(run: Run, fault: bool) -> None:
     files = _fuse(run)
-    run.fill()
+    run.fill_once()
     try:
         running = run.restart(after=lambda _: files.let("hang") if fault else None)
     finally:
@@ -81,6 +85,7 @@ def _fuse(run: Run) -> PassThrough:
     files = PassThrough(run.folder)
     run.stack.callback(files.close)
     run.stack.callback(files.let, "none")
+    run.met = files.met
     run.where = files.place / "place"
     run.where.mkdir()
     return files
@@ -138,42 +143,36 @@ def _fill_disk(run: Run, fault: bool) -> int:
 
 
 def kill_9(run: Run, fault: bool) -> None:
-    before, mark = set(shared_memory()), f"TORTURE_RUN={run.folder.name}-{time.monotonic_ns()}"
-    os.environ["TORTURE_RUN"] = mark.partition("=")[2]
-    try:
-        running = run.start()
-        run.ask(running, PROMPTS // 2)
-        stored = run.settle(running, PROMPTS // 2 * PROMPT_ROWS)
-        if fault:
-            running.engine.send(["batch", prompts()[PROMPTS // 2 :], []])
-            until = time.monotonic() + STORES_S
-            while len(run.place.rows()) <= stored and time.monotonic() < until:
-                time.sleep(0.001)
-            running.engine.kill()
-            until = time.monotonic() + LEFT_S
-            while (alive := _of_engine(mark, running)) and time.monotonic() < until:
-                time.sleep(0.1)
-            running.stop_server()
-            if alive:
-                run.left = f"{len(alive)} processes"
-        else:
-            running.stop()
-    finally:
-        del os.environ["TORTURE_RUN"]
+    before = set(shared_memory())
+    running = run.start()
+    run.ask(running, PROMPTS // 2)
+    stored = run.settle(running, PROMPTS // 2 * PROMPT_ROWS)
+    if fault:
+        running.engine.send(["batch", prompts()[PROMPTS // 2 :], []])
+        until = time.monotonic() + STORES_S
+        while len(run.place.rows()) <= stored and time.monotonic() < until:
+            time.sleep(0.001)
+        helpers = started_by(running.engine.pid)
+        running.engine.kill()
+        until = time.monotonic() + LEFT_S
+        while (alive := [pid for pid in helpers if runs(pid)]) and time.monotonic() < until:
+            time.sleep(0.1)
+        running.stop_server()
+        run.left = f"{len(alive)} processes" if alive else ""
+        run.note = f"{stored} rows before, {len(helpers)} processes of the engine's own. "
+        for pid in alive:
+            os.kill(pid, signal.SIGKILL)
+    else:
+        running.stop()
     again = run.start()
     run.ask(again, PROMPTS // 2, again=True)
     again.stop()
     left = {name: size for name, size in shared_memory().items() if name not in before}
-    run.note = f"{stored} rows before"
     for name in left:  # as nobody else does
         with suppress(FileNotFoundError):
             (Path("/dev/shm") / name).unlink()
     if left:
         run.left = f"{sum(left.values()) / MIB:.0f} MiB in /dev/shm"
-
-
-def _of_engine(mark: str, running: Running) -> list[int]:
-    return [pid for pid in processes(mark) if running.server is None or pid != running.server.pid]
 
 
 def dead_mover(run: Run, fault: bool) -> None:
@@ -185,9 +184,8 @@ def dead_mover(run: Run, fault: bool) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    run.fill()
-    running = run.restart(after=kill)
-    running.stop()
+    run.fill_once()
+    run.restart(after=kill).stop()
 
 
 def reset(run: Run, fault: bool) -> None:
@@ -237,7 +235,8 @@ def s3_stops(run: Run, fault: bool) -> None:
 
 def _s3_fault(run: Run, fault: bool, injected: ProxyFault) -> None:
     proxy = _on_s3(run)
-    run.fill()
+    run.fill_once()
+    run.met = proxy.injected.total
     try:
         running = run.restart(after=lambda _: proxy.inject(injected) if fault else None)
     finally:

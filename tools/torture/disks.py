@@ -66,6 +66,11 @@ class PassThrough:
         draft.write_text(fault)
         draft.rename(self._control)
 
+    def met(self) -> int:
+        """How many calls had a fault."""
+        file = self._control.with_suffix(".met")
+        return file.stat().st_size if file.exists() else 0
+
     def close(self) -> None:
         """What hangs in it gets errors: its server is gone."""
         self.let("none")

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,12 @@ BLOCK_TOKENS: Final = 128
 ANSWER_TOKENS: Final = 8
 START_S: Final = 300.0
 EXIT_S: Final = 60.0
-IMPORTED: Final = ("entrypoints.llm", "model_executor.models.llama", "v1.engine.core", "v1.worker.cpu_worker")
+IMPORTED: Final = (
+    "vllm.entrypoints.llm", "vllm.model_executor.models.llama", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
+)  # fmt: skip
+IMPORTED_LMCACHE: Final = (
+    "lmcache.integration.vllm.lmcache_mp_connector", "lmcache.cli.main", "lmcache.v1.multiprocess.server",
+)  # fmt: skip
 
 
 class EngineDied(Exception):
@@ -32,6 +38,22 @@ class EngineDied(Exception):
 
 class NoAnswer(Exception):
     """There was none within the limit."""
+
+
+def forked(target: Callable[..., object], *arguments: Any) -> BaseProcess:
+    """A process of a server that has imported what takes long: of vLLM, and of LMCache where that is installed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tools.torture.preload"])
+    process = context.Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def write_to(log: str | Path) -> None:
+    """All that this process prints."""
+    with Path(log).open("ab") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
 
 
 @dataclass(frozen=True)
@@ -62,12 +84,9 @@ class Engine:
 
     def __init__(self, plan: Plan, log: Path) -> None:
         """Returns when it is ready. Raises EngineDied or NoAnswer."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tools.torture.preload"])
         self._log = log
-        self._talk, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, plan, str(log)))
-        self._process.start()
+        self._talk, theirs = multiprocessing.Pipe()
+        self._process = forked(_serve, theirs, plan, str(log))
         theirs.close()
         self.pid = self._process.pid or 0
         try:
@@ -127,9 +146,7 @@ class Engine:
 
 
 def _serve(talk: Connection, plan: Plan, log: str) -> None:
-    with Path(log).open("ab") as file:
-        for descriptor in (1, 2):
-            os.dup2(file.fileno(), descriptor)
+    write_to(log)
     os.environ.update(plan.environment)
     os.chdir(plan.folder)
     try:

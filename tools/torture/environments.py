@@ -24,7 +24,7 @@ PIP: Final = ["-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-ver
 
 def main() -> None:
     if not (MODULES / "mfusepy.py").exists():
-        subprocess.run([sys.executable, *PIP, "--target", str(MODULES), "mfusepy"], check=True)
+        subprocess.run([sys.executable, *PIP, "--target", str(MODULES), "mfusepy==3.1.1"], check=True)
     if not LMCACHE.exists():
         folder = LMCACHE.parents[1]
         venv.create(folder, with_pip=False)

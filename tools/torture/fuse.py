@@ -2,7 +2,8 @@
 
     python -m tools.torture.fuse FOLDER MOUNTPOINT CONTROL
 
-CONTROL is a file that says which fault there is. Served in the foreground, by as many threads as calls need.
+CONTROL is a file that says which fault there is; one beside it, `.met`, grows by a byte with each call that met it.
+Served in the foreground, by as many threads as calls need.
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ class Files(mfusepy.Operations):
         self._folder, self._control, self._writes = folder, Path(control), 0
 
     def _fault(self, path: str) -> str:
-        while True:
-            fault = self._control.read_text()
-            if fault != "hang":
-                return self._folder + path
-            time.sleep(0.1)
+        if self._control.read_text() == "hang":
+            self._count()
+            while self._control.read_text() == "hang":
+                time.sleep(0.1)
+        return self._folder + path
+
+    def _count(self) -> None:
+        with self._control.with_suffix(".met").open("ab") as file:
+            file.write(b".")
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         found = os.lstat(self._fault(path))
@@ -57,6 +62,7 @@ class Files(mfusepy.Operations):
         self._fault(path)
         self._writes += 1
         if self._control.read_text() == "eio" and self._writes % EIO_EVERY == 0:
+            self._count()
             raise mfusepy.FuseOSError(errno.EIO)
         return os.pwrite(fh, data, offset)
 

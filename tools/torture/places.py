@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -26,6 +27,14 @@ class Place(ABC):
 
     @abstractmethod
     def write(self, row: Any, content: bytes) -> None: ...
+
+    @abstractmethod
+    def keep(self, copy: Path) -> None:
+        """A copy of all that is stored."""
+
+    @abstractmethod
+    def put_back(self, copy: Path) -> None:
+        """Into a place where nothing is stored."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,12 @@ class Folder(Place):
 
     def write(self, row: Path, content: bytes) -> None:
         row.write_bytes(content)
+
+    def keep(self, copy: Path) -> None:
+        shutil.copytree(self.path, copy)
+
+    def put_back(self, copy: Path) -> None:
+        shutil.copytree(copy, self.path, dirs_exist_ok=True)
 
 
 class Slabs(Folder):
@@ -92,8 +107,11 @@ class Bucket(Place):
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def rows(self) -> list[str]:
+        return sorted(name for name, size in self._objects().items() if size >= ROW_BYTES // 4)
+
+    def _objects(self) -> dict[str, int]:
         pages = self.server.client().get_paginator("list_objects_v2").paginate(Bucket=self.name)
-        return sorted(o["Key"] for page in pages for o in page.get("Contents", ()) if o["Size"] >= ROW_BYTES // 4)
+        return {found["Key"]: found["Size"] for page in pages for found in page.get("Contents", ())}
 
     def read(self, row: str) -> bytes:
         content: bytes = self.server.client().get_object(Bucket=self.name, Key=row)["Body"].read()
@@ -101,6 +119,17 @@ class Bucket(Place):
 
     def write(self, row: str, content: bytes) -> None:
         self.server.client().put_object(Bucket=self.name, Key=row, Body=content)
+
+    def keep(self, copy: Path) -> None:
+        for name in self._objects():
+            file = copy / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(self.read(name))
+
+    def put_back(self, copy: Path) -> None:
+        for file in copy.rglob("*"):
+            if file.is_file():
+                self.write(str(file.relative_to(copy)), file.read_bytes())
 
 
 def flip(place: Place, every: int = 1) -> int:

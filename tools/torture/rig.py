@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import shutil
 from collections.abc import Callable, Sequence
@@ -86,6 +85,8 @@ class Run:
 
     side: Side
     folder: Path
+    base: Path
+    """Of all runs of the side, whose engines find their model at one path: rows of vLLM and LMCache are named by it."""
     models: Models
     limit_s: float
     stack: ExitStack
@@ -106,10 +107,12 @@ class Run:
     above: str = ""
     """By how many bytes a limit was exceeded."""
     no_limit: bool = False
+    met: Callable[[], int] | None = None
+    """How often the fault was met, where that can be counted."""
     note: str = ""
 
     def __post_init__(self) -> None:
-        self.model = self.folder / "model"
+        self.model = self.base / "model"
         self.use_weights(self.weights)
         if self.where is None:
             self.where = self.folder / "place"
@@ -167,17 +170,23 @@ class Run:
         self.settle(running, count * PROMPT_ROWS)
         running.stop()
 
+    def fill_once(self) -> None:
+        """`fill`, whose outcome is kept for all runs of the side with the same settings. No fault is there yet."""
+        kept = self.base / "-".join(["stored", *self.settings.values()])
+        if kept.exists():
+            self.place.put_back(kept)
+        else:
+            self.fill()
+            self.place.keep(kept)
+
     def settle(self, running: Running, rows: int) -> int:
         """Until that many rows are stored, or no more come. Tiny requests carry what is handed on in a next step."""
         for number in range(3):
             running.engine.ask([[5 + number]], self.limit_s, 1)
         return wait_until_stored(self.place, rows)
 
-    def restart(
-        self, before: Callable[[], object] = lambda: None, after: Callable[[Running], object] = lambda _: None
-    ) -> Running:
-        """A new engine asked the same, with `before` ahead of its start, and `after` when it is up."""
-        before()
+    def restart(self, after: Callable[[Running], object] = lambda _: None) -> Running:
+        """A new engine asked the same, with `after` when it is up."""
         running = self.start()
         after(running)
         self.ask(running, again=True)
@@ -207,6 +216,10 @@ def carry_out(step: Callable[[Run, bool], None], fault: bool, cached: int | None
             name, run.note = "engine dead", str(error)
         except NoAnswer as error:
             name, run.note = "no answer within 60 s", str(error)
+        if fault and run.met:
+            met = run.met()
+            name = name if met else "void"
+            run.note = f"{run.note} The fault was met {met} times.".strip()
     return Outcome(name, run.asked, run.wrong, run.cached, round(run.slowest_s, 2), run.note)
 
 
@@ -242,11 +255,17 @@ def shared_memory() -> dict[str, int]:
     return found
 
 
-def processes(mark: str) -> list[int]:
-    """That have this in their environment: an engine's own, and what it started."""
+def started_by(pid: int) -> list[int]:
+    """The processes that one has started, and those that these have."""
     found = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in environment.read_bytes() and int(environment.parent.name) != os.getpid():
-                found.append(int(environment.parent.name))
+    for children in Path("/proc").glob(f"{pid}/task/*/children"):
+        for child in children.read_text().split():
+            found += [int(child), *started_by(int(child))]
     return found
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
-import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar, Final
 from urllib.request import urlopen
 
 from tests.support.servers import free_ports
-from tools.torture.engine import BLOCK_TOKENS, Engine, EngineDied, Plan
+from tools.torture.engine import BLOCK_TOKENS, Engine, EngineDied, Plan, forked, write_to
 from tools.torture.places import Bucket, Folder, Place, Slabs
 
 HOST_BYTES: Final = 64 << 20
@@ -67,7 +68,7 @@ class Side(ABC):
 class Running:
     """An engine, and what belongs to it."""
 
-    def __init__(self, side: Side, place: Place, engine: Engine, server: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(self, side: Side, place: Place, engine: Engine, server: BaseProcess | None = None) -> None:
         self.side, self.where, self.engine, self.server = side, place, engine, server
         if isinstance(side, Ours):
             engine.call(["wait until up", UP_S], 2 * UP_S)
@@ -79,7 +80,7 @@ class Running:
     def helpers(self) -> list[int]:
         """Processes beside the engine's own that move its rows."""
         if self.server:
-            return [self.server.pid]
+            return [self.server.pid or 0]
         return list(self.engine.call(["helpers"], 60)) if isinstance(self.side, Ours) else []
 
     def stop(self) -> None:
@@ -89,11 +90,9 @@ class Running:
     def stop_server(self) -> None:
         if self.server:
             self.server.terminate()
-            try:
-                self.server.wait(20)
-            except subprocess.TimeoutExpired:
-                self.server.kill()
-                self.server.wait()
+            self.server.join(20)
+            self.server.kill()
+            self.server.join()
 
 
 # --- nixl_tiers -------------------------------------------------------------------------------------------------------
@@ -207,14 +206,11 @@ class LMCache(Side):
         adapter = self.adapter(place)
         if capacity:
             adapter |= {"max_capacity_gb": capacity / 2**30, "eviction": {"eviction_policy": "LRU"}}
-        command = [sys.executable, "-c", "from lmcache.cli.main import main; main()", "server"]
-        command += ["--host", "127.0.0.1", "--port", str(self._port), "--http-port", str(http)]
-        command += ["--chunk-size", str(BLOCK_TOKENS), "--supported-transfer-mode", "auto"]
-        command += ["--l1-size-gb", str(HOST_BYTES / 2**30), "--no-l1-use-lazy"]
-        command += ["--eviction-policy", "LRU", "--l2-adapter", json.dumps(adapter)]
-        env = {**os.environ, "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_TRACK_USAGE": "false", **self._variables(place)}
-        with log.open("ab") as file:
-            server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env)
+        options = ["--host", "127.0.0.1", "--port", str(self._port), "--http-port", str(http)]
+        options += ["--chunk-size", str(BLOCK_TOKENS), "--supported-transfer-mode", "auto"]
+        options += ["--l1-size-gb", str(HOST_BYTES / 2**30), "--no-l1-use-lazy"]
+        options += ["--eviction-policy", "LRU", "--l2-adapter", json.dumps(adapter)]
+        server = forked(_serve_lmcache, options, self._variables(place), log)
         running = None
         try:
             self._wait(server, f"http://127.0.0.1:{http}/healthcheck")
@@ -222,14 +218,14 @@ class LMCache(Side):
         finally:
             if running is None:
                 server.kill()
-                server.wait()
+                server.join()
         return running
 
     def beside(self, running: Running, plan: Plan, logs: Path, engines: int) -> Running:
         assert running.server
         return self._engine(plan, running.where, logs, running.server)
 
-    def _engine(self, plan: Plan, place: Place, logs: Path, server: subprocess.Popen[bytes]) -> Running:
+    def _engine(self, plan: Plan, place: Place, logs: Path, server: BaseProcess) -> Running:
         full = replace(self.located(plan, place), transfer=self.transfer(place, None, 1))
         return Running(self, place, Engine(full, logs / f"{self.name}.log"), server)
 
@@ -239,17 +235,25 @@ class LMCache(Side):
     def _variables(self, place: Place) -> dict[str, str]:
         return dict(place.environment) if isinstance(place, Bucket) else {}
 
-    def _wait(self, server: subprocess.Popen[bytes], url: str) -> None:
+    def _wait(self, server: BaseProcess, url: str) -> None:
         until = time.monotonic() + SERVER_START_S
-        while time.monotonic() < until and server.poll() is None:
+        while time.monotonic() < until and server.is_alive():
             with contextlib.suppress(OSError), urlopen(url, timeout=5) as response:
                 if response.status == 200:
                     return
             time.sleep(0.2)
-        raise EngineDied(f"LMCache's server did not start: {server.poll()}")
+        raise EngineDied(f"LMCache's server did not start: {server.exitcode}")
 
     @abstractmethod
     def adapter(self, place: Place) -> dict[str, Any]: ...
+
+
+def _serve_lmcache(options: list[str], environment: dict[str, str], log: Path) -> None:
+    """`lmcache server`, as its command."""
+    write_to(log)
+    os.environ.update(environment)
+    sys.argv = ["lmcache", "server", *options]
+    importlib.import_module("lmcache.cli.main").main()
 
 
 class LMCacheFs(LMCache):
