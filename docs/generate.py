@@ -261,11 +261,14 @@ def torture() -> str:
     result = json.loads(TORTURE.read_text())
     table = result["tables"][0]
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
-    found = {(row["cell"], row["side"]): f"{row['class']}{', ' + row['runs'] if row['runs'] else ''}" for row in rows}
+    mixed = len({row["commit"] for row in rows}) > 1
+    found = {
+        (row["cell"], row["side"]): ", ".join(filter(None, [row["class"], row["runs"], row["commit"] if mixed else ""]))
+        for row in rows
+    }
     cells = tomllib.loads(CELLS.read_text())
-    text = (
-        f"`{result['command']}`, {result['date']}, commit {result['commit']}: {result['machine']}, {result['load']}. "
-    )
+    whole = "not one run, each result with its commit" if mixed else f"commit {result['commit']}"
+    text = f"`{result['command']}`, {result['date']}, {whole}: {result['machine']}, {result['load']}. "
     text += f"Versions: {result['versions']}.\n"
     for sides in result["sides"]:
         shown = [cell for cell in cells if any((cell, side) in found for side in sides)]
@@ -282,13 +285,12 @@ def _untried(cell: Mapping[str, Any], side: str) -> str:
 
 
 def torture_cells() -> str:
-    """A section a cell: its fault, who reported it, and what is right."""
+    """A section a cell: its fault, what is right, what to know of it, and who reported it."""
     text = ""
     for name, cell in tomllib.loads(CELLS.read_text()).items():
         links = "".join(f"- {_tracked(number)}, {kind}: {state}\n" for number, kind, state in cell["links"])
-        text += (
-            f"### {name}\n\n{cell['fault'][0].upper()}{cell['fault'][1:]}. To be right: {cell['right']}.\n\n{links}\n"
-        )
+        about = f"{cell['fault'][0].upper()}{cell['fault'][1:]}. To be right: {cell['right']}. {cell.get('note', '')}"
+        text += f"### {name}\n\n{about.strip()}\n\n{links}\n"
     return text
 
 
