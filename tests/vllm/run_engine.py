@@ -10,6 +10,7 @@ kv_hints as [type, payload] in "hints", or with "options" as for nixl_tiers in k
 ["forget"] empties the engine's own prefix cache; ["reset"] that and the connector's; ["evict"] that and host memory,
 when all tiers are up; ["kill", n] kills the n-th mover;
 ["stream", prompt, max_tokens, what] asks one whose load begins before its rows have come (one_stream.py);
+the same with [fault, argument] behind that plants a fault for its time (stream_mutants.py);
 ["flush"] waits for the storage tiers, and ["promoted", n] until n chunks have been; ["stats"];
 ["change", how, path] replaces the weights by those of another model, by a "reload" of vLLM's, or embeddings alone by
 a "load" behind its back;
@@ -44,6 +45,7 @@ from tests.support import vllm_cpu
 from tests.support.leaks import reclaim_all_host_rows
 from tests.support.waiting import until, until_up
 from tests.vllm.one_stream import ask_stream
+from tests.vllm.stream_mutants import planted
 
 
 def main(plan: dict[str, Any]) -> list[Any]:
@@ -201,11 +203,14 @@ def ask(llm: Any, prompt: list[int], max_tokens: int, wish: dict[str, Any]) -> d
     return {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
 
 
-def stream(llm: Any, prompt: list[int], max_tokens: int, what: str) -> dict[str, Any]:
+def stream(llm: Any, prompt: list[int], max_tokens: int, what: str, fault: Any = None) -> dict[str, Any]:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
     core = llm.llm_engine.engine_core.engine_core
-    store, streams = store_of(core), ours(core.scheduler.connector).connector_scheduler.manager.streams
-    kill = partial(kill_mover, store, 0)
-    return ask_stream(llm, store, streams, kill=kill, prompt=prompt, max_tokens=max_tokens, what=what)
+    store, connector = store_of(core), ours(core.scheduler.connector)
+    kill, worker = partial(kill_mover, store, 0), ours(get_kv_transfer_group()).connector_worker.worker
+    with planted(*fault, store.coordinator, worker) if fault else contextlib.nullcontext():
+        return ask_stream(llm, store, connector, kill=kill, prompt=prompt, max_tokens=max_tokens, what=what)
 
 
 class Steps:
