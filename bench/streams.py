@@ -1,15 +1,18 @@
 """Streams against store-and-forward: time to the first token of a hit in files. Real vLLM on a CPU.
 
-    python -m bench.streams [--tokens 7000] [--speeds 0,2000] [--rounds 10] [--busy 0,2] [--out DIR]
+    python -m bench.streams [--tokens 7000] [--speeds 0,2000] [--rounds 10] [--busy 0,2] [--crowd 32] [--out DIR]
 
 Two engines that differ by `kv_load_failure_policy` alone, which is what streams depend on. The file tier reports its
 loads as if its disk gave so many MB/s (bench/slowed_file.py); 0: as fast as it is. Before a measured request vLLM's own
 prefix cache and host memory are emptied (`on_reset: keep`). `--busy`: so many requests that decode meanwhile, begun
-after that. The engines take turns, in an order that rotates. An answer whose tokens are not those of the first one, a
-hit that is none, and an engine that streams what it must not, or the other way round, end the run with an error.
+after that. `--crowd`: so many requests that share a system prompt, each with a document of its own behind it, all of
+it in files; they come at once, or one every so many ms (`--gaps`). The engines take turns, in an order that rotates. An
+answer whose tokens are not those of the first one, a hit that is none, and an engine that streams what it must not, or
+the other way round, end the run with an error.
 
 Writes streams.json: of each speed and number of busy requests the seconds to the first token, all and by the median
-with quartiles, and the median of the rounds' ratios.
+with quartiles, and the median of the rounds' ratios; of a crowd those to the first token on average, and to the last
+one's.
 """
 
 from __future__ import annotations
@@ -35,10 +38,12 @@ TOLD_TOKENS_PER_S: Final = 300  # computing is never quicker than any load here
 WARM_STEPS: Final = 4  # of busy requests, before one is measured
 DECODES: Final = 2000  # tokens of a busy request at most
 READY_S: Final = 300.0
+SYSTEM: Final = 1024  # tokens that a crowd shares
+DOCUMENT: Final = 448  # of each of its requests
 
 
 class Engine(FirstTokenEngine):
-    VERBS = ("fill", "hit")
+    VERBS = ("fill", "hit", "crowd")
 
     def __init__(self, plan: dict[str, Any]) -> None:
         extra = {"prefill_tokens_per_s": TOLD_TOKENS_PER_S, "on_reset": "keep", "wait_s": 120.0, "probe_s": 0}
@@ -84,6 +89,36 @@ class Engine(FirstTokenEngine):
             "streams": self.streams() - before,
         }
 
+    def crowd(self, prompts: list[list[int]], gap_s: float) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        assert self.llm.reset_prefix_cache(reset_connector=True)
+        assert self.store.wait_ready(READY_S)
+        engine, before = self.llm.llm_engine, self.streams()
+        sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
+        came_s, first_s, outputs = dict[str, float](), dict[str, float](), dict[str, Any]()
+        began_s = time.perf_counter()
+        while len(outputs) < len(prompts):
+            while len(came_s) < len(prompts) and time.perf_counter() >= began_s + gap_s * len(came_s):
+                name = str(len(came_s))
+                engine.add_request(name, {"prompt_token_ids": prompts[len(came_s)]}, sampling)
+                came_s[name] = began_s + gap_s * len(came_s)
+            for output in engine.step():
+                name = output.request_id.split("-")[0]
+                first_s.setdefault(name, time.perf_counter() - came_s[name])
+                if output.finished:
+                    outputs[name] = output
+        took_s = time.perf_counter() - began_s
+        self.store.flush(READY_S)
+        answers = [outputs[str(number)] for number in range(len(prompts))]
+        return {
+            "seconds": sum(first_s.values()) / len(first_s),
+            "all": took_s,
+            "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
+            "cached": sum(answer.num_cached_tokens for answer in answers),
+            "streams": self.streams() - before,
+        }
+
     def streams(self) -> int:
         return int(sum(tier.get("streams", 0) for tier in self.store.stats().values()))
 
@@ -109,10 +144,32 @@ def compare(engines: dict[str, EngineProcess], prompt: list[int], busy: int, rou
     }
 
 
+def compare_crowds(
+    engines: dict[str, EngineProcess], prompts: list[list[int]], gap_s: float, rounds: int
+) -> dict[str, Any]:
+    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+    for turn, name in rotations([*engines], rounds + 1):
+        answer = engines[name].call(["crowd", prompts, gap_s])
+        if turn:
+            taken[name].append(answer)
+    answers = [answer for several in taken.values() for answer in several]
+    wrong = [answer for answer in answers if answer["tokens"] != answers[0]["tokens"] or not answer["cached"]]
+    if wrong or any(answer["streams"] for answer in taken["whole"]):
+        raise SystemExit(f"wrong: {wrong}")
+    found: dict[str, Any] = {}
+    for what in ("seconds", "all", "streams", "cached"):
+        each = {name: [answer[what] for answer in several] for name, several in taken.items()}
+        found[what] = {name: Spread.of(values)._asdict() for name, values in each.items()}
+        if what in ("seconds", "all"):
+            pairs = zip(each["streamed"], each["whole"], strict=True)
+            found[f"{what}_ratio"] = Spread.of([one / other for one, other in pairs])._asdict()
+    return found
+
+
 def run(given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     draw = random.Random(7)
     prompt = [draw.randrange(1000, 40000) for _ in range(given.tokens)]
-    speed, points, engines = scratch / "speed", [], dict[str, EngineProcess]()
+    speed, points, crowds, engines = scratch / "speed", [], list[dict[str, Any]](), dict[str, EngineProcess]()
     speed.write_text("0")
     try:
         for name, policy in ENGINES.items():
@@ -136,10 +193,21 @@ def run(given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
                     f"ratio {ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f}), steps {point['steps']}",
                     flush=True,
                 )
+        if given.crowd:
+            shared = [draw.randrange(1000, 40000) for _ in range(SYSTEM)]
+            crowd = [shared + [draw.randrange(1000, 40000) for _ in range(DOCUMENT)] for _ in range(given.crowd)]
+            for engine in engines.values():
+                engine.call(["crowd", crowd, 0.0])
+            for megabytes_per_s in given.speeds:
+                speed.write_text(str(megabytes_per_s))
+                for gap_ms in given.gaps:
+                    point = compare_crowds(engines, crowd, gap_ms / 1000, given.rounds)
+                    crowds.append({"mb_per_s": megabytes_per_s, "gap_ms": gap_ms} | point)
+                    print(f"crowd of {given.crowd}: {json.dumps(crowds[-1])}", flush=True)
     finally:
         for engine in engines.values():
             engine.close()
-    return {"tokens": given.tokens, "rounds": given.rounds, "points": points, "machine": machine()}
+    return {"tokens": given.tokens, "rounds": given.rounds, "points": points, "crowds": crowds, "machine": machine()}
 
 
 def numbers(text: str) -> list[int]:
@@ -152,6 +220,8 @@ def main() -> None:
     parser.add_argument("--speeds", type=numbers, default=[0, 2000], help="MB/s; 0: not limited")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--busy", type=numbers, default=[0, 2], help="requests that decode meanwhile")
+    parser.add_argument("--crowd", type=int, default=0, help="requests that share a system prompt; 0: none")
+    parser.add_argument("--gaps", type=numbers, default=[0, 30], help="ms from one of the crowd to the next")
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
     given = parser.parse_args()
     given.out = given.out.resolve()  # a tier wants an absolute path
