@@ -21,7 +21,7 @@ from nixl_tiers.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 FIRST = (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md"))
-PAGES = [*FIRST, *sorted((ROOT / "docs").rglob("[!_]*.md"))]
+PAGES = [*FIRST, *sorted(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 FOLDERS = ("nixl_tiers", "tests", "bench", "demo", "docs", "csrc", "docker", "examples", "tools")

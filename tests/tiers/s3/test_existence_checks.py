@@ -13,7 +13,7 @@ from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.tiers.base import Entry, ExistenceAnswer
 from nixl_tiers.tiers.s3 import connection, existence
 from nixl_tiers.tiers.s3.usage import Usage
-from tests.tiers.s3.harness import LONG_AGO, TIMEOUT_S, FaultyS3, Request, TierDriver, is_listing, key_of, wait_until
+from tests.tiers.s3.harness import LONG_AGO, FaultyS3, Request, TierDriver, is_listing, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ROW = SMALL.row_bytes
@@ -258,7 +258,7 @@ def test_only_the_janitor_lists(faulty: FaultyS3) -> None:
         assert wait_until(lambda: janitor.store([0]) == [Outcome.OK])
         assert wait_until(lambda: janitor.tier.gone_before > 0)
         with TierDriver(SMALL, 8, **place, write="off") as reader:
-            janitor.tier._rows._janitor.close(TIMEOUT_S)  # type: ignore[attr-defined]
+            janitor.tier._rows._janitor.close()  # type: ignore[attr-defined]
             mark = len(faulty.requests)
             reader.open()
             assert wait_until(lambda: reader.tier.gone_before == janitor.tier.gone_before)

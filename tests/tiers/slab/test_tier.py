@@ -16,7 +16,7 @@ from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move, TierDown, TierRefused
 from nixl_tiers.tiers.folder import Folder
-from nixl_tiers.tiers.slab import journal, layout, shard, slabs
+from nixl_tiers.tiers.slab import growth, journal, layout, slabs
 from nixl_tiers.tiers.slab import tier as slab_tier
 from nixl_tiers.tiers.slab.journal_file import JournalFile
 from nixl_tiers.tiers.slab.tier import SlabTier
@@ -147,7 +147,7 @@ def test_process_that_stands_still_with_the_lock_holds_up_only_stores_that_lack_
     assert set(store(tier, region, range(2))) == {Outcome.OK}
     lock = os.open(tmp_path / ".ledger", os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    monkeypatch.setattr(shard, "RETRY_S", 0.0)
+    monkeypatch.setattr(growth, "RETRY_S", 0.0)
     monkeypatch.setattr(slab_tier, "OVERDUE_S", math.inf)
     batches = [tier.store([Move(slot % ROWS, slot, key_of(slot), seal=True)]) for slot in (slots - 1, 1)]
     for _ in range(20):
