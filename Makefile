@@ -128,14 +128,15 @@ check-dist: $(VENV)/.ready $(DIST_TOOLS)/.ready
 	NIXL_TIERS_DIST=dist $(PY) -m pytest -q tests/test_dist.py
 	$(PY) -m tools.sbom dist/*.whl dist/sbom.cdx.json
 
-# The engines one after the other and alone: the threads of vLLM for CPUs spin, and any load beside them costs a multiple.
-# The rest waits for processes and servers nearly half of its time, so that four at a time have room on 2 cores;
-# tests/support/order.py begins what takes long.
+# First what needs vLLM, which only these two workers import: each has its engines compute on a core of its own, where no
+# other engine's threads spin. The rest waits for processes and servers nearly half of its time, so that four at a time
+# have room on 2 cores. tests/support/order.py begins what takes long.
 FAST := not slow and not faults and not stress
 NONE_CHOSEN := 5
+ENGINES := $(if $(filter 0,$(JOBS)),,-n 2 --dist loadfile --no-loadscope-reorder --own-core)
 test: $(VENV)/.ready
-	$(PY) -m pytest tests/vllm -m '$(FAST) and vllm' $(PYTEST_ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
-	$(PY) -m pytest -n $(JOBS) --dist worksteal -m '$(FAST) and not vllm' $(PYTEST_ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
+	$(PY) -m pytest tests/vllm $(ENGINES) -m '$(FAST)' $(PYTEST_ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
+	$(PY) -m pytest --ignore tests/vllm -n $(JOBS) --dist worksteal -m '$(FAST)' $(PYTEST_ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
 
 # Without tests/vllm, unless T is there: importing vLLM takes longer than most files of tests.
 T :=

@@ -42,6 +42,16 @@ _numbers = itertools.count()
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "an S3 server for the tests with the marker s3, instead of those that they start: see CONTRIBUTING.md"
     parser.addoption("--endpoint", metavar="URL", help=text)
+    text = "with -n: the engines of each worker compute on a core of its own, where other engines' threads do not spin"
+    parser.addoption("--own-core", action="store_true", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    worker: str | None = getattr(config, "workerinput", {}).get("workerid")
+    if worker is not None and config.getoption("--own-core"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.environ["NIXL_TIERS_ENGINE_CORES"] = str(cores[int(worker.removeprefix("gw")) % len(cores)])
+        os.environ["OMP_NUM_THREADS"] = "1"  # of engines that are bound to no core
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -10,6 +10,14 @@ from typing import Final
 import pytest
 
 LONG: Final = (
+    "tests/vllm/test_engine.py",
+    "tests/vllm/test_server.py",
+    "tests/vllm/test_restart.py",
+    "tests/vllm/test_stress.py",
+    "tests/vllm/test_stream_engine.py",
+    "tests/vllm/test_torture.py",
+    "tests/vllm/test_connector.py",
+    "tests/vllm/test_compatibility.py",
     "tests/integration/test_kill_pairs.py",
     "tests/tiers/s3/test_conformance.py",
     "tests/core/test_mutants.py",
@@ -63,5 +71,7 @@ def dealt(files: Sequence[str], workers: int) -> list[int]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     workers: int = getattr(config, "workerinput", {}).get("workercount", 1)
     if workers > 1:
+        if config.getoption("dist") == "loadfile":  # whoever is done takes the next file
+            workers = 1
         files = [item.nodeid.partition("::")[0] for item in items]
         items[:] = [items[place] for place in dealt(files, workers)]

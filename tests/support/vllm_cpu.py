@@ -61,13 +61,19 @@ def _metadata_only(directory: Path) -> Path:
     return place
 
 
-def cores() -> list[int]:
+def all_cores() -> list[int]:
     """The processor cores that this process may run on."""
     return sorted(os.sched_getaffinity(0))
 
 
+def cores() -> list[int]:
+    """Those that an engine computes on: all, if not told otherwise (`pytest --own-core`)."""
+    told = os.environ.get("NIXL_TIERS_ENGINE_CORES")
+    return [int(core) for core in told.split(",")] if told else all_cores()
+
+
 def environment(kv_cache_gib: int = 1) -> dict[str, str]:
-    """The environment variables with which vLLM uses all cores of this process and no network."""
+    """The environment variables with which vLLM uses the cores of this process and no network."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores())),  # by default it leaves one core idle

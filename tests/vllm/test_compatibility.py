@@ -197,7 +197,7 @@ def test_lora_adapters_share_nothing(engine: Engine, options: dict[str, Any], tm
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(len(vllm_cpu.cores()) < 2, reason="two ranks need two cores")
+@pytest.mark.skipif(len(vllm_cpu.all_cores()) < 2, reason="two ranks need two cores")
 def test_latent_attention_with_two_ranks(engine: Engine, tmp_path: Path) -> None:
     """In chunks of several blocks. The oracle is what the blocks hold: on a CPU, vLLM 0.32 decodes such a model with
     other sums than it prefills. It also switches its own prefix cache off."""
@@ -220,7 +220,7 @@ def test_latent_attention_with_two_ranks(engine: Engine, tmp_path: Path) -> None
     blocks = chunks * CHUNK_TOKENS // block
     ask = ["generate", [prompt], 4]
     tiers = {"tiers": [CPU, file_tier(tmp_path / "kv", "64MiB")]}
-    cores = vllm_cpu.cores()
+    cores = vllm_cpu.all_cores()
     options: dict[str, Any] = {
         "path": model,
         "skip_tokenizer_init": True,
@@ -258,11 +258,11 @@ def test_latent_attention_with_two_ranks(engine: Engine, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(len(vllm_cpu.cores()) < 2, reason="two ranks need two cores")
+@pytest.mark.skipif(len(vllm_cpu.all_cores()) < 2, reason="two ranks need two cores")
 def test_a_kv_head_that_two_ranks_hold_is_stored_once(engine: Engine, tmp_path: Path) -> None:
     """And is found by an engine with one rank, and the other way round."""
     model = save_random("LlamaForCausalLM", tmp_path / "one-head", num_key_value_heads=1, initializer_range=0.2)
-    cores = vllm_cpu.cores()
+    cores = vllm_cpu.all_cores()
     one: dict[str, Any] = {"path": model, "skip_tokenizer_init": True, "dtype": "float32"}
     # Only our connector sees that the heads are replicated.
     one["transfer"] = vllm_cpu.recomputing_transfer([])

@@ -161,12 +161,12 @@ def test_steps_pause_while_a_request_waits_for_its_copy_and_none_computes(engine
     assert "computing, paused" not in steps
 
 
-@pytest.mark.skipif(len(vllm_cpu.cores()) < 2, reason="two ranks need two cores")
+@pytest.mark.skipif(len(vllm_cpu.all_cores()) < 2, reason="two ranks need two cores")
 def test_two_ranks_share_rows(engine: Engine, small_model: Path, tmp_path: Path) -> None:
     prompt = [(7 * i * i + 3 * i) % 500 + 1 for i in range(700)]
     ask = ["generate", [prompt], 16]
     tiers = {"tiers": [CPU, file_tier(tmp_path / "kv", "64MiB")]}
-    cores = vllm_cpu.cores()
+    cores = vllm_cpu.all_cores()
     options: dict[str, Any] = {
         "path": small_model,
         "skip_tokenizer_init": True,

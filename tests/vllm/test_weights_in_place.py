@@ -50,7 +50,7 @@ def options() -> dict[str, Any]:
 
 
 def two_ranks() -> dict[str, Any]:
-    cores = vllm_cpu.cores()
+    cores = vllm_cpu.all_cores()
     if len(cores) < 2:
         pytest.skip("two ranks need two cores")
     return {
