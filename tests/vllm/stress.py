@@ -3,10 +3,11 @@
     python stress.py PLAN RESULT        both JSON files
 
 Plan: {"model": path, "transfer": fields of KVTransferConfig, "settings": arguments of LLM, "seed": n, "requests": n,
-"conversations": that are gone on with, "aborts", "resets", "faults" (the mover is killed, or stopped
-for some steps): how likely before a step, "storm": resets in the end,
+"conversations": that are gone on with, "aborts", "resets": how likely before a step, "storm": resets in the end,
+"faults": how likely each of faults_beside.py is, and "folder": of the tier; without these there are none,
 "speed": the file that says how fast the tier loads (bench/slowed_file.py), and "speeds" to choose from; without these
-the tier is as it is}. Result: counts, how many host rows are lost, and what is wrong of which request.
+the tier is as it is}. Result: counts, how many host rows are lost, what is left of streams, and what is wrong of which
+request.
 
 Requests are short, extend prefixes of others, and have far too little KV space, so that they preempt one another. The
 answer of each is checked by an engine without tiers, which gets prompt and answer at once, alone: each token must be
@@ -16,11 +17,8 @@ order). Its log-probability must be the same, too, which shows wrong KV that cha
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import random
-import signal
 import sys
 import time
 from collections import Counter
@@ -30,13 +28,13 @@ from typing import Any
 from nixl_tiers.store import TieredStore
 from tests.support import vllm_cpu
 from tests.support.waiting import until_up
+from tests.vllm.faults_beside import Faults, WatchedStreams
 
 TIE = 1e-4
 SAME = 1e-4  # without tiers it is some 1e-6
 ALIVE = 12  # requests at a time
 ANSWER = 24  # tokens at most
 OTHER_SPEED = 0.02  # how likely before a step
-GOES_ON = 0.1  # a stopped mover, how likely before a step
 RESET_AGAIN = 0.1  # how likely before a step, after a reset in vain: until one succeeds, longer chunks are not stored
 
 
@@ -69,16 +67,20 @@ def main(plan: dict[str, Any]) -> dict[str, Any]:
         store = TieredStore(manager._coordinator)
         until_up(store)
         promoted = count_promotions_at_arrival(store)
-        answers, counts = drive(llm.llm_engine, plan)
+        streams, faults = watched(manager, plan)
+        answers, counted = drive(llm.llm_engine, plan, streams, faults)
+        counts: dict[str, Any] = dict(counted)
         counts["at_arrival"] = promoted["rows"]
         storm(llm.llm_engine, plan["storm"])
         counts["lost"] = lost_rows(store)
+        if streams is not None:
+            left = streams.left(llm.llm_engine.engine_core.engine_core.scheduler)
+            counts.update(cuts=streams.cuts, by_deadline=streams.ended, late_s=streams.late_s, left=left)
         stats = store.stats()
         counts["hits"] = int(sum(tier["hits"] for tier in stats.values()))
         counts["slower"] = int(stats["file"]["missed_slower"])
         counts["streams"] = int(stats["file"]["streams"])
-        cuts = {name: int(n) for name, n in stats["file"].items() if name.startswith("streams_cut")}
-        counts.update(cuts, cut=sum(cuts.values()))
+        counts["cut"] = int(sum(n for name, n in stats["file"].items() if name.startswith("streams_cut")))
         counts["promoted"], counts["unused"] = int(stats["cpu"]["promoted"]), int(stats["cpu"]["unused"])
     finally:
         llm.llm_engine.engine_core.shutdown()
@@ -113,7 +115,19 @@ def lost_rows(store: TieredStore, patience_s: float = 30.0) -> int:
     return lost
 
 
-def drive(engine: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], Counter[str]]:
+def watched(manager: Any, plan: dict[str, Any]) -> tuple[WatchedStreams | None, Faults | None]:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    if "faults" not in plan:
+        return None, None
+    streams = WatchedStreams(manager._coordinator, get_kv_transfer_group().connector_worker.worker._streamed)
+    rng, folder = random.Random(plan["seed"] + 1), Path(plan["folder"])
+    return streams, Faults(manager._coordinator, streams, rng, plan["faults"], folder)
+
+
+def drive(
+    engine: Any, plan: dict[str, Any], streams: WatchedStreams | None, faults: Faults | None
+) -> tuple[dict[str, Any], Counter[str]]:
     """Run the load to its end: prompt and output of each request that finished, and what happened."""
     from vllm import SamplingParams
 
@@ -126,7 +140,7 @@ def drive(engine: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], Counter[st
     prompts: dict[str, list[int]] = {}
     answers: dict[str, Any] = {}
     alive: list[str] = []
-    cleared, stopped = True, None
+    cleared = True
     while counts["requests"] < plan["requests"] or alive:
         while len(alive) < ALIVE and counts["requests"] < plan["requests"] and rng.random() < 0.5:
             name = f"r{counts['requests']}"
@@ -137,14 +151,19 @@ def drive(engine: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], Counter[st
             engine.add_request(name, {"prompt_token_ids": prompts[name]}, sampling)
             alive.append(name)
         requests.update(scheduler.requests)
-        if alive and rng.random() < plan["aborts"]:
+        lasts = faults is not None and faults.lasts  # steps are short then: hardly a stream would reach its deadline
+        if alive and not lasts and rng.random() < plan["aborts"]:
             counts["aborts"] += 1
-            engine.abort_request([alive.pop(rng.randrange(len(alive)))])
-        if rng.random() < (plan["resets"] if cleared else RESET_AGAIN):
+            streamed = [name for name in alive if streams is not None and name in streams.requests()]
+            alive.remove(aborted := rng.choice(streamed or alive))
+            engine.abort_request([aborted])
+        again = RESET_AGAIN if streams is None or not loading(scheduler) else 0.0
+        if not lasts and rng.random() < (plan["resets"] if cleared else again):
             cleared = reset(engine, scheduler, rng)
             counts["resets"] += 1
             counts["uncleared"] += not cleared
-        stopped = disturb(scheduler, rng, plan.get("faults", 0.0), stopped, counts)
+        if faults is not None:
+            faults.before_step()
         if "speed" in plan and rng.random() < OTHER_SPEED:
             write_speed(plan["speed"], rng.choice(plan["speeds"]))
         counts["steps"] += 1
@@ -153,34 +172,11 @@ def drive(engine: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], Counter[st
                 counts["finished"] += 1
                 alive.remove(output.request_id)
                 answers[output.request_id] = (prompts[output.request_id], output.outputs[0])
-    disturb(scheduler, rng, 0.0, stopped, counts, go_on=True)
+    if faults is not None:
+        faults.end()
+        counts.update(faults.counts)
     counts["preempted"] = sum(request.num_preemptions > 0 for request in requests.values())
     return answers, counts
-
-
-def disturb(
-    scheduler: Any,
-    rng: random.Random,
-    faults: float,
-    stopped: int | None,
-    counts: Counter[str],
-    *,
-    go_on: bool = False,
-) -> int | None:
-    """Kill the first mover, or stop it, or have it go on. Returns its process ID if it is `stopped` now."""
-    if stopped is not None:
-        if not go_on and rng.random() >= GOES_ON:
-            return stopped
-        with contextlib.suppress(ProcessLookupError):  # the supervisor has killed it
-            os.kill(stopped, signal.SIGCONT)
-        return None
-    mover: int | None = scheduler.connector.connector_scheduler.manager._coordinator.mover_pids[0]
-    if mover is None or rng.random() >= faults:
-        return None
-    kill = rng.random() < 0.25
-    counts["kills" if kill else "stops"] += 1
-    os.kill(mover, signal.SIGKILL if kill else signal.SIGSTOP)
-    return None if kill else mover
 
 
 def write_speed(path: str, mb_per_s: float) -> None:
