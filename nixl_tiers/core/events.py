@@ -19,7 +19,6 @@ from nixl_tiers.core.streams import Streams
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import MOST_TICK
 from nixl_tiers.core.types import Columns, Direction, Job, PlannedMove, TierState
-from nixl_tiers.core.urgency import Urgency
 from nixl_tiers.core.writeback import WriteBack
 
 _DEAD = attrgetter("dead")
@@ -53,16 +52,6 @@ class Events:
         self._retention = retention
         self._health = health
         self._streams = streams
-        self.urgency = Urgency(
-            state,
-            checks,
-            promotion,
-            promotion_jobs,
-            writeback,
-            measurements=measurements,
-            engine_hits=engine_hits,
-            retention=retention,
-        )
         self._plan_put_off = False
 
     # --- tiers -------------------------------------------------------------------------------------------------

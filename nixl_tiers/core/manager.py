@@ -43,6 +43,7 @@ from nixl_tiers.core.stats import EvictionHistory, Savings, TierStats
 from nixl_tiers.core.streams import Streams, StreamWords
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Job, TierSpec, TierState
+from nixl_tiers.core.urgency import Urgency
 from nixl_tiers.core.worth import Worth
 from nixl_tiers.core.writeback import WriteBack
 
@@ -116,7 +117,16 @@ class TierManager:
             health=self.health,
             streams=self.streams,
         )
-        self.urgency = self.events.urgency
+        self.urgency = Urgency(
+            self._state,
+            self.checks,
+            self._promotion,
+            self._promotion_jobs,
+            self._writeback,
+            measurements=self._measurements,
+            engine_hits=self.engine_hits,
+            retention=self.retention,
+        )
         self.copies = Copies(
             self._state, self._requests, self._promotion, self._writeback, self.savings, streams=self.streams
         )
