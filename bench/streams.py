@@ -123,23 +123,43 @@ class Engine(FirstTokenEngine):
         return int(sum(tier.get("streams", 0) for tier in self.store.stats().values()))
 
 
-def compare(engines: dict[str, EngineProcess], prompt: list[int], busy: int, rounds: int) -> dict[str, Any]:
+def in_turns(engines: dict[str, EngineProcess], request: list[Any], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """What each engine has answered. Ends the run if a token is another one, or a hit is none."""
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     for turn, name in rotations([*engines], rounds + 1):
-        answer = engines[name].call(["hit", prompt, busy])
+        answer = engines[name].call(request)
         if turn:  # the first measures the tiers
             taken[name].append(answer)
     answers = [answer for several in taken.values() for answer in several]
-    wrong = [answer for answer in answers if answer["tokens"] != answers[0]["tokens"] or not answer["cached"]]
-    wrong += [a for name, several in taken.items() for a in several if a["streams"] != (name == "streamed")]
+    refuse([answer for answer in answers if answer["tokens"] != answers[0]["tokens"] or not answer["cached"]])
+    return taken
+
+
+def refuse(wrong: list[dict[str, Any]]) -> None:
     if wrong:
         raise SystemExit(f"wrong: {wrong}")
-    seconds = {name: [answer["seconds"] for answer in several] for name, several in taken.items()}
-    ratios = [one / other for one, other in zip(seconds["streamed"], seconds["whole"], strict=True)]
+
+
+def values(taken: dict[str, list[dict[str, Any]]], what: str) -> dict[str, list[float]]:
+    return {name: [answer[what] for answer in several] for name, several in taken.items()}
+
+
+def spreads(each: dict[str, list[float]]) -> dict[str, Any]:
+    return {name: Spread.of(several)._asdict() for name, several in each.items()}
+
+
+def ratio(each: dict[str, list[float]]) -> dict[str, float]:
+    return Spread.of([one / other for one, other in zip(each["streamed"], each["whole"], strict=True)])._asdict()
+
+
+def compare(engines: dict[str, EngineProcess], prompt: list[int], busy: int, rounds: int) -> dict[str, Any]:
+    taken = in_turns(engines, ["hit", prompt, busy], rounds)
+    refuse([a for name, several in taken.items() for a in several if a["streams"] != (name == "streamed")])
+    seconds = values(taken, "seconds")
     return {
-        "seconds": {name: Spread.of(values)._asdict() for name, values in seconds.items()},
-        "ratio": Spread.of(ratios)._asdict(),
-        "steps": {name: median(answer["steps"] for answer in several) for name, several in taken.items()},
+        "seconds": spreads(seconds),
+        "ratio": ratio(seconds),
+        "steps": {name: median(several) for name, several in values(taken, "steps").items()},
         "all": seconds,
     }
 
@@ -147,23 +167,11 @@ def compare(engines: dict[str, EngineProcess], prompt: list[int], busy: int, rou
 def compare_crowds(
     engines: dict[str, EngineProcess], prompts: list[list[int]], gap_s: float, rounds: int
 ) -> dict[str, Any]:
-    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
-    for turn, name in rotations([*engines], rounds + 1):
-        answer = engines[name].call(["crowd", prompts, gap_s])
-        if turn:
-            taken[name].append(answer)
-    answers = [answer for several in taken.values() for answer in several]
-    wrong = [answer for answer in answers if answer["tokens"] != answers[0]["tokens"] or not answer["cached"]]
-    if wrong or any(answer["streams"] for answer in taken["whole"]):
-        raise SystemExit(f"wrong: {wrong}")
-    found: dict[str, Any] = {}
-    for what in ("seconds", "all", "streams", "cached"):
-        each = {name: [answer[what] for answer in several] for name, several in taken.items()}
-        found[what] = {name: Spread.of(values)._asdict() for name, values in each.items()}
-        if what in ("seconds", "all"):
-            pairs = zip(each["streamed"], each["whole"], strict=True)
-            found[f"{what}_ratio"] = Spread.of([one / other for one, other in pairs])._asdict()
-    return found
+    taken = in_turns(engines, ["crowd", prompts, gap_s], rounds)
+    refuse([answer for answer in taken["whole"] if answer["streams"]])
+    found = {what: spreads(values(taken, what)) for what in ("seconds", "all", "streams", "cached")}
+    ratios = {f"{what}_ratio": ratio(values(taken, what)) for what in ("seconds", "all")}
+    return found | ratios
 
 
 def run(given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
