@@ -9,6 +9,7 @@ from typing import Final
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.internal.conjecture.providers import HypothesisProvider
 from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
 
 from nixl_tiers.base.chunk import Key, Outcome
@@ -53,8 +54,11 @@ FEW = settings(
 
 def search(machine: type[CascadeStateMachine], first: int = 0) -> None:
     """Raises what the first example that violates an invariant raises. `first`: the seed to begin with."""
-    for number in range(first, first + SEEDS):
-        run_state_machine_as_test(seed(number)(machine), settings=FEW)
+    with pytest.MonkeyPatch.context() as patch:
+        # Constants of all modules that this process has imported: a seed would be other examples in each run.
+        patch.setattr(HypothesisProvider, "_maybe_draw_constant", lambda *_, **__: None)
+        for number in range(first, first + SEEDS):
+            run_state_machine_as_test(seed(number)(machine), settings=FEW)
 
 
 class BudgetOffByOne(Events):
@@ -800,34 +804,51 @@ OF_LOADERS = [
 
 
 FIRST: dict[type, int] = {
-    BadRowCountedTwice: 17,
-    ClearsRowsInUse: 4,
+    BadRowCountedTwice: 8,
+    BehindAMissingRowIsLoaded: 6,
+    CircuitNeverCloses: 1,
+    ClearsRowsInUse: 5,
+    CreditsIgnored: 3,
     DeadlineIgnoredForRowsBeingFilled: 1,
-    DeadlineRearmedByARelease: 17,
+    DeadlineRearmedByARelease: 2,
+    DeadlineRearmedByARetry: 12,
     DemotedRowStaysPinned: 1,
-    EngineHitIsWritten: 1,
-    EngineHitsForgotten: 2,
-    FailedCopyIsAHit: 1,
-    GenerationIgnored: 31,
-    GetsGiveUpWhenChecksAreMany: 11,
-    InterruptedCallIsAHit: 3,
+    EngineHitIsWritten: 3,
+    EngineHitsForgotten: 3,
+    FailedCopyIsAHit: 3,
+    GenerationIgnored: 4,
+    GetsGiveUpWhenChecksAreMany: 5,
+    HostOnlyRowIsWritten: 1,
     KnownRowsAreSwept: 2,
     LateIsWaitedFor: 1,
-    ListedRowHasTwoOwners: 1,
-    LoaderDiesWithItsOwner: 7,
-    LoadersOutliveTheirOwner: 21,
-    MeasuresBesideLoads: 7,
+    ListedRowHasTwoOwners: 2,
+    ListingOfOneMemberEndsAll: 10,
+    LoaderDiesWithItsOwner: 13,
+    LoadersOutliveTheirOwner: 7,
+    MeasurementEvictsUnwritten: 4,
+    MeasurementWithoutRoomIsWorkLeft: 5,
+    MeasuresBesideLoads: 8,
     MeasuresBesideRequests: 1,
-    MeasuresIntoRowsInUse: 5,
-    MeasuresLongAfter: 5,
-    MembersShareAState: 2,
-    MissesWhileListing: 2,
-    OverdueLivesOn: 2,
+    MeasuresIntoRowsInUse: 1,
+    MeasuresLongAfter: 4,
+    MembersDieTogether: 9,
+    MembersShareAState: 7,
+    MissesWhileListing: 1,
+    OverdueLivesOn: 6,
+    PinForgotten: 2,
+    PinnedVictimStaysOne: 1,
     PriceForgetsDeadline: 2,
     RequestNeverExpires: 1,
+    RetainsBeyondItsShare: 3,
     ReusedBeforeReap: 1,
-    SlotsFreedBeforeALoaderIsReaped: 1,
-    VictimsOfBeforeAResetStay: 17,
+    RowFreedWhileMoved: 8,
+    RowReusedAfterReset: 1,
+    SlotsFreedBeforeALoaderIsReaped: 2,
+    StoredOlderThanListed: 3,
+    StoresBesidePromotions: 5,
+    StoresOvertakeDeletes: 3,
+    TiersIgnoreQuotas: 1,
+    UsesMakeRowsYounger: 4,
     WaitsForLateChecks: 1,
 }
 """Seeds that catch these at once today, so that the search is short."""

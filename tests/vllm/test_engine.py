@@ -32,19 +32,19 @@ def model() -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(model: Path) -> list[list[int]]:
-    """Four prompts of real text: about 1000 tokens, the last two with the same beginning."""
+    """Four prompts of real text: about 550 tokens, the last two with the same beginning."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     sentences = [
         [
             f"On day {day} the ship {name} carried {day * number % 89} barrels of {cargo} to port {day % 7}."
-            for day in range(50)
+            for day in range(28)
         ]
         for number, name, cargo in ((3, "Anna", "salt"), (5, "Borea", "oil"), (7, "Clio", "tea"))
     ]
     texts = [" ".join(lines) for lines in sentences]
-    texts.append(" ".join(sentences[2][:25] + sentences[0][10:35]))
+    texts.append(" ".join(sentences[2][:14] + sentences[0][6:20]))
     return [tokenizer.encode(text + " On day") for text in texts]
 
 
@@ -102,11 +102,11 @@ def test_one_prompt_through_every_tier(
 
 
 def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: list[list[int]], tmp_path: Path) -> None:
-    """Chunks of three blocks, requests that share a beginning, loads that begin inside a chunk, and a reset. Last, what
+    """Chunks of two blocks, requests that share a beginning, loads that begin inside a chunk, and a reset. Last, what
     examples/offline.py asks, again after a restart."""
     options = {"dtype": "float32", "max_num_seqs": 4}
     tiers = {
-        "blocks_per_chunk": 3,
+        "blocks_per_chunk": 2,
         # Room for what is stored before the reset and for what is stored after it.
         "tiers": [{**CPU, "capacity": "512MiB"}, file_tier(tmp_path / "kv", "1GiB", movers=3)],
     }
@@ -121,7 +121,7 @@ def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: lis
     )
     assert tokens(cold) == tokens(cpu) == tokens(part) == tokens(after_reset) == tokens(without)
     assert len({tuple(answer["tokens"]) for answer in cold}) == len(prompts), "equal answers to all would show nothing"
-    chunk = 3 * BLOCK
+    chunk = 2 * BLOCK
     for hit in (cpu, part):
         assert [answer["cached"] for answer in hit[:3]] == [len(prompt) // chunk * chunk for prompt in prompts[:3]]
         # What it shares with the third is the engine's own hit, and vLLM does not load less than a chunk behind it.
@@ -175,8 +175,9 @@ def test_two_ranks_share_rows(engine: Engine, small_model: Path, tmp_path: Path)
         "distributed_executor_backend": "mp",
         "env": {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}", "VLLM_CPU_KVCACHE_SPACE": "1"},
     }
-    cold, gpu, _, cpu, _ = engine(tiers, ask, ask, ["forget"], ask, ["flush"], **options)
-    file, stats = engine(tiers, ask, ["stats"], **options)
+    cold, gpu, _, cpu, _, _, file, stats = engine(
+        tiers, ask, ask, ["forget"], ask, ["flush"], ["evict"], ask, ["stats"], **options
+    )
     whole = len(prompt) // BLOCK * BLOCK
     assert len(set(cold[0]["tokens"])) > 2, "a model that always repeats one token shows nothing"
     assert tokens(cold) == tokens(cpu) == tokens(file)
