@@ -64,7 +64,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if {"s3_server", "any_s3"} & set(getattr(item, "fixturenames", ())):
+        if {"s3_server", "any_s3", "fast_s3"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.s3)
     engines = Path(__file__).parent / "vllm"
     for item in items:
@@ -74,7 +74,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the imports of all tests have made is a million objects that stay: no garbage collection walks over them."""
+    """What the imports of all tests have made is a million objects that stay: no garbage collection walks over them,
+    and the others come seldom."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure() -> None:
+    """pytest collects garbage five times over in the end: once is enough."""
     gc.collect()
     gc.freeze()
 
@@ -98,19 +107,33 @@ def one_mover_a_directory() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_aws_models() -> Iterator[None]:
-    """Each boto3 session reads and parses the description of S3 for itself, which is most of what opening a tier costs:
-    here they share what was read."""
-    from botocore import session
+    """Each boto3 session reads and parses the description of S3 for itself, and makes a class of each client: most of
+    what opening a tier costs. Here they share what was read and made."""
+    from botocore import client, endpoint_provider, session
 
     create, read = session.create_loader, dict[tuple[Any, ...], Any]()
+    make_class, classes = client.ClientCreator._create_client_class, dict[str, type]()
+    rule_set, rules = endpoint_provider.RuleSet, dict[int, Any]()
 
     def create_sharing(*args: Any, **fields: Any) -> Any:
         loader = create(*args, **fields)
         loader._cache = read
         return loader
 
+    def class_of(self: Any, service: str, model: Any) -> type:
+        if service not in classes:
+            classes[service] = make_class(self, service, model)
+        return classes[service]
+
+    def rules_of(**fields: Any) -> Any:
+        if id(fields["rules"]) not in rules:  # what was read stays
+            rules[id(fields["rules"])] = rule_set(**fields)
+        return rules[id(fields["rules"])]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "create_loader", create_sharing)
+        patch.setattr(client.ClientCreator, "_create_client_class", class_of)
+        patch.setattr(endpoint_provider, "RuleSet", rules_of)
         yield
 
 
@@ -150,6 +173,13 @@ def s3_server(request: pytest.FixtureRequest) -> S3Server:
 def any_s3(request: pytest.FixtureRequest) -> S3Server:
     """One server: moto, or that of the option --endpoint."""
     server: S3Server = request.getfixturevalue("endpoint" if request.config.getoption("--endpoint") else "moto")
+    return server
+
+
+@pytest.fixture
+def fast_s3(request: pytest.FixtureRequest) -> S3Server:
+    """One server: SeaweedFS, which answers small requests sooner than moto, or that of the option --endpoint."""
+    server: S3Server = request.getfixturevalue("endpoint" if request.config.getoption("--endpoint") else "seaweedfs")
     return server
 
 

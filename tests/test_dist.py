@@ -273,6 +273,7 @@ def test_kernels_are_compiled_at_the_first_start(built: Path, fake_library: Path
     assert kept[0] == kept[1], "the second start compiles nothing"
 
 
+@pytest.mark.slow
 def test_image_can_be_built(tree: Path, tmp_path: Path) -> None:
     """docker/Dockerfile without Docker: its steps, in an empty environment in place of the base image, and without a
     package index. Not shown: the base image, and NIXL's wheel for CUDA 13, which is described as if it were there."""

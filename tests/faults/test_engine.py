@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,14 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.servers import MotoServer
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from tests.faults.run_engine import FAULTS
 from tests.support.models import save_random
+from tests.support.servers import MotoServer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.faults,
+    pytest.mark.timeout(1200),
+    # Not imported here: every worker of `make test` collects this file, and runs nothing of it.
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 LONG: Final = (
     "tests/vllm/test_engine.py",
     "tests/vllm/test_server.py",
-    "tests/vllm/test_restart.py",
     "tests/vllm/test_stress.py",
     "tests/vllm/test_stream_engine.py",
     "tests/vllm/test_torture.py",

@@ -186,12 +186,22 @@ class S3Server:
             self._process = None
 
 
+# moto's own program, whose server closes each connection otherwise, as no other S3 server does.
+KEEP_ALIVE: Final = """
+from moto.server import main
+from werkzeug.serving import WSGIRequestHandler
+
+WSGIRequestHandler.protocol_version = "HTTP/1.1"
+main()
+"""
+
+
 class MotoServer(S3Server):
     """moto in server mode: keeps objects in memory, and checks no credentials."""
 
     def _command(self) -> Sequence[str]:
         tls = ("-s", "-c", str(self.certificate[0]), "-k", str(self.certificate[1])) if self.certificate else ()
-        return (sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port), *tls)
+        return (sys.executable, "-c", KEEP_ALIVE, "-H", "127.0.0.1", "-p", str(self.port), *tls)
 
     def _ready(self) -> bool:
         try:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_quick_run_of_restarts_writes_figures(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.restart", "--quick", "--engines", "file", "vllm-fs", "--out", str(tmp_path)]
     shown = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=500).stdout

@@ -29,10 +29,10 @@ class TestObjectStorageWithALoader(StorageTierTests):
     @pytest.fixture
     def medium(
         self,
-        any_s3: S3Server,
+        fast_s3: S3Server,
         s3_credentials: Callable[[S3Server], None],
         s3_bucket: Callable[[S3Server], str],
         s3_prefix: str,
     ) -> Medium:
-        s3_credentials(any_s3)
-        return ObjectsLoadedBeside(any_s3, s3_bucket(any_s3), s3_prefix)
+        s3_credentials(fast_s3)
+        return ObjectsLoadedBeside(fast_s3, s3_bucket(fast_s3), s3_prefix)

@@ -177,7 +177,7 @@ class TestBudget:
 
         def sample() -> None:
             client = s3_server.client()
-            while not done.wait(0.02):
+            while not done.wait(0.1):
                 samples.append(least_s3_bytes(client, place) // ROW)
 
         thread = threading.Thread(target=sample)
