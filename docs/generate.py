@@ -263,7 +263,9 @@ def torture() -> str:
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
     mixed = len({row["commit"] for row in rows}) > 1
     found = {
-        (row["cell"], row["side"]): ", ".join(filter(None, [row["class"], row["runs"], row["commit"] if mixed else ""]))
+        (row["cell"], row["side"]): ", ".join(
+            filter(None, [row["class"], row["runs"], _hits(row), row["commit"] if mixed else ""])
+        )
         for row in rows
     }
     cells = tomllib.loads(CELLS.read_text())
@@ -278,6 +280,12 @@ def torture() -> str:
         ]
         text += "\n" + _table(["cell", *sides.values()], lines) if lines else ""
     return text
+
+
+def _hits(row: Mapping[str, Any]) -> str:
+    """Of a cell with fewer hits than its control: how many tokens in each run, of how many."""
+    control, _, runs = str(row["hits"]).partition("; ")
+    return f"hits {runs.replace(', ', ' / ')} of {control}" if "recomputed" in row["class"] and runs else ""
 
 
 def _untried(cell: Mapping[str, Any], side: str) -> str:

@@ -35,6 +35,7 @@ from tools.torture.sides import CACHE, LMCACHE, LMCACHE_VERSION, SIDES, LMCache,
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 CELLS: Final = tomllib.loads(Path(__file__).with_name("cells.toml").read_text())
+# `hits`: tokens from the cache, in the control; in each run. `seconds`: of the slowest request, in the same way.
 COLUMNS: Final = ["cell", "side", "class", "runs", "control", "hits", "seconds", "note", "date", "commit"]
 ENVIRONMENT: Final = {
     # Of each engine: more threads spin, and on a busy machine all engines wait for them.
@@ -61,10 +62,10 @@ class Measuring:
         control = self._controls[key]
         about = [datetime.now(UTC).date().isoformat(), self._options.commit]
         if control.name == NOT_APPLICABLE:
-            return [cell, side.name, control.note, "", "", 0, "", "", *about]
+            return [cell, side.name, control.note, "", "", "0", "", "", *about]
         if control.name != "right" or not control.cached:
             note = f"control: {control.name}, {control.cached} tokens cached; {control.note}"
-            return [cell, side.name, "void", "", control.name, control.cached, "", note, *about]
+            return [cell, side.name, "void", "", control.name, str(control.cached), "", note, *about]
         found: list[Outcome] = []
         while len(found) < self._options.repeats and not (found and found[0].name == NOT_APPLICABLE):
             found.append(self._once(cell, side, True, control))
@@ -74,7 +75,8 @@ class Measuring:
         notes = "; ".join(dict.fromkeys(f"{one.wrong} of {one.asked} wrong. {one.note}".strip() for one in found))
         runs = f"{names[0][1]} of {len(found)}" if name != NOT_APPLICABLE else ""
         seconds = f"{control.seconds:.2f}; {times}"
-        return [cell, side.name, name, runs, control.name, control.cached, seconds, notes, *about]
+        hits = f"{control.cached}; {', '.join(str(one.cached) for one in found)}"
+        return [cell, side.name, name, runs, control.name, hits, seconds, notes, *about]
 
     def _once(self, cell: str, side: Side, fault: bool, control: Outcome | None) -> Outcome:
         limit_s = NO_ANSWER_S + SLOWER * (control.seconds if control else NO_ANSWER_S)
@@ -109,7 +111,7 @@ def beside(python: Path, sides: Sequence[str], options: argparse.Namespace) -> s
 
 
 def say_missing(sides: Sequence[str], options: argparse.Namespace) -> None:
-    about = ["", "", 0, "", "", datetime.now(UTC).date().isoformat(), options.commit]
+    about = ["", "", "0", "", "", datetime.now(UTC).date().isoformat(), options.commit]
     tried = [(cell, side) for cell in options.only for side in sides if side in CELLS[cell]["sides"]]
     why = f"not run: LMCache {LMCACHE_VERSION} is missing"
     if tried:
@@ -128,7 +130,7 @@ def here(sides: Sequence[str], options: argparse.Namespace) -> bool:
                     row = measuring.row(cell, SIDES[side])
                 except Exception as error:  # noqa: BLE001 - of the suite, or of what it needs
                     traceback.print_exc()
-                    about = ["", "", 0, "", repr(error)[:300], datetime.now(UTC).date().isoformat(), options.commit]
+                    about = ["", "", "0", "", repr(error)[:300], datetime.now(UTC).date().isoformat(), options.commit]
                     row, whole = [cell, side, "not run: error of the suite", *about], False
                 write([row], options.out)
                 took = f"{time.monotonic() - begun:.0f} s"

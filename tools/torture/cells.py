@@ -20,6 +20,8 @@ from tools.torture.sides import Running
 
 MIB: Final = 1 << 20
 DISK_MIB, LIMIT_BYTES, DISK_PROMPTS = 64, 48 * MIB, 77  # 192 MiB of prompts
+# Of 2.5 MiB each: less than a fifth of the limit in each second, at which LMCache looks what to evict.
+DISK_PAUSE_S = 0.4
 STORES_S, LEFT_S = 30.0, 10.0
 RESETS: Final = (2, 3, 4)
 
@@ -92,7 +94,7 @@ def _fuse(run: Run) -> PassThrough:
 
 
 def bounded_disk(run: Run, fault: bool) -> None:
-    run.capacity = LIMIT_BYTES
+    run.capacity, run.pause_s = LIMIT_BYTES, DISK_PAUSE_S
     most = _fill_disk(run, fault)
     run.note = f"limit {LIMIT_BYTES // MIB} MiB, at most {most / MIB:.1f} MiB used"
     run.no_limit = fault and not run.side.limit
@@ -101,6 +103,7 @@ def bounded_disk(run: Run, fault: bool) -> None:
 
 
 def full_disk(run: Run, fault: bool) -> None:
+    run.capacity = 2 * DISK_MIB * MIB
     most = _fill_disk(run, fault)
     run.note = f"{most / MIB:.1f} MiB of {DISK_MIB} used"
 
@@ -150,8 +153,10 @@ def kill_9(run: Run, fault: bool) -> None:
     if fault:
         running.engine.send(["batch", prompts()[PROMPTS // 2 :], []])
         until = time.monotonic() + STORES_S
-        while len(run.place.rows()) <= stored and time.monotonic() < until:
+        while (more := len(run.place.rows()) - stored) <= 0 and time.monotonic() < until:
             time.sleep(0.001)
+        under_way = more > 0 and not running.engine.answers
+        run.met = lambda: int(under_way)
         helpers = started_by(running.engine.pid)
         running.engine.kill()
         until = time.monotonic() + LEFT_S
@@ -166,6 +171,7 @@ def kill_9(run: Run, fault: bool) -> None:
         running.stop()
     again = run.start()
     run.ask(again, PROMPTS // 2, again=True)
+    run.ask(again, PROMPTS, PROMPTS // 2)  # whatever is there of what was being stored
     again.stop()
     left = {name: size for name, size in shared_memory().items() if name not in before}
     for name in left:  # as nobody else does
@@ -190,14 +196,15 @@ def dead_mover(run: Run, fault: bool) -> None:
 
 def reset(run: Run, fault: bool) -> None:
     resets = RESETS if fault else ()
+    run.fill_once()
     running = run.start()
-    run.ask_at_once(running, resets)
+    run.ask_at_once(running, resets, again=True)  # which load
+    run.ask_at_once(running, resets, PROMPTS)  # which store
     run.ask(running)
-    run.settle(running, PROMPTS * PROMPT_ROWS)
+    run.settle(running, 2 * PROMPTS * PROMPT_ROWS)
     running.stop()
     running = run.start()
-    run.ask_at_once(running, resets, again=True)
-    run.ask(running)
+    run.ask(running, 2 * PROMPTS)
     running.stop()
 
 
@@ -206,9 +213,7 @@ def two_engines(run: Run, fault: bool) -> None:
     one = run.start()
     if fault:
         other = run.beside(one)
-        for number in range(PROMPTS):
-            for running in (one, other) if number % 2 else (other, one):
-                run.ask(running, number + 1, number)
+        run.ask_both(one, other)
         run.settle(other, PROMPTS * PROMPT_ROWS)
         other.engine.stop()
     else:

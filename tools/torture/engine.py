@@ -101,8 +101,19 @@ class Engine:
         return [Answer(*self.call(["ask", list(prompt), tokens], limit_s)) for prompt in prompts]
 
     def ask_at_once(self, prompts: Sequence[Sequence[int]], resets: Sequence[int], limit_s: float) -> list[Answer]:
-        """All in one batch; both caches are reset after the steps with these numbers."""
-        return [Answer(*one) for one in self.call(["batch", [list(one) for one in prompts], list(resets)], limit_s)]
+        """All in one batch. After the steps with these numbers `reset_prefix_cache(reset_connector=True)` is called:
+        vLLM empties its own cache only where no request has blocks, so mostly it is the connector that is reset."""
+        self.send(["batch", [list(one) for one in prompts], list(resets)])
+        return self.answered_at_once(limit_s)
+
+    def answered_at_once(self, limit_s: float) -> list[Answer]:
+        """What comes of a "batch" that was sent."""
+        return [Answer(*one) for one in self._answer(limit_s)]
+
+    @property
+    def answers(self) -> bool:
+        """Whether one waits to be read."""
+        return self._talk.poll()
 
     def call(self, request: list[Any], limit_s: float) -> Any:
         self.send(request)

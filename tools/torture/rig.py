@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -102,6 +103,10 @@ class Run:
     failed: int = 0
     cached: int = 0
     slowest_s: float = 0.0
+    seconds: float = 0.0
+    """Of all requests that were answered."""
+    pause_s: float = 0.0
+    """Between requests that fill the place."""
     left: str = ""
     """What has leaked: bytes, and where."""
     above: str = ""
@@ -148,15 +153,24 @@ class Run:
             (answer,) = running.engine.ask([prompt(number)], self.limit_s)
             self._check(answer, number, count, again=again)
 
-    def ask_at_once(self, running: Running, resets: Sequence[int], *, again: bool = False) -> None:
-        answers = running.engine.ask_at_once(prompts(), resets, self.limit_s)
-        for number, answer in enumerate(answers):
-            self._check(answer, number, PROMPTS, again=again)
+    def ask_at_once(self, running: Running, resets: Sequence[int], first: int = 0, *, again: bool = False) -> None:
+        answers = running.engine.ask_at_once(prompts(first + PROMPTS)[first:], resets, self.limit_s)
+        for number, answer in enumerate(answers, first):
+            self._check(answer, number, first + PROMPTS, again=again)
+
+    def ask_both(self, one: Running, other: Running, count: int = PROMPTS) -> None:
+        """The same of two engines, at the same time, so that both store the same rows."""
+        for running in (one, other):
+            running.engine.send(["batch", prompts(count), []])
+        for running in (one, other):
+            for number, answer in enumerate(running.engine.answered_at_once(self.limit_s)):
+                self._check(answer, number, count, again=False)
 
     def _check(self, answer: Answer, number: int, count: int, *, again: bool) -> None:
         expected = self.models.cold(count, self.weights, self.settings)[number]
         self.asked += 1
         self.slowest_s = max(self.slowest_s, answer.seconds)
+        self.seconds += answer.seconds
         if answer.reason not in ("length", "stop"):
             self.failed += 1
         elif answer.tokens != expected:
@@ -166,7 +180,9 @@ class Run:
     def fill(self, count: int = PROMPTS) -> None:
         """An engine that stores, and ends."""
         running = self.start()
-        self.ask(running, count)
+        for number in range(count):
+            self.ask(running, number + 1, number)
+            time.sleep(self.pause_s)
         self.settle(running, count * PROMPT_ROWS)
         running.stop()
 
@@ -200,6 +216,7 @@ class Outcome:
     wrong: int
     cached: int
     seconds: float
+    """Of the slowest request."""
     note: str
 
 
@@ -220,6 +237,8 @@ def carry_out(step: Callable[[Run, bool], None], fault: bool, cached: int | None
             met = run.met()
             name = name if met else "void"
             run.note = f"{run.note} The fault was met {met} times.".strip()
+    if run.asked:
+        run.note = f"{run.note} {run.seconds:.1f} s for {run.asked} answers.".strip()
     return Outcome(name, run.asked, run.wrong, run.cached, round(run.slowest_s, 2), run.note)
 
 

@@ -183,6 +183,15 @@ class VllmObj(Vllm):
         return {"NIXL_TELEMETRY_ENABLE": "y"}  # without it, vllm#55576 ends the engine at the first transfer
 
 
+class VllmObjTwice(VllmObj):
+    """With the environment that nixl_tiers gives its movers, which use the same plugin."""
+
+    name, title = "vllm-obj-twice", "vLLM, `obj`, two attempts"
+
+    def environment(self) -> dict[str, str]:
+        return super().environment() | {"AWS_RETRY_MODE": "standard", "AWS_MAX_ATTEMPTS": "2"}
+
+
 # --- LMCache ----------------------------------------------------------------------------------------------------------
 
 
@@ -267,7 +276,7 @@ class LMCacheFs(LMCache):
 
 
 class LMCacheAesGcm(LMCacheFs):
-    """Its encryption of what is stored, with which a row is authentic or none."""
+    """Its encryption of what is stored, which authenticates bytes, and not whose row they are."""
 
     name, title = "lmcache-aesgcm", "LMCache, `fs_native` with `aesgcm`"
 
@@ -301,5 +310,15 @@ class LMCacheS3(LMCache):
 
 SIDES: Final = {
     side.name: side
-    for side in (OurSlabs(), OurFiles(), VllmFs(), LMCacheFs(), LMCacheAesGcm(), OurS3(), VllmObj(), LMCacheS3())
+    for side in (
+        OurSlabs(),
+        OurFiles(),
+        VllmFs(),
+        LMCacheFs(),
+        LMCacheAesGcm(),
+        OurS3(),
+        VllmObj(),
+        VllmObjTwice(),
+        LMCacheS3(),
+    )
 }
