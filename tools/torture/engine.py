@@ -192,7 +192,7 @@ def _llm(plan: Plan) -> Any:
         "generation_config": "vllm",
         **plan.settings,
     }
-    if "LMCacheMPConnector" in (plan.transfer or {}).values():
+    if "LMCacheMPConnector" in (plan.transfer or {}).values() or "lmcache" in sys.modules:
         _scan_past_llvmlite()
     return vllm_cpu.in_process_llm(Path(plan.model), plan.transfer, **settings)
 
