@@ -274,12 +274,14 @@ class _Exchange:
 
     async def _relay_request(self, upstream: asyncio.StreamWriter) -> None:
         await self._send(upstream, self._request.raw)
-        length = self._request.length
+        length, begin = self._request.length, 0
         async for piece in _body(self._reader, self._request, until_eof=False):
             if self.kind is FaultKind.RESET:
                 await self._send(upstream, piece[: len(piece) // 2])
                 raise self._reset_client()
-            await self._send(upstream, _flipped(piece) if self.kind is FaultKind.BIT_FLIP and length else piece)
+            flips = self.kind is FaultKind.BIT_FLIP and length
+            await self._send(upstream, _flipped(piece, begin) if flips else piece)
+            begin += len(piece)
 
     async def _relay_response(self, responses: asyncio.StreamReader) -> bool:
         while True:
@@ -300,13 +302,16 @@ class _Exchange:
         if success and self.kind is FaultKind.TRUNCATED and head.length:
             return await self._relay_truncated(head, responses)
         await self._send(self._writer, raw)
+        begin = 0
         async for piece in _body(responses, head, until_eof=True):
             if self.kind in {FaultKind.RESET, FaultKind.EARLY_EOF}:
                 await self._send(self._writer, piece[: len(piece) // 2])
                 if self.kind is FaultKind.RESET:
                     raise self._reset_client()
                 return False
-            await self._send(self._writer, _flipped(piece) if self.kind is FaultKind.BIT_FLIP and success else piece)
+            flips = self.kind is FaultKind.BIT_FLIP and success
+            await self._send(self._writer, _flipped(piece, begin) if flips else piece)
+            begin += len(piece)
         return not head.last and (head.length is not None or "transfer-encoding" in head.headers)
 
     async def _relay_truncated(self, head: _Head, responses: asyncio.StreamReader) -> bool:
@@ -385,9 +390,12 @@ async def _drain(reader: asyncio.StreamReader) -> None:
             pass
 
 
-def _flipped(piece: bytes) -> bytes:
+def _flipped(piece: bytes, begin: int) -> bytes:
+    """One bit in the middle of a piece that begins there in its body: in the highest byte of a float32, where it
+    matters."""
     middle = len(piece) // 2
-    return piece[:middle] + bytes([piece[middle] ^ 0x10]) + piece[middle + 1 :]
+    at = min(middle + (3 - begin - middle) % 4, len(piece) - 1)
+    return piece[:at] + bytes([piece[at] ^ 0x40]) + piece[at + 1 :]
 
 
 def _dated(head: _Head, ahead_s: float) -> bytes:
