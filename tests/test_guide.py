@@ -56,7 +56,7 @@ def test_every_example_is_read_and_not_warned_of(page: Path, tmp_path: Path) -> 
     ("column", "source", "at_least"),
     [
         ("without tiers", "bench/results/gpu-ttft.json", 14),
-        ("needs", "docs/guide/sizing.md", 3),
+        ("the tier must give", "docs/guide/sizing.md", 3),
         ("file, after a restart", "bench/results/demo.json", 10),
     ],
 )
