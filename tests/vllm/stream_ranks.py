@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from nixl_tiers.core.rows import RowState
 from tests.support import vllm_cpu
 from tests.support.stream_copies import Disturbed, copy_at_once
 from tests.support.waiting import until, until_up
@@ -60,18 +61,32 @@ def streamed(llm: Any, prompt: list[int], answer: int, hows: list[str], file: Pa
     load_ended = streams.load_ended
     streams.load_ended = lambda name: loaded.append(load_ended(name)) or loaded[-1]
     file.unlink(missing_ok=True)
+    while any(row.state is RowState.FILLING for row in core.host.index.values()):
+        engine.step()  # what was computed before is stored
+    begins: list[Any] = []  # one, which may end in the step in which it begins
+    begin_load = core.streams.begin
+
+    def begin_one(*load: Any) -> Any:
+        begins.append(begin_load(*load))
+        return begins[-1]
+
+    core.streams.begin = begin_one
     os.kill(mover, signal.SIGSTOP)
     try:
         llm.collective_rpc(disturb, args=(hows, str(file)))
         sampling = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False)
         engine.add_request("streamed", {"prompt_token_ids": prompt}, sampling)
         outputs: list[Any] = []
-        while engine.has_unfinished_requests() and not core.streams._open:
+        while engine.has_unfinished_requests() and not begins:
             outputs += engine.step()
-        begun = bool(core.streams._open)
+        begun = bool(begins) and begins[0][1] is not None
+        assert begun, (
+            f"no stream: {begins}, {store.stats()}, recomputes: {streams._recompute()}, waiting: {len(streams._waiting)}"
+        )
         llm.collective_rpc(until_it_copies)
     finally:
         os.kill(mover, signal.SIGCONT)
+        core.streams.begin = begin_load
     if "late" in hows:
         until(lambda: engine.step() or not any(map(is_to_come, core.streams._open.values())), "all rows have come")
         for _ in range(STEPS):
