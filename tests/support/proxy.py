@@ -391,11 +391,12 @@ async def _drain(reader: asyncio.StreamReader) -> None:
 
 
 def _flipped(piece: bytes, begin: int) -> bytes:
-    """One bit in the middle of a piece that begins there in its body: in the highest byte of a float32, where it
-    matters."""
-    middle = len(piece) // 2
-    at = min(middle + (3 - begin - middle) % 4, len(piece) - 1)
-    return piece[:at] + bytes([piece[at] ^ 0x40]) + piece[at + 1 :]
+    """One bit in the middle of a piece that begins there in its body. Of what is as long as rows, in the highest byte
+    of a float32, where it matters; a list or a page of few bytes can still be read."""
+    at, bit = len(piece) // 2, 0x10
+    if len(piece) >= 4096:
+        at, bit = at + (3 - begin - at) % 4, 0x40
+    return piece[:at] + bytes([piece[at] ^ bit]) + piece[at + 1 :]
 
 
 def _dated(head: _Head, ahead_s: float) -> bytes:
