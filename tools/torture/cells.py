@@ -153,7 +153,7 @@ def kill_9(run: Run, fault: bool) -> None:
     run.ask(running, PROMPTS // 2)
     stored = run.settle(running, PROMPTS // 2 * PROMPT_ROWS)
     if fault:
-        running.engine.send(["batch", prompts()[PROMPTS // 2 :], []])
+        running.engine.begin_at_once(prompts()[PROMPTS // 2 :])
         until = time.monotonic() + STORES_S
         while (more := len(run.place.rows()) - stored) <= 0 and time.monotonic() < until:
             time.sleep(0.001)

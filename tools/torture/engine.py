@@ -100,14 +100,13 @@ class Engine:
         NoAnswer."""
         return [Answer(*self.call(["ask", list(prompt), tokens], limit_s)) for prompt in prompts]
 
-    def ask_at_once(self, prompts: Sequence[Sequence[int]], resets: Sequence[int], limit_s: float) -> list[Answer]:
+    def begin_at_once(self, prompts: Sequence[Sequence[int]], resets: Sequence[int] = ()) -> None:
         """All in one batch. After the steps with these numbers `reset_prefix_cache(reset_connector=True)` is called:
         vLLM empties its own cache only where no request has blocks, so mostly it is the connector that is reset."""
         self.send(["batch", [list(one) for one in prompts], list(resets)])
-        return self.answered_at_once(limit_s)
 
     def answered_at_once(self, limit_s: float) -> list[Answer]:
-        """What comes of a "batch" that was sent."""
+        """What comes of a batch that was begun. Raises EngineDied or NoAnswer."""
         return [Answer(*one) for one in self._answer(limit_s)]
 
     @property

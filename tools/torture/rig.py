@@ -152,19 +152,23 @@ class Run:
         for number in range(first, count):
             (answer,) = running.engine.ask([prompt(number)], self.limit_s)
             self._check(answer, number, count, again=again)
+            if not again:
+                time.sleep(self.pause_s)
 
     def ask_at_once(self, running: Running, resets: Sequence[int], first: int = 0, *, again: bool = False) -> None:
-        answers = running.engine.ask_at_once(prompts(first + PROMPTS)[first:], resets, self.limit_s)
-        for number, answer in enumerate(answers, first):
-            self._check(answer, number, first + PROMPTS, again=again)
+        running.engine.begin_at_once(prompts(first + PROMPTS)[first:], resets)
+        self._check_at_once(running, first, again=again)
 
-    def ask_both(self, one: Running, other: Running, count: int = PROMPTS) -> None:
+    def ask_both(self, one: Running, other: Running) -> None:
         """The same of two engines, at the same time, so that both store the same rows."""
         for running in (one, other):
-            running.engine.send(["batch", prompts(count), []])
+            running.engine.begin_at_once(prompts())
         for running in (one, other):
-            for number, answer in enumerate(running.engine.answered_at_once(self.limit_s)):
-                self._check(answer, number, count, again=False)
+            self._check_at_once(running)
+
+    def _check_at_once(self, running: Running, first: int = 0, *, again: bool = False) -> None:
+        for number, answer in enumerate(running.engine.answered_at_once(self.limit_s), first):
+            self._check(answer, number, first + PROMPTS, again=again)
 
     def _check(self, answer: Answer, number: int, count: int, *, again: bool) -> None:
         expected = self.models.cold(count, self.weights, self.settings)[number]
@@ -180,9 +184,7 @@ class Run:
     def fill(self, count: int = PROMPTS) -> None:
         """An engine that stores, and ends."""
         running = self.start()
-        for number in range(count):
-            self.ask(running, number + 1, number)
-            time.sleep(self.pause_s)
+        self.ask(running, count)
         self.settle(running, count * PROMPT_ROWS)
         running.stop()
 
