@@ -274,14 +274,14 @@ class _Exchange:
 
     async def _relay_request(self, upstream: asyncio.StreamWriter) -> None:
         await self._send(upstream, self._request.raw)
-        length, begin = self._request.length, 0
-        async for piece in _body(self._reader, self._request, until_eof=False):
+        pieces = _body(self._reader, self._request, until_eof=False)
+        if self.kind is FaultKind.BIT_FLIP and self._request.length:
+            pieces = _flipped(pieces)
+        async for piece in pieces:
             if self.kind is FaultKind.RESET:
                 await self._send(upstream, piece[: len(piece) // 2])
                 raise self._reset_client()
-            flips = self.kind is FaultKind.BIT_FLIP and length
-            await self._send(upstream, _flipped(piece, begin) if flips else piece)
-            begin += len(piece)
+            await self._send(upstream, piece)
 
     async def _relay_response(self, responses: asyncio.StreamReader) -> bool:
         while True:
@@ -302,16 +302,16 @@ class _Exchange:
         if success and self.kind is FaultKind.TRUNCATED and head.length:
             return await self._relay_truncated(head, responses)
         await self._send(self._writer, raw)
-        begin = 0
-        async for piece in _body(responses, head, until_eof=True):
+        pieces = _body(responses, head, until_eof=True)
+        if self.kind is FaultKind.BIT_FLIP and success:
+            pieces = _flipped(pieces)
+        async for piece in pieces:
             if self.kind in {FaultKind.RESET, FaultKind.EARLY_EOF}:
                 await self._send(self._writer, piece[: len(piece) // 2])
                 if self.kind is FaultKind.RESET:
                     raise self._reset_client()
                 return False
-            flips = self.kind is FaultKind.BIT_FLIP and success
-            await self._send(self._writer, _flipped(piece, begin) if flips else piece)
-            begin += len(piece)
+            await self._send(self._writer, piece)
         return not head.last and (head.length is not None or "transfer-encoding" in head.headers)
 
     async def _relay_truncated(self, head: _Head, responses: asyncio.StreamReader) -> bool:
@@ -390,13 +390,16 @@ async def _drain(reader: asyncio.StreamReader) -> None:
             pass
 
 
-def _flipped(piece: bytes, begin: int) -> bytes:
-    """One bit in the middle of a piece that begins there in its body. Of what is as long as rows, in the highest byte
-    of a float32, where it matters; a list or a page of few bytes can still be read."""
-    at, bit = len(piece) // 2, 0x10
-    if len(piece) >= 4096:
-        at, bit = at + (3 - begin - at) % 4, 0x40
-    return piece[:at] + bytes([piece[at] ^ bit]) + piece[at + 1 :]
+async def _flipped(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """A body with one bit flipped in the middle of each piece. Of what is as long as rows, in the highest byte of a
+    float32, where it matters; a list or a page of few bytes can still be read."""
+    begin = 0
+    async for piece in pieces:
+        at, bit = len(piece) // 2, 0x10
+        if len(piece) >= 4096:
+            at, bit = at + (3 - begin - at) % 4, 0x40
+        yield piece[:at] + bytes([piece[at] ^ bit]) + piece[at + 1 :]
+        begin += len(piece)
 
 
 def _dated(head: _Head, ahead_s: float) -> bytes:
