@@ -49,7 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     worker: str | None = getattr(config, "workerinput", {}).get("workerid")
     if worker is not None and config.getoption("--own-core"):
-        cores = sorted(os.sched_getaffinity(0))
+        from tests.support.vllm_cpu import all_cores
+
+        cores = all_cores()
         os.environ["NIXL_TIERS_ENGINE_CORES"] = str(cores[int(worker.removeprefix("gw")) % len(cores)])
         os.environ["OMP_NUM_THREADS"] = "1"  # of engines that are bound to no core
 
@@ -162,25 +164,28 @@ def endpoint(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
         yield server
 
 
+def server_of(request: pytest.FixtureRequest, name: str) -> S3Server:
+    """Of the fixture with this name, or that of the option --endpoint."""
+    server: S3Server = request.getfixturevalue("endpoint" if request.config.getoption("--endpoint") else name)
+    return server
+
+
 @pytest.fixture
 def s3_server(request: pytest.FixtureRequest) -> S3Server:
     """Each test runs once per server, or once on that of the option --endpoint."""
-    server: S3Server = request.getfixturevalue("endpoint" if request.config.getoption("--endpoint") else request.param)
-    return server
+    return server_of(request, request.param)
 
 
 @pytest.fixture
 def any_s3(request: pytest.FixtureRequest) -> S3Server:
     """One server: moto, or that of the option --endpoint."""
-    server: S3Server = request.getfixturevalue("endpoint" if request.config.getoption("--endpoint") else "moto")
-    return server
+    return server_of(request, "moto")
 
 
 @pytest.fixture
 def fast_s3(request: pytest.FixtureRequest) -> S3Server:
     """One server: SeaweedFS, which answers small requests sooner than moto, or that of the option --endpoint."""
-    server: S3Server = request.getfixturevalue("endpoint" if request.config.getoption("--endpoint") else "seaweedfs")
-    return server
+    return server_of(request, "seaweedfs")
 
 
 @pytest.fixture

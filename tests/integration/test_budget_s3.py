@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers.base.chunk import Geometry, Namespace, object_name
+from nixl_tiers.base.chunk import Geometry, Namespace, key_of_object, object_name
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
@@ -168,9 +168,8 @@ def test_engines_forget_what_the_janitor_has_deleted(fast_s3: S3Server, place: d
             promised = rows_of(core.tiers[0])
             oldest = core.tiers[0].index.gone_before
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=place["bucket"], Prefix=root)
-        parts = object_name(b"\0").count("/") + 1
-        names = {"/".join(each["Key"].split("/")[-parts:]) for page in pages for each in page.get("Contents", ())}
-        there = {key for key in promised if object_name(key) in names}
+        names = [each["Key"].split("/") for page in pages for each in page.get("Contents", ())]
+        there = {key_of_object("/".join(name[-2:])) for name in names}
         return bool(oldest) and all(row.tick == oldest for key, row in promised.items() if key not in there)
 
     with ExitStack() as stack, ThreadPoolExecutor(4) as threads:
