@@ -24,6 +24,24 @@ HELD_UP_S: Final = 10.0  # beyond the deadline
 _COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
+def recorded(owner: Any, name: str) -> list[Any]:
+    """What this method returns from now on, until `delattr(owner, name)`."""
+    method, returned = getattr(owner, name), list[Any]()
+
+    def recording(*arguments: Any) -> Any:
+        returned.append(method(*arguments))
+        return returned[-1]
+
+    setattr(owner, name, recording)
+    return returned
+
+
+def store_all(engine: Any, core: Any) -> None:
+    """Step until what was computed is stored."""
+    while any(row.state is RowState.FILLING for row in core.host.index.values()):
+        engine.step()
+
+
 def ask_stream(
     llm: Any,
     store: Any,
@@ -47,23 +65,13 @@ def ask_stream(
 
     coordinator, streams = store.coordinator, connector.connector_scheduler.manager.streams
     engine, core, mover = llm.llm_engine, coordinator._core, coordinator.mover_pids[0]
-    loaded: list[int | None] = []
-    ended = streams.load_ended
-    streams.load_ended = lambda name: loaded.append(ended(name)) or loaded[-1]
-    while any(row.state is RowState.FILLING for row in core.host.index.values()):
-        engine.step()  # what was computed before is stored
+    loaded = recorded(streams, "load_ended")
+    store_all(engine, core)
     stored = store.stats()["cpu"]["stored"]
     os.kill(mover, signal.SIGSTOP)
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     outputs: list[Any] = []
-    begins: list[Any] = []  # one, which may end in the step in which it begins
-    begin = core.streams.begin
-
-    def begin_one(*load: Any) -> Any:
-        begins.append(begin(*load))
-        return begins[-1]
-
-    core.streams.begin = begin_one
+    begins = recorded(core.streams, "begin")  # one, which may end in the step in which it begins
     held_up = False
     with torn_copies(coordinator, what == "torn"), waits_of(core, WAIT_S if what == "hang" else None):
         engine.add_request("streamed", {"prompt_token_ids": prompt}, sampling)

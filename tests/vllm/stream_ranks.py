@@ -18,10 +18,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nixl_tiers.core.rows import RowState
 from tests.support import vllm_cpu
 from tests.support.stream_copies import Disturbed, copy_at_once
 from tests.support.waiting import until, until_up
+from tests.vllm.one_stream import recorded, store_all
 from tests.vllm.run_engine import ask, evict, generate, ours, store_of
 
 STEPS = 20  # in which a late rank keeps the request
@@ -57,20 +57,10 @@ def streamed(llm: Any, prompt: list[int], answer: int, hows: list[str], file: Pa
     store = store_of(engine.engine_core.engine_core)
     core, streams = store.coordinator._core, ours(scheduler.connector).connector_scheduler.manager.streams
     mover = store.coordinator.mover_pids[0]
-    loaded: list[int | None] = []
-    load_ended = streams.load_ended
-    streams.load_ended = lambda name: loaded.append(load_ended(name)) or loaded[-1]
+    loaded = recorded(streams, "load_ended")
     file.unlink(missing_ok=True)
-    while any(row.state is RowState.FILLING for row in core.host.index.values()):
-        engine.step()  # what was computed before is stored
-    begins: list[Any] = []  # one, which may end in the step in which it begins
-    begin_load = core.streams.begin
-
-    def begin_one(*load: Any) -> Any:
-        begins.append(begin_load(*load))
-        return begins[-1]
-
-    core.streams.begin = begin_one
+    store_all(engine, core)
+    begins = recorded(core.streams, "begin")  # one, which may end in the step in which it begins
     os.kill(mover, signal.SIGSTOP)
     try:
         llm.collective_rpc(disturb, args=(hows, str(file)))
@@ -84,7 +74,7 @@ def streamed(llm: Any, prompt: list[int], answer: int, hows: list[str], file: Pa
         llm.collective_rpc(until_it_copies)
     finally:
         os.kill(mover, signal.SIGCONT)
-        core.streams.begin = begin_load
+        del core.streams.begin
     if "late" in hows:
         until(lambda: engine.step() or not any(map(is_to_come, core.streams._open.values())), "all rows have come")
         for _ in range(STEPS):
