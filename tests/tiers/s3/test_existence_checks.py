@@ -264,7 +264,8 @@ def test_only_the_janitor_lists(faulty: FaultyS3) -> None:
             assert wait_until(lambda: reader.tier.gone_before == janitor.tier.gone_before)
             assert wait_until(lambda: check(reader, [0]).found == keys(0))  # a slow server's answers do not count
             assert reader.load([0]) == [Outcome.OK]
-            assert reader.tier.used_bytes == ROW
+            # The listing may have found the row, and the counter may have grown by it since: a bound, not a count.
+            assert reader.tier.used_bytes in (ROW, 2 * ROW)
             assert {request.method for request in faulty.requests[mark:]} <= {"GET", "HEAD"}
             assert not any(is_listing(request) for request in faulty.requests[mark:])
         other.open()
