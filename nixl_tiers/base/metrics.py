@@ -220,7 +220,9 @@ METRICS: Final[Mapping[str, Metric]] = {
     "drops": _reasons(
         "Chunks that were not written to this tier.",
         REASON,
-        dropped_no_room=Series(stored_to, ("no_room",), "every chunk in the tier was in use"),
+        dropped_no_room=Series(
+            stored_to, ("no_room",), "every chunk in the tier was in use, or its medium had no room"
+        ),
         dropped_behind=Series(written, ("behind",), "this tier could not keep up"),
         dropped_evicted=Series(written, ("evicted",), "the tier above evicted it before it was written here"),
         dropped_refused=Series(written, ("refused",), "the tier is down, or its circuit for stores is not closed"),

@@ -52,7 +52,7 @@ class Counters:
     removed: int = 0  # the medium lists them as removed: expired, deleted by others, without a slot
     reset: int = 0  # the weights have changed
     # Are not written:
-    dropped_no_room: int = 0  # every row is in use
+    dropped_no_room: int = 0  # every row is in use, or the medium has no room
     dropped_behind: int = 0  # the queue is full
     dropped_evicted: int = 0  # the tier above has evicted them first
     dropped_refused: int = 0  # the tier is down, or its circuit is not closed

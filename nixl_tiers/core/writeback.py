@@ -250,9 +250,11 @@ class WriteBack:
                     if on_evict:
                         self._finish_eviction_above(tier, key, written=True)
             else:
-                counters.failed_stores += 1
+                full = outcome is Outcome.NO_SPACE
+                counters.failed_stores += not full
                 if tier.index.invalidate(key, move.id):
-                    counters.dropped_failed += 1
+                    counters.dropped_no_room += full
+                    counters.dropped_failed += not full
                     self._give_up(tier, key)
             reclaim(row)
         self._seals_ended(moves)

@@ -63,6 +63,13 @@ def failed() -> TierManager:
     return core
 
 
+def full() -> TierManager:
+    core = cascade()
+    put(core, [b"one"])
+    settle(core, Outcome.NO_SPACE)
+    return core
+
+
 def suspected() -> TierManager:
     core = cascade()
     core.tiers[0].denylist.suspect([b"one"], 0.0)
@@ -82,6 +89,7 @@ def circuit_open() -> TierManager:
     ("drop", "reason"),
     [
         (no_room, "no_room"),
+        (full, "no_room"),
         (behind, "behind"),
         (evicted, "evicted"),
         (refused, "refused"),
@@ -93,6 +101,7 @@ def circuit_open() -> TierManager:
 def test_a_drop_is_counted_once_and_by_its_reason(drop: Callable[[], TierManager], reason: str) -> None:
     counters = drop().counters()["file"].counters
     assert getattr(counters, f"dropped_{reason}") == counters.dropped == 1
+    assert counters.failed == (drop is failed), "what a full medium refuses has not failed"
 
 
 def test_a_chunk_without_room_in_the_host_is_counted_there() -> None:
