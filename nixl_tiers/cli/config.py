@@ -80,6 +80,13 @@ def config(
         str | None,
         typer.Option(metavar="VERSION", help="Version of vLLM to be started; by default that of this environment."),
     ] = None,
+    elsewhere: Annotated[
+        bool,
+        typer.Option(
+            "--elsewhere",
+            help="It is for another machine: do not look at this one's mounts, files, environment and stored rows.",
+        ),
+    ] = False,
     as_json: Json = False,
     _schema: Annotated[
         bool,
@@ -92,24 +99,29 @@ def config(
     starts vLLM with it, and which namespaces in its directories an engine with this version of vLLM would not find, and
     why.
 
-    Nothing is created, and no server is contacted: `nixl-tiers doctor` tests the tiers.
+    Nothing is created, and no server is contacted: `nixl-tiers doctor` tests the tiers. --elsewhere is for files of
+    other machines, in CI for example.
 
     Exit code: 0 if it is valid, with or without warnings; 2 if it is not, with an error message on stderr.
     """
     source, model = _source_of(given)
     try:
         read = schema.load(source)
-        schema.check_paths(read, create=False)
+        if not elsewhere:
+            schema.check_paths(read, create=False)
     except ConfigError as error:
         raise ConfigError(f"not valid: {error}") from None
-    found = [*warnings_of(read), *warnings_given(read, source), *warnings_here(read), *_beyond_the_disk(read)]
-    command = serve_command(source, model)
+    found = [*warnings_of(read), *warnings_given(read, source)]
     release = installed_vllm() if vllm is None else vllm
-    there = list(stored(read, release))
+    there: list[Stored] = []
+    if not elsewhere:
+        found += [*warnings_here(read), *_beyond_the_disk(read)]
+        there += stored(read, release)
+    command = serve_command(source, model)
     if as_json:
         answer = {
             "valid": True,
-            "sections": [block for _, block in _blocks(read)],
+            "sections": [block for _, block in _blocks(read, elsewhere)],
             "warnings": found,
             "command": command,
             "vllm": release,
@@ -121,7 +133,7 @@ def config(
     for warning in found:
         print(f"warning: {warning}")
     print()
-    print("\n".join(_summary(read)))
+    print("\n".join(_summary(read, elsewhere)))
     print(f"start vLLM with it\n  {command}\n")
     if there:
         print(
@@ -193,9 +205,9 @@ def serve_command(source: str, model: str = "") -> str:
     return f"vllm serve {shlex.quote(model) if model else 'MODEL'} {_OPTION} {shlex.quote(json.dumps(whole))}"
 
 
-def _summary(read: TiersConfig) -> list[str]:
+def _summary(read: TiersConfig, elsewhere: bool) -> list[str]:
     lines: list[str] = []
-    for title, block in _blocks(read):
+    for title, block in _blocks(read, elsewhere):
         widest = max((len(name) for name in block["fields"]), default=0)
         lines.append(title)
         for name, field in block["fields"].items():
@@ -206,17 +218,17 @@ def _summary(read: TiersConfig) -> list[str]:
     return lines
 
 
-def _blocks(read: TiersConfig) -> list[tuple[str, dict[str, Any]]]:
+def _blocks(read: TiersConfig, elsewhere: bool) -> list[tuple[str, dict[str, Any]]]:
     """For each tier, and for all of them: a title, and every field with its value and meaning."""
     blocks: list[tuple[str, dict[str, Any]]] = []
     for i, (name, tier) in enumerate(zip(("cpu", *read.names), read.tiers, strict=True)):
         place = "host memory of this node" if isinstance(tier, CpuConfig) else tier.place
         title = f"tiers[{i}] {name}: {schema.format_size(tier.capacity)}, {place}"
-        blocks.append((title, {"tier": name, "place": place, "fields": _fields(tier)}))
-    return [*blocks, ("all tiers", {"tier": None, "place": None, "fields": _fields(read)})]
+        blocks.append((title, {"tier": name, "place": place, "fields": _fields(tier, elsewhere)}))
+    return [*blocks, ("all tiers", {"tier": None, "place": None, "fields": _fields(read, elsewhere)})]
 
 
-def _fields(model: BaseModel) -> dict[str, dict[str, Any]]:
+def _fields(model: BaseModel, elsewhere: bool) -> dict[str, dict[str, Any]]:
     fields = {}
     for name, field in type(model).model_fields.items():
         if name in ("type", "tiers"):
@@ -224,7 +236,7 @@ def _fields(model: BaseModel) -> dict[str, dict[str, Any]]:
         value, given = getattr(model, name), name in model.model_fields_set
         if name == "path" and isinstance(model, FileConfig):
             value = model.place
-        elif name == "movers" and isinstance(model, StorageConfig):
+        elif name == "movers" and isinstance(model, StorageConfig) and not elsewhere:  # by this machine's cores
             value = 1 + model.loaders
         meaning = (None if isinstance(value, dict) else _MEANINGS.get((name, value))) or field.description or ""
         fields[name] = _field(_shown(name, value, field), meaning, given=given)

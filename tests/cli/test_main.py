@@ -119,6 +119,26 @@ def _shown(
     return shown
 
 
+def test_file_for_another_machine_is_checked_without_looking_at_this_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its disk is not mounted here, its certificates and credentials are not there; the rest is as anywhere."""
+    (tmp_path / "file").touch()
+    s3 = 'type: s3, bucket: kv-cache, endpoint: "https://s3.example", capacity: 1TiB, ca_file: /etc/kv/ca.crt'
+    disk = f"type: file, path: {tmp_path}/file/kv, capacity: 1Ei, require_mount: true"
+    keys = "access_key_env: KV_KEY, secret_key_env: KV_SECRET"
+    text = f"tiers: [{{type: cpu, capacity: 64}}, {{{disk}}}, {{{s3}, {keys}}}]"
+    file = write(tmp_path, text)
+    assert cli.main(["config", str(file)]) == cli.BAD_INPUT
+    capsys.readouterr()
+    assert cli.main(["config", "--elsewhere", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert re.findall(r"^warning: (\S+)", shown, re.MULTILINE) == ["tiers[0].capacity:"]
+    assert "default: with layout: slabs as many as a quarter" in shown, "of the cores there"
+    file.write_text(text.replace("1TiB", "1TB/s"))
+    assert cli.main(["config", "--elsewhere", str(file)]) == cli.BAD_INPUT
+
+
 def test_verdict_and_warnings_come_first_and_exit_code_is_zero(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
