@@ -39,7 +39,7 @@ def examples(text: str) -> Iterator[str]:
         manifest = isinstance(read, dict) and "apiVersion" in read
         for each in map(yaml.safe_load, read.get("data", {}).values()) if manifest else [read]:
             yield json.dumps({"tiers": [CPU, *each]} if isinstance(each, list) else each)
-    yield from re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    yield from (block for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL) if "Statement" not in block)
     yield from re.findall(r"--kv-transfer-config\s+(?:- )?'(.*?)'", text, re.DOTALL)
     yield from re.findall(r"^tiers = ({.*})$", text, re.MULTILINE)
 
@@ -68,6 +68,21 @@ def test_figures_of_the_readme_are_those_that_are_recorded(column: str, source: 
     shown = re.findall(r"\d+\.\d+", table)
     assert len(shown) >= at_least
     assert [figure for figure in shown if not any(each.startswith(figure) for each in recorded)] == []
+
+
+def test_policy_of_a_shared_prefix_has_the_rights_that_are_listed() -> None:
+    page = (GUIDE / "shared-bucket.md").read_text()
+    (policy,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    assert len(policy) < 2048, "MinIO takes no more"
+    given = {
+        (action, resource.partition("/")[1])
+        for statement in json.loads(policy)["Statement"]
+        for action in statement["Action"]
+        for resource in statement["Resource"]
+    }
+    rows = re.findall(r"^\| `(s3:\w+)` \| (the bucket|`<prefix>/\*`)((?!.* only ).*?) \|", page, re.MULTILINE)
+    assert given == {(right, "" if on == "the bucket" else "/") for right, on, _ in rows}
+    assert len(given) == 5
 
 
 def test_examples_are_found() -> None:

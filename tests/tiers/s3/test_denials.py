@@ -243,6 +243,23 @@ def test_on_a_shared_prefix_the_janitor_finds_denials(faulty: FaultyS3, kind: st
         assert wait_until(lambda: kind in driver.tier.denials)
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "told"), [(400, "XMinioAdminBucketQuotaExceeded", True), (507, "XMinioStorageFull", False)]
+)
+@pytest.mark.usefixtures("fast_janitor", "short_intervals")
+def test_full_server_has_a_name_for_its_quota_only(faulty: FaultyS3, status: int, code: str, told: bool) -> None:
+    """As MinIO answers. Uploads of a shared prefix end with the usage record, which cannot be renewed either."""
+    faulty.tests_conditions = faulty.tells_times = True
+    with TierDriver(SMALL, 256, bucket="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
+        driver.open()
+        assert wait_until(lambda: driver.store([1]) == [Outcome.OK])
+        faulty.fault = denying(is_put, status, code)
+        assert driver.store([2]) == [Outcome.FAILED]
+        assert wait_until(lambda: driver.store([2]) == [Outcome.NO_SPACE])
+        assert [f"uploads are denied ({code}; " in text for text in driver.tier.denials.values()] == [True] * told
+        assert driver.load([1]) == [Outcome.OK]
+
+
 class TestDenials:
     @pytest.fixture
     def clock(self) -> list[float]:
