@@ -1,9 +1,11 @@
-"""docker/Dockerfile, built without Docker upon vLLM for CPUs, and in it a pod of docker/kubernetes: by chroot, as the
-pod's user, with the pod's volumes."""
+"""docker/Dockerfile, built without Docker upon vLLM for CPUs, and a pod of docker/kubernetes in it: its doctor, its
+server, and hits after a restart of the server and of the pod. By chroot, as the pod's user, with the pod's volumes."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,9 +14,11 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from tests.support import image
+from tests.support import image, vllm_cpu
 from tests.support.kubernetes import recorded
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, SeaweedServer
+from tests.support.vllm_server import VllmServer
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,9 +27,12 @@ pytestmark = [
 ]
 
 VERSION: Final = "7.8.9"
+MODEL: Final = Path("/model")
 OVERLAY: Final = "ephemeral"
-# Of a machine with little memory.
+GUIDE: Final = image.ROOT / "docs/guide/deploy.md"
+# What a machine without a GPU and with little memory needs, and a model that computes faster than storage answers.
 SMALLER: Final = {"cpu": "1GiB", "file": "4GiB", "s3": "4GiB"}
+ENGINE: Final = ("--enforce-eager", "--block-size", "128", "--max-model-len", "2048")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +70,7 @@ class Pod:
                 os.chown(place, 0, rights["fsGroup"])
                 place.chmod(0o2775)
 
-    def command(self, part: Mapping[str, Any], words: list[str]) -> list[str]:
+    def command(self, part: Mapping[str, Any], words: list[str], more: Mapping[Path, str] | None = None) -> list[str]:
         """Of one of its containers."""
         read_only = {mount["name"]: ":ro" * mount.get("readOnly", False) for mount in part["volumeMounts"]}
         volumes = {
@@ -71,7 +78,24 @@ class Pod:
         }
         env = {each["name"]: each["value"] for each in part["env"]}
         secret = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
-        return image.run_command(self.container, words, volumes, self.user, **env, **secret)
+        return image.run_command(self.container, words, volumes | dict(more or {}), self.user, **env, **secret)
+
+    def server(self, log: Path) -> PodServer:
+        return PodServer(self, log)
+
+
+class PodServer(VllmServer):
+    def __init__(self, pod: Pod, log: Path) -> None:
+        super().__init__(MODEL, ENGINE, {}, log)
+        self._pod = pod
+
+    def _command(self, *options: str) -> list[str]:
+        (part,) = self._pod.spec["containers"]
+        model, *args = part["args"]
+        assert "/" in model
+        words = [*image.entry_point(self._pod.container), str(MODEL), *args, *options]
+        built = vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
+        return self._pod.command(part, words, {built.resolve(): f"{MODEL}:ro"})
 
 
 def tiers(endpoint: str, bucket: str) -> dict[str, Any]:
@@ -80,7 +104,21 @@ def tiers(endpoint: str, bucket: str) -> dict[str, Any]:
     for tier in config["tiers"]:
         tier["capacity"] = SMALLER[tier["type"]]
     config["tiers"][-1] |= {"endpoint": endpoint, "bucket": bucket}
-    return config
+    return config | {"prefill_tokens_per_s": 1, "probe_s": 30}
+
+
+def sent(server: VllmServer) -> dict[str, Any]:
+    """What is answered to the prompt of the guide."""
+    (block,) = re.findall(r"^prompt=.*?(?=^```)", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    (model,) = re.findall(r'"model\\": \\"(.*?)\\"', block)
+    line = block.replace(model, str(MODEL)).replace(":8000/", f":{server.port}/")
+    found = subprocess.run(["bash", "-c", line], check=True, stdout=subprocess.PIPE, text=True)
+    answer: dict[str, Any] = json.loads(found.stdout)
+    return answer
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return int((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
 
 
 def test_image_is_of_this_tree_and_starts_as_that_of_vllm(container: str) -> None:
@@ -99,3 +137,43 @@ def test_doctor_of_a_pod_has_nothing_to_say_against_it(
     done = subprocess.run(pod.command(part, part["command"]), check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "s3" in done.stdout
+
+
+@pytest.mark.vllm
+def test_what_a_server_has_computed_is_a_hit_after_its_restart_and_in_another_pod(
+    container: str, seaweedfs: SeaweedServer, tmp_path: Path
+) -> None:
+    bucket = seaweedfs.make_bucket("kv-pods")
+    image.run(container, ["python3", "-m", "pip", "uninstall", "--quiet", "--yes", "nixl-cu13"])
+    first = Pod(tmp_path / "first", container, seaweedfs.endpoint, bucket)
+    with first.server(tmp_path / "log") as server:
+        server.start(lambda: None)
+        computed = sent(server)
+        assert cached(computed) == 0
+        until(lambda: stored(server, "file") and stored(server, "s3"), "what is computed to be stored", 300)
+    assert "nixl_tiers: " in (tmp_path / "log").read_text()
+    with first.server(tmp_path / "restarted") as server:
+        server.start(lambda: None)
+        assert hits(server, computed) == {"file"}
+        (part,) = first.spec["containers"]
+        report = first.command(part, ["nixl-tiers", "report", f"http://127.0.0.1:{server.port}"])
+        assert "file" in subprocess.run(report, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+    second = Pod(tmp_path / "second", container, seaweedfs.endpoint, bucket)
+    with second.server(tmp_path / "replaced") as server:
+        server.start(lambda: None)
+        assert hits(server, computed) == {"s3"}
+
+
+def hits(server: VllmServer, computed: dict[str, Any]) -> set[str]:
+    """The tiers that the same prompt, with the same answer, comes from."""
+    again = sent(server)
+    assert again["choices"][0]["text"] == computed["choices"][0]["text"]
+    assert cached(again) > 0.9 * again["usage"]["prompt_tokens"] - vllm_cpu.BLOCK_TOKENS
+    page = server.metrics()
+    return {tier for tier in ("cpu", "file", "s3") if page.total("nixl_tiers:hits_total", tier=tier)}
+
+
+def stored(server: VllmServer, tier: str) -> bool:
+    page = server.metrics()
+    return page.total("nixl_tiers:chunks", tier=tier) == page.total("nixl_tiers:chunks", tier="cpu") > 0

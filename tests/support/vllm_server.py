@@ -70,7 +70,7 @@ class VllmServer:
         where = ["--host", "127.0.0.1", "--port", str(self._port)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                vllm_cpu.serve_command(self._model, *where, *self._options),
+                self._command(*where, *self._options),
                 env={**os.environ, **vllm_cpu.environment(), **self._environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -148,6 +148,9 @@ class VllmServer:
         except (OSError, http.client.HTTPException, Refused) as error:
             raise ServerFailure(f"the vLLM server aborted the response ({error})\n{self.log_tail()}") from error
         return replace(answer, cached_tokens=answer.cached_tokens or 0)
+
+    def _command(self, *options: str) -> list[str]:
+        return vllm_cpu.serve_command(self._model, *options)
 
     def _client(self) -> Client:
         return Client(f"http://127.0.0.1:{self._port}", ANSWER_S)
