@@ -131,8 +131,6 @@ def test_doctor_of_a_pod_has_nothing_to_say_against_it(
     container: str, seaweedfs: SeaweedServer, tmp_path: Path
 ) -> None:
     pod = Pod(tmp_path / "pod", container, seaweedfs.endpoint, seaweedfs.make_bucket("kv-doctor"))
-    # Its plugin for S3 links a library of CUDA 13, which the base has not: that for CUDA 12 is taken then.
-    image.run(container, ["python3", "-m", "pip", "uninstall", "--quiet", "--yes", "nixl-cu13"])
     (part,) = pod.spec["initContainers"]
     done = subprocess.run(pod.command(part, part["command"]), check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -144,7 +142,6 @@ def test_what_a_server_has_computed_is_a_hit_after_its_restart_and_in_another_po
     container: str, seaweedfs: SeaweedServer, tmp_path: Path
 ) -> None:
     bucket = seaweedfs.make_bucket("kv-pods")
-    image.run(container, ["python3", "-m", "pip", "uninstall", "--quiet", "--yes", "nixl-cu13"])
     first = Pod(tmp_path / "first", container, seaweedfs.endpoint, bucket)
     with first.server(tmp_path / "log") as server:
         server.start(lambda: None)

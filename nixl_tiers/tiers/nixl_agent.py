@@ -9,6 +9,7 @@ The only module that imports NIXL. It works around what is unsafe or awkward in 
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import itertools
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 Span = tuple[int, int, int, int]
 """address, bytes, offset in the file or object, device (from Registration.devices)"""
 
+RDMA_LIBRARY: Final = "libcuobjclient.so.1"  # cuObject
 _NAME = "mover"  # the remote agent of a transfer to storage is the agent itself
 
 
@@ -116,7 +118,7 @@ class Agent(Registrar):
         self._devices = itertools.count(1)
         self._log_once = LogOnce(logger)
         try:
-            nixl = _import_nixl()
+            nixl = importlib.import_module(f"{flavour(backend)}._api")
             config = nixl.nixl_agent_config(backends=[], sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
             self._api = nixl.nixl_agent(_NAME, config)
             self._api.create_backend(backend, dict(parameters))
@@ -208,11 +210,25 @@ def _state_after(call: Callable[[Any], str], handle: Any) -> TransferState:
     return _STATES.get(word, TransferState.FAILED)
 
 
-def _import_nixl() -> Any:
-    """The nixl package chooses its CUDA flavour by importing torch, if torch is a CPU build: a second and
-    hundreds of megabytes in every mover. Where only one flavour is installed there is nothing to choose."""
-    flavours = [name for name in ("nixl_cu13", "nixl_cu12") if importlib.util.find_spec(name)]
-    return importlib.import_module(f"{flavours[0] if len(flavours) == 1 else 'nixl'}._api")
+def flavour(backend: str) -> str:
+    """The package of NIXL to import: of one CUDA generation, or `nixl`, which chooses by torch.
+
+    For that it imports torch if torch is a CPU build: a second and hundreds of megabytes in every mover. Where only one
+    is installed there is nothing to choose. And a plugin that cannot be loaded is not chosen: for CUDA 13, OBJ links a
+    library for S3 over RDMA that no wheel brings. Host memory is all that a mover has, so that for CUDA 12 will do.
+    """
+    found = [name for name in ("nixl_cu13", "nixl_cu12") if importlib.util.find_spec(name)]
+    if len(found) == 1:
+        return found[0]
+    return "nixl_cu12" if found and backend == "OBJ" and not _can_load(RDMA_LIBRARY) else "nixl"
+
+
+def _can_load(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 # --- threads that only store ------------------------------------------------------------------------------------------

@@ -261,21 +261,6 @@ def test_missing_plugin_is_broken_only_where_it_is_needed(tmp_path: Path, monkey
     assert found["NIXL OBJ"].status is Status.WARNING
 
 
-@pytest.mark.parametrize("library", [None, "libcuobjclient.so.1"])
-def test_s3_plugin_for_cuda_13_asks_for_the_library_that_it_lacks(
-    library: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for package in ("nixl_cu12", "nixl_cu13", "nixl"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").write_text("raise ImportError('hidden')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(tiers, "find_library", lambda name: library)
-    found = named(tiers.plugins(tmp_path, None))
-    assert ("libcuobjclient.so.1" in found["NIXL OBJ"].change) is (library is None)
-    assert "libcuobjclient.so.1" not in found["NIXL POSIX"].change
-
-
 # --- directories ------------------------------------------------------------------------------------------------------
 
 

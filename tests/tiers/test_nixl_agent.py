@@ -10,6 +10,7 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.tiers import nixl_agent
 from nixl_tiers.tiers.folder import fd_path
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, TransferState
 from tests.support.transfers import end
@@ -102,3 +103,23 @@ def test_unavailable_backend_or_file_is_one_sentence(agent: Agent, tmp_path: Pat
     with pytest.raises(AgentError, match="NO_SUCH is not available") as failure:
         Agent("NO_SUCH", {"secret_key": "hunter2"}, "FILE")
     assert "hunter2" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("installed", "backend", "library", "taken"),
+    [
+        (("nixl_cu12",), "OBJ", nixl_agent.RDMA_LIBRARY, "nixl_cu12"),
+        (("nixl_cu13",), "OBJ", nixl_agent.RDMA_LIBRARY, "nixl_cu13"),
+        (("nixl_cu12", "nixl_cu13"), "OBJ", nixl_agent.RDMA_LIBRARY, "nixl_cu12"),
+        (("nixl_cu12", "nixl_cu13"), "OBJ", "libc.so.6", "nixl"),
+        (("nixl_cu12", "nixl_cu13"), "POSIX", nixl_agent.RDMA_LIBRARY, "nixl"),
+        ((), "OBJ", nixl_agent.RDMA_LIBRARY, "nixl"),
+    ],
+)
+def test_plugin_that_lacks_its_library_is_not_chosen(
+    installed: tuple[str, ...], backend: str, library: str, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library is of GPU machines; here is none, and `libc.so.6` stands for one that is there."""
+    monkeypatch.setattr(nixl_agent, "RDMA_LIBRARY", library)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in installed else None)
+    assert nixl_agent.flavour(backend) == taken

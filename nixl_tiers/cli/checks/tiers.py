@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator
-from ctypes.util import find_library
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -54,13 +52,11 @@ def _needed(name: str, config: TiersConfig | None) -> bool:
 def _remedy(name: str) -> str:
     if name == "GDS_MT":
         return "run `doctor --gds DIR`, which says what is missing"
+    packages = "nixl-cu12" if name == "OBJ" else "nixl-cu12 or nixl-cu13"  # see nixl_agent.py
     try:
-        remedy = f"install nixl {version('nixl')} with nixl-cu12 or nixl-cu13"
+        return f"install nixl {version('nixl')} with {packages}"
     except PackageNotFoundError:
-        remedy = "install nixl with nixl-cu12 or nixl-cu13"
-    if name == "OBJ" and find_spec("nixl_cu13") and not find_library("cuobjclient"):
-        remedy += "; nixl-cu13 needs libcuobjclient.so.1 of CUDA 13 too, which is not here"
-    return remedy
+        return f"install nixl with {packages}"
 
 
 def examine(
