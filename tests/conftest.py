@@ -59,8 +59,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     chosen = any("s3_server" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
     if "s3_server" in metafunc.fixturenames and not chosen:
-        servers = ["endpoint"] if metafunc.config.getoption("--endpoint") else ["moto", "seaweedfs"]
-        metafunc.parametrize("s3_server", servers, indirect=True)
+        # moto takes four times as long for a request as SeaweedFS does.
+        seldom = () if metafunc.definition.get_closest_marker("moto") else pytest.mark.slow
+        servers = [pytest.param("moto", marks=seldom), "seaweedfs"]
+        metafunc.parametrize(
+            "s3_server", ["endpoint"] if metafunc.config.getoption("--endpoint") else servers, indirect=True
+        )
 
 
 @pytest.hookimpl(tryfirst=True)

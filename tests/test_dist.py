@@ -239,6 +239,7 @@ def test_links_of_the_readme_are_absolute_in_an_index(wheel: Path) -> None:
     assert [name for name in ours if not (ROOT / name).is_file()] == []
 
 
+@pytest.mark.slow
 def test_wheel_works_without_a_compiler(empty: Path, wheel: Path, tmp_path: Path) -> None:
     install(empty, wheel)
     kept = tmp_path / "kv"
@@ -249,6 +250,7 @@ def test_wheel_works_without_a_compiler(empty: Path, wheel: Path, tmp_path: Path
     assert "usage" in run(empty.parent / "nixl-tiers", "--help", cwd=tmp_path, PATH=path).lower()
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_at_the_first_start(built: Path, fake_library: Path, tmp_path: Path) -> None:
     """A wheel that was built without nvcc, on a machine with NVRTC and nothing else. The driver is a fake one, which
     takes any machine code. Not shown here: that a GPU runs it."""

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SIDES = ["slabs-auto", "files-on", "threads", "lmcache", "fio", "s3", "boto3", "lmcache-s3"]
 ALWAYS = {"slabs-auto", "files-on", "threads", "s3", "boto3"}
 
 
+@pytest.mark.slow
 def test_quick_run_has_figures_of_each_side_or_the_reason_why_not(tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ["--quick", "--pages", "4k", "--server", "moto", "--path", str(tmp_path), "--out", str(out)]

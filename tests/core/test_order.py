@@ -40,7 +40,7 @@ def traces(seed: int) -> list[list[str]]:
     return [output.splitlines() for output in outputs]
 
 
-@pytest.mark.parametrize("seed", [1, 4])
+@pytest.mark.parametrize("seed", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_walk_is_the_same_under_every_hash_seed(seed: int) -> None:
     first, *others = traces(seed)
     assert sum(" STORE " in line for line in first) > 100

@@ -51,7 +51,9 @@ def check(store: nixl_tiers.TieredStore, keys: list[bytes], rows: np.ndarray) ->
     assert np.array_equal(out, rows)
 
 
-@pytest.mark.parametrize("size", [64 * KIB, 256 * KIB, 2_949_120, 8 * MIB])
+@pytest.mark.parametrize(
+    "size", [64 * KIB, *(pytest.param(size, marks=pytest.mark.slow) for size in (256 * KIB, 2_949_120)), 8 * MIB]
+)
 def test_each_tier_returns_what_was_put(size: int, tmp_path: Path, objects: dict[str, Any]) -> None:
     keys, rows = chunks(10, size)
     room = 64 * size

@@ -23,6 +23,8 @@ from nixl_tiers.tiers.stored import find_stored
 from tests.support.servers import S3Server, SeaweedServer
 from tests.tiers.s3.harness import NAMESPACE, TierDriver, wait_until
 
+pytestmark = pytest.mark.moto
+
 DENIED: Any = {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
 GEOMETRY = Geometry(cells=1, cell_payload=30_000)
 

@@ -11,6 +11,8 @@ import pytest
 from nixl_tiers.tiers.s3.conditional import RACERS, ConditionalWrites, most_winners, put_if
 from tests.support.servers import S3Server
 
+pytestmark = pytest.mark.moto
+
 
 @pytest.fixture
 def found() -> ConditionalWrites:

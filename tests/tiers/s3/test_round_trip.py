@@ -18,6 +18,8 @@ from tests.support.pages import mapped
 from tests.support.servers import S3Server
 from tests.tiers.s3.harness import NAMESPACE, OTHER_NAMESPACE, TierDriver, key_of, wait_until
 
+pytestmark = pytest.mark.moto
+
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 
 
