@@ -95,16 +95,16 @@ def test_eight_pods_are_those_of_the_overlay_with_one_larger_prefix() -> None:
     place = EXAMPLES / "eight-pods"
     overlay = yaml.safe_load((place / "kustomization.yaml").read_text())
     assert set(overlay) == {"apiVersion", "kind", "resources", "replicas", "images", "configMapGenerator"}
-    assert [(place / path).resolve() for path in overlay["resources"]] == [folder("hostpath")]
-    by_kind = {part["kind"]: part for part in recorded("hostpath")}
-    (container,) = by_kind["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert [(place / path).resolve() for path in overlay["resources"]] == [folder("retained")]
+    by_kind = {part["kind"]: part for part in recorded("retained")}
+    (container,) = by_kind["StatefulSet"]["spec"]["template"]["spec"]["containers"]
     (image,) = overlay["images"]
-    assert overlay["replicas"] == [{"name": by_kind["Deployment"]["metadata"]["name"], "count": 8}]
+    assert overlay["replicas"] == [{"name": by_kind["StatefulSet"]["metadata"]["name"], "count": 8}]
     assert container["image"].startswith(f"{image['name']}:")
     (files,) = overlay["configMapGenerator"]
     assert by_kind["ConfigMap"]["metadata"]["name"].startswith(files["name"])
     assert (files["behavior"], files["files"]) == ("replace", list(by_kind["ConfigMap"]["data"]))
-    before = schema.load(folder("hostpath") / "tiers.yaml")
+    before = schema.load(folder("retained") / "tiers.yaml")
     after = schema.load(place / "tiers.yaml")
     assert warnings_of(after) == []
     assert after.cpu == before.cpu, "else limits.memory does not fit"
@@ -120,5 +120,7 @@ def test_eight_pods_are_rendered() -> None:
     program = kubectl()
     if program is None:
         pytest.skip("needs kubectl")
-    (deployment,) = (p for p in parts(render(program, EXAMPLES / "eight-pods")) if p["kind"] == "Deployment")
-    assert deployment["spec"]["replicas"] == 8
+    (pods,) = (p for p in parts(render(program, EXAMPLES / "eight-pods")) if p["kind"] == "StatefulSet")
+    assert pods["spec"]["replicas"] == 8
+    (container,) = pods["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "registry.corp/vllm-nixl-tiers:1"

@@ -34,7 +34,8 @@ def examples(text: str) -> Iterator[str]:
     values of --kv-transfer-config, files in a ConfigMap, and the Python example's dict."""
     for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
         read = yaml.safe_load(block)
-        if isinstance(read, dict) and ("scrape_configs" in read or read.get("kind") == "Kustomization"):
+        others = {"scrape_configs", "patches"}
+        if isinstance(read, dict) and (others & set(read) or read.get("kind") == "Kustomization"):
             continue  # tests/support/prometheus.py and tests/test_kubernetes.py use them
         manifest = isinstance(read, dict) and "apiVersion" in read
         for each in map(yaml.safe_load, read.get("data", {}).values()) if manifest else [read]:

@@ -91,9 +91,9 @@ class PodServer(VllmServer):
 
     def _command(self, *options: str) -> list[str]:
         (part,) = self._pod.spec["containers"]
-        model, *args = part["args"]
-        assert "/" in model
-        words = [*image.entry_point(self._pod.container), str(MODEL), *args, *options]
+        args = [each.replace("$(MODEL)", str(MODEL)) for each in part["args"]]
+        assert args != part["args"]
+        words = [*image.entry_point(self._pod.container), *args, *options]
         built = vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
         return self._pod.command(part, words, {built.resolve(): f"{MODEL}:ro"})
 

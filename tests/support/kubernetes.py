@@ -13,7 +13,7 @@ import yaml
 ROOT: Final = Path(__file__).parents[2]
 KUBERNETES: Final = ROOT / "docker/kubernetes"
 RECORDED: Final = ROOT / "tests/rendered"
-NAMES: Final = ("base", "hostpath", "ephemeral", "monitoring", "routing")
+NAMES: Final = ("base", "hostpath", "ephemeral", "retained", "monitoring", "routing")
 
 
 def folder(name: str) -> Path:
