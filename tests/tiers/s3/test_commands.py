@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 from typing import Any
 
@@ -77,6 +78,12 @@ def test_prefix_is_inspected_verified_and_purged_under_an_open_tier(
         code, shown = run("purge", "--salt", "blue", "--namespace", NAMESPACE.hex(), "--yes")
         assert (code, shown["namespaces"][0]["rows"], shown["namespaces"][0]["left"]) == (OK, 3, 0)
         assert manifest() is not None  # of the engine that goes on
+        client = driver.tier._control.connection.client
+        listed = client.list_objects_v2(Bucket=place["bucket"], Prefix=f"{place['prefix']}/")["Contents"]
+        left = {each["Key"].removeprefix(f"{place['prefix']}/") for each in listed}
+        assert left - {f"{NAMESPACE.hex()}/about.json", ".owner"} == {
+            name for name in left if re.fullmatch(r"\.(janitor|usage|landed-[0-9a-f]+)", name)
+        }, "numbers and names of engines"
         assert driver.load([1, 2, 3]) == [Outcome.MISSING] * 3
         assert wait_until(lambda: driver.store([1]) == [Outcome.OK])
         assert driver.load([1]) == [Outcome.OK]
