@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -28,12 +29,11 @@ keys = [b"key-%d" % number for number in range(32)]
 chunks = np.random.default_rng(1).integers(0, 256, (32, 60_000), np.uint8)
 for turn in range(2):
     with nixl_tiers.open(sys.argv[1], chunk_bytes=60_000, namespace="n") as store:
+        assert store.wait_ready(60)
         if turn == 0:
             for key, chunk in zip(keys, chunks):
                 assert store.put([key], chunk[None]) == 1
                 assert store.flush(60)
-        else:
-            assert store.wait_ready(60)
         found = np.zeros_like(chunks)
         hits = [store.get([key], row[None])[0] for key, row in zip(keys, found)]
         assert all(hits) and (found == chunks).all()
@@ -140,5 +140,6 @@ def test_kv_transfer_config_accepts_it(site: Path, file: Path, monkeypatch: pyte
 def test_package_that_is_not_installed_is_refused(site: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(site)  # and not in PYTHONPATH, which its mover inherits
     sentence = r'^tiers\[1\]\.type: "shelf" cannot be imported by its mover process, so its package must be installed'
+    file.write_text(f"{dedent(file.read_text())}ready_s: 120\n")  # its mover may take long to say so
     with pytest.raises(schema.ConfigError, match=sentence):
         nixl_tiers.open(file, chunk_bytes=60_000, namespace="n")
