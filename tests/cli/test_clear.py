@@ -133,6 +133,8 @@ def test_a_name_that_no_quota_has_is_refused_with_those_that_there_are(
 
 @pytest.fixture
 def connection(here: TieredStore) -> Iterator[socket.socket]:
+    """The engine waits for a request from now on, and not for long."""
+    put(here)
     for pid, connection in control.engines():
         if pid == os.getpid():
             connection.settimeout(60)
@@ -174,7 +176,6 @@ def test_another_user_is_not_answered(here: TieredStore, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("packet", [b"clear everything", b'{"clear": 1}', b'{"clear": true, "x": 1}', b"[" * 100_000])
 def test_what_is_no_command_is_refused(here: TieredStore, connection: socket.socket, packet: bytes) -> None:
-    put(here)
     connection.send(packet)
     assert b"does not understand" in connection.recv(control.MAX_ANSWER_BYTES)
     assert here.locate(KEYS) == ["cpu"] * 8
