@@ -62,6 +62,7 @@ def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "open_driver", no_driver)
+    monkeypatch.setattr(tiers, "_PLUGIN_S", SLOW_MACHINE_S)
     assert main(["doctor"]) in (0, 1)
     output = capsys.readouterr().out
     assert "copies in host memory" in output

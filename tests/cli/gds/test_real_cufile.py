@@ -24,6 +24,14 @@ from tests.swap.fake_gpu import as_cuda
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 500.0
 TRANSFERS = 13
+# The command, whose steps may take as long as a busy machine takes.
+PATIENT = """
+import sys
+from nixl_tiers.cli import main
+from nixl_tiers.cli.gds import report
+report.examine.__kwdefaults__["deadline_s"] = 100.0
+sys.exit(main(sys.argv[1:]))
+"""
 
 Doctor = Callable[..., tuple[int, dict[str, Any]]]
 
@@ -38,8 +46,8 @@ def fake_cuda(fake_library: Path, tmp_path: Path) -> Path:
 def doctor(no_gpu: NoGpu, cufile_place: Path) -> Doctor:
     """Its exit code and report, in a process of its own."""
 
-    def run(**options: Any) -> tuple[int, dict[str, Any]]:
-        command = [sys.executable, "-m", "nixl_tiers.cli", "doctor", "--gds", str(cufile_place), "--json"]
+    def run(*program: str, **options: Any) -> tuple[int, dict[str, Any]]:
+        command = [sys.executable, *(program or ("-c", PATIENT)), "doctor", "--gds", str(cufile_place), "--json"]
         environment = os.environ | no_gpu.environment(cufile_place, **options)
         done = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=False
@@ -63,7 +71,7 @@ def test_real_cufile_on_a_fake_gpu_is_compatibility(doctor: Doctor, fake_cuda: P
 
 
 def test_real_cufile_that_spins_is_unavailable(doctor: Doctor) -> None:
-    code, found = doctor(modules=False)
+    code, found = doctor("-m", "nixl_tiers.cli", modules=False)
     assert (code, found["verdict"]) == (EXIT_CODES[Kind.UNAVAILABLE], Kind.UNAVAILABLE)
     assert found["reason"] == "cuFileDriverOpen did not return within 10 s"
 
