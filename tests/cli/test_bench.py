@@ -85,6 +85,7 @@ Start = Callable[..., Server]
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(sources, "POLL_S", 0.001)
+    monkeypatch.setattr(sources, "SETTLE_S", 300.0)  # however busy the machine is
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     running: list[http.server.HTTPServer] = []
 
