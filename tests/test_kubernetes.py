@@ -309,6 +309,7 @@ def test_names_and_labels_fit_each_other(name: str) -> None:
     ports = {port["name"] for port in engine_of(name)["ports"]}
     assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
     assert {each["port"] for each in monitor["endpoints"]} <= {port["name"] for port in service["spec"]["ports"]}
+    assert pod_of(name)["enableServiceLinks"] is False, "else VLLM_PORT is the Service's URL, which vLLM refuses"
     for probe in ("startupProbe", "readinessProbe"):
         assert engine_of(name)[probe]["httpGet"]["port"] in ports
     (gpu,) = (each for each in pod_of(name)["tolerations"])
