@@ -55,7 +55,7 @@ def ask_stream(
     """The first mover is stopped until the load has begun. Then, by `what`: it goes on ("whole"), and one of the rows
     is found to be damaged ("corrupt"); it goes on when the request has ended ("late"), and the supervisor hangs until
     then, too ("hang"); `kill` is called ("kill"); the request is aborted ("abort"); the connector is reset ("reset");
-    the first rows are copied, but most of them are another key's by then ("torn").
+    the first rows are copied, but most of them are another key's by then ("torn"); the engine is killed ("die").
 
     Returns the answer's tokens, whether the load was a stream, what vLLM took from each load in chunks, how many chunks
     were stored, whether the load was long past its deadline, and in the end: references of workers to rows, and blocks
@@ -87,6 +87,9 @@ def ask_stream(
             goes_on.clear()
         elif what == "kill":
             kill()
+        elif what == "die":
+            assert begun is not None
+            os.kill(os.getpid(), signal.SIGKILL)
         elif what == "abort":
             engine.abort_request(["streamed"])
         elif what == "reset":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ pytest.importorskip("vllm")
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.chunk_size import CHUNK_TOKENS
 from tests.support.file_tier import files_tier
+from tests.support.leaks import MARK, processes_with_mark, shared_memory_names
+from tests.support.waiting import until
 from tests.vllm.one_stream import CORRUPT, TORN
 from tests.vllm.stream_mutants import IN_C, CarelessConfig, mutated_library
 
@@ -24,6 +29,7 @@ pytestmark = [
     pytest.mark.skipif((compat.version() or (0, 32)) < (0, 32), reason="loads are not streamed before"),
 ]
 
+TIMEOUT_S = 300.0
 CHUNKS = 10
 HALF = CHUNKS // 2
 PROMPTS = [[(7 * i * i + 3 * i + 11 * n) % 500 + 1 for i in range(CHUNKS * CHUNK_TOKENS + 9)] for n in range(10)]
@@ -31,6 +37,15 @@ ANSWER = 6
 TRANSFER = {"kv_connector": "NixlTiersConnector", "kv_load_failure_policy": "recompute"}
 PREFILL = 500  # tokens a second: a chunk takes longer to compute than to load, and a stopped mover is late after 1.3 s
 LEARN: list[list[Any]] = [["evict"], ["generate", [PROMPTS[0]], ANSWER]]  # what the tier gives with its mover running
+EACH: list[list[Any]] = [["generate", [prompt], ANSWER] for prompt in PROMPTS]
+SETTINGS: dict[str, Any] = {
+    "transfer": TRANSFER,
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "block_size": 32,
+    "max_model_len": 1024,
+    "num_gpu_blocks_override": 256,
+}
 FAULTS = {
     "no deadline": "hang",
     "limit not looked at behind a copy": "torn",
@@ -52,26 +67,21 @@ def streamed(number: int, what: str, *fault: list[str], half: bool = False) -> l
     return [["evict"], *(first if half else []), ["stream", PROMPTS[number], ANSWER, what, *fault], *LEARN]
 
 
-def asked(engine: Engine, model: Path, tier: dict[str, Any], steps: list[list[Any]]) -> list[tuple[list[Any], Any]]:
-    """Each step with its answer, behind those that fill the tier; and right tokens of all that generate any."""
-    config = {
+def config(tier: dict[str, Any]) -> dict[str, Any]:
+    return {
         "tiers": [{"type": "cpu", "capacity": "64MiB"}, tier],
         "prefill_tokens_per_s": PREFILL,
         "on_reset": "keep",
         "wait_s": 30,
     }
-    steps = [*(["generate", [prompt], ANSWER] for prompt in PROMPTS), ["flush"], *(LEARN * 2), *steps]
-    answers = engine(
-        config,
-        *steps,
-        path=model,
-        transfer=TRANSFER,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        block_size=32,
-        max_model_len=1024,
-        num_gpu_blocks_override=256,
-    )
+
+
+def asked(
+    engine: Engine, model: Path, tier: dict[str, Any], steps: list[list[Any]], **options: Any
+) -> list[tuple[list[Any], Any]]:
+    """Each step with its answer, behind those that fill the tier; and right tokens of all that generate any."""
+    steps = [*EACH, ["flush"], *(LEARN * 2), *steps]
+    answers = engine(config(tier), *steps, path=model, **SETTINGS, **options)
     done = list(zip(steps, answers, strict=True))
     cold = {tuple(step[1][0]): answer[0]["tokens"] for step, answer in done[: len(PROMPTS)]}
     assert len(set(map(tuple, cold.values()))) == len(PROMPTS), "equal answers would show nothing"
@@ -126,6 +136,28 @@ def test_tokens_are_right_whatever_happens_to_a_stream(engine: Engine, small_mod
     assert after["streams"] == before["streams"]
     assert [last[f"streams_cut_{reason}"] for reason in ("failed", "aborted", "reset")] == [3, 2, 1]
     assert sum(count for name, count in last.items() if name.startswith("streams_cut")) == 7
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_with_a_stream_open_leaves_its_rows_and_nothing_else(
+    engine: Engine, small_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "kv").mkdir()
+    mark, names = uuid.uuid4().hex, shared_memory_names()
+    tier = files_tier(tmp_path / "kv", "256MiB")
+    with pytest.raises(AssertionError, match=f"^{-signal.SIGKILL}:"):
+        asked(engine, small_model, tier, streamed(0, "die"), env={MARK: mark})
+    movers = processes_with_mark(mark)
+    assert movers, "the mover whose rows the stream waits for is stopped"
+    for pid in movers:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: not processes_with_mark(mark), "the movers to end", timeout_s=TIMEOUT_S)
+    assert shared_memory_names() <= names
+
+    cold = engine(None, *EACH, path=small_model, **SETTINGS)
+    *again, stats = engine(config(tier), ["evict"], *EACH, ["stats"], path=small_model, **SETTINGS)
+    assert [answer[0]["tokens"] for answer in again[1:]] == [answer[0]["tokens"] for answer in cold]
+    assert stats["file"]["hits"] == CHUNKS * len(PROMPTS)
 
 
 @pytest.mark.slow
