@@ -52,13 +52,6 @@ for command in COMMANDS:
     app.command()(command)
 
 
-# For one release, whatever options it is given.
-@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def demo() -> None:
-    """Not part of the package any more: `make demo` in a checkout."""
-    raise InputError("the demo is not part of the package any more: `make demo` in a checkout of nixl_tiers runs it")
-
-
 def run(given: Sequence[str]) -> int:
     """Run one command. Wrong input is one sentence on stderr."""
     try:

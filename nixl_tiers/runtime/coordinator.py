@@ -34,7 +34,6 @@ from nixl_tiers.core.row_table import most_rows
 from nixl_tiers.core.stats import Load
 from nixl_tiers.runtime.blocking import Waits
 from nixl_tiers.runtime.copies import OpenLoads, bad_rows, ended_rows
-from nixl_tiers.runtime.deprecated import DeprecatedCalls
 from nixl_tiers.runtime.hold import Hold
 from nixl_tiers.runtime.make_core import make_core
 from nixl_tiers.runtime.mover_link import MoverLink
@@ -61,7 +60,7 @@ class TierRefusedError(RuntimeError):
     """A storage tier can never work as configured; one sentence that begins with the name of its field."""
 
 
-class Coordinator(DeprecatedCalls):
+class Coordinator:
     """The tiers of one scheduler. `changed` is notified when a mover has reported something, for callers that may wait.
     The region belongs to the coordinator, and is closed with it. Several threads may call.
 

@@ -66,13 +66,6 @@ def test_completion_is_installed(shell: str, tmp_path: Path) -> None:
     assert any("_NIXL_TIERS_COMPLETE" in file.read_text() for file in tmp_path.rglob("*") if file.is_file())
 
 
-@pytest.mark.parametrize("options", [[], ["--s3", "moto", "--prompt-tokens", "700"]])
-def test_demo_says_where_it_is(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", *options]) == BAD_INPUT
-    sentence = "the demo is not part of the package any more: `make demo` in a checkout of nixl_tiers runs it"
-    assert capsys.readouterr() == ("", f"nixl-tiers: {sentence}\n")
-
-
 def test_generated_reference_is_alike_on_every_terminal() -> None:
     code = "import runpy; print(runpy.run_path('docs/generate.py')['command_line'](), end='')"
     terminals = [{"COLUMNS": "40", "FORCE_COLOR": "1", "TERM": "xterm-256color"}, {"NO_COLOR": "1", "TERM": "dumb"}]

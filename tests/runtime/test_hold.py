@@ -15,7 +15,6 @@ from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.runtime import deprecated
 from nixl_tiers.runtime.coordinator import Coordinator
 from tests.support.core import opened, put
 from tests.support.file_tier import file_tier
@@ -117,43 +116,3 @@ def test_no_hold_of_a_store_grows_with_its_call() -> None:
     few, many = longest
     for name in OF_A_STORE:
         assert 0 < many[name] <= 1.1 * few[name] + 100, (name, few, many)
-
-
-def test_names_of_before_work_and_warn(coordinator: Coordinator) -> None:
-    """`TieredStore.coordinator` is public."""
-    calls: dict[str, tuple[Any, ...]] = {
-        "lookup": (KEYS[0], "request", None, 0),
-        "where": (KEYS[0],),
-        "prefetch": (KEYS,),
-        "still_waits": ("request",),
-        "wait_on": (["request"], 1.0),
-        "copied": (1, 0.0),
-        "limit_step": (64,),
-        "touch": (KEYS, "request"),
-        "partial": ([],),
-        "drop_store": ([],),
-        "queue": ("queued",),
-        "is_queued": ("queued",),
-        "end_step": (),
-        "finish_request": ("request",),
-        "pressure": (),
-        "running_s": (),
-    }
-    answers = {}
-    for name, arguments in calls.items():
-        with pytest.warns(DeprecationWarning, match=rf"Coordinator\.{name}: use `with coordinator\.core\(\) as core`"):
-            call = getattr(coordinator, name)
-        answers[name] = call(*arguments)
-    assert answers["lookup"] is Lookup.PENDING
-    assert answers["where"] == "file"
-    assert answers["is_queued"] is True
-    with pytest.raises(AttributeError, match="'Coordinator' object has no attribute 'no_name'"):
-        _ = coordinator.no_name
-    for path in deprecated._PATHS.values():
-        owner: Any = coordinator._core
-        for name in path.split("."):
-            owner = getattr(owner, name)
-        assert callable(owner)
-    for name in ("lookup", "where"):
-        with pytest.warns(DeprecationWarning, match=name), pytest.raises(TypeError, match="a key must be bytes"):
-            getattr(coordinator, name)("a", *calls[name][1:])
