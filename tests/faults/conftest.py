@@ -6,13 +6,14 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nixl_tiers.core.limits import Limits
 from nixl_tiers.mover import child, restarts
 from tests.faults.interposer import Interposer, build
 from tests.faults.rig import CAPACITY, LIMITS, FaultRig, MatrixRow
@@ -20,6 +21,7 @@ from tests.support.file_tier import file_tier
 from tests.support.proxy import FaultProxy
 from tests.support.servers import MotoServer, S3Server
 
+PATIENCE_S = 12.0
 TABLE = "NIXL_TIERS_FAULTS_TABLE"
 _rows: list[MatrixRow] = []
 
@@ -32,6 +34,13 @@ def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "HEARTBEAT_TIMEOUT_S", 4.0)
     monkeypatch.setattr(child, "START_TIMEOUT_S", 20.0)
     monkeypatch.setattr(restarts, "BACKOFF_S", (0.05, 0.2, 0.5, 1.0, 2.0))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> Limits:
+    """For tests that see it if a mover is killed: so long no busy machine or disk holds one up, which would be right."""
+    monkeypatch.setattr(child, "HEARTBEAT_TIMEOUT_S", PATIENCE_S)
+    return replace(LIMITS, hard_deadline_min_s=PATIENCE_S, hard_deadline_max_s=PATIENCE_S, quarantine_share=1.0)
 
 
 @pytest.fixture

@@ -10,16 +10,14 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from nixl_tiers.mover import child
+from nixl_tiers.core.limits import Limits
 from tests.faults.interposer import Interposer
-from tests.faults.rig import KILLS, LIMITS, MIB, TIMEOUT_S, FaultRig
+from tests.faults.rig import KILLS, MIB, TIMEOUT_S, FaultRig
 from tests.faults.test_disk import FAULTS, inject
 from tests.faults.test_mover import matrix
 from tests.support.disks import assert_never_exceeds
@@ -31,20 +29,11 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.timeout(900)
 
 DIRECTORIES, MOVERS = "slabs in directories", "slabs by movers"
-MakeRig = Callable[..., FaultRig]
 BOTH = f"{DIRECTORIES} by movers"
 SHORT, LONG = 2, int(os.environ.get("KILL_ROUNDS", "30"))
 FULL = 10 * MIB  # of which most is for the prompts that are asked again: so it evicts all the time
 KILLED = {("SIGKILL", "load", MOVERS), ("SIGSTOP", "load", MOVERS)}
 WAYS = {DIRECTORIES: ("idle", "store", "load"), MOVERS: ("idle", "load")}
-PATIENCE_S = 12.0  # for so long no busy machine or disk holds up one of the others, which would be killed rightly
-
-
-@pytest.fixture
-def patient(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> MakeRig:
-    monkeypatch.setattr(child, "HEARTBEAT_TIMEOUT_S", PATIENCE_S)
-    hard = {"hard_deadline_min_s": PATIENCE_S, "hard_deadline_max_s": PATIENCE_S}
-    return partial(make_rig, limits=replace(LIMITS, quarantine_share=1.0, **hard))
 
 
 def wait_until_whole(rig: FaultRig) -> None:
@@ -67,15 +56,21 @@ def wait_until_whole(rig: FaultRig) -> None:
 @pytest.mark.parametrize(
     ("signal_name", "when", "tier"), matrix(tuple(KILLS), WAYS[MOVERS], (MOVERS,), unmarked=KILLED)
 )
-def test_loader_dies_or_stops(patient: MakeRig, signal_name: str, when: str, tier: str) -> None:
-    one_of_several(patient(f"{signal_name} of one of 3 movers, {when}", tier), KILLS[signal_name], when)
+def test_loader_dies_or_stops(
+    make_rig: Callable[..., FaultRig], patient: Limits, signal_name: str, when: str, tier: str
+) -> None:
+    rig = make_rig(f"{signal_name} of one of 3 movers, {when}", tier, limits=patient)
+    one_of_several(rig, KILLS[signal_name], when)
 
 
 @pytest.mark.parametrize(
     ("signal_name", "when", "tier"), matrix(tuple(KILLS), WAYS[DIRECTORIES], (DIRECTORIES,), unmarked=set())
 )
-def test_mover_of_a_directory_dies_or_stops(patient: MakeRig, signal_name: str, when: str, tier: str) -> None:
-    one_of_several(patient(f"{signal_name} of one of 4 movers, {when}", tier), KILLS[signal_name], when)
+def test_mover_of_a_directory_dies_or_stops(
+    make_rig: Callable[..., FaultRig], patient: Limits, signal_name: str, when: str, tier: str
+) -> None:
+    rig = make_rig(f"{signal_name} of one of 4 movers, {when}", tier, limits=patient)
+    one_of_several(rig, KILLS[signal_name], when)
 
 
 def one_of_several(rig: FaultRig, number: int, when: str) -> None:

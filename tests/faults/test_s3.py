@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 
+from nixl_tiers.core.limits import Limits
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 from tests.faults.rig import CAPACITY, TIMEOUT_S, FaultRig
 from tests.support.leaks import ResourceCount
@@ -81,7 +82,12 @@ DENIED = {
 
 @pytest.mark.parametrize("kind", ["put", *(pytest.param(each, marks=pytest.mark.faults) for each in list(DENIED)[1:])])
 def test_missing_permission(
-    s3_rig: Callable[..., FaultRig], proxy: FaultProxy, s3_prefix: str, caplog: pytest.LogCaptureFixture, kind: str
+    s3_rig: Callable[..., FaultRig],
+    patient: Limits,
+    proxy: FaultProxy,
+    s3_prefix: str,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
 ) -> None:
     """It is logged once, shown in `problem` while it lasts, and heals."""
     denied = partial(ProxyFault, FaultKind.ERROR_STATUS, status=403, code="AccessDenied")
@@ -91,7 +97,8 @@ def test_missing_permission(
         "delete": denied(methods=frozenset({"POST"})),
         "list": denied(methods=GET, target="list-type"),
     }[kind]
-    rig = s3_rig(f"{kind} denied (403)", fields={"capacity": 4 << 20})  # small, so that objects are evicted
+    # Small, so that objects are evicted.
+    rig = s3_rig(f"{kind} denied (403)", fields={"capacity": 4 << 20}, limits=patient)
     before = ResourceCount.take()
     if kind == "list":  # the only listing is at the start
         proxy.inject(proxy_fault)
