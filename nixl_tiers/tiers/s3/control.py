@@ -152,8 +152,9 @@ class S3Control:
 
     @property
     def has_pending_deletes(self) -> bool:
-        """Whether deletes are queued or in flight."""
-        return bool(self._delete_queue or self._in_flight_deletes)
+        """Whether deletes are queued or in flight; if not, `confirmed_deletes` has all that were."""
+        with self._wake:
+            return bool(self._delete_queue or self._in_flight_deletes)
 
     @property
     def deletes_backing_off(self) -> bool:

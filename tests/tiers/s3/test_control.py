@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -216,6 +217,46 @@ def test_dropped_delete_that_fails_is_not_queued_again() -> None:
     bucket.delete(["nixl-tiers/row"])
     bucket._delete_some()
     assert not bucket.has_pending_deletes
+
+
+@pytest.mark.parametrize("error", [None, EndpointConnectionError(endpoint_url="gone")], ids=["confirmed", "failed"])
+def test_delete_is_pending_or_confirmed_at_every_moment(error: Exception | None) -> None:
+    """An upload that needs its space waits for it; where nothing is pending, there is no space."""
+    bucket = S3Control(S3Config(type="s3", bucket="kv-control", endpoint="http://127.0.0.1:1", capacity="1GiB"))
+    seen, loops = list[bool](), list[threading.Thread]()
+
+    def delete(**_: object) -> dict[str, object]:
+        loops[0].join(60)
+        if error is not None:
+            raise error
+        return {}
+
+    def look() -> None:
+        pending = bucket.has_pending_deletes
+        seen.append(pending or bool(bucket.confirmed_deletes()))
+
+    class Moved(dict[str, None]):
+        """A queue between whose changes the mover's loop looks."""
+
+        def __delitem__(self, name: str) -> None:
+            super().__delitem__(name)
+            self.look()
+
+        def update(self, *names: Any) -> None:
+            self.look()
+            super().update(*names)
+
+        def look(self) -> None:
+            loops.append(threading.Thread(target=look))
+            loops[-1].start()
+            loops[-1].join(0.2)  # unless it waits for the change to be complete
+
+    bucket.connection.client = bucket.connection.delete_client = mock.Mock(delete_objects=delete)
+    bucket._delete_queue = Moved({"nixl-tiers/row": None})
+    bucket._delete_some()
+    for loop in loops:
+        loop.join(60)
+    assert seen == [True, True]
 
 
 @pytest.mark.parametrize(
