@@ -99,6 +99,23 @@ def s3_with_fast_janitor(config: FastJanitorConfig, geometry: Geometry, region: 
     return s3_tier.S3Tier(config, geometry, region)
 
 
+class PatientConfig(S3Config):
+    """An S3 tier that waits for its lease, and at its end hands it over, however late the server answers."""
+
+    type: str
+    label: ClassVar[str] = "s3"
+    implementation: ClassVar[str] = f"{__name__}:patient_s3"
+
+
+def patient_s3(config: PatientConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
+    from nixl_tiers.tiers.s3 import control, lease, lease_state
+    from nixl_tiers.tiers.s3 import tier as s3_tier
+
+    lease.LEASE_START_S = lease_state.CLAIM_S = 120.0  # type: ignore[misc]
+    lease.CLOSE_TIMEOUT_S = control.CLOSE_TIMEOUT_S = 120.0  # type: ignore[misc]
+    return s3_tier.S3Tier(config, geometry, region)
+
+
 class ShortLeaseConfig(S3Config):
     """An S3 tier whose lease of a private prefix expires soon."""
 

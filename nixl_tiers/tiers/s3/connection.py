@@ -32,6 +32,7 @@ from nixl_tiers.tiers.s3.denials import Denials
 logger = logging.getLogger(__name__)
 
 CONNECTIONS: Final = 24  # existence checks use as many
+QUICK_S: Final = 1.0  # for an existence check's connection, and for its answer
 VERSIONED: Final = "versioning is on: deleted and overwritten objects stay as old versions, which no capacity bounds"
 REMEDY: Final = "suspend versioning, or have a lifecycle rule delete noncurrent versions"
 _KNOWN: Final = get_args(Sse)
@@ -123,7 +124,7 @@ class S3Connection:
     def _make_clients(self) -> None:
         self.client = self._make_client(connect_s=2.0, read_s=10.0, attempts=2)
         self.endpoint = endpoint_of(self.client)
-        self._quick_client = self._make_client(connect_s=1.0, read_s=1.0, attempts=1)
+        self._quick_client = self._make_client(connect_s=QUICK_S, read_s=QUICK_S, attempts=1)
         self.delete_client = self._make_client(connect_s=2.0, read_s=10.0, attempts=1)
 
     def _make_client(self, connect_s: float, read_s: float, attempts: int) -> Any:

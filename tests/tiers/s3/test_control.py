@@ -13,7 +13,7 @@ from botocore.parsers import ResponseParserError
 
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown
-from nixl_tiers.tiers.s3 import control
+from nixl_tiers.tiers.s3 import connection, control
 from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.listing import FullListing, Page
@@ -117,8 +117,13 @@ def test_steady_deletes_leave_time_for_everything_else(monkeypatch: pytest.Monke
     ids=["enabled", "suspended", "never", "denied", "unknown", "damaged"],
 )
 def test_bucket_that_keeps_deleted_rows_is_warned_of(
-    answer: tuple[int, bytes], warned: bool, faulty: FaultyS3, caplog: pytest.LogCaptureFixture
+    answer: tuple[int, bytes],
+    warned: bool,
+    faulty: FaultyS3,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(connection, "QUICK_S", 60.0)  # asked once, however late the answer
     faulty.versioning = answer
     bucket = S3Control(S3Config(type="s3", bucket="kv-control", endpoint=faulty.endpoint, capacity="1GiB"))
     try:
@@ -182,8 +187,9 @@ def test_queued_deletes_are_sent_when_they_are_allowed(faulty: FaultyS3, monkeyp
         bucket.close()
 
 
-def test_delete_is_not_tried_again_without_permission(faulty: FaultyS3) -> None:
+def test_delete_is_not_tried_again_without_permission(faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process may have been paused between two attempts, and the object be another engine's by now."""
+    monkeypatch.setattr(control, "BACKOFF_S", (3600.0, 3600.0))
     allowed = True
 
     def hang_up(request: Request) -> int | None:

@@ -29,7 +29,8 @@ def nice_values(pid: int) -> dict[int, int]:
 
 
 def s3_tier(endpoint: str, bucket: str, **fields: Any) -> dict[str, object]:
-    return {"type": "s3", "endpoint": endpoint, "bucket": bucket, "capacity": 100 * GEOMETRY.row_bytes} | fields
+    kind = "tests.mover.stub_tiers:PatientConfig"
+    return {"type": kind, "endpoint": endpoint, "bucket": bucket, "capacity": 100 * GEOMETRY.row_bytes} | fields
 
 
 def test_rows_survive_a_kill_of_their_mover(
