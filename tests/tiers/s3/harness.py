@@ -33,7 +33,7 @@ TIMEOUT_S = 120.0
 FAST_LEASE = replace(
     JANITOR_TERMS, lease_s=2.0, margin_s=0.5, renew_s=0.1, poll_s=0.1, retry_s=0.1, confirm_s=0.02, doubt_s=0.0
 )
-FAST_JANITOR = JanitorIntervals(renew_s=0.1, usage_timeout_s=10.0, sweep_s=0.1, lease=FAST_LEASE)
+FAST_JANITOR = JanitorIntervals(renew_s=0.1, usage_timeout_s=60.0, sweep_s=0.1, lease=FAST_LEASE)
 QUICK_LEASE = LeaseTerms(confirm_s=0.02, doubt_s=0.0)  # tenures begin sooner, and one answer is believed
 NAMESPACE = bytes(range(16))
 OTHER_NAMESPACE = bytes(range(16, 32))
@@ -222,6 +222,7 @@ class Request:
 Fault = Callable[[Request], int | tuple[int, str] | bytes | None]
 """Called before a request is served. Returns an HTTP status to answer with (and S3's error code), HANG_UP, CUT_OFF,
 bytes to send as the body, or None to serve it."""
+DRIP_S = 0.25  # NIXL's AWS library gives up a download of which there was nothing for 3 s, and begins anew
 HANG_UP = 0
 CUT_OFF = -1  # 503 with a part of its body
 LONG_AGO = "2024-01-01T00:00:00.000Z"
@@ -243,7 +244,7 @@ class FaultyS3:
     region: str = ""  # the bucket's, as reported in headers
     modified: dict[str, str] = field(default_factory=dict)  # Last-Modified, instead of LONG_AGO
     tells_times: bool = False  # Last-Modified is the time of a PUT, and is sent with GET too
-    hold: threading.Event | None = None  # while it is not set, GET sends one byte and waits
+    hold: threading.Event | None = None  # while it is not set, GET sends a byte every DRIP_S
     requests: list[Request] = field(default_factory=list)
     max_objects: int = 0  # but for manifests and the lease, which no capacity counts
     max_concurrent: int = 0
@@ -391,10 +392,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(len(found)))
         self.end_headers()
-        self.wfile.write(found[:1])
-        self.wfile.flush()
-        self.s3.hold.wait(TIMEOUT_S)
-        self.wfile.write(found[1:])
+        sent = 0
+        for sent in range(1, min(len(found), int(TIMEOUT_S / DRIP_S))):
+            self.wfile.write(found[sent - 1 : sent])
+            self.wfile.flush()
+            if self.s3.hold.wait(DRIP_S):
+                break
+        self.wfile.write(found[sent:])
         return None
 
     def _list(self, query: dict[str, list[str]]) -> None:
