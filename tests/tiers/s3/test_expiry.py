@@ -177,8 +177,10 @@ class TestOneListing:
             driver.open()
             assert driver.store([1, 2]) == [Outcome.OK] * 2
             gate = hold_requests(faulty, is_listing)
+            listings = sum(map(is_listing, faulty.requests))
             listing = driver.tier.maintain()
             assert next(listing) == []
+            assert wait_until(lambda: sum(map(is_listing, faulty.requests)) > listings), "it runs"
             assert driver.store([2]) == [Outcome.OK]
             gate.set()
             assert [(e.slot, e.key) for batch in listing for e in batch] == [(GONE, key_of(1))]

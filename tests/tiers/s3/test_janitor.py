@@ -65,8 +65,8 @@ def drivers(place: dict[str, Any]) -> Iterator[list[TierDriver]]:
 
 
 def stored(driver: TierDriver, number: int) -> bool:
-    """Store a row as soon as there is room for it."""
-    return wait_until(lambda: driver.store([number]) == [Outcome.OK])
+    """Store a row as soon as there is room for it. FOUND: an upload that was given up has arrived after all."""
+    return wait_until(lambda: set(driver.store([number])) <= {Outcome.OK, Outcome.FOUND})
 
 
 def found(driver: TierDriver, *numbers: int) -> list[bytes]:
@@ -202,7 +202,7 @@ class TestBudget:
         assert arrived >= 5 * CAPACITY_ROWS
         assert max(samples) <= CAPACITY_ROWS + (len(drivers) - 1) * WINDOW_ROWS
         assert wait_until(lambda: len(rows_in(s3_server, place)) <= CAPACITY_ROWS)
-        assert sum(map(holds_lease, drivers)) == 1
+        assert wait_until(lambda: sum(map(holds_lease, drivers)) == 1), "on a busy machine it may have expired"
 
     def test_the_oldest_rows_of_any_namespace_are_deleted_first(
         self, drivers: list[TierDriver], s3_server: S3Server, place: dict[str, Any]

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -22,8 +23,8 @@ from botocore.exceptions import ClientError, EndpointConnectionError
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.tiers.base import GONE
+from nixl_tiers.tiers.s3 import conditional
 from nixl_tiers.tiers.s3 import lease as lease_module
-from nixl_tiers.tiers.s3 import lease_state
 from nixl_tiers.tiers.s3.conditional import CONDITIONS, write_test_name
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.lease import KIND, PrefixLease
@@ -235,7 +236,8 @@ class TestTwoEngines:
             number = 2 + (number - 1) % 8
             heir.listed_rows()
         assert owner.store([10]) == [Outcome.NO_SPACE]
-        assert "cannot be renewed, so nothing is stored or deleted there" in owner.tier.denials[KIND]
+        sentence = "cannot be renewed, so nothing is stored or deleted there"
+        assert wait_until(lambda: sentence in owner.tier.denials.get(KIND, ""))
         owner.delete(1)
         assert stored(heir, 20)
         assert set(heir.load([1, *owned])) == {Outcome.OK}
@@ -281,12 +283,20 @@ class TestTwoEngines:
     def test_uploads_that_come_with_the_claim_wait_for_the_lease(
         self, make: Callable[..., TierDriver], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(lease_module, "OWNER_TERMS", replace(lease_module.OWNER_TERMS, confirm_s=3.0))
-        monkeypatch.setattr(lease_state, "CLAIM_S", 60.0)
+        confirmed, read = threading.Event(), PrefixLease._read
+
+        def read_late(lease: PrefixLease) -> Any:
+            assert lease.state._claim is None or confirmed.wait(120)
+            return read(lease)
+
+        monkeypatch.setattr(PrefixLease, "_read", read_late)
         owner = make("one")
         assert owner.open() == []
         assert owner.tier._owner.tenure == 0
-        assert owner.store([1]) == [Outcome.OK]
+        batch = owner.begin_store([1])
+        assert owner.tier.poll() == []
+        confirmed.set()
+        assert owner.finish(batch) == [[Outcome.OK]]
         assert owner.tier._rows.listing is None
         assert not owner.tier._owner.has_new_tenure, "the listing that ran meanwhile counts"
 
@@ -379,14 +389,16 @@ class TestWithoutALease:
         self, make: Callable[..., TierDriver], monkeypatch: pytest.MonkeyPatch, s3_server: S3Server
     ) -> None:
         """Nor does an object that somebody deletes between two test writes."""
-        monkeypatch.setattr(lease_module, "OWNER_TERMS", replace(SHORT, doubt_s=5.0))
-        answers = [refused(405, "MethodNotAllowed"), DELETED]
+        monkeypatch.setattr(lease_module, "OWNER_TERMS", replace(SHORT, doubt_s=600.0))
+        monkeypatch.setattr(conditional, "DOUBT_TRIES", 6000)
+        answers, looked_at = [refused(405, "MethodNotAllowed"), DELETED], threading.Event()
         put_if = lease_module.put_if
 
         def once(client: Any, bucket: str, name: str, body: bytes, condition: dict[str, str]) -> Any:
             if condition == {"IfNoneMatch": "*"} and WRITE_TEST_NAME in name and answers:
                 if isinstance(answer := answers.pop(0), ClientError):
                     raise answer
+                assert looked_at.wait(120)
                 put_if(client, bucket, name, body, condition)
                 client.delete_object(Bucket=bucket, Key=name)
             return put_if(client, bucket, name, body, condition)
@@ -395,7 +407,8 @@ class TestWithoutALease:
         owner = make("one")
         owner.open()
         assert owner.tier._owner.tenure == 0
-        assert "and is asked again for 5 s" in owner.tier.denials[CONDITIONS]
+        assert "and is asked again for 600 s" in owner.tier.denials[CONDITIONS]
+        looked_at.set()
         assert stored(owner, 1)
         assert owner.tier._owner.lease is not None
         assert not owner.tier._owner.lease.state.unguarded
@@ -491,7 +504,8 @@ def test_mover_of_a_killed_engine_releases_the_lease_though_uploads_wait(
 ) -> None:
     s3_credentials(moto)
     place = {"bucket": s3_bucket(moto), "prefix": s3_prefix}
-    tier = {"type": "s3", "endpoint": moto.endpoint, "capacity": "1GiB", **place}
+    patient = "tests.mover.stub_tiers:PatientConfig"
+    tier = {"type": patient, "endpoint": moto.endpoint, "capacity": "1GiB", **place}
     root = Path(__file__).parents[3]
     command = [sys.executable, "-c", textwrap.dedent(ENGINE), json.dumps(tier)]
     environment = {**os.environ, "PYTHONPATH": str(root)}

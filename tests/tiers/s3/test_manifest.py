@@ -83,6 +83,7 @@ def test_manifest_of_an_engine_that_ran_for_seconds_is_written_at_close(
     moto: MotoServer, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests, "CHECK_S", 1e6)  # it is looked once, before there are rows
+    monkeypatch.setattr(manifests, "CLOSE_S", 120.0)
     looks = looked(monkeypatch)
     with start(place) as driver:
         assert wait_until(lambda: bool(looks))
