@@ -36,7 +36,8 @@ def test_first_load_of_a_mover_has_no_page_fault_a_page(backend: str, huge_pages
         "tiers": [
             {"type": "cpu", "capacity": "48MiB", "huge_pages": huge_pages},
             file_tier(tmp_path, "64MiB", backend=backend),
-        ]
+        ],
+        "wait_s": 120.0,  # on a busy machine a load is late, and then no hit
     }
     with nixl_tiers.open(config, ROW, "test") as store:
         until_up(store)

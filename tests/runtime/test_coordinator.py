@@ -129,7 +129,8 @@ def test_rows_beside_a_stalled_load_are_hits_in_time_and_outlive_its_mover(tmp_p
     ) as store:
         put_beneath(store, keys)
         pid = store.coordinator.mover_pids[0]
-        assert get(store, keys) == [True, True, True, False]
+        # In time for the first request, but on a busy machine.
+        until(lambda: get(store, keys) == [True, True, True, False], "those beside it")
         assert store.coordinator.mover_pids[0] == pid, "they have come by the mover that was stuck"
         until(lambda: store.coordinator.mover_pids[0] not in {pid, None}, "another mover")
         assert get(store, keys[:3]) == [True] * 3

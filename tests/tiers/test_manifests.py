@@ -33,8 +33,9 @@ OK = Outcome.OK
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A manifest that could not be written is tried again at once."""
+    """A manifest that could not be written is tried again at once, and the last one is waited for."""
     monkeypatch.setattr(manifests, "RETRY_S", 0.01)
+    monkeypatch.setattr(manifests, "CLOSE_S", 120.0)
     monkeypatch.setattr(manifests, "CHECK_S", 0.01)
     monkeypatch.setattr("nixl_tiers.tiers.disk.CHECK_INTERVAL_S", 0.01)
 

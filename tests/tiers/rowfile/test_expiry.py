@@ -12,6 +12,7 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Entry
 from nixl_tiers.tiers.disk import INCOMING
+from nixl_tiers.tiers.rowfile import scanner
 from nixl_tiers.tiers.rowfile.directory import ServerTime
 from nixl_tiers.tiers.rowfile.names import RowPath
 from nixl_tiers.tiers.rowfile.scanner import ORPHAN_S
@@ -221,6 +222,7 @@ def test_orphans_and_changed_directories_are_judged_by_the_server_clock(
     tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, ahead_s: float
 ) -> None:
     real = time.time
+    monkeypatch.setattr(scanner, "_SETTLED_NS", int(1e9 * ORPHAN_S))  # however late the scan after a change is
     monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
     monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * (real() + ahead_s)))
     config = file_config(tmp_path, CAPACITY, layout="files")
