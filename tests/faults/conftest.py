@@ -38,7 +38,7 @@ def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> Limits:
-    """For tests that see it if a mover is killed: so long no busy machine or disk holds one up, which would be right."""
+    """For tests that see each kill of a mover: so long no busy machine or disk holds one up, which ends it rightly."""
     monkeypatch.setattr(child, "HEARTBEAT_TIMEOUT_S", PATIENCE_S)
     return replace(LIMITS, hard_deadline_min_s=PATIENCE_S, hard_deadline_max_s=PATIENCE_S, quarantine_share=1.0)
 
