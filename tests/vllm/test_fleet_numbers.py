@@ -17,11 +17,12 @@ pytest.importorskip("vllm")
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from nixl_tiers.base import mounts
-from nixl_tiers.base.metrics import INFO_LABELS, PREFIX
+from nixl_tiers.base.metrics import INFO, INFO_LABELS, PREFIX
 from nixl_tiers.config import schema
 from nixl_tiers.vllm.metrics import Reporter, info_labels, traits
 from tests.support.dashboard import chosen, panels
 from tests.support.prometheus import Prometheus, program, prometheus
+from tests.support.waiting import until
 
 GIB: Final = 1 << 30
 PODS: Final = range(8)
@@ -68,8 +69,27 @@ class Pages(BaseHTTPRequestHandler):
         """Nothing is logged."""
 
 
+class Fleets:
+    """What a Prometheus had at a moment. A pod that answers a busy machine too late is absent until the next scrape."""
+
+    def __init__(self, server: Prometheus) -> None:
+        self._server = server
+        self._moment = time.time() - 3.0  # scrapes that had begun by then have ended
+
+    def values(self, query: str) -> dict[str, float]:
+        """By labels."""
+        found = self._server.series(query, self._moment, self._moment)
+        return {labels: values[-1] for labels, values in found.items()}
+
+    def shown(self, title: str, **variables: str) -> dict[str, float]:
+        """By tier: what the panel showed."""
+        (query,) = (target["expr"] for panel in panels() if panel["title"] == title for target in panel["targets"])
+        found = self.values(chosen(query, model="m", **variables))
+        return {json.loads(labels).get("tier", ""): value for labels, value in found.items()}
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+def fleets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleets]:
     """Each fleet is a namespace. The pods of `nodes` are on nodes of their own, those of `replicas` on one."""
     found = program("prometheus")
     if found is None:
@@ -91,25 +111,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
         thread = Thread(target=http.serve_forever, daemon=True)
         thread.start()
         with prometheus(found, folder, http.server_port, labelled) as it:
-            for _ in pages:
-                it.scrape()
-                if len(now(it, "nixl_tiers:info")) == len(pages):
-                    break
-            yield it
+            looks: list[Fleets] = []
+
+            def are_whole() -> bool:
+                looks.append(Fleets(it))
+                return len(looks[-1].values(f"{PREFIX}{INFO}")) == len(pages)
+
+            until(are_whole, "all pods to be scraped")
+            yield looks[-1]
         http.shutdown()
         thread.join()
-
-
-def now(server: Prometheus, query: str) -> dict[str, float]:
-    moment = time.time()
-    return {labels: values[-1] for labels, values in server.series(query, moment, moment).items()}
-
-
-def shown(server: Prometheus, title: str, **variables: str) -> dict[str, float]:
-    """By tier: what the panel shows now."""
-    (query,) = (target["expr"] for panel in panels() if panel["title"] == title for target in panel["targets"])
-    found = now(server, chosen(query, model="m", **variables))
-    return {json.loads(labels).get("tier", ""): value for labels, value in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -120,33 +131,33 @@ def shown(server: Prometheus, title: str, **variables: str) -> dict[str, float]:
         ("nodes", {"file": 7 * 100 * GIB}),  # one of eight has listed nothing
     ],
 )
-def test_what_engines_share_counts_once(server: Prometheus, namespace: str, storage: dict[str, float]) -> None:
-    used = shown(server, "Used", namespace=namespace)
+def test_what_engines_share_counts_once(fleets: Fleets, namespace: str, storage: dict[str, float]) -> None:
+    used = fleets.shown("Used", namespace=namespace)
     assert used == {"cpu": 7 * 64 * GIB, **storage}
     of_all = {name: size * (8 / 7 if namespace == "nodes" else 1) for name, size in storage.items()}
-    assert shown(server, "May be used", namespace=namespace) == {"cpu": 8 * 64 * GIB, **of_all}
-    in_use = shown(server, "Budget in use", namespace=namespace)
+    assert fleets.shown("May be used", namespace=namespace) == {"cpu": 8 * 64 * GIB, **of_all}
+    in_use = fleets.shown("Budget in use", namespace=namespace)
     assert in_use == {"": pytest.approx(7 / 8 if namespace == "nodes" else 1.0)}, "of storage, not of host memory"
 
 
-def test_all_fleets_add_up(server: Prometheus) -> None:
+def test_all_fleets_add_up(fleets: Fleets) -> None:
     """The two paths of one name are places of their own: on one node, and on eight others."""
-    assert shown(server, "Used") == {"cpu": 21 * 64 * GIB, "s3": 20 * 1024 * GIB, "file": 1500 * GIB}
+    assert fleets.shown("Used") == {"cpu": 21 * 64 * GIB, "s3": 20 * 1024 * GIB, "file": 1500 * GIB}
 
 
-def test_one_pod_can_be_chosen(server: Prometheus) -> None:
-    assert shown(server, "Used", namespace="nodes", pod="vllm-2") == {"cpu": 64 * GIB, "file": 100 * GIB}
-    assert shown(server, "Used", namespace="nodes", pod="vllm-3") == {"cpu": 0, "file": 0}
+def test_one_pod_can_be_chosen(fleets: Fleets) -> None:
+    assert fleets.shown("Used", namespace="nodes", pod="vllm-2") == {"cpu": 64 * GIB, "file": 100 * GIB}
+    assert fleets.shown("Used", namespace="nodes", pod="vllm-3") == {"cpu": 0, "file": 0}
 
 
-def test_no_label_of_ours_is_renamed(server: Prometheus) -> None:
+def test_no_label_of_ours_is_renamed(fleets: Fleets) -> None:
     """A label that the cluster gives, too, comes as exported_..."""
-    found = [json.loads(labels) for labels in now(server, f'{{__name__=~"{PREFIX}.*"}}')]
+    found = [json.loads(labels) for labels in fleets.values(f'{{__name__=~"{PREFIX}.*"}}')]
     assert not [label for labels in found for label in labels if label.startswith("exported_")]
     assert {labels["namespace"] for labels in found} == set(FLEETS)
     assert all(set(INFO_LABELS) <= set(labels) for labels in found if labels["__name__"] == "nixl_tiers:info")
 
 
-def test_what_runs_is_one_line_for_each_kind_of_engine(server: Prometheus) -> None:
+def test_what_runs_is_one_line_for_each_kind_of_engine(fleets: Fleets) -> None:
     (query,) = (target["expr"] for panel in panels() if panel["title"] == "What runs" for target in panel["targets"])
-    assert list(now(server, chosen(query)).values()) in ([8.0, 16.0], [16.0, 8.0])
+    assert list(fleets.values(chosen(query)).values()) in ([8.0, 16.0], [16.0, 8.0])
