@@ -16,12 +16,11 @@ import pytest
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.mover import child, restarts
 from tests.faults.interposer import Interposer, build
-from tests.faults.rig import CAPACITY, LIMITS, FaultRig, MatrixRow
+from tests.faults.rig import CAPACITY, LIMITS, PATIENCE_S, FaultRig, MatrixRow
 from tests.support.file_tier import file_tier
 from tests.support.proxy import FaultProxy
 from tests.support.servers import MotoServer, S3Server
 
-PATIENCE_S = 12.0
 TABLE = "NIXL_TIERS_FAULTS_TABLE"
 _rows: list[MatrixRow] = []
 

@@ -32,6 +32,7 @@ HOST = 3 * MIB
 CAPACITY = 48 * MIB
 PROMPTS = 12  # of 8 chunks: twice as many chunks as the host tier holds
 LIMITS = replace(Limits(), wait_s=1.0, pin_s=3.0, hard_deadline_min_s=3.0, hard_deadline_max_s=6.0, retry_s=0.3)
+PATIENCE_S = 12.0  # of tests in which no mover may be killed that a busy machine holds up
 TIMEOUT_S = 180.0  # of the tests themselves, generous for slow machines
 
 _serials = itertools.count()

@@ -8,16 +8,15 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.types import Direction
-from nixl_tiers.mover import child
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
-from tests.faults.rig import KILLS, LIMITS, TIMEOUT_S, FaultRig
+from tests.faults.rig import KILLS, PATIENCE_S, TIMEOUT_S, FaultRig
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(900)
@@ -138,17 +137,11 @@ def test_stopped_mover_without_requests(make_rig: Callable[..., FaultRig], tier:
 @pytest.mark.parametrize(
     ("frozen", "tier"), matrix(("engine", "node"), TIERS, unmarked={("engine", "s3"), ("node", "slabs")})
 )
-def test_pause_kills_no_mover(
-    make_rig: Callable[..., FaultRig], monkeypatch: pytest.MonkeyPatch, frozen: str, tier: str
-) -> None:
+def test_pause_kills_no_mover(make_rig: Callable[..., FaultRig], patient: Limits, frozen: str, tier: str) -> None:
     """The engine stands still for longer than the heartbeat timeout and the deadlines, then goes on: as after a SIGSTOP
-    of the engine, or of everything (a frozen container, a suspended machine). Both are so long that no busy machine or
-    disk holds up a mover for that time, which would be killed rightly."""
-    patience_s = 12.0
-    monkeypatch.setattr(child, "HEARTBEAT_TIMEOUT_S", patience_s)
-    limits = replace(LIMITS, hard_deadline_min_s=patience_s, hard_deadline_max_s=patience_s)
-    rig = make_rig(f"{frozen} paused", tier, limits=limits)
-    pause_s = int(patience_s) + 1
+    of the engine, or of everything (a frozen container, a suspended machine)."""
+    rig = make_rig(f"{frozen} paused", tier, limits=patient)
+    pause_s = int(PATIENCE_S) + 1
     with rig.under_load() as load:
         rig.wait_for_answers()
         pid = rig.signal_mover(signal.SIGSTOP, "load") if frozen == "node" else rig.wait_for_mover()
