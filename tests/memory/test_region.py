@@ -178,7 +178,7 @@ def test_a_region_larger_than_the_memory_is_refused() -> None:
         HostRegion.create(GEOMETRY, ROWS, [wide, narrow])
     with pytest.raises(RegionError, match="the machine has"):
         HostRegion.create(GEOMETRY, ROWS, [Room("the machine", 0)])
-    assert descriptors() == before
+    assert descriptors() <= before
     HostRegion.create(GEOMETRY, ROWS, [wide, Room("the memory cgroup /pod", total)]).close()
 
 
@@ -194,7 +194,7 @@ def test_an_impossible_size_is_refused_in_a_sentence() -> None:
     before = descriptors()
     with pytest.raises(RegionError, match="cannot make a region of"):
         HostRegion.create(GEOMETRY, 1 << 48, [])
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_a_kernel_without_noexec_seals_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,7 +422,7 @@ def test_close_releases_everything_and_may_be_repeated() -> None:
     made.close()
     made.close()
     assert calls == [fd]
-    assert descriptors() == before
+    assert descriptors() <= before
     assert address not in Path("/proc/self/maps").read_text()
     assert made.rows_view.shape == (0, GEOMETRY.row_bytes)
     with pytest.raises(IndexError):

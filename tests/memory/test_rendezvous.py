@@ -272,7 +272,7 @@ def test_closing_the_owners_region_frees_the_name(name: str) -> None:
     assert is_bound(name)
     made.close()
     assert not is_bound(name)
-    assert {entry.name for entry in Path("/proc/self/fd").iterdir()} == before
+    assert {entry.name for entry in Path("/proc/self/fd").iterdir()} <= before
 
 
 @pytest.mark.parametrize(

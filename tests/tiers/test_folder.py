@@ -269,7 +269,7 @@ def test_shard_that_cannot_be_locked_leaks_no_descriptor(path: Path, region: Hos
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
         refused(tier)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
     tier.close()
 
 

@@ -45,7 +45,7 @@ def odd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 def test_odd_tree_is_measured(odd: Path) -> None:
     open_files = len(list(Path("/proc/self/fd").iterdir()))
     assert MIB <= tree_bytes(str(odd)) < 16 * MIB
-    assert len(list(Path("/proc/self/fd").iterdir())) == open_files
+    assert len(list(Path("/proc/self/fd").iterdir())) <= open_files
 
 
 def test_odd_tree_does_not_stop_growth_of_slabs(odd: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import os
 import random
 import socket
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
 from tests.mover.harness import NAMESPACE, MoverProcess, key_of, shard_dir
 from tests.support.disks import assert_never_exceeds, disk_bytes
 from tests.support.file_tier import file_config, file_tier
+from tests.support.leaks import ResourceCount
 from tests.support.waiting import until
 
 GEOMETRY = Geometry(1, 120_000)
@@ -343,12 +343,12 @@ def test_tier_that_cannot_make_room_at_open_leaves_nothing_behind(
 
     with HostRegion.create(GEOMETRY, 4) as region:
         tier = slab_tier.SlabTier(file_config(tmp_path, CAPACITY), GEOMETRY, region)
-        before = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+        before = ResourceCount.take()  # threads of earlier tests may end meanwhile
         with monkeypatch.context() as patch:
             patch.setattr(SlabQuota, "make_room", failing)
             with pytest.raises(TierDown, match="Input/output error"):
                 tier.open(NAMESPACE, 0)
-        assert (threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))) == before
+        assert before.covers(ResourceCount.take())
         assert tier.open(NAMESPACE, 0) > 0
         tier.close()
 
