@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,7 +59,7 @@ class Pod:
     def __init__(self, directory: Path, container: str, endpoint: str, bucket: str) -> None:
         (deployment,) = (part for part in recorded(OVERLAY) if part["kind"] == "Deployment")
         self.spec: dict[str, Any] = deployment["spec"]["template"]["spec"]
-        self.container = container
+        self.container, self._directory = container, directory
         rights = self.spec["securityContext"]
         self.user = f"{rights['runAsUser']}:{rights['runAsGroup']}"
         self._places = {}
@@ -80,6 +82,15 @@ class Pod:
         secret = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
         return image.run_command(self.container, words, volumes | dict(more or {}), self.user, **env, **secret)
 
+    @cached_property
+    def model(self) -> Path:
+        """That of the other tests, which is root's."""
+        readable = self._directory / "model"
+        shutil.copytree(vllm_cpu.build_model(vllm_cpu.cache_directory() / "model"), readable)
+        for file in readable.iterdir():
+            file.chmod(0o644)
+        return readable
+
     def server(self, log: Path) -> PodServer:
         return PodServer(self, log)
 
@@ -94,8 +105,7 @@ class PodServer(VllmServer):
         args = [each.replace("$(MODEL)", str(MODEL)) for each in part["args"]]
         assert args != part["args"]
         words = [*image.entry_point(self._pod.container), *args, *options]
-        built = vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
-        return self._pod.command(part, words, {built.resolve(): f"{MODEL}:ro"})
+        return self._pod.command(part, words, {self._pod.model: f"{MODEL}:ro"})
 
 
 def tiers(endpoint: str, bucket: str) -> dict[str, Any]:
