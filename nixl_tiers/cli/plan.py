@@ -114,6 +114,9 @@ def plan(
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prompts in Mooncake's format: hits at other capacities.")
     ] = None,
+    trace_block: Annotated[
+        int, typer.Option(min=1, metavar="TOKENS", help="That an id in the trace stands for.")
+    ] = BLOCK_TOKENS,
     as_json: Json = False,
 ) -> int:
     """Say how many bytes of KV cache a token of this model has, how many tokens tiers hold, and how fast a tier has to
@@ -142,7 +145,7 @@ def plan(
     s3 = _requests(made, given, new_tokens_per_s, hit_rate, s3_prices) if new_tokens_per_s else None
     # Of a tier that is configured: half and twice its capacity, too.
     capacities = sorted({round(line.capacity * by) for line in lines for by in ((0.5, 1, 2) if given else (1,))})
-    replayed = [*_replayed(made, prompts, capacities)] if trace else None
+    replayed = [*_replayed(made, prompts, capacities, trace_block)] if trace else None
     if as_json:
         _print_json(made, lines, s3, replayed)
     else:
@@ -195,17 +198,19 @@ def _requests(
     return found
 
 
-def _replayed(made: Plan, prompts: Sequence[Prompt], capacities: Sequence[int]) -> Iterator[dict[str, float]]:
-    """With one tier of each capacity, least recently used first out."""
+def _replayed(
+    made: Plan, prompts: Sequence[Prompt], capacities: Sequence[int], block: int
+) -> Iterator[dict[str, float]]:
+    """With one tier of each capacity, least recently used first out. `block`: tokens of an id in the trace."""
     distinct = len({key for prompt in prompts for key in prompt.keys})
     seconds = prompts[-1].now_s - prompts[0].now_s if prompts else 0.0
     if seconds <= 0:
         raise InputError("--trace: its prompts are all of one time, so that there is no rate")
     groups, layers = made.kv.groups
-    block_bytes = BLOCK_TOKENS * groups * layers * made.kv.layer_bytes
+    block_bytes = block * groups * layers * made.kv.layer_bytes
     with progress("trace", len(capacities)) as bar:
         for capacity in capacities:
-            rows = min(distinct, made.tokens([capacity]) // BLOCK_TOKENS)
+            rows = min(distinct, made.tokens([capacity]) // block)
             if rows:
                 found = replay(prompts, rows)
                 day = found.stored * block_bytes * 86400 / seconds

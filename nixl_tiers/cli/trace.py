@@ -1,7 +1,7 @@
 """Replays a trace of prompts in Mooncake's format through the real core, in virtual time and without I/O.
 
-One JSON object a line: `timestamp` in ms, `hash_ids`: the prompt's chain of blocks of BLOCK_TOKENS tokens. Each request
-looks its chain up until a miss, loads what it hit, and stores the rest; its hits are the leading run of its blocks.
+One JSON object a line: `timestamp` in ms, `hash_ids`: the prompt's chain of blocks. Each request looks its chain
+up until a miss, loads what it hit, and stores the rest; its hits are the leading run of its blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nixl_tiers.cli.output import InputError
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 
-BLOCK_TOKENS: Final = 512
+BLOCK_TOKENS: Final = 512  # of a block in Mooncake's own traces
 ROW_BYTES: Final = 4096  # nothing is moved
 
 

@@ -345,6 +345,19 @@ def test_trace_tells_hits_and_writes_at_other_capacities(
     assert [each["written_bytes_per_day"] for each in found] == pytest.approx([4 * day, 8 * day, 4 * day])
 
 
+def test_trace_of_smaller_blocks_fits_more_of_them(
+    answer: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "examine", lambda *given, **_: iter([not_tried(NAME, "")]))
+    prompts = trace(tmp_path, [1, 2], [3, 4], [1, 2], [3, 4])
+    capacity = 2 * (512 * 131_072 + 8 * 4096)  # two blocks of 512 tokens, four of 256
+    config = {"tiers": [{"type": "cpu", "capacity": capacity}]}
+    found = answer(LLAMA_8B, json.dumps(config), "--trace", str(prompts), "--trace-block", "256")["trace"]
+    assert [each["hits"] for each in found] == [0.0, 0.5, 0.5]
+    day = 86400 / 3 * 256 * 131_072
+    assert [each["written_bytes_per_day"] for each in found] == pytest.approx([8 * day, 4 * day, 4 * day])
+
+
 def test_trace_without_time_has_no_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", saved(tmp_path, LLAMA_8B), "--trace", str(trace(tmp_path, [1, 2]))]) == BAD_INPUT
     assert "--trace: its prompts are all of one time" in capsys.readouterr().err
