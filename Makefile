@@ -9,6 +9,7 @@
 #   make torture ONLY=flipped-byte  failures that users reported, on vLLM's own tiers, LMCache and these; without ONLY an
 #                                   hour; as root. Writes bench/results/torture.json and docs/internals/torture.md
 #   make matrix VERSIONS='0.31.0'    the tests of the vLLM face with other versions of vLLM, whose wheels it downloads
+#   make prometheus                 Prometheus for the tests that want it, on Debian
 #   make docs                       the documentation as HTML, in docs/_build
 #   make dist                       sdist, wheel and SBOM in dist/, checked: docs/internals/releasing.md; `make archives`
 #                                   makes the first two and needs no more than Python 3.11
@@ -50,7 +51,7 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # Where it is set, as in many container images, each process that a test starts compiles all of our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: all setup compiled lint format docs archives dist check-dist test t test-all faults stress torture matrix fuzz soak test-gds demo bench bench-server clean distclean
+.PHONY: all setup compiled lint format docs archives dist check-dist test t test-all faults stress torture matrix fuzz soak test-gds demo bench bench-server prometheus clean distclean
 all: lint test
 
 setup: $(VENV)/.ready
@@ -143,6 +144,15 @@ T :=
 t: $(VENV)/.ready
 	@test -n "$(T)" || { echo 'make t T=tests/core/test_breaker.py: a file, a directory or a test'; exit 2; }
 	@$(PY) -m pytest -q -m '$(FAST)' $(T) $(PYTEST_ARGS)
+
+# For tests/test_monitoring.py and the tests of alerts, which skip without. Unpacked, so that no service starts.
+PROMETHEUS := .cache/prometheus/usr/bin/promtool
+prometheus: $(PROMETHEUS)
+$(PROMETHEUS):
+	@mkdir -p .cache/prometheus
+	@cd .cache/prometheus && { timeout 60 apt-get -qq download prometheus || \
+	    { timeout 60 apt-get -qq update && timeout 60 apt-get -qq download prometheus; }; } && \
+	    dpkg-deb -x prometheus_*.deb . && rm -f prometheus_*.deb
 
 # Compiles the tests and what they import, which else every worker of pytest does for itself, and the first engine for
 # vLLM. Says nothing: what cannot be imported fails in `test`.

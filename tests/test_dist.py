@@ -340,9 +340,11 @@ def test_workflows_and_issue_forms_name_what_there_is() -> None:
     """That GitHub takes them is not shown: `check-jsonschema --builtin-schema vendor.github-workflows`, by hand."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for path in (ROOT / ".github/workflows").iterdir():
-        called = set(re.findall(r"\bmake ([a-z-]+)", re.sub(r"#.*", "", path.read_text())))
-        assert called
+        text = re.sub(r"#.*", "", path.read_text())
+        called, scripts = set(re.findall(r"\bmake ([a-z-]+)", text)), re.findall(r"run: (\.\S+)", text)
+        assert called or scripts
         assert called <= targets, path
+        assert all(os.access(ROOT / each, os.X_OK) for each in scripts)
     form = (ROOT / ".github/ISSUE_TEMPLATE/report.yml").read_text()
     commands = set(re.findall(r"label: nixl-tiers (\w+) --json", form))
     assert commands == {"doctor", "report"}

@@ -358,6 +358,22 @@ def test_trace_of_smaller_blocks_fits_more_of_them(
     assert [each["written_bytes_per_day"] for each in found] == pytest.approx([8 * day, 4 * day, 4 * day])
 
 
+@pytest.mark.parametrize(
+    ("option", "lacks"),
+    [
+        (["--hit-rate", "0.5"], "--new-tokens-per-s"),
+        (["--s3-prices", "0.005", "0.0004"], "--new-tokens-per-s"),
+        (["--trace-block", "64"], "--trace"),
+    ],
+    ids=lambda given: given[0] if isinstance(given, list) else "",
+)
+def test_option_that_says_nothing_alone_is_refused(
+    option: list[str], lacks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", saved(tmp_path, LLAMA_8B), *option]) == BAD_INPUT
+    assert f"{option[0]}: says nothing without {lacks}\n" in capsys.readouterr().err
+
+
 def test_trace_without_time_has_no_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", saved(tmp_path, LLAMA_8B), "--trace", str(trace(tmp_path, [1, 2]))]) == BAD_INPUT
     assert "--trace: its prompts are all of one time" in capsys.readouterr().err
