@@ -54,15 +54,15 @@ class Prometheus:
 
     def scrape(self) -> None:
         """Return when it has what the target shows now."""
-        now = time.time()
+        began_s = time.time()
 
         def scraped_s() -> float:
-            return max(
-                (at for values in self.series("timestamp(up)", time.time(), time.time()).values() for at in values),
-                default=0,
-            )
+            now_s = time.time()
+            # Not those to which the target answered too late.
+            found = self.series("timestamp(up) and up == 1", now_s, now_s)
+            return max((at for values in found.values() for at in values), default=0)
 
-        until(lambda: scraped_s() > now, "a scrape", 120)
+        until(lambda: scraped_s() > began_s, "a scrape", 120)
 
     def series(self, query: str, start: float, end: float) -> Series:
         """Every second's values, by labels. A query that Prometheus refuses raises HTTPError."""
