@@ -68,7 +68,7 @@ def test_a_bad_configuration_is_one_sentence(offloading_config: Build, extra: di
         NixlTiersSpec(offloading_config(extra))
     assert "\n" not in str(raised.value)
     assert "hunter2" not in str(raised.value)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # one of another test's may just have ended
 
 
 @pytest.mark.parametrize(
