@@ -34,7 +34,9 @@ HALF = CHUNKS // 2
 PROMPTS = [[(7 * i * i + 3 * i + 11 * n) % 500 + 1 for i in range(CHUNKS * CHUNK_TOKENS + 9)] for n in range(10)]
 ANSWER = 6
 TRANSFER = {"kv_connector": "NixlTiersConnector", "kv_load_failure_policy": "recompute"}
-PREFILL = 500  # tokens a second: a chunk takes longer to compute than to load, and a stopped mover is late after 1.3 s
+# Tokens a second: a chunk takes longer to compute than a busy machine's mover to load, and a stopped one is late after
+# 6.5 s.
+PREFILL = 100
 LEARN: list[list[Any]] = [["evict"], ["generate", [PROMPTS[0]], ANSWER]]  # what the tier gives with its mover running
 EACH: list[list[Any]] = [["generate", [prompt], ANSWER] for prompt in PROMPTS]
 SETTINGS: dict[str, Any] = {
