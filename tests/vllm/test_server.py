@@ -304,6 +304,35 @@ def is_measured_by_the_bench(server: VllmServer, tmp_path: Path) -> None:
     assert cli.main(["report", url]) == 0
 
 
+@pytest.mark.slow
+def test_the_bench_says_which_tier_answers_came_from(tmp_path: Path) -> None:
+    """Of more prefixes than the engine's own cache holds: host memory, and files after a restart."""
+    prefixes, blocks = 6, 4
+    shape = ["--prefixes", str(prefixes), "--tokens", str(blocks * vllm_cpu.BLOCK_TOKENS), "--seed", "7"]
+
+    def measured(server: VllmServer, rounds: int) -> dict[str, int]:
+        out = tmp_path / f"bench-{rounds}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sources, "SETTLE_S", 60.0)
+            url = f"http://127.0.0.1:{server.port}"
+            assert cli.main(["bench", url, *shape, "--rounds", str(rounds), "--out", str(out)]) == 0
+        found = json.loads((out / "bench.json").read_text())["sources"]
+        return {source: each["requests"] for source, each in found.items()}
+
+    few = ["--num-gpu-blocks-override", "18"]
+    with serve(tmp_path, *few) as server:
+        assert measured(server, 2) == {"computed": prefixes, "cpu": prefixes}
+
+        def is_written() -> bool:
+            server.poke()
+            return server.metrics().total("nixl_tiers:chunks", tier="file") >= prefixes * blocks
+
+        until(is_written, "all of it in files", timeout_s=300)
+    with serve(tmp_path, *few) as server:
+        until(lambda: server.metrics().total("nixl_tiers:up", tier="file"), "the file tier", timeout_s=300)
+        assert measured(server, 1) == {"file": prefixes}
+
+
 def idles_without_cpu(server: VllmServer, watcher: Prometheus | None) -> dict[int, str]:
     """Returns its processes."""
     assert server._process is not None
