@@ -163,7 +163,7 @@ def test_what_a_server_has_computed_is_a_hit_after_its_restart_and_in_another_po
         server.start(lambda: None)
         assert hits(server, computed) == {"file"}
         (part,) = first.spec["containers"]
-        report = first.command(part, ["nixl-tiers", "report", f"http://127.0.0.1:{server.port}"])
+        report = first.command(part, ["nixl-tiers", "report", server.url])
         assert "file" in subprocess.run(report, check=True, stdout=subprocess.PIPE, text=True).stdout
 
     second = Pod(tmp_path / "second", container, seaweedfs.endpoint, bucket)

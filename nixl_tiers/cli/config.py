@@ -6,7 +6,7 @@ import json
 import shlex
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -117,11 +117,11 @@ def config(
     if not elsewhere:
         found += [*warnings_here(read), *_beyond_the_disk(read)]
         there += stored(read, release)
-    command = serve_command(source, model)
+    command, blocks = serve_command(source, model), _blocks(read, elsewhere)
     if as_json:
         answer = {
             "valid": True,
-            "sections": [block for _, block in _blocks(read, elsewhere)],
+            "sections": [block for _, block in blocks],
             "warnings": found,
             "command": command,
             "vllm": release,
@@ -133,7 +133,7 @@ def config(
     for warning in found:
         print(f"warning: {warning}")
     print()
-    print("\n".join(_summary(read, elsewhere)))
+    print("\n".join(_summary(blocks)))
     print(f"start vLLM with it\n  {command}\n")
     if there:
         print(
@@ -205,9 +205,9 @@ def serve_command(source: str, model: str = "") -> str:
     return f"vllm serve {shlex.quote(model) if model else 'MODEL'} {_OPTION} {shlex.quote(json.dumps(whole))}"
 
 
-def _summary(read: TiersConfig, elsewhere: bool) -> list[str]:
+def _summary(blocks: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
     lines: list[str] = []
-    for title, block in _blocks(read, elsewhere):
+    for title, block in blocks:
         widest = max((len(name) for name in block["fields"]), default=0)
         lines.append(title)
         for name, field in block["fields"].items():

@@ -128,12 +128,12 @@ def plan(
     Of models whose KV cache is not known (recurrent layers, kinds that were not compared with vLLM) it says so, with
     exit code 2, instead of a number.
     """
-    for option, given_for, base in (
-        ("--hit-rate", hit_rate, "--new-tokens-per-s"),
-        ("--s3-prices", s3_prices, "--new-tokens-per-s"),
-        ("--trace-block", trace_block != BLOCK_TOKENS, "--trace"),
+    for option, is_given, base, has_base in (
+        ("--hit-rate", hit_rate, "--new-tokens-per-s", new_tokens_per_s),
+        ("--s3-prices", s3_prices, "--new-tokens-per-s", new_tokens_per_s),
+        ("--trace-block", trace_block != BLOCK_TOKENS, "--trace", trace),
     ):
-        if given_for and not (trace if base == "--trace" else new_tokens_per_s):
+        if is_given and not has_base:
             raise InputError(f"{option}: says nothing without {base}")
     if kv_dtype not in DTYPES:
         raise InputError(f"--kv-dtype: the bytes of {kv_dtype} are not known here: {FROM_THE_LOG}")

@@ -120,6 +120,10 @@ class VllmServer:
         """On the loopback interface."""
         return self._port
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
     def log_tail(self, lines: int = 25) -> str:
         """The last lines of its log."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
@@ -153,7 +157,7 @@ class VllmServer:
         return vllm_cpu.serve_command(self._model, *options)
 
     def _client(self) -> Client:
-        return Client(f"http://127.0.0.1:{self._port}", ANSWER_S)
+        return Client(self.url, ANSWER_S)
 
     def _healthy(self) -> bool:
         try:

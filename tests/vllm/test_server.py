@@ -294,14 +294,18 @@ def counts_hits(server: VllmServer, tmp_path: Path) -> None:
 
 def is_measured_by_the_bench(server: VllmServer, tmp_path: Path) -> None:
     """And reported, by the commands, as an operator would."""
-    url = f"http://127.0.0.1:{server.port}"
     shape = ["--prefixes", "2", "--rounds", "2", "--tokens", str(2 * vllm_cpu.BLOCK_TOKENS)]
+    assert benched(server, tmp_path / "bench", *shape) == {"computed": 2, "gpu": 2}
+    assert cli.main(["report", server.url]) == 0
+
+
+def benched(server: VllmServer, out: Path, *shape: str) -> dict[str, int]:
+    """How many answers came from which source."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "SETTLE_S", 60.0)  # a busy server's counters may take a while
-        assert cli.main(["bench", url, *shape, "--out", str(tmp_path / "bench")]) == 0
-    found = json.loads((tmp_path / "bench/bench.json").read_text())
-    assert {source: each["requests"] for source, each in found["sources"].items()} == {"computed": 2, "gpu": 2}
-    assert cli.main(["report", url]) == 0
+        assert cli.main(["bench", server.url, *shape, "--out", str(out)]) == 0
+    found = json.loads((out / "bench.json").read_text())["sources"]
+    return {source: each["requests"] for source, each in found.items()}
 
 
 @pytest.mark.slow
@@ -310,18 +314,9 @@ def test_the_bench_says_which_tier_answers_came_from(tmp_path: Path) -> None:
     prefixes, blocks = 6, 4
     shape = ["--prefixes", str(prefixes), "--tokens", str(blocks * vllm_cpu.BLOCK_TOKENS), "--seed", "7"]
 
-    def measured(server: VllmServer, rounds: int) -> dict[str, int]:
-        out = tmp_path / f"bench-{rounds}"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sources, "SETTLE_S", 60.0)
-            url = f"http://127.0.0.1:{server.port}"
-            assert cli.main(["bench", url, *shape, "--rounds", str(rounds), "--out", str(out)]) == 0
-        found = json.loads((out / "bench.json").read_text())["sources"]
-        return {source: each["requests"] for source, each in found.items()}
-
     few = ["--num-gpu-blocks-override", "18"]
     with serve(tmp_path, *few) as server:
-        assert measured(server, 2) == {"computed": prefixes, "cpu": prefixes}
+        assert benched(server, tmp_path / "stored", *shape, "--rounds", "2") == {"computed": prefixes, "cpu": prefixes}
 
         def is_written() -> bool:
             server.poke()
@@ -330,7 +325,7 @@ def test_the_bench_says_which_tier_answers_came_from(tmp_path: Path) -> None:
         until(is_written, "all of it in files", timeout_s=300)
     with serve(tmp_path, *few) as server:
         until(lambda: server.metrics().total("nixl_tiers:up", tier="file"), "the file tier", timeout_s=300)
-        assert measured(server, 1) == {"file": prefixes}
+        assert benched(server, tmp_path / "restarted", *shape, "--rounds", "1") == {"file": prefixes}
 
 
 def idles_without_cpu(server: VllmServer, watcher: Prometheus | None) -> dict[int, str]:

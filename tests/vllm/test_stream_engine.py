@@ -148,12 +148,8 @@ def test_an_engine_that_dies_with_a_stream_open_leaves_its_rows_and_nothing_else
     tier = files_tier(tmp_path / "kv", "256MiB")
     with pytest.raises(AssertionError, match=f"^{-signal.SIGKILL}:"):
         asked(engine, small_model, tier, streamed(0, "die"), env={MARK: mark})
-
-    def movers() -> bool:
-        return any("nixl_tiers/mover" in line for line in processes_with_mark(mark).values())
-
     # The mover whose rows the stream waits for is stopped: Linux wakes what nobody else could any more.
-    until(lambda: not movers(), "the movers to end", timeout_s=TIMEOUT_S)
+    until(lambda: "nixl_tiers/mover" not in str(processes_with_mark(mark)), "the movers to end", timeout_s=TIMEOUT_S)
     assert shared_memory_names() <= names
 
     cold = engine(None, *EACH, path=small_model, **SETTINGS)
