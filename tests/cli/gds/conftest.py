@@ -19,23 +19,17 @@ SPIN_S = 0.5
 SOURCE = Path(__file__).parent / "fake_gds.c"
 
 
-def build(folder: Path) -> Path | None:
-    """The folder, now with libcuda.so.1 and libcufile.so.0 in it, or None where there is no C compiler."""
+@pytest.fixture(scope="session")
+def fake_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with libcuda.so.1 and libcufile.so.0."""
     compiler = shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        return None
+        pytest.skip("no C compiler")
+    folder = tmp_path_factory.mktemp("fake_gds")
     library = folder / "libcufile.so.0"
     flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror"]
     subprocess.run([compiler, *flags, "-o", str(library), str(SOURCE)], check=True)
     (folder / "libcuda.so.1").symlink_to(library)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def fake_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = build(tmp_path_factory.mktemp("fake_gds"))
-    if folder is None:
-        pytest.skip("no C compiler")
     return folder
 
 

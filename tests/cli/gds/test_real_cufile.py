@@ -1,4 +1,4 @@
-"""The doctor and the bench's direct path on NVIDIA's cuFile and NIXL's plugin, the real ones, and the fake CUDA driver.
+"""The doctor on NVIDIA's cuFile and NIXL's plugin, the real ones, and the fake CUDA driver.
 
 cuFile compatibility mode, no GPU: says nothing about GPU-direct speed.
 """
@@ -10,13 +10,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.gds_paths import Setup
 from nixl_tiers.cli.gds.verdict import EXIT_CODES, Kind
 from tests.support.no_gpu import NoGpu
 from tests.swap.fake_gpu import as_cuda
@@ -83,21 +81,3 @@ def test_missing_udev_record_is_named(doctor: Doctor, cufile_place: Path) -> Non
     assert code == EXIT_CODES[Kind.UNAVAILABLE]
     assert "error 5027 (the file could not be looked at: a udev record is missing)" in found["reason"]
     assert any("udev property not found" in line for line in found["steps"]["host"]["log"])
-
-
-def test_direct_path_of_the_bench_delivers_rows_unchanged(no_gpu: NoGpu, cufile_place: Path, fake_cuda: Path) -> None:
-    """It compares every byte of a load before it says that it is ready."""
-    setup = Setup(str(cufile_place), 256 << 10, rows=16, depth=8, gpu=0)
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.gds_paths", "direct", json.dumps(asdict(setup))],
-        input="[4, 0]\n",
-        cwd=ROOT,
-        env=os.environ | no_gpu.environment(cufile_place, cuda=fake_cuda),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    ready, figures = map(json.loads, done.stdout.splitlines())
-    assert ready == {"label": "GDS_MT -> GPU memory"}, done.stderr
-    assert figures["loads"] == 5
