@@ -19,7 +19,7 @@ import nixl_tiers
 from nixl_tiers import cli
 from nixl_tiers.config import schema
 from nixl_tiers.config.warnings import warnings_of
-from tests.support.kubernetes import folder, kubectl, parts, recorded, render
+from tests.support.kubernetes import folder, render, rendered
 from tests.support.servers import MotoServer
 from tests.support.waiting import until, until_up
 
@@ -96,7 +96,7 @@ def test_eight_pods_are_those_of_the_overlay_with_one_larger_prefix() -> None:
     overlay = yaml.safe_load((place / "kustomization.yaml").read_text())
     assert set(overlay) == {"apiVersion", "kind", "resources", "replicas", "images", "configMapGenerator"}
     assert [(place / path).resolve() for path in overlay["resources"]] == [folder("retained")]
-    by_kind = {part["kind"]: part for part in recorded("retained")}
+    by_kind = {part["kind"]: part for part in rendered("retained")}
     (container,) = by_kind["StatefulSet"]["spec"]["template"]["spec"]["containers"]
     (image,) = overlay["images"]
     assert overlay["replicas"] == [{"name": by_kind["StatefulSet"]["metadata"]["name"], "count": 8}]
@@ -117,10 +117,7 @@ def test_eight_pods_are_those_of_the_overlay_with_one_larger_prefix() -> None:
 
 
 def test_eight_pods_are_rendered() -> None:
-    program = kubectl()
-    if program is None:
-        pytest.skip("needs kubectl")
-    (pods,) = (p for p in parts(render(program, EXAMPLES / "eight-pods")) if p["kind"] == "StatefulSet")
+    (pods,) = (part for part in render(EXAMPLES / "eight-pods") if part["kind"] == "StatefulSet")
     assert pods["spec"]["replicas"] == 8
     (container,) = pods["spec"]["template"]["spec"]["containers"]
     assert container["image"] == "registry.corp/vllm-nixl-tiers:1"

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from tests.support import image, vllm_cpu
-from tests.support.kubernetes import recorded
+from tests.support.kubernetes import rendered
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from tests.support.vllm_server import VllmServer
 from tests.support.waiting import until
@@ -57,7 +57,7 @@ class Pod:
     """The Deployment's pod: what the kubelet makes of its volumes, its secret and its user."""
 
     def __init__(self, directory: Path, container: str, endpoint: str, bucket: str) -> None:
-        (deployment,) = (part for part in recorded(OVERLAY) if part["kind"] == "Deployment")
+        (deployment,) = (part for part in rendered(OVERLAY) if part["kind"] == "Deployment")
         self.spec: dict[str, Any] = deployment["spec"]["template"]["spec"]
         self.container, self._directory = container, directory
         rights = self.spec["securityContext"]
@@ -109,7 +109,7 @@ class PodServer(VllmServer):
 
 
 def tiers(endpoint: str, bucket: str) -> dict[str, Any]:
-    (made,) = (part for part in recorded(OVERLAY) if part["kind"] == "ConfigMap")
+    (made,) = (part for part in rendered(OVERLAY) if part["kind"] == "ConfigMap")
     config: dict[str, Any] = yaml.safe_load(made["data"]["tiers.yaml"])
     for tier in config["tiers"]:
         tier["capacity"] = SMALLER[tier["type"]]

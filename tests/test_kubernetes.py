@@ -1,6 +1,5 @@
-"""docker/kubernetes/: what the API server would take, with parts that fit each other and our own configuration.
-
-All is tested on recorded renderings, and where kubectl is, that these are what it renders."""
+"""docker/kubernetes/, as kubectl renders it: what the API server would take, with parts that fit each other and our own
+configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ import yaml
 from nixl_tiers.config import schema
 from nixl_tiers.config.warnings import warnings_of
 from tests.support.dashboard import RULES, rules
-from tests.support.kubernetes import KUBERNETES, NAMES, ROOT, folder, kubectl, parts, recorded, render
+from tests.support.kubernetes import KUBERNETES, NAMES, ROOT, folder, kubectl, parts, render, rendered
 
 ENGINE_BYTES: Final = 32 << 30
 """The least that vLLM and the movers need beside the cpu tier."""
@@ -99,14 +98,14 @@ CUSTOM: Final = {
 
 
 def by_kind(name: str) -> dict[str, dict[str, Any]]:
-    found = {part["kind"]: part for part in recorded(name)}
-    assert len(found) == len(recorded(name))
+    found = {part["kind"]: part for part in rendered(name)}
+    assert len(found) == len(rendered(name))
     return found
 
 
 def set_of(name: str) -> dict[str, Any]:
     """The spec of its Deployment or StatefulSet."""
-    (spec,) = (part["spec"] for part in recorded(name) if "template" in part.get("spec", ()))
+    (spec,) = (part["spec"] for part in rendered(name) if "template" in part.get("spec", ()))
     assert isinstance(spec, dict)
     return spec
 
@@ -149,15 +148,6 @@ def size(quantity: str) -> int:
     return int(quantity.removesuffix("Gi")) << 30
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_recorded_renderings_are_what_kubectl_renders(name: str) -> None:
-    """Else run `python -m tests.support.kubernetes`, and look at what has changed."""
-    found = kubectl()
-    if found is None:
-        pytest.skip("needs kubectl")
-    assert parts(render(found, folder(name))) == recorded(name)
-
-
 def test_every_kustomization_is_rendered() -> None:
     assert {file.parent for file in KUBERNETES.rglob("kustomization.yaml")} == set(map(folder, NAMES))
 
@@ -165,7 +155,7 @@ def test_every_kustomization_is_rendered() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_published_schemas_take_it(name: str) -> None:
     validator = pytest.importorskip("kubernetes_validate")
-    for part in recorded(name):
+    for part in rendered(name):
         if part["kind"] in CUSTOM:
             jsonschema.validate(part, CUSTOM[part["kind"]])
         else:
@@ -368,8 +358,7 @@ def test_command_of_the_guide_is_what_kubectl_takes(command: list[str], tmp_path
     """Those that make something are run for their output only, those on a cluster until they find none."""
     places = [ROOT / word for word in command if word.startswith("docker/kubernetes/")]
     assert all(place.parent == KUBERNETES / "overlays" and place.is_dir() for place in places)
-    if kubectl() is None:
-        pytest.skip("needs kubectl")
+    program = kubectl()
     (tmp_path / "kv-s3.env").write_text("AWS_ACCESS_KEY_ID=a\nAWS_SECRET_ACCESS_KEY=b\n")
     (tmp_path / "credentials").write_text("[default]\n")
     (tmp_path / "docker").symlink_to(ROOT / "docker")
@@ -377,7 +366,7 @@ def test_command_of_the_guide_is_what_kubectl_takes(command: list[str], tmp_path
     dry = ["--dry-run=client", "-o", "yaml"] if verb(command) == "create" else []
     if verb(command) in ON_A_CLUSTER:
         dry = ["--server=http://127.0.0.1:1"]
-    words = [command[0], *dry, *command[1:]]
+    words = [program, *dry, *command[1:]]
     done = subprocess.run(words, check=False, capture_output=True, text=True, cwd=tmp_path, env=nowhere)
     if verb(command) in ON_A_CLUSTER:
         assert "refused" in done.stderr, done.stderr
@@ -414,13 +403,11 @@ def test_guide_names_what_was_not_run() -> None:
 
 def overlaid(place: Path, overlay: Mapping[str, Any]) -> dict[str, Any]:
     """What an overlay beside a copy of docker/kubernetes renders, by kind; Kubernetes' schemas take it."""
-    program, validator = kubectl(), pytest.importorskip("kubernetes_validate")
-    if program is None:
-        pytest.skip("needs kubectl")
+    validator = pytest.importorskip("kubernetes_validate")
     shutil.copytree(KUBERNETES, place / "kubernetes")
     (place / "kustomization.yaml").write_text(json.dumps(overlay))
     (place / "tiers.yaml").write_text("tiers: [{type: cpu, capacity: 1GiB}]\n")
-    made = {part["kind"]: part for part in parts(render(program, place))}
+    made = {part["kind"]: part for part in render(place)}
     for part in made.values():
         validator.validate(part, validator.latest_version(), strict=True)
     return made
