@@ -88,6 +88,7 @@ lint: $(VENV)/.ready
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-logo
+	$(PY) docs/check.py
 
 format: $(VENV)/.ready
 	$(PY) -m ruff check --fix .

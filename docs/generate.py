@@ -202,14 +202,20 @@ def _number(kind: Kind, name: str) -> str:
 
 def results() -> str:
     """A section a measurement that has a table for the page, and the others by name; two have pages of their own."""
-    read = {
-        file.name: json.loads(file.read_text())
-        for file in sorted(RESULTS.glob("*.json"))
-        if file not in (FAULTS, TORTURE)
-    }
+    read = {file.name: _result(file) for file in sorted(RESULTS.glob("*.json")) if file not in (FAULTS, TORTURE)}
     shown = {name: result for name, result in read.items() if any(map(_is_shown, result["tables"]))}
     others = "".join(f"- `{name}`: {result['title']}\n" for name, result in read.items() if name not in shown)
     return "\n".join([*(_measurement(*named) for named in shown.items()), f"## In files only\n\n{others}"])
+
+
+def _result(file: Path) -> Any:
+    """Raises ValueError unless it says what, where and when, and each row has its columns."""
+    result = json.loads(file.read_text())
+    if missing := {"title", "machine", "date", "tables"} - result.keys():
+        raise ValueError(f"{file.name} lacks {', '.join(sorted(missing))}")
+    if any(len(row) != len(table["columns"]) for table in result["tables"] for row in table["rows"]):
+        raise ValueError(f"{file.name} has a row of another length than its columns")
+    return result
 
 
 def _measurement(name: str, result: Mapping[str, Any]) -> str:
@@ -335,7 +341,10 @@ def comparison() -> str:
 
 
 def _cell(cell: Mapping[str, Any]) -> str:
-    """The answer, for which version, how it is known, and what limits it."""
+    """The answer, for which version, how it is known, and what limits it. Raises ValueError for a cell that would be
+    shown in part."""
+    if cell["is"] not in {"yes", "no", "option"} or not cell.keys() <= {"is", "version", "link", "note", "tried"}:
+        raise ValueError(f"{COMPARISON.name}: {cell}")
     if cell["link"] == "not found":
         source = "not found"
     else:

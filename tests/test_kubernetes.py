@@ -313,12 +313,6 @@ def test_monitoring_has_the_usual_label_and_all_rules() -> None:
     assert group["rules"] == rules()
 
 
-def test_rules_of_the_operator_are_those_of_their_generator() -> None:
-    """Else run `make format`."""
-    made = runpy.run_path(str(KUBERNETES / "rules.py"))
-    assert made["text"]() == made["FILE"].read_text()
-
-
 def test_runbooks_become_links_to_where_the_documents_are_served() -> None:
     """Also once more, at another address."""
     linked = runpy.run_path(str(KUBERNETES / "rules.py"))["linked"]
