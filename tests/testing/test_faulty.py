@@ -11,9 +11,9 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Key, Outcome
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.testing.conformance import NOT_OURS, SMALL, StorageTierTests
+from nixl_tiers.testing.conformance import NOT_OURS, SMALL
 from nixl_tiers.testing.faulty import Fault, FaultPlan, FaultyTier, Rule, Way
-from nixl_tiers.testing.medium import Medium, Rig, keys
+from nixl_tiers.testing.medium import Rig, keys
 from nixl_tiers.tiers.base import StorageTier
 from tests.tiers.media import Memory
 
@@ -27,20 +27,6 @@ class FaultyMemory(Memory):
             return super(FaultyMemory, self).make(geometry, region, capacity_bytes)
 
         return FaultyTier(inner, geometry, region, self.plan)
-
-
-class TestFaultyStorageWithoutFaults(StorageTierTests):
-    @pytest.fixture
-    def medium(self) -> Medium:
-        return FaultyMemory()
-
-
-class TestFaultyStorageThatIsOnlySlow(StorageTierTests):
-    """Reports come late and in another order than batch_ids were given."""
-
-    @pytest.fixture
-    def medium(self) -> Medium:
-        return FaultyMemory(plan=FaultPlan((Rule(Fault.SLOW, chance=0.3, delay_s=0.005),), seed=5))
 
 
 @contextmanager

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from nixl_tiers.base.chunk import Geometry, Key, Outcome, object_name
-from nixl_tiers.config.schema import FileConfig, S3Config
+from nixl_tiers.base.chunk import Geometry, Key, object_name
+from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.testing.config import MemoryConfig
 from nixl_tiers.testing.medium import Medium
 from nixl_tiers.testing.memory import MemoryMedium, MemoryTier
-from nixl_tiers.tiers.base import EndedMoves, Entry, FinishedBatch, Move, StorageTier
-from nixl_tiers.tiers.rowfile.loader import RowFileLoader
+from nixl_tiers.tiers.base import StorageTier
 from nixl_tiers.tiers.rowfile.tier import RowFileTier
-from nixl_tiers.tiers.s3.loader import S3Loader
 from nixl_tiers.tiers.s3.tier import S3Tier
-from nixl_tiers.tiers.slab.loader import SlabLoader
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import shard_dir
 from tests.support.disks import disk_bytes
@@ -62,7 +58,7 @@ class SlabFiles(Medium):
 
     path: Path
     staging: Literal["auto", "on"] = "auto"
-    backend: Literal["auto", "posix", "native", "gds_mt"] = "auto"
+    backend: Literal["auto", "posix", "gds_mt"] = "auto"
     erases: ClassVar[bool] = False
     keeps_recency: ClassVar[bool] = True
     exact: ClassVar[bool] = False
@@ -111,16 +107,13 @@ class RowFiles(Medium):
     """A directory of row files."""
 
     path: Path
-    staging: Literal["auto", "on"] = "auto"
-    backend: Literal["auto", "posix", "native", "gds_mt"] = "auto"
+    backend: Literal["auto", "posix", "gds_mt"] = "auto"
     physical_slots: ClassVar[bool] = False
     exact: ClassVar[bool] = False  # names in directories are counted ahead
 
     def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
-        return RowFileTier(self._config(capacity_bytes), geometry, region)
-
-    def _config(self, capacity_bytes: int) -> FileConfig:
-        return file_config(self.path, capacity_bytes, layout="files", staging=self.staging, backend=self.backend)
+        config = file_config(self.path, capacity_bytes, layout="files", backend=self.backend)
+        return RowFileTier(config, geometry, region)
 
     def read(self, namespace: bytes, slot: int, key: Key) -> bytes:
         return self._row(namespace, key).read_bytes()
@@ -154,18 +147,14 @@ class Objects(Medium):
     server: S3Server
     bucket: str
     prefix: str
-    movers: ClassVar[int] = 1
     physical_slots: ClassVar[bool] = False
 
     def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
-        tier = S3Tier(self._config(capacity_bytes), geometry, region)
+        where = {"bucket": self.bucket, "prefix": self.prefix, "endpoint": self.server.endpoint}
+        tier = S3Tier(S3Config(type="s3", capacity=capacity_bytes, movers=1, **where), geometry, region)
         # One engine: another would have to wait for the lease to expire if a busy machine is too late to hand it over.
         tier.identify("engine")
         return tier
-
-    def _config(self, capacity_bytes: int) -> S3Config:
-        where = {"bucket": self.bucket, "prefix": self.prefix, "endpoint": self.server.endpoint}
-        return S3Config(type="s3", capacity=capacity_bytes, movers=self.movers, **where)
 
     def read(self, namespace: bytes, slot: int, key: Key) -> bytes:
         body: bytes = self.server.client().get_object(**self._at(namespace, key))["Body"].read()
@@ -193,118 +182,3 @@ class Objects(Medium):
         pages: Any = self.server.client().get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix)
         objects = (found for page in pages for found in page.get("Contents", ()))
         return [found["Size"] for found in objects if found["Key"].count("/") > 1]
-
-
-class BesideLoader(StorageTier):
-    """A tier whose loads go by a loader beside it, as the core sends them. What the loader finds bad it is told to
-    delete."""
-
-    def __init__(self, tier: StorageTier, loader: StorageTier) -> None:
-        self.tier = tier
-        self.loader = loader
-        self._batches: dict[tuple[StorageTier, int], tuple[int, Sequence[Move]]] = {}
-        self._ended: list[EndedMoves] = []
-        self._last = 0
-
-    def open(self, namespace: bytes, epoch: int) -> int:
-        slots = self.tier.open(namespace, epoch)
-        self.loader.opening = self.tier.opening
-        self.loader.open(namespace, epoch)
-        return slots
-
-    def close(self) -> None:
-        self.loader.close()
-        self.tier.close()
-
-    def store(self, moves: Sequence[Move]) -> int:
-        return self._begun(self.tier, self.tier.store(moves), moves)
-
-    def load(self, moves: Sequence[Move]) -> int:
-        return self._begun(self.loader, self.loader.load(moves), moves)
-
-    def _begun(self, tier: StorageTier, batch: int, moves: Sequence[Move]) -> int:
-        self._last += 1
-        self._batches[tier, batch] = self._last, moves
-        return self._last
-
-    def poll(self) -> list[FinishedBatch]:
-        finished = []
-        for tier in (self.tier, self.loader):
-            done = tier.poll()
-            ended = tier.ended_moves()
-            self._ended += [EndedMoves(self._batches[tier, each.batch_id][0], each.outcomes) for each in ended]
-            for batch in done:
-                number, moves = self._batches.pop((tier, batch.batch_id))
-                bad = zip(moves, batch.outcomes, strict=True) if tier is self.loader else ()
-                self.delete([(move.slot, move.key) for move, end in bad if end in {Outcome.CORRUPT, Outcome.MISSING}])
-                finished.append(FinishedBatch(number, batch.outcomes))
-        return finished
-
-    def ended_moves(self) -> Sequence[EndedMoves]:
-        ended, self._ended = self._ended, []
-        return ended
-
-    def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
-        self.tier.delete(entries)
-
-    def touch(self, slots: Sequence[int], ticks: Sequence[int]) -> None:
-        self.tier.touch(slots, ticks)
-
-    @property
-    def busy(self) -> bool:
-        return self.tier.busy or self.loader.busy
-
-    @property
-    def poll_s(self) -> float:
-        return min((tier.poll_s for tier in (self.tier, self.loader) if tier.busy), default=0.0)
-
-    def list_rows(self) -> Iterator[Sequence[Entry]]:
-        return self.tier.list_rows()
-
-    def maintain(self) -> Iterator[list[Entry]]:
-        return self.tier.maintain()
-
-    @property
-    def maintain_s(self) -> float | None:
-        return self.tier.maintain_s
-
-    @property
-    def relist_s(self) -> float | None:
-        return self.tier.relist_s
-
-    @property
-    def slots(self) -> int | None:
-        return self.tier.slots
-
-    @property
-    def used_bytes(self) -> int:
-        return self.tier.used_bytes + self.loader.used_bytes
-
-
-@dataclass
-class LoadedBeside(SlabFiles):
-    """The same, loaded by a mover beside the one that stores."""
-
-    def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
-        config = file_config(self.path, capacity_bytes, staging=self.staging, backend=self.backend)
-        return BesideLoader(SlabTier(config, geometry, region), SlabLoader(config, geometry, region))
-
-
-@dataclass
-class RowFilesLoadedBeside(RowFiles):
-    """The same of row files."""
-
-    def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
-        loader = RowFileLoader(self._config(capacity_bytes), geometry, region)
-        return BesideLoader(super().make(geometry, region, capacity_bytes), loader)
-
-
-@dataclass
-class ObjectsLoadedBeside(Objects):
-    """The same of objects."""
-
-    movers: ClassVar[int] = 2
-
-    def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
-        loader = S3Loader(self._config(capacity_bytes), geometry, region)
-        return BesideLoader(super().make(geometry, region, capacity_bytes), loader)

@@ -8,22 +8,10 @@ import pytest
 
 from nixl_tiers.testing.conformance import StorageTierTests
 from nixl_tiers.testing.medium import Medium
-from tests.tiers.media import RowFiles, RowFilesLoadedBeside
+from tests.tiers.media import RowFiles
 
 
 class TestFilesStorage(StorageTierTests):
     @pytest.fixture
     def medium(self, tmp_path: Path) -> Medium:
         return RowFiles(tmp_path)
-
-
-class TestStagedFilesStorage(StorageTierTests):
-    @pytest.fixture
-    def medium(self, tmp_path: Path) -> Medium:
-        return RowFiles(tmp_path, staging="on")
-
-
-class TestFilesStorageWithALoader(StorageTierTests):
-    @pytest.fixture
-    def medium(self, tmp_path: Path) -> Medium:
-        return RowFilesLoadedBeside(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 from nixl_tiers.testing.conformance import StorageTierTests
 from nixl_tiers.testing.medium import Medium
 from tests.support.servers import S3Server
-from tests.tiers.media import Objects, ObjectsLoadedBeside
+from tests.tiers.media import Objects
 
 
 class TestObjectStorage(StorageTierTests):
@@ -23,16 +23,3 @@ class TestObjectStorage(StorageTierTests):
     ) -> Medium:
         s3_credentials(s3_server)
         return Objects(s3_server, s3_bucket(s3_server), s3_prefix)
-
-
-class TestObjectStorageWithALoader(StorageTierTests):
-    @pytest.fixture
-    def medium(
-        self,
-        fast_s3: S3Server,
-        s3_credentials: Callable[[S3Server], None],
-        s3_bucket: Callable[[S3Server], str],
-        s3_prefix: str,
-    ) -> Medium:
-        s3_credentials(fast_s3)
-        return ObjectsLoadedBeside(fast_s3, s3_bucket(fast_s3), s3_prefix)
