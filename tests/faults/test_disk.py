@@ -20,12 +20,11 @@ from tests.faults.interposer import Interposer
 from tests.faults.rig import HOST, TIMEOUT_S, FaultRig
 from tests.faults.test_mover import matrix
 from tests.support.disks import run, tmpfs
-from tests.support.file_tier import file_tier
+from tests.support.file_tier import LAYOUTS, file_tier
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(900)
 
-LAYOUTS = ("slabs", "slabs by NIXL", "files")
 FAULTS: dict[str, Callable[[Interposer], None]] = {
     "disk full": Interposer.fail_with_enospc,
     "I/O errors (EIO)": Interposer.fail_with_eio,
@@ -40,7 +39,7 @@ UNMARKED: set[tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize(("fault", "layout"), matrix(tuple(FAULTS), LAYOUTS, unmarked=UNMARKED))
+@pytest.mark.parametrize(("fault", "layout"), matrix(tuple(FAULTS), tuple(LAYOUTS), unmarked=UNMARKED))
 def test_disk_fault(file_rig: Callable[..., FaultRig], disk: Interposer, fault: str, layout: str) -> None:
     inject(file_rig(fault, layout), disk, fault)
 
@@ -80,7 +79,7 @@ def test_worker_that_is_stuck_is_ended_by_the_deadline_of_its_job(
     assert all(reason.startswith(("a job is overdue", "too many rows are stuck")) for reason in found), found
 
 
-@pytest.mark.parametrize("layout", ["slabs", *(pytest.param(name, marks=pytest.mark.faults) for name in LAYOUTS[1:])])
+@pytest.mark.parametrize("layout", ["slabs", pytest.param("files", marks=pytest.mark.faults)])
 def test_io_errors_from_the_start(file_rig: Callable[..., FaultRig], disk: Interposer, layout: str) -> None:
     rig = file_rig("I/O errors (EIO), from the start", layout)
     disk.fail_with_eio()

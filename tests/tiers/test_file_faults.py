@@ -21,16 +21,13 @@ CAPACITY = 24 << 20
 ROWS = 24
 
 
-@pytest.fixture(params=[*LAYOUTS, *(f"{layout}, staged" for layout in LAYOUTS), "slabs, by NIXL"])
+@pytest.fixture(params=list(LAYOUTS))
 def layout(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def mover_on(path: Path, layout: str = "slabs", capacity: int = CAPACITY) -> MoverProcess:
-    name, _, how = layout.partition(", ")
-    staging, backend = "on" if how == "staged" else "off", "posix" if how == "by NIXL" else "auto"
-    tier = LAYOUTS[name](path, capacity, staging=staging, backend=backend)
-    return MoverProcess(tier, GEOMETRY, ROWS)
+def mover_on(path: Path, layout: str = "slabs") -> MoverProcess:
+    return MoverProcess(LAYOUTS[layout](path, CAPACITY, staging="off"), GEOMETRY, ROWS)
 
 
 def stored(mover: MoverProcess, rows: int = ROWS) -> MoverProcess:
@@ -72,7 +69,7 @@ def test_deleted_directory_is_made_again(tmp_path: Path, layout: str) -> None:
 
 
 def _root(place: Path, layout: str) -> Path:
-    return place if layout.startswith("files") else shard_dir(place).parent
+    return place if layout == "files" else shard_dir(place).parent
 
 
 def test_tier_is_down_until_a_missing_parent_is_back(tmp_path: Path, layout: str) -> None:
