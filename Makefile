@@ -159,8 +159,11 @@ $(PROMETHEUS):
 compiled: $(VENV)/.ready
 	@$(PY) -m pytest --collect-only -qq >/dev/null 2>&1 || true
 
+# A failed test of tests/system is run twice more: tests/support/retries.py.
+FLAKY := test-out/flaky.json
 test-all: $(VENV)/.ready
-	$(PY) -m pytest $(PYTEST_ARGS)
+	@rm -f $(FLAKY)
+	$(PY) -m pytest --flaky-log $(FLAKY) $(PYTEST_ARGS)
 
 # Takes half an hour, more on a slow machine.
 faults: $(VENV)/.ready
@@ -219,7 +222,7 @@ bench-server: $(VENV)/.ready
 	    --megabytes 1024 --out bench-out/server $(BENCH_ARGS)
 
 clean:
-	rm -rf build dist docs/_build demo-out bench-out gds-report *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis nixl_tiers/*/*.so nixl_tiers/*/*/*.so nixl_tiers/swap/*.fatbin
+	rm -rf build dist docs/_build demo-out bench-out test-out gds-report *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis nixl_tiers/*/*.so nixl_tiers/*/*/*.so nixl_tiers/swap/*.fatbin
 	find nixl_tiers tests bench demo -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
