@@ -127,7 +127,7 @@ dist: archives
 # Of what lies in dist/.
 check-dist: export PATH := $(PATH):$(CURDIR)/$(DIST_TOOLS)/bin
 check-dist: $(VENV)/.ready $(DIST_TOOLS)/.ready
-	NIXL_TIERS_DIST=dist $(PY) -m pytest -q tests/test_dist.py
+	NIXL_TIERS_DIST=dist $(PY) -m pytest -q tests/system/test_dist.py
 	$(PY) -m tools.sbom dist/*.whl dist/sbom.cdx.json
 
 # First what needs vLLM, which only these two workers import: each has its engines compute on a core of its own, where no
@@ -146,7 +146,7 @@ t: $(VENV)/.ready
 	@test -n "$(T)" || { echo 'make t T=tests/core/test_breaker.py: a file, a directory or a test'; exit 2; }
 	@$(PY) -m pytest -q -m '$(FAST)' $(T) $(PYTEST_ARGS)
 
-# For tests/test_monitoring.py and the tests of alerts, which skip without. Unpacked, so that no service starts.
+# For tests/system/test_monitoring.py and the tests of alerts, which skip without. Unpacked, so that no service starts.
 PROMETHEUS := .cache/prometheus/usr/bin/promtool
 prometheus: $(PROMETHEUS)
 $(PROMETHEUS):
@@ -168,7 +168,7 @@ test-all: $(VENV)/.ready
 
 # Takes half an hour, more on a slow machine.
 faults: $(VENV)/.ready
-	NIXL_TIERS_FAULTS_TABLE=bench/results/faults.json $(PY) -m pytest tests/faults $(PYTEST_ARGS); tests=$$?; \
+	NIXL_TIERS_FAULTS_TABLE=bench/results/faults.json $(PY) -m pytest tests/system/faults $(PYTEST_ARGS); tests=$$?; \
 	    $(PY) docs/generate.py && exit $$tests
 
 # All cells of the stress test, 500 requests each. STRESS_SEED=n repeats a run.

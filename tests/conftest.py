@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     # Imported at run time only if a server is used: a GPU machine that runs `-m gpu` may have only torch.
     from tests.support.servers import MotoServer, RunningServer, S3Server, SeaweedServer
 
-pytest_plugins = ["tests.support.order", "tests.support.retries"]
+pytest_plugins = ["tests.support.pure", "tests.support.order", "tests.support.retries"]
 if importlib.util.find_spec("hypothesis"):  # not installed where only `-m gpu` runs
     pytest_plugins += ["tests.support.replay"]
 

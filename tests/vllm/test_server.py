@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 HOST_ROWS = 8  # about 2.8 MiB each: little more than one prompt
 IDLE_S = 5.0
 WINDOW_S = 60  # of Prometheus' rates
-# What no request and no fault of this test can bring about: what such a query asks for. tests/test_monitoring.py does.
+# What no request and no fault of this test can bring about: what such a query asks for. test_monitoring.py does.
 NOT_SHOWN = {
     "existence_checks_total": "a shared prefix",
     "huge_page_bytes": "a machine that has huge pages",
