@@ -173,7 +173,7 @@ faults: $(VENV)/.ready
 
 # All cells of the stress test, 500 requests each. STRESS_SEED=n repeats a run.
 stress: $(VENV)/.ready
-	$(PY) -m pytest tests/vllm/test_stress.py -m stress -s $(PYTEST_ARGS)
+	$(PY) -m pytest tests/system/vllm/test_stress.py -m stress -s $(PYTEST_ARGS)
 
 # Results that a run does not measure stay; RESUME=1 goes on with an interrupted run of the same commit. Another OUT
 # leaves the page as it is.

@@ -51,7 +51,7 @@ MATRIX: Final = RESULTS / "matrix.json"
 FEATURES: Final = Path(__file__).with_name("features.toml")
 COMPARISON: Final = Path(__file__).with_name("comparison.toml")
 PROJECTS: Final = {"ours": "nixl_tiers", "vllm": "vLLM's tiers", "lmcache": "LMCache", "kvbm": "KVBM (Dynamo)"}
-TESTS: Final = Path(__file__).parents[1] / "tests/vllm"  # that features.toml names
+TESTS: Final = [Path(__file__).parents[1] / place for place in ("tests/vllm", "tests/system/vllm")]  # of features.toml
 BLOCK: Final = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 MODELS: Final[Mapping[str, type[BaseModel]]] = {"cpu": CpuConfig, "file": FileConfig, "s3": S3Config}
 # By the schema's own validators, and by pydantic's plain types.
@@ -354,11 +354,12 @@ def _cell(cell: Mapping[str, Any]) -> str:
 
 
 def runs_an_engine(test: str) -> bool:
-    """Whether a test of tests/vllm, as file.py::name, has the marker `vllm`. KeyError if it does not exist."""
+    """Whether a test of the vLLM face, as file.py::name, has the marker `vllm`. KeyError if it does not exist."""
     name, _, function = test.partition("::")
-    tree = ast.parse((TESTS / name).read_text()).body
-    functions = {node.name: node for node in tree if isinstance(node, ast.FunctionDef)}
-    marks = [*functions[function].decorator_list, *(node for node in tree if isinstance(node, ast.Assign))]
+    trees = [ast.parse((place / name).read_text()).body for place in TESTS if (place / name).exists()]
+    found = {node.name: (node, tree) for tree in trees for node in tree if isinstance(node, ast.FunctionDef)}
+    definition, tree = found[function]
+    marks = [*definition.decorator_list, *(node for node in tree if isinstance(node, ast.Assign))]
     return any("pytest.mark.vllm" in ast.unparse(mark) for mark in marks)
 
 

@@ -10,13 +10,13 @@ from typing import Final
 import pytest
 
 LONG: Final = (
-    "tests/vllm/test_engine.py",
-    "tests/vllm/test_server.py",
-    "tests/vllm/test_stress.py",
-    "tests/vllm/test_stream_engine.py",
-    "tests/vllm/test_torture.py",
+    "tests/system/vllm/test_engine.py",
+    "tests/system/vllm/test_server.py",
+    "tests/system/vllm/test_stress.py",
+    "tests/system/vllm/test_stream_engine.py",
+    "tests/system/vllm/test_torture.py",
     "tests/vllm/test_connector.py",
-    "tests/vllm/test_compatibility.py",
+    "tests/system/vllm/test_compatibility.py",
     "tests/system/integration/test_kill_pairs.py",
     "tests/system/tiers/s3/test_conformance.py",
     "tests/core/test_mutants.py",
@@ -43,10 +43,10 @@ LONG: Final = (
     "tests/system/test_monitoring.py",
     "tests/system/test_dist.py",
     "tests/system/tiers/s3/test_commands.py",
-    "tests/vllm/test_events.py",
+    "tests/system/vllm/test_events.py",
     "tests/core/test_eviction.py",
     "tests/system/integration/test_corruption.py",
-    "tests/vllm/test_worker.py",
+    "tests/system/vllm/test_worker.py",
     "tests/core/test_announced.py",
 )
 """Those that take five seconds and more, the longest first: `pytest --durations=0` says it."""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import pwd
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +14,8 @@ from nixl_tiers.swap import kernels
 from nixl_tiers.swap.kernels import CAPACITIES, THREADS, CompileError, Nvrtc
 from nixl_tiers.swap.submit import TILE_BYTES, first_parts, parts_of
 from tests.swap.conftest import ROOT
-from tests.swap.scenario import assert_same, random_scenario, scenario_of
-from tests.system.swap.test_sanitized import SANITIZE
+from tests.swap.scenario import scenario_of
+
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 
 

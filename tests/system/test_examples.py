@@ -12,9 +12,12 @@ from typing import Final
 
 import numpy as np
 import pytest
+import yaml
 
 import nixl_tiers
-from tests.support.kubernetes import render
+from nixl_tiers.config import schema
+from nixl_tiers.config.warnings import warnings_of
+from tests.support.kubernetes import folder, render, rendered
 from tests.support.servers import MotoServer
 from tests.support.waiting import until, until_up
 from tests.test_examples import EXAMPLES, ROOT
@@ -71,3 +74,28 @@ def test_eight_pods_are_rendered() -> None:
     assert pods["spec"]["replicas"] == 8
     (container,) = pods["spec"]["template"]["spec"]["containers"]
     assert container["image"] == "registry.corp/vllm-nixl-tiers:1"
+
+
+def test_eight_pods_are_those_of_the_overlay_with_one_larger_prefix() -> None:
+    place = EXAMPLES / "eight-pods"
+    overlay = yaml.safe_load((place / "kustomization.yaml").read_text())
+    assert set(overlay) == {"apiVersion", "kind", "resources", "replicas", "images", "configMapGenerator"}
+    assert [(place / path).resolve() for path in overlay["resources"]] == [folder("retained")]
+    by_kind = {part["kind"]: part for part in rendered("retained")}
+    (container,) = by_kind["StatefulSet"]["spec"]["template"]["spec"]["containers"]
+    (image,) = overlay["images"]
+    assert overlay["replicas"] == [{"name": by_kind["StatefulSet"]["metadata"]["name"], "count": 8}]
+    assert container["image"].startswith(f"{image['name']}:")
+    (files,) = overlay["configMapGenerator"]
+    assert by_kind["ConfigMap"]["metadata"]["name"].startswith(files["name"])
+    assert (files["behavior"], files["files"]) == ("replace", list(by_kind["ConfigMap"]["data"]))
+    before = schema.load(folder("retained") / "tiers.yaml")
+    after = schema.load(place / "tiers.yaml")
+    assert warnings_of(after) == []
+    assert after.cpu == before.cpu, "else limits.memory does not fit"
+    assert after.storage[0] == before.storage[0]
+    ours, theirs = after.storage[1], before.storage[1]
+    assert isinstance(ours, schema.S3Config)
+    assert ours.shared
+    assert ours.model_copy(update={"capacity": theirs.capacity}) == theirs
+    assert ours.capacity == 4 * theirs.capacity

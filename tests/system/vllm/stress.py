@@ -28,7 +28,7 @@ from typing import Any
 from nixl_tiers.store import TieredStore
 from tests.support import vllm_cpu
 from tests.support.waiting import until_up
-from tests.vllm.faults_beside import Faults, WatchedStreams
+from tests.system.vllm.faults_beside import Faults, WatchedStreams
 
 TIE = 1e-4
 SAME = 1e-4  # without tiers it is some 1e-6

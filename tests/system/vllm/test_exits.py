@@ -38,7 +38,7 @@ def serve(place: Path, environment: dict[str, str], tiers: list[dict[str, Any]])
     options = ["--max-model-len", "2048"]
     if tiers:
         options += ["--kv-transfer-config", json.dumps(vllm_cpu.kv_transfer(tiers))]
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     environment = {
         **environment,
         "TMPDIR": str(place),

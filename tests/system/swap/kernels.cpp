@@ -5,7 +5,7 @@
  * it was where blocks were moved and poison elsewhere.
  */
 #define SWAP_HOST_DEVICE "host_device.h"
-#include "../../csrc/swap.cu"
+#include "../../../csrc/swap.cu"
 
 #include <cstdio>
 #include <cstdlib>

@@ -76,7 +76,7 @@ def serve(tmp_path: Path, *more: str, host: str = "128MiB") -> Iterator[VllmServ
         json.dumps(vllm_cpu.kv_transfer(tiers)),
         *more,
     ]
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     with VllmServer(model, options, {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": paths}, tmp_path / "log") as server:
         server.start(lambda: None)

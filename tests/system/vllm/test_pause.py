@@ -52,7 +52,7 @@ def server(moto: MotoServer, proxy: FaultProxy, tmp_path: Path) -> Iterator[Vllm
     ]
     options = ["--max-model-len", "2048", "--dtype", "float32", "--enable-prompt-tokens-details"]
     options += ["--kv-transfer-config", json.dumps(vllm_cpu.kv_transfer(tiers, wait_s=WAIT_S))]
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": paths, **moto.env}
     with VllmServer(model, options, environment, tmp_path / "log") as server:

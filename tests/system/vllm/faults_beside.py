@@ -19,7 +19,7 @@ from typing import Any
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.mover import restarts
-from tests.vllm.one_stream import supervisor_of
+from tests.system.vllm.one_stream import supervisor_of
 
 MOMENT_S = 0.03  # a fault comes so long after a stream has begun, at most
 STOPPED_S = 2.0  # a mover, at most

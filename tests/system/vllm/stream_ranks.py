@@ -21,8 +21,8 @@ from typing import Any
 from tests.support import vllm_cpu
 from tests.support.stream_copies import Disturbed, copy_at_once
 from tests.support.waiting import until, until_up
-from tests.vllm.one_stream import recorded, store_all
-from tests.vllm.run_engine import ask, evict, generate, ours, store_of
+from tests.system.vllm.one_stream import recorded, store_all
+from tests.system.vllm.run_engine import ask, evict, generate, ours, store_of
 
 STEPS = 20  # in which a late rank keeps the request
 

@@ -44,8 +44,8 @@ from nixl_tiers.store import TieredStore
 from tests.support import vllm_cpu
 from tests.support.leaks import reclaim_all_host_rows
 from tests.support.waiting import until, until_up
-from tests.vllm.one_stream import ask_stream
-from tests.vllm.stream_mutants import planted
+from tests.system.vllm.one_stream import ask_stream
+from tests.system.vllm.stream_mutants import planted
 
 
 def main(plan: dict[str, Any]) -> list[Any]:
@@ -96,7 +96,7 @@ def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
 
 
 def offline(llm: Any) -> list[Any]:
-    return list(runpy.run_path(str(Path(__file__).parents[2] / "examples/offline.py"))["ask"](llm))
+    return list(runpy.run_path(str(Path(__file__).parents[3] / "examples/offline.py"))["ask"](llm))
 
 
 def evict(llm: Any, store: Any) -> None:
