@@ -29,7 +29,7 @@ LONG: Final = (
     "tests/system/integration/test_ready.py",
     "tests/core/test_stateful.py",
     "tests/system/integration/test_faults.py",
-    "tests/vllm/test_kv_bytes.py",
+    "tests/system/vllm/test_kv_bytes.py",
     "tests/system/integration/test_members.py",
     "tests/system/tiers/rowfile/test_shared.py",
     "tests/system/integration/test_exits.py",
