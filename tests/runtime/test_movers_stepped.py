@@ -164,6 +164,8 @@ class Rig:
 def movers(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMovers]:
     movers = FakeMovers()
     movers.install(monkeypatch)
+    # Between two steps of a listing the supervisor lets others have the lock.
+    monkeypatch.setattr("nixl_tiers.runtime.mover_link.time", SimpleNamespace(sleep=lambda _: None))
     yield movers
     movers.release()
 
