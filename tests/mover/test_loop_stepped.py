@@ -338,6 +338,18 @@ class TestWhatEndsTheLoop:
         assert rig.turn() is True
         assert seconds(rig.received()) == [Finished(1, OK, 0.0)]
 
+    def test_stop_waits_for_a_coordinator_that_is_behind(self, rig: Rig) -> None:
+        rig.open()
+        rig.send(CheckExistence(0, [b"key"], chain=False))
+        while not rig.mover.send_queue:
+            rig.mover.send_queue.send(ExistenceChecked(0, [bytes(100)] * 100))
+        rig.mover.receive(Stop())
+        rig.turns(10)
+        assert rig.mover.stopping
+        assert len(rig.received()) > 1
+        assert rig.turn() is None, "what could be sent was sent in this turn"
+        assert rig.turn() is True
+
     @pytest.mark.parametrize("fd", [ENGINE_FD, SIGTERM_FD], ids=["the engine is dead", "SIGTERM"])
     def test_at_once_though_the_socket_is_open_and_jobs_run(self, rig: Rig, fd: int) -> None:
         """As where a forked child of the engine holds the other end."""
