@@ -212,6 +212,7 @@ class TestALateJob:
         assert rig.look_up(KEYS[0]) is Lookup.PENDING
         rig.pass_time(1.0)
         assert rig.look_up(KEYS[0]) is Lookup.MISS
+        assert rig.look_up(KEYS[0], "another") is Lookup.MISS, "nobody else waits for it"
         assert rig.mover.kills == 0
 
     def test_keeps_its_row_from_others_until_the_mover_is_done_with_it(self, rig: Rig) -> None:

@@ -19,7 +19,7 @@ from nixl_tiers.tiers.s3 import usage as usage_module
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.janitor import COUNTER_NAME, MAX_DELETES, USAGE_NAME, Janitor, JanitorIntervals
 from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS
-from nixl_tiers.tiers.s3.usage import UploadQuota, Usage
+from nixl_tiers.tiers.s3.usage import Account, UploadQuota, Usage
 from tests.tiers.s3.memory_bucket import LISTING, NAMES, ROW, Bucket, failed, lost
 
 CAPACITY_ROWS = 64
@@ -104,11 +104,14 @@ class TestTheBudget:
         budget = CAPACITY_ROWS + (count - 1) * WINDOW_ROWS
         failing = chance.choice([0.0, 0.0, 0.05, 0.2])
 
-        def fail(request: str) -> None:
+        def meanwhile(request: str) -> None:
+            """Before a request, and before its answer."""
+            if chance.random() < 0.1:
+                chance.choice(movers).end()
             if chance.random() < failing:
                 raise chance.choice([failed(503), lost()])
 
-        bucket.before = bucket.after = fail
+        bucket.before = bucket.after = meanwhile
         movers = [Mover(bucket, f"mover-{number}", budget) for number in range(count)]
         arrived = number = steps = 0
         while arrived < 6 * CAPACITY_ROWS:
@@ -189,6 +192,25 @@ class TestTheBudget:
             assert number < 1000, "out of names to delete, it lists"
         assert bucket.count(LISTING) > 1
 
+    def test_what_one_record_has_counted_no_later_one_forgets(self) -> None:
+        bucket = Bucket()
+        mover = Mover(bucket, "me")
+        mover.janitor._account = Account({"me": 5})
+
+        def replaced(record: Usage) -> Usage | None:
+            """What this janitor writes in place of another's record."""
+            bucket.store(f"p/{USAGE_NAME}", record.encode())
+            mover.janitor._read_usage()
+            mover.janitor._write_usage()
+            return bucket.usage
+
+        assert replaced(Usage(50, {"me": 9})) == Usage(4, {"me": 9})
+        late = Usage(50, {"me": 9, "late": 7})
+        bucket.store(f"p/{COUNTER_NAME}late", b"7")
+        assert replaced(late) == late, "this janitor's listing began before that mover"
+        del bucket.objects[f"p/{COUNTER_NAME}late"]
+        assert replaced(late) == Usage(4, {"me": 9}), "a mover that is long gone"
+
 
 class TestWhatIsDeleted:
     def test_the_oldest_rows_of_any_namespace_and_nothing_that_is_no_row(self) -> None:
@@ -241,7 +263,7 @@ class TestWhatIsDeleted:
         """Also in an answer without an error of its own."""
         bucket = Bucket()
         rows = fill(bucket, CAPACITY_ROWS)
-        bucket.delete_errors = tuple({"Key": name, "Code": code} for name in rows)
+        bucket.delete_errors = tuple({"Key": name, "Code": code} for name in rows[: 2 * WINDOW_ROWS])
         mover = Mover(bucket, "me")
         mover.steps(4)
         assert bucket.usage == Usage(CAPACITY_ROWS * ROW, {"me": 0})
@@ -257,6 +279,28 @@ class TestWhatIsDeleted:
         mover = Mover(bucket, "me")
         mover.steps()
         assert bucket.usage == Usage((CAPACITY_ROWS - 2 * WINDOW_ROWS) * ROW, {"me": 0})
+
+    def test_nothing_more_when_another_has_the_lease(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        bucket = Bucket()
+        fill(bucket, CAPACITY_ROWS + 2 * MAX_DELETES)
+        one, two = Mover(bucket, "one"), Mover(bucket, "two")
+        held: list[bool] = []
+        delete = one.janitor._delete
+
+        def noted(victims: dict[str, int]) -> int:
+            held.append(one.janitor.holds_lease)
+            return delete(victims)
+
+        def stall(request: str) -> None:
+            if request == "DELETE rows" and len(held) == 1:
+                bucket.after = lambda _: None
+                two.steps(2, after_s=31.0)
+                assert two.janitor.holds_lease
+
+        monkeypatch.setattr(one.janitor, "_delete", noted)
+        bucket.after = stall
+        one.steps()
+        assert held == [True]
 
     def test_nothing_without_the_lease(self) -> None:
         bucket = Bucket()
