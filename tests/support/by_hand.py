@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Self
 
 
 class HandPool:
-    """In place of a `ThreadPoolExecutor`: `run` does what its threads would."""
+    """In place of a `ThreadPoolExecutor`: `run` does what its threads would. `at_once`: all of it, whenever something
+    is submitted."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
+        self.at_once = at_once
         self.submitted: list[tuple[Future[Any], Callable[[], Any]]] = []
         """In order, what has not run yet."""
+        self.was_waited_for = False
 
     def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
         self.submitted.append((future, lambda: work(*arguments)))
+        if self.at_once:
+            self.run()
         return future
+
+    def map(self, work: Callable[[Any], Any], given: Iterable[Any]) -> Iterator[Any]:
+        return map(work, given)
 
     def begin(self, count: int) -> list[tuple[Future[Any], Callable[[], Any]]]:
         """The next ones run, and can be cancelled no more; those that were cancelled are left out."""
@@ -38,7 +46,36 @@ class HandPool:
                 future.set_exception(error)
         return len(begun)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self.was_waited_for = wait
         if cancel_futures:
             for future, _ in self.submitted:
                 future.cancel()
+
+
+class HandThread:
+    """In place of a `threading.Thread`. `at_once`: it runs when it is started; else when it is waited for."""
+
+    def __init__(
+        self, target: Callable[..., object], args: tuple[Any, ...] = (), *, at_once: bool, **_: object
+    ) -> None:
+        self._target: Callable[[], object] | None = lambda: target(*args)
+        self._at_once = at_once
+
+    def start(self) -> None:
+        if self._at_once:
+            self.join()
+
+    def is_alive(self) -> bool:
+        return self._target is not None
+
+    def join(self, timeout_s: float | None = None) -> None:
+        target, self._target = self._target, None
+        if target is not None:
+            target()

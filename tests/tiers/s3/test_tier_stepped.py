@@ -396,4 +396,5 @@ class TestClose:
         tier.questions.begin(1)
         tier.tier.close()
         assert waited == [2.0, 2.0]
+        assert not tier.questions.was_waited_for
         assert not tier.control.idle
