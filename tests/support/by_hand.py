@@ -53,7 +53,7 @@ class HandPool:
         self.shutdown()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self.was_waited_for = wait
+        self.was_waited_for |= wait
         if cancel_futures:
             for future, _ in self.submitted:
                 future.cancel()
