@@ -27,9 +27,11 @@ from nixl_tiers.mover.protocol import (
     CheckExistence,
     ExistenceChecked,
     Finished,
+    Heartbeat,
     Listed,
     Load,
     Open,
+    Opened,
     Slots,
     Stop,
     Store,
@@ -428,6 +430,59 @@ class TestBlockingCalls:
         rig.stalls.clear()
         rig.end_jobs()
         assert rig.store.flush(2.0)
+
+    @pytest.mark.parametrize(("listed_after_s", "hit"), [(0.5 * WAIT_S, True), (2.0 * WAIT_S, False)])
+    def test_a_get_waits_for_a_listing_in_its_time(
+        self, rig: Rig, waits: Callable[[Rig], None], listed_after_s: float, hit: bool
+    ) -> None:
+        """The tier may hold any key until then."""
+        rig.medium = {KEYS[0]: 0}
+        rig.mover.read()
+        rig.mover.send(Heartbeat(0), Opened(0, 100))
+        rig.step()
+        waits(rig)
+        listed = [Listed(0, [Entry(0, KEYS[0], 1)], last=True)]
+
+        def answer() -> None:
+            if listed and rig.clock.now >= began_s + listed_after_s:
+                rig.mover.send(listed.pop())
+            rig.serve()
+
+        began_s, rig.stepped.meanwhile = rig.clock.now, answer
+        assert rig.store.get(KEYS[:1], np.zeros((1, CHUNK_BYTES), np.uint8)) == [hit]
+        assert rig.clock.now - began_s <= WAIT_S + 2 * POLL_S
+
+
+class TestAReset:
+    def test_nothing_of_before_is_a_hit(self, rig: Rig) -> None:
+        rig.open(KEYS)
+        assert rig.store.put([b"in host memory"], np.zeros((1, CHUNK_BYTES), np.uint8)) == 1
+        rig.coordinator.reset()
+        assert rig.coordinator.locate([*KEYS, b"in host memory"]) == [None] * 9
+        rig.medium = {}
+        rig.steps()
+        assert rig.coordinator.ready
+        assert rig.coordinator.locate([*KEYS, b"in host memory"]) == [None] * 9
+
+    def test_what_is_listed_late_of_before_is_none(self, rig: Rig) -> None:
+        rig.open()
+        rig.coordinator.reset()
+        rig.mover.send(Listed(0, [Entry(1, KEYS[0], 1)], last=True))
+        rig.step()
+        assert not rig.coordinator.ready
+        assert rig.coordinator.locate(KEYS[:1]) == [None]
+
+    def test_a_row_that_is_being_loaded_is_not_given_to_others_until_that_has_ended(self, rig: Rig) -> None:
+        rig.open(KEYS)
+        rows = rig.begin_load(KEYS[:1])
+        rig.coordinator.reset()
+        finish(rig.coordinator, "request")
+        rig.step()
+        assert rig.free_rows() == set(range(ROWS)).difference(rows)
+        rig.end_jobs()
+        rig.step()
+        assert rig.free_rows() == set(range(ROWS))
+        assert rig.coordinator.locate(KEYS[:1]) == [None]
 
 
 class TestQuestions:
