@@ -467,10 +467,14 @@ class TestAReset:
     def test_what_is_listed_late_of_before_is_none(self, rig: Rig) -> None:
         rig.open()
         rig.coordinator.reset()
-        rig.mover.send(Listed(0, [Entry(1, KEYS[0], 1)], last=True))
+        listed = Listed(0, [Entry(1, KEYS[0], 1)], last=True)
+        rig.mover.send(Heartbeat(0), Opened(0, 100), listed)
         rig.step()
         assert not rig.coordinator.ready
+        rig.mover.send(Heartbeat(0), Opened(rig.coordinator.namespace.epoch, 100))
+        rig.step()
         assert rig.coordinator.locate(KEYS[:1]) == [None]
+        assert rig.store.stats()["file"]["rows"] == 0
 
     def test_a_row_that_is_being_loaded_is_not_given_to_others_until_that_has_ended(self, rig: Rig) -> None:
         rig.open(KEYS)

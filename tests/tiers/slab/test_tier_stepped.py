@@ -55,6 +55,9 @@ def make(threads: Threads, clock: Clock, tmp_path: Path) -> Iterator[Callable[..
         return made[-1]
 
     yield make
+    for pool in threads.pools.values():  # a close waits for what runs
+        pool.at_once = True
+        pool.run()
     for each in made:
         each.close()
 
