@@ -27,7 +27,6 @@ from nixl_tiers.tiers.slab.worker import Moved, Worker
 from nixl_tiers.tiers.staging import BUFFER_BYTES, Buffer, DirectRows, StagedRows
 from tests.mover.harness import NAMESPACE, key_of
 from tests.support.file_tier import file_config
-from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(not module.available(), reason="the native worker was not built")
 
@@ -67,7 +66,9 @@ class Rig:
             slots = [(fd or self.fd, move.slot * self.geometry.row_bytes) for move in moves]
             steps = self.worker.move(moves, rows, slots, self.sealer, NOW + 0.5, write=write)
             condition = next(steps)
-            until(lambda: (self.worker.poll(), condition())[1], "a unit to end")
+            while not condition():
+                assert select.select([self.worker.fd], [], [], 60.0)[0], "a unit does not end"
+                self.worker.poll()
             try:
                 next(steps)
             except StopIteration as ended:
