@@ -58,8 +58,8 @@ def _no_start(thread: threading.Thread) -> None:
     _start(thread)
 
 
-time.sleep = _no_sleep
-threading.Thread.start = _no_start  # type: ignore[method-assign]
+time.sleep = _no_sleep  # type: ignore[assignment]
+threading.Thread.start = _no_start  # type: ignore[assignment,method-assign]
 
 
 def is_pure(item: pytest.Item) -> bool:
@@ -100,7 +100,8 @@ def nothing_but_computing(request: pytest.FixtureRequest) -> Iterator[None]:
     if not is_pure(request.node):
         yield
         return
-    _seen = seen = []
+    seen: list[str] = []
+    _seen = seen
     try:
         yield
     finally:
