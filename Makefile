@@ -168,8 +168,8 @@ REST := not (pure or smoke or stress) or (pure and slow)
 ENGINES := $(if $(filter 0,$(JOBS)),,-n 2 --dist loadfile --no-loadscope-reorder --own-core)
 test-all: test
 	@rm -f $(FLAKY)
-	$(PY) -m pytest $(NEED_VLLM:%=--ignore %) -n $(JOBS) --dist worksteal -m '$(REST)' --flaky-log $(FLAKY) $(PYTEST_ARGS); first=$$?; \
-	    $(PY) -m pytest $(NEED_VLLM) $(ENGINES) -m '$(REST)' --flaky-log $(FLAKY) $(PYTEST_ARGS) && exit $$first
+	$(PY) -m pytest $(NEED_VLLM:%=--ignore %) -n $(JOBS) --dist worksteal -m '$(REST)' --flaky-log=$(FLAKY) $(PYTEST_ARGS); first=$$?; \
+	    $(PY) -m pytest $(NEED_VLLM) $(ENGINES) -m '$(REST)' --flaky-log=$(FLAKY) $(PYTEST_ARGS) && exit $$first
 
 # Takes half an hour, more on a slow machine.
 faults: $(VENV)/.ready
