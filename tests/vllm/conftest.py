@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from tests.support.by_hand import HandPool
+
 
 @pytest.fixture(autouse=True)
 def ordinary_logging(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,3 +79,9 @@ def weights_folder(tmp_path: Path) -> Path:
     for number, value in enumerate(values):
         save_file({"w": torch.from_numpy(value)}, folder / f"model-{number}.safetensors")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def weights_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By no threads."""
+    monkeypatch.setattr("nixl_tiers.vllm.weights.ThreadPoolExecutor", lambda **_: HandPool(at_once=True))

@@ -22,10 +22,12 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.driver import Driver, NoDriver
 from nixl_tiers.tiers import staging_trial
 from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS, Record
-from tests.cli.test_doctor import named, objects, s3_tier, scratch_in
+from tests.cli.test_doctor import named, objects, quiet_machine, s3_tier, scratch_in
 from tests.support.file_tier import file_config, file_tier
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 from tests.support.servers import S3Server, SeaweedServer, free_ports
+
+__all__ = ["quiet_machine"]  # fixtures
 
 SLOW_MACHINE_S = 300.0
 

@@ -11,7 +11,9 @@ import pytest
 from nixl_tiers.cli.checks import tiers
 from nixl_tiers.cli.checks.finding import Finding
 from nixl_tiers.cli.checks.trial import NAME
-from tests.cli.test_plan import LLAMA_8B
+from tests.cli.test_plan import LLAMA_8B, answer, configured
+
+__all__ = ["answer", "configured"]  # fixtures
 
 
 def test_disk_is_tried_with_rows_of_the_plan_and_left_as_it_was(

@@ -8,7 +8,10 @@ from pathlib import Path
 
 from nixl_tiers.base.row_words import ARRIVED
 from nixl_tiers.memory.region import HostRegion
+from tests.memory.test_arrivals import region
 from tests.support.waiting import until
+
+__all__ = ["region"]  # fixtures
 
 
 def test_another_process_that_waits_for_the_bell_is_woken(region: HostRegion) -> None:

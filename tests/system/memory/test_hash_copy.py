@@ -7,7 +7,9 @@ import threading
 from xxhash import xxh3_64_digest
 
 from nixl_tiers.memory.seal import hash_copy
-from tests.memory.test_hash_copy import aligned
+from tests.memory.test_hash_copy import aligned, library, way
+
+__all__ = ["library", "way"]  # fixtures
 
 
 def test_digests_are_those_of_the_copy_while_the_source_changes(way: str) -> None:

@@ -17,7 +17,9 @@ from nixl_tiers.base.policies import HugePages
 from nixl_tiers.memory import pages
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
-from tests.memory.test_region import MiB
+from tests.memory.test_region import MiB, made
+
+__all__ = ["made"]  # fixtures
 
 
 def test_a_child_attaches_by_number(made: HostRegion) -> None:

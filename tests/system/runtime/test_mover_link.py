@@ -12,7 +12,10 @@ from nixl_tiers.core.types import Direction
 from nixl_tiers.mover.protocol import Down, Heartbeat, Listed, Opened, Refused
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.runtime.mover_link import MoverLink
+from tests.runtime.test_mover_link import beside_loaders, coordinator
 from tests.support.core import look_up
+
+__all__ = ["beside_loaders", "coordinator"]  # fixtures
 
 
 class _Blocked(logging.Handler):

@@ -3,7 +3,7 @@
  * driver CASE RESULT: CASE holds little-endian u64s (see test_sanitized.py), then engine and region bytes;
  * RESULT receives both as they are afterwards.
  */
-#include "../../csrc/swap_cpu.c"
+#include "../../../csrc/swap_cpu.c"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,9 +1,9 @@
 /* Streams under ThreadSanitizer: a mover's thread writes rows and says so, the core's lowers limits, and what opens,
  * cancels and closes streams checks what was copied. streams_driver SEED ROUNDS: exits with 0, or says what is wrong.
  */
-#include "../../csrc/arrive.c"
-#include "../../csrc/streams.c"
-#include "../../csrc/swap_cpu.c"
+#include "../../../csrc/arrive.c"
+#include "../../../csrc/streams.c"
+#include "../../../csrc/swap_cpu.c"
 
 #include <sched.h>
 #include <stdio.h>

@@ -13,7 +13,9 @@ from tests.swap.scenario import (
     assert_same,
     scenario_of,
 )
-from tests.swap.test_cuda import swap_of
+from tests.swap.test_cuda import machine, swap_of, with_kernels
+
+__all__ = ["machine", "with_kernels"]  # fixtures
 
 
 def test_threads_may_wait_for_each_others_transfers(machine: Callable[..., FakeGpu]) -> None:

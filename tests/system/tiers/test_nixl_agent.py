@@ -9,7 +9,9 @@ import pytest
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.nixl_agent import Agent, TransferState
 from tests.support.transfers import end
-from tests.tiers.test_nixl_agent import ROW
+from tests.tiers.test_nixl_agent import ROW, agent, path, region
+
+__all__ = ["agent", "path", "region"]  # fixtures
 
 
 def test_rows_round_trip(agent: Agent, region: HostRegion, path: Path) -> None:

@@ -16,7 +16,9 @@ pytest.importorskip("vllm")
 
 from tests.support.file_tier import file_tier
 from tests.support.waiting import until
-from tests.vllm.test_live import Page, manager_of
+from tests.vllm.test_live import Page, manager_of, page
+
+__all__ = ["page"]  # fixtures
 
 PARENT = """
     import multiprocessing, os, sys

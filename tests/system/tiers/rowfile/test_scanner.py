@@ -10,7 +10,9 @@ from nixl_tiers.base.chunk import object_name
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.quota import DirQuota
 from nixl_tiers.tiers.rowfile.scanner import DirScanner
-from tests.tiers.rowfile.test_scanner import BAD, KEYS, PATHS, ROW, known
+from tests.tiers.rowfile.test_scanner import BAD, KEYS, PATHS, ROW, _impossible, _rows, known, quota, scanner
+
+__all__ = ["_impossible", "_rows", "quota", "scanner"]  # fixtures
 
 
 @pytest.mark.usefixtures("_impossible")
