@@ -16,12 +16,13 @@ import numpy as np
 
 from nixl_tiers.base.chunk import Geometry, Key, Namespace, check_key
 from nixl_tiers.base.manifest import Description
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.fields import shown
 from nixl_tiers.config.schema import ConfigError, TiersConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.blocking import Interrupts, StallTimeout
-from nixl_tiers.runtime.coordinator import CLOSE_TIMEOUT_S, Coordinator
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store_get import StoreGet
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-READY_S: Final = 10.0  # of `open`, unless the configuration says otherwise
 PUT_KEYS: Final = 1024  # whose rows are allocated in one hold of the lock
 
 
@@ -39,11 +39,13 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
     namespace: str,
     *,
     description: str = "",
+    times: Times = PRODUCTION,
 ) -> TieredStore:
     """Open a store of chunks of `chunk_bytes` bytes each. Chunks put under another `namespace` are never found in it.
 
     config: a dict, JSON text, or the path of a .json, .yaml or .yml file.
     description: one line for people, kept beside the rows with the namespace's name (`nixl-tiers inspect` shows both).
+    times: for tests.
 
     Returns when each tier has listed what it holds, or is down, at the latest after `ready_s` of the configuration
     (default 10 s); see `TieredStore.wait_ready`. A tier that is down is retried while the store is open.
@@ -65,7 +67,10 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
     region.prefault()
     try:
         about = Description(model=namespace, note=description)
-        return TieredStore(Coordinator.open(checked, Namespace.of(facts), region, ready_s=READY_S, description=about))
+        namespaced, ready_s = Namespace.of(facts), times.ready_s
+        return TieredStore(
+            Coordinator.open(checked, namespaced, region, ready_s=ready_s, description=about, times=times)
+        )
     except BaseException:
         region.close()
         raise
@@ -245,10 +250,10 @@ class TieredStore:
         with self._call():
             self.coordinator.reset()
 
-    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Close the store. Moves that are running are finished, for at most `timeout_s` seconds. Chunks that are not
-        written to a storage tier yet are lost: `flush` first, or configure `flush_on_exit_s` for tiers with
-        `write: on_evict`. A second call, and one in a forked child, does nothing."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Close the store. Moves that are running are finished, for at most `timeout_s` seconds (default 10).
+        Chunks that are not written to a storage tier yet are lost: `flush` first, or configure `flush_on_exit_s` for
+        tiers with `write: on_evict`. A second call, and one in a forked child, does nothing."""
         self.coordinator.close(timeout_s)
 
     @property
