@@ -16,11 +16,12 @@ from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.rows import Row
 from nixl_tiers.core.types import Direction
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Down, Heartbeat, Listed, Open, Opened, Refused
+from nixl_tiers.mover.protocol import Down, Heartbeat, Listed, Open, Opened, Refused, decode_to_mover, packet_of
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.runtime.mover_link import MoverLink
 from tests.support.core import look_up
 from tests.support.file_tier import file_tier
+from tests.support.times import PATIENT
 
 GEOMETRY = Geometry(1, 60_000)
 
@@ -45,6 +46,16 @@ def beside_loaders(tmp_path: Path) -> Iterator[Coordinator]:
     """The same with two loaders (1 and 2)."""
     coordinator = _coordinator(tmp_path, movers=3)
     yield coordinator
+    coordinator._end()
+
+
+def test_movers_are_given_the_times_of_their_engine(tmp_path: Path) -> None:
+    config = configuration.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}, file_tier(tmp_path, "16MiB")]})
+    coordinator = Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, 4), times=PATIENT)
+    (configure,) = coordinator._link.supervisor._configures
+    packet = packet_of(configure)
+    assert packet is not None
+    assert decode_to_mover(packet).times == PATIENT  # type: ignore[union-attr]
     coordinator._end()
 
 
