@@ -39,13 +39,11 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
     namespace: str,
     *,
     description: str = "",
-    times: Times = PRODUCTION,
 ) -> TieredStore:
     """Open a store of chunks of `chunk_bytes` bytes each. Chunks put under another `namespace` are never found in it.
 
     config: a dict, JSON text, or the path of a .json, .yaml or .yml file.
     description: one line for people, kept beside the rows with the namespace's name (`nixl-tiers inspect` shows both).
-    times: for tests.
 
     Returns when each tier has listed what it holds, or is down, at the latest after `ready_s` of the configuration
     (default 10 s); see `TieredStore.wait_ready`. A tier that is down is retried while the store is open.
@@ -53,6 +51,18 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
     Raises ConfigError (one sentence) if the configuration can never work, RegionError (a RuntimeError) if
     the memory for the cpu tier cannot be allocated.
     """
+    return open_with(PRODUCTION, config, chunk_bytes, namespace, description=description)
+
+
+def open_with(
+    times: Times,
+    config: Mapping[str, Any] | str | Path | TiersConfig,
+    chunk_bytes: int,
+    namespace: str,
+    *,
+    description: str = "",
+) -> TieredStore:
+    """`open` with other times than production's, for tests."""
     checked = config if isinstance(config, TiersConfig) else configuration.load(_source(config))
     chunk_bytes = _chunk_bytes(chunk_bytes)
     _check_namespace(namespace)
@@ -67,10 +77,8 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
     region.prefault()
     try:
         about = Description(model=namespace, note=description)
-        namespaced, ready_s = Namespace.of(facts), times.ready_s
-        return TieredStore(
-            Coordinator.open(checked, namespaced, region, ready_s=ready_s, description=about, times=times)
-        )
+        name, ready_s = Namespace.of(facts), times.ready_s
+        return TieredStore(Coordinator.open(checked, name, region, ready_s=ready_s, description=about, times=times))
     except BaseException:
         region.close()
         raise
