@@ -51,17 +51,10 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
     Raises ConfigError (one sentence) if the configuration can never work, RegionError (a RuntimeError) if
     the memory for the cpu tier cannot be allocated.
     """
-    return open_with(PRODUCTION, config, chunk_bytes, namespace, description=description)
+    return open_with(PRODUCTION, config, chunk_bytes, namespace, description)
 
 
-def open_with(
-    times: Times,
-    config: Mapping[str, Any] | str | Path | TiersConfig,
-    chunk_bytes: int,
-    namespace: str,
-    *,
-    description: str = "",
-) -> TieredStore:
+def open_with(times: Times, config: Any, chunk_bytes: int, namespace: str, description: str = "") -> TieredStore:
     """`open` with other times than production's, for tests."""
     checked = config if isinstance(config, TiersConfig) else configuration.load(_source(config))
     chunk_bytes = _chunk_bytes(chunk_bytes)

@@ -21,7 +21,6 @@ class Times(msgspec.Struct, frozen=True):
     rendezvous_s: float = 60.0  # for scheduler and workers to meet
     rendezvous_answer_s: float = 2.0  # for one of them to answer: a stopped one must not block the rest
     nodes_s: float = 2.0  # for the other ranks to say on which NUMA nodes their GPUs are
-    listing_log_s: float = 10.0  # between two lines about a listing that is still running
 
     # --- the core (core/limits.py)
     late_job_s: float = 5.0  # at least, from a job's start to its soft deadline
@@ -40,7 +39,7 @@ class Times(msgspec.Struct, frozen=True):
 
     # --- tiers
     stores_held_s: float = 0.25  # by loads, before stores have their turn
-    disk_check_s: float = 1.0  # between two looks at what is open, and at its file system's room
+    disk_check_s: float = 1.0  # between two looks whether what is open is still what its path leads to
     lock_wait_s: float = 10.0  # for a path's lock, before opening says that it waits for it
     growth_overdue_s: float = 5.0  # stores wait for a growth, which waits for the processes that hold the path's lock
     growth_retry_s: float = 2.0  # between two tries to grow, when there was no room

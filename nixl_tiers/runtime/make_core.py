@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def make_core(
-    config: TiersConfig,
-    tenants: Tenants,
-    region: HostRegion,
-    limits: Limits | None = None,
-    times: Times = PRODUCTION,
+    config: TiersConfig, tenants: Tenants, region: HostRegion, limits: Limits | None = None, times: Times = PRODUCTION
 ) -> TierManager:
     """The core of these tiers, over the rows of `region`. `limits`: instead of what the others say."""
     quotas = tenants.shares

@@ -91,7 +91,7 @@ class MoverLink:
             for place, member in enumerate(tier_config.members)
         ]
         self.movers = [
-            MoverStatus(config.names[tier], name, member, self._log_queue.put, loader=loader, times=times)
+            MoverStatus(config.names[tier], name, member, self._log_queue.put, loader=loader)
             for tier, name, member, loader in movers
         ]
         self.changed: threading.Condition = changed

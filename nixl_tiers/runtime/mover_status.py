@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.schema import StorageConfig, format_size
 from nixl_tiers.runtime.tier_log import TierLog, Write
 
@@ -12,16 +11,7 @@ from nixl_tiers.runtime.tier_log import TierLog, Write
 class MoverStatus:
     """What one mover last reported of its medium. Guarded by the coordinator's lock."""
 
-    def __init__(
-        self,
-        tier: str,
-        name: str,
-        config: StorageConfig,
-        write: Write,
-        *,
-        loader: bool = False,
-        times: Times = PRODUCTION,
-    ) -> None:
+    def __init__(self, tier: str, name: str, config: StorageConfig, write: Write, *, loader: bool = False) -> None:
         """`tier`: its name; `name`: which of its movers this is, too. `loader`: whether it only loads."""
         self.tier = tier
         self.name = name
@@ -29,8 +19,7 @@ class MoverStatus:
         self.place = config.place
         self.capacity = 0 if loader else config.capacity  # bytes
         self.reads_only = config.write == "off"
-        capacity = "loads only" if loader else format_size(config.capacity)
-        self.log = TierLog(name, config.place, capacity, write, times.listing_log_s)
+        self.log = TierLog(name, config.place, "loads only" if loader else format_size(config.capacity), write)
         self.answered = loader  # opened, down or refused since the current namespace was sent; nobody waits for loaders
         self.opening = b""  # what it has opened last, for its loaders
         self.refusal = ""  # why the tier can never work as configured

@@ -15,7 +15,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.core.breaker import Breaker
 from nixl_tiers.core.types import Direction
 
@@ -25,6 +24,7 @@ RELAPSE_S: Final = 600.0  # an outage that begins so soon after the last one cou
 STEADY_S: Final = 60.0  # how long it must then work to count as up again; doubled up to RELAPSE_S
 REASONS: Final = 3  # further reasons that are logged in one outage
 LINES: Final = 64  # lines of a mover that are remembered, so that its successors do not repeat them
+LISTING_S: Final = 10.0  # between two lines about a listing that is still running
 
 _DIRECTIONS: Final = {Direction.LOAD: "loads from", Direction.STORE: "stores to"}
 
@@ -91,12 +91,9 @@ class Outage:
 
 
 class TierLog:
-    """Of one tier. `place` and `capacity` appear in the line at the start. `listing_log_s`: between two lines about a
-    listing that is still running."""
+    """Of one tier. `place` and `capacity` appear in the line at the start."""
 
-    def __init__(
-        self, name: str, place: str, capacity: str, write: Write, listing_log_s: float = PRODUCTION.listing_log_s
-    ) -> None:
+    def __init__(self, name: str, place: str, capacity: str, write: Write) -> None:
         self._write = write
         self._where = f"{name} tier ({place}, {capacity})"
         self._name = name
@@ -110,7 +107,6 @@ class TierLog:
         self.denials: Mapping[str, str] = {}
         """What the medium denies now: kind of request -> a sentence."""
         self._listed = False
-        self._listing_log_s = listing_log_s
         self._listing_at = 0.0
         self._lines: OrderedDict[str, None] = OrderedDict()
 
@@ -127,9 +123,9 @@ class TierLog:
             self._write(logging.INFO, f"nixl_tiers: the {self._where} is up, {found}")
 
     def listing(self, rows: int, now: float) -> None:
-        """The tier is being listed, with `rows` so far: one line every `listing_log_s`."""
+        """The tier is being listed, with `rows` so far: one line every LISTING_S."""
         if now >= self._listing_at:
-            self._listing_at = now + self._listing_log_s
+            self._listing_at = now + LISTING_S
             self._write(
                 logging.INFO,
                 f"nixl_tiers: the {self._name} tier is still being listed: {rows:,} rows so far; "
@@ -156,7 +152,7 @@ class TierLog:
     def up(self, now: float) -> None:
         """The mover has opened the medium, and begins to list it."""
         self._reason = ""
-        self._listing_at = now + self._listing_log_s
+        self._listing_at = now + LISTING_S
         self._tier.end(now)
 
     def watch(self, breakers: Mapping[Direction, Breaker], now: float) -> None:

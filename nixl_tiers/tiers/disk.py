@@ -44,6 +44,7 @@ shows which layout the path has. The names are part of the formats on disk."""
 PROBE: Final = re.compile(r"probe-[0-9a-f]{16}\.tmp")
 """The name of a file that is made for a moment, to learn what the file system can do."""
 
+MEASURE_S: Final = 1.0  # between two looks at a file system's room
 _PERMANENT: Final = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -198,15 +199,8 @@ class MountGuard:
 class FreeSpace:
     """What may still be taken of a file system, so that `min_free` stays free. Belongs on a thread that may wait."""
 
-    def __init__(
-        self,
-        path: Path,
-        min_free: int | str | None,
-        clock: Callable[[], float] = time.monotonic,
-        interval_s: float = PRODUCTION.disk_check_s,
-    ) -> None:
+    def __init__(self, path: Path, min_free: int | str | None, clock: Callable[[], float] = time.monotonic) -> None:
         """`min_free`: as configured. `clock`: seconds."""
-        self._interval_s = interval_s
         self._path = path
         self._min_free = min_free
         self._clock = clock
@@ -219,8 +213,8 @@ class FreeSpace:
 
     def lacks(self, nbytes: int) -> str:
         """One sentence if `nbytes` more would leave less than `min_free`; else "", and they count as taken. The file
-        system is asked at most every `interval_s`, and after `measure_again`. Raises OSError."""
-        if self._clock() - self._measured_at_s >= self._interval_s:
+        system is asked at most once a second, and after `measure_again`. Raises OSError."""
+        if self._clock() - self._measured_at_s >= MEASURE_S:
             self._measure()
         self.problem = ""
         if nbytes > 0 and self.spare_bytes < nbytes:

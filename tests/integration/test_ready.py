@@ -13,15 +13,14 @@ import pytest
 
 import nixl_tiers
 from nixl_tiers.base.chunk import Geometry, Key, Namespace
-from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.runtime import tier_log
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
 from tests.support.file_tier import file_tier
 from tests.support.load import get, put
 from tests.support.servers import S3Server
-from tests.support.times import changed
 from tests.support.waiting import until
 
 SIZE = 60_000
@@ -64,11 +63,7 @@ def test_rows_of_a_bucket_are_hits_right_after_open(
 
 @contextmanager
 def held_up(
-    tmp_path: Path,
-    wait_s: float = 120.0,
-    write: str = "through",
-    flush_on_exit_s: float = 0.0,
-    times: Times = PRODUCTION,
+    tmp_path: Path, wait_s: float = 120.0, write: str = "through", flush_on_exit_s: float = 0.0
 ) -> Iterator[tuple[Coordinator, TieredStore, Path]]:
     """A store over a tier that holds KEYS, and lists the second half of them when the path appears. Not started."""
     setting = settings(tmp_path, wait_s=wait_s, flush_on_exit_s=flush_on_exit_s)
@@ -85,7 +80,7 @@ def held_up(
     setting["tiers"][1] |= {"type": "tests.mover.stub_tiers:PausedListingConfig", "listed": str(listed)}
     config = configuration.load(setting)
     region = HostRegion.create(geometry, 32)
-    coordinator = Coordinator(config, namespace, region, times=times)
+    coordinator = Coordinator(config, namespace, region)
     store = TieredStore(coordinator)
     try:
         yield coordinator, store, listed
@@ -119,9 +114,12 @@ def test_an_unknown_key_is_a_miss_when_a_listing_takes_longer_than_wait_s(tmp_pa
         assert (sum(hits), wrong) == (half, [])
 
 
-def test_a_start_waits_for_the_listing_up_to_ready_s(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_start_waits_for_the_listing_up_to_ready_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tier_log, "LISTING_S", 0.0)
     caplog.set_level(logging.INFO)
-    with held_up(tmp_path, times=changed(listing_log_s=0.0)) as (coordinator, store, listed):
+    with held_up(tmp_path) as (coordinator, store, listed):
         starting = threading.Thread(target=lambda: coordinator.start(0.0, ready_s=120.0))
         starting.start()
         until(lambda: "the file tier is still being listed: 4 rows so far" in caplog.text, "a line")

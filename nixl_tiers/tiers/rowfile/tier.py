@@ -101,7 +101,7 @@ class RowFileTier(StorageTier):
         self._staging = Staging(config, region, self._agent)
         self._log_once = LogOnce(logger)
         self._quota = self._make_quota()
-        self._free = FreeSpace(config.path, config.min_free, interval_s=times.disk_check_s)
+        self._free = FreeSpace(config.path, config.min_free)
         self._directory = RowDirectory(config.path, self._quota, writes=config.write != "off", server_time=server_time)
         self._evictor = Evictor(self._directory, self._quota, self._log_once)
         self._scanner = DirScanner(self._directory, self._quota, self._evictor, self._log_once)

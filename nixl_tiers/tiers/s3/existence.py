@@ -85,10 +85,7 @@ class ExistenceChecker:
     """Checks on one medium, to be used by one thread. `exists` is called on other threads, and may block or raise."""
 
     def __init__(
-        self,
-        exists: Callable[[Key], Presence],
-        clock: Callable[[], float] = time.monotonic,
-        times: Times = PRODUCTION,
+        self, exists: Callable[[Key], Presence], clock: Callable[[], float] = time.monotonic, times: Times = PRODUCTION
     ) -> None:
         self._exists = exists
         self._clock = clock
@@ -184,10 +181,7 @@ class UploadChecks:
     server that is late is not asked for a while."""
 
     def __init__(
-        self,
-        exists: Callable[[Key], Presence],
-        clock: Callable[[], float] = time.monotonic,
-        times: Times = PRODUCTION,
+        self, exists: Callable[[Key], Presence], clock: Callable[[], float] = time.monotonic, times: Times = PRODUCTION
     ) -> None:
         """`exists`: called on other threads, and may block or raise."""
         self._times = times

@@ -36,14 +36,7 @@ class RowTransfers:
     """The moves of one tier: each row is an object, with a transfer of its own."""
 
     def __init__(
-        self,
-        config: S3Config,
-        geometry: Geometry,
-        region: HostRegion,
-        control: S3Control,
-        rows: Rows,
-        *,
-        times: Times,
+        self, config: S3Config, geometry: Geometry, region: HostRegion, control: S3Control, rows: Rows, *, times: Times
     ) -> None:
         self._config = config
         self._geometry = geometry

@@ -52,7 +52,7 @@ class SlabTier(StorageTier):
         self._times = times
         self._geometry = geometry
         self._region = region
-        self._free = FreeSpace(config.path, config.min_free, interval_s=times.disk_check_s)
+        self._free = FreeSpace(config.path, config.min_free)
         self._quota = SlabQuota(config.path, config.capacity, config.replicas or 1, self._free)
         self._log_once = LogOnce(logger)
         self._transfers = open_transfers(
