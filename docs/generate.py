@@ -51,7 +51,7 @@ MATRIX: Final = RESULTS / "matrix.json"
 FEATURES: Final = Path(__file__).with_name("features.toml")
 COMPARISON: Final = Path(__file__).with_name("comparison.toml")
 PROJECTS: Final = {"ours": "nixl_tiers", "vllm": "vLLM's tiers", "lmcache": "LMCache", "kvbm": "KVBM (Dynamo)"}
-TESTS: Final = Path(__file__).parents[1] / "tests/vllm"  # that features.toml names
+TESTS: Final = [Path(__file__).parents[1] / place for place in ("tests/vllm", "tests/system/vllm")]  # of features.toml
 BLOCK: Final = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 MODELS: Final[Mapping[str, type[BaseModel]]] = {"cpu": CpuConfig, "file": FileConfig, "s3": S3Config}
 # By the schema's own validators, and by pydantic's plain types.
@@ -202,14 +202,20 @@ def _number(kind: Kind, name: str) -> str:
 
 def results() -> str:
     """A section a measurement that has a table for the page, and the others by name; two have pages of their own."""
-    read = {
-        file.name: json.loads(file.read_text())
-        for file in sorted(RESULTS.glob("*.json"))
-        if file not in (FAULTS, TORTURE)
-    }
+    read = {file.name: _result(file) for file in sorted(RESULTS.glob("*.json")) if file not in (FAULTS, TORTURE)}
     shown = {name: result for name, result in read.items() if any(map(_is_shown, result["tables"]))}
     others = "".join(f"- `{name}`: {result['title']}\n" for name, result in read.items() if name not in shown)
     return "\n".join([*(_measurement(*named) for named in shown.items()), f"## In files only\n\n{others}"])
+
+
+def _result(file: Path) -> Any:
+    """Raises ValueError unless it says what, where and when, and each row has its columns."""
+    result = json.loads(file.read_text())
+    if missing := {"title", "machine", "date", "tables"} - result.keys():
+        raise ValueError(f"{file.name} lacks {', '.join(sorted(missing))}")
+    if any(len(row) != len(table["columns"]) for table in result["tables"] for row in table["rows"]):
+        raise ValueError(f"{file.name} has a row of another length than its columns")
+    return result
 
 
 def _measurement(name: str, result: Mapping[str, Any]) -> str:
@@ -335,7 +341,10 @@ def comparison() -> str:
 
 
 def _cell(cell: Mapping[str, Any]) -> str:
-    """The answer, for which version, how it is known, and what limits it."""
+    """The answer, for which version, how it is known, and what limits it. Raises ValueError for a cell that would be
+    shown in part."""
+    if cell["is"] not in {"yes", "no", "option"} or not cell.keys() <= {"is", "version", "link", "note", "tried"}:
+        raise ValueError(f"{COMPARISON.name}: {cell}")
     if cell["link"] == "not found":
         source = "not found"
     else:
@@ -345,11 +354,12 @@ def _cell(cell: Mapping[str, Any]) -> str:
 
 
 def runs_an_engine(test: str) -> bool:
-    """Whether a test of tests/vllm, as file.py::name, has the marker `vllm`. KeyError if it does not exist."""
+    """Whether a test of the vLLM face, as file.py::name, has the marker `vllm`. KeyError if it does not exist."""
     name, _, function = test.partition("::")
-    tree = ast.parse((TESTS / name).read_text()).body
-    functions = {node.name: node for node in tree if isinstance(node, ast.FunctionDef)}
-    marks = [*functions[function].decorator_list, *(node for node in tree if isinstance(node, ast.Assign))]
+    trees = [ast.parse((place / name).read_text()).body for place in TESTS if (place / name).exists()]
+    found = {node.name: (node, tree) for tree in trees for node in tree if isinstance(node, ast.FunctionDef)}
+    definition, tree = found[function]
+    marks = [*definition.decorator_list, *(node for node in tree if isinstance(node, ast.Assign))]
     return any("pytest.mark.vllm" in ast.unparse(mark) for mark in marks)
 
 

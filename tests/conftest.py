@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     # Imported at run time only if a server is used: a GPU machine that runs `-m gpu` may have only torch.
     from tests.support.servers import MotoServer, RunningServer, S3Server, SeaweedServer
 
-pytest_plugins = ["tests.support.order"]
+pytest_plugins = ["tests.support.pure", "tests.support.order", "tests.support.retries"]
 if importlib.util.find_spec("hypothesis"):  # not installed where only `-m gpu` runs
     pytest_plugins += ["tests.support.replay"]
 
@@ -72,11 +72,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"s3_server", "any_s3", "fast_s3"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.s3)
-    engines = Path(__file__).parent / "vllm"
+    engines = Path(__file__).parent / "system"
     for item in items:
-        chosen = not any(map(item.get_closest_marker, ("slow", "faults", "stress")))
-        if chosen and item.get_closest_marker("vllm") and engines not in item.path.parents:
-            raise pytest.UsageError(f"{item.nodeid} is marked `vllm`: `make test` runs such tests in tests/vllm only")
+        if item.get_closest_marker("vllm") and engines not in item.path.parents:
+            raise pytest.UsageError(f"{item.nodeid} is marked `vllm`: such tests stand in tests/system")
 
 
 def pytest_collection_finish() -> None:

@@ -5,7 +5,8 @@
 
 A round runs the state machine of the core, the models of the eviction policies and of a tier's rows, and the fuzzers of
 seal and configuration, all with one seed. It ends with the first failure; hypothesis keeps the shrunk example in
-.hypothesis, so that `make test` fails until it is fixed.
+.hypothesis, and the next run begins with it. `make test` draws the same examples each time, not these: what was found
+becomes a test.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"round {done + 1}, seed {seed}", flush=True)
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--hypothesis-seed={seed}"]
         command += options.tests or FUZZED
-        env = {**os.environ, "NIXL_TIERS_FUZZ": "1"}  # more examples: tests/support/replay.py
+        env = {**os.environ, "NIXL_TIERS_FUZZ": "1"}  # by the seed, and more of them: tests/support/replay.py
         status = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
         if status:
             print(f"failed; to repeat: python tests/fuzz.py --seed {seed} --rounds 1", flush=True)

@@ -28,7 +28,8 @@ from xml.etree import ElementTree as ET
 
 ROOT: Final = Path(__file__).parents[1]
 RESULT: Final = ROOT / "bench/results/matrix.json"
-UNIT: Final = ("tests/vllm", "-m", "not (vllm or slow or faults or stress)")
+ENGINES: Final = "tests/system/vllm"
+UNIT: Final = ("tests/vllm", ENGINES, "-m", "not (vllm or slow or faults or stress)")
 NEEDED: Final = ("orjson",)  # by a newer version than the one that is installed
 WORST: Final = ("failed", "skipped", "passed")  # of a test's parameters, the first of these counts
 COLUMNS: Final = ("vLLM", "libraries", *reversed(WORST), "date")
@@ -46,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         place, libraries = unpacked(version)
         cases = run_tests((*UNIT, "-n", options.jobs, "--dist", "worksteal"), place)
         known = {test for test, _ in cases}
-        cases += run_tests(tuple(f"tests/vllm/{test}" for test in named if test not in known), place)
+        cases += run_tests(tuple(f"{ENGINES}/{test}" for test in named if test not in known), place)
         record(version, libraries, cases, named)
         failed = any(ending(outcome) == "failed" for _, outcome in cases)
         status |= failed or not {*named} <= {test for test, _ in cases}
@@ -119,7 +120,7 @@ def ended(report: Path) -> list[tuple[str, str]]:
         kinds = {child.tag: child.get("message", "") for child in case}
         skipped = f"skipped: {kinds['skipped']}" if "skipped" in kinds else ""
         outcome = "failed" if kinds.keys() & {"failure", "error"} else skipped or "passed"
-        module, *groups = case.attrib["classname"].removeprefix("tests.vllm.").split(".")
+        module, *groups = re.sub(r"^tests\.(system\.)?vllm\.", "", case.attrib["classname"]).split(".")
         found.append(("::".join([f"{module}.py", *groups, case.attrib["name"].partition("[")[0]]), outcome))
     return found
 

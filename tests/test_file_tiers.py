@@ -10,7 +10,7 @@ OPENS_NONE = (
     HERE / "config",
     HERE / "cli/test_config_schema.py",
     HERE / "cli/test_main.py",
-    HERE / "vllm/test_fleet_numbers.py",
+    HERE / "system/vllm/test_fleet_numbers.py",
     Path(__file__),
 )
 

@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import yaml
@@ -36,7 +36,7 @@ def examples(text: str) -> Iterator[str]:
         read = yaml.safe_load(block)
         others = {"scrape_configs", "patches"}
         if isinstance(read, dict) and (others & set(read) or read.get("kind") == "Kustomization"):
-            continue  # tests/support/prometheus.py and tests/test_kubernetes.py use them
+            continue  # tests/support/prometheus.py and tests/system/test_kubernetes.py use them
         manifest = isinstance(read, dict) and "apiVersion" in read
         for each in map(yaml.safe_load, read.get("data", {}).values()) if manifest else [read]:
             yield json.dumps({"tiers": [CPU, *each]} if isinstance(each, list) else each)
@@ -89,20 +89,6 @@ def test_policy_of_a_shared_prefix_has_the_rights_that_are_listed() -> None:
 def test_examples_are_found() -> None:
     assert len(list(examples(PAGES[0].read_text()))) == 1
     assert sum(len(list(examples(page.read_text()))) for page in PAGES) >= 16
-
-
-def test_python_example_runs_when_pasted(tmp_path: Path) -> None:
-    """As it is printed, but for the directory and the sizes."""
-    page = (ROOT / "docs/reference/python-api.md").read_text()
-    (code,) = re.findall(r"```python\n(import .*?)```", page, re.DOTALL)
-    code, changed = re.subn(
-        r'"/[\w/]+", "capacity": "10GiB"', f'"{tmp_path}/kv", "capacity": "64MiB", "min_free": 0', code
-    )
-    assert changed == 1
-    names: dict[str, Any] = {}
-    exec(code.replace('"1GiB"', '"16MiB"'), names)
-    assert names["found"] == len(names["keys"])
-    assert names["hits"] == [True] * len(names["keys"])
 
 
 def test_output_of_config_in_the_first_run_is_what_it_prints(

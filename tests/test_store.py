@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from pathlib import Path
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-import nixl_tiers
 from nixl_tiers.base.chunk import Geometry, Key, Namespace, Outcome
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.limits import Limits
@@ -19,10 +17,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.blocking import POLL_S
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
-from nixl_tiers.store_get import SLICE_KEYS
 from tests.support.core import opened
-from tests.support.file_tier import file_tier
-from tests.support.waiting import until_up
 
 SIZE = 1000
 WAIT_S = 2.0
@@ -33,96 +28,8 @@ def keys_of(count: int) -> list[Key]:
     return [b"key-%05d" % number for number in range(count)]
 
 
-def rows_of(keys: list[Key]) -> np.ndarray:
-    return np.frombuffer(b"".join(key.ljust(SIZE, b".") for key in keys), np.uint8).reshape(len(keys), SIZE)
-
-
 def config(*storage: dict[str, Any], rows: int, **others: Any) -> dict[str, Any]:
     return {"tiers": [{"type": "cpu", "capacity": rows * ROW_BYTES}, *storage], **others}
-
-
-@pytest.mark.parametrize("rows", [7, 600, 601])
-def test_put_of_more_than_host_memory_holds_writes_each_key_once_and_ends(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its last part is larger than what is left, and more rows are pinned than one search passes over."""
-    keys = keys_of(rows + rows // 2)
-    written: Counter[Key] = Counter()
-    with nixl_tiers.open(config(rows=rows), SIZE, "n") as store:
-        prepare_store = store.coordinator.prepare_store
-
-        def counted(*arguments: Any, **others: Any) -> Any:
-            plan = prepare_store(*arguments, **others)
-            written.update(plan.keys)
-            assert written.total() <= len(keys), "it writes for ever"
-            return plan
-
-        monkeypatch.setattr(store.coordinator, "prepare_store", counted)
-        assert store.put(keys, rows_of(keys)) == rows
-        assert written == Counter(keys[:rows])
-        out = np.zeros((rows, SIZE), np.uint8)
-        assert store.get(keys[:rows], out) == [True] * rows
-        assert np.array_equal(out, rows_of(keys[:rows]))
-
-
-class Holds:
-    """Counts what a thread looks up in all, and at most in one hold of a store's core."""
-
-    def __init__(self, store: nixl_tiers.TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.lookups = self.longest = self._here = self._depth = 0
-        self._hold, self._changed = store.coordinator._hold, store.coordinator.changed
-        lookup = store.coordinator._core.lookup
-
-        def counted(*arguments: Any) -> Any:
-            self.lookups += 1
-            self._here += 1
-            self.longest = max(self.longest, self._here)
-            if not self._depth:
-                self._here = 0
-            return lookup(*arguments)
-
-        monkeypatch.setattr(store.coordinator._core, "lookup", counted)
-        monkeypatch.setattr(store.coordinator, "_hold", self)
-        monkeypatch.setattr(store.coordinator, "changed", self)
-
-    def __enter__(self) -> Any:
-        self._depth += 1
-        return self._hold.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._depth -= 1
-        self._here *= bool(self._depth)
-        self._hold.__exit__(*error)  # type: ignore[arg-type]
-
-    def wait(self, timeout: float) -> bool:
-        self._here = 0
-        return self._changed.wait(timeout)
-
-    def notify_all(self) -> None:
-        self._changed.notify_all()
-
-
-def test_get_of_many_chunks_looks_each_up_twice_in_short_holds_and_hits_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = keys_of(6000)
-    tiers = config(file_tier(tmp_path, "256MiB"), rows=24_000, wait_s=120.0)
-    with nixl_tiers.open(tiers, SIZE, "n") as store:
-        until_up(store)
-        assert store.put(keys, rows_of(keys)) == len(keys)
-        assert store.flush(300)
-    with nixl_tiers.open(tiers, SIZE, "n") as store:
-        until_up(store)
-        assert store.locate(keys) == ["file"] * len(keys)
-        holds = Holds(store, monkeypatch)
-        out = np.zeros((len(keys), SIZE), np.uint8)
-        assert all(store.get(keys, out))
-        assert np.array_equal(out, rows_of(keys))
-        assert holds.lookups <= 2 * len(keys)
-        assert holds.longest <= SLICE_KEYS
-        holds.lookups = 0
-        assert all(store.get(keys, out))
-        assert holds.lookups == len(keys), "what is in host memory is looked up once"
 
 
 class SlowTier:

@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -267,19 +267,14 @@ def _bounded(denials: Mapping[str, str]) -> dict[str, str]:
 
 def run_loop(mover: Mover, end: socket.socket, events: select.poll, ends: set[int]) -> bool:
     """Run until Stop (True), or until the coordinator is gone or one of the descriptors `ends` is readable (False)."""
-    rearm_at_s = 0.0
+    rearm_at_s, ready = 0.0, list[tuple[int, int]]()
     while True:
         now = time.monotonic()
         if now >= rearm_at_s:
             rearm_watchdog(mover.times.watchdog_s)
             rearm_at_s = now + mover.times.heartbeat_s
-        try:
-            mover.step(now)
-            if mover.stopping and not mover.send_queue:
-                return True
-            mover.send_queue.flush()
-        except (BrokenPipeError, ConnectionResetError):
-            return False
+        if (stopped := turn(mover, end, ends, ready, now)) is not None:
+            return stopped
         interest = (0 if mover.congested or mover.stopping else select.POLLIN) | (
             select.POLLOUT if mover.send_queue else 0
         )
@@ -292,16 +287,31 @@ def run_loop(mover: Mover, end: socket.socket, events: select.poll, ends: set[in
             ready = events.poll(int(1000 * pause_s))
         else:
             ready = events.poll(1000 * mover.wait_s(now) + 1)
-        for descriptor, event in ready:
-            if descriptor in ends:
+
+
+def turn(
+    mover: Mover, end: socket.socket, ends: Container[int], ready: Iterable[tuple[int, int]], now: float
+) -> bool | None:
+    """All that can be done without waiting. `ready`: descriptors and what they are ready for. Returns None to go on,
+    else how `run_loop` ends."""
+    for descriptor, event in ready:
+        if descriptor in ends:
+            return False
+        if descriptor != end.fileno():
+            continue  # the tier's: `step` asks it what has happened
+        if event & select.POLLIN:
+            if not _receive(mover, end):
                 return False
-            if descriptor != end.fileno():
-                continue  # the tier's: `step` asks it what has happened
-            if event & select.POLLIN:
-                if not _receive(mover, end):
-                    return False
-            elif event & (select.POLLHUP | select.POLLERR):
-                return False
+        elif event & (select.POLLHUP | select.POLLERR):
+            return False
+    try:
+        mover.step(now)
+        if mover.stopping and not mover.send_queue:
+            return True
+        mover.send_queue.flush()
+    except (BrokenPipeError, ConnectionResetError):
+        return False
+    return None
 
 
 def _receive(mover: Mover, end: socket.socket) -> bool:

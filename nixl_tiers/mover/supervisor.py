@@ -13,7 +13,6 @@ import logging
 import os
 import select
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
@@ -171,27 +170,35 @@ class Supervisor:
 
     def _run(self) -> None:
         wait_s = pause_s = 0.0
-        while not (self._stopping and not any(self._movers)):
-            self.turns += 1
-            try:
-                if pause_s > 0 and self._pause(pause_s):
-                    wait_s = 0.0
-                # Deadlines are judged by the time before the wait: all messages that movers had sent by then are
-                # received first, however long this thread, or this process, did not run.
-                now, ready = self._wait(wait_s)
-                self._report()
-                for tier, mover in enumerate(self._movers):
-                    if mover is not None and (mover.lingers or not ready.isdisjoint(mover.fds)):
-                        self._receive(tier, mover, ready)
-                wait_s, pause_s = self._step(now)
-            except Exception as error:  # noqa: BLE001 (whatever it is: without this thread all tiers are lost)
-                self._log_once("the supervisor", error)
-                for tier, mover in enumerate(self._movers):
-                    if mover is not None:
-                        self._end(tier, mover, f"the supervisor failed ({type(error).__name__})")
-                wait_s = pause_s = 0.0
-                time.sleep(TICK_S)  # it may be raised again at once
+        while not self.ended:
+            wait_s, pause_s = self.step(wait_s, pause_s)
         self._release()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was closed, and every mover is reaped."""
+        return self._stopping and not any(self._movers)
+
+    def step(self, wait_s: float = 0.0, pause_s: float = 0.0) -> tuple[float, float]:
+        """One turn, for which it waits so long. Returns for how long the next one may (`Turn`)."""
+        self.turns += 1
+        try:
+            if pause_s > 0 and self._pause(pause_s):
+                wait_s = 0.0
+            # Deadlines are judged by the time before the wait: all messages that movers had sent by then are
+            # received first, however long this thread, or this process, did not run.
+            now, ready = self._wait(wait_s)
+            self._report()
+            for tier, mover in enumerate(self._movers):
+                if mover is not None and (mover.lingers or not ready.isdisjoint(mover.fds)):
+                    self._receive(tier, mover, ready)
+            return self._plan(now)
+        except Exception as error:  # noqa: BLE001 (whatever it is: without this thread all tiers are lost)
+            self._log_once("the supervisor", error)
+            for tier, mover in enumerate(self._movers):
+                if mover is not None:
+                    self._end(tier, mover, f"the supervisor failed ({type(error).__name__})")
+            return 0.0, TICK_S  # it may be raised again at once
 
     def _release(self) -> None:
         self._epoll.close()
@@ -219,7 +226,7 @@ class Supervisor:
                 os.eventfd_read(self._wake_fd)
         return now, ready
 
-    def _step(self, now: float) -> tuple[float, float]:
+    def _plan(self, now: float) -> tuple[float, float]:
         """Messages that movers had sent by `now` have been handled. Returns for how long to wait, and to pause."""
         for tier, at in list(self._spawn_at.items()):
             if at <= now:

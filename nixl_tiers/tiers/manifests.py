@@ -100,21 +100,27 @@ class ManifestKeeper:
         while last is None:
             with suppress(Empty):
                 last = stops.get(timeout=pause_s)
-            if last is False:
-                return
-            try:
-                wanted, pause_s = medium.is_wanted(), CHECK_S
-                if not last:
-                    self._tell_others(own, medium)
-                if wanted:
-                    pause_s = RETRY_S
-                    now = int(clock())
-                    if last or not 0 <= now - used_s < REFRESH_S:
-                        used_s = self._update(own, medium, now, 0.0 if last else REFRESH_S)
-            except Exception as error:  # noqa: BLE001 (nothing relies on a manifest)
-                why = (error.strerror if isinstance(error, OSError) else "") or type(error).__name__
-                self._log_once.report("manifest", f"{MANIFEST_NAME} of {own.namespace} cannot be written ({why})")
-                pause_s = RETRY_S
+            if last is not False:
+                used_s, pause_s = self.step(own, medium, clock, used_s, last=bool(last))
+
+    def step(
+        self, own: Manifest, medium: ManifestMedium, clock: Callable[[], float], used_s: float, *, last: bool = False
+    ) -> tuple[float, float]:
+        """Write it if it is due, or the `last` time; `used_s`: its `last_used`, as far as that is known. Returns that,
+        and the pause until the next step."""
+        try:
+            wanted = medium.is_wanted()
+            if not last:
+                self._tell_others(own, medium)
+            if not wanted:
+                return used_s, CHECK_S
+            now = int(clock())
+            if last or not 0 <= now - used_s < REFRESH_S:
+                used_s = self._update(own, medium, now, 0.0 if last else REFRESH_S)
+        except Exception as error:  # noqa: BLE001 (nothing relies on a manifest)
+            why = (error.strerror if isinstance(error, OSError) else "") or type(error).__name__
+            self._log_once.report("manifest", f"{MANIFEST_NAME} of {own.namespace} cannot be written ({why})")
+        return used_s, RETRY_S
 
     def _update(self, own: Manifest, medium: ManifestMedium, now: int, refresh_s: float) -> int:
         """Write it unless it says the same, and that less than `refresh_s` ago. Returns its `last_used`; 0: there is no

@@ -128,7 +128,7 @@ class Agent(Registrar):
     @classmethod
     def posix(cls) -> Agent:
         """Files through Linux AIO. Not io_uring, whose reads still land when the process that began them is dead and
-        gone (tests/faults/test_reaped.py); nor POSIX AIO, which stays broken after its first error."""
+        gone (tests/system/faults/test_reaped.py); nor POSIX AIO, which stays broken after its first error."""
         return cls("POSIX", {"use_aio": "true"}, "FILE")
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -220,31 +220,6 @@ def configured(tmp_path: Path) -> Callable[..., str]:
         return str(file)
 
     return write
-
-
-def test_disk_is_tried_with_rows_of_the_plan_and_left_as_it_was(
-    answer: Callable[..., dict[str, Any]],
-    configured: Callable[..., str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tried: list[Finding] = []
-
-    def examine(*given: Any, **geometry: Any) -> Iterator[Finding]:
-        for finding in real(*given, **geometry):
-            tried.append(finding)
-            yield finding
-
-    real = tiers.examine
-    monkeypatch.setattr(tiers, "examine", examine)
-    host, disk = answer(LLAMA_8B, configured(), "--prefill", "1e12", "--tp", "2")["tiers"]
-    assert host["read_bytes_per_s"] is None
-    assert host["tokens"] == disk["tokens"] == (1 << 30) // (8_388_608 + 4096) * 64
-    (found,) = [finding for finding in tried if finding.name == NAME]
-    assert "31 rows of 8 MiB written" in found.text
-    assert disk["read_bytes_per_s"] == found.details["read_bytes_per_s"] > 0
-    assert disk["verdict"].endswith(": this disk will not be loaded from")
-    assert {path.name for path in tmp_path.iterdir()} == {"model", "tiers.json"}
 
 
 def test_rates_of_drives_add_up(

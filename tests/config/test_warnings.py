@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import nixl_tiers
 from nixl_tiers.config import schema, warnings
 from nixl_tiers.config.warnings import warnings_here, warnings_of
 
@@ -200,12 +198,3 @@ def test_user_without_home_has_no_profile(monkeypatch: pytest.MonkeyPatch, here:
     monkeypatch.setattr("pwd.getpwuid", no_user)
     sentence = 'tiers[1].profile: there is no profile "kv" in ~/.aws/config nor ~/.aws/credentials'
     assert here(S3 | {"profile": "kv"}) == [sentence]
-
-
-def test_store_logs_warnings_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tiers = {"tiers": [{"type": "cpu", "capacity": 65536}], "flush_on_exit_s": 1}
-    with caplog.at_level(logging.WARNING), nixl_tiers.open(tiers, chunk_bytes=64, namespace="n"):
-        pass
-    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert lines == [f"nixl_tiers: {line}" for line in warnings_of(schema.load(tiers))]
-    assert len(lines) == 2

@@ -5,50 +5,14 @@ That order is another in each process (PYTHONHASHSEED), so that no run could be 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import permutations
-from pathlib import Path
-
-import pytest
 
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import TierSpec
-from tests.support import walk
 from tests.support.core import opened, put
-
-STEPS = 4000
-HASH_SEEDS = ("1", "2")
-
-
-def traces(seed: int) -> list[list[str]]:
-    """Of the same walk under several hash seeds."""
-    command = [sys.executable, "-m", walk.__name__, str(seed), str(STEPS)]
-    root = Path(__file__).parents[2]
-    walks = [
-        subprocess.Popen(
-            command, env={**os.environ, "PYTHONHASHSEED": each}, stdout=subprocess.PIPE, text=True, cwd=root
-        )
-        for each in HASH_SEEDS
-    ]
-    outputs = [each.communicate()[0] for each in walks]
-    assert [each.returncode for each in walks] == [0] * len(walks)
-    return [output.splitlines() for output in outputs]
-
-
-@pytest.mark.parametrize("seed", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_walk_is_the_same_under_every_hash_seed(seed: int) -> None:
-    first, *others = traces(seed)
-    assert sum(" STORE " in line for line in first) > 100
-    assert sum(" LOAD " in line for line in first) > 100
-    for other in others:
-        differs = [place for place, lines in enumerate(zip(first, other, strict=False)) if lines[0] != lines[1]]
-        assert not differs, "\n".join(["-", *first[: differs[0] + 1][-3:], "+", *other[: differs[0] + 1][-3:]])
-        assert len(first) == len(other)
 
 
 def test_victims_leave_a_tier_in_the_order_in_which_they_were_selected() -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,6 @@ from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.base.row_words import ARRIVED, MAX_STREAMS, WAITING
 from nixl_tiers.memory import arrivals
 from nixl_tiers.memory.region import STEPS_KEPT, HostRegion
-from tests.support.waiting import until
 
 ROWS = 5
 
@@ -58,28 +54,6 @@ def test_a_row_outside_the_region_is_refused(region: HostRegion) -> None:
     with pytest.raises(IndexError, match="row 5 has no word: there are 5"):
         region.arrive([0, ROWS])
     assert not region.words.any()
-
-
-def test_another_process_that_waits_for_the_bell_is_woken(region: HostRegion) -> None:
-    """It sleeps in the kernel, without a time-out, until this process rings."""
-    wait = """
-import ctypes, os, sys
-from nixl_tiers.memory.region import HostRegion
-region = HostRegion.attach(int(sys.argv[1]))
-libc = ctypes.CDLL(None, use_errno=True)
-print("ready", flush=True)
-while not region.bell[0]:
-    libc.syscall(202, ctypes.c_void_p(region.bell.ctypes.data), 0, 0, None, None, 0)
-print(region.words.tolist())
-"""
-    command = [sys.executable, "-c", wait, str(region.fd)]
-    with subprocess.Popen(command, pass_fds=[region.fd], stdout=subprocess.PIPE, text=True) as waiting:
-        assert waiting.stdout is not None
-        assert waiting.stdout.readline() == "ready\n"
-        stat = Path(f"/proc/{waiting.pid}/stat")
-        until(lambda: stat.read_text().split(") ")[1].startswith("S"), "it sleeps")
-        region.arrive([2])
-        assert waiting.communicate(timeout=60)[0] == f"{[0, 0, ARRIVED, 0, 0]}\n"
 
 
 def test_every_rank_has_to_publish_that_it_recomputes(region: HostRegion) -> None:

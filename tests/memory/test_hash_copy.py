@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -99,29 +98,6 @@ def test_any_length_and_piece(library: ctypes.CDLL, nbytes: int, piece_log2: int
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_library", lambda: library)
         check(nbytes, 1 << piece_log2)
-
-
-def test_digests_are_those_of_the_copy_while_the_source_changes(way: str) -> None:
-    """A worker that writes to a row that is being stored must not give its new bytes the old ones' digest."""
-    nbytes, stop = 65536 * 9 + 300, threading.Event()
-    source, target = aligned(nbytes), aligned(nbytes)
-
-    def scribble() -> None:
-        value = 0
-        while not stop.is_set():
-            value = (value + 1) % 256
-            source[:] = value
-
-    thread = threading.Thread(target=scribble)
-    thread.start()
-    try:
-        for _ in range(100):
-            digests = hash_copy(target, source, 65536)
-            pieces = (target[at : at + 65536] for at in range(0, nbytes, 65536))
-            assert digests == b"".join(xxh3_64_digest(piece.tobytes()) for piece in pieces)
-    finally:
-        stop.set()
-        thread.join()
 
 
 def test_library_of_another_build_is_not_used(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:

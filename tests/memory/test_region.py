@@ -5,22 +5,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
-import nixl_tiers
 from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.base.control_words import MAX_MISSING
-from nixl_tiers.base.policies import HugePages
-from nixl_tiers.memory import pages
 from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.memory.memfd import CHECK
 from nixl_tiers.memory.region import STEPS_KEPT, HostRegion
@@ -111,17 +105,6 @@ def test_two_regions_have_different_identities(made: HostRegion) -> None:
     with HostRegion.create(GEOMETRY, ROWS) as other:
         assert other.identity != made.identity
         assert len(made.identity) == 16
-
-
-def test_a_child_attaches_by_number(made: HostRegion) -> None:
-    program = (
-        "import sys; from nixl_tiers.memory.region import HostRegion\n"
-        "with HostRegion.attach(int(sys.argv[1])) as region: region.rows_view[2] = 9"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(nixl_tiers.__path__[0]).parent)}
-    command = [sys.executable, "-c", program, str(made.fd)]
-    subprocess.run(command, check=True, pass_fds=[made.fd], env=environment, timeout=300)
-    assert (made.rows_view[2] == 9).all()
 
 
 def header_with(made: HostRegion, **changes: int) -> bytes:
@@ -321,95 +304,6 @@ def test_a_half_written_fingerprint_is_not_read(made: HostRegion) -> None:
         assert made.ranks.published()[1] is None, offset
         made._map[at + offset] = byte
     assert made.ranks.published()[1] == (b"a" * 16, "a note")
-
-
-RANK = """
-import os, sys, time
-from nixl_tiers.memory.region import HostRegion
-
-def find():
-    print("reading", flush=True)
-    if sys.argv[2] == "hangs":
-        time.sleep(600)
-    return b"c" * 16, "of the child"
-
-with HostRegion.attach(int(sys.argv[1])) as region:
-    print(region.ranks.shared_by_ranks(find, 600)[1], flush=True)
-"""
-
-
-@contextmanager
-def other_rank(made: HostRegion, how: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", RANK, str(made.fd), how]
-    process = subprocess.Popen(command, pass_fds=[made.fd], stdout=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def test_one_rank_computes_the_shared_value_for_all(made: HostRegion) -> None:
-    with other_rank(made, "reads") as child:
-        assert child.communicate(timeout=120)[0].split("\n")[:2] == ["reading", "of the child"]
-    assert made.ranks.shared_by_ranks(lambda: pytest.fail("read twice"), 60) == (b"c" * 16, "of the child")
-    assert made.ranks.published() == [None] * 3
-
-
-def test_another_rank_takes_over_from_a_dead_one(made: HostRegion) -> None:
-    with other_rank(made, "hangs") as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "reading\n"
-        with pytest.raises(RegionError, match=r"another rank did not publish it within 0.1 s"):
-            made.ranks.shared_by_ranks(lambda: pytest.fail("read twice"), 0.1)
-    with pytest.raises(ZeroDivisionError):
-        made.ranks.shared_by_ranks(lambda: (bytes(1 // 0), ""), 60)
-    assert made.ranks.shared_by_ranks(lambda: (b"p" * 16, "ours"), 60) == (b"p" * 16, "ours")
-
-
-def resident_bytes(of: HostRegion) -> int:
-    return os.fstat(of.fd).st_blocks * 512
-
-
-@pytest.mark.parametrize("old_kernel", [False, True])
-def test_prefaulting_allocates_all_pages_and_changes_no_byte(old_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if old_kernel:
-        monkeypatch.setattr(pages, "_MADV_POPULATE_WRITE", 0xFFFF)
-    monkeypatch.setattr(pages, "_CHUNK_BYTES", MiB)
-    # In small pages: tests beside this one change for a moment what the machine gives to all shared memory.
-    with HostRegion.create(Geometry(1, MiB), 33, huge_pages=HugePages.OFF) as made:
-        made.rows_view[7, 5] = 123
-        assert resident_bytes(made) < MiB
-        running = made.prefault(3)
-        assert running.wait(120)
-        assert running.populated_bytes == made.nbytes
-        assert resident_bytes(made) >= made.nbytes
-        assert made.rows_view[7, 5] == 123
-        made.rows_view[7, 5] = 0
-        assert not made.rows_view.any()
-
-
-def test_closing_ends_prefaulting_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(self: pages.Prefault, address: int, size: int) -> int:
-        assert self._stopping.wait(120)
-        return 0
-
-    monkeypatch.setattr(pages, "_CHUNK_BYTES", MiB)
-    monkeypatch.setattr(pages.Prefault, "_populate_part", slow)
-    made = HostRegion.create(Geometry(1, MiB), 64)
-    running = made.prefault(2)
-    made.close()
-    assert running.wait(0)
-    assert running.populated_bytes <= 2 * MiB
-
-
-def test_a_failed_prefault_ends_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    running = pages.Prefault(PAGE, 4 * PAGE, 2)  # where no kernel maps anything
-    assert running.wait(120)
-    assert running.populated_bytes == 0
-    assert "prefaulting ends at 0 bytes" in caplog.text
 
 
 def test_close_releases_everything_and_may_be_repeated() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
-import nixl_tiers
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.key_lookup import Lookup
@@ -18,7 +16,6 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from tests.support.core import opened, put
 from tests.support.file_tier import file_tier
-from tests.support.holds import counted
 
 GEOMETRY = Geometry(1, 4096)
 KEYS = [b"key-%d" % number for number in range(8)]
@@ -86,33 +83,3 @@ def test_a_hold_that_raises_lets_go_and_wakes(coordinator: Coordinator) -> None:
         fail()
     assert wakes(coordinator) == 1
     assert not coordinator._hold.lock._is_owned()  # type: ignore[union-attr]
-
-
-OF_A_STORE: dict[str, Callable[[nixl_tiers.TieredStore, list[bytes], Any], object]] = {
-    "put": lambda store, keys, rows: store.put(keys, rows),
-    "locate": lambda store, keys, _: store.locate(keys),
-    "get": lambda store, keys, rows: store.get(keys, rows),
-    "get of none": lambda store, keys, rows: store.get([b"no " + key for key in keys], rows),
-    "prefetch": lambda store, keys, _: store.prefetch(keys),
-    "stats": lambda store, *_: store.stats(),
-    "flush": lambda store, *_: store.flush(300),
-}
-
-
-def test_no_hold_of_a_store_grows_with_its_call() -> None:
-    """A put allocates rows for at most 1024 keys in a hold, a get looks up and loads 256."""
-    longest: list[dict[str, int]] = []
-    for count in (1500, 6000):
-        keys = [b"key-%05d" % number for number in range(count)]
-        rows = np.zeros((count, 64), np.uint8)
-        cpu = {"type": "cpu", "capacity": 4 * count * Geometry(1, 64).row_bytes}
-        with nixl_tiers.open({"tiers": [cpu]}, 64, "n") as store, counted(store.coordinator) as hold:
-            holds = {}
-            for name, call in OF_A_STORE.items():
-                hold.longest = 0
-                call(store, keys, rows)
-                holds[name] = hold.longest
-        longest.append(holds)
-    few, many = longest
-    for name in OF_A_STORE:
-        assert 0 < many[name] <= 1.1 * few[name] + 100, (name, few, many)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -14,12 +13,9 @@ import pytest
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.rows import Row
-from nixl_tiers.core.types import Direction
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Down, Heartbeat, Listed, Open, Opened, Refused, decode_to_mover, packet_of
+from nixl_tiers.mover.protocol import Down, Open, Opened, decode_to_mover, packet_of
 from nixl_tiers.runtime.coordinator import Coordinator
-from nixl_tiers.runtime.mover_link import MoverLink
-from tests.support.core import look_up
 from tests.support.file_tier import file_tier
 from tests.support.times import PATIENT
 
@@ -49,60 +45,12 @@ def beside_loaders(tmp_path: Path) -> Iterator[Coordinator]:
     coordinator._end()
 
 
-def test_movers_are_given_the_times_of_their_engine(tmp_path: Path) -> None:
-    config = configuration.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}, file_tier(tmp_path, "16MiB")]})
-    coordinator = Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, 4), times=PATIENT)
-    (configure,) = coordinator._link.supervisor._configures
-    packet = packet_of(configure)
-    assert packet is not None
-    assert decode_to_mover(packet).times == PATIENT  # type: ignore[union-attr]
-    coordinator._end()
-
-
-class _Blocked(logging.Handler):
-    """What standard error is while nobody reads it: calls of the scheduler must go on meanwhile."""
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        self.held_up: list[str] = []
-        self._coordinator = coordinator
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-        scheduler = threading.Thread(target=look_up, args=(self._coordinator, b"key", "request"), daemon=True)
-        scheduler.start()
-        scheduler.join(10.0)  # a fraction of a millisecond, if nothing holds it up
-        if scheduler.is_alive():
-            self.held_up.append(record.getMessage())
-
-
-def _opens_a_circuit(link: MoverLink) -> None:
-    link.on_message(0, Opened(0, 10))
-    link._core.tiers[0].members[0].breakers[Direction.LOAD].trip(0.0)
-    link.on_tick(0.0, [0])
-
-
 def test_next_mover_is_told_the_mount_point(coordinator: Coordinator) -> None:
     link = coordinator._link
     link.on_message(0, Opened(0, 10, b"/mnt/kv"))
     supervisor = link.supervisor
     assert isinstance(supervisor, mock.Mock)
     supervisor.expect_mount.assert_called_with(0, b"/mnt/kv")
-
-
-def test_a_down_of_before_a_reset_says_nothing_of_the_new_epoch(coordinator: Coordinator) -> None:
-    """Else `wait_ready` would return before the new namespace is listed."""
-    link = coordinator._link
-    link.on_message(0, Opened(0, 10))
-    link.on_message(0, Listed(0, [], last=True))
-    coordinator.reset()
-    link.on_message(0, Down("no disk", 0))
-    assert not coordinator.ready
-    assert coordinator.problems()["file"] == ""
-    link.on_message(0, Down("no disk", coordinator.namespace.epoch))
-    assert coordinator.ready
-    assert "no disk" in coordinator.problems()["file"]
 
 
 def test_loaders_are_told_what_the_mover_that_stores_has_opened(beside_loaders: Coordinator) -> None:
@@ -117,59 +65,14 @@ def test_loaders_are_told_what_the_mover_that_stores_has_opened(beside_loaders: 
     assert [mover.can_load for mover in movers] == [True, True, False]
 
 
-def test_a_loader_that_has_opened_what_was_there_before_loads_nothing(beside_loaders: Coordinator) -> None:
-    """Its answer to an earlier Open comes late: its slots may be another part's."""
-    link, movers = beside_loaders._link, beside_loaders._core.movers
-    for opening in (b"part-0 1", b"part-1 2"):
-        link.on_message(0, Opened(0, 10, opening=opening))
-        link.on_message(0, Listed(0, [], last=True))
-    link.on_message(1, Opened(0, 10, opening=b"part-0 1"))
-    assert [mover.can_load for mover in movers] == [True, False, False]
-    link.on_message(1, Opened(0, 10, opening=b"part-1 2"))
-    assert [mover.can_load for mover in movers] == [True, True, False]
-    beside_loaders.reset()
-    link.on_message(1, Opened(0, 10, opening=b"part-1 2"))
-    assert not any(mover.can_load for mover in movers)
-
-
-def test_nobody_waits_for_loaders_and_one_that_is_down_is_named(beside_loaders: Coordinator) -> None:
-    link = beside_loaders._link
-    link.on_message(0, Opened(0, 10, opening=b"part-0 1"))
-    link.on_message(0, Listed(0, [], last=True))
-    assert beside_loaders.ready
-    link.on_message(1, Refused("Linux AIO cannot be had"))
-    assert beside_loaders.ready
-    assert not any(mover.refusal for mover in link.movers)
-    assert beside_loaders.problems()["file"] == "file+1: Linux AIO cannot be had"
-    link.on_message(0, Down("no disk", 0))
-    assert beside_loaders.problems()["file"] == "no disk; file+1: Linux AIO cannot be had"
-
-
-LOGGED: dict[str, Callable[[MoverLink], object]] = {
-    "down: no disk": lambda link: link.on_message(0, Down("no disk", 0)),
-    "down: no such path": lambda link: link.on_message(0, Refused("no such path")),
-    "down: its mover is killed": lambda link: link.on_problem(0, "its mover is killed"),
-    "0 rows found": lambda link: link.on_message(0, Listed(0, [], last=True)),
-    "may not be read": lambda link: link.on_message(0, Heartbeat(0, {"get": "objects may not be read"}, 0)),
-    "mover: a line": lambda link: link.on_log_line(0, logging.WARNING, "a line"),
-    "loads from the file tier fail": _opens_a_circuit,
-}
-
-
-@pytest.mark.parametrize("line", LOGGED)
-def test_no_line_is_logged_with_the_lock_held(
-    coordinator: Coordinator, caplog: pytest.LogCaptureFixture, line: str
-) -> None:
-    caplog.set_level(logging.INFO, "nixl_tiers")
-    handler = _Blocked(coordinator)
-    logger = logging.getLogger("nixl_tiers")
-    logger.addHandler(handler)
-    try:
-        LOGGED[line](coordinator._link)
-    finally:
-        logger.removeHandler(handler)
-    assert line in " ".join(handler.lines)
-    assert not handler.held_up
+def test_movers_are_given_the_times_of_their_engine(tmp_path: Path) -> None:
+    config = configuration.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}, file_tier(tmp_path, "16MiB")]})
+    coordinator = Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, 4), times=PATIENT)
+    (configure,) = coordinator._link.supervisor._configures
+    packet = packet_of(configure)
+    assert packet is not None
+    assert decode_to_mover(packet).times == PATIENT  # type: ignore[union-attr]
+    coordinator._end()
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -49,7 +49,6 @@ class LoadStats:
     """What a load generator has measured so far. Times in seconds."""
 
     gets: int = 0
-    puts: int = 0
     chunks: int = 0
     hits: int = 0
     wrong: list[Key] = field(default_factory=list)
@@ -148,7 +147,6 @@ class LoadGenerator:
         with self._lock:
             stats = self.stats
             stats.gets += 1
-            stats.puts += bool(missing)
             stats.chunks += len(keys)
             stats.hits += sum(hits)
             stats.wrong += wrong

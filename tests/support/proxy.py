@@ -75,7 +75,6 @@ class FaultProxy:
     def __init__(self, port: int, host: str = "127.0.0.1", seed: int = 0) -> None:
         self.injected: Counter[FaultKind] = Counter()
         """How many requests each kind of fault was injected into."""
-        self.requests = 0
         self._server_at = (host, port)
         self._random = random.Random(seed)
         self._faults: tuple[ProxyFault, ...] = ()
@@ -154,7 +153,6 @@ class FaultProxy:
         try:
             while (request := await _read_head(reader)) is not None:
                 exchange = _Exchange(self, request, reader, writer)
-                self.requests += 1
                 await exchange.pass_black_hole()
                 if exchange.kind is FaultKind.ERROR_STATUS:
                     await exchange.send_error()

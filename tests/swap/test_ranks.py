@@ -68,10 +68,6 @@ def two_ranks(library: list[str]) -> None:
         assert [rank.ends() for rank in (again, ranks[1])] == [0, 0]
 
 
-def test_two_processes_page_lock_one_region(fake_library: Path) -> None:
-    two_ranks([str(fake_library)])
-
-
 @pytest.mark.gpu
 def test_two_processes_page_lock_one_region_on_a_gpu() -> None:
     torch = pytest.importorskip("torch")

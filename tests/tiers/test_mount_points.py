@@ -6,17 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.base.mounts import is_mount
-from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Configure, Opened, decode_to_coordinator, decode_to_mover, encode
-from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.quota import DirQuota
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from tests.mover.harness import NAMESPACE
-from tests.support.disks import run, tmpfs
-from tests.support.file_tier import LAYOUTS
-from tests.tiers.file_tiers import make_tier
 
 
 def replace(path: Path) -> None:
@@ -51,99 +45,9 @@ def test_slabs_grow_only_in_the_directory_that_was_opened(tmp_path: Path) -> Non
     assert list(path.iterdir()) == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_next_mover_wants_the_mount_point_of_the_first(layout: str, tmp_path: Path, region: HostRegion) -> None:
-    path = tmp_path / "kv"
-    first = make_tier(layout, path, region)
-    first.open(NAMESPACE, 0)
-    first.close()
-    assert is_mount(Path(first.mount_point.decode()))
-    empty = tmp_path / "unmounted"
-    empty.mkdir()
-    second = make_tier(layout, empty, region)
-    second.mount_point = str(empty).encode()
-    with pytest.raises(TierDown, match=f"{empty} is not mounted any more"):
-        second.open(NAMESPACE, 0)
-    second.close()
-    assert list(empty.iterdir()) == []
-
-
 def test_mount_point_goes_to_the_engine_and_to_the_next_mover() -> None:
     opened = decode_to_coordinator(encode(Opened(0, 1, b"/mnt/\xff")))
     assert isinstance(opened, Opened)
     configure = decode_to_mover(encode(Configure({}, 1, 1, 1, 1, mount_point=opened.mount_point)))
     assert isinstance(configure, Configure)
     assert configure.mount_point == b"/mnt/\xff"
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_disk_that_was_mounted_later_is_the_mount_point_from_then_on(
-    layout: str, tmp_path: Path, region: HostRegion
-) -> None:
-    """The engine started before the disk was there."""
-    path = tmp_path / "kv"
-    tier = make_tier(layout, path, region)
-    tier.open(NAMESPACE, 0)
-    tier.close()
-    before = contents(path)
-    with tmpfs(path, "64m"):
-        second = make_tier(layout, path, region)
-        second.mount_point = tier.mount_point
-        second.open(NAMESPACE, 0)
-        second.close()
-    third = make_tier(layout, path, region)
-    third.mount_point = second.mount_point
-    with pytest.raises(TierDown, match=f"{path} is not mounted any more"):
-        third.open(NAMESPACE, 0)
-    third.close()
-    assert contents(path) == before
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_path_that_was_linked_to_another_disk_needs_the_old_one_no_more(
-    layout: str, tmp_path: Path, region: HostRegion
-) -> None:
-    disks = [tmp_path / "old", tmp_path / "new"]
-    path = tmp_path / "kv"
-    mount_point = b""
-    for disk in disks:
-        disk.mkdir()
-    with tmpfs(disks[1], "64m"):
-        for disk in disks:
-            with tmpfs(disks[0], "64m"):
-                path.unlink(missing_ok=True)
-                path.symlink_to(disk)
-                tier = make_tier(layout, path, region)
-                tier.mount_point = mount_point
-                tier.open(NAMESPACE, 0)
-                tier.close()
-                mount_point = tier.mount_point
-        tier = make_tier(layout, path, region)
-        tier.mount_point = mount_point
-        tier.open(NAMESPACE, 0)
-        tier.close()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bind_mount_of_the_same_file_system_is_a_mount_point(layout: str, tmp_path: Path, region: HostRegion) -> None:
-    place, path = tmp_path / "elsewhere", tmp_path / "with a blank"
-    place.mkdir()
-    path.mkdir()
-    if not run("mount", "--bind", place, path):
-        pytest.skip("needs to mount")
-    try:
-        tier = make_tier(layout, path, region)
-        tier.open(NAMESPACE, 0)
-        tier.close()
-    finally:
-        run("umount", "-l", path)
-    second = make_tier(layout, path, region)
-    second.mount_point = tier.mount_point
-    with pytest.raises(TierDown, match=f"{path} is not mounted any more"):
-        second.open(NAMESPACE, 0)
-    second.close()
-    assert contents(path) == []
-
-
-def contents(path: Path) -> list[Path]:
-    return sorted(path.rglob("*"))

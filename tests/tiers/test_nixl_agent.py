@@ -39,44 +39,6 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_rows_round_trip(agent: Agent, region: HostRegion, path: Path) -> None:
-    region.rows_view[:32] = 7
-    region.rows_view[32:] = 0
-    file = agent.register_file(str(path), 64 * ROW, direct=True)
-    (device,) = file.devices
-    out = [(region.address + row * ROW, ROW, (63 - row) * ROW, device) for row in range(32)]
-    back = [(region.address + row * ROW, ROW, row * ROW, device) for row in range(32, 64)]
-    assert end(agent.write(out)) is TransferState.DONE
-    assert end(agent.read(back)) is TransferState.DONE
-    assert (region.rows_view == 7).all()
-    agent.deregister(file)
-    assert path.read_bytes() == bytes(32 * ROW) + b"\7" * (32 * ROW)
-
-
-def test_failure_is_a_state_and_the_next_transfer_works(agent: Agent, region: HostRegion, path: Path) -> None:
-    file = agent.register_file(str(path), 1 << 30, direct=True)
-    (device,) = file.devices
-    beyond = [(region.address, ROW, 64 * ROW, device)]
-    unaligned = [(region.address, ROW, 100, device)]
-    unknown_memory = [(region.address + region.nbytes, ROW, 0, device)]
-    unknown_file = [(region.address, ROW, 0, device + 1000)]
-    good = [(region.address, ROW, 0, device)]
-    for bad in (beyond, unaligned, unknown_memory, unknown_file):
-        assert end(agent.read(bad)) is TransferState.FAILED
-        assert end(agent.read(good)) is TransferState.DONE
-    agent.deregister(file)
-
-
-def test_pending_transfer_cannot_be_released(agent: Agent, region: HostRegion, path: Path) -> None:
-    file = agent.register_file(str(path), 64 * ROW, direct=True)
-    transfer = agent.read([(region.address + row * ROW, ROW, row * ROW, file.devices[0]) for row in range(64)])
-    # File transfers make progress only when they are polled, so this one is certainly pending.
-    with pytest.raises(RuntimeError, match="pending"):
-        transfer.release()
-    assert end(transfer) is TransferState.DONE
-    agent.deregister(file)
-
-
 def test_files_opened_by_the_same_path_stay_apart(agent: Agent, region: HostRegion, tmp_path: Path) -> None:
     """A tier registers a file by the path of its descriptor, whose number is reused for the next file."""
     paths, files, names = [tmp_path / f"file-{n}" for n in range(4)], [], set()

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.manifest import Description, Manifest
-from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers import manifests
 from nixl_tiers.tiers.manifests import MAX_READ, Other, differences, others_sentence, sentence
-from tests.tiers.file_tiers import make_tier, store
-from tests.tiers.test_manifests import LAYOUTS, run_until
 
-FIRST, SECOND = bytes(range(16)), bytes(range(16, 32))
 ABOUT = Description(model="org/model", revision="abc", dtype="bfloat16", chunk_tokens=256, vllm="0.32.0", salt="11")
 OWN = Manifest("00" * 16, ABOUT, row_bytes=4096)
 
@@ -99,35 +90,3 @@ def test_time_that_no_calendar_has_is_no_error(last_used: int, day: str) -> None
 def test_damaged_manifest_is_none(raw: bytes) -> None:
     said = others_sentence(OWN, {"11" * 16: 4096}, lambda _: raw)
     assert said == "4 KiB here are of another namespace, which this engine does not find: without a manifest"
-
-
-@LAYOUTS
-def test_file_tier_says_once_at_its_start_what_is_there_of_others(
-    layout: str, tmp_path: Path, region: HostRegion, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(manifests, "CHECK_S", 0.01)
-
-    def lines() -> list[str]:
-        return [each.getMessage() for each in caplog.records if "which this engine does not find" in each.getMessage()]
-
-    for namespace, model, said in [(FIRST, "org/old", 0), (SECOND, "org/new", 1), (FIRST, "org/old", 1)]:
-        tier = make_tier(layout, tmp_path, region)
-        tier.describe(msgspec.structs.replace(ABOUT, model=model))
-        about = f"{namespace.hex()}/about.json"
-        for epoch in (0, 1):  # a reset says nothing more
-            tier.open(namespace, epoch)
-            for _ in tier.list_rows():
-                time.sleep(0.001)
-            if not epoch:
-                assert store(tier, region, range(3)) == [Outcome.OK] * 3
-                run_until(tier, lambda about=about: any(tmp_path.rglob(about)))  # type: ignore[misc]
-                run_until(tier, lambda said=said: len(lines()) == said)  # type: ignore[misc]
-        tier.close()
-        found = lines()
-        caplog.clear()
-        assert len(found) == said
-        if said:
-            old, new = ("org/old", "org/new") if namespace is SECOND else ("org/new", "org/old")
-            assert f"model {old}, now {new}" in found[0]
-            assert "another namespace" in found[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +13,8 @@ pytest.importorskip("vllm")
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.vllm.chains import Arrivals
 from nixl_tiers.vllm.connector import NixlTiersConnector
-from tests.support.file_tier import file_tier
 from tests.support.vllm_scheduler import BLOCK, ConnectorScheduler, keys_of
-from tests.support.waiting import until
-from tests.vllm.test_request_options import STEP, Rig, hashes_of
+from tests.vllm.test_request_options import Rig, hashes_of
 
 
 class BlockPool:
@@ -108,25 +105,6 @@ def test_vllm_that_keeps_its_queue_in_another_way_is_left_alone(queue: Any, capl
     assert joined == []
     (message,) = caplog.messages
     assert "this vLLM does not show its queue" in message
-
-
-def test_rows_come_up_while_their_request_waits_for_its_turn(tmp_path: Path) -> None:
-    rig = Rig(file_tier(tmp_path / "kv", "64MiB"), rows=8)
-    try:
-        assert rig.coordinator.wait_ready(300)
-        prompts = [hashes_of(4, number) for number in range(4)]
-        for number, prompt in enumerate(prompts):
-            rig.run(f"first {number}", prompt)
-            assert rig.coordinator.flush(300)
-        keys = keys_of(prompts[0])
-        assert rig.coordinator.locate(keys) == ["file"] * 4
-        request = Connector(rig.scheduler).arrives("again", prompts[0])
-        rig.manager.on_schedule_end(STEP)  # which has not reached it
-        until(lambda: rig.coordinator.locate(keys) == ["cpu"] * 4, "the promotions")
-        assert rig.scheduler.matched(request) == 4 * BLOCK, "at its first look-up"
-        assert rig.coordinator.counters()["cpu"]["unused"] == 0
-    finally:
-        rig.manager.shutdown()
 
 
 def test_keys_are_read_of_the_next_requests_only(queue: Any, monkeypatch: pytest.MonkeyPatch) -> None:

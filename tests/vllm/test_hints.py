@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +18,7 @@ from vllm.v1.kv_offload.base import ReqContext
 from nixl_tiers.core.retention import LONGEST_S
 from nixl_tiers.vllm.hints import MAX_ACTIONS, AtEnd, Hints, Outcome, Verb
 from nixl_tiers.vllm.request_options import RequestOptionsReader, Scope
-from tests.support.file_tier import file_tier
 from tests.support.vllm_scheduler import BLOCK
-from tests.support.waiting import until
 from tests.vllm.test_request_options import Rig, hashes_of
 
 RETAIN = AtEnd(Verb.RETAIN, 60, False)
@@ -209,19 +206,3 @@ def test_what_a_request_of_low_priority_stores_is_evicted_first(rig: Rig) -> Non
     rig.run("other", hashes_of(8, 3))
     assert rig.run("usual again", usual, {"nixl_tiers": {"store": "none"}}) == 8 * BLOCK
     assert rig.run("low again", low, {"nixl_tiers": {"store": "none"}}) == 0
-
-
-def test_chunks_come_up_for_the_next_turn(tmp_path: Path) -> None:
-    rig = Rig(file_tier(tmp_path / "kv", "16MiB"), rows=16)
-    try:
-        assert rig.coordinator.wait_ready(300)
-        turn = hashes_of(4, 1)
-        rig.run("turn", turn)
-        assert rig.coordinator.flush(300)
-        fill(rig)
-        assert rig.coordinator.locate(rig.keys("turn")) == ["file"] * 4
-        rig.run("agent", turn, {"nixl_tiers": {"load": "host", "store": "none", "prefetch_s": 0}})
-        until(lambda: rig.coordinator.locate(rig.keys("turn")) == ["cpu"] * 4, "the promotion")
-        assert outcomes(rig.manager.get_stats()) == {"accepted": 1}
-    finally:
-        rig.manager.shutdown()

@@ -135,12 +135,12 @@ class Janitor:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self._turn()
+            self.step()
             self._stop.wait(self._intervals.renew_s)
         self._lease.release()
 
-    def _turn(self) -> None:
-        """What is to be done every `renew_s`. A request that fails ends it; the next turn goes on from there."""
+    def step(self) -> None:
+        """What is to be done every `renew_s`. A request that fails ends it; the next one goes on from there."""
         if self._reads_only:
             with contextlib.suppress(*REQUEST_ERRORS, KeyError, ValueError):
                 self._read_usage()

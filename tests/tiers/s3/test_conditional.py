@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
-from typing import Any
-
 import pytest
 
-from nixl_tiers.tiers.s3.conditional import RACERS, ConditionalWrites, most_winners, put_if
-from tests.support.servers import S3Server
+from nixl_tiers.tiers.s3.conditional import ConditionalWrites
 
 
 @pytest.fixture
@@ -49,28 +44,3 @@ def test_without_an_answer_it_is_asked_again_soon_and_ever_more_slowly(found: Co
     found.answered(False, 0.0)
     found.asking(10.0)
     assert found.next_at_s == 11.0
-
-
-def test_a_server_that_writes_after_it_has_tested_lets_all_racers_through() -> None:
-    objects: dict[str, str] = {}
-    etags, tested = itertools.count(), threading.Barrier(RACERS)
-
-    def put(name: str, body: bytes, **condition: str) -> dict[str, Any] | None:
-        holds = name not in objects if "IfNoneMatch" in condition else objects.get(name) == condition["IfMatch"]
-        tested.wait(60)
-        if holds:
-            objects[name] = str(next(etags))
-            return {"ETag": objects[name]}
-        return None
-
-    assert most_winners(put, "race") == RACERS
-
-
-@pytest.mark.parametrize("s3_server", ["seaweedfs"], indirect=True)  # moto may let two through
-def test_a_server_lets_one_racer_through(place: dict[str, Any], s3_server: S3Server) -> None:
-    client = s3_server.client()
-
-    def put(name: str, body: bytes, **condition: str) -> dict[str, Any] | None:
-        return put_if(client, place["bucket"], f"{place['prefix']}/{name}", body, condition)
-
-    assert most_winners(put, "race") == 1

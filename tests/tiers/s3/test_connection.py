@@ -3,18 +3,13 @@ NIXL's uploads cannot request it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
 
-from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.s3.connection import S3Connection, encryption_problem
-from tests.support.servers import MotoServer, S3Server
-from tests.tiers.s3.harness import TierDriver
 
 
 def answer(**headers: str) -> dict[str, object]:
@@ -35,10 +30,6 @@ def test_an_answer_without_a_readable_date_leaves_the_server_s_time_alone(header
     assert connection._server_time == before
 
 
-# --- encryption -------------------------------------------------------------------------------------------------------
-
-
-SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ARN = "arn:aws:kms:eu-central-1:111122223333:"
 
 
@@ -96,29 +87,3 @@ def test_another_default_encryption_is_reported_in_one_sentence() -> None:
 def test_a_key_matches_by_id_alias_or_arn(required: str, found: str, same: bool) -> None:
     default = {"SSEAlgorithm": "aws:kms"} | ({"KMSMasterKeyID": found} if found else {})
     assert (problem("aws:kms", default, key=required) is None) is same
-
-
-def test_the_tier_is_down_until_the_bucket_encrypts_as_required(
-    moto: MotoServer, s3_credentials: Callable[[S3Server], None], s3_prefix: str
-) -> None:
-    s3_credentials(moto)
-    client, name = moto.client(), moto.make_bucket("kv-encrypted")
-
-    def encrypt(**default: str) -> None:
-        rules = {"Rules": [{"ApplyServerSideEncryptionByDefault": default}]}
-        client.put_bucket_encryption(Bucket=name, ServerSideEncryptionConfiguration=rules)
-
-    place = {"bucket": name, "endpoint": moto.endpoint, "prefix": s3_prefix}
-    with TierDriver(SMALL, 4, **place, sse="aws:kms", sse_key="alias/kv") as driver:
-        client.delete_bucket_encryption(Bucket=name)
-        driver.fails_to_open(TierDown, r'^s3 bucket "kv-encrypted" at [^ ]+: .*, and sse requires "aws:kms"$')
-        assert driver.store([1]) == [Outcome.FAILED]
-        encrypt(SSEAlgorithm="AES256")
-        driver.fails_to_open(TierDown, 'encrypts with "AES256" by default')
-        encrypt(SSEAlgorithm="aws:kms", KMSMasterKeyID="alias/other")
-        driver.fails_to_open(TierDown, "another key than sse_key")
-        encrypt(SSEAlgorithm="aws:kms", KMSMasterKeyID=f"{ARN}alias/kv")
-        driver.open()
-        assert driver.store([1]) == [Outcome.OK]
-        assert client.head_object(Bucket=name, Key=driver.name(1))["ServerSideEncryption"] == "aws:kms"
-        assert driver.load([1]) == [Outcome.OK]

@@ -70,14 +70,14 @@ class TestOneFailedRequest:
     def test_uploads_go_on_without_another_listing(self, request_name: str, arrives: bool) -> None:
         bucket = Bucket()
         quota, janitor = mover(bucket)
-        janitor._turn()
+        janitor.step()
         assert uploads(quota, bucket, range(5)) == 5
         requests = len(bucket.requests)
         setattr(bucket, "after" if arrives else "before", once(request_name))
-        janitor._turn()
+        janitor.step()
         assert request_name in bucket.requests[requests:]
         for _ in range(2):
-            janitor._turn()
+            janitor.step()
         assert janitor.holds_lease
         assert bucket.usage == Usage(5 * ROW, {"me": 5 * ROW}), "renewed, with what was uploaded since"
         assert bucket.count(LISTING) == 1
@@ -87,11 +87,11 @@ class TestOneFailedRequest:
         """boto3 sends it twice: the second time the ETag is another one."""
         bucket = Bucket()
         quota, janitor = mover(bucket)
-        janitor._turn()
+        janitor.step()
         bucket.store(f"p/{LEASE_NAME}", b"me 2")
-        janitor._turn()
+        janitor.step()
         read = bucket.count(f"GET {LEASE_NAME}")
-        janitor._turn()
+        janitor.step()
         assert bucket.count(f"GET {LEASE_NAME}") == read + 1, "it finds its own"
         assert janitor.holds_lease
         assert bucket.count(LISTING) == 1
@@ -101,9 +101,9 @@ class TestOneFailedRequest:
         bucket = Bucket()
         quota, janitor = mover(bucket)
         bucket.before = once(f"PUT {USAGE_NAME}")
-        janitor._turn()
+        janitor.step()
         assert uploads(quota, bucket, range(5)) == 0
-        janitor._turn()
+        janitor.step()
         assert uploads(quota, bucket, range(5)) == 5
         assert bucket.count(LISTING) == 1
 
@@ -111,35 +111,35 @@ class TestOneFailedRequest:
         bucket = Bucket()
         _, one = mover(bucket, "one")
         _, two = mover(bucket, "two")
-        one._turn()
-        two._turn()
+        one.step()
+        two.step()
         bucket.before = once(f"PUT {LEASE_NAME}")
-        one._turn()
+        one.step()
         bucket.now_s += 31.0
-        two._turn()
+        two.step()
         assert (one.holds_lease, two.holds_lease) == (False, True)
-        one._turn()
+        one.step()
         assert (one.holds_lease, two.holds_lease) == (False, True)
         listed = bucket.count(LISTING)
         bucket.now_s += 31.0
-        one._turn()
+        one.step()
         assert bucket.count(LISTING) == listed + 1
-        two._turn()
+        two.step()
         assert (one.holds_lease, two.holds_lease) == (True, False)
 
     def test_a_lost_answer_to_a_take_over_keeps_nothing_listed_before(self) -> None:
         bucket = Bucket()
         _, one = mover(bucket, "one")
-        one._turn()
+        one.step()
         bucket.store(f"p/{LEASE_NAME}", b"two 1")
         for _ in range(2):
-            one._turn()
+            one.step()
         bucket.now_s += 31.0
         bucket.after = once(f"PUT {LEASE_NAME}")
-        one._turn()
+        one.step()
         assert bucket.small(LEASE_NAME).startswith(b"one"), "it finds itself as the holder"
         listed = bucket.count(LISTING)
-        one._turn()
+        one.step()
         assert one.holds_lease
         assert bucket.count(LISTING) == listed + 1
 
@@ -150,10 +150,10 @@ class TestOneFailedRequest:
             bucket.store(row(number))
         _, janitor = mover(bucket)
         bucket.after = once("DELETE rows")
-        janitor._turn()
+        janitor.step()
         expected = {row(number) for number in range(20, CAPACITY_ROWS)}
         assert bucket.rows == expected, "two windows, the oldest"
-        janitor._turn()
+        janitor.step()
         assert bucket.rows == expected
         assert bucket.usage is not None
         assert bucket.usage.nbytes == len(expected) * ROW
@@ -167,12 +167,12 @@ class TestOneFailedRequest:
             bucket.store(row(number))
         _, janitor = mover(bucket)
         bucket.delete_errors = ({"Code": "InternalError", **error},)
-        janitor._turn()
+        janitor.step()
         assert bucket.usage is not None
         assert bucket.usage.nbytes == CAPACITY_ROWS * ROW, "nothing is taken for deleted"
         bucket.delete_errors = ()
         for _ in range(2):
-            janitor._turn()
+            janitor.step()
         assert bucket.rows == {row(number) for number in range(20, CAPACITY_ROWS)}
         assert bucket.usage.nbytes == len(bucket.rows) * ROW
 
@@ -194,17 +194,17 @@ class TestRequestsThatAlwaysFail:
 
         bucket = Bucket(before=fail)
         quota, janitor = mover(bucket)
-        janitor._turn()
+        janitor.step()
         assert janitor._denials.current() == {}, "not after one"
         janitor._valid_at -= SELDOM.usage_timeout_s
         bucket.now_s += 5.0
-        janitor._turn()
+        janitor.step()
         (problem,) = janitor._denials.current().values()
         assert "was not renewed for 6" in problem
         assert uploads(quota, bucket, range(1)) == 0
         bucket.before = lambda _: None
         bucket.now_s += 5.0
-        janitor._turn()
+        janitor.step()
         assert uploads(quota, bucket, range(1)) == 1
 
 
@@ -223,7 +223,7 @@ class TestEmptyPages:
 
         bucket, problems = Marked(), list[str]()
         quota, janitor = mover(bucket, intervals=EACH_PAGE)
-        janitor._turn()
+        janitor.step()
         assert "was not renewed for 6" in problems[0]
         assert uploads(quota, bucket, range(1)) == 1
 
@@ -238,15 +238,15 @@ class TestServersWithTwoClocks:
         quota, one = mover(bucket, "one")
         _, two = mover(bucket, "two")
         for _ in range(12):
-            one._turn()
-            two._turn()
+            one.step()
+            two.step()
             bucket.now_s += 5.0
             bucket.ahead_s = ahead_s
         assert (one.holds_lease, two.holds_lease) == (True, False)
         assert uploads(quota, bucket, range(5)) == 5
         assert one._denials.current() == {}
         bucket.now_s += 31.0
-        two._turn()
+        two.step()
         assert two.holds_lease
 
 
@@ -261,8 +261,8 @@ class TestUsageRecord:
         _, one = mover(bucket, "one")
         quota, two = mover(bucket, "two")
         for _ in range(20):
-            one._turn()
-            two._turn()
+            one.step()
+            two.step()
             bucket.now_s += 5.0
             one._sweep_at = 0.0
         assert uploads(quota, bucket, range(1)) == 1, "it is renewed"
@@ -300,7 +300,7 @@ class TestSweepsUnderThrottling:
             quota.upload_ended(0)
         turns = 0
         while uploads(quota, bucket, range(1000, 1001)) == 0:
-            janitor._turn()
+            janitor.step()
             turns += 1
             assert turns < 3 * self.PAGES
         rows = self.PAGES * PAGE_NAMES - 1
@@ -318,7 +318,7 @@ class TestSweepsUnderThrottling:
 
         bucket.before = fail
         for _ in range(2):
-            janitor._turn()
+            janitor.step()
         assert bucket.usage is not None
         assert bucket.usage.nbytes == len(bucket.rows) * ROW
 
@@ -332,15 +332,15 @@ class TestSweepsUnderThrottling:
                 raise failed(503)
 
         bucket.before = fail
-        janitor._turn()
+        janitor.step()
         assert janitor._account is None
         for number in (0, 10_000):  # a name that was listed, and one that will be
             bucket.objects.pop(row(number), None)
             bucket.store(row(number))
             other.upload_ended(ROW)
         bucket.store(f"p/{COUNTER_NAME}other", b"%d" % other.counter)
-        janitor._turn()
-        janitor._turn()
+        janitor.step()
+        janitor.step()
         assert bucket.usage is not None
         assert bucket.usage.counted["other"] == 2 * ROW
         assert bucket.usage.nbytes >= len(bucket.rows) * ROW
@@ -352,7 +352,7 @@ class TestCountersThatCannotBeRead:
         bucket.store(f"p/{COUNTER_NAME}gone", b"")
         quota, janitor = mover(bucket)
         for _ in range(3):
-            janitor._turn()
+            janitor.step()
         assert uploads(quota, bucket, range(5)) == 5
         assert bucket.usage == Usage(0, {"me": 0})
         assert janitor._denials.current() == {}
@@ -363,29 +363,29 @@ class TestCountersThatCannotBeRead:
         bucket = Bucket()
         _, one = mover(bucket, "one")
         other, two = mover(bucket, "two")
-        one._turn()
-        two._turn()
+        one.step()
+        two.step()
         one._sweep_at = 0.0
-        one._turn()
-        two._turn()
+        one.step()
+        two.step()
         assert uploads(other, bucket, range(3)) == 3
-        two._turn()
-        one._turn()
+        two.step()
+        one.step()
         assert bucket.usage == Usage(3 * ROW, {"one": 0, "two": 3 * ROW})
         bucket.store(f"p/{COUNTER_NAME}two", b"?")
         assert uploads(other, bucket, range(3, 6)) == 3
         one._sweep_at = 0.0
-        one._turn()
+        one.step()
         assert bucket.usage == Usage(6 * ROW, {"one": 0, "two": 3 * ROW}), "found by the listing, and not yet counted"
         third, three = mover(bucket, "three")
-        three._turn()
+        three.step()
         bucket.now_s += 31.0
-        three._turn()
+        three.step()
         assert three.holds_lease
         assert bucket.usage is not None
         assert bucket.usage.counted["two"] == 3 * ROW
         two._publish()
-        three._turn()
+        three.step()
         assert bucket.usage.counted["two"] == 6 * ROW, "it has written its counter again"
         assert bucket.usage.nbytes >= len(bucket.rows) * ROW
         assert uploads(third, bucket, range(100, 101)) == 1

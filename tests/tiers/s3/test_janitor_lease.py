@@ -59,14 +59,14 @@ def janitor(bucket: Bucket, name: str, meanwhile: Callable[[], None] = lambda: N
 class TestClaim:
     def test_a_janitor_lists_nothing_before_its_second_write(self, bucket: Bucket) -> None:
         one, began_s = janitor(bucket, "one"), bucket.now_s
-        one._turn()
+        one.step()
         requests = [each for each in bucket.requests if each.endswith(NAME) or each == LISTING]
         assert requests == [f"GET {NAME}", f"PUT {NAME}", f"GET {NAME}", f"PUT {NAME}", LISTING]
         assert bucket.now_s == began_s + JANITOR_TERMS.confirm_s
 
     def test_it_is_none_if_another_ones_write_has_stayed(self, bucket: Bucket) -> None:
         one = janitor(bucket, "one", lambda: bucket.store(f"p/{NAME}", b"two 1"))
-        one._turn()
+        one.step()
         assert not one.holds_lease
         assert bucket.count(LISTING) == 0
 
@@ -98,7 +98,7 @@ class TestClaim:
 def test_without_conditional_writes_there_is_no_janitor(bucket: Bucket) -> None:
     one, bucket.knows_conditions = janitor(bucket, "one"), False
     for _ in range(100):
-        one._turn()
+        one.step()
         assert not one.holds_lease
         bucket.now_s += TURN_S
     written = {request for request in bucket.requests if request.startswith(("PUT", "DELETE"))}
@@ -115,12 +115,12 @@ class TestEndOfATenure:
             bucket.now_s += 21.0 if request == LISTING else 0.0
 
         bucket.before = takes_long
-        one._turn()
+        one.step()
         assert not one.holds_lease
         assert bucket.count(LISTING) == 1
         assert f"p/{USAGE_NAME}" not in bucket.objects
         bucket.before = lambda _: None
-        one._turn()
+        one.step()
         assert bucket.count(LISTING) == 2, "from the last row on"
         assert bucket.usage == Usage(5 * ROW, {"one": 0})
 
@@ -134,10 +134,10 @@ class TestEndOfATenure:
             bucket.now_s += 21.0 if request == "DELETE rows" else 0.0
 
         bucket.before = takes_long
-        one._turn()
+        one.step()
         assert bucket.count("DELETE rows") == 1
         bucket.before = lambda _: None
-        one._turn()
+        one.step()
         assert len(bucket.rows) == CAPACITY_ROWS - 2 * WINDOW_ROWS
 
     @pytest.mark.parametrize("error", [KeyError("date"), ValueError(), RuntimeError()], ids=repr)
@@ -147,10 +147,10 @@ class TestEndOfATenure:
                 raise error
 
         one = janitor(bucket, "one")
-        one._turn()
+        one.step()
         assert one.holds_lease
         bucket.before = fail
-        one._turn()
+        one.step()
         assert not one.holds_lease
 
 
@@ -168,7 +168,7 @@ class OldJanitor:
     def holds_lease(self) -> bool:
         return self.etag is not None
 
-    def _turn(self) -> None:
+    def step(self) -> None:
         self.turns += 1
         condition = {"IfMatch": self.etag} if self.etag is not None else self._condition()
         if condition is not None:
@@ -204,7 +204,7 @@ class TestOldAndNewEngines:
         while bucket.now_s < began_s + seconds:
             bucket.now_s += TURN_S
             for each in janitors:
-                each._turn()
+                each.step()
             assert sum(each.holds_lease for each in janitors) <= 1
             if janitors[-1].holds_lease:
                 return bucket.now_s - began_s
@@ -226,7 +226,7 @@ class TestOldAndNewEngines:
         assert 30.0 <= after_s <= 36.0
         listings = bucket.count(LISTING)
         assert first == "old" or not one.holds_lease, "its time was over before"
-        one._turn()
+        one.step()
         assert not one.holds_lease
         assert bucket.count(LISTING) == listings
         assert self.passes(bucket, 600.0, two, one) is None

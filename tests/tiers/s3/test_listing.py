@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -520,31 +519,3 @@ class TestExpiry:
         assert run(sweep(quota, deleter=deletes), bucket) == []
         deletes.has_room = True
         assert len(run(sweep(quota, deleter=deletes), bucket)) == 1
-
-
-def test_a_listing_runs_while_rows_are_stored_on_another_thread() -> None:
-    bucket, quota = FakeBucket(page_rows=50), new_quota()
-    for number in range(5000):
-        bucket.put(b"%d" % number)
-    run(full(quota), bucket)
-    stop = threading.Event()
-    stored = 0
-
-    def store() -> None:
-        nonlocal stored
-        while not stop.is_set():
-            key = b"new %d" % stored
-            quota.reserve(key, upload=True)
-            bucket.objects = {**bucket.objects, NAMES.name(OURS, key): (ROW, 0.0)}
-            quota.upload_ended(key)
-            stored += 1
-
-    thread = threading.Thread(target=store)
-    thread.start()
-    try:
-        entries = [entry for batch in run(again(quota), bucket) for entry in batch]
-    finally:
-        stop.set()
-        thread.join()
-    assert entries == [], "all rows that this mover has stored, and nothing of them is lost"
-    assert len(quota) == 5000 + stored

@@ -5,55 +5,25 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import random
 import socket
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.config.schema import FileConfig
-from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.loop import Mover
-from nixl_tiers.mover.protocol import Configure, Down, Open, Opened, Store
-from nixl_tiers.tiers.base import Move, TierDown
+from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab import parts
-from nixl_tiers.tiers.slab import tier as slab_tier
 from nixl_tiers.tiers.slab.parts import FreePart, preferred
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
-from tests.mover.harness import NAMESPACE, MoverProcess, key_of, shard_dir
-from tests.support.disks import assert_never_exceeds, disk_bytes
-from tests.support.file_tier import file_config, file_tier
-from tests.support.leaks import ResourceCount
-from tests.support.times import changed
-from tests.support.waiting import until
+from tests.mover.harness import NAMESPACE
+from tests.support.disks import disk_bytes
 
-GEOMETRY = Geometry(1, 120_000)
 CAPACITY = 24 << 20
-BATCH = 32
 MIB = 1 << 20
-
-
-def mover_on(path: Path, replicas: int = 1, capacity: int = CAPACITY) -> MoverProcess:
-    return MoverProcess(file_tier(path, capacity, replicas=replicas), GEOMETRY, BATCH)
-
-
-def listed(mover: MoverProcess) -> set[int]:
-    return {int(entry.key[4:]) for entry in mover.listed_rows()}
-
-
-def down_reason(mover: MoverProcess, namespace: bytes = NAMESPACE) -> str:
-    mover.send(Open(namespace, 0))
-    down = mover.expect(lambda m: isinstance(m, Down))
-    assert isinstance(down, Down)
-    return down.reason
 
 
 # --- which part is taken ----------------------------------------------------------------------------------------------
@@ -169,25 +139,6 @@ TestPartsOfAPath = PartsOfAPath.TestCase
 TestPartsOfAPath.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 
-# --- real processes ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("end", ["kill", "stop"])
-def test_second_engine_is_down_with_the_holders_name_and_adopts_its_rows_warm(tmp_path: Path, end: str) -> None:
-    """A rolling update on one host path: the new pod starts while the old one still runs."""
-    with mover_on(tmp_path) as old, mover_on(tmp_path) as new:
-        old.open()
-        assert set(old.store(range(BATCH))) == {Outcome.OK}
-        reason = down_reason(new)
-        assert reason.startswith(f"{tmp_path} is in use: part-0 by process {old.process.pid} (engine {os.getpid()}) on")
-        assert "replicas (1 here) is how many engines may use it at once" in reason
-        assert set(old.load(range(BATCH))) == {Outcome.OK}
-        old.kill() if end == "kill" else old.stop()
-        new.expect(lambda m: isinstance(m, Opened))
-        assert listed(new) == set(range(BATCH))
-        assert set(new.load(range(BATCH))) == {Outcome.OK}
-
-
 def test_part_whose_lock_file_cannot_be_read_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(folder: Folder) -> bytes:
         raise OSError(errno.EIO, "broken")
@@ -198,179 +149,6 @@ def test_part_whose_lock_file_cannot_be_read_is_not_kept(tmp_path: Path, monkeyp
             with pytest.raises(OSError, match="broken"):
                 parts.claim(base, 1, NAMESPACE, {})
         parts.claim(base, 1, NAMESPACE, {}).release()
-
-
-def test_waiting_engine_tries_again_every_two_seconds_however_long_it_has_waited(tmp_path: Path) -> None:
-    config = file_config(tmp_path, CAPACITY)
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with HostRegion.create(GEOMETRY, 4) as region, ends[0], ends[1]:
-        first = slab_tier.SlabTier(config, GEOMETRY, region)
-        first.open(NAMESPACE, 0)
-        mover = Mover(slab_tier.SlabTier(config, GEOMETRY, region), ends[0], region, Configure({}, 1, 1, 1, 4))
-        mover.receive(Open(NAMESPACE, 0))
-        delays, now = list[float](), 0.0
-
-        def attempt_has_ended() -> bool:
-            mover.step(now)
-            return mover._opening is None
-
-        for _ in range(6):
-            until(attempt_has_ended, "the end of the attempt")
-            assert mover._retry is not None
-            retry_at_s, _open = mover._retry
-            delays.append(retry_at_s - now)
-            now = retry_at_s
-        assert delays == [0.5, 1, 2, 2, 2, 2]
-        mover.close()
-        first.close()
-
-
-def test_another_model_waits_too_and_keeps_the_rows_of_the_first(tmp_path: Path) -> None:
-    """Until it needs their room."""
-    other = bytes(reversed(NAMESPACE))
-    with mover_on(tmp_path) as first, mover_on(tmp_path) as second:
-        first.open()
-        assert set(first.store(range(BATCH))) == {Outcome.OK}
-        assert f"process {first.process.pid} " in down_reason(second, other)
-        first.stop()
-        second.expect(lambda m: isinstance(m, Opened))
-        assert set(second.store(range(4))) == {Outcome.OK}
-        second.stop()
-    assert shard_dir(tmp_path).parent == shard_dir(tmp_path, other).parent
-    with mover_on(tmp_path) as first:
-        first.open()
-        assert listed(first) == set(range(BATCH))
-
-
-def test_two_replicas_have_a_part_each_and_find_their_rows_again(tmp_path: Path) -> None:
-    """Rows of their own under the same slots; no more than half of the capacity each."""
-    with assert_never_exceeds(tmp_path, CAPACITY):
-        for life in range(2):
-            with mover_on(tmp_path, 2) as first, mover_on(tmp_path, 2) as second, mover_on(tmp_path, 2) as third:
-                for replica, mover in enumerate((first, second)):
-                    slots = mover.open()
-                    assert slots * GEOMETRY.row_bytes < CAPACITY // 2
-                    numbers = range(1000 * replica, 1000 * replica + 32)
-                    if life:
-                        assert {n for n in listed(mover) if n < 32 or n >= 1000} == set(numbers)
-                    else:
-                        assert set(mover.store(numbers, range(32))) == {Outcome.OK}
-                    assert set(mover.load(numbers, range(32))) == {Outcome.OK}
-                    for start in range(32, slots - BATCH, BATCH):
-                        assert set(mover.store(range(start, start + BATCH))) == {Outcome.OK}
-                reason = down_reason(third)
-                assert all(f"part-{n} by process {m.process.pid} " in reason for n, m in enumerate((first, second)))
-                first.stop()
-                second.stop()
-
-
-def test_smaller_part_keeps_its_lowest_slots(tmp_path: Path) -> None:
-    with mover_on(tmp_path) as mover:
-        before = mover.open()
-        for start in range(0, before - BATCH, BATCH):
-            assert set(mover.store(range(start, start + BATCH))) == {Outcome.OK}
-        mover.stop()
-    with assert_never_exceeds(tmp_path, CAPACITY), mover_on(tmp_path, 3) as mover:
-        slots = mover.open()
-        assert slots < before / 2
-        assert listed(mover) == set(range(slots))
-        assert disk_bytes(tmp_path) <= CAPACITY // 3
-        for start in range(0, slots, BATCH):
-            assert set(mover.load(range(start, min(start + BATCH, slots)))) == {Outcome.OK}
-        assert set(mover.load(range(slots, slots + 4))) == {Outcome.MISSING}
-        mover.stop()
-    with mover_on(tmp_path) as mover:  # a larger one keeps all
-        assert mover.open() == before
-        assert listed(mover) == set(range(slots))
-
-
-def test_reset_keeps_the_part_though_another_engine_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare, asked = slab_tier.prepare_path, []
-
-    def while_it_resets(config: FileConfig, *others: Any) -> None:
-        prepare(config, *others)
-        if config is first_config and asked:
-            with pytest.raises(TierDown, match="in use"):
-                second.open(NAMESPACE, 0)
-            asked.append("refused")
-
-    monkeypatch.setattr(slab_tier, "prepare_path", while_it_resets)
-    first_config = file_config(tmp_path, CAPACITY)
-    with HostRegion.create(GEOMETRY, 4) as region:
-        first = slab_tier.SlabTier(first_config, GEOMETRY, region)
-        second = slab_tier.SlabTier(file_config(tmp_path, CAPACITY), GEOMETRY, region)
-        first.open(NAMESPACE, 0)
-        asked.append("reset")
-        first.open(NAMESPACE, 1)
-        assert asked == ["reset", "refused"]
-        first.close()
-        assert second.open(NAMESPACE, 0) > 0
-        second.close()
-
-
-def test_kills_at_random_moments_stay_within_the_capacity_and_cost_no_row_of_the_others(tmp_path: Path) -> None:
-    """Of two engines one is killed and started again, with two, three or four parts: the other's rows stay hits."""
-    draw = random.Random(3)
-    with assert_never_exceeds(tmp_path, CAPACITY), mover_on(tmp_path, 2) as steady:
-        slots = steady.open()
-        for start in range(0, slots - BATCH, BATCH):
-            assert set(steady.store(range(start, start + BATCH))) == {Outcome.OK}
-        for _ in range(5):
-            with mover_on(tmp_path, draw.choice((2, 3, 4))) as victim:
-                room = victim.open(draw.choice((NAMESPACE, bytes(16), bytes(range(16, 32)))))
-                victim.listed_rows()
-                for start in range(0, draw.randrange(1, room), BATCH):
-                    slots_ = range(start, min(start + BATCH, room))
-                    assert set(victim.store(slots_)) <= {Outcome.OK, Outcome.NO_SPACE}
-                victim.begin(Store, [Move(row, row, key_of(row), seal=True) for row in range(BATCH)])
-                time.sleep(draw.uniform(0.0, 0.01))
-                victim.kill()
-            for start in range(0, slots - BATCH, BATCH):
-                assert set(steady.load(range(start, start + BATCH))) == {Outcome.OK}
-
-
-def test_tier_that_cannot_make_room_at_open_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is opened again and again: each time that would leave threads and open files of a part it no longer holds."""
-    make_room = SlabQuota.make_room
-
-    def failing(quota: SlabQuota, need_bytes: int) -> str:
-        if not need_bytes:
-            raise OSError(5, "Input/output error")
-        return make_room(quota, need_bytes)
-
-    with HostRegion.create(GEOMETRY, 4) as region:
-        tier = slab_tier.SlabTier(file_config(tmp_path, CAPACITY), GEOMETRY, region)
-        before = ResourceCount.take()  # threads of earlier tests may end meanwhile
-        with monkeypatch.context() as patch:
-            patch.setattr(SlabQuota, "make_room", failing)
-            with pytest.raises(TierDown, match="Input/output error"):
-                tier.open(NAMESPACE, 0)
-        assert before.covers(ResourceCount.take())
-        assert tier.open(NAMESPACE, 0) > 0
-        tier.close()
-
-
-# --- the lock of the path ---------------------------------------------------------------------------------------------
-
-
-def test_opening_says_that_it_waits_for_a_stopped_holder_of_the_lock(tmp_path: Path) -> None:
-    times = changed(lock_wait_s=0.1)
-    with HostRegion.create(GEOMETRY, 1) as region:
-        tier = slab_tier.SlabTier(file_config(tmp_path, CAPACITY), GEOMETRY, region)
-        tier.open(NAMESPACE, 0)
-        tier.close()
-        with (tmp_path / ".ledger").open() as holder:
-            fcntl.flock(holder, fcntl.LOCK_EX)
-            tier = slab_tier.SlabTier(file_config(tmp_path, CAPACITY), GEOMETRY, region, times=times)
-            with pytest.raises(TierDown, match=rf"it waits for {tmp_path}/\.ledger") as down:
-                tier.open(NAMESPACE, 0)
-            assert down.value.retry_s < 10
-        tier.open(NAMESPACE, 0)
-        tier.close()
 
 
 def test_part_is_left_to_a_holder_on_a_machine_that_locks_do_not_reach(

@@ -1,0 +1,152 @@
+"""Both ends of the hand-over of a region, each by itself: who gets its descriptor, and whose is taken. No thread, no
+process and no name: the other end is one of a socket pair, and has sent what it has to say before."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.base.chunk import Geometry
+from nixl_tiers.memory import rendezvous as module
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.region_layout import RegionError
+from nixl_tiers.memory.rendezvous import OtherSizes
+
+GEOMETRY = Geometry(1, 4096)
+SIZES = module._Sizes(GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, 4, 1, 2)
+
+
+def request_of(sizes: module._Sizes) -> bytes:
+    return module._REQUEST.pack(module._REQUEST_MAGIC, *sizes)
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    with HostRegion.create(GEOMETRY, 4) as region:
+        yield region
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.setblocking(False)
+    with ours, theirs:
+        yield ours, theirs
+
+
+def answer_to(end: socket.socket) -> tuple[bytes, list[int]]:
+    try:
+        answer, fds, _, _ = socket.recv_fds(end, 256, 4)
+    except (BlockingIOError, ConnectionResetError):  # what it has not read resets the connection
+        return b"", []
+    return answer, fds
+
+
+class TestTheOwner:
+    def test_hands_the_region_to_one_who_asks_for_the_same(
+        self, pair: tuple[socket.socket, socket.socket], region: HostRegion
+    ) -> None:
+        peer, end = pair
+        end.send(request_of(SIZES))
+        end.send(module._ACK)
+        assert module._hand_over(peer, region.fd, SIZES)
+        _, (fd,) = answer_to(end)
+        with HostRegion.attach(fd) as attached:
+            assert attached.identity == region.identity
+
+    def test_hands_nothing_to_another_user(
+        self, pair: tuple[socket.socket, socket.socket], region: HostRegion, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        peer, end = pair
+        uid = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+        end.send(request_of(SIZES))
+        end.send(module._ACK)
+        assert not module._hand_over(peer, region.fd, SIZES)
+        assert answer_to(end) == (b"", [])
+
+    @pytest.mark.parametrize("said", [b"", b"nothing", request_of(SIZES._replace(rows=5)), request_of(SIZES)[:-1]])
+    def test_tells_its_sizes_to_one_who_asks_for_something_else(
+        self, pair: tuple[socket.socket, socket.socket], region: HostRegion, said: bytes
+    ) -> None:
+        peer, end = pair
+        end.send(said)
+        assert not module._hand_over(peer, region.fd, SIZES)
+        assert answer_to(end) == (request_of(SIZES), [])
+
+    @pytest.mark.parametrize("said", [b"", b"had it"])
+    def test_does_not_count_one_that_has_not_confirmed(
+        self, pair: tuple[socket.socket, socket.socket], region: HostRegion, said: bytes
+    ) -> None:
+        """It may be dead: another process takes its place."""
+        peer, end = pair
+        end.send(request_of(SIZES))
+        end.send(said)
+        assert not module._hand_over(peer, region.fd, SIZES)
+
+
+class Joined(socket.socket):
+    """The end of a pair, where a socket is made and connected."""
+
+    def connect(self, address: object) -> None:
+        """It is."""
+
+
+class TestOneWhoJoins:
+    @pytest.fixture
+    def ask(
+        self, pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+    ) -> Callable[[], HostRegion | None]:
+        end = Joined(fileno=pair[0].detach())
+        monkeypatch.setattr(module.socket, "socket", lambda *_: end)
+        return lambda: module._ask_owner("name", SIZES, time.monotonic() + 60.0)
+
+    def test_takes_the_region_and_confirms_it(
+        self, ask: Callable[[], HostRegion | None], pair: tuple[socket.socket, socket.socket], region: HostRegion
+    ) -> None:
+        socket.send_fds(pair[1], [request_of(SIZES)], [region.fd])
+        with ask() as attached:  # type: ignore[union-attr]
+            assert attached.identity == region.identity
+        assert [pair[1].recv(256) for _ in range(2)] == [request_of(SIZES), module._ACK]
+
+    def test_takes_none_of_another_user(
+        self,
+        ask: Callable[[], HostRegion | None],
+        pair: tuple[socket.socket, socket.socket],
+        region: HostRegion,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        uid = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+        socket.send_fds(pair[1], [request_of(SIZES)], [region.fd])
+        with pytest.raises(RegionError, match=f"offered by process {os.getpid()} of another user \\(uid {uid}\\)"):
+            ask()
+        assert answer_to(pair[1]) == (b"", []), "it is asked for nothing"
+
+    def test_takes_none_that_is_not_what_was_announced(
+        self, ask: Callable[[], HostRegion | None], pair: tuple[socket.socket, socket.socket]
+    ) -> None:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        with HostRegion.create(GEOMETRY, 5) as other:
+            socket.send_fds(pair[1], [request_of(SIZES)], [other.fd])
+            with pytest.raises(RegionError, match="not what its owner announced"):
+                ask()
+        assert len(list(Path("/proc/self/fd").iterdir())) < before, "its descriptor and that of the socket are closed"
+
+    def test_says_what_differs(
+        self, ask: Callable[[], HostRegion | None], pair: tuple[socket.socket, socket.socket]
+    ) -> None:
+        pair[1].send(request_of(SIZES._replace(rows=5)))
+        with pytest.raises(OtherSizes, match="with other sizes: rows is 4 here and 5 there"):
+            ask()
+
+    def test_tries_again_if_the_owner_dies_meanwhile(
+        self, ask: Callable[[], HostRegion | None], pair: tuple[socket.socket, socket.socket]
+    ) -> None:
+        pair[1].close()
+        assert ask() is None

@@ -1,0 +1,616 @@
+"""The mover's loop and its end, round by round: heartbeats, back-pressure, what ends it, and what it does then.
+
+No process, no thread: the coordinator is the other end of a socket pair, and time passes when the test says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover import loop as loop_module
+from nixl_tiers.mover import process as process_module
+from nixl_tiers.mover.loop import MAX_QUEUED, RETRY_S, Mover, run_loop, turn
+from nixl_tiers.mover.process import ORPHAN_EXIT_S, STOP_EXIT_S
+from nixl_tiers.mover.protocol import (
+    HEARTBEAT_S,
+    MAX_PACKET,
+    CheckExistence,
+    Configure,
+    Down,
+    ExistenceChecked,
+    Finished,
+    Heartbeat,
+    Listed,
+    Load,
+    Open,
+    Opened,
+    Refused,
+    Stop,
+    Store,
+    ToCoordinator,
+    ToMover,
+    decode_to_coordinator,
+    encode,
+)
+from nixl_tiers.tiers.base import FinishedBatch, Move, TierDown, TierRefused
+from tests.mover.stub_tiers import InstantTier, StubConfig
+from tests.support.by_hand import HandPool
+from tests.support.fake_movers import Clock
+
+GEOMETRY = Geometry(1, 4096)
+NAMESPACE = bytes(range(16))
+ENGINE_FD, SIGTERM_FD = 10_001, 10_002  # what else the loop watches; ready when the engine dies, and at SIGTERM
+
+
+class Tier(InstantTier):
+    """Its moves end when the test says so, and it opens as `opens` says."""
+
+    def __init__(self, path: Path, region: HostRegion) -> None:
+        super().__init__(StubConfig(type="stub", stub="InstantTier", closed=path), GEOMETRY, region)
+        self.opens: Callable[[], int] = lambda: 100
+        self.holds_back = False
+        self.poll_raises: Exception | None = None
+        self.gave_up = False
+
+    def open(self, namespace: bytes, epoch: int) -> int:
+        return self.opens()
+
+    def poll(self) -> list[FinishedBatch]:
+        if self.poll_raises is not None:
+            raise self.poll_raises
+        return [] if self.holds_back else super().poll()
+
+    def give_up_waiting(self) -> None:
+        self.gave_up = True
+
+
+class Rig:
+    def __init__(self, path: Path, region: HostRegion) -> None:
+        self.closed = path
+        self.tier = Tier(path, region)
+        self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (self.ours, self.theirs):
+            end.setblocking(False)
+        self.mover = Mover(self.tier, self.theirs, region, Configure({}, 1, 4096, 1, region.rows))
+        self.opener = HandPool()
+        self.mover._opener = self.opener  # type: ignore[assignment]
+        self.now = 100.0
+
+    def send(self, *messages: ToMover | bytes) -> None:
+        for message in messages:
+            self.ours.send(message if isinstance(message, bytes) else encode(message))
+
+    def turn(self, after_s: float = 0.0, *ready: int) -> bool | None:
+        """As `run_loop` does it. `ready`: what else of the descriptors that it watches."""
+        self.now += after_s
+        found = [(fd, select.POLLIN) for fd in ready]
+        if not self.mover.congested and not self.mover.stopping:
+            events = select.poll()
+            events.register(self.theirs, select.POLLIN)
+            found += events.poll(0)
+        return turn(self.mover, self.theirs, {ENGINE_FD, SIGTERM_FD}, found, self.now)
+
+    def turns(self, count: int = 3, after_s: float = 0.001) -> None:
+        for _ in range(count):
+            assert self.turn(after_s) is None
+
+    def received(self, *, heartbeats: bool = False) -> list[ToCoordinator]:
+        messages: list[ToCoordinator] = []
+        while True:
+            try:
+                packet = self.ours.recv(MAX_PACKET)
+            except BlockingIOError:
+                return messages
+            if not packet:
+                return messages
+            message = decode_to_coordinator(packet)
+            if heartbeats or not isinstance(message, Heartbeat):
+                messages.append(message)
+
+    def open(self) -> None:
+        """It serves the namespace, and has listed all that it holds."""
+        self.send(Open(NAMESPACE, 0))
+        self.turns(1)
+        self.opener.run()
+        self.turns(6, 0.1)
+        found = self.received()
+        assert Opened(0, 100) in found
+        assert isinstance(found[-1], Listed)
+        assert found[-1].last
+
+    def release(self) -> None:
+        self.ours.close()
+        self.theirs.close()
+
+
+def moves(*rows: int) -> list[Move]:
+    return [Move(row, row, b"key-%d" % row) for row in rows]
+
+
+OK, FAILED = bytes([Outcome.OK]), bytes([Outcome.FAILED])
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    with HostRegion.create(GEOMETRY, 8) as region:
+        rig = Rig(tmp_path / "closed", region)
+        yield rig
+        rig.release()
+
+
+def seconds(messages: Sequence[ToCoordinator]) -> list[ToCoordinator]:
+    """Without how long they took."""
+    return [msgspec.structs.replace(m, seconds=0.0) if isinstance(m, Finished) else m for m in messages]
+
+
+class TestHeartbeats:
+    @pytest.mark.parametrize("what", ["before it is opened", "while it opens", "idle", "busy"])
+    def test_are_sent_each_second(self, rig: Rig, what: str) -> None:
+        if what in {"idle", "busy"}:
+            rig.open()
+        elif what == "while it opens":
+            rig.send(Open(NAMESPACE, 0))
+        if what == "busy":
+            rig.tier.holds_back = True
+            rig.send(Store(1, moves(0)))
+        rig.turns()
+        rig.received()
+        for _ in range(5):
+            rig.turn(HEARTBEAT_S)
+            assert [type(message) for message in rig.received(heartbeats=True)] == [Heartbeat]
+            rig.turn(0.9 * HEARTBEAT_S)
+            assert rig.received(heartbeats=True) == []
+            rig.now -= 0.9 * HEARTBEAT_S
+
+    def test_are_not_waited_past(self, rig: Rig) -> None:
+        rig.open()
+        rig.turn(HEARTBEAT_S)
+        assert rig.mover.wait_s(rig.now) <= HEARTBEAT_S
+        rig.tier.holds_back, rig.tier.__class__.poll_s = True, 3600.0  # type: ignore[misc]
+        try:
+            rig.send(Store(1, moves(0)))
+            rig.turn()
+            assert rig.mover.busy
+            assert rig.mover.poll_s(rig.now) <= HEARTBEAT_S
+        finally:
+            del rig.tier.__class__.poll_s
+
+
+class TestOpening:
+    def test_a_tier_that_hangs_in_it_holds_up_no_message(self, rig: Rig) -> None:
+        rig.send(Open(NAMESPACE, 3), Store(1, moves(0, 1)), CheckExistence(2, [b"key"], chain=False))
+        rig.turns()
+        assert rig.received() == [Finished(1, 2 * FAILED, 0.0), ExistenceChecked(2, [])]
+        assert len(rig.opener.submitted) == 1
+        rig.opener.run()
+        rig.turns()
+        assert rig.received()[0] == Opened(3, 100)
+        rig.send(Store(2, moves(0)))
+        rig.turns()
+        assert Finished(2, OK, 0.0) in seconds(rig.received())
+
+    def test_one_that_is_down_is_tried_again_with_back_off(self, rig: Rig) -> None:
+        def down() -> int:
+            raise TierDown("the medium sleeps")
+
+        rig.tier.opens = down
+        rig.send(Open(NAMESPACE, 3))
+        rig.turns(1)
+        delay_s = RETRY_S[0]
+        for _ in range(10):
+            rig.opener.run()
+            rig.turn()
+            assert rig.received() == [Down("the medium sleeps", 3)]
+            rig.turn(delay_s - 0.01)
+            assert not rig.opener.submitted
+            rig.turn(0.02)
+            assert len(rig.opener.submitted) == 1
+            delay_s = min(2 * delay_s, RETRY_S[1])
+        rig.tier.opens = lambda: 7
+        rig.opener.run()
+        rig.turns()
+        assert rig.received()[0] == Opened(3, 7)
+
+    def test_a_refusal_ends_the_mover_unless_the_configuration_was_good_before(self, rig: Rig) -> None:
+        def refuse() -> int:
+            raise TierRefused("bucket: there is no such thing")
+
+        rig.open()
+        rig.tier.opens = refuse
+        rig.send(Open(NAMESPACE, 1))
+        rig.turns(1)
+        rig.opener.run()
+        rig.turns()
+        assert rig.received() == [Down("bucket: there is no such thing", 1)]
+
+    def test_a_first_refusal_is_reported_and_ends_the_mover(self, rig: Rig) -> None:
+        def refuse() -> int:
+            raise TierRefused("bucket: there is no such thing")
+
+        rig.tier.opens = refuse
+        rig.send(Open(NAMESPACE, 0))
+        rig.turns(1)
+        rig.opener.run()
+        assert rig.turn() is True
+        assert rig.received() == [Refused("bucket: there is no such thing")]
+
+    def test_it_waits_for_the_jobs_of_the_namespace_before(self, rig: Rig) -> None:
+        rig.open()
+        rig.tier.holds_back = True
+        rig.send(Store(1, moves(0)), Open(bytes(16), 1), Store(2, moves(1)))
+        rig.turns()
+        assert not rig.opener.submitted
+        rig.tier.holds_back = False
+        rig.turns()
+        assert seconds(rig.received()) == [Finished(1, OK, 0.0), Finished(2, FAILED, 0.0)]
+        assert len(rig.opener.submitted) == 1
+
+
+class TestTheMediumFails:
+    def test_it_is_down_and_is_opened_again(self, rig: Rig) -> None:
+        rig.open()
+        rig.tier.poll_raises = TierDown("the disk is gone")
+        rig.turn()
+        assert rig.received() == [Down("the disk is gone", 0)]
+        rig.tier.poll_raises = None
+        rig.turn(RETRY_S[0])
+        rig.opener.run()
+        rig.turns()
+        assert rig.received()[0] == Opened(0, 100)
+
+    def test_with_jobs_that_may_still_write_the_process_ends(self, rig: Rig) -> None:
+        """Only that rules out that bytes land in rows which the core has given to others."""
+        rig.open()
+        rig.tier.holds_back = True
+        rig.send(Load(1, moves(0)))
+        rig.turn()
+        rig.tier.poll_raises = TierDown("the disk is gone")
+        with pytest.raises(TierDown):
+            rig.turn()
+
+    def test_an_error_of_the_tier_ends_the_process(self, rig: Rig) -> None:
+        rig.open()
+        rig.tier.poll_raises = ZeroDivisionError("a bug")
+        with pytest.raises(ZeroDivisionError):
+            rig.turn()
+
+
+class TestBackPressure:
+    def test_a_coordinator_that_does_not_read_loses_no_result(self, rig: Rig) -> None:
+        rig.open()
+        sent = 0
+        for _ in range(100_000):  # until the mover reads no more, and the socket is full
+            try:
+                rig.send(Load(sent + 1, moves(0)))
+                sent += 1
+            except BlockingIOError:
+                if rig.mover.congested:
+                    break
+            rig.turn(0.001)
+        assert rig.mover.congested
+        assert len(rig.mover.send_queue) <= MAX_QUEUED + 1
+        assert len(rig.mover._received) <= MAX_QUEUED
+        results = seconds(rig.received())
+        for _ in range(10 * sent):
+            rig.turn(0.001)
+            results += seconds(rig.received())
+            if len(results) == sent:
+                break
+        assert results == [Finished(job, OK, 0.0) for job in range(1, sent + 1)]
+
+    def test_nothing_more_is_read_behind_an_open_that_waits(self, rig: Rig) -> None:
+        rig.open()
+        rig.tier.holds_back = True
+        rig.send(Store(1, moves(0)), Open(NAMESPACE, 1))
+        rig.turn()
+        for job in range(2 * MAX_QUEUED):
+            try:
+                rig.send(Load(2 + job, moves(0)))
+            except BlockingIOError:
+                break
+            rig.turn()
+        assert len(rig.mover._received) <= MAX_QUEUED
+
+
+class TestWhatEndsTheLoop:
+    def test_stop_ends_it_when_all_jobs_have_ended_and_all_results_are_sent(self, rig: Rig) -> None:
+        rig.open()
+        rig.tier.holds_back = True
+        rig.send(Store(1, moves(0)), Stop())
+        rig.turns(100, 0.1)
+        rig.received()
+        rig.tier.holds_back = False
+        assert rig.turn() is None
+        assert rig.turn() is True
+        assert seconds(rig.received()) == [Finished(1, OK, 0.0)]
+
+    def test_stop_waits_for_a_coordinator_that_is_behind(self, rig: Rig) -> None:
+        rig.open()
+        rig.send(CheckExistence(0, [b"key"], chain=False))
+        while not rig.mover.send_queue:
+            rig.mover.send_queue.send(ExistenceChecked(0, [bytes(100)] * 100))
+        rig.mover.receive(Stop())
+        rig.turns(10)
+        assert rig.mover.stopping
+        assert len(rig.received()) > 1
+        assert rig.turn() is None, "what could be sent was sent in this turn"
+        assert rig.turn() is True
+
+    @pytest.mark.parametrize("fd", [ENGINE_FD, SIGTERM_FD], ids=["the engine is dead", "SIGTERM"])
+    def test_at_once_though_the_socket_is_open_and_jobs_run(self, rig: Rig, fd: int) -> None:
+        """As where a forked child of the engine holds the other end."""
+        rig.open()
+        rig.tier.holds_back = True
+        rig.send(Store(1, moves(0)))
+        rig.turns()
+        assert rig.turn(0.0, fd) is False
+
+    def test_the_end_of_the_stream(self, rig: Rig) -> None:
+        rig.open()
+        rig.ours.close()
+        assert rig.turn() is False
+
+    def test_a_send_to_nobody(self, rig: Rig) -> None:
+        rig.open()
+        rig.tier.holds_back = True
+        rig.send(Store(1, moves(0)))
+        rig.turn()
+        rig.ours.close()
+        rig.tier.holds_back = False
+        assert turn(rig.mover, rig.theirs, set(), [], rig.now) is False
+
+    @pytest.mark.parametrize(
+        "packet",
+        [b"\xc1", b"\x81\xa4type\xa6nobody", encode(Heartbeat(0)), encode(Store(1, []))[:-1]],
+        ids=["no msgpack", "unknown", "of the other side", "cut off"],
+    )
+    def test_a_malformed_packet_is_an_error_that_ends_the_process(self, rig: Rig, packet: bytes) -> None:
+        rig.open()
+        rig.send(packet)
+        with pytest.raises(msgspec.MsgspecError):
+            rig.turn()
+
+    def test_a_job_with_rows_outside_the_region_is_an_error_that_ends_the_process(self, rig: Rig) -> None:
+        rig.open()
+        rig.send(Load(1, moves(8)))
+        with pytest.raises(ValueError, match="outside the region"):
+            rig.turn()
+
+
+class Waits:
+    """In place of the loop's `select.poll`: waiting is time that passes."""
+
+    def __init__(self, rig: Rig, clock: Clock) -> None:
+        self.rig, self.clock = rig, clock
+        self.longest_s = 0.0
+        self.count = 0
+        self.most = 1 << 30
+        self.interest = 0
+
+    def modify(self, fd: int, interest: int) -> None:
+        assert fd == self.rig.theirs.fileno()
+        self.interest = interest
+
+    def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+        self.count += 1
+        if self.count > self.most:
+            return [(SIGTERM_FD, select.POLLIN)]
+        self.longest_s = max(self.longest_s, timeout_ms / 1000)
+        self.clock.now += timeout_ms / 1000
+        events = select.poll()
+        events.register(self.rig.theirs, self.interest)
+        return events.poll(0)
+
+
+class TestTheWatchdog:
+    """The kernel ends a mover whose loop is stuck, and no other one (the alarm itself: tests/mover/test_loop.py)."""
+
+    @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+    def test_is_armed_anew_in_each_second(self, rig: Rig, monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
+        clock, armed = Clock(100.0), list[float]()
+
+        def passes(seconds: float) -> None:
+            clock.now += seconds
+
+        rig.open()
+        rig.tier.holds_back = busy
+        if busy:
+            rig.send(Store(1, moves(0)))
+        waits = Waits(rig, clock)
+        waits.most = 20_000 if busy else 40
+        monkeypatch.setattr(loop_module, "time", SimpleNamespace(monotonic=clock, sleep=passes))
+        monkeypatch.setattr(loop_module, "rearm_watchdog", lambda: armed.append(clock.now))
+        assert not run_loop(rig.mover, rig.theirs, waits, {ENGINE_FD, SIGTERM_FD})  # type: ignore[arg-type]
+        assert clock.now > 103.0
+        assert armed[0] == 100.0
+        assert (
+            max(later - one for one, later in zip(armed, [*armed[1:], clock.now], strict=True)) < 2 * HEARTBEAT_S + 0.1
+        )
+        assert waits.longest_s <= HEARTBEAT_S + 0.1
+
+
+class TestItsExit:
+    """When the loop has ended; the process exits by `os._exit` after it."""
+
+    @pytest.fixture
+    def limits(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        """After how many seconds the kernel ends the process."""
+        limits: list[float] = []
+        monkeypatch.setattr(process_module, "limit_exit", limits.append)
+        return limits
+
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> Clock:
+        clock = Clock()
+
+        def passes(seconds: float) -> None:
+            clock.now += seconds
+
+        monkeypatch.setattr(process_module, "time", SimpleNamespace(monotonic=clock, sleep=passes))
+        return clock
+
+    def test_after_stop_the_tier_writes_what_is_pending(self, rig: Rig, limits: list[float], clock: Clock) -> None:
+        rig.open()
+        process_module._exit(rig.mover, orphaned=False)
+        assert rig.closed.exists()
+        assert limits == [STOP_EXIT_S]
+
+    def test_an_orphan_finishes_what_ends_soon_and_writes_what_is_pending(
+        self, rig: Rig, limits: list[float], clock: Clock
+    ) -> None:
+        rig.open()
+        rig.tier.holds_back = True
+        rig.send(Store(1, moves(0)), Store(2, moves(1)))
+        rig.turn()
+        rig.ours.close()
+        rig.tier.holds_back = False
+        process_module._exit(rig.mover, orphaned=True)
+        assert rig.tier.gave_up
+        assert rig.closed.exists()
+        assert limits == [ORPHAN_EXIT_S]
+
+    def test_an_orphan_whose_transfers_do_not_end_exits_without_closing(
+        self, rig: Rig, limits: list[float], clock: Clock
+    ) -> None:
+        """To close it could hang, and what is in flight may still be written."""
+        rig.open()
+        rig.tier.holds_back = True
+        rig.send(Store(1, moves(0)))
+        rig.turn()
+        rig.ours.close()
+        began_s = clock.now
+        process_module._exit(rig.mover, orphaned=True)
+        assert not rig.closed.exists()
+        assert clock.now - began_s < ORPHAN_EXIT_S
+        assert limits == [ORPHAN_EXIT_S]
+
+
+class Exited(BaseException):
+    """In place of the end of this process."""
+
+
+class TestItsProcess:
+    @pytest.fixture(autouse=True)
+    def exits(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        statuses: list[int] = []
+
+        def leave(status: int) -> None:
+            statuses.append(status)
+            raise Exited
+
+        monkeypatch.setattr(os, "_exit", leave)
+        monkeypatch.setattr(process_module.sys, "setswitchinterval", lambda _: None)
+        monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+        monkeypatch.setattr(process_module, "marked", lambda _: None)
+        return statuses
+
+    @pytest.mark.parametrize(
+        ("error", "status"), [(None, 0), (ZeroDivisionError("a bug"), 1), (KeyboardInterrupt(), 1)]
+    )
+    def test_it_always_exits_and_an_error_is_logged(
+        self,
+        exits: list[int],
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+        error: BaseException | None,
+        status: int,
+    ) -> None:
+        def run(*_: int) -> None:
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(process_module, "_run", run)
+        with pytest.raises(Exited):
+            process_module.run(-1, -1, -1, -1)
+        assert exits == [status]
+        assert len(caplog.records) == (error is not None)
+
+    def test_an_error_on_any_thread_of_it_ends_it_with_a_line(
+        self, exits: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A tier whose thread has ended would wait for it for ever."""
+        monkeypatch.setattr(process_module, "_run", lambda *_: None)
+        with pytest.raises(Exited):
+            process_module.run(-1, -1, -1, -1)
+        failed = SimpleNamespace(
+            thread=SimpleNamespace(name="journal"), exc_type=ZeroDivisionError, exc_value=ZeroDivisionError()
+        )
+        with pytest.raises(Exited):
+            threading.excepthook(failed)  # type: ignore[arg-type]
+        assert exits == [0, 1]
+        assert caplog.records[-1].levelno == logging.ERROR
+        assert caplog.records[-1].getMessage() == "the thread journal failed: ZeroDivisionError"
+
+    @pytest.fixture
+    def start(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[list[ToCoordinator], list[Any]]]]:
+        """start(*packets): run a mover that finds these in its socket; what it sends, and the loops that have run."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        region = HostRegion.create(GEOMETRY, 4)
+        loops: list[Any] = []
+        monkeypatch.setattr(process_module.signal, "signal", lambda *_: None)
+        monkeypatch.setattr(process_module, "rearm_watchdog", lambda: None)
+        monkeypatch.setattr(process_module, "limit_exit", lambda _: None)
+        monkeypatch.setattr(process_module, "_set_up_logging", lambda _: None)
+        monkeypatch.setattr(HostRegion, "map_pages", lambda _: None)  # on threads
+        monkeypatch.setattr(process_module, "run_loop", lambda *given: bool(loops.append(given)) or True)
+
+        def start(*packets: bytes, parent: int = os.getpid()) -> tuple[list[ToCoordinator], list[Any]]:
+            for packet in packets:
+                ours.send(packet)
+            process_module._run(theirs.detach(), os.dup(region.fd), parent)
+            ours.setblocking(False)
+            sent: list[ToCoordinator] = []
+            with suppress(BlockingIOError, ConnectionResetError):  # what it has not read resets the connection
+                while packet := ours.recv(MAX_PACKET):
+                    sent.append(decode_to_coordinator(packet))
+            return sent, loops
+
+        yield start
+        ours.close()
+        region.close()
+
+    @pytest.mark.parametrize("kind", ["nowhere.to.be:Found", "tests.mover.stub_tiers:Missing", "fiel"])
+    def test_a_tier_that_there_is_not_is_refused(
+        self, start: Callable[..., tuple[list[ToCoordinator], list[Any]]], kind: str
+    ) -> None:
+        sent, loops = start(encode(Configure({"type": kind}, 1, 4096, 1, 4)))
+        assert [type(message) for message in sent] == [Refused]
+        assert kind in sent[0].reason  # type: ignore[union-attr]
+        assert loops == []
+
+    def test_a_first_message_that_configures_nothing_is_an_error(
+        self, start: Callable[..., tuple[list[ToCoordinator], list[Any]]]
+    ) -> None:
+        with pytest.raises(msgspec.ValidationError, match="must be Configure, not Open"):
+            start(encode(Open(NAMESPACE, 0)))
+
+    def test_nothing_is_done_for_an_engine_that_is_dead(
+        self, start: Callable[..., tuple[list[ToCoordinator], list[Any]]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def no_process(pid: int) -> int:
+            raise ProcessLookupError(pid)
+
+        monkeypatch.setattr(os, "pidfd_open", no_process)
+        assert start(encode(Configure({"type": "fiel"}, 1, 4096, 1, 4))) == ([], [])
+
+    def test_a_tier_is_loaded_by_name_and_run_until_stop(
+        self, start: Callable[..., tuple[list[ToCoordinator], list[Any]]], tmp_path: Path
+    ) -> None:
+        tier = {"type": "tests.mover.stub_tiers:StubConfig", "stub": "InstantTier", "closed": str(tmp_path / "closed")}
+        _, loops = start(encode(Configure(tier, 1, 4096, 1, 4)))
+        assert len(loops) == 1
+        assert (tmp_path / "closed").exists()

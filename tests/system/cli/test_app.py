@@ -1,0 +1,58 @@
+"""The command line as a whole: help, errors, and what happens without the extra `cli`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.cli import BAD_INPUT, OK
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_missing_extra_is_one_sentence(missing: str) -> None:
+    hide = f"import sys; sys.modules[{missing!r}] = None; "
+    code = hide + "from nixl_tiers.cli import main; sys.exit(main(['config', 'x']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == BAD_INPUT
+    assert (
+        done.stderr
+        == f"nixl-tiers: the command line needs {missing}: pip install '.[cli]' in the checkout of nixl_tiers\n"
+    )
+
+
+def test_shells_complete_commands() -> None:
+    """What the script of `--install-completion` runs."""
+    words = {"_NIXL_TIERS_COMPLETE": "complete_bash", "COMP_WORDS": "nixl-tiers re", "COMP_CWORD": "1"}
+    command = [sys.executable, "-m", "nixl_tiers.cli"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | words, capture_output=True, text=True, check=False)
+    assert (done.stdout.split(), done.stderr) == (["report"], "")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_installed(shell: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nixl_tiers.cli", "--install-completion", shell]
+    environment = os.environ | {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (OK, "")
+    assert any("_NIXL_TIERS_COMPLETE" in file.read_text() for file in tmp_path.rglob("*") if file.is_file())
+
+
+def test_generated_reference_is_alike_on_every_terminal() -> None:
+    code = "import runpy; print(runpy.run_path('docs/generate.py')['command_line'](), end='')"
+    terminals = [{"COLUMNS": "40", "FORCE_COLOR": "1", "TERM": "xterm-256color"}, {"NO_COLOR": "1", "TERM": "dumb"}]
+    command = [sys.executable, "-c", code]
+    texts = [
+        subprocess.run(
+            command, cwd=ROOT, env=os.environ | terminal, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+        for terminal in terminals
+    ]
+    assert texts[0] == texts[1]
+    assert "\x1b" not in texts[0]
+    assert texts[0] in (ROOT / "docs/reference/command-line.md").read_text()

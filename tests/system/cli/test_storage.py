@@ -1,0 +1,895 @@
+"""`inspect`, `verify` and `purge` on directories: of closed tiers, and of tiers that are open meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nixl_tiers
+from nixl_tiers.base.chunk import PAGE, Geometry, Outcome, object_name
+from nixl_tiers.base.manifest import Description
+from nixl_tiers.cli import BAD_INPUT, FAILED, INCOMPLETE, OK, main
+from nixl_tiers.cli.verify import Pace
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.testing.config import MemoryConfig
+from nixl_tiers.tiers import manifests
+from nixl_tiers.tiers.base import Move
+from nixl_tiers.tiers.folder import Folder
+from nixl_tiers.tiers.rowfile.stored import FileNamespace
+from nixl_tiers.tiers.slab import parts
+from nixl_tiers.tiers.slab.journal_file import RECORD_BYTES
+from nixl_tiers.tiers.slab.quota import SlabQuota
+from nixl_tiers.tiers.stored import CheckedRow, Problems, Step, StoredNamespace, find_stored
+from tests.support.file_tier import file_config, file_tier
+from tests.support.times import changed
+from tests.system.tiers.file_tiers import FileTier, load, make_tier, outcomes, run_until, store
+
+LAYOUTS = pytest.mark.parametrize("layout", ["slabs", "files"])
+NAMESPACE, OTHER = bytes(range(16)), bytes(range(16, 32))
+GEOMETRY = Geometry(1, 50_000)
+ROWS = 6
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    with HostRegion.create(GEOMETRY, 16) as region:
+        yield region
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifests, "RETRY_S", 0.01)
+    monkeypatch.setattr(manifests, "CHECK_S", 0.01)
+    monkeypatch.setattr("nixl_tiers.tiers.slab.stored._PAUSE_S", 0.01)
+
+
+def now() -> float:
+    """As a test may have moved it."""
+    return time.time()
+
+
+@contextmanager
+def opened(
+    layout: str,
+    path: Path,
+    region: HostRegion,
+    namespace: bytes = NAMESPACE,
+    *,
+    salt: str = "blue",
+    engine: int = 0,
+    **fields: Any,
+) -> Iterator[FileTier]:
+    """A tier with ROWS rows and a manifest, of this process unless another one is given as `engine`."""
+    path.mkdir(exist_ok=True)
+    tier = make_tier(layout, path, region, times=changed(disk_check_s=0.01), **fields)
+    tier._clock = now
+    tier.identify(f"{os.uname().nodename}/{engine or os.getpid()}/abcd")
+    tier.describe(Description(model="org/model", note="test rows").of(salt))
+    try:
+        tier.open(namespace, 0)
+        for batch in tier.list_rows():
+            time.sleep(0.0 if batch else 0.001)
+        assert store(tier, region, range(ROWS)) == [Outcome.OK] * ROWS
+        run_until(tier, lambda: bool(list(path.rglob(f"{namespace.hex()}/about.json"))))
+        yield tier
+    finally:
+        tier.close()
+
+
+def write(layout: str, path: Path, region: HostRegion, namespace: bytes = NAMESPACE, salt: str = "blue") -> Path:
+    """By an engine that has ended."""
+    with opened(layout, path, region, namespace, salt=salt, engine=1 << 30):
+        pass
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *given: object) -> tuple[int, Any]:
+    """The exit code, and what was printed as JSON, else the error."""
+    code = main([*map(str, given), "--json"])
+    output = capsys.readouterr()
+    return code, json.loads(output.out) if output.out else output.err
+
+
+def snapshot(path: Path) -> dict[str, tuple[int, int, bytes]]:
+    files = {str(each): each.lstat() for each in sorted(path.rglob("*"))}
+    return {
+        name: (status.st_ino, status.st_mtime_ns, Path(name).read_bytes() if Path(name).is_file() else b"")
+        for name, status in files.items()
+    }
+
+
+@LAYOUTS
+def test_inspect_says_whose_how_big_and_who_holds_it(
+    layout: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened(layout, tmp_path, region) as tier:
+        tier.poll()
+        code, shown = run(capsys, "inspect", tmp_path)
+        (found,) = shown["namespaces"]
+        assert (code, found["layout"], found["namespace"]) == (OK, layout, NAMESPACE.hex())
+        assert str(os.getpid()) in found["held_by"]
+    code, shown = run(capsys, "inspect", tmp_path)
+    (found,) = shown["namespaces"]
+    assert (found["rows"], found["unknown_slots"], found["problem"]) == (ROWS, 0, None)
+    assert found["bytes"] >= ROWS * GEOMETRY.row_bytes
+    assert found["manifest"]["description"]["model"] == "org/model"
+    assert abs(found["last_used"] - time.time()) < 600
+    if layout == "slabs":
+        assert found["held_by"] is None
+    assert main(["inspect", str(tmp_path)]) == OK
+    text = capsys.readouterr().out
+    assert "org/model" in text
+    assert "test rows" in text
+    assert "unknown" not in text
+    assert text.count("\n") == 3, "two lines a namespace, and the sum"
+    assert "blue" not in text
+
+
+@LAYOUTS
+def test_inspect_verify_and_a_dry_run_change_nothing(
+    layout: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = snapshot(write(layout, tmp_path / "t", region))
+    for command in (["inspect"], ["verify"], ["purge", "--all"], ["purge", "--older-than", "1s"]):
+        assert run(capsys, command[0], tmp_path / "t", *command[1:])[0] == OK
+    assert snapshot(tmp_path / "t") == before
+
+
+@LAYOUTS
+def test_verify_finds_each_damaged_row_and_deletes_none(
+    layout: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(layout, tmp_path, region)
+    code, shown = run(capsys, "verify", tmp_path)
+    assert (code, shown["namespaces"][0]["ok"], shown["namespaces"][0]["damaged"]) == (OK, ROWS, [])
+    victim = next(iter(sorted(tmp_path.rglob("*.row" if layout == "files" else "slab-*.kv"))))
+    with victim.open("r+b") as file:
+        file.seek(1000)
+        byte = file.read(1)
+        file.seek(1000)
+        file.write(bytes([byte[0] ^ 1]))
+    code, shown = run(capsys, "verify", tmp_path)
+    (found,) = shown["namespaces"]
+    assert (code, found["ok"], found["corrupt"], found["missing"]) == (FAILED, ROWS - 1, 1, 0)
+    assert "not those that were sealed" in found["damaged"][0]["reason"]
+    assert victim.exists()
+    assert main(["verify", str(tmp_path)]) == FAILED
+    assert "1 corrupt" in capsys.readouterr().out
+
+
+def test_verify_reports_rows_whose_slab_has_gone(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("slabs", tmp_path, region)
+    slab = next(iter(tmp_path.rglob("slab-*.kv")))
+    os.truncate(slab, 2 * GEOMETRY.row_bytes)
+    code, shown = run(capsys, "verify", tmp_path)
+    assert (code, shown["namespaces"][0]["ok"], shown["namespaces"][0]["missing"]) == (FAILED, 2, ROWS - 2)
+
+
+@pytest.mark.parametrize("state", ["held", "closed", "crashed"])
+def test_unknown_slots_are_named_only_after_a_crash(
+    state: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slot of which the journal says nothing is being overwritten while an engine runs, and was never used once it
+    has closed."""
+
+    def shown(place: Path) -> dict[str, Any]:
+        found: dict[str, Any] = run(capsys, "inspect", place)[1]["namespaces"][0]
+        return found
+
+    def forget_first_slot() -> None:
+        (journal,) = place.rglob("manifest.journal")
+        with journal.open("r+b") as file:
+            file.seek(PAGE)
+            file.write(bytes(RECORD_BYTES))
+
+    place = tmp_path / "t"
+    with opened("slabs", place, region) as tier:
+        run_until(tier, lambda: shown(place)["rows"] == ROWS)
+        if state != "closed":
+            forget_first_slot()
+        found = shown(place)
+        copy = shutil.copytree(place, tmp_path / "copy")  # which nobody holds
+    if state == "closed":
+        forget_first_slot()
+    found = found if state == "held" else shown(copy if state == "crashed" else place)
+    assert (found["held_by"] is not None, found["rows"]) == (state == "held", ROWS - 1)
+    assert (found["unknown_slots"] > 0) == (state == "crashed")
+    assert main(["inspect", str(copy if state == "crashed" else place)]) == OK
+    assert ("slots unknown after a crash)" in capsys.readouterr().out) == (state == "crashed")
+
+
+def test_inspect_wraps_nothing_on_a_narrow_terminal(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = write("slabs", tmp_path, region)
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(["inspect", str(place)]) == OK
+    held, whose, _ = capsys.readouterr().out.splitlines()
+    assert str(place) in held
+    assert "org/model" in whose
+
+
+def test_rows_without_a_journal_are_verified_by_their_seals(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("slabs", tmp_path, region)
+    next(iter(tmp_path.rglob("manifest.journal"))).unlink()
+    code, shown = run(capsys, "verify", tmp_path)
+    assert (code, shown["namespaces"][0]["ok"]) == (OK, ROWS)
+    assert run(capsys, "inspect", tmp_path)[1]["namespaces"][0]["unknown_slots"] >= ROWS
+
+
+def test_shard_without_a_description_is_reported(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("slabs", tmp_path, region)
+    next(iter(tmp_path.rglob("namespace.json"))).write_text("{")
+    code, shown = run(capsys, "verify", tmp_path)
+    assert code == INCOMPLETE
+    assert "namespace.json is damaged" in shown["namespaces"][0]["problem"]
+    assert "namespace.json is damaged" in run(capsys, "inspect", tmp_path)[1]["namespaces"][0]["problem"]
+
+
+@LAYOUTS
+def test_purge_deletes_what_is_chosen_and_proves_it(
+    layout: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(layout, tmp_path, region)
+    write(layout, tmp_path, region, OTHER, salt="red")
+    assert run(capsys, "purge", tmp_path, "--salt", "green", "--yes") == (OK, {"deleted": True, "namespaces": []})
+    code, shown = run(capsys, "purge", tmp_path, "--salt", "red", "--yes")
+    (report,) = shown["namespaces"]
+    assert (code, report["namespace"], report["rows"], report["left"]) == (OK, OTHER.hex(), ROWS, 0)
+    assert [each["namespace"] for each in run(capsys, "inspect", tmp_path)[1]["namespaces"]] == [NAMESPACE.hex()]
+    assert run(capsys, "verify", tmp_path)[0] == OK
+    code, shown = run(capsys, "purge", tmp_path, "--namespace", NAMESPACE.hex()[:10], "--yes")
+    assert (code, shown["namespaces"][0]["left"]) == (OK, 0)
+    assert run(capsys, "inspect", tmp_path)[1]["namespaces"] == []
+    assert not list(tmp_path.rglob("*.row")) + list(tmp_path.rglob("*.kv"))
+
+
+@LAYOUTS
+def test_purge_leaves_what_no_tier_has_made(
+    layout: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(layout, tmp_path, region)
+    (home,) = [path.parent for path in tmp_path.rglob("about.json")]
+    row = object_name(b"another key")
+    names = ["notes/my-thesis.row", "ab/my-thesis.row", "0a/notes/draft", f"zz/{row[3:]}.row", f"{row}.bak", "todo.txt"]
+    for name in [*names, "empty/x"]:
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        if name in names:
+            (home / name).write_text("precious")
+    for command in (["verify"], ["purge", "--all", "--yes"]):
+        code, shown = run(capsys, command[0], tmp_path, *command[1:])
+        assert code == OK, shown
+    assert (shown["namespaces"][0]["rows"], shown["namespaces"][0]["left"]) == (ROWS, 0)
+    left = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
+    assert left == {*names}
+    assert (home / "empty").is_dir()
+    assert run(capsys, "purge", tmp_path, "--all", "--yes")[0] == OK
+    assert {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()} == left
+
+
+def test_only_plain_files_are_rows(tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]) -> None:
+    write("files", tmp_path, region)
+    (home,) = [path.parent for path in tmp_path.rglob("about.json")]
+    link, pipe, folder = [home / f"{object_name(b'%d' % number)}.row" for number in range(3)]
+    for path in (link, pipe, folder):
+        path.parent.mkdir(exist_ok=True)
+    link.symlink_to(next(home.rglob("*.row")))
+    os.mkfifo(pipe)
+    folder.mkdir()
+    assert run(capsys, "verify", tmp_path)[1]["namespaces"][0]["ok"] == ROWS
+    code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
+    assert (code, shown["namespaces"][0]["rows"], shown["namespaces"][0]["left"]) == (OK, ROWS, 0)
+    assert sorted(path for path in home.rglob("*.row")) == sorted([link, pipe, folder])
+
+
+@LAYOUTS
+def test_verify_reads_past_the_page_cache(
+    layout: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(layout, tmp_path, region)
+    real, cached = Folder.open, list[str]()
+
+    def open_file(folder: Folder, name: str, flags: int) -> int:
+        if name.endswith((".row", ".kv")) and not flags & os.O_DIRECT:
+            cached.append(name)
+        return real(folder, name, flags & ~os.O_DIRECT)  # not every file system can
+
+    monkeypatch.setattr(Folder, "open", open_file)
+    assert run(capsys, "verify", tmp_path)[1]["namespaces"][0]["ok"] == ROWS
+    assert cached == []
+
+
+def test_part_is_not_tried_while_a_mover_takes_one(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the command for the part's holder."""
+    write("slabs", tmp_path, region)
+    monkeypatch.setattr(parts, "_LOCK_TRIES", 2)
+    with SlabQuota(tmp_path, 1 << 30).locked():
+        (found,) = run(capsys, "inspect", tmp_path)[1]["namespaces"]
+    assert found["held_by"] == f"an unknown process ({tmp_path / '.ledger'} is locked)"
+    assert run(capsys, "inspect", tmp_path)[1]["namespaces"][0]["held_by"] is None
+
+
+@pytest.mark.parametrize("salt", ["", "-"])
+def test_purge_refuses_an_empty_salt(
+    salt: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a variable that is not set: it would choose all namespaces without a salt."""
+    write("files", tmp_path, region, salt="")
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["purge", str(tmp_path), "--salt", salt, "--older-than", "0s", "--yes"]) == BAD_INPUT
+    assert "--salt is empty" in capsys.readouterr().err
+    assert len(list(tmp_path.rglob("*.row"))) == ROWS
+
+
+def test_purge_refuses_slabs_that_an_engine_holds_and_deletes_free_parts(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened("slabs", tmp_path, region, replicas=2) as first:
+        with opened("slabs", tmp_path, region, OTHER, replicas=2):
+            pass
+        code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
+        by_name = {report["namespace"]: report for report in shown["namespaces"]}
+        assert code == FAILED
+        assert by_name[OTHER.hex()]["left"] == 0
+        assert not by_name[OTHER.hex()]["refused"]
+        refusal = by_name[NAMESPACE.hex()]["refused"]
+        assert "is held by process" in refusal
+        assert str(os.getpid()) in refusal
+        assert not list(tmp_path.glob(f"part-*/{OTHER.hex()}"))
+        assert main(["purge", str(tmp_path), "--all"]) == FAILED
+        assert "nor would it be with --yes" in capsys.readouterr().out
+        assert load(first, region, range(ROWS)) == [Outcome.OK] * ROWS
+
+
+def test_rows_purged_under_an_open_tier_are_misses(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened("files", tmp_path, region) as tier:
+        code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
+        assert (code, shown["namespaces"][0]["left"]) == (OK, 0)
+        assert list(tmp_path.rglob("about.json"))  # of the engine that goes on
+        assert load(tier, region, range(ROWS)) == [Outcome.MISSING] * ROWS
+        assert store(tier, region, range(ROWS)) == [Outcome.OK] * ROWS
+        assert load(tier, region, range(ROWS)) == [Outcome.OK] * ROWS
+
+
+def test_old_row_files_are_purged_one_by_one(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("files", tmp_path, region)
+    for path in sorted(tmp_path.rglob("*.row"))[:2]:
+        os.utime(path, (time.time() - 7200,) * 2)
+    code, shown = run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes")
+    assert (code, shown["namespaces"][0]["rows"], shown["namespaces"][0]["left"]) == (OK, 2, 0)
+    assert len(list(tmp_path.rglob("*.row"))) == ROWS - 2
+
+
+def test_rows_stored_after_a_purge_has_begun_stay(tmp_path: Path, region: HostRegion) -> None:
+    with opened("files", tmp_path, region) as tier:
+        tier_config = file_config(tmp_path, 1 << 30, layout="files")
+        (found,) = find_stored(tier_config, math.inf)
+        assert store(tier, region, range(ROWS, ROWS + 2)) == [Outcome.OK] * 2
+        found.delete(lambda _: None)
+        assert [each.rows for each in find_stored(tier_config)] == [2]
+        assert len(list(tmp_path.rglob("*.row"))) == 2
+
+
+def test_purge_says_that_rows_are_left_which_were_used_since(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("files", tmp_path, region)
+    delete, used = FileNamespace.delete, next(tmp_path.rglob("*.row"))
+
+    def use_and_delete(*arguments: Any) -> None:
+        os.utime(used, (time.time() + 5,) * 2)
+        delete(*arguments)
+
+    monkeypatch.setattr(FileNamespace, "delete", use_and_delete)
+    code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
+    assert (code, shown["namespaces"][0]["left"]) == (FAILED, 1)
+    assert used.exists()
+
+
+def test_row_that_is_used_while_it_is_purged_stays(
+    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("files", tmp_path, region)
+    real = FileNamespace.counted
+
+    def use_some(found: FileNamespace, problems: Problems) -> Iterator[Any]:
+        for number, row in enumerate(real(found, problems)):
+            if number < 2:
+                os.utime(row.name)
+            yield row
+
+    monkeypatch.setattr(FileNamespace, "counted", use_some)
+    (found,) = find_stored(file_config(tmp_path, 1 << 30, layout="files"), math.inf)
+    found.delete(lambda _: None)
+    assert len(list(tmp_path.rglob("*.row"))) == 2
+
+
+def test_slots_that_an_engine_overwrites_meanwhile_are_changed_rows(tmp_path: Path, region: HostRegion) -> None:
+    with opened("slabs", tmp_path, region) as tier:
+        (found,) = find_stored(file_config(tmp_path, 1 << 30))
+        deadline = time.monotonic() + 60
+        while found.rows < ROWS:  # the journal is written behind
+            assert time.monotonic() < deadline
+            (found,) = find_stored(file_config(tmp_path, 1 << 30))
+        checking = found.check(lambda _: None)
+        verdicts = [next(checking).verdict]
+        moves = [Move(slot, slot, b"another key %d" % slot, seal=True) for slot in range(ROWS - 2)]
+        assert outcomes(tier, tier.store(moves)) == [[Outcome.OK] * (ROWS - 2)]
+        verdicts += [row.verdict for row in checking]
+    assert verdicts == ["ok", *["changed"] * (ROWS - 3), "ok", "ok"]
+
+
+def at_age(path: Path, age_s: float) -> None:
+    """All files are as old, and so is what manifests say."""
+    then_s = time.time() - age_s
+    for about in path.rglob("about.json"):
+        about.write_text(json.dumps(json.loads(about.read_text()) | {"last_used": int(then_s)}))
+    for file in path.rglob("*"):
+        os.utime(file, (then_s, then_s))
+
+
+def test_slabs_that_were_served_for_hours_are_not_purged(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if nothing was stored meanwhile: the files are as old as the engine's start then."""
+    offset_s, real = 0.0, time.time
+    monkeypatch.setattr(time, "time", lambda: real() + offset_s)
+    about = tmp_path / "part-0" / NAMESPACE.hex() / "about.json"
+
+    def last_used() -> float:
+        return float(json.loads(about.read_text())["last_used"])
+
+    with opened("slabs", tmp_path, region) as tier:
+        for _ in range(3):
+            offset_s += 3600
+            run_until(tier, lambda: last_used() > time.time() - 60)
+        offset_s += 1800
+    assert last_used() > time.time() - 60, "it is written at close too"
+    assert run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes") == (OK, {"deleted": True, "namespaces": []})
+    offset_s += 4000
+    assert run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes")[0] == OK
+    assert not about.exists()
+
+
+@pytest.mark.parametrize("written", ["manifest.journal", "namespace.json", "about.json"])
+def test_slabs_are_as_young_as_what_their_engine_wrote_last(
+    written: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was killed, or its manifest could not be written."""
+    write("slabs", tmp_path, region)
+    at_age(tmp_path, 3 * 3600)
+    os.utime(tmp_path / "part-0" / NAMESPACE.hex() / written)
+    assert run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes") == (OK, {"deleted": True, "namespaces": []})
+    assert list(tmp_path.rglob("*.kv"))
+
+
+def test_old_slabs_are_purged_as_a_whole(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("slabs", tmp_path, region)
+    assert run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes") == (OK, {"deleted": True, "namespaces": []})
+    shard = next(tmp_path.glob(f"part-0/{NAMESPACE.hex()}"))
+    at_age(shard, 7200)
+    assert run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes")[0] == OK
+    assert not shard.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["inspect"], "give a PATH"),
+        (["inspect", "{}/none"], "does not exist: an engine makes it"),
+        (["verify", "{}"], "was never a file tier's path"),
+        (["purge", "{}"], "say what, by --namespace"),
+        (["purge", "{}", "--namespace", "ab"], "at least 8 hexadecimal digits"),
+        (["purge", "{}", "--older-than", "soon"], "--older-than: "),
+        (["inspect", "s3://no"], "s3://no: "),
+        (["inspect", "{}", "--endpoint", "http://127.0.0.1:1"], "--endpoint: is for s3"),
+    ],
+)
+def test_wrong_places_are_one_sentence(
+    given: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([text.format(tmp_path) for text in given]) == BAD_INPUT
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert sentence in output.err
+    assert output.err.count("\n") == 1
+
+
+@LAYOUTS
+def test_verify_is_right_while_an_engine_overwrites_rows(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real movers, a tier with room for a quarter of the rows: slots and files are replaced all the time."""
+    tiers = {
+        "tiers": [
+            {"type": "cpu", "capacity": "16MiB"},
+            file_tier(tmp_path, "4MiB", layout=layout),
+        ]
+    }
+    chunk = 60_000
+    with nixl_tiers.open(tiers, chunk, "live", description="overwritten") as engine:
+        stop = threading.Event()
+
+        def overwrite() -> None:
+            number = 0
+            while not stop.is_set():
+                keys = [b"key-%d" % (number + i) for i in range(32)]
+                engine.put(keys, np.full((32, chunk), number % 251, np.uint8))
+                engine.flush(60.0)
+                number += 32
+
+        thread = threading.Thread(target=overwrite)
+        thread.start()
+        try:
+            checked = 0
+            deadline = time.monotonic() + 60
+            while checked < 100:
+                assert time.monotonic() < deadline
+                code, shown = run(capsys, "verify", tmp_path)
+                assert code == OK, shown
+                checked += sum(each["ok"] for each in shown["namespaces"])
+                assert run(capsys, "inspect", tmp_path)[0] == OK
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_commands_of_the_guide_are_right(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    write("slabs", tmp_path, region)
+    (tmp_path / "tiers.yaml").write_text(
+        f"tiers: [{{type: cpu, capacity: 1MiB}}, {{type: file, path: {tmp_path}, capacity: 1GiB}}]"
+    )
+    monkeypatch.chdir(tmp_path)
+    guide = Path(__file__).parents[3] / "docs/guide/storage.md"
+    commands = [line.split()[1:] for line in guide.read_text().splitlines() if line.startswith("nixl-tiers ")]
+    assert len(commands) == 7
+    for command in commands:
+        here = {"/mnt/nvme/kv": str(tmp_path), "http://127.0.0.1:8333": "http://127.0.0.1:9"}  # no server
+        code = main([here.get(word, word) for word in command])
+        error = capsys.readouterr().err
+        assert (code, error) == (OK, "") or (code == BAD_INPUT and "does not answer" in error), command
+
+
+def test_pace_bounds_the_average_rate() -> None:
+    now, slept = [0.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    pace = Pace(1e6, lambda: now[0], sleep)
+    for _ in range(10):
+        pace.take(500_000)
+    assert now[0] == pytest.approx(4.5)
+    Pace(None, lambda: now[0], sleep).take(1 << 40)
+    assert sum(slept) == pytest.approx(4.5)
+
+
+# --- what cannot be read or deleted -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_nobody(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any]]:
+    """Like `run`, as a user who has made nothing there."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may act as another user")
+
+    def call(*given: object) -> tuple[int, Any]:
+        groups = os.getgroups()
+        run(capsys, *given, *(["--namespace", "f" * 32] if given[0] != "inspect" else []))  # imports what it needs
+        os.setgroups([])
+        os.setegid(65534)
+        os.seteuid(65534)
+        try:
+            return run(capsys, *given)
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
+            os.setgroups(groups)
+
+    return call
+
+
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A directory that all users may write to, below others that they may enter."""
+    with tempfile.TemporaryDirectory(prefix="nixl-tiers-test-") as name:
+        path = Path(name)
+        path.chmod(0o755)
+        path = path / "kv"
+        path.mkdir()
+        path.chmod(0o777)
+        yield path
+
+
+@LAYOUTS
+@pytest.mark.parametrize("closed", ["all", "namespace", "rows"])
+def test_what_another_user_has_stored_is_a_problem_and_not_nothing(
+    layout: str, closed: str, open_path: Path, region: HostRegion, as_nobody: Callable[..., tuple[int, Any]]
+) -> None:
+    write(layout, open_path, region)
+    home = next(open_path.rglob("about.json")).parent
+    for path in [open_path, *open_path.rglob("*")] if closed != "all" else []:
+        outer = path not in (home, *home.rglob("*"))
+        path.chmod(0o755 if path.is_dir() and (outer or closed == "rows") else 0o644 if outer else path.stat().st_mode)
+    if closed == "all":
+        open_path.chmod(0o700)
+    for command in (["inspect"], ["verify"], ["purge", "--all"], ["purge", "--all", "--yes"]):
+        code, shown = as_nobody(command[0], open_path, *command[1:])
+        if closed == "all":
+            assert (code, "cannot be read" in shown) == (BAD_INPUT, True), shown
+            continue
+        assert code == INCOMPLETE or (command == ["purge", "--all"] and layout == "files" and closed == "rows"), shown
+        (found,) = shown["namespaces"]
+        if "--yes" in command:
+            assert found["problem"]
+            assert found["left"] == (ROWS if (layout, closed) == ("files", "rows") else found["left"])
+        elif command[0] == "verify" and closed == "rows" and layout == "files":
+            assert (found["ok"], found["unreadable"]) == (0, ROWS)
+    assert home.exists()
+    assert len(list(open_path.rglob("*.row")) or list(open_path.rglob("*.kv"))) >= 1
+
+
+def test_unreadable_part_is_a_problem_whatever_is_chosen(
+    open_path: Path, region: HostRegion, as_nobody: Callable[..., tuple[int, Any]]
+) -> None:
+    write("slabs", open_path, region)
+    (open_path / ".ledger").chmod(0o644)
+    for command in (["inspect"], ["verify"], ["verify", "--namespace", "ab"], ["purge", "--salt", "red", "--yes"]):
+        code, shown = as_nobody(command[0], open_path, *command[1:])
+        assert code == INCOMPLETE
+        assert "part-0 cannot be read (Permission denied)" in shown["namespaces"][0]["problem"]
+
+
+def test_salt_that_cannot_be_read_is_a_problem(
+    open_path: Path, region: HostRegion, as_nobody: Callable[..., tuple[int, Any]]
+) -> None:
+    write("files", open_path, region)
+    home = next(open_path.rglob("about.json")).parent
+    for path in (home, *home.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o600)
+    code, shown = as_nobody("purge", open_path, "--salt", "blue", "--yes")
+    assert (code, shown["namespaces"][0]["namespace"]) == (INCOMPLETE, NAMESPACE.hex())
+    assert "about.json" in shown["namespaces"][0]["problem"]
+
+
+def test_shard_that_its_group_can_write_to_is_a_problem(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Kubernetes makes all directories of a volume with an fsGroup."""
+    write("slabs", tmp_path, region)
+    shard = next(tmp_path.glob(f"part-0/{NAMESPACE.hex()}"))
+    shard.chmod(0o2770)
+    code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
+    (report,) = shown["namespaces"]
+    assert (code, report["rows"], report["left"]) == (INCOMPLETE, ROWS, ROWS)
+    assert "can be written to by others (mode 2770)" in report["problem"]
+    assert main(["purge", str(tmp_path), "--all", "--yes"]) == INCOMPLETE
+    assert "can be written to by others (mode 2770)" in capsys.readouterr().out
+    assert shard.exists()
+
+
+def test_verify_goes_on_after_a_row_that_cannot_be_read(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("slabs", tmp_path, region)
+    real = os.preadv
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        if offset == GEOMETRY.row_bytes and "slab-" in os.readlink(f"/proc/self/fd/{descriptor}"):  # noqa: PTH115
+            raise OSError(errno.EIO, "Input/output error")
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    code, shown = run(capsys, "verify", tmp_path)
+    (found,) = shown["namespaces"]
+    assert (code, found["ok"], found["unreadable"], found["corrupt"]) == (INCOMPLETE, ROWS - 1, 1, 0)
+    assert "Input/output error" in found["damaged"][0]["reason"]
+
+
+@LAYOUTS
+def test_purge_looks_at_what_is_there_after_it(
+    layout: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that refuses one delete."""
+    write(layout, tmp_path, region)
+    monkeypatch.setattr(SlabQuota, "delete_shard", lambda *_: True)
+    real = Folder.unlink
+    refused = next(tmp_path.rglob("*.row"), None)
+
+    def unlink(folder: Folder, name: str) -> None:
+        if folder.path / name == refused:
+            raise PermissionError(errno.EPERM, "Operation not permitted", name)
+        real(folder, name)
+
+    monkeypatch.setattr(Folder, "unlink", unlink)
+    code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
+    (report,) = shown["namespaces"]
+    assert report["left"] == (ROWS if layout == "slabs" else 1)
+    assert code == (FAILED if layout == "slabs" else INCOMPLETE)
+    assert layout == "slabs" or "Operation not permitted" in report["problem"]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_purge_follows_no_link_that_was_put_in_a_directory_s_place(
+    inside: bool, tmp_path: Path, region: HostRegion
+) -> None:
+    """By another user, in a directory that all may write to, between the listing and the deletion."""
+    victim = write("files", tmp_path / "victim", region)
+    kv = write("files", tmp_path / "kv", region)
+    (found,) = find_stored(file_config(kv, 1 << 30, layout="files"), math.inf)
+    home = Path(NAMESPACE.hex())
+    names = [home / each.name for each in (kv / home).iterdir() if each.is_dir()] if inside else [home]
+    for name in names:
+        (kv / name).rename(tmp_path / name.name)
+        (kv / name).symlink_to(victim / name)
+    before = snapshot(victim)
+    found.delete(lambda _: None)
+    assert snapshot(victim) == before
+
+
+def test_shard_is_listed_while_its_engine_replaces_a_file(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("slabs", tmp_path, region)
+    real = Folder.names
+    monkeypatch.setattr(Folder, "names", lambda folder: [*real(folder), "about.json.new"])
+    code, shown = run(capsys, "verify", tmp_path)
+    assert (code, shown["namespaces"][0]["ok"]) == (OK, ROWS)
+
+
+def test_purge_tells_what_it_cannot_list_again(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has gone meanwhile: what was deleted is not proved."""
+    write("files", tmp_path, region)
+    real = FileNamespace.delete
+
+    def delete_and_go(found: FileNamespace, step: Step) -> None:
+        real(found, step)
+        (tmp_path / ".incoming").rmdir()
+
+    monkeypatch.setattr(FileNamespace, "delete", delete_and_go)
+    code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
+    (report,) = shown["namespaces"]
+    assert (code, report["rows"], report["left"]) == (INCOMPLETE, ROWS, None)
+    assert "cannot be listed again" in report["problem"]
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_tier_that_commands_cannot_look_at_is_named(
+    others: bool, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = [{"type": "nixl_tiers.testing.config:MemoryConfig", "capacity": "1MiB"}]
+    if others:
+        storage.append(file_tier(write("files", tmp_path / "kv", region), "1GiB", layout="files"))
+    config = tmp_path / "tiers.json"
+    config.write_text(json.dumps({"tiers": [{"type": "cpu", "capacity": "1MiB"}, *storage]}))
+    for command in (["inspect"], ["verify"], ["purge", "--all"]):
+        assert main([*command, "--config", str(config), "--json"]) == (OK if others else BAD_INPUT)
+        output = capsys.readouterr()
+        assert output.err.startswith('nixl-tiers: tier "memory" cannot be looked at: its type')
+        assert output.err.count("\n") == 1
+        assert not others or len(json.loads(output.out)["namespaces"]) == 1
+
+
+def test_third_party_tier_says_what_it_has_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "tiers.json"
+    tier = {"type": "nixl_tiers.testing.config:MemoryConfig", "capacity": "1MiB"}
+    config.write_text(json.dumps({"tiers": [{"type": "cpu", "capacity": "1MiB"}, tier]}))
+    monkeypatch.setattr(MemoryConfig, "stored_rows", f"{__name__}:find_shelves")
+    code, shown = run(capsys, "purge", "--config", config, "--all")
+    assert (code, shown["namespaces"][0]["rows"], shown["namespaces"][0]["place"]) == (OK, 3, "a shelf of 1048576")
+    assert run(capsys, "verify", "--config", config)[1]["namespaces"][0]["ok"] == 3
+    monkeypatch.setattr(MemoryConfig, "stored_rows", "no_such_package:find")
+    code, error = run(capsys, "inspect", "--config", config)
+    assert (code, 'its stored_rows "no_such_package:find" cannot be imported' in error) == (BAD_INPUT, True)
+
+
+class Shelf(StoredNamespace):
+    layout = "shelf"
+
+    def check(self, before_read: Step) -> Iterator[CheckedRow]:
+        for number in range(self.rows):
+            before_read(10)
+            yield CheckedRow(f"book {number}", 10, "ok")
+
+    def delete(self, step: Step) -> None:
+        step(self.rows)
+
+
+def find_shelves(config: MemoryConfig, before_s: float | None) -> list[StoredNamespace]:
+    return [Shelf(f"a shelf of {config.capacity}", NAMESPACE.hex(), before_s, rows=3)]
+
+
+def test_verify_of_an_unknown_namespace_is_an_error(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("files", tmp_path, region)
+    assert main(["verify", str(tmp_path), "--namespace", "abcdef"]) == BAD_INPUT
+    assert "--namespace: none begins with abcdef" in capsys.readouterr().err
+
+
+def test_rest_of_a_deletion_that_did_not_end_is_deleted(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A killed purge, or a file that could not be deleted: the rows are still there."""
+    write("slabs", tmp_path, region)
+    shard = tmp_path / "part-0" / NAMESPACE.hex()
+    left = shard.rename(tmp_path / f".gone-part-0-{NAMESPACE.hex()}")
+    code, shown = run(capsys, "inspect", tmp_path)
+    (found,) = shown["namespaces"]
+    assert (code, found["place"], found["namespace"]) == (OK, str(left), NAMESPACE.hex())
+    assert found["bytes"] >= ROWS * GEOMETRY.row_bytes
+    assert run(capsys, "verify", tmp_path)[0] == OK
+    assert run(capsys, "purge", tmp_path, "--all")[0] == OK
+    assert left.exists()
+    code, shown = run(capsys, "purge", tmp_path, "--namespace", NAMESPACE.hex(), "--yes")
+    assert (code, [report["place"] for report in shown["namespaces"]]) == (OK, [str(left)])
+    assert not left.exists()
+    assert not list(tmp_path.rglob("*.kv"))
+
+
+def test_shard_that_has_lost_its_description_is_as_old_as_its_newest_file(
+    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("slabs", tmp_path, region)
+    shard = tmp_path / "part-0" / NAMESPACE.hex()
+    (shard / "namespace.json").unlink()
+    (shard / "about.json").unlink()
+    run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes")
+    assert list(shard.glob("*.kv"))
+    for file in shard.iterdir():
+        os.utime(file, (time.time() - 7200,) * 2)
+    run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes")
+    assert not list(tmp_path.rglob("*.kv"))
+
+
+@pytest.mark.parametrize("content", ["", "about me", '{"name": "mine"}'])
+def test_foreign_directory_with_the_name_of_a_namespace_stays(
+    content: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("files", tmp_path, region)
+    home = tmp_path / OTHER.hex()
+    home.mkdir()
+    (home / "about.json").write_text(content)
+    (home / "ab").mkdir()
+    assert run(capsys, "purge", tmp_path, "--all", "--yes")[0] == OK
+    assert (home / "about.json").read_text() == content
+    assert not list(tmp_path.rglob("*.row"))
+    assert not (tmp_path / NAMESPACE.hex()).exists()

@@ -1,0 +1,115 @@
+"""The file tier through NVIDIA's cuFile and NIXL's GDS_MT plugin, the real ones, in faults.
+
+cuFile compatibility mode, no GPU: says nothing about GPU-direct speed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.support.no_gpu import NoGpu
+from tests.support.waiting import until
+from tests.system.faults.interposer import Interposer
+from tests.system.faults.rig import KILLS, TIMEOUT_S, TIMES, FaultRig
+from tests.system.faults.test_disk import FAULTS, inject
+from tests.system.faults.test_mover import matrix
+
+pytestmark = pytest.mark.timeout(900)
+
+LAYOUTS = ("slabs", "files")
+BACKEND = {"backend": "gds_mt"}
+
+
+@pytest.fixture
+def cufile(no_gpu: NoGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """cufile(udev=False): what every mover that is started from here on has of cuFile."""
+    if not os.major(tmp_path.stat().st_dev):
+        pytest.skip("needs temporary files on a block device")
+
+    def use(**lacks: bool) -> None:
+        for name, value in no_gpu.environment(tmp_path, **lacks).items():
+            monkeypatch.setenv(name, value)
+
+    return use
+
+
+def down(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Why the tier was down: one line for each outage."""
+    return [record.getMessage() for record in caplog.records if " is down: " in record.getMessage()]
+
+
+@pytest.mark.parametrize(("when", "layout"), matrix(("idle", "store", "load"), LAYOUTS, unmarked={("store", "slabs")}))
+def test_mover_is_killed(
+    file_rig: Callable[..., FaultRig], cufile: Callable[..., None], when: str, layout: str
+) -> None:
+    cufile()
+    rig = file_rig(f"SIGKILL, {when}", layout, fields=BACKEND)
+    with rig.under_load():
+        rig.wait_for_answers()
+        old = rig.signal_mover(KILLS["SIGKILL"], when)
+        rig.wait_for_restart(old)
+        rig.fault_ended()
+        rig.wait_until_healed()
+
+
+@pytest.mark.parametrize(("fault", "layout"), matrix(tuple(FAULTS), LAYOUTS, unmarked={("disk full", "files")}))
+def test_disk_fault(
+    file_rig: Callable[..., FaultRig], disk: Interposer, cufile: Callable[..., None], fault: str, layout: str
+) -> None:
+    cufile()
+    inject(file_rig(fault, layout, fields=BACKEND), disk, fault)
+
+
+def test_driver_open_never_returns(
+    file_rig: Callable[..., FaultRig],
+    cufile: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """cuFile 1.20 spins in cuFileDriverOpen where /proc/modules is missing. The engine is served by its cpu tier."""
+    caplog.set_level(logging.INFO)
+    cufile(modules=False)
+    short = msgspec.structs.replace(TIMES, start_timeout_s=3.0)
+    rig = file_rig("cuFileDriverOpen never returns", "slabs", fields=BACKEND, times=short)
+    with rig.under_load(warm=False):
+        until(lambda: down(caplog), "the tier to be down", TIMEOUT_S)
+        assert not rig.is_up()
+        rig.wait_for_answers(20)
+        (line,) = down(caplog)
+        cufile()
+        configures = rig.store.coordinator._link.supervisor._configures
+        configures[0] = msgspec.structs.replace(configures[0], times=TIMES)
+        os.kill(rig.wait_for_mover(), signal.SIGKILL)  # one that spins already
+        rig.fault_ended()
+        rig.wait_until_healed()
+    assert line.endswith("is down: its mover is killed: it did not start in time")
+    assert "opening cuFile" in caplog.text
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_disk_has_no_udev_record(
+    file_rig: Callable[..., FaultRig],
+    cufile: Callable[..., None],
+    no_gpu: NoGpu,
+    caplog: pytest.LogCaptureFixture,
+    layout: str,
+) -> None:
+    """As in a container without /run/udev."""
+    cufile(udev=False)
+    rig = file_rig("no udev record", layout, fields=BACKEND)
+    with rig.under_load(warm=False):
+        until(lambda: down(caplog), "the tier to be down", TIMEOUT_S)
+        assert not rig.is_up()
+        rig.wait_for_answers(20)
+        (line,) = down(caplog)
+        no_gpu.record(no_gpu.folder)
+        rig.fault_ended()
+        rig.wait_until_healed()
+    assert "is down: cuFile takes no file in " in line
+    assert "udev property not found: ID_FS_USAGE" in no_gpu.log()

@@ -1,0 +1,136 @@
+"""One of several movers of a file tier dies or stops, or one of its four directories fails: the others go on. And any
+of them, again and again: `KILL_ROUNDS=n` sets the rounds of the long ones, `SEED=n` repeats a run whose seed was
+printed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.support.disks import assert_never_exceeds
+from tests.support.engines import sleep_a_moment
+from tests.support.leaks import reclaim_all_host_rows
+from tests.support.load import get, put
+from tests.support.waiting import until
+from tests.system.faults.interposer import Interposer
+from tests.system.faults.rig import KILLS, MIB, TIMEOUT_S, FaultRig
+from tests.system.faults.test_disk import FAULTS, inject
+from tests.system.faults.test_mover import matrix
+
+pytestmark = pytest.mark.timeout(900)
+
+DIRECTORIES, MOVERS = "slabs in directories", "slabs by movers"
+BOTH = f"{DIRECTORIES} by movers"
+SHORT, LONG = 2, int(os.environ.get("KILL_ROUNDS", "30"))
+FULL = 10 * MIB  # of which most is for the prompts that are asked again: so it evicts all the time
+KILLED = {("SIGKILL", "load", MOVERS), ("SIGSTOP", "load", MOVERS)}
+WAYS = {DIRECTORIES: ("idle", "store", "load"), MOVERS: ("idle", "load")}
+
+
+def wait_until_whole(rig: FaultRig) -> None:
+    """Return when all prompts, once computed again, are hits of the tier."""
+    rig.wait_until_healed()
+    keys = rig.load.keys
+
+    def whole() -> bool:
+        put(rig.store, keys)
+        assert rig.store.flush(TIMEOUT_S)
+        reclaim_all_host_rows(rig.store)
+        quarter = len(keys) // 4  # as many as the host has room for
+        found = [get(rig.store, keys[first : first + quarter]) for first in range(0, len(keys), quarter)]
+        assert not any(wrong for _, wrong in found)
+        return all(all(hits) for hits, _ in found)
+
+    until(whole, "prompts to be whole again", TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("signal_name", "when", "tier"), matrix(tuple(KILLS), WAYS[MOVERS], (MOVERS,), unmarked=KILLED)
+)
+def test_loader_dies_or_stops(
+    make_rig: Callable[..., FaultRig], patient: dict[str, Any], signal_name: str, when: str, tier: str
+) -> None:
+    rig = make_rig(f"{signal_name} of one of 3 movers, {when}", tier, **patient)
+    one_of_several(rig, KILLS[signal_name], when)
+
+
+@pytest.mark.parametrize(
+    ("signal_name", "when", "tier"), matrix(tuple(KILLS), WAYS[DIRECTORIES], (DIRECTORIES,), unmarked=set())
+)
+def test_mover_of_a_directory_dies_or_stops(
+    make_rig: Callable[..., FaultRig], patient: dict[str, Any], signal_name: str, when: str, tier: str
+) -> None:
+    rig = make_rig(f"{signal_name} of one of 4 movers, {when}", tier, **patient)
+    one_of_several(rig, KILLS[signal_name], when)
+
+
+def one_of_several(rig: FaultRig, number: int, when: str) -> None:
+    rig.mover = 1
+    with rig.under_load():
+        rig.wait_for_answers()
+        pids = rig.store.coordinator.mover_pids
+        old = rig.signal_mover(number, when)
+        rig.wait_for_restart(old)
+        rig.wait_for_answers()
+        rig.fault_ended()
+        wait_until_whole(rig)
+        others = [pid for pid in pids if pid != old]
+        assert [pid for pid in rig.store.coordinator.mover_pids if pid in others] == others, "the others live on"
+
+
+@pytest.mark.parametrize(("fault", "tier"), matrix(tuple(FAULTS), (DIRECTORIES, MOVERS), unmarked=set()))
+def test_one_disk_fails(file_rig: Callable[..., FaultRig], disk: Interposer, fault: str, tier: str) -> None:
+    """Of four, or that from which three movers load."""
+    inject(file_rig(f"{fault}, of one disk", tier), disk, fault)
+
+
+@pytest.mark.parametrize("tier", [MOVERS, pytest.param(DIRECTORIES, marks=pytest.mark.faults)])
+def test_one_directory_is_deleted(file_rig: Callable[..., FaultRig], tmp_path: Path, tier: str) -> None:
+    rig = file_rig("one directory deleted", tier)
+    with rig.under_load():
+        rig.wait_for_answers()
+        shutil.rmtree(tmp_path / "kv", ignore_errors=True)
+        rig.fault_ended()
+        rig.wait_for_answers(20)
+        wait_until_whole(rig)
+
+
+@pytest.mark.parametrize(
+    ("tier", "rounds"),
+    [
+        pytest.param(BOTH, SHORT),
+        *(pytest.param(tier, LONG, marks=pytest.mark.faults) for tier in (MOVERS, DIRECTORIES, BOTH)),
+    ],
+)
+def test_kill_rounds(file_rig: Callable[..., FaultRig], tier: str, rounds: int) -> None:
+    """Whether it stores, loads or opens, and with others: no directory ever holds more than its part."""
+    seed = int(os.environ.get("SEED", "7" if rounds == SHORT else str(time.time_ns() % 10_000)))
+    print(f"SEED={seed}")
+    draw = Random(seed)
+    rig = file_rig(f"SIGKILL of any mover, {rounds} rounds", tier, capacity=FULL)
+    with ExitStack() as watched:
+        for member in rig.tier.members:
+            path = Path(member.path)  # type: ignore[attr-defined]
+            watched.enter_context(assert_never_exceeds(path, member.capacity, pause_s=0.005))
+        with rig.under_load() as load:
+            until(lambda: rig.stats()["evictions"], "the tier to be full", TIMEOUT_S)
+            movers = rig.store.coordinator._core.movers
+            for _ in range(rounds):
+                load.pause_s = 0.0
+                killed = draw.choices(range(len(movers)), k=draw.randint(1, 4))
+                for rig.mover in killed:
+                    rig.wait_for_answers(draw.randint(0, 20))
+                    sleep_a_moment(draw)
+                    rig.signal_mover(signal.SIGKILL)
+                rig.fault_ended()
+                wait_until_whole(rig)
+                until(lambda: all(mover.can_load for mover in movers), "all movers", TIMEOUT_S)

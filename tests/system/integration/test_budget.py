@@ -1,0 +1,73 @@
+"""Ten times the budget through the whole store, and the medium is looked at all the time: it never holds more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nixl_tiers
+from nixl_tiers.tiers.rowfile.quota import SCAN_ROWS, SCAN_SHARE
+from tests.support.disks import assert_never_exceeds, least_disk_bytes, tmpfs, volume_bytes
+from tests.support.file_tier import file_tier
+from tests.system.integration.test_round_trips import KIB, MIB, chunks, config
+
+SIZE = 64 * KIB
+BUDGET = 12 * MIB
+BATCH, GETS = 32, 8
+HOST = 64 * SIZE
+
+
+def use(store: nixl_tiers.TieredStore, nbytes: int, seed: int, tier: str = "file") -> int:
+    """Put chunks until `nbytes` have gone down to this tier, and get others meanwhile; bytes gone down."""
+    random = np.random.default_rng(seed)
+    _, (row,) = chunks(1, SIZE, seed)
+    batch = np.tile(row, (BATCH, 1))
+    out = np.empty_like(batch[:GETS])
+    put: list[bytes] = []
+    hits = 0
+    while store.stats()[tier]["bytes_written"] < nbytes:
+        keys, _ = chunks(BATCH, 0, int(random.integers(1 << 30)))
+        batch[:, :8] = np.frombuffer(b"".join(key[4:12] for key in keys), np.uint8).reshape(BATCH, 8)
+        put += keys[: store.put(keys, batch)]
+        # The medium holds the newest tenth; the host some of that.
+        wanted = [put[-1 - n] for n in random.choice(min(len(put), 2 * HOST // SIZE), GETS, replace=False)]
+        for key, hit, got in zip(wanted, store.get(wanted, out), out, strict=True):
+            assert not hit or (got[:8].tobytes() == key[4:12] and np.array_equal(got[8:], row[8:]))
+            hits += hit
+    assert hits > 0
+    return int(store.stats()[tier]["bytes_written"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "engines"),
+    [("slabs", 2), pytest.param("files", 1, marks=pytest.mark.slow), ("files", 2)],
+    ids=str,
+)
+def test_ten_times_the_budget_in_three_namespaces_in_turn(tmp_path: Path, layout: str, engines: int) -> None:
+    """One engine, or two replicas on one path at once. Slabs have a part for each; engines with row files count what
+    they write and look for what the others have written, so together they may be ahead of each other by a known share.
+    """
+    ahead = 0 if layout == "slabs" or engines == 1 else engines * max(SCAN_ROWS * SIZE, BUDGET // SCAN_SHARE)
+    parts = {"replicas": engines} if layout == "slabs" else {}
+    setting = config(file_tier(tmp_path / "kv", BUDGET, layout=layout, **parts), host=HOST)
+    taken: Callable[[Path], int] = least_disk_bytes
+    written = 0
+    with ExitStack() as around:
+        if layout == "files":  # a walk would count rows that come and go meanwhile
+            around.enter_context(tmpfs(tmp_path, "256m"))
+            taken = volume_bytes
+        looks = around.enter_context(assert_never_exceeds(tmp_path, BUDGET + ahead, taken))
+        for number in range(3):
+            with ExitStack() as stack, ThreadPoolExecutor(engines) as threads:
+                stores = [stack.enter_context(nixl_tiers.open(setting, SIZE, f"n{number}")) for _ in range(engines)]
+                share = 10 * BUDGET // 3 // engines
+                written += sum(threads.map(use, stores, [share] * engines, range(engines)))
+                for store in stores:
+                    assert store.stats()["file"]["rows"] > 0
+    assert written >= 9.9 * BUDGET
+    assert max(looks) > 0.6 * BUDGET  # a budget that is kept by not using it would be no feat

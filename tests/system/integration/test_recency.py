@@ -1,0 +1,181 @@
+"""Which rows a restart finds least recently used: a use in any tier counts, and so does one that moved no bytes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nixl_tiers
+from nixl_tiers.base.chunk import Geometry, Namespace
+from nixl_tiers.config import schema as configuration
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.protocol import Touch
+from nixl_tiers.runtime import recent_uses
+from nixl_tiers.runtime.coordinator import Coordinator
+from nixl_tiers.tiers.slab.shard import slots_within
+from nixl_tiers.tiers.slab.tier import SlabTier
+from tests.support.core import opened
+from tests.support.file_tier import file_config, file_tier
+from tests.support.waiting import until, until_up
+
+SIZE = 16 << 10
+GEOMETRY = Geometry(1, SIZE)
+SLOTS = 6
+CAPACITY = next(n for n in range(0, 1 << 30, 4096) if slots_within(n, GEOMETRY.row_bytes) >= SLOTS)
+
+
+def config(path: Path, **file: Any) -> dict[str, Any]:
+    tier = file_tier(path, CAPACITY, **file)
+    return {"tiers": [{"type": "cpu", "capacity": 4 * SLOTS * SIZE}, tier], "wait_s": 120.0}
+
+
+def key(number: int) -> bytes:
+    return b"%032d" % number
+
+
+def put(store: nixl_tiers.TieredStore, *numbers: int) -> None:
+    """One request for each."""
+    for number in numbers:
+        assert store.put([key(number)], np.full((1, SIZE), number, np.uint8)) == 1
+        assert store.flush(60.0)
+
+
+def get(store: nixl_tiers.TieredStore, number: int) -> None:
+    out = np.empty((1, SIZE), np.uint8)
+    assert store.get([key(number)], out) == [True]
+    assert (out == number).all()
+
+
+def until_listed(store: nixl_tiers.TieredStore) -> None:
+    until_up(store)
+    assert store.stats()["file"]["rows"] == SLOTS
+
+
+def on_file(store: nixl_tiers.TieredStore, count: int) -> list[int]:
+    return [n for n in range(count) if store.locate([key(n)]) == ["file"]]
+
+
+@pytest.mark.parametrize("promoted", [False, True], ids=["hit in host memory", "load from the tier"])
+def test_row_used_last_survives_a_restart(tmp_path: Path, promoted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with nixl_tiers.open(config(tmp_path), SIZE, "n") as store:
+        until_up(store)
+        put(store, *range(SLOTS))
+        if not promoted:
+            sent: list[tuple[int, int]] = []
+            index = store.coordinator._core.tiers[0].index
+            take_uses = index.take_uses
+            monkeypatch.setattr(index, "take_uses", lambda count: sent.extend(some := take_uses(count)) or some)
+            get(store, 1)
+            until(lambda: sent, "the use to be sent")
+            get(store, 0)  # within a second of the last message: the regular stop sends it
+    if promoted:
+        with nixl_tiers.open(config(tmp_path), SIZE, "n") as store:
+            until_listed(store)
+            get(store, 0)
+    with nixl_tiers.open(config(tmp_path), SIZE, "n") as store:
+        until_listed(store)
+        put(store, *range(SLOTS, 2 * SLOTS - 1))
+        assert on_file(store, SLOTS) == [0]
+
+
+def test_ticks_go_on_from_the_newest_row_listed(tmp_path: Path) -> None:
+    """Rows of the second process are more recent than any of the first, whatever was used when."""
+    with nixl_tiers.open(config(tmp_path), SIZE, "n") as store:
+        until_up(store)
+        put(store, *range(SLOTS))
+        for _ in range(20):
+            get(store, 1)
+    with nixl_tiers.open(config(tmp_path), SIZE, "n") as store:
+        until_listed(store)
+        put(store, SLOTS)
+    with nixl_tiers.open(config(tmp_path), SIZE, "n") as store:
+        until_listed(store)
+        put(store, *range(SLOTS + 1, 2 * SLOTS))
+        assert on_file(store, SLOTS + 1) == [SLOTS]
+
+
+def test_recency_is_in_the_journal_soon_without_a_restart(tmp_path: Path) -> None:
+    """So that an engine that is killed loses the uses of the last second or two only."""
+    engine = subprocess.Popen(
+        [sys.executable, "-c", _ENGINE, str(tmp_path / "kv")], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+    )
+    assert engine.stdout is not None
+    try:
+        assert engine.stdout.readline() == b"used\n"
+        until(lambda: _journalled(tmp_path)[-1] == key(0), "the use to be journalled")
+    finally:
+        os.kill(engine.pid, signal.SIGKILL)
+        engine.wait()
+    with nixl_tiers.open(config(tmp_path / "kv"), SIZE, "n") as store:
+        until_listed(store)
+        put(store, *range(SLOTS, 2 * SLOTS - 1))
+        assert on_file(store, SLOTS) == [0]
+
+
+def test_recent_uses_are_sent_once_a_second_and_all_of_them_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And within the messages that a mover takes."""
+    monkeypatch.setattr(recent_uses, "MAX_TOUCHED", 2)
+    monkeypatch.setattr(recent_uses, "USES_A_PART", 1)
+    now = 100.0
+    with HostRegion.create(GEOMETRY, 4) as region:
+        tiers = configuration.load(config(Path("/unused")))
+        coordinator = Coordinator(tiers, Namespace.of({"name": "n"}), region, clock=lambda: now)
+        link, core = coordinator._link, coordinator._core
+        opened(core, 0, SLOTS)
+        core.events.listed(0, [(n, key(n), 0) for n in range(SLOTS)], last=True)
+
+        def sent(messages: int = 100) -> list[int]:
+            found = link.on_tick(now, [messages])[0]
+            return [slot for _, message in found if isinstance(message, Touch) for slot, _ in message.entries]
+
+        core.engine_hits.add([key(n) for n in range(5)], "request")
+        assert sent(0) == []
+        assert sent() == [0, 1]
+        assert sent() == []
+        now += 1.0
+        assert sent() == [2, 3]
+        core.engine_hits.add([key(5)], "request")
+        link.flush_recent_uses()
+        assert sent(1) == [4, 5]
+        core.engine_hits.add([key(n) for n in range(5)], "another")
+        assert sent() == [0, 1, 2, 3, 4]
+        coordinator.close(0.0)
+
+
+_ENGINE = """
+import sys
+from pathlib import Path
+import nixl_tiers
+from tests.system.integration.test_recency import SIZE, SLOTS, config, get, put, until_up
+with nixl_tiers.open(config(Path(sys.argv[1])), SIZE, "n") as store:
+    until_up(store)
+    put(store, *range(SLOTS))
+    get(store, 0)
+    print("used", flush=True)
+    sys.stdin.read()
+"""
+
+
+def _journalled(tmp_path: Path) -> list[bytes]:
+    """The keys in a copy of the running engine's journal, least recently used first. Without files that the engine is
+    about to rename: one that is listed may be gone when it is copied."""
+    copy = tmp_path / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(tmp_path / "kv", copy, ignore=shutil.ignore_patterns("*.new", "*.tmp"))
+    (description,) = copy.rglob("namespace.json")
+    namespace = bytes.fromhex(description.parent.name)
+    with HostRegion.create(GEOMETRY, 1) as region:
+        tier = SlabTier(file_config(copy, CAPACITY), GEOMETRY, region)
+        try:
+            tier.open(namespace, 0)
+            return [b"", *(entry.key for batch in tier.list_rows() for entry in batch)]
+        finally:
+            tier.close()

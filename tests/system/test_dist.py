@@ -1,0 +1,380 @@
+"""What is released: an sdist that has the whole tree, a wheel built from it that works in an empty environment without
+a compiler, the same bytes again from another directory, versions from tags, and a changelog that tools can read.
+
+`make dist` makes dist/ and runs these tests on it (NIXL_TIERS_DIST); else they look at archives that they build."""
+
+from __future__ import annotations
+
+import email
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import pytest
+import yaml
+from packaging.utils import parse_sdist_filename, parse_wheel_filename
+from packaging.version import Version
+
+from tests.swap.fake_gpu import as_cuda
+
+ROOT: Final = Path(__file__).parents[2]
+LOCAL: Final = shutil.ignore_patterns(
+    "__pycache__", "*.so", "*.fatbin", "*.egg-info", "PKG-INFO", "setup.cfg", ".git", ".venv", ".cache", "build",
+    "dist", "_build", "*-out", "gds-report", ".hypothesis", ".*_cache",
+)  # fmt: skip
+# Of the tree that an sdist is made from, and that it adds.
+MADE: Final = {"PKG-INFO", "setup.cfg"}
+UNKNOWN: Final = Version("0.0")  # fallback_version in pyproject.toml
+# No package is looked for anywhere, and the tree of these tests is not imported by accident.
+ALONE: Final = {
+    "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONPATH": "", "NVCC": "false",
+    "SOURCE_DATE_EPOCH": "1700000000",
+}  # fmt: skip
+COMPILER: Final = shutil.which("cc") or shutil.which("gcc")
+ROUND_TRIP: Final = """
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import nixl_tiers
+from nixl_tiers.core import row_table
+from nixl_tiers.memory import arrivals
+from nixl_tiers.swap import host, submit
+from nixl_tiers.tiers.slab import worker
+
+home = Path(nixl_tiers.__file__).parent
+assert home.is_relative_to(sys.prefix), home
+assert [name for name in ("cc", "gcc", "clang", "nvcc", "ld") if shutil.which(name)] == []
+if sys.argv[2:]:
+    loaded = submit.built(), arrivals.built(), worker._library() is not None, row_table.most_rows() is None
+    assert (host.backend(), *loaded) == ("c", True, True, True, True), loaded
+keys, rows = [b"a", b"b"], np.arange(10_000).astype(np.uint8).reshape(2, 5000)
+file = {"type": "file", "path": sys.argv[1], "capacity": "64MiB", "min_free": 0}
+config = {"tiers": [{"type": "cpu", "capacity": "1MiB"}, file]}
+for first in (True, False):
+    with nixl_tiers.open(config, 5000, "n") as store:
+        assert store.wait_ready(300)
+        if first:
+            assert store.put(keys, rows) == 2
+            assert store.flush(300)
+        out = np.zeros_like(rows)
+        assert store.get(keys, out) == [True, True]
+        assert (out == rows).all()
+print(nixl_tiers.__version__)
+"""
+FIRST_START: Final = """
+import logging
+
+from nixl_tiers.swap import driver, kernels
+
+logging.basicConfig()
+device = driver.Device(driver.open_driver(), 0)
+print(getattr(kernels.load(device), "origin", None))
+"""
+
+
+def run(*command: object, cwd: Path, umask: int = -1, **env: str) -> str:
+    words, variables = [str(word) for word in command], {**os.environ, **ALONE, **env}
+    done = subprocess.run(
+        words, cwd=cwd, env=variables, umask=umask, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, f"{words}: {done.stdout[-2000:]} {done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree without git and without what was built in it."""
+    return shutil.copytree(ROOT, tmp_path_factory.mktemp("tree") / "nixl_tiers", ignore=LOCAL)
+
+
+@pytest.fixture(scope="module")
+def sources(tree: Path) -> set[str]:
+    """The files of the tree, before anything is built."""
+    return {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def built(tree: Path, sources: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with one sdist, and one wheel that was built from that, without kernels."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ".", cwd=tree)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dist(request: pytest.FixtureRequest) -> Path:
+    """What is examined."""
+    given = os.environ.get("NIXL_TIERS_DIST")
+    return Path(given).resolve() if given else request.getfixturevalue("built")
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (path,) = dist.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return environment(tmp_path_factory.mktemp("empty"))
+
+
+def environment(home: Path) -> Path:
+    """The Python of a new virtual environment, which finds what nixl_tiers depends on where these tests find it: a .pth
+    file names directories, and those of an editable install among them are not followed."""
+    venv.create(home, with_pip=False)
+    (packages,) = home.glob("lib/python*/site-packages")
+    places = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(places))
+    return home / "bin" / "python"
+
+
+def install(python: Path, wheel: Path) -> None:
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel, cwd=wheel.parent)
+
+
+def metadata_of(wheel: Path) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def released(version: Version) -> bool:
+    return version != UNKNOWN and not version.is_devrelease and version.local is None
+
+
+def test_sdist_has_the_whole_tree_and_nothing_else(dist: Path, sources: set[str]) -> None:
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        found = {member.name.partition("/")[2] for member in archive.getmembers() if not member.isdir()}
+    assert {name for name in found if ".egg-info/" not in name} - MADE == sources
+
+
+def test_wheel_has_the_package_and_nothing_else(wheel: Path, sources: set[str]) -> None:
+    package = {name for name in sources if name.startswith("nixl_tiers/")}
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name and not name.endswith("/")}
+        described = {name.partition(".dist-info/")[2] for name in archive.namelist()}
+    built = {name for name in found if name.endswith((".so", ".fatbin"))}
+    assert found - built == package | {"nixl_tiers/swap/csrc/swap.cu", "nixl_tiers/swap/csrc/swap.h"}
+    assert [name for name in found if re.search(r"demo|servers|vllm_cpu", name)] == [], "what only a checkout needs"
+    assert described >= {"licenses/LICENSE", "entry_points.txt", "METADATA"}
+    if COMPILER:
+        libraries = {name for name in built if name.endswith(".so")}
+        folders = {
+            "memory/_hash_copy",
+            "core/_tier_rows",
+            "swap/_swap_cpu",
+            "swap/_swap_submit",
+            "tiers/slab/_row_worker",
+        }
+        assert libraries == {f"nixl_tiers/{name}.abi3.so" for name in folders}
+
+
+def test_one_wheel_serves_every_python(wheel: Path) -> None:
+    tags = parse_wheel_filename(wheel.name)[3]
+    assert {(tag.interpreter, tag.abi) for tag in tags} == {("cp311", "abi3")}
+    if "NIXL_TIERS_DIST" in os.environ:
+        assert all(tag.platform.startswith("manylinux_") for tag in tags), "an index takes no other wheels for Linux"
+
+
+@pytest.mark.slow
+def test_same_archives_from_another_directory(built: Path, tmp_path: Path) -> None:
+    """Of the sdist, later, with another umask. Not shown: with another compiler or setuptools, and the kernels."""
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "another", filter="data")
+    (tree,) = (tmp_path / "another").iterdir()
+    again = tmp_path / "again"
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", again, ".", cwd=tree, umask=0o077)
+    first, second = (
+        {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+        for folder in (built, again)
+    )
+    assert first == second
+
+
+def test_metadata_has_what_an_index_shows(dist: Path, wheel: Path) -> None:
+    version = parse_wheel_filename(wheel.name)[1]
+    (sdist,) = dist.glob("*.tar.gz")
+    assert parse_sdist_filename(sdist.name) == ("nixl-tiers", version)
+    fields = metadata_of(wheel)
+    assert Version(fields["Version"]) == version
+    assert fields["License-Expression"] == "Apache-2.0"
+    assert fields["Description-Content-Type"] == "text/markdown"
+    assert set(fields.get_all("Provides-Extra") or ()) == {"cli", "cu12", "cu13"}, "what a user of the wheel can use"
+    if released(version):
+        changelog = (ROOT / "CHANGELOG.md").read_text()
+        assert re.search(rf"^## \[?{re.escape(str(version))}\]? - ", changelog, re.MULTILINE), (
+            "a release says what is new"
+        )
+        assert ".invalid" not in fields.as_string(), "a release says where the project lives: [project.urls]"
+
+
+def test_links_of_the_readme_are_absolute_in_an_index(wheel: Path) -> None:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    assert all(url.startswith(urls["Repository"]) for url in urls.values()), "the project has one home"
+    version = parse_wheel_filename(wheel.name)[1]
+    tree = f"{urls['Repository']}/blob/{f'v{version}' if released(version) else 'main'}/"
+    text = metadata_of(wheel).get_payload()
+    assert isinstance(text, str)
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert [link for link in links if not link.startswith("https://")] == []
+    ours = [link.removeprefix(tree).partition("#")[0] for link in links if link.startswith(urls["Repository"])]
+    assert ours
+    assert [name for name in ours if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.slow
+def test_wheel_works_without_a_compiler(empty: Path, wheel: Path, tmp_path: Path) -> None:
+    install(empty, wheel)
+    kept = tmp_path / "kv"
+    kept.mkdir()
+    path = str(empty.parent)
+    version = run(empty, "-c", ROUND_TRIP, kept, *(["native"] if COMPILER else []), cwd=tmp_path, PATH=path).split()[-1]
+    assert Version(version) == parse_wheel_filename(wheel.name)[1]
+    assert "usage" in run(empty.parent / "nixl-tiers", "--help", cwd=tmp_path, PATH=path).lower()
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_at_the_first_start(built: Path, fake_library: Path, tmp_path: Path) -> None:
+    """A wheel that was built without nvcc, on a machine with NVRTC and nothing else. The driver is a fake one, which
+    takes any machine code. Not shown here: that a GPU runs it."""
+    if find_spec("nvidia.cu13") is None:
+        pytest.skip("no NVRTC here")
+    python = environment(tmp_path / "env")
+    (wheel,) = built.glob("*.whl")
+    install(python, wheel)
+    (tmp_path / "cuda").mkdir()
+    places = {
+        "PATH": str(python.parent),
+        "LD_LIBRARY_PATH": str(as_cuda(fake_library, tmp_path / "cuda")),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    kept = []
+    for _ in range(2):
+        origin = run(python, "-c", FIRST_START, cwd=tmp_path, **places)
+        assert origin.startswith("compiled by NVRTC 13.")
+        (image,) = (tmp_path / "cache" / "nixl_tiers").iterdir()
+        assert image.read_bytes().startswith(b"\x7fELF")
+        kept.append(image.stat().st_mtime_ns)
+    assert kept[0] == kept[1], "the second start compiles nothing"
+
+
+@pytest.mark.slow
+def test_image_can_be_built(tree: Path, tmp_path: Path) -> None:
+    """docker/Dockerfile without Docker: its steps, in an empty environment in place of the base image, and without a
+    package index. Not shown: the base image, and NIXL's wheel for CUDA 13, which is described as if it were there."""
+    lines = re.sub(r"\\\n\s*", "", (ROOT / "docker/Dockerfile").read_text()).splitlines()
+    steps = [line.split(" ", 1) for line in lines if line and not line.startswith("#")]
+    assert [name for name, _ in steps] == ["ARG", "FROM", "ARG", "ARG", "COPY", "RUN"], "the entry point is the base's"
+    arguments = dict(step.split("=", 1) for name, step in steps if name == "ARG")
+    assert re.fullmatch(r"vllm/vllm-openai:v\d+\.\d+\.\d+", arguments["BASE"])
+    source, target = steps[-2][1].split()
+    copied = tmp_path / "context"
+    python = environment(tmp_path / "image")
+    command = steps[-1][1].replace(target, str(copied)).replace("python3", str(python))
+    assert command.count(str(copied)) == 2
+    (packages,) = (tmp_path / "image").glob("lib/python*/site-packages")
+    nixl = metadata.version("nixl")
+    described = packages / f"nixl_cu13-{nixl}.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nixl-cu13\nVersion: {nixl}\n")
+    given = {**arguments, "VERSION": "1.2.3", "PIP_NO_BUILD_ISOLATION": "0"}
+    shutil.copytree(tree / source, copied)
+    with pytest.raises(AssertionError, match="without its native library for GPU copies"):
+        run("/bin/sh", "-ec", command, cwd=tmp_path, CC="false", **given)
+    shutil.copytree(tree / source, copied, dirs_exist_ok=True)
+    run("/bin/sh", "-ec", command, cwd=tmp_path, **given)
+    assert not copied.exists()
+    assert run(python, "-c", "import nixl_tiers; print(nixl_tiers.__version__)", cwd=tmp_path).strip() == "1.2.3"
+    assert (python.parent / "nixl-tiers").exists()
+
+
+def test_tree_without_git_can_be_installed_editable(empty: Path, tree: Path, tmp_path: Path) -> None:
+    """As `make setup` does, without a compiler: what cannot be compiled is left out."""
+    flags = ("--quiet", "--no-deps", "--no-build-isolation", "--target", tmp_path / "site")
+    run(sys.executable, "-m", "pip", "install", *flags, "--editable", tree, cwd=tmp_path, CC="false")
+    assert list((tmp_path / "site").glob("__editable__*"))
+    where = "import site; site.addsitedir('site'); import nixl_tiers as n; print(n.__file__, n.__version__)"
+    file, version = run(empty, "-I", "-S", "-c", where, cwd=tmp_path).split()
+    assert Path(file) == tree / "nixl_tiers/__init__.py"
+    assert Version(version) == UNKNOWN
+
+
+def test_versions_come_from_tags(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=n", "-c", "user.email=n@example.com", "-c", "init.defaultBranch=main")
+        run("git", *who, *words, cwd=tmp_path)
+
+    def version() -> Version:
+        return Version(run(sys.executable, "-m", "setuptools_scm", cwd=tmp_path).split()[-1])
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    git("tag", "v1.2.3")
+    assert version() == Version("1.2.3")
+    git("commit", "-q", "--allow-empty", "-m", "next")
+    assert Version("1.2.3") < version() < Version("1.2.4")
+    assert version().local is not None
+
+
+def test_workflows_and_issue_forms_name_what_there_is() -> None:
+    """That GitHub takes them is not shown: `check-jsonschema --builtin-schema vendor.github-workflows`, by hand."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in (ROOT / ".github/workflows").iterdir():
+        text = re.sub(r"#.*", "", path.read_text())
+        called, scripts = set(re.findall(r"\bmake ([a-z-]+)", text)), re.findall(r"run: (\.\S+)", text)
+        assert called or scripts
+        assert called <= targets, path
+        assert all(os.access(ROOT / each, os.X_OK) for each in scripts)
+    form = (ROOT / ".github/ISSUE_TEMPLATE/report.yml").read_text()
+    commands = set(re.findall(r"label: nixl-tiers (\w+) --json", form))
+    assert commands == {"doctor", "report"}
+    described = (ROOT / "docs/reference/command-line.md").read_text().split("### `nixl-tiers ")
+    assert {text.partition("`")[0] for text in described if "--json" in text} >= commands
+
+
+def test_only_a_tag_publishes_and_one_job_may() -> None:
+    release = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    assert release["permissions"] == {}
+    writing = {name for name, job in release["jobs"].items() if "write" in job["permissions"].values()}
+    assert writing == {"publish"}
+    assert release["jobs"]["publish"]["if"] == "startsWith(github.ref, 'refs/tags/v')"
+    assert release["jobs"]["publish"]["environment"] == "pypi"
+
+
+def test_changelog_keeps_its_format() -> None:
+    """Keep a Changelog 1.1: what is not released first, then versions with dates, newest first; one section a kind."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert titles[0].strip("[]") == "Unreleased"
+    entries = [
+        re.fullmatch(r"\[?(\d+\.\d+\.\d+\S*?)\]? - (\d{4}-\d\d-\d\d)( \[YANKED\])?", title) for title in titles[1:]
+    ]
+    assert None not in entries
+    versions = [(Version(match[1]), match[2]) for match in entries if match]
+    assert versions == sorted(versions, reverse=True)
+    for entry in re.split(r"^## .*$", text, flags=re.MULTILINE)[1:]:
+        kinds = re.findall(r"^### (.*)$", entry, re.MULTILINE)
+        assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+        assert len(kinds) == len(set(kinds))
+        for lines in re.split(r"^### .*$", entry, flags=re.MULTILINE)[1:]:
+            assert all(re.match(r"- \S|  \S|$", line) for line in lines.splitlines()), "a section is a list"

@@ -1,0 +1,158 @@
+"""A medium may fail in every way there is a name for: what comes of it is a miss, or a counted failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.base.chunk import Geometry, Key, Outcome
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.testing.conformance import NOT_OURS, SMALL
+from nixl_tiers.testing.faulty import Fault, FaultPlan, FaultyTier, Rule, Way
+from nixl_tiers.testing.medium import Rig, keys
+from nixl_tiers.tiers.base import StorageTier
+from tests.system.tiers.media import Memory
+
+
+@dataclass
+class FaultyMemory(Memory):
+    plan: FaultPlan = FaultPlan()  # noqa: RUF009 - a frozen value
+
+    def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
+        def inner(geometry: Geometry, region: HostRegion) -> StorageTier:
+            return super(FaultyMemory, self).make(geometry, region, capacity_bytes)
+
+        return FaultyTier(inner, geometry, region, self.plan)
+
+
+@contextmanager
+def faulty(*rules: Rule, seed: int = 0) -> Iterator[Rig]:
+    with Rig(FaultyMemory(plan=FaultPlan(rules, seed)), SMALL, 24) as rig:
+        rig.open()
+        yield rig
+
+
+HIT: tuple[Key, ...] = tuple(keys(8).values())[::2]  # every second row is struck
+STORES = {
+    Fault.TORN_WRITE: ({Outcome.OK}, NOT_OURS),
+    Fault.BIT_FLIP: ({Outcome.OK}, {Outcome.CORRUPT}),
+    Fault.UNAVAILABLE: ({Outcome.FAILED}, NOT_OURS),
+    Fault.NO_SPACE: ({Outcome.NO_SPACE}, NOT_OURS),
+    Fault.SLOW: ({Outcome.OK}, {Outcome.OK}),
+}
+ENDLESS = {Fault.STALL, Fault.FREEZE}
+LOADS = {
+    Fault.BIT_FLIP: {Outcome.CORRUPT},
+    Fault.SHORT_READ: {Outcome.CORRUPT},
+    Fault.LATE_ERROR: {Outcome.FAILED},
+    Fault.UNAVAILABLE: {Outcome.FAILED},
+    Fault.SLOW: {Outcome.OK},
+}
+
+
+@pytest.mark.parametrize("fault", STORES)
+def test_a_fault_on_the_way_down(fault: Fault) -> None:
+    """Struck once: what is stored in its place afterwards is good."""
+    stored, loaded = STORES[fault]
+    with faulty(Rule(fault, Way.STORE, HIT, times=1)) as rig:
+        outcomes = rig.store(keys(8))
+        assert set(outcomes[::2]) == stored
+        assert set(outcomes[1::2]) == {Outcome.OK}
+        outcomes = rig.load(keys(8))
+        assert set(outcomes[::2]) <= loaded
+        assert set(outcomes[1::2]) == {Outcome.OK}
+        rig.delete(dict(zip(range(0, 8, 2), HIT, strict=True)))
+        assert set(rig.store(keys(8))) == {Outcome.OK}
+        assert set(rig.load(keys(8))) == {Outcome.OK}
+
+
+@pytest.mark.parametrize("fault", LOADS)
+def test_a_fault_on_the_way_up(fault: Fault) -> None:
+    """The row at rest is good, and the next try brings it."""
+    with faulty(Rule(fault, Way.LOAD, HIT, times=1)) as rig:
+        assert set(rig.store(keys(8))) == {Outcome.OK}
+        outcomes = rig.load(keys(8))
+        assert set(outcomes[::2]) == LOADS[fault]
+        assert set(outcomes[1::2]) == {Outcome.OK}
+        assert set(rig.load(keys(8))) == {Outcome.OK}
+
+
+@pytest.mark.parametrize("way", Way)
+def test_a_stalled_batch_is_never_reported_and_holds_up_no_other(way: Way) -> None:
+    medium = FaultyMemory(plan=FaultPlan((Rule(Fault.STALL, way, HIT),)))
+    with Rig(medium, SMALL, 24) as rig:
+        rig.open()
+        if way is Way.LOAD:
+            rig.store(keys(8))
+        stalled = rig.begin_store(keys(8)) if way is Way.STORE else rig.begin_load(keys(8))
+        assert set(rig.store(keys(4, first=20))) == {Outcome.OK}
+        assert set(rig.load(keys(4, first=20))) == {Outcome.OK}
+        assert rig.tier.busy
+        rig.abandon(stalled)
+        rig.tier.close()
+        # Who comes next finds good rows or none: what the stalled batch has left half-done is not one.
+        rig.tier = Memory(medium.rows).make(SMALL, rig.region, rig.capacity_bytes)
+        found = rig.open()
+        outcomes = dict(zip(found.values(), rig.load(found), strict=True))
+        good = set(keys(4, first=20).values()) | (set(keys(8).values()) if way is Way.LOAD else set())
+        assert {key for key, outcome in outcomes.items() if outcome is Outcome.OK} == good | set(
+            keys(8).values()
+        ) - set(HIT)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_everything_at_once(seed: int) -> None:
+    """Whatever strikes, OK means the right bytes (Rig looks at each of them), and rows that nothing struck are hits."""
+    rules = [Rule(fault, chance=0.1, delay_s=0.002) for fault in Fault if fault not in ENDLESS]
+    with faulty(*rules, seed=seed) as rig:
+        assert isinstance(rig.tier, FaultyTier)
+        hits = 0
+        for turn in range(12):
+            stored = rig.store(keys(16))
+            loaded = rig.load(keys(16))
+            hits += loaded.count(Outcome.OK)
+            assert stored.count(Outcome.OK) > 4
+            rig.delete({slot: key for (slot, key), it in zip(keys(16).items(), loaded, strict=True) if it in NOT_OURS})
+            assert turn < 3 or len(set(loaded)) > 1
+        assert hits > 50
+        assert set(rig.tier.struck) == set(Fault) - ENDLESS
+
+
+def test_a_switch_turns_faults_on_and_off(tmp_path: Path) -> None:
+    switch = tmp_path / "switch"
+    medium = FaultyMemory(plan=FaultPlan((Rule(Fault.UNAVAILABLE),), switch=str(switch)))
+    with Rig(medium, SMALL, 24) as rig:
+        rig.open()
+        assert set(rig.store(keys(4))) == {Outcome.OK}
+        switch.touch()
+        assert set(rig.load(keys(4))) == {Outcome.FAILED}
+        switch.unlink()
+        assert set(rig.load(keys(4))) == {Outcome.OK}
+
+
+def test_a_seed_determines_which_moves_fault() -> None:
+    rules = (Rule(Fault.BIT_FLIP, chance=0.5), Rule(Fault.UNAVAILABLE, Way.LOAD, chance=0.5))
+    moves = [(way, b"key-%d" % number, turn) for way in Way for number in range(20) for turn in range(3)]
+    plan = FaultPlan(rules, seed=1)
+    struck = {move: plan.strike(*move) for move in moves}
+    assert struck == {move: FaultPlan(rules, seed=1).strike(*move) for move in reversed(moves)}
+    assert struck != {move: FaultPlan(rules, seed=2).strike(*move) for move in moves}
+    assert {rule.fault for rule in struck.values() if rule is not None} == {Fault.BIT_FLIP, Fault.UNAVAILABLE}
+    assert None in struck.values()
+
+
+@pytest.mark.parametrize(
+    ("fault", "way"), [(Fault.TORN_WRITE, Way.LOAD), (Fault.SHORT_READ, Way.STORE), (Fault.NO_SPACE, Way.LOAD)]
+)
+def test_a_rule_that_means_nothing_is_refused(fault: Fault, way: Way) -> None:
+    with pytest.raises(ValueError, match=f"a {fault} does not happen to a {way}"):
+        Rule(fault, way)
+
+
+def test_faulty_tier_passes_on_every_call() -> None:
+    """A method with a default in StorageTier would otherwise never reach the inner tier."""
+    assert [name for name in vars(StorageTier) if not name.startswith("_") and name not in vars(FaultyTier)] == []

@@ -1,0 +1,153 @@
+"""A directory of row files stays within its capacity: always with one engine, nearly with several."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.mover.protocol import Delete, Heartbeat, Open, Refused
+from nixl_tiers.tiers.base import MAX_SLOTS
+from nixl_tiers.tiers.rowfile.quota import SCAN_ROWS, SCAN_SHARE
+from tests.mover.harness import NAMESPACE, MoverProcess, wait_until
+from tests.support.disks import assert_never_exceeds, disk_bytes, tmpfs, volume_bytes
+from tests.support.file_tier import files_tier
+from tests.system.tiers.rowfile.test_shared import listed_next, mover_on, row_of
+
+GEOMETRY = Geometry(1, 120_000)
+CAPACITY = 24 << 20
+BATCH = 64
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, so that one call measures it: a walk would count a row twice that is renamed
+    meanwhile."""
+    with tmpfs(tmp_path, "256m"):
+        yield tmp_path
+
+
+def fill(mover: MoverProcess, rows: range) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    for start in range(rows.start, rows.stop, BATCH):
+        outcomes += mover.store(range(start, min(start + BATCH, rows.stop)))
+    return outcomes
+
+
+def test_ten_times_the_capacity(disk: Path) -> None:
+    """The core deletes nothing: the tier itself evicts the oldest rows."""
+    with assert_never_exceeds(disk, CAPACITY, volume_bytes) as looks, mover_on(disk, CAPACITY) as mover:
+        slots = mover.open()
+        mover.listed_rows()
+        assert set(fill(mover, range(10 * slots))) == {Outcome.OK}
+        assert set(mover.load(range(10 * slots - BATCH, 10 * slots))) == {Outcome.OK}
+        assert set(mover.load(range(BATCH))) == {Outcome.MISSING}
+        for _ in range(2):
+            mover.expect(lambda m: isinstance(m, Heartbeat))
+        assert disk_bytes(disk) <= mover.used_bytes <= CAPACITY
+    assert looks[-1] > 0.75 * CAPACITY  # and the capacity is used
+
+
+def test_least_recently_used_rows_of_all_namespaces_are_evicted_first(disk: Path) -> None:
+    with assert_never_exceeds(disk, CAPACITY, volume_bytes), mover_on(disk, CAPACITY) as mover:
+        for number in range(4):
+            slots = mover.open(number.to_bytes(16, "big"), epoch=number)
+            mover.listed_rows()
+            assert set(fill(mover, range(slots // 2))) == {Outcome.OK}
+        assert set(mover.load(range(BATCH))) == {Outcome.OK}
+    held = [len(list((disk / number.to_bytes(16, "big").hex()).glob("*/*.row"))) for number in range(4)]
+    assert held[0] == 0
+    assert held == sorted(held)
+    assert held[3] == slots // 2
+
+
+def test_recently_used_rows_are_not_evicted(tmp_path: Path) -> None:
+    with mover_on(tmp_path, CAPACITY) as mover:
+        slots = mover.open()
+        mover.listed_rows()
+        fill(mover, range(slots // 2))
+        for path in tmp_path.rglob("*.row"):
+            os.utime(path, (time.time() - 3600,) * 2)
+        assert set(mover.load(range(16))) == {Outcome.OK}
+        assert wait_until(lambda: time.time() - row_of(tmp_path, 15).stat().st_mtime < 600)
+        assert set(fill(mover, range(slots, 2 * slots - 32))) == {Outcome.OK}
+        assert set(mover.load(range(16))) == {Outcome.OK}
+        assert set(mover.load(range(16, 48))) == {Outcome.MISSING}
+
+
+def test_two_movers_filling_one_directory_exceed_it_by_no_more_than_their_shares(disk: Path) -> None:
+    allowance = 2 * max(SCAN_ROWS * GEOMETRY.row_bytes, CAPACITY // SCAN_SHARE)
+    with (
+        assert_never_exceeds(disk, CAPACITY + allowance, volume_bytes) as looks,
+        mover_on(disk, CAPACITY) as first,
+        mover_on(disk, CAPACITY) as second,
+    ):
+        slots = first.open()
+        second.open()
+        for mover in (first, second):
+            mover.listed_rows()
+        with ThreadPoolExecutor(2) as both:
+            ends = [both.submit(fill, first, range(4 * slots)), both.submit(fill, second, range(4 * slots, 8 * slots))]
+            assert {outcome for end in ends for outcome in end.result()} == {Outcome.OK}
+    assert max(looks) > 0.6 * CAPACITY
+
+
+def test_foreign_files_count_and_stay(disk: Path) -> None:
+    foreign = disk / "notes" / "diary.txt"
+    foreign.parent.mkdir()
+    foreign.write_bytes(os.urandom(8 << 20))
+    with assert_never_exceeds(disk, CAPACITY, volume_bytes), mover_on(disk, CAPACITY) as mover:
+        slots = mover.open()
+        mover.listed_rows()
+        assert set(fill(mover, range(slots))) == {Outcome.OK}
+    assert foreign.stat().st_size == 8 << 20
+    with mover_on(disk, 8 << 20) as mover:  # which the foreign file fills
+        mover.open()
+        mover.listed_rows()
+        assert set(fill(mover, range(8))) == {Outcome.NO_SPACE}
+        assert list(disk.rglob("*.row")) == []
+
+
+def test_smaller_capacity_holds_from_the_first_scan(tmp_path: Path) -> None:
+    with mover_on(tmp_path, CAPACITY) as mover:
+        slots = mover.open()
+        mover.listed_rows()
+        fill(mover, range(slots))
+    with mover_on(tmp_path, CAPACITY // 2) as mover:
+        mover.open()
+        mover.listed_rows()
+        assert wait_until(lambda: disk_bytes(tmp_path) <= CAPACITY // 2)
+        assert set(mover.load(range(slots - 32, slots))) == {Outcome.OK}
+
+
+def test_reader_deletes_nothing(tmp_path: Path) -> None:
+    with mover_on(tmp_path, CAPACITY) as mover:
+        slots = mover.open()
+        mover.listed_rows()
+        fill(mover, range(slots))
+    reader = files_tier(tmp_path, CAPACITY // 2, write="off")
+    with MoverProcess(reader, GEOMETRY, BATCH) as mover:
+        mover.open()
+        (newest, *_) = reversed(mover.listed_rows())
+        mover.send(Delete([(newest.slot, newest.key)]))
+        listed_next(mover, 1)  # the next listing finds it again
+        assert set(mover.load(range(BATCH))) == {Outcome.OK}
+    assert len(list(tmp_path.rglob("*.row"))) == slots
+
+
+def test_any_capacity_has_a_number_of_slots(tmp_path: Path) -> None:
+    with mover_on(tmp_path, 1 << 60) as mover:
+        assert mover.open() == MAX_SLOTS
+
+
+def test_capacity_below_one_row_is_refused(tmp_path: Path) -> None:
+    with MoverProcess(files_tier(tmp_path, 2 << 20), Geometry(1, 1 << 20), 4) as mover:
+        mover.send(Open(NAMESPACE, 0))
+        refused = mover.expect(lambda m: isinstance(m, Refused))
+        assert isinstance(refused, Refused)
+        assert refused.reason.startswith("capacity: ")

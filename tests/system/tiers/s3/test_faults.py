@@ -1,0 +1,532 @@
+"""Servers that are down, slow or faulty: nothing blocks for long, and rows are lost only where that is unavoidable."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.tiers.base import MAX_SLOTS, TierDown, TierRefused
+from nixl_tiers.tiers.s3 import concurrency, data
+from nixl_tiers.tiers.s3.client import Credentials
+from tests.support.certificates import self_signed
+from tests.support.servers import ACCESS_KEY, SECRET_KEY, MotoServer, S3Server, SeaweedServer, moto_server
+from tests.system.tiers.s3.harness import (
+    HANG_UP,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    TIMEOUT_S,
+    FaultyS3,
+    Request,
+    TierDriver,
+    but,
+    hold_requests,
+    is_listing,
+    wait_until,
+)
+
+SMALL = Geometry(cells=1, cell_payload=64 << 10)
+ROW = SMALL.row_bytes
+DOWN_S = 300.0  # a bound for what never ends: the machine may be busy
+
+
+pytestmark = pytest.mark.usefixtures("server_credentials")
+
+
+@pytest.fixture
+def driver(faulty: FaultyS3) -> Iterator[TierDriver]:
+    with TierDriver(SMALL, 32, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
+        driver.open()
+        yield driver
+
+
+def failing(*methods: str, times: int = 1 << 30, status: int = 503) -> Callable[[Request], int | None]:
+    """A fault: the next `times` requests of these methods are answered with `status`."""
+    left = [times]
+
+    def fault(request: Request) -> int | None:
+        if request.method not in methods or left[0] == 0:
+            return None
+        left[0] -= 1
+        return status
+
+    return fault
+
+
+class TestOpen:
+    def test_a_missing_bucket_is_refused_by_name(
+        self, s3_server: S3Server, s3_credentials: Callable[[S3Server], None]
+    ) -> None:
+        s3_credentials(s3_server)
+        with TierDriver(SMALL, 4, bucket="no-such-bucket", endpoint=s3_server.endpoint) as driver:
+            caught = driver.fails_to_open(TierRefused, r'^bucket: there is no bucket "no-such-bucket" at https?://')
+        assert "\n" not in str(caught)
+
+    def test_a_server_that_is_down_comes_up_later(self) -> None:
+        server = MotoServer()
+        with server, TierDriver(SMALL, 4, bucket="kv-faults", endpoint=server.endpoint) as driver:
+            for _ in range(2):
+                started = time.monotonic()
+                with pytest.raises(TierDown, match="does not answer"):
+                    driver.try_open()
+                assert time.monotonic() - started < DOWN_S
+            server.start().make_bucket("kv-faults")
+            assert driver.open() == []
+            assert driver.store([1]) == [Outcome.OK]
+
+    def test_a_server_that_accepts_and_never_answers(self) -> None:
+        with moto_server() as server, TierDriver(SMALL, 4, bucket="kv-faults", endpoint=server.endpoint) as driver:
+            server.make_bucket("kv-faults")
+            server.pause()
+            started = time.monotonic()
+            with pytest.raises(TierDown, match="does not answer"):
+                driver.try_open()
+            assert time.monotonic() - started < DOWN_S
+            server.resume()
+            driver.open()
+
+    @pytest.mark.parametrize("status", [400, 403, 500, 503])
+    def test_an_error_is_not_a_refusal(self, faulty: FaultyS3, status: int) -> None:
+        with TierDriver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
+            faulty.fault = failing("HEAD", status=status)
+            driver.fails_to_open(TierDown, str(status))
+            faulty.fault = lambda _: None
+            driver.open()
+
+    def test_a_listing_continues_when_the_server_recovers(self, driver: TierDriver, faulty: FaultyS3) -> None:
+        driver.tier._control._times = but(s3_backoff_s=(0.05, 0.1))
+        driver.store([1, 2])
+        faulty.fault = failing("GET", times=8)
+        assert len(driver.open()) == 2
+
+    def test_a_reset_ends_a_hanging_listing(self, driver: TierDriver, faulty: FaultyS3) -> None:
+        driver.store([1])
+        faulty.fault = failing("GET")
+        driver.open_only(NAMESPACE, 1)
+        listing = driver.tier.list_rows()
+        assert next(listing) == []
+        faulty.fault = lambda _: None
+        assert driver.open(OTHER_NAMESPACE) == []
+        assert list(listing) == []
+
+
+class TestCredentials:
+    def test_wrong_credentials_are_down_and_never_shown(
+        self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "w0ngSecretThatMustNotShow")
+        with TierDriver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint) as driver:
+            caught = driver.fails_to_open(TierDown, "refuses these credentials")
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+            driver.open()
+            control = driver.tier._control
+            own = (control.connection.credentials, *map(vars, (driver.tier, control, control.connection)))
+            shown = f"{caught!r} {caught.__cause__!r} {own!r} {''.join(capfd.readouterr())}"
+        assert "w0ng" not in shown
+        assert SECRET_KEY not in shown
+
+    def test_credentials_from_named_variables(self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        names = {"access_key_env": "KV_ACCESS", "secret_key_env": "KV_SECRET"}
+        with TierDriver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, **names) as driver:
+            monkeypatch.setenv("KV_ACCESS", ACCESS_KEY)
+            driver.fails_to_open(TierRefused, r"^secret_key_env: the environment variable KV_SECRET is not set$")
+            monkeypatch.setenv("KV_SECRET", "expired")
+            driver.fails_to_open(TierDown, "refuses these credentials")
+            monkeypatch.setenv("KV_SECRET", SECRET_KEY)
+            driver.open()
+            assert driver.store([1]) == [Outcome.OK]
+
+    def test_a_credentials_file_that_appears_later(
+        self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        # The chain's variables must not override the file that the configuration names.
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of another user")
+        path = tmp_path / "credentials"
+        with TierDriver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, credentials_file=path) as driver:
+            driver.fails_to_open(TierDown, "no credentials")
+            path.write_text("[default]\naws_access_key_id = only-half\n")
+            driver.fails_to_open(TierDown, "cannot be read")
+            path.write_text(_credentials_file(ACCESS_KEY))
+            driver.open()
+            assert driver.store([1]) == [Outcome.OK]
+
+    def test_credentials_from_a_profile(
+        self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "credentials"
+        path.write_text(_credentials_file(ACCESS_KEY, "kv"))
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of another user")
+        with TierDriver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, profile="kv") as driver:
+            driver.open()
+        with TierDriver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint, profile="nobody") as driver:
+            driver.fails_to_open(TierDown, r'^profile: there is no profile "nobody" in ')
+
+    def test_a_profile_named_by_the_environment(
+        self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """A missing one takes the tier down, not the process; with `credentials_file` it is looked up there."""
+        monkeypatch.setenv("AWS_PROFILE", "elsewhere")
+        place = {"bucket": "kv-faults", "endpoint": faulty.endpoint}
+        with TierDriver(SMALL, 4, **place) as driver:
+            monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+            driver.fails_to_open(TierDown, r'^profile: there is no profile "elsewhere" in ')
+        path = tmp_path / "credentials"
+        path.write_text(_credentials_file("a-key", "elsewhere"))
+        with TierDriver(SMALL, 4, **place, credentials_file=path) as driver:
+            driver.open()
+            assert driver.store([1]) == [Outcome.OK]
+        monkeypatch.setenv("KV_ACCESS", "another-key")
+        names = {"access_key_env": "KV_ACCESS", "secret_key_env": "AWS_SECRET_ACCESS_KEY"}
+        with TierDriver(SMALL, 4, **place, **names) as driver:
+            driver.open()
+        assert {request.access_key for request in faulty.requests} == {"a-key", "another-key"}
+
+    def test_without_credentials_the_tier_is_down(
+        self, seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+            monkeypatch.setenv(name, str(tmp_path / "nothing"))
+        with TierDriver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint) as driver:
+            driver.fails_to_open(TierDown, "in the AWS credential chain")
+
+    def test_renewed_credentials_are_used_without_reopening(self, faulty: FaultyS3, tmp_path: Path) -> None:
+        path, times = tmp_path / "credentials", but(s3_credentials_s=0.05)
+        path.write_text(_credentials_file("first-key"))
+        place = {"bucket": "kv-faults", "endpoint": faulty.endpoint, "credentials_file": path}
+        with TierDriver(SMALL, 4, times=times, **place) as driver:
+            driver.open()
+            driver.store([1])
+            path.write_text(_credentials_file("second-key"))
+            second = Request("PUT", driver.name(1), "second-key")
+            assert wait_until(lambda: driver.store([1]) == [Outcome.OK] and second in faulty.requests)
+            assert driver.load([1]) == [Outcome.OK]
+            path.unlink()  # the old credentials stay in use
+            assert driver.load([1]) == [Outcome.OK]
+        assert {r.access_key for r in faulty.requests if r.method == "PUT"} == {"first-key", "second-key"}
+
+    def test_temporary_credentials_are_renewed_and_nothing_is_lost(self, faulty: FaultyS3, tmp_path: Path) -> None:
+        path, times = tmp_path / "credentials", but(s3_credentials_s=0.05, s3_download_s=60.0)
+        valid = ["first-token"]
+        faulty.fault = lambda request: None if request.session_token in valid else 403
+        path.write_text(_credentials_file("role", token="first-token"))
+        place = {"bucket": "kv-faults", "endpoint": faulty.endpoint, "credentials_file": path}
+        with TierDriver(SMALL, 16, times=times, **place) as driver:
+            driver.open()
+            assert driver.store(range(6)) == [Outcome.OK] * 6
+            faulty.hold = threading.Event()
+            in_flight = driver.tier.load(driver.moves([0, 1]))  # these begin with the first token
+            assert wait_until(lambda: sum(each.method == "GET" and each.name != "" for each in faulty.requests) >= 2)
+            valid[:] = ["second-token"]
+            path.write_text(_credentials_file("role", token="second-token"))
+            renewed = Credentials("role", SECRET_KEY, "second-token")
+            assert wait_until(lambda: driver.tier._control.connection.credentials == renewed)
+            behind = driver.begin_store([6, 7])
+            assert [done.batch_id for done in driver.tier.poll()] == []
+            assert driver.tier._transfers.data.credentials is not None
+            assert driver.tier._transfers.data.credentials.session_token == "first-token", "released while it works"
+            assert len(driver.tier._transfers.moves.stores.waiting) == 2, "nothing more starts with the old credentials"
+            faulty.hold.set()
+            assert driver.finish(in_flight, behind) == [[Outcome.OK] * 2] * 2
+            assert driver.load(range(8)) == [Outcome.OK] * 8
+            driver.delete(7)
+            assert driver.settled(7)
+        tokens = [request.session_token for request in faulty.requests]
+        assert tokens == sorted(tokens), "only the second token, once it is in use"
+
+    def test_new_credentials_are_looked_for_when_transfers_fail(self, faulty: FaultyS3, tmp_path: Path) -> None:
+        path, times = tmp_path / "credentials", but(s3_credentials_s=3600.0, s3_credentials_again_s=0.05)
+        path.write_text(_credentials_file("first-key"))
+        place = {"bucket": "kv-faults", "endpoint": faulty.endpoint, "credentials_file": path}
+        with TierDriver(SMALL, 4, times=times, **place) as driver:
+            driver.open()
+            driver.store([1])
+            faulty.fault = lambda request: 403 if request.access_key == "first-key" else None
+            path.write_text(_credentials_file("second-key"))
+            assert wait_until(lambda: driver.load([1]) == [Outcome.OK])
+
+
+class TestTls:
+    def test_the_certificate_is_checked(self, tmp_path: Path) -> None:
+        certificate = self_signed(tmp_path)
+        with moto_server(certificate=certificate) as server:
+            server.make_bucket("kv-faults")
+            place = {"bucket": "kv-faults", "endpoint": server.endpoint}
+            with TierDriver(SMALL, 4, **place) as driver:
+                driver.fails_to_open(TierDown, r"certificate .* ca_file")
+            with TierDriver(SMALL, 4, **place, ca_file=certificate[0]) as driver:
+                driver.open()
+                assert driver.store([1, 2]) == [Outcome.OK, Outcome.OK]
+                assert driver.load([1, 2]) == [Outcome.OK, Outcome.OK]
+
+    def test_a_wrong_scheme_of_the_endpoint_is_reported(self, tmp_path: Path, faulty: FaultyS3) -> None:
+        with moto_server(certificate=self_signed(tmp_path)) as server:
+            for endpoint, speaks in (
+                (server.endpoint.replace("https:", "http:"), "speaks https, not http"),
+                (faulty.endpoint.replace("http:", "https:"), "speaks http, not https"),
+            ):
+                with TierDriver(SMALL, 4, bucket="kv-faults", endpoint=endpoint) as driver:
+                    caught = driver.fails_to_open(TierDown, f" at {endpoint}: {speaks}")
+                assert "endpoint" in str(caught)
+
+    def test_a_bad_request_is_not_taken_for_tls(self, faulty: FaultyS3) -> None:
+        faulty.fault = failing("HEAD", status=400)
+        with TierDriver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
+            driver.fails_to_open(TierDown, "does not accept the request")
+
+    def test_nixl_checks_the_certificate_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        trusted, other = tmp_path / "trusted", tmp_path / "other"
+        certificates = [self_signed(directory) for directory in (trusted, other)]
+        with moto_server(certificate=certificates[0]) as server:
+            server.make_bucket("kv-faults")
+            # Only the data connection is given the wrong bundle here.
+            monkeypatch.setattr(data, "trusted_certificates", lambda _: str(certificates[1][0]))
+            config = {"bucket": "kv-faults", "endpoint": server.endpoint, "ca_file": certificates[0][0]}
+            with TierDriver(SMALL, 4, **config) as driver:
+                driver.open()
+                assert driver.store([1]) == [Outcome.FAILED]
+
+
+class TestTransfers:
+    def test_a_refused_upload_has_failed(self, driver: TierDriver, faulty: FaultyS3) -> None:
+        faulty.fault = failing("PUT")
+        assert driver.store([1, 2]) == [Outcome.FAILED, Outcome.FAILED]
+        faulty.fault = lambda _: None
+        assert driver.settled(0)
+        assert driver.store([1, 2]) == [Outcome.OK, Outcome.OK]
+
+    def test_an_upload_that_fails_after_it_arrived_is_deleted(self, driver: TierDriver, faulty: FaultyS3) -> None:
+        def store_and_fail(request: Request) -> int | None:
+            if request.method != "PUT":
+                return None
+            faulty.objects[request.name] = bytes(ROW)
+            return 403
+
+        faulty.fault = store_and_fail
+        assert driver.store([1]) == [Outcome.FAILED]
+        assert driver.settled(0)
+        assert set(faulty.objects) <= {"nixl-tiers/.probe"}
+
+    def test_an_error_page_is_not_a_missing_row(self, driver: TierDriver, faulty: FaultyS3) -> None:
+        driver.store([1])
+        faulty.fault = failing("GET")
+        assert driver.load([1]) == [Outcome.FAILED]
+        faulty.fault = lambda _: None
+        assert driver.load([1, 2]) == [Outcome.OK, Outcome.MISSING]
+
+    def test_an_old_error_page_is_not_taken_for_a_new_answer(self, driver: TierDriver, faulty: FaultyS3) -> None:
+        assert driver.load(list(range(1, 31))) == [Outcome.MISSING] * 30
+        driver.store([31])
+        faulty.fault = failing("GET", status=HANG_UP)
+        assert driver.load([31]) == [Outcome.FAILED]
+        faulty.fault = lambda _: None
+        assert driver.load([31]) == [Outcome.OK]
+
+    def test_one_error_page_is_retried(self, driver: TierDriver, faulty: FaultyS3) -> None:
+        faulty.fault = failing("PUT", times=1)
+        assert driver.store([1]) == [Outcome.OK]
+        faulty.fault = failing("GET", times=1)
+        assert driver.load([1]) == [Outcome.OK]
+
+    def test_a_server_restart_loses_nothing(self, s3_prefix: str) -> None:
+        with SeaweedServer().start() as server:
+            server.make_bucket("kv-faults")
+            with TierDriver(SMALL, 32, bucket="kv-faults", prefix=s3_prefix, endpoint=server.endpoint) as driver:
+                driver.open()
+                numbers = list(range(8))
+                assert driver.store(numbers) == [Outcome.OK] * 8
+                server.stop()
+                assert driver.load(numbers) == [Outcome.FAILED] * 8
+                assert driver.store([20, 21]) == [Outcome.FAILED] * 2
+                server.start()
+                assert driver.load(numbers) == [Outcome.OK] * 8
+                assert driver.settled(8)
+
+    def test_a_download_that_times_out_holds_one_staging_row(
+        self, driver: TierDriver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        driver.store([1, 2])
+        staging = len(driver.tier._transfers.data.free_staging)
+        faulty.hold = threading.Event()
+        with monkeypatch.context() as patch:  # of this download only: those that are answered may take their time
+            patch.setattr(driver.tier._transfers.data, "_download_s", 0.3)
+            assert driver.load([1]) == [Outcome.FAILED]
+        held, faulty.hold = faulty.hold, None
+        assert len(driver.tier._transfers.data.free_staging) == staging - 1
+        assert driver.load([2]) == [Outcome.OK]
+        driver.row(1)[:] = 77
+        held.set()
+        driver.finish()
+        assert wait_until(lambda: driver.tier.poll() == [] and len(driver.tier._transfers.data.free_staging) == staging)
+        assert (driver.row(1) == 77).all(), "an abandoned download wrote to the region"
+        assert driver.load([1]) == [Outcome.OK]
+
+    def test_more_transfers_run_at_once_than_one_agent_has_connections(
+        self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(concurrency, "FIRST", 60)
+        times = but(s3_download_s=TIMEOUT_S)
+        with TierDriver(SMALL, 64, bucket="kv-faults", endpoint=faulty.endpoint, times=times) as driver:
+            driver.open()
+            driver.store(range(60))
+            faulty.hold = threading.Event()
+            batch = driver.tier.load(driver.moves(range(60)))
+            assert wait_until(lambda: faulty.concurrent >= 60)
+            faulty.hold.set()
+            assert driver.finish(batch) == [[Outcome.OK] * 60]
+
+    def test_concurrent_transfers_are_bounded(self, driver: TierDriver, faulty: FaultyS3) -> None:
+        uploads = driver.begin_store(range(32))
+        driver.finish(uploads)
+        driver.finish(*(driver.tier.load(driver.moves(range(32))) for _ in range(4)))
+        assert 1 < faulty.max_concurrent <= 2 * driver.config.max_transfers
+
+
+class TestBudget:
+    CAPACITY_ROWS = 8
+
+    @pytest.fixture
+    def small(self, faulty: FaultyS3) -> Iterator[TierDriver]:
+        config = {"bucket": "kv-faults", "endpoint": faulty.endpoint, "capacity": self.CAPACITY_ROWS * ROW + ROW // 2}
+        with TierDriver(SMALL, 64, **config) as driver:
+            driver.open()
+            yield driver
+
+    def test_a_delete_is_confirmed_before_its_space_is_used(self, small: TierDriver, faulty: FaultyS3) -> None:
+        held: list[int] = []
+        for start in range(0, 80, 4):
+            fresh = list(range(start, start + 4))
+            if len(held) == self.CAPACITY_ROWS:
+                small.delete(*held[:4])
+                held = held[4:]
+            assert small.store(fresh) == [Outcome.OK] * 4
+            held += fresh
+        assert faulty.max_objects == self.CAPACITY_ROWS
+        assert small.load(held) == [Outcome.OK] * len(held)
+
+    def test_no_more_than_the_capacity_is_stored(self, small: TierDriver, faulty: FaultyS3) -> None:
+        outcomes = small.store(list(range(10)))
+        assert outcomes == [Outcome.OK] * 8 + [Outcome.NO_SPACE] * 2
+        assert len(faulty.objects) == 8
+        assert small.store([3]) == [Outcome.OK], "a row may be overwritten when the tier is full"
+
+    def test_the_oldest_rows_of_other_namespaces_are_deleted_first(self, small: TierDriver, faulty: FaultyS3) -> None:
+        small.store(list(range(6)))
+        faulty.objects["nixl-tiers/notes.txt"] = b"not ours"
+        assert small.open(OTHER_NAMESPACE) == []
+        assert small.tier.used_bytes == 6 * ROW
+        assert small.store([10, 11]) == [Outcome.OK] * 2
+        assert len(faulty.objects) == 9, "there was room, so nothing was deleted"
+        assert small.store([12, 13, 14]) == [Outcome.OK] * 3
+        assert faulty.max_objects == self.CAPACITY_ROWS + 1
+        assert small.settled(8)
+        ours = {small.name(number, OTHER_NAMESPACE) for number in range(10, 15)}
+        assert ours | {"nixl-tiers/notes.txt"} < set(faulty.objects)
+        assert len(faulty.objects) == 9
+
+    def test_without_deletes_there_is_no_space(self, small: TierDriver, faulty: FaultyS3) -> None:
+        small.tier._control._times = but(s3_backoff_s=(0.1, 0.2))
+        small.store(list(range(8)))
+        faulty.fault = failing("POST")
+        small.delete(0, 1)
+        assert small.store([8]) == [Outcome.FAILED]
+        assert small.tier.used_bytes == 8 * ROW, "an unconfirmed delete still counts"
+        faulty.fault = lambda _: None
+        assert small.settled(6)
+        assert small.store([8, 9]) == [Outcome.OK] * 2
+        assert faulty.max_objects == 8
+
+    def test_no_upload_waits_for_a_delete_in_backoff(self, small: TierDriver, faulty: FaultyS3) -> None:
+        """It would miss the job's hard deadline, and the mover would be killed."""
+        small.tier._control._times = but(s3_backoff_s=(3600.0, 3600.0))
+        small.store(list(range(8)))
+        faulty.fault = failing("POST", status=403)
+        small.delete(0, 1)
+        assert wait_until(lambda: faulty.count("POST") > 0)
+        assert small.store([8]) == [Outcome.FAILED]
+        assert small.store([9]) == [Outcome.FAILED]
+        assert small.load([2]) == [Outcome.OK]
+
+    def test_a_row_deleted_during_its_upload_is_deleted(self, small: TierDriver, faulty: FaultyS3) -> None:
+        gate = hold_requests(faulty, lambda request: request.method == "PUT")
+        batch_id = small.begin_store([1])
+        assert wait_until(lambda: faulty.count("PUT") > 0)
+        small.delete(1)
+        gate.set()
+        small.finish(batch_id)
+        assert small.settled(0)
+        assert faulty.objects == {}
+
+    def test_an_upload_waits_for_the_delete_of_its_name(self, small: TierDriver, faulty: FaultyS3) -> None:
+        small.store([1])
+        gate = hold_requests(faulty, lambda request: request.method == "POST")
+        small.delete(1)
+        assert wait_until(lambda: faulty.count("POST") == 1)
+        batch_id = small.begin_store([1])
+        assert small.tier.poll() == []
+        assert faulty.count("PUT") == 1
+        gate.set()
+        assert small.finish(batch_id) == [[Outcome.OK]]
+        assert set(faulty.objects) == {small.name(1)}
+        assert small.load([1]) == [Outcome.OK]
+
+    def test_a_queued_delete_is_cancelled_by_an_upload(self, small: TierDriver, faulty: FaultyS3) -> None:
+        small.store([1, 2])
+        gate = hold_requests(faulty, lambda request: request.method == "POST")
+        small.delete(1)
+        assert wait_until(lambda: faulty.count("POST") == 1)
+        small.delete(2)
+        assert small.store([2]) == [Outcome.OK], "only a delete in flight is waited for"
+        gate.set()
+        assert small.settled(1)
+        assert wait_until(lambda: not small.tier._control.has_pending_deletes)
+        assert set(faulty.objects) == {small.name(2)}
+
+    def test_uploads_that_wait_are_given_up_and_those_that_run_end(self, driver: TierDriver, faulty: FaultyS3) -> None:
+        gate = hold_requests(faulty, lambda request: request.method == "PUT")
+        batch = driver.begin_store(range(24))
+        driver.tier.give_up_waiting()
+        gate.set()
+        assert driver.finish(batch)[0] == [Outcome.OK] * concurrency.FIRST + [Outcome.FAILED] * 8
+
+    def test_a_reset_needs_no_listing(self, small: TierDriver, faulty: FaultyS3) -> None:
+        small.store([1, 2])
+        before = sum(map(is_listing, faulty.requests))
+        for epoch in (1, 2):
+            assert small.open(bytes([epoch] * 16), epoch) == []
+            assert small.tier.used_bytes == 2 * epoch * ROW
+            assert small.store([3, 4]) == [Outcome.OK] * 2
+        assert sum(map(is_listing, faulty.requests)) == before
+        small.open_only(bytes([3] * 16), 3)
+        assert small.store(range(10, 13)) == [Outcome.OK] * 3
+        assert {small.name(1), small.name(2)} < set(faulty.objects), "rows of later epochs are deleted first"
+        assert faulty.max_objects <= self.CAPACITY_ROWS
+
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_any_capacity_has_a_number_of_slots(self, faulty: FaultyS3, shared: bool) -> None:
+        place = {"bucket": "kv-faults", "endpoint": faulty.endpoint, "shared": shared}
+        with TierDriver(SMALL, 4, **place, capacity="1EiB") as driver:
+            assert driver.open_only(NAMESPACE, 0) == MAX_SLOTS
+
+    def test_a_row_deleted_during_the_listing_is_not_listed(self, small: TierDriver, faulty: FaultyS3) -> None:
+        small.store([1, 2])
+        gate = hold_requests(faulty, is_listing)
+        small.open_only(NAMESPACE, 0)
+        small.delete(1)
+        gate.set()
+        assert [entry.key for entry in small.listed_rows()] == [small.moves([2])[0].key]
+        assert small.settled(1)
+        assert set(faulty.objects) == {small.name(2)}
+
+
+def _credentials_file(access_key: str, profile: str = "default", token: str = "") -> str:
+    lines = [f"[{profile}]", f"aws_access_key_id = {access_key}", f"aws_secret_access_key = {SECRET_KEY}"]
+    return "\n".join([*lines, *([f"aws_session_token = {token}"] if token else []), ""])

@@ -1,0 +1,190 @@
+"""Manifests in a bucket: an object beside a namespace's rows that no listing takes for one, and nothing deletes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+
+from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.base.manifest import Description, Manifest
+from nixl_tiers.tiers import manifests
+from nixl_tiers.tiers.s3 import tier as tier_module
+from nixl_tiers.tiers.s3.conditional import small_object
+from tests.support.servers import MotoServer
+from tests.system.tiers.s3.harness import NAMESPACE, OTHER_NAMESPACE, FaultyS3, Request, TierDriver, wait_until
+
+GEOMETRY = Geometry(cells=1, cell_payload=30_000)
+ABOUT = Description(model="org/model", note="test rows")
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifests, "CHECK_S", 0.02)
+
+
+@pytest.fixture
+def place(moto: MotoServer, s3_credentials: Any, s3_bucket: Any, s3_prefix: str) -> dict[str, Any]:
+    s3_credentials(moto)
+    return {"bucket": s3_bucket(moto), "endpoint": moto.endpoint, "prefix": s3_prefix}
+
+
+def name_of(driver: TierDriver, namespace: bytes = NAMESPACE) -> str:
+    return f"{driver.config.prefix}/{namespace.hex()}/about.json"
+
+
+def manifest_in(moto: MotoServer, driver: TierDriver) -> Manifest | None:
+    raw = small_object(moto.client(), driver.config.bucket, name_of(driver))
+    return None if raw is None else Manifest.decode(raw)
+
+
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Grows each time that a tier has looked whether there are rows."""
+    found: list[bool] = []
+    is_wanted = tier_module._Manifests.is_wanted
+
+    def noted(self: tier_module._Manifests) -> bool:
+        found.append(is_wanted(self))
+        return found[-1]
+
+    monkeypatch.setattr(tier_module._Manifests, "is_wanted", noted)
+    return found
+
+
+def start(place: dict[str, Any], **fields: Any) -> TierDriver:
+    driver = TierDriver(GEOMETRY, 8, engine="node/1/abcd", **place, **fields)
+    driver.tier.describe(ABOUT)
+    driver.open()
+    return driver
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_manifest_is_written_with_the_first_rows_and_is_no_row(
+    shared: bool, moto: MotoServer, place: dict[str, Any], fast_janitor: None
+) -> None:
+    with start(place, shared=shared, max_age=1000) as driver:
+        assert manifest_in(moto, driver) is None
+        assert wait_until(lambda: driver.store([1]) == [Outcome.OK])
+        assert wait_until(lambda: manifest_in(moto, driver) is not None)
+        found = manifest_in(moto, driver)
+        assert found is not None
+        assert (found.namespace, found.description) == (NAMESPACE.hex(), ABOUT)
+        if shared:  # which is in force before the first upload; others may have been counted twice for a while
+            assert wait_until(lambda: driver.tier.used_bytes == GEOMETRY.row_bytes)
+    with start(place, shared=shared) as again:
+        assert wait_until(lambda: again.tier.used_bytes == GEOMETRY.row_bytes)
+        assert again.load([1]) == [Outcome.OK]
+        assert manifest_in(moto, again) is not None
+
+
+def test_manifest_of_an_engine_that_ran_for_seconds_is_written_at_close(
+    moto: MotoServer, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "CHECK_S", 1e6)  # it is looked once, before there are rows
+    monkeypatch.setattr(manifests, "CLOSE_S", 120.0)
+    looks = looked(monkeypatch)
+    with start(place) as driver:
+        assert wait_until(lambda: bool(looks))
+        assert wait_until(lambda: driver.store([1]) == [Outcome.OK])
+        assert manifest_in(moto, driver) is None
+    found = manifest_in(moto, driver)
+    assert found is not None
+    assert found.description == ABOUT
+
+
+def test_server_that_hangs_does_not_hang_the_close(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifests, "CHECK_S", 1e6)
+    looks = looked(monkeypatch)
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        hangs.set()
+        goes_on.wait(300)
+
+    monkeypatch.setattr(tier_module, "small_object", hang)
+    driver = start(place)
+    assert wait_until(lambda: bool(looks))
+    assert wait_until(lambda: driver.store([1]) == [Outcome.OK])
+    closing = threading.Thread(target=driver.tier.close, daemon=True)
+    closing.start()
+    try:
+        assert hangs.wait(300)
+        closing.join(300)
+        assert not closing.is_alive()
+    finally:
+        goes_on.set()
+        driver.region.close()
+
+
+def test_manifest_outlives_the_rows_that_make_room(moto: MotoServer, place: dict[str, Any]) -> None:
+    with start(place, capacity=3 * GEOMETRY.row_bytes) as driver:
+        assert driver.store([1, 2, 3]) == [Outcome.OK] * 3
+        assert wait_until(lambda: manifest_in(moto, driver) is not None)
+        driver.open(OTHER_NAMESPACE)
+        assert driver.store([4, 5, 6]) == [Outcome.OK] * 3  # in place of those of the first namespace
+        assert manifest_in(moto, driver) is not None
+
+
+def test_no_manifest_for_weights_that_were_replaced(moto: MotoServer, place: dict[str, Any]) -> None:
+    with TierDriver(GEOMETRY, 8, **place) as driver:
+        driver.tier.describe(ABOUT)
+        driver.open(OTHER_NAMESPACE, 7)
+        assert driver.store([1]) == [Outcome.OK]
+        driver.open(NAMESPACE, 0)
+        assert driver.store([1]) == [Outcome.OK]
+        assert wait_until(lambda: manifest_in(moto, driver) is not None)
+        assert small_object(moto.client(), driver.config.bucket, name_of(driver, OTHER_NAMESPACE)) is None
+
+
+def test_reader_writes_no_manifest(moto: MotoServer, place: dict[str, Any]) -> None:
+    with TierDriver(GEOMETRY, 8, **place) as driver:
+        driver.open()
+        assert driver.store([1]) == [Outcome.OK]
+    with start(place, write="off") as reader:
+        assert reader.load([1]) == [Outcome.OK]
+        assert reader.tier._manifests._thread is None
+    assert manifest_in(moto, reader) is None
+
+
+def test_server_that_takes_no_manifest_costs_no_row(faulty: FaultyS3) -> None:
+    tried: list[str] = []
+
+    def fault(request: Request) -> int | None:
+        if not request.name.endswith("/about.json"):
+            return None
+        tried.append(request.method)
+        return 503
+
+    faulty.fault = fault
+    with start({"bucket": "kv-test", "endpoint": faulty.endpoint, "prefix": "p"}) as driver:
+        assert driver.store([1]) == [Outcome.OK]
+        assert wait_until(lambda: bool(tried))
+        assert driver.load([1]) == [Outcome.OK]
+        assert driver.store([2]) == [Outcome.OK]
+
+
+def test_owner_says_once_what_its_prefix_holds_of_others(
+    moto: MotoServer, place: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def lines() -> list[str]:
+        return [each.getMessage() for each in caplog.records if "which this engine does not find" in each.getMessage()]
+
+    with start(place) as driver:
+        assert driver.store([1, 2]) == [Outcome.OK] * 2
+        assert wait_until(lambda: manifest_in(moto, driver) is not None)
+    assert lines() == []
+    with TierDriver(GEOMETRY, 8, engine="node/1/abcd", **place) as driver:
+        driver.tier.describe(Description(model="org/new"))
+        driver.open(OTHER_NAMESPACE)
+        assert wait_until(lambda: bool(lines()))
+        driver.open(OTHER_NAMESPACE)
+        assert driver.store([1]) == [Outcome.OK]
+        name = name_of(driver, OTHER_NAMESPACE)
+        assert wait_until(lambda: small_object(moto.client(), driver.config.bucket, name) is not None)
+    (line,) = lines()
+    assert "another namespace" in line
+    assert "model org/model, now org/new" in line

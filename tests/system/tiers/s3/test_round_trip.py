@@ -1,0 +1,302 @@
+"""Rows through real S3 servers: what was stored is loaded, and wrong bytes never are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nixl_tiers.base.chunk import Geometry, Outcome, object_name
+from nixl_tiers.memory.seal import Sealer
+from nixl_tiers.tiers.base import Move
+from nixl_tiers.tiers.s3.concurrency import FIRST, TransferLimit
+from tests.support.pages import mapped
+from tests.support.servers import S3Server
+from tests.system.tiers.s3.harness import NAMESPACE, OTHER_NAMESPACE, TierDriver, but, key_of, wait_until
+
+pytestmark = pytest.mark.moto
+
+SMALL = Geometry(cells=1, cell_payload=64 << 10)
+
+
+def _objects(server: S3Server, place: dict[str, Any]) -> dict[str, int]:
+    """Bytes of every row below the prefix, by name."""
+    answer = server.client().list_objects_v2(Bucket=place["bucket"], Prefix=f"{place['prefix']}/")
+    return {found["Key"]: found["Size"] for found in answer.get("Contents", ()) if found["Key"].count("/") > 1}
+
+
+@pytest.fixture
+def driver(place: dict[str, Any]) -> Iterator[TierDriver]:
+    with TierDriver(SMALL, 32, **place) as driver:
+        driver.open()
+        yield driver
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        Geometry(cells=1, cell_payload=64 << 10),
+        Geometry(cells=2, cell_payload=128 << 10, sub_blocks=4),
+        Geometry(cells=4, cell_payload=737_280, sub_blocks=16),
+        Geometry(cells=1, cell_payload=8 << 20, sub_blocks=64),
+    ],
+    ids=["64KiB", "256KiB", "2.95MB", "8MiB"],
+)
+def test_rows_of_every_size_are_stored_and_loaded(
+    place: dict[str, Any], s3_server: S3Server, geometry: Geometry
+) -> None:
+    numbers = list(range(20 if geometry.row_bytes < 1 << 20 else 6))
+    with TierDriver(geometry, len(numbers), **place) as driver:
+        assert driver.open() == []
+        assert driver.store(numbers) == [Outcome.OK] * len(numbers)
+        assert driver.tier.used_bytes == len(numbers) * geometry.row_bytes
+        assert driver.load(numbers) == [Outcome.OK] * len(numbers)
+        names = [driver.name(number) for number in numbers]
+    assert _objects(s3_server, place) == dict.fromkeys(names, geometry.row_bytes)
+
+
+def test_memory_for_the_first_downloads_is_there_when_the_tier_is_open(place: dict[str, Any]) -> None:
+    geometry = Geometry(cells=1, cell_payload=1 << 20)
+    with TierDriver(geometry, 4, **place) as driver:
+        driver.open()
+        staging = driver.tier._transfers.data._staging
+        first = [mapped(row.ctypes.data, geometry.row_bytes) for row in staging]
+        assert all(map(all, first[:FIRST]))
+        assert not any(map(any, first[2 * FIRST :]))
+
+
+def test_a_sealed_row_is_stored_unchanged(driver: TierDriver) -> None:
+    driver.row(1)[:] = 7
+    Sealer(SMALL, NAMESPACE, 0).seal(driver.row(1), key_of(1), sealed_at=12345)
+    wanted = driver.row(1).copy()
+    driver.finish(driver.tier.store([Move(1, 1, key_of(1), seal=False)]))
+    driver.row(2)[:] = 0
+    assert driver.finish(driver.tier.load([Move(2, 1, key_of(1))])) == [[Outcome.OK]]
+    assert np.array_equal(driver.row(2), wanted)
+
+
+def test_an_empty_batch_finishes(driver: TierDriver) -> None:
+    assert driver.finish(driver.tier.store([]), driver.tier.load([])) == [[], []]
+
+
+def test_concurrent_batches_keep_their_own_outcomes(driver: TierDriver) -> None:
+    driver.store([0, 1])
+    stored = driver.begin_store(range(10, 30))
+    loaded = driver.tier.load([Move(2, 0, key_of(0)), Move(3, 99, key_of(99)), Move(4, 1, key_of(1))])
+    stored_outcomes, loaded_outcomes = driver.finish(stored, loaded)
+    assert stored_outcomes == [Outcome.OK] * 20
+    assert loaded_outcomes == [Outcome.OK, Outcome.MISSING, Outcome.OK]
+    assert not driver.tier.busy
+
+
+class TestCorruptObjects:
+    """TierDriver.load compares every row that is not OK with what it was before."""
+
+    def test_a_missing_object(self, driver: TierDriver) -> None:
+        assert driver.load([1]) == [Outcome.MISSING]
+
+    @pytest.mark.parametrize("keep", [0, 1, 1000, 4096, -4096, -1], ids=lambda keep: f"keep{keep}")
+    def test_a_truncated_object(self, driver: TierDriver, s3_server: S3Server, keep: int) -> None:
+        # The whole row passes through every staging row first: its bytes there must not complete the short one.
+        for number in range(1, 31):
+            driver.store([number])
+            whole = self._object(s3_server, driver, number)
+            if whole[-1]:  # a 0 alone would not be missed: downloads find it there
+                break
+        driver.finish(driver.tier.load(driver.moves([number] * 64)))
+        self._replace(s3_server, driver, number, whole[:keep])
+        assert driver.load([number]) != [Outcome.OK]
+
+    def test_an_emptied_object(self, driver: TierDriver, s3_server: S3Server) -> None:
+        driver.store([1])
+        self._replace(s3_server, driver, 1, b"")
+        assert driver.load([1]) == [Outcome.CORRUPT]
+
+    @pytest.mark.parametrize("at", [0, 40_000, 65_535, 65_536, -300, -1])
+    def test_a_flipped_bit(self, driver: TierDriver, s3_server: S3Server, at: int) -> None:
+        driver.store([1])
+        body = bytearray(self._object(s3_server, driver, 1))
+        body[at] ^= 0x10
+        self._replace(s3_server, driver, 1, bytes(body))
+        assert driver.load([1]) == [Outcome.CORRUPT]
+
+    def test_swapped_objects(self, driver: TierDriver, s3_server: S3Server) -> None:
+        driver.store([1, 2])
+        one, two = (self._object(s3_server, driver, number) for number in (1, 2))
+        self._replace(s3_server, driver, 1, two)
+        self._replace(s3_server, driver, 2, one)
+        assert driver.load([1, 2]) == [Outcome.CORRUPT, Outcome.CORRUPT]
+
+    @pytest.mark.parametrize("body", [bytes(SMALL.row_bytes), b"\xff" * SMALL.row_bytes, b"<Error>hello</Error>"])
+    def test_a_foreign_object(self, driver: TierDriver, s3_server: S3Server, body: bytes) -> None:
+        driver.store([1])
+        self._replace(s3_server, driver, 1, body)
+        assert driver.load([1]) == [Outcome.CORRUPT]
+
+    def test_a_row_of_another_namespace_or_epoch(self, driver: TierDriver, s3_server: S3Server) -> None:
+        driver.store([1])
+        body = self._object(s3_server, driver, 1)
+        driver.open(OTHER_NAMESPACE, 0)
+        self._replace(s3_server, driver, 1, body, OTHER_NAMESPACE)
+        assert driver.load([1]) == [Outcome.CORRUPT]
+        driver.open(NAMESPACE, 1)
+        assert driver.load([1]) == [Outcome.CORRUPT]
+        driver.open(NAMESPACE, 0)
+        assert driver.load([1]) == [Outcome.OK]
+
+    @staticmethod
+    def _object(server: S3Server, driver: TierDriver, number: int) -> bytes:
+        found = server.client().get_object(Bucket=driver.config.bucket, Key=driver.name(number))
+        body: bytes = found["Body"].read()
+        return body
+
+    @staticmethod
+    def _replace(server: S3Server, driver: TierDriver, number: int, body: bytes, namespace: bytes = NAMESPACE) -> None:
+        server.client().put_object(Bucket=driver.config.bucket, Key=driver.name(number, namespace), Body=body)
+
+
+class TestRestart:
+    def test_stored_rows_are_listed_oldest_first(self, place: dict[str, Any]) -> None:
+        with TierDriver(SMALL, 32, **place) as first:
+            first.open()
+            for number in (3, 1, 2):
+                first.store([number])
+            first.delete(1)
+            assert first.settled(2)
+        with TierDriver(SMALL, 32, **place) as second:
+            entries = second.open()
+            assert [entry.key for entry in sorted(entries, key=lambda entry: entry.tick)] in (
+                [key_of(3), key_of(2)],
+                sorted([key_of(3), key_of(2)]),  # stored within the one second that a server may round to
+            )
+            assert [entry.tick for entry in entries] == sorted(entry.tick for entry in entries)
+            assert second.tier.used_bytes == 2 * SMALL.row_bytes
+            assert second.load([3, 2, 1]) == [Outcome.OK, Outcome.OK, Outcome.MISSING]
+
+    def test_recency_is_by_last_modified(self, place: dict[str, Any], s3_server: S3Server) -> None:
+        client = s3_server.client()
+        with TierDriver(SMALL, 32, **place) as driver:
+            driver.open()
+            driver.store([7])
+            first = client.head_object(Bucket=place["bucket"], Key=driver.name(7))["LastModified"]
+
+            def stored_later(number: int) -> bool:
+                driver.store([number])
+                later: bool = (
+                    client.head_object(Bucket=place["bucket"], Key=driver.name(number))["LastModified"] > first
+                )
+                return later
+
+            assert wait_until(lambda: stored_later(2))
+            ticks = {entry.key: entry.tick for entry in driver.open()}
+        assert ticks == {key_of(7): 0, key_of(2): 1}
+
+    def test_only_whole_rows_of_this_namespace_are_listed(self, place: dict[str, Any], s3_server: S3Server) -> None:
+        row = bytes(SMALL.row_bytes)
+        ours = f"{place['prefix']}/{NAMESPACE.hex()}"
+        with TierDriver(SMALL, 32, **place) as driver:
+            bodies = {
+                driver.name(1): row,
+                driver.name(2): row[:-1],
+                driver.name(3, OTHER_NAMESPACE): row,
+                f"{ours}/zz/not-a-key": row,
+                f"{ours}/00/{key_of(4).hex()}": row,
+                f"{ours}/{object_name(key_of(5)).upper()}": row,
+                f"{ours}x/{object_name(key_of(6))}": row,
+                f"{place['prefix']}-too/{NAMESPACE.hex()}/{object_name(key_of(7))}": row,
+                f"{place['prefix']}/README": b"hello",
+            }
+            for name, body in bodies.items():
+                s3_server.client().put_object(Bucket=place["bucket"], Key=name, Body=body)
+            assert [entry.key for entry in driver.open()] == [key_of(1)]
+            # The short row and the other namespace's count against the same budget; objects with other names do not.
+            assert driver.tier.used_bytes == 3 * SMALL.row_bytes - 1
+
+    @pytest.mark.parametrize("s3_server", ["seaweedfs"], indirect=True)
+    def test_a_listing_of_several_pages(self, place: dict[str, Any], s3_server: S3Server) -> None:
+        tiny = Geometry(cells=1, cell_payload=512)
+        count = 1300
+        with TierDriver(tiny, 256, **place, capacity=tiny.row_bytes * count) as driver:
+            driver.open()
+            for start in range(0, count, 256):
+                numbers = range(start, min(start + 256, count))
+                assert set(driver.store(numbers)) == {Outcome.OK}
+            entries = driver.open()
+            assert {entry.key for entry in entries} == {key_of(number) for number in range(count)}
+            assert len({entry.slot for entry in entries}) == count
+            assert driver.tier.used_bytes == count * tiny.row_bytes
+            driver.delete(*range(count))
+            assert driver.settled(0)
+        assert _objects(s3_server, place) == {}
+
+
+class TestDeletes:
+    def test_deleted_rows_leave_the_bucket(
+        self, driver: TierDriver, place: dict[str, Any], s3_server: S3Server
+    ) -> None:
+        driver.store([1, 2, 3])
+        driver.delete(1, 3, 99)
+        assert driver.settled(1)
+        assert set(_objects(s3_server, place)) == {driver.name(2)}
+        assert driver.load([1, 2, 3]) == [Outcome.MISSING, Outcome.OK, Outcome.MISSING]
+
+    def test_a_row_stored_again_survives_its_earlier_delete(self, driver: TierDriver) -> None:
+        numbers = list(range(16))
+        for _ in range(10):
+            assert driver.store(numbers) == [Outcome.OK] * 16
+            driver.delete(*numbers)
+        assert driver.store(numbers) == [Outcome.OK] * 16
+        assert wait_until(lambda: not driver.tier._control.has_pending_deletes)
+        assert driver.load(numbers) == [Outcome.OK] * 16
+        assert driver.settled(16)
+
+    def test_queued_deletes_are_sent_at_close(self, place: dict[str, Any], s3_server: S3Server) -> None:
+        with TierDriver(SMALL, 32, **place) as driver:
+            driver.open()
+            driver.store([1, 2])
+            driver.delete(1, 2)
+        assert _objects(s3_server, place) == {}
+
+
+def test_s3_tier_starts_no_upload_while_they_are_held(place: dict[str, Any]) -> None:
+    with TierDriver(SMALL, 4, times=but(stores_held_s=3600.0), **place) as driver:
+        driver.open()
+        assert driver.store([0]) == [Outcome.OK]
+        driver.region.stores_held_until_s = time.monotonic() + 3600.0
+        batch = driver.tier.store([Move(1, 1, key_of(1), seal=True)])
+        for _ in range(50):
+            assert driver.tier.poll() == []
+            time.sleep(0.002)
+        driver.region.stores_held_until_s = 0.0
+        assert driver.finish(batch) == [[Outcome.OK]]
+
+
+@pytest.mark.parametrize(("most", "limit"), [(3, None), (64, 2)], ids=["configured", "measured"])
+def test_no_more_transfers_run_than_are_configured_and_measured(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch, most: int, limit: int | None
+) -> None:
+    if limit is not None:
+        monkeypatch.setattr(TransferLimit, "limit", limit)
+    with TierDriver(SMALL, 32, max_transfers=most, **place) as driver:
+        driver.open()
+        transfers, running = driver.tier._transfers, list[int]()
+        data = transfers.data
+
+        def noted(begin: Callable[..., Any]) -> Callable[..., Any]:
+            def begin_and_note(*where: Any) -> Any:
+                transfer = begin(*where)
+                running.append(sum(not each.over() for each in data._running))
+                return transfer
+
+            return begin_and_note
+
+        monkeypatch.setattr(data, "upload", noted(data.upload))
+        monkeypatch.setattr(data, "download", noted(data.download))
+        for move in (driver.store, driver.load):
+            running.clear()
+            assert move(range(32)) == [Outcome.OK] * 32
+            assert max(running) == (limit or most)
+        assert transfers._uploads._seen == transfers._downloads._seen == 32, "the limits follow each of them"

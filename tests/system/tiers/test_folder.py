@@ -1,0 +1,295 @@
+"""Files and links that other users placed below a tier's path are not followed, not overwritten and not deleted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.tiers.base import Move, TierDown, TierRefused
+from nixl_tiers.tiers.slab.tier import SlabTier
+from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
+from tests.system.tiers.file_tiers import GEOMETRY, ROWS, FileTier, make_tier
+
+HOME = NAMESPACE.hex()
+OTHER_UID = 65534
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Writable by everybody, as an emptyDir is."""
+    path = tmp_path / "kv"
+    path.mkdir()
+    path.chmod(0o777)
+    return path
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Path]:
+    """A directory of the engine's user, with files of the names that a tier uses, which must not change."""
+    victim = tmp_path / "victim"
+    names = ["probe.tmp", ".lock", "namespace.json", "slab-00000.kv", "ab/abcd.row"]
+    names += [f"{HOME}/namespace.json", f"{HOME}/slab-00000.kv"]
+    for name in names:
+        file = victim / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"precious" * 2048)
+    yield victim
+    found = [str(file.relative_to(victim)) for file in victim.rglob("*") if file.is_file()]
+    assert sorted(found) == sorted(names)
+    assert all((victim / name).read_bytes() == b"precious" * 2048 for name in names)
+
+
+@pytest.fixture(params=["slabs", "files"])
+def tier(request: pytest.FixtureRequest, path: Path, region: HostRegion) -> Iterator[FileTier]:
+    tier = make_tier(str(request.param), path, region)
+    yield tier
+    tier.close()
+
+
+def store(tier: FileTier, region: HostRegion, numbers: range) -> set[Outcome]:
+    for row, number in enumerate(numbers):
+        region.rows_view[row] = payload(number, GEOMETRY)
+    return ended(tier, tier.store([Move(row, n, key_of(n), seal=True) for row, n in enumerate(numbers)]))
+
+
+def ended(tier: FileTier, batch_id: int) -> set[Outcome]:
+    """The outcomes of a batch, once it has ended. Raises TierDown."""
+    found: list[set[Outcome]] = []
+
+    def over() -> bool:
+        found.extend(set(done.outcomes) for done in tier.poll() if done.batch_id == batch_id)
+        return bool(found)
+
+    assert wait_until(over)
+    return found[0]
+
+
+def serves(tier: FileTier, region: HostRegion) -> None:
+    for _ in tier.list_rows():
+        pass
+    assert store(tier, region, range(ROWS)) == {Outcome.OK}
+    moves = [Move(row, row, key_of(row)) for row in range(ROWS)]
+    assert ended(tier, tier.load(moves)) == {Outcome.OK}
+
+
+def refused(tier: FileTier) -> str:
+    with pytest.raises(TierRefused) as refusal:
+        tier.open(NAMESPACE, 0)
+    assert str(refusal.value).startswith("path: ")
+    return str(refusal.value)
+
+
+def test_path_may_be_a_link_and_belong_to_another_user(tmp_path: Path, path: Path, region: HostRegion) -> None:
+    with suppress(PermissionError):
+        os.chown(path, OTHER_UID, OTHER_UID)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    for layout in ("slabs", "files"):
+        tier = make_tier(layout, link, region)
+        tier.open(NAMESPACE, 0)
+        serves(tier, region)
+        tier.close()
+        for place in path.rglob("*"):
+            assert place.stat().st_mode & 0o077 == 0, place
+            place.is_dir() or place.unlink()
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(exist_ok=True)
+
+
+def _to_everybody(place: Path, victim: Path) -> str:
+    place.mkdir()
+    place.chmod(0o777)
+    (place / "probe.tmp").symlink_to(victim / "probe.tmp")
+    return f"{place} can be written to by others (mode 0777)"
+
+
+def _to_a_group(place: Path, _: Path) -> str:
+    place.mkdir()
+    place.chmod(0o770)
+    return f"{place} can be written to by others (mode 0770)"
+
+
+def _to_another_user(place: Path, _: Path) -> str:
+    if os.geteuid():
+        pytest.skip("needs to give a directory away")
+    place.mkdir(mode=0o755)
+    os.chown(place, OTHER_UID, OTHER_UID)
+    return f"{place} belongs to user {OTHER_UID}, and what this process makes there to user {os.geteuid()}"
+
+
+def _a_link(place: Path, victim: Path) -> str:
+    place.symlink_to(victim)
+    return f"{place} is no directory"
+
+
+def _a_pipe(place: Path, _: Path) -> str:
+    os.mkfifo(place)
+    return f"{place} is no directory"
+
+
+@pytest.mark.parametrize("prepare", [_to_everybody, _to_a_group, _to_another_user, _a_link, _a_pipe])
+@pytest.mark.parametrize("name", ["part-0", ".incoming", f"part-0/{HOME}"])
+def test_directory_placed_by_others_is_refused(
+    path: Path, region: HostRegion, victim: Path, name: str, prepare: Callable[[Path, Path], str]
+) -> None:
+    tier = make_tier("files" if name == ".incoming" else "slabs", path, region)
+    place = path / name
+    if "/" in name:
+        place.parent.mkdir(mode=0o700)
+    wrong = prepare(place, victim)
+    assert refused(tier) == f"path: {wrong}: remove it, or give the tier a path of its own"
+    place.unlink() if place.is_symlink() or not place.is_dir() else shutil.rmtree(place)
+    tier.open(NAMESPACE, 0)
+    serves(tier, region)
+    tier.close()
+
+
+@pytest.mark.parametrize("prepare", ["link", "name", "pipe", "other user", "directory"])
+def test_lock_file_placed_by_others_is_refused(path: Path, region: HostRegion, victim: Path, prepare: str) -> None:
+    lock = path / ".ledger"
+    if prepare == "link":
+        lock.symlink_to(path / "made")
+    elif prepare == "name":
+        os.link(victim / "probe.tmp", lock)
+    elif prepare == "pipe":
+        os.mkfifo(lock, 0o600)
+    elif prepare == "directory":
+        lock.mkdir()
+    elif os.geteuid():
+        pytest.skip("needs to give a file away")
+    else:
+        lock.touch(0o666)
+        os.chown(lock, OTHER_UID, OTHER_UID)
+    tier = make_tier("slabs", path, region)
+    assert str(lock) in refused(tier)
+    assert not (path / "made").exists()
+    lock.rmdir() if prepare == "directory" else lock.unlink()
+    tier.open(NAMESPACE, 0)
+    tier.close()
+
+
+def test_foreign_namespaces_are_not_deleted_to_make_room(path: Path, region: HostRegion, victim: Path) -> None:
+    (path / "part-1").symlink_to(victim)
+    open_to_all = path / "part-2"
+    foreign = open_to_all / ("cd" * 16)
+    foreign.mkdir(parents=True)
+    open_to_all.chmod(0o777)
+    (open_to_all / ".lock").touch()
+    (foreign / "slab-00000.kv").write_bytes(bytes(2 << 20))
+    os.mkfifo(foreign / "namespace.json")  # reading it must not block
+    (path / ".gone-x").symlink_to(victim)
+    tier = make_tier("slabs", path, region, 8 << 20)
+    slots = tier.open(NAMESPACE, 0)
+    for start in range(0, slots, ROWS):
+        store(tier, region, range(start, min(start + ROWS, slots)))
+    assert (foreign / "slab-00000.kv").exists()
+    tier.close()
+
+
+def test_foreign_row_files_are_not_evicted(path: Path, region: HostRegion, victim: Path) -> None:
+    (path / ("ab" * 16)).symlink_to(victim)
+    open_to_all = path / ("cd" * 16)
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    (open_to_all / "ab").symlink_to(victim / "ab")
+    ours = path / ("ef" * 16)
+    ours.mkdir(mode=0o700)
+    (ours / "ab").symlink_to(victim / "ab")
+    tier = make_tier("files", path, region, 8 << 20)
+    slots = tier.open(NAMESPACE, 0)
+    for _ in tier.list_rows():
+        pass
+    for start in range(0, 2 * slots, ROWS):
+        assert store(tier, region, range(start, start + ROWS)) == {Outcome.OK}
+    tier.close()
+
+
+def test_directory_replaced_under_a_running_tier_takes_it_down(
+    path: Path, region: HostRegion, victim: Path, tier: FileTier
+) -> None:
+    """Others may rename entries of a directory that they can write to. The tier does not follow the new name."""
+    home = path / ("part-0" if isinstance(tier, SlabTier) else HOME)
+    slots = tier.open(NAMESPACE, 0)
+    serves(tier, region)
+    home.rename(path / "elsewhere")
+    home.symlink_to(victim)
+    start, down = ROWS, ""
+    while not down:
+        try:
+            store(tier, region, range(start, start + ROWS))  # slabs grow, row files are created
+            tier.delete([(number, key_of(number)) for number in range(start, start + ROWS)])
+            tier.poll()
+        except TierDown as error:
+            down = str(error)
+        start = (start + ROWS) % (slots - ROWS)
+    assert str(home) in down
+    assert str(home) in refused(tier)
+    home.unlink()
+    (path / "elsewhere").rename(home)
+    tier.open(NAMESPACE, 0)
+    serves(tier, region)
+
+
+def test_incoming_replaced_under_a_running_tier_takes_it_down(path: Path, region: HostRegion, victim: Path) -> None:
+    tier = make_tier("files", path, region)
+    tier.open(NAMESPACE, 0)
+    serves(tier, region)
+    (path / ".incoming").rename(path / "elsewhere")
+    (path / ".incoming").symlink_to(victim)
+    reasons: list[str] = []
+    with suppress(TierDown):
+        # Without room if the first scan was later than that, and so has failed.
+        assert store(tier, region, range(ROWS, 2 * ROWS)) in ({Outcome.FAILED}, {Outcome.NO_SPACE})
+
+    def down() -> bool:
+        try:
+            tier.poll()
+        except TierDown as error:
+            reasons.append(str(error))
+        return bool(reasons)
+
+    assert wait_until(down)
+    assert "is no directory" in reasons[0]
+    tier.close()
+
+
+def test_shard_that_cannot_be_locked_leaks_no_descriptor(path: Path, region: HostRegion) -> None:
+    lock = path / "part-0" / ".lock"
+    for place in (lock.parent, lock):
+        place.mkdir(mode=0o700)
+    tier = make_tier("slabs", path, region)
+    refused(tier)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        refused(tier)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+    tier.close()
+
+
+def test_file_system_with_forced_modes_gets_a_refusal_of_its_own(
+    path: Path, tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an SMB share with file_mode=0777: removing the refused file would not help."""
+    plain = os.open
+
+    def for_all(name: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        descriptor = plain(name, flags, mode, dir_fd=dir_fd)
+        if flags & os.O_CREAT:
+            os.fchmod(descriptor, 0o777)
+        return descriptor
+
+    with monkeypatch.context() as share:
+        share.setattr(os, "open", for_all)
+        sentence = refused(tier)
+    assert sentence.startswith(f"path: at {path} others can write to whatever is made (mode 0777")
+    assert "remove" not in sentence
+    assert list(path.iterdir()) == []
+    tier.open(NAMESPACE, 0)
+    serves(tier, region)

@@ -1,0 +1,351 @@
+"""Manifests beside the rows of file tiers, of either layout: who writes them, and what becomes of the tier without."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.base.manifest import MANIFEST_NAME, REFRESH_S, Description, Manifest
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.tiers import manifests
+from nixl_tiers.tiers.manifests import ManifestKeeper
+from nixl_tiers.tiers.rowfile.directory import RowDirectory
+from nixl_tiers.tiers.rowfile.quota import MANIFEST_BYTES, MARGIN_BYTES, DirQuota
+from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
+from tests.support.disks import assert_never_exceeds
+from tests.support.times import changed
+from tests.system.tiers.file_tiers import Clock, FileTier, load, make_tier, run_until, store
+
+LAYOUTS = pytest.mark.parametrize("layout", ["slabs", "files"])
+NAMESPACE = bytes(range(16))
+ABOUT = Description(model="org/model", revision="abc", dtype="bfloat16", vllm="0.32.0", note="test rows")
+OK = Outcome.OK
+SOON = changed(disk_check_s=0.01)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest that could not be written is tried again at once, and the last one is waited for."""
+    monkeypatch.setattr(manifests, "RETRY_S", 0.01)
+    monkeypatch.setattr(manifests, "CLOSE_S", 120.0)
+    monkeypatch.setattr(manifests, "CHECK_S", 0.01)
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Grows each time that a tier has decided whether to write its manifest, and written it."""
+    found: list[bool] = []
+    update = ManifestKeeper._update
+
+    def judge(self: ManifestKeeper, *given: Any) -> int:
+        used_s = update(self, *given)
+        found.append(True)
+        return used_s
+
+    monkeypatch.setattr(ManifestKeeper, "_update", judge)
+    return found
+
+
+def start(layout: str, path: Path, region: HostRegion, clock: Clock | None = None, **fields: object) -> FileTier:
+    tier = make_tier(layout, path, region, times=SOON, **fields)
+    if clock is not None:
+        tier._clock = clock
+    tier.identify("node/1/abcd")
+    tier.describe(ABOUT)
+    tier.open(NAMESPACE, 0)
+    for batch in tier.list_rows():
+        time.sleep(0.0 if batch else 0.001)
+    return tier
+
+
+def manifest_path(layout: str, path: Path) -> Path:
+    home = path / "part-0" if layout == "slabs" else path
+    return home / NAMESPACE.hex() / MANIFEST_NAME
+
+
+def read(path: Path) -> Manifest | None:
+    try:
+        return Manifest.decode(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+@LAYOUTS
+def test_manifest_is_written_beside_rows_for_its_owner_only(layout: str, tmp_path: Path, region: HostRegion) -> None:
+    tier, about = start(layout, tmp_path, region), manifest_path(layout, tmp_path)
+    assert store(tier, region, range(3)) == [OK] * 3
+    run_until(tier, about.exists)
+    found = read(about)
+    assert found is not None
+    assert (found.namespace, found.description) == (NAMESPACE.hex(), ABOUT)
+    assert (found.engine, found.epoch, found.row_bytes) == ("node/1/abcd", 0, region.geometry.row_bytes)
+    assert abs(found.last_used - time.time()) < 600
+    assert stat.S_IMODE(about.stat().st_mode) == 0o600
+    tier.close()
+    assert not list(tmp_path.rglob("*.new"))
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@LAYOUTS
+def test_manifest_of_an_engine_that_ran_for_seconds_is_written_at_close(
+    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not written at open: there were no rows, or no room."""
+    monkeypatch.setattr(manifests, "CHECK_S", 1e6)
+    monkeypatch.setattr(manifests, "RETRY_S", 1e6)
+    refused: list[bool] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(SlabQuota, "fits", lambda *_: bool(refused.append(True)))
+        tier, about = start(layout, tmp_path, region), manifest_path(layout, tmp_path)
+        assert store(tier, region, range(3)) == [OK] * 3
+        run_until(tier, lambda: bool(refused) or layout == "files")
+    assert not about.exists()
+    tier.close()
+    found = read(about)
+    assert found is not None
+    assert found.description == ABOUT
+    again = start(layout, tmp_path, region)  # nothing was left locked
+    assert load(again, region, range(3)) == [OK] * 3
+    again.close()
+
+
+@LAYOUTS
+def test_medium_that_hangs_does_not_hang_the_close(
+    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "CLOSE_S", 0.05)
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        hangs.set()
+        goes_on.wait(300)
+
+    monkeypatch.setattr(ManifestKeeper, "_update", hang)
+    tier = start(layout, tmp_path, region)
+    assert store(tier, region, range(3)) == [OK] * 3
+    closing = threading.Thread(target=tier.close, daemon=True)
+    closing.start()
+    try:
+        assert hangs.wait(300)
+        closing.join(300)
+        assert not closing.is_alive()
+    finally:
+        goes_on.set()
+    assert read(manifest_path(layout, tmp_path)) is None
+
+
+class CountingClock(Clock):
+    calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return super().__call__()
+
+
+@LAYOUTS
+def test_last_use_is_written_at_start_and_close_and_each_hour(
+    layout: str, tmp_path: Path, region: HostRegion, judged: list[bool]
+) -> None:
+    """By the clock of the day, also if that was set, or the machine slept."""
+    clock = CountingClock()
+    about, began = manifest_path(layout, tmp_path), int(clock.now)
+
+    def last_use() -> float:
+        found = read(about)
+        assert found is not None
+        assert found.created == began
+        return found.last_used - began
+
+    tier = start(layout, tmp_path, region, clock)
+    store(tier, region, range(1))
+    run_until(tier, lambda: bool(judged))
+    assert last_use() == 0
+    clock.now += REFRESH_S - 1
+    looked = len(judged)
+    for hours in (1, 2, 3):
+        clock.now = began + hours * REFRESH_S
+        run_until(tier, lambda hours=hours: len(judged) >= looked + hours)  # type: ignore[misc]
+        assert last_use() == hours * REFRESH_S
+    calls = clock.calls
+    run_until(tier, lambda: clock.calls > calls + 3)
+    assert len(judged) == looked + 3, "the medium is asked each time that it may be due"
+    clock.now += 60
+    tier.close()
+    assert last_use() == 3 * REFRESH_S + 60
+
+
+@LAYOUTS
+@pytest.mark.parametrize("content", [b"", b"{", b"\0" * 70_000, b'{"format": 1, "namespace": 7}'])
+def test_damaged_manifest_is_replaced_and_the_rows_stay(
+    layout: str, content: bytes, tmp_path: Path, region: HostRegion
+) -> None:
+    about = manifest_path(layout, tmp_path)
+    tier = start(layout, tmp_path, region)
+    store(tier, region, range(3))
+    run_until(tier, about.exists)
+    tier.close()
+    about.write_bytes(content)
+    tier = start(layout, tmp_path, region)
+    run_until(tier, lambda: read(about) is not None)
+    assert load(tier, region, range(3)) == [OK] * 3
+    tier.close()
+
+
+@LAYOUTS
+def test_deleted_manifest_is_no_fault(layout: str, tmp_path: Path, region: HostRegion) -> None:
+    tier, about = start(layout, tmp_path, region), manifest_path(layout, tmp_path)
+    store(tier, region, range(3))
+    run_until(tier, about.exists)
+    about.unlink()
+    for _ in range(20):  # each a health check
+        tier.poll()
+        time.sleep(0.02)
+    assert load(tier, region, range(3)) == [OK] * 3
+    tier.close()
+
+
+@LAYOUTS
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_tier_works_where_no_manifest_can_be_written(
+    layout: str, error: int, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+
+    def fail(*_: object) -> None:
+        attempts.append(1)
+        raise OSError(error, os.strerror(error), MANIFEST_NAME)
+
+    monkeypatch.setattr(RowDirectory, "write_manifest", fail)
+    write = ShardDir.write
+    monkeypatch.setattr(ShardDir, "write", lambda *a: fail() if a[1] == MANIFEST_NAME else write(*a))
+    tier = start(layout, tmp_path, region)
+    assert store(tier, region, range(3)) == [OK] * 3
+    run_until(tier, lambda: len(attempts) > 2)
+    assert load(tier, region, range(3)) == [OK] * 3
+    assert store(tier, region, range(3, 6)) == [OK] * 3
+    assert not manifest_path(layout, tmp_path).exists()
+    tier.close()
+
+
+@LAYOUTS
+def test_reader_writes_no_manifest(layout: str, tmp_path: Path, region: HostRegion) -> None:
+    tier = make_tier(layout, tmp_path, region, times=SOON)
+    tier.open(NAMESPACE, 0)
+    for batch in tier.list_rows():
+        time.sleep(0.0 if batch else 0.001)
+    store(tier, region, range(3))
+    tier.close()
+    tier = start(layout, tmp_path, region, write="off")
+    for _ in range(20):
+        tier.poll()
+        for _ in tier.maintain():
+            time.sleep(0.001)
+        time.sleep(0.02)
+    assert load(tier, region, range(3)) == [OK] * 3
+    tier.close()
+    assert not manifest_path(layout, tmp_path).exists()
+
+
+@LAYOUTS
+def test_manifest_keeps_within_the_capacity_of_a_full_tier(layout: str, tmp_path: Path, region: HostRegion) -> None:
+    capacity = 2 << 20  # less than 64 rows
+    with assert_never_exceeds(tmp_path, capacity):
+        tier = start(layout, tmp_path, region, capacity=capacity)
+        for first in range(0, 64, 16):
+            store(tier, region, range(first, first + 16))
+        run_until(tier, manifest_path(layout, tmp_path).exists)
+        tier.close()
+
+
+def test_manifest_waits_until_others_leave_room_for_it(
+    tmp_path: Path, region: HostRegion, clock: Clock, judged: list[bool]
+) -> None:
+    """Of slabs: a part has room for it, unless foreign files fill the path."""
+    capacity, foreign = 2 << 20, tmp_path / "foreign"
+    about = manifest_path("slabs", tmp_path)
+    tier = start("slabs", tmp_path, region, clock, capacity=capacity)
+    run_until(tier, lambda: bool(judged))
+    foreign.write_bytes(bytes(capacity - tier._quota.used_bytes - 8192))
+    about.unlink()
+    clock.now += REFRESH_S
+    run_until(tier, lambda: len(judged) > 3)
+    assert not about.exists()
+    foreign.unlink()
+    run_until(tier, about.exists)
+    tier.close()
+
+
+def test_row_files_grant_a_manifest_only_below_the_capacity() -> None:
+    quota = DirQuota(16 << 20, 65536)
+    assert not quota.add_manifest(), "it is not known yet what is there"
+    number, added_bytes, _ = quota.begin_scan()
+    quota.end_scan(number, added_bytes, set(), (16 << 20) - MARGIN_BYTES)
+    assert quota.add_manifest()
+    assert quota.used_bytes <= (16 << 20) - MARGIN_BYTES + MANIFEST_BYTES
+    assert not quota.add_manifest()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from nixl_tiers.tiers.folder import Folder
+path, layout = Path(sys.argv[1]), sys.argv[2]
+rename = Folder.rename
+Folder.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # just before the file gets its name
+if layout == "files":
+    from nixl_tiers.tiers.rowfile.directory import RowDirectory
+    from nixl_tiers.tiers.rowfile.quota import DirQuota
+    RowDirectory(path, DirQuota(1 << 30, 4096)).write_manifest(sys.argv[3], b"{ half of it")
+else:
+    from nixl_tiers.tiers.slab.quota import SlabQuota
+    quota = SlabQuota(path, 1 << 30)
+    with quota.locked():
+        quota.acquire_shard(bytes.fromhex(sys.argv[3])).write("about.json", b"{ half of it")
+"""
+
+
+@LAYOUTS
+def test_kill_while_a_manifest_is_written_leaves_the_old_one(layout: str, tmp_path: Path, region: HostRegion) -> None:
+    about = manifest_path(layout, tmp_path)
+    tier = start(layout, tmp_path, region)
+    store(tier, region, range(3))
+    run_until(tier, about.exists)
+    tier.close()
+    before = about.read_bytes()
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), layout, NAMESPACE.hex()], check=False, timeout=120
+    )
+    assert killed.returncode == -9
+    assert about.read_bytes() == before
+    about.unlink()
+    tier = start(layout, tmp_path, region)
+    run_until(tier, lambda: read(about) is not None)
+    assert load(tier, region, range(3)) == [OK] * 3
+    tier.close()
+    assert not list(tmp_path.rglob("*.new"))
+
+
+def test_manifest_of_a_namespace_without_rows_goes_with_its_last_row(tmp_path: Path, region: HostRegion) -> None:
+    """Of row files: else each reset would leave one behind for ever."""
+    tier = start("files", tmp_path, region, capacity=2 << 20)
+    store(tier, region, range(8))
+    run_until(tier, manifest_path("files", tmp_path).exists)
+    tier.close()
+    other = make_tier("files", tmp_path, region, capacity=2 << 20)
+    other.open(bytes(16), 0)
+    for batch in other.list_rows():
+        time.sleep(0.0 if batch else 0.001)
+    for first in range(0, 64, 16):
+        store(other, region, range(first, first + 16))
+    other.close()
+    assert not (tmp_path / NAMESPACE.hex()).exists()

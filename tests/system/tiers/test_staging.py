@@ -1,0 +1,373 @@
+"""Staging in both layouts: what arrives, what waits, what is measured, and that buffers come back after failures."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import nixl_tiers
+from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.memory import seal
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.seal import Sealer, Verdict, hash_copy
+from nixl_tiers.tiers import staging as module
+from nixl_tiers.tiers import staging_trial
+from nixl_tiers.tiers.base import Move
+from nixl_tiers.tiers.move_queue import Steps
+from nixl_tiers.tiers.nixl_agent import Agent, Span, Transfer, TransferState
+from nixl_tiers.tiers.slab.tier import SlabTier
+from nixl_tiers.tiers.slab.transfers import NixlTransfers, WorkerTransfers
+from nixl_tiers.tiers.slab.worker import Moved, Worker
+from nixl_tiers.tiers.staging import DirectRows
+from nixl_tiers.tiers.staging_trial import Measured
+from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
+from tests.support.file_tier import file_config, file_tier
+from tests.support.load import get, put
+from tests.support.pages import mapped
+from tests.system.tiers.file_tiers import CAPACITY, GEOMETRY, ROWS, FileTier, load, make_tier, outcomes, store
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@pytest.fixture(params=["slabs", "slabs by NIXL", "files"])
+def layout(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gives the region no huge pages, whatever this machine is set to."""
+    monkeypatch.setattr(module, "advice", lambda: "write `advise`")
+
+
+@pytest.fixture
+def short_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_trial, "WINDOW_BYTES", 4 * GEOMETRY.row_bytes)
+    monkeypatch.setattr(staging_trial, "WINDOW_S", 0.0)
+
+
+@pytest.fixture
+def tier(layout: str, tmp_path: Path, region: HostRegion) -> Iterator[FileTier]:
+    tier = make_tier(layout, tmp_path / "kv", region, staging="on")
+    serve(tier)
+    yield tier
+    tier.close()
+
+
+def serve(tier: FileTier) -> None:
+    """Open it and list its rows: row files are written once those that are there are known."""
+    tier.open(NAMESPACE, 0)
+    for _ in tier.list_rows():
+        pass
+
+
+def in_use(tier: FileTier) -> int:
+    """Places of both buffers that are taken."""
+    buffers = [direction._buffer for direction in (tier._staging.loads, tier._staging.stores)]
+    return sum(len(buffer.rows) - len(buffer._free) for buffer in buffers if buffer is not None)
+
+
+def worker_of(tier: FileTier) -> Worker | None:
+    return tier._transfers.worker if isinstance(tier._transfers, WorkerTransfers) else None
+
+
+def agent_of(tier: FileTier) -> Agent:
+    """Of a tier whose rows NIXL moves."""
+    if isinstance(tier, SlabTier):
+        assert isinstance(tier._transfers, NixlTransfers)
+        return tier._transfers.agent
+    return tier._agent
+
+
+def transfers_of(tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each transfer from here on, whether it leaves the region alone."""
+    outside: list[bool] = []
+    if (worker := worker_of(tier)) is not None:
+        move = worker.move
+
+        def noted(moves: Any, rows: DirectRows, *more: Any, **options: Any) -> Any:
+            outside.append(rows.staged)
+            return move(moves, rows, *more, **options)
+
+        monkeypatch.setattr(worker, "move", noted)
+        return outside
+    for name in ("read", "write"):
+        begin = getattr(agent_of(tier), name)
+
+        def checked(spans: Sequence[Span], begin: Any = begin) -> Transfer:
+            outside.append(all(not region.address <= address < region.address + region.nbytes for address, *_ in spans))
+            return begin(spans)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(agent_of(tier), name, checked)
+    return outside
+
+
+def fail_transfers(tier: FileTier, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (worker := worker_of(tier)) is not None:
+
+        def failed(moves: Sequence[Move], *_: Any, **__: Any) -> Steps[Sequence[Moved]]:
+            yield lambda: True
+            return [(None, 0)] * len(moves)
+
+        monkeypatch.setattr(worker, "move", failed)
+    else:
+        monkeypatch.setattr(agent_of(tier), name, lambda _: Transfer(None, None, TransferState.FAILED))
+
+
+def test_rows_are_the_same_as_without(tier: FileTier, layout: str, tmp_path: Path, region: HostRegion) -> None:
+    assert tier.staged == (True, True)
+    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+    staged = region.rows_view.copy()
+    sealer = Sealer(GEOMETRY, NAMESPACE, 0)
+    assert all(sealer.verify(staged[row], key_of(row)) is Verdict.OK for row in range(ROWS))
+    tier.close()
+    direct = make_tier(layout, tmp_path / "kv", region, staging="off")
+    serve(direct)
+    assert direct.staged == (False, False)
+    assert set(load(direct, region, range(ROWS))) == {Outcome.OK}
+    assert np.array_equal(region.rows_view, staged)
+    direct.close()
+
+
+def test_memory_for_the_first_loads_is_there_when_the_tier_is_open(tier: FileTier) -> None:
+    loads, stores = tier._staging.loads._buffer, tier._staging.stores._buffer
+    assert loads is not None
+    assert stores is not None
+    assert all(mapped(loads.address, loads.rows.nbytes))
+    assert not any(mapped(stores.address, stores.rows.nbytes)), "no request waits for stores"
+
+
+def test_transfers_leave_the_region_alone(tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = transfers_of(tier, region, monkeypatch)
+    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+    assert set(outside) == {True}
+    assert not in_use(tier)
+
+
+def test_rows_are_hashed_in_the_pass_that_copies_them(
+    tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if worker_of(tier) is not None:
+        pytest.skip("the native worker has no other way")
+    passes: list[tuple[bool, bool]] = []  # whether it reads the region, and writes it
+
+    def noted(target: NDArray[np.uint8], source: NDArray[np.uint8], piece_bytes: int) -> bytes:
+        passes.append((np.may_share_memory(source, region.rows_view), np.may_share_memory(target, region.rows_view)))
+        return hash_copy(target, source, piece_bytes)
+
+    monkeypatch.setattr(seal, "hash_copy", noted)
+    monkeypatch.setattr(seal, "cell_digest", lambda *_: pytest.fail("a pass that only hashes"))
+    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+    assert passes == [(True, False)] * ROWS * GEOMETRY.cells
+    passes.clear()
+    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+    assert passes == [(False, True)] * ROWS * GEOMETRY.cells
+
+
+def test_sealed_rows_are_stored_unchanged(tier: FileTier, region: HostRegion) -> None:
+    """Rows that came from another tier are written as they are."""
+    sealer = Sealer(GEOMETRY, NAMESPACE, 0)
+    for row in range(ROWS):
+        region.rows_view[row] = payload(row, GEOMETRY)
+        sealer.seal(region.rows_view[row], key_of(row), present=1, sealed_at=1_900_000_000)
+    before = region.rows_view.copy()
+    moves = [Move(row, row, key_of(row)) for row in range(ROWS)]
+    assert set(outcomes(tier, tier.store(moves))[0]) == {Outcome.OK}
+    region.rows_view[:] = 0
+    assert set(outcomes(tier, tier.load(moves))[0]) == {Outcome.OK}
+    assert np.array_equal(region.rows_view, before)
+
+
+def test_failed_transfers_are_tried_alone_and_give_their_places_back(
+    tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+    for name, action in (("read", load), ("write", store)):
+        with monkeypatch.context() as patch:
+            fail_transfers(tier, name, patch)
+            assert set(action(tier, region, range(ROWS))) == {Outcome.FAILED}
+        assert not in_use(tier)
+    assert wait_until(lambda: set(store(tier, region, range(ROWS))) == {Outcome.OK})
+    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+
+
+def test_corrupt_row_is_not_served(tier: FileTier, tmp_path: Path, region: HostRegion) -> None:
+    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+    flipped = 0
+    for file in (*tmp_path.rglob("slab-*.kv"), *tmp_path.rglob("*.row")):
+        raw = bytearray(file.read_bytes())
+        at = raw.find(payload(3, GEOMETRY)[:64].tobytes())
+        if at >= 0:
+            raw[at + 20_000] ^= 1
+            flipped += 1
+            file.write_bytes(raw)
+    assert flipped == 1
+    ended = load(tier, region, range(ROWS))
+    assert ended.pop(3) is Outcome.CORRUPT
+    assert set(ended) == {Outcome.OK}
+    assert not in_use(tier)
+
+
+def test_units_wait_for_room_in_the_buffer(
+    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BUFFER_BYTES", 3 * GEOMETRY.row_bytes)
+    monkeypatch.setattr("nixl_tiers.tiers.slab.transfers._STAGED_LOADS_BYTES", 3 * GEOMETRY.row_bytes)
+    for name in ("slab.transfers._UNIT_ROWS", "slab.transfers._WORKER_UNIT_ROWS", "rowfile.transfers._UNIT_ROWS"):
+        monkeypatch.setattr(f"nixl_tiers.tiers.{name}", 2)
+    tier = make_tier(layout, tmp_path / "kv", region, staging="on")
+    serve(tier)
+    most = 0
+    take = module.Buffer.take
+
+    def counted(buffer: module.Buffer, rows: int) -> list[int]:
+        nonlocal most
+        places = take(buffer, rows)
+        most = max(most, len(buffer.rows) - len(buffer._free))
+        return places
+
+    monkeypatch.setattr(module.Buffer, "take", counted)
+    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+    first = [Move(row, row, key_of(row)) for row in range(ROWS // 2)]
+    second = [Move(row, row, key_of(row), seal=True) for row in range(ROWS // 2, ROWS)]
+    region.rows_view[: ROWS // 2] = 0
+    both = outcomes(tier, tier.load(first), tier.store(second))  # neither direction takes the other's room
+    assert [set(part) for part in both] == [{Outcome.OK}, {Outcome.OK}]
+    assert set(load(tier, region, range(ROWS // 2))) == {Outcome.OK}
+    assert 2 <= most <= 3
+    assert not in_use(tier)
+    tier.close()
+
+
+@pytest.mark.usefixtures("small_pages", "short_trial")
+@pytest.mark.parametrize("pays", [True, False])
+def test_auto_tries_both_ways_then_takes_the_faster_and_remembers_it(
+    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, *, pays: bool
+) -> None:
+    monkeypatch.setattr(staging_trial, "GAIN", 0.0 if pays else 1e9)
+    tier = make_tier(layout, tmp_path / "kv", region)
+    serve(tier)
+    ways: set[bool] = set()
+    begin = staging_trial.Trial.begin
+    monkeypatch.setattr(staging_trial.Trial, "begin", lambda *a: (ways.add(a[0].staged), begin(*a))[1])
+    assert tier.staged == (False, False)
+    for _ in range(3 * staging_trial.WINDOWS):
+        assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+        assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+    assert ways == {True, False}
+    assert tier.staged == (pays, pays)
+    assert not in_use(tier)
+    tier.close()
+    assert wait_until(lambda: len(staging_trial.all_remembered()) == 2)  # written on a thread
+    assert {measured.direction for measured in staging_trial.all_remembered()} == {"loads", "stores"}
+
+    again = make_tier(layout, tmp_path / "kv", region)
+    serve(again)
+    assert again.staged == (pays, pays)
+    assert set(store(again, region, range(ROWS))) == {Outcome.OK}
+    assert set(load(again, region, range(ROWS))) == {Outcome.OK}
+    again.close()
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_trial_begins_with_staged_loads_and_direct_stores(
+    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(layout, tmp_path / "kv", region)
+    serve(tier)
+    outside = transfers_of(tier, region, monkeypatch)
+    assert store(tier, region, [0]) == [Outcome.OK]
+    assert load(tier, region, [0]) == [Outcome.OK]
+    assert outside == [False, True]
+    tier.close()
+
+
+@pytest.mark.usefixtures("small_pages", "short_trial")
+def test_choice_is_logged(layout: str, tmp_path: Path, region: HostRegion, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for words in ("staging: stores", "staging, as measured before: stores"):
+        tier = make_tier(layout, tmp_path / "kv", region)
+        serve(tier)
+        for _ in range(3 * staging_trial.WINDOWS):
+            assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+        assert f"{words} of rows of {GEOMETRY.row_bytes} bytes, {tmp_path}/kv: " in caplog.text
+        tier.close()
+        assert wait_until(lambda: len(staging_trial.all_remembered()) == 1)
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_nothing_is_staged_where_the_region_has_huge_pages(
+    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostRegion, "huge_bytes", property(lambda region: region.nbytes))
+    monkeypatch.setattr(module, "StagedRows", None)
+    tier = make_tier(layout, tmp_path / "kv", region)
+    for measured in (None, Measured("loads", "", 0, 1e9, 9e9)):
+        monkeypatch.setattr(module, "recall", lambda *_, measured=measured: measured)
+        serve(tier)
+        assert tier.staged == (False, False)
+        assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+        assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+        tier.close()
+        tier = make_tier(layout, tmp_path / "kv", region)
+    tier.close()
+
+
+def test_without_memory_for_the_buffer_rows_are_moved_directly(
+    layout: str,
+    tmp_path: Path,
+    region: HostRegion,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(module, "Buffer", refuse)
+    tier = make_tier(layout, tmp_path / "kv", region, staging="on")
+    serve(tier)
+    assert tier.staged == (False, False)
+    assert caplog.text.count("no buffer for staging") == 2
+    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
+    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+    tier.close()
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("fields", [{"staging": "off"}, {"backend": "gds_mt"}], ids=["off", "cuFile"])
+def test_no_buffer_where_nothing_can_be_staged(tmp_path: Path, region: HostRegion, fields: dict[str, Any]) -> None:
+    """cuFile has buffers of its own."""
+    config = file_config(tmp_path, CAPACITY, **fields)
+    staging = module.Staging(config, region, SimpleNamespace())  # type: ignore[arg-type]
+    staging.open()
+    assert staging.staged == (False, False)
+    assert staging.loads._buffer is staging.stores._buffer is None
+
+
+@pytest.mark.parametrize("staging", ["on", "off"])
+def test_gauges_show_what_is_staged(tmp_path: Path, staging: str) -> None:
+    file = file_tier(tmp_path / "kv", 64 << 20, staging=staging)
+    tiers = [{"type": "cpu", "capacity": 4 << 20}, file]
+    with nixl_tiers.open({"tiers": tiers, "ready_s": 120, "wait_s": 120}, 60_000, "n") as store:
+        put(store, [b"one"])
+        assert store.flush(120)
+        gauges = store.stats()["file"]
+        assert (gauges["loads_staged"], gauges["stores_staged"]) == ((1, 1) if staging == "on" else (0, 0))
+    with nixl_tiers.open({"tiers": tiers, "ready_s": 120, "wait_s": 120}, 60_000, "n") as store:
+        assert get(store, [b"one"]) == ([True], [])

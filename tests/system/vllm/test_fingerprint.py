@@ -1,0 +1,148 @@
+"""The namespace: it differs whenever bytes could not be shared, and is the same again otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+
+from nixl_tiers.vllm.fingerprint import Fingerprint
+from nixl_tiers.vllm.replicated import Copies, told
+from tests.vllm.test_fingerprint import HfConfig
+
+
+def test_equal_facts_give_equal_fingerprints(make: Callable[..., Fingerprint]) -> None:
+    assert make() == make(offloading={"engine_id": "another", "rank": 0})
+    assert make().note == ""
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        {"model_config__dtype": torch.float16},
+        {"model_config__quantization": "fp8"},
+        {"model_config__hf_config": HfConfig(hidden_size=64, rope_parameters={"rope_theta": 5e5})},
+        {"cache_config__cache_dtype": "fp8_e4m3"},
+        {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
+        {"cache_config__mamba_cache_dtype": "float16"},
+        {"cache_config__mamba_ssm_cache_dtype": "float16"},
+        {"cache_config__kv_cache_dtype_skip_layers": ["5"]},
+        {"attention_config": SimpleNamespace(indexer_kv_dtype="fp8")},
+        {"model_config__multimodal_config": SimpleNamespace(mm_processor_kwargs={"fps": 1})},
+        {"model_config__multimodal_config": SimpleNamespace(video_pruning_rate=0.5)},
+        {"model_config__multimodal_config": SimpleNamespace(video_pruning_method="vidcom2")},
+        {"tiers": {"salt": "tenant"}},
+        {"tiers": {"model_id": "mine"}},
+        {"tiers": {"tp_sizes": "apart"}, "offloading": {"world_size": 2, "replicated_layout": True}},
+        {"offloading": {"world_size": 2, "dcp_size": 2, "replicated_layout": True}},
+        {"offloading": {"world_size": 2}},
+        {"offloading": {"blocks_per_chunk": 2}},
+        {"offloading": {"groups": 2}},
+        {"offloading": {"block_bytes": 16384}},
+        {"offloading": {"kv_cache_layout": "BLHNC"}},
+        {"page": 4096},
+    ],
+    ids=lambda value: next(iter(value)) + str(next(iter(value.values()))),
+)
+def test_options_that_change_the_bytes_change_the_namespace(
+    make: Callable[..., Fingerprint], difference: dict[str, Any]
+) -> None:
+    assert make(**difference).digest != make().digest
+
+
+def test_tensor_parallel_sizes_with_the_same_rows_share_a_namespace(make: Callable[..., Fingerprint]) -> None:
+    """With MLA a row has one cell at every size; with two KV heads it has two, from two ranks on."""
+    alone = make()
+    assert [make(offloading={"world_size": size, "replicated_layout": True}) for size in (2, 8)] == [alone] * 2
+    assert make(tiers={"tp_sizes": "apart"}) == alone, "rows of one rank are found whatever is set"
+    two = make(offloading={"world_size": 2})
+    with told(Copies(4, declared=True)):
+        assert make(offloading={"world_size": 8}) == two
+        apart = make({"tp_sizes": "apart"}, {"world_size": 8})
+    assert len({alone, two, apart, make(offloading={"world_size": 8})}) == 4
+
+
+def test_changed_weights_change_the_namespace_unless_model_id_is_set(
+    make: Callable[..., Fingerprint], weights_folder: Path
+) -> None:
+    before, named = make(), make(tiers={"model_id": "mine"})
+    with (weights_folder / "model-1.safetensors").open("ab") as file:
+        file.write(b"more")
+    assert make().digest != before.digest
+    assert make(tiers={"model_id": "mine"}) == named
+
+
+def test_the_hash_seed_changes_the_namespace(make: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = make()
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert make().digest != before.digest
+
+
+def test_the_longest_context_counts_where_rope_takes_its_factors_from_it(make: Callable[..., Fingerprint]) -> None:
+    assert make(model_config__max_model_len=4096) == make()
+    long = HfConfig(rope_parameters={"rope_type": "longrope"})
+    assert (
+        make(model_config__hf_config=long, model_config__max_model_len=4096).digest
+        != make(model_config__hf_config=long).digest
+    )
+
+
+def test_the_models_folder_does_not_change_the_namespace(
+    make: Callable[..., Fingerprint], weights_folder: Path
+) -> None:
+    before = make()
+    elsewhere = weights_folder.rename(weights_folder.with_name("moved"))
+    assert make(model=str(elsewhere)) == before
+
+
+def test_a_loader_with_files_of_its_own_changes_the_namespace(make: Callable[..., Fingerprint]) -> None:
+    """A snapshot often has the weights several times, and conversions differ."""
+    usual = make()
+    assert make(load_config__load_format="safetensors") == usual
+    others = [make(load_config__load_format=name) for name in ("pt", "mistral")]
+    assert [other.note for other in others] == ["", ""]
+    assert len({usual.digest, *(other.digest for other in others)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model": "org/name"}, "unless model_id is set, because neither a directory nor the commit"),
+        ({"load_config__load_format": "dummy"}, "unless model_id is set, because the weights are random"),
+        ({"load_config__load_format": "tensorizer"}, "because load_format tensorizer may take the weights from else"),
+        ({"load_config__load_format": "of_a_plugin"}, "because load_format of_a_plugin may take the weights from else"),
+        ({"model_config__model_weights": "s3://b/m"}, "unless model_id is set, because the weights are streamed"),
+        ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "unless PYTHONHASHSEED is set"),
+        ({"lora_config": object()}, "unless lora_storage is true"),
+    ],
+)
+def test_unknown_facts_give_a_note(make: Callable[..., Fingerprint], changes: dict[str, Any], sentence: str) -> None:
+    note = make(**changes).note
+    assert note.startswith("storage tiers are refused unless")
+    assert sentence in note
+    assert len(note.encode()) <= 400
+
+
+def test_a_vllm_with_random_hash_seeds_gives_a_note(
+    make: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("vllm.v1.core.kv_cache_utils.DEFAULT_NONE_HASH_SEED")
+    assert "unless PYTHONHASHSEED is set, because prefix_caching_hash_algo sha256" in make().note
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert make().note == ""
+
+
+def test_facts_that_the_user_vouches_for_give_no_note(
+    make: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert make(tiers={"model_id": "mine"}, model="org/name").note == ""
+    assert make(tiers={"lora_storage": True}, lora_config=object()).note == ""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert make(cache_config__prefix_caching_hash_algo="xxhash_cbor").note == ""

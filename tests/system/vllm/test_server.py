@@ -1,0 +1,355 @@
+"""A real `vllm serve` with tiers: its metrics, what it costs while idle, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from nixl_tiers import cli
+from nixl_tiers.cli import sources
+from nixl_tiers.runtime import control
+from nixl_tiers.vllm import compat
+from tests.support import vllm_cpu
+from tests.support.dashboard import still_unchanged
+from tests.support.file_tier import file_tier
+from tests.support.leaks import command_line, process_tree
+from tests.support.prometheus import Prometheus, program, prometheus
+from tests.support.vllm_server import MetricsPage, VllmServer
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+HOST_ROWS = 8  # about 2.8 MiB each: little more than one prompt
+IDLE_S = 5.0
+WINDOW_S = 60  # of Prometheus' rates
+# What no request and no fault of this test can bring about: what such a query asks for. test_monitoring.py does.
+NOT_SHOWN = {
+    "existence_checks_total": "a shared prefix",
+    "huge_page_bytes": "a machine that has huge pages",
+    "staged": "`staging`, which is off",
+    "denials": "rights that are missing",
+    "unused_chunks_total": "promotions that nobody uses",
+    "failures_total": "moves that fail",
+    "mover_kills_total": "a mover that hangs",
+    "quarantined_chunks": "a mover that cannot be ended",
+    "prefill_tokens_per_s": "another speed than the one that is set",
+    "waiting_requests": "a moment, that a scrape may miss",
+    "queued_chunks": "a moment",
+    "moving_chunks": "a moment",
+    "nixl_tiers:used_bytes) / max by": "a tier over its budget",
+    "May be used: ": "another capacity",
+    "absent(": "an engine that is gone",
+    "vllm:num_requests_running": "an engine without tiers",
+    'misses_total{reason="evicted"}[30m]': "a storage tier that is full",
+    "NixlTiersWastedWaits": "waits in vain that take longer than others: how long those take is the machine's",
+    "model_name) (increase(nixl_tiers:saved": "loads that are slower than computing",
+}
+IDLE_SHARE = 0.05  # of one core, for all processes of the server together
+
+
+@contextmanager
+def serve(tmp_path: Path, *more: str, host: str = "128MiB") -> Iterator[VllmServer]:
+    model = vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
+    tiers = [
+        {"type": "cpu", "capacity": host},
+        # What this user has measured before about staging would be lines in the log.
+        file_tier(tmp_path / "kv", "256MiB", staging="off"),
+    ]
+    options = [
+        "--max-model-len",
+        "2048",
+        "--enable-prompt-tokens-details",
+        "--served-model-name",  # the first is that of metrics
+        "served",
+        str(model),
+        "--kv-transfer-config",
+        json.dumps(vllm_cpu.kv_transfer(tiers)),
+        *more,
+    ]
+    root = str(Path(__file__).parents[3])
+    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    with VllmServer(model, options, {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": paths}, tmp_path / "log") as server:
+        server.start(lambda: None)
+        yield server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[VllmServer]:
+    with serve(tmp_path, host=f"{HOST_ROWS * 3}MiB") as server:
+        yield server
+
+
+@pytest.fixture
+def two_api_servers(tmp_path: Path) -> Iterator[VllmServer]:
+    with serve(tmp_path, "--api-server-count", "2") as server:
+        yield server
+
+
+def processor_s(pids: Iterable[int]) -> float:
+    """Processor time that these processes have used so far."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def file_tier_fails_while_idle(server: VllmServer, tmp_path: Path) -> None:
+    """No request is sent: the engine does not step. Its file tier's mover dies, and cannot open the tier again."""
+    movers = movers_of(server)
+    (tmp_path / "kv").rename(tmp_path / "gone")
+    (tmp_path / "kv").write_text("no directory")
+    for mover in movers:
+        os.kill(mover, signal.SIGKILL)
+
+    def has_failed() -> bool:
+        page = server.metrics()
+        return not page.total("nixl_tiers:up", tier="file") and page.total("nixl_tiers:breaker", tier="file") == 2
+
+    until(has_failed, "the failure to show at /metrics", timeout_s=300)
+    page = server.metrics()
+    (up,) = (sample for sample in page.samples if sample.name == "nixl_tiers:up")
+    assert {name: up.labels[name] for name in ("model_name", "engine")} == labels_of_vllm(page)
+
+
+def labels_of_vllm(page: MetricsPage) -> dict[str, str]:
+    """vLLM's own labels of this server's one engine."""
+    (running, *_) = (sample for sample in page.samples if sample.name == "vllm:num_requests_running")
+    return {name: running.labels[name] for name in ("model_name", "engine")}
+
+
+def test_several_api_servers_show_each_gauge_once_and_as_it_is_now(two_api_servers: VllmServer, tmp_path: Path) -> None:
+    server = two_api_servers
+    prompt = [(13 * i) % 3000 + 100 for i in range(300)]
+    for _ in range(8):  # over both API servers
+        server.ask(prompt, 2)
+
+    def shows_gauges() -> bool:
+        return server.metrics().total("nixl_tiers:up", tier="file") == 1
+
+    until(shows_gauges, "gauges", timeout_s=300)
+    for _ in range(8):
+        samples = [sample for sample in server.metrics().samples if sample.name.startswith("nixl_tiers:")]
+        assert len({(s.name, tuple(sorted(s.labels.items()))) for s in samples}) == len(samples)
+        assert not [sample for sample in samples if "pid" in sample.labels]
+        (up,) = (sample for sample in samples if sample.name == "nixl_tiers:up")
+        assert up.labels == {**labels_of_vllm(server.metrics()), "tier": "file"}
+        (info,) = (sample for sample in samples if sample.name == "nixl_tiers:info")
+        assert info.labels["places"] == f"file: {tmp_path / 'kv'}"
+    page = server.metrics()
+    assert page.total("nixl_tiers:added_chunks_total", tier="cpu", reason="stored") == 2
+    assert page.total("nixl_tiers:misses_total", reason="never_stored") == 2
+    is_cleared_while_idle(server, prompt)
+    file_tier_fails_while_idle(server, tmp_path)
+
+
+def is_cleared_while_idle(server: VllmServer, prompt: list[int]) -> None:
+    """By the command, from another process than the engine's; and it serves on."""
+    assert server.metrics().total("nixl_tiers:chunks") > 0
+    before = server.ask(prompt, 2)
+    assert server._process is not None
+    tree, running = process_tree(server._process.pid), []
+    for pid, connection in control.engines():  # others of this user may run here
+        connection.close()
+        running += [pid] if pid in tree else []
+    (engine,) = running
+    assert cli.main(["clear", "--pid", str(engine), "--yes"]) == 0
+    until(lambda: server.metrics().total("nixl_tiers:chunks") == 0, "an empty engine at /metrics", timeout_s=300)
+    assert server.ask(prompt, 2).token_ids == before.token_ids
+
+
+def prompt_of(seed: int) -> list[int]:
+    """600 tokens, 4 whole blocks."""
+    return [(seed * i) % 3000 + 100 for i in range(600)]
+
+
+def movers_of(server: VllmServer) -> list[int]:
+    assert server._process is not None
+    return [pid for pid, line in process_tree(server._process.pid).items() if "nixl_tiers/mover" in line]
+
+
+def nothing() -> None:
+    pass
+
+
+def load_and_faults(server: VllmServer, tmp_path: Path, scrape: Callable[[], None]) -> None:
+    """Hits from the file tier, rows that are corrupt there, and movers that are killed. `scrape`: by who watches, who
+    would see less on a quick machine."""
+
+    def total(name: str, **labels: str) -> float:
+        server.poke()
+        return server.metrics().total(f"nixl_tiers:{name}", **labels)
+
+    def ask(seed: int) -> None:
+        """And then forget it: the engine at once, the host when the next one needs the room."""
+        until(server.reset_prefix_cache, "no block to be in use", timeout_s=300)
+        server.ask(prompt_of(seed), 2)
+        until(lambda: not total("queued_chunks") + total("moving_chunks"), "quiet", timeout_s=300)
+
+    scrape()
+    for seed in (19, 23, 17):
+        ask(seed)
+        scrape()
+    until(lambda: total("hits_total", tier="file"), "a hit from the file tier", timeout_s=300)
+    for slab in (tmp_path / "kv").rglob("slab-*"):
+        size = slab.stat().st_size
+        with slab.open("r+b") as file:
+            for at in range(0, size, 1 << 20):
+                file.seek(at)
+                file.write(b"damaged")
+    ask(19)
+    scrape()
+    until(lambda: total("removed_chunks_total", reason="corrupt"), "rows that are corrupt", timeout_s=300)
+    for _ in range(2):
+        before = movers_of(server)
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda old=before: set(movers_of(server)) - set(old), "another mover", timeout_s=300)  # type: ignore[misc]
+        until(lambda: total("up", tier="file"), "it to be up", timeout_s=300)
+
+
+def test_a_server_counts_hits_idles_without_cpu_and_exits_on_sigterm(
+    server: VllmServer, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    start = time.time()
+    with watched_by_prometheus(server, tmp_path) as watcher:
+        counts_hits(server, tmp_path)
+        is_measured_by_the_bench(server, tmp_path)
+        everyone = idles_without_cpu(server, watcher)
+        load_and_faults(server, tmp_path, scrape=nothing if watcher is None else watcher.scrape)
+        file_tier_fails_while_idle(server, tmp_path)
+        with subtests.test("what a Prometheus has seen"):
+            if watcher is None:
+                pytest.skip("needs Prometheus (Debian's package prometheus)")
+            for seed in (29, 31):  # of which the tier takes nothing. Counters come with the engine's steps
+                server.ask(prompt_of(seed), 2)
+            shows_load_and_faults(watcher, start)
+    exits_on_sigterm(server, everyone)
+
+
+@contextmanager
+def watched_by_prometheus(server: VllmServer, tmp_path: Path) -> Iterator[Prometheus | None]:
+    """A real one, which scrapes the server, where there is one."""
+    found = program("prometheus")
+    if found is None:
+        yield None
+        return
+    (tmp_path / "prometheus").mkdir()
+    with prometheus(found, tmp_path / "prometheus", server._port) as watcher:
+        yield watcher
+
+
+def shows_load_and_faults(watcher: Prometheus, start: float) -> None:
+    """Each query of the dashboard and each alert that this load and these faults can change has changed."""
+
+    def missing() -> list[str]:
+        unchanged = still_unchanged(watcher, start, WINDOW_S)
+        return [query for query in unchanged if not any(asked in query for asked in NOT_SHOWN)]
+
+    with suppress(AssertionError):
+        until(lambda: not missing(), "every query", timeout_s=30)
+    assert missing() == []
+
+
+def counts_hits(server: VllmServer, tmp_path: Path) -> None:
+    prompt = prompt_of(17)
+    cold = server.ask(prompt, 4)
+    assert server.reset_prefix_cache()
+    warm = server.ask(prompt, 4)
+    assert warm.token_ids == cold.token_ids
+    assert (cold.cached_tokens, warm.cached_tokens) == (0, 512)
+    deadline = time.monotonic() + 300
+    page = server.metrics()
+    # An answer may be read before its step's numbers have come to the server, and rows of a job end before the job.
+    while not (page.total("nixl_tiers:store_seconds_count", tier="file") and page.total("nixl_tiers:hits_total")):
+        assert time.monotonic() < deadline, "nothing reached the file tier, or no hit was counted"
+        server.poke()
+        page = server.metrics()
+    assert page.total("nixl_tiers:hits_total", tier="cpu") == 4
+    assert page.total("nixl_tiers:hit_tokens_total", tier="cpu") == 512
+    assert page.total("nixl_tiers:misses_total", reason="never_stored") == 4
+    assert page.total("nixl_tiers:written_bytes_total", tier="file") > 0
+    assert page.total("nixl_tiers:up", tier="file") == 1
+    assert page.total("nixl_tiers:capacity_bytes", tier="cpu") == (HOST_ROWS * 3) << 20
+    if compat.CacheHitSource:  # vLLM asks from 0.32 on
+        assert page.total("vllm:prompt_tokens_cached_by_source_total", source="host") == 512
+
+    log = server._log.read_text()
+    # Of each tier one line, in vLLM's format, and nothing else while all is well.
+    lines = re.findall(r"INFO \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] nixl_tiers: (\w+ tier|the \w+ tier)", log)
+    assert lines == ["cpu tier", "the file tier"]
+    assert f"the file tier ({tmp_path / 'kv'}, 256 MiB) is up, 0 rows found" in log
+    assert log.count("nixl_tiers: ") == 2, [line for line in log.splitlines() if "nixl_tiers: " in line]
+
+
+def is_measured_by_the_bench(server: VllmServer, tmp_path: Path) -> None:
+    """And reported, by the commands, as an operator would."""
+    shape = ["--prefixes", "2", "--rounds", "2", "--tokens", str(2 * vllm_cpu.BLOCK_TOKENS)]
+    assert benched(server, tmp_path / "bench", *shape) == {"computed": 2, "gpu": 2}
+    assert cli.main(["report", server.url]) == 0
+
+
+def benched(server: VllmServer, out: Path, *shape: str) -> dict[str, int]:
+    """How many answers came from which source."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "SETTLE_S", 60.0)  # a busy server's counters may take a while
+        assert cli.main(["bench", server.url, *shape, "--out", str(out)]) == 0
+    found = json.loads((out / "bench.json").read_text())["sources"]
+    return {source: each["requests"] for source, each in found.items()}
+
+
+@pytest.mark.slow
+def test_the_bench_says_which_tier_answers_came_from(tmp_path: Path) -> None:
+    """Of more prefixes than the engine's own cache holds: host memory, and files after a restart."""
+    prefixes, blocks = 6, 4
+    shape = ["--prefixes", str(prefixes), "--tokens", str(blocks * vllm_cpu.BLOCK_TOKENS), "--seed", "7"]
+
+    few = ["--num-gpu-blocks-override", "18"]
+    with serve(tmp_path, *few) as server:
+        assert benched(server, tmp_path / "stored", *shape, "--rounds", "2") == {"computed": prefixes, "cpu": prefixes}
+
+        def is_written() -> bool:
+            server.poke()
+            return server.metrics().total("nixl_tiers:chunks", tier="file") >= prefixes * blocks
+
+        until(is_written, "all of it in files", timeout_s=300)
+    with serve(tmp_path, *few) as server:
+        until(lambda: server.metrics().total("nixl_tiers:up", tier="file"), "the file tier", timeout_s=300)
+        assert benched(server, tmp_path / "restarted", *shape, "--rounds", "1") == {"file": prefixes}
+
+
+def idles_without_cpu(server: VllmServer, watcher: Prometheus | None) -> dict[int, str]:
+    """Returns its processes."""
+    assert server._process is not None
+    everyone = process_tree(server._process.pid)
+    assert any("nixl_tiers/mover" in line for line in everyone.values())
+    # vLLM's processes spin for a while after the last step, and pages are still being supplied: wait for the quiet.
+    deadline = time.monotonic() + 300
+    share = 1.0
+    with watcher.paused() if watcher is not None else nullcontext():
+        while share >= IDLE_SHARE and time.monotonic() < deadline:
+            before = processor_s(everyone)
+            time.sleep(IDLE_S)
+            share = (processor_s(everyone) - before) / IDLE_S
+    assert share < IDLE_SHARE
+    return everyone
+
+
+def exits_on_sigterm(server: VllmServer, everyone: Mapping[int, str]) -> None:
+    assert server._process is not None
+    server._process.terminate()
+    assert server._process.wait(300) is not None
+    deadline = time.monotonic() + 120
+    while any(command_line(pid) == line for pid, line in everyone.items()):
+        assert time.monotonic() < deadline, "a process outlived the server"
+        time.sleep(0.05)

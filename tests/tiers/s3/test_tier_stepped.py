@@ -1,0 +1,400 @@
+"""A shared bucket that lies, denies, is late or away: what becomes of a row, what is told, and what is asked again.
+
+The tier is the real one, with boto3's real clients; the bucket is in memory (stepped.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.tiers.base import ExistenceAnswer, TierDown, TierRefused
+from nixl_tiers.tiers.s3 import control as control_module
+from nixl_tiers.tiers.s3 import janitor as janitor_module
+from nixl_tiers.tiers.s3.data import DOWNLOAD_S, SLOWEST_BYTES_PER_S
+from nixl_tiers.tiers.s3.existence import TIMEOUT_S
+from tests.support.fake_movers import Clock
+from tests.tiers.s3.stepped import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    ROW,
+    UNREACHABLE,
+    Bucket,
+    Fault,
+    Request,
+    SteppedTier,
+    install,
+    key_of,
+)
+
+OK, CORRUPT, MISSING, FAILED = Outcome.OK, Outcome.CORRUPT, Outcome.MISSING, Outcome.FAILED
+
+
+@pytest.fixture
+def bucket(server_credentials: None, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    bucket = Bucket(Clock(1_800_000_000.0))
+    install(monkeypatch, bucket)
+    return bucket
+
+
+@pytest.fixture
+def make_tier(bucket: Bucket) -> Iterator[Callable[..., SteppedTier]]:
+    made: list[SteppedTier] = []
+
+    def make(**fields: Any) -> SteppedTier:
+        made.append(SteppedTier(bucket, **fields))
+        return made[-1]
+
+    yield make
+    bucket.fault = lambda _: None
+    for each in made:
+        each.release()
+
+
+@pytest.fixture
+def tier(make_tier: Callable[..., SteppedTier]) -> SteppedTier:
+    """Open, with a usage record that grants uploads."""
+    tier = make_tier()
+    tier.open()
+    assert tier.store(0) == [OK], "in one step, as nothing is in the way"
+    return tier
+
+
+def get(request: Request) -> bool:
+    return request.method == "GET" and request.by_nixl
+
+
+class TestRowsThatAreNotTheExpectedOnes:
+    """Bytes are a hit only after their seal is verified."""
+
+    @pytest.fixture(params=["flipped bit", "other key", "other namespace", "other epoch", "cut", "longer", "no seal"])
+    def damaged(self, request: pytest.FixtureRequest, tier: SteppedTier) -> bytes:
+        body = tier.sealed(1)
+        match request.param:
+            case "flipped bit":
+                body[1234] ^= 4
+            case "other key":
+                body = tier.sealed(2)
+            case "other namespace":
+                body = tier.sealed(1, OTHER_NAMESPACE)
+            case "other epoch":
+                body = tier.sealed(1, epoch=7)
+            case "cut":
+                del body[ROW // 2 :]
+            case "longer":
+                body[:0] = bytes(512)
+            case "no seal":
+                body[-512:] = bytes(512)
+        return bytes(body)
+
+    def test_one_is_corrupt_deleted_and_written_again(self, tier: SteppedTier, bucket: Bucket, damaged: bytes) -> None:
+        bucket.put(tier.name(1), damaged)
+        assert tier.load(1, 0) == [CORRUPT, OK]
+        tier.round()
+        assert bucket.rows() == {tier.name(0)}, "nobody else is to load it"
+        questions = bucket.count("HEAD")
+        assert tier.store(1) == [OK]
+        assert bucket.count("HEAD") == questions, "it is known to be gone"
+        assert tier.load(1) == [OK]
+
+    def test_one_is_loaded_twice_before_it_is_deleted(self, tier: SteppedTier, bucket: Bucket, damaged: bytes) -> None:
+        """What is damaged on its way may be good the next time."""
+        good = bytes(tier.sealed(1))
+        bucket.put(tier.name(1), good)
+        bodies = [damaged, good]
+
+        def once(request: Request) -> Fault:
+            if get(request) and request.name == tier.name(1):
+                bucket.objects[request.name] = (bodies.pop(0), bucket.clock.now)
+            return None
+
+        bucket.fault = once
+        assert tier.load(1) == [OK]
+        tier.round()
+        assert tier.name(1) in bucket.objects
+
+    def test_a_reader_deletes_none(self, make_tier: Callable[..., SteppedTier], bucket: Bucket) -> None:
+        reader = make_tier(write="off")
+        reader.tier.open(NAMESPACE, 0)
+        bucket.put(reader.name(1), b"nothing")
+        assert reader.load(1) == [CORRUPT]
+        reader.round()
+        assert reader.name(1) in bucket.objects
+        assert not any(request.method in {"PUT", "POST", "DELETE"} for request in bucket.requests)
+
+    def test_a_row_that_is_not_there_is_a_miss(self, tier: SteppedTier) -> None:
+        assert tier.load(0, 1) == [OK, MISSING]
+
+    def test_a_row_that_is_too_old_is_a_miss_and_deleted(
+        self, make_tier: Callable[..., SteppedTier], bucket: Bucket
+    ) -> None:
+        tier = make_tier(max_age=600)
+        tier.open()
+        now_s = int(bucket.clock.now)
+        for number, age_s in ((1, 700), (2, 500)):
+            bucket.put(tier.name(number), bytes(tier.sealed(number, sealed_at=now_s - age_s)))
+        assert tier.load(1, 2) == [MISSING, OK]
+        tier.round()
+        assert bucket.rows() == {tier.name(2)}
+
+    def test_an_error_page_is_retried_once_and_is_neither_a_row_nor_its_absence(
+        self, tier: SteppedTier, bucket: Bucket
+    ) -> None:
+        bucket.fault = lambda request: (503, "SlowDown") if get(request) else None
+        assert tier.load(0) == [FAILED]
+        assert sum(map(get, bucket.requests)) == 2
+        assert tier.name(0) in bucket.objects
+        bucket.fault = lambda _: None
+        assert tier.load(0) == [OK]
+
+    def test_an_old_error_page_is_not_taken_for_an_answer(self, tier: SteppedTier, bucket: Bucket) -> None:
+        tier.load(1)  # its page stays in the staging row
+        bucket.fault = lambda request: 500 if get(request) else None
+        assert tier.load(0) == [FAILED]
+
+    def test_a_download_that_does_not_end_is_given_up_and_its_row_is_used_again_when_it_has(
+        self, tier: SteppedTier, bucket: Bucket
+    ) -> None:
+        """Its bytes may still land there."""
+        batch = tier.tier.load(tier.moves([0]))
+        free = len(tier.tier._transfers.data.free_staging)
+        bucket.clock.now += DOWNLOAD_S + ROW / SLOWEST_BYTES_PER_S + 0.1
+        tier.round(moves=False)
+        tier.round(moves=False)
+        assert tier.finished[batch] == [FAILED]
+        assert len(tier.tier._transfers.data.free_staging) == free
+        assert tier.tier.busy
+        bucket.move()
+        tier.round()
+        assert len(tier.tier._transfers.data.free_staging) == free + 1
+        assert not tier.tier.busy
+
+
+class TestQuestions:
+    @pytest.mark.parametrize(
+        ("fault", "absent"),
+        [((404, "NoSuchKey"), True), ((403, "AccessDenied"), False), (500, False), (503, False), (UNREACHABLE, False)],
+    )
+    def test_only_an_answer_that_a_row_is_not_there_says_so(
+        self, tier: SteppedTier, bucket: Bucket, fault: Fault, absent: bool
+    ) -> None:
+        bucket.fault = lambda request: fault if request.method == "HEAD" else None
+        tier.ask(0)
+        tier.round()
+        assert tier.tier.existence_answers() == [ExistenceAnswer(1, [key_of(0)] if absent else [])]
+        assert tier.tier.found() == []
+
+    def test_one_that_is_not_answered_in_time_leaves_the_key_unknown(self, tier: SteppedTier, bucket: Bucket) -> None:
+        tier.ask(0)
+        bucket.clock.now += TIMEOUT_S - 0.1
+        assert tier.tier.existence_answers() == []
+        bucket.clock.now += 0.2
+        assert tier.tier.existence_answers() == [ExistenceAnswer(1, [])]
+
+    def test_a_row_of_another_size_is_absent(self, tier: SteppedTier, bucket: Bucket) -> None:
+        bucket.put(tier.name(1), bytes(ROW - 1))
+        tier.ask(1)
+        tier.round()
+        assert tier.tier.existence_answers() == [ExistenceAnswer(1, [key_of(1)])]
+
+    def test_rows_of_others_are_found_with_when_they_were_written(self, tier: SteppedTier, bucket: Bucket) -> None:
+        bucket.put(tier.name(1), bytes(tier.sealed(1)))
+        written_s = int(bucket.clock.now)
+        bucket.clock.now += 50.0
+        tier.found.clear()
+        tier.ask(1)
+        tier.round()
+        tier.tier.existence_answers()
+        assert [(entry.key, entry.tick) for entry in tier.tier.found()] == [(key_of(1), written_s)]
+        assert tier.load(1) == [OK]
+
+    def test_after_a_reset_none_of_before_is_answered(self, tier: SteppedTier) -> None:
+        tier.ask(0)
+        tier.tier.open(OTHER_NAMESPACE, 0)
+        tier.round()
+        assert tier.tier.existence_answers() == []
+        assert tier.tier.found() == []
+
+    def test_a_row_that_is_there_is_not_uploaded(self, tier: SteppedTier, bucket: Bucket) -> None:
+        bucket.put(tier.name(1), bytes(tier.sealed(1)))
+        uploads = bucket.count("PUT")
+        assert tier.store(1) == [Outcome.FOUND]
+        assert bucket.count("PUT") == uploads
+
+    def test_an_upload_that_may_have_arrived_is_found(self, tier: SteppedTier, bucket: Bucket) -> None:
+        batch = tier.begin_store(1)
+        tier.round(moves=False)
+        (upload,) = bucket.on_their_way
+        bucket.put(upload.name, bytes(tier.sealed(1)))
+        bucket.fault = lambda request: 504 if request.by_nixl else None
+        assert tier.end(batch) == [FAILED]
+        bucket.fault = lambda _: None
+        assert tier.store(1) == [Outcome.FOUND]
+
+
+KINDS: dict[str, tuple[Callable[[Request], bool], str]] = {
+    "put": (lambda request: request.method == "PUT", "s3:PutObject"),
+    "get": (lambda request: request.method == "GET" and bool(request.name), "s3:GetObject"),
+    "head": (lambda request: request.method == "HEAD" and bool(request.name), "s3:GetObject"),
+    "delete": (lambda request: request.method == "POST", "s3:DeleteObject"),
+    "list": (lambda request: request.is_listing, "s3:ListBucket"),
+}
+
+
+class TestDenials:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_each_kind_is_told_with_its_right_and_cleared_when_it_is_allowed_again(
+        self, tier: SteppedTier, bucket: Bucket, kind: str
+    ) -> None:
+        matches, right = KINDS[kind]
+        numbers = itertools.count(2)
+
+        def use() -> dict[str, str]:
+            """Every kind of request; what is told then, but for what follows from it."""
+            bucket.put(tier.name(1), b"of another size")
+            tier.load(0, 1)
+            tier.store(next(numbers))
+            tier.ask(next(numbers))
+            tier.pass_time(120.0)
+            return {kind: text for kind, text in tier.tier.denials.items() if kind != "shared prefix"}
+
+        assert use() == {}
+        bucket.fault = lambda request: (403, "AccessDenied") if matches(request) else None
+        told = use()
+        assert set(told) == {kind}
+        assert f"; the right is {right}" in told[kind]
+        bucket.fault = lambda _: None
+        assert use() == {}
+        assert tier.tier.denials == {}
+        assert tier.store(next(numbers)) == [OK]
+
+    @pytest.mark.parametrize("status", [408, 409, 429, 500, 503])
+    def test_errors_of_a_busy_server_are_none(self, tier: SteppedTier, bucket: Bucket, status: int) -> None:
+        bucket.fault = lambda request: (status, "SlowDown")
+        tier.load(0)
+        tier.store(2)
+        tier.ask(3)
+        tier.pass_time(40.0)
+        assert tier.tier.denials == {}
+
+    def test_one_for_a_single_object_of_a_delete_is_told_and_asked_for_again(
+        self, tier: SteppedTier, bucket: Bucket
+    ) -> None:
+        bucket.put(tier.name(1), b"bad")
+        bucket.denied_deletes = {tier.name(1)}
+        tier.load(1)
+        tier.round()
+        assert set(tier.tier.denials) == {"delete"}
+        assert tier.name(1) in bucket.objects
+        bucket.denied_deletes = set()
+        bucket.clock.now += 60.0
+        tier.round()
+        assert tier.name(1) not in bucket.objects
+
+    def test_a_page_that_is_not_s3s_is_told_and_counts_nothing(self, tier: SteppedTier, bucket: Bucket) -> None:
+        before = tier.tier.used_bytes
+        bucket.fault = lambda request: b"<html><body>Sign in</body></html>" if request.is_listing else None
+        bucket.clock.now += 40.0
+        tier.janitor_step()
+        assert "not S3's" in tier.tier.denials["list"]
+        assert tier.tier.used_bytes == before == 0
+
+    def test_uploads_that_fail_for_an_unknown_reason_are_looked_into_once_a_minute(
+        self, tier: SteppedTier, bucket: Bucket
+    ) -> None:
+        """NIXL does not say why."""
+
+        def fail(request: Request) -> Fault:
+            return (403, "QuotaExceeded") if request.method == "PUT" and not request.name.startswith("p/.l") else None
+
+        bucket.fault = fail
+        probes = [request for request in bucket.requests if request == Request("PUT", "p/.probe")]
+        for number in range(2, 6):
+            assert tier.store(number) == [FAILED]
+            tier.round()
+        assert bucket.requests.count(Request("PUT", "p/.probe")) == len(probes) + 1
+        assert "QuotaExceeded" in tier.tier.denials["put"]
+
+
+class TestDeletes:
+    def test_an_upload_waits_for_the_delete_of_its_name_that_is_on_its_way(
+        self, tier: SteppedTier, bucket: Bucket
+    ) -> None:
+        """One that arrives after the upload would delete the new object."""
+        name = tier.name(1)
+        tier.control._in_flight_deletes = frozenset({name})
+        batch = tier.begin_store(1)
+        for _ in range(5):
+            tier.round()
+        assert batch not in tier.finished
+        assert name not in bucket.objects
+        tier.control._in_flight_deletes = frozenset()
+        assert tier.end(batch) == [OK]
+
+    def test_a_queued_one_is_cancelled_by_an_upload(self, tier: SteppedTier, bucket: Bucket) -> None:
+        tier.control.delete([tier.name(1)])
+        batch = tier.begin_store(1)
+        tier.questions.run()
+        tier.tier.poll()
+        assert not tier.control.has_pending_deletes
+        assert tier.end(batch) == [OK]
+        tier.round()
+        assert tier.name(1) in bucket.objects
+
+    def test_no_upload_waits_for_one_that_has_failed(self, tier: SteppedTier, bucket: Bucket) -> None:
+        bucket.put(tier.name(1), b"bad")
+        bucket.fault = lambda request: 503 if request.method == "POST" else None
+        tier.load(1)
+        tier.control_steps()
+        assert tier.control.deletes_backing_off
+        assert tier.store(1) == [OK], "it is queued again, and so cancelled"
+
+    def test_what_this_engine_evicts_stays_for_others(self, tier: SteppedTier, bucket: Bucket) -> None:
+        tier.tier.delete([(0, key_of(0))])
+        tier.round()
+        assert tier.name(0) in bucket.objects
+
+
+class TestOpening:
+    def test_a_bucket_that_there_is_not_is_refused(self, make_tier: Callable[..., SteppedTier], bucket: Bucket) -> None:
+        bucket.fault = lambda _: (404, "NoSuchBucket")
+        with pytest.raises(TierRefused, match=r"^bucket: there is no"):
+            make_tier().open()
+
+    @pytest.mark.parametrize("fault", [UNREACHABLE, 500, 503, (403, "Forbidden"), (400, "ExpiredToken")])
+    def test_anything_else_is_down_and_opens_when_it_is_over(
+        self, make_tier: Callable[..., SteppedTier], bucket: Bucket, fault: Fault
+    ) -> None:
+        tier = make_tier()
+        bucket.fault = lambda _: fault
+        with pytest.raises(TierDown) as error:
+            tier.open()
+        assert "tiers-test" not in str(error.value), "no credential"
+        bucket.fault = lambda _: None
+        tier.open()
+        assert tier.store(1) == [OK]
+
+
+class TestClose:
+    def test_no_thread_is_waited_for_longer_than_its_time(
+        self, tier: SteppedTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """However the server hangs."""
+        for module in (control_module, janitor_module):
+            monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 2.0)
+        waited: list[float] = []
+        hung = SimpleNamespace(join=waited.append, is_alive=lambda: True)
+        tier.control._thread = hung  # type: ignore[assignment]
+        assert tier.rows._janitor is not None
+        tier.rows._janitor._thread = hung  # type: ignore[assignment]
+        tier.ask(1)
+        tier.questions.begin(1)
+        tier.tier.close()
+        assert waited == [2.0, 2.0]
+        assert not tier.questions.was_waited_for
+        assert not tier.control.idle

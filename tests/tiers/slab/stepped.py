@@ -1,0 +1,157 @@
+"""A whole slab tier, step by step: no thread of Python runs, and time passes when the test says so. The native worker
+moves the rows."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.tiers import disk
+from nixl_tiers.tiers.base import Entry, Move
+from nixl_tiers.tiers.slab import growth, journal, shard, slabs
+from nixl_tiers.tiers.slab import tier as tier_module
+from nixl_tiers.tiers.slab.tier import SlabTier
+from tests.mover.harness import NAMESPACE, key_of, payload
+from tests.support.by_hand import HandPool, HandThread
+from tests.support.fake_movers import Clock
+from tests.support.file_tier import file_config
+
+GEOMETRY = Geometry(2, 30_000, 3)  # both cells and the seal have padding
+ROWS = 16
+CAPACITY = 16 << 20
+DAY_S = 1_800_000_000.0
+DONE_S = 60.0  # for the kernel to end what the worker has begun
+
+
+class Threads:
+    """Those of all tiers. `pools`: by the prefix of their threads' names, the newest."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+        self.pools: dict[str, HandPool] = {}
+        for module in (disk, shard, slabs, tier_module):
+            monkeypatch.setattr(module, "ThreadPoolExecutor", self._pool)
+        named = {"Condition": threading.Condition, "Event": threading.Event}
+        thread = partial(HandThread, at_once=True)
+        monkeypatch.setattr(slabs, "threading", SimpleNamespace(Thread=thread, **named))
+        thread = partial(HandThread, at_once=False)
+        monkeypatch.setattr(journal, "threading", SimpleNamespace(Thread=thread, **named))
+        time = SimpleNamespace(monotonic=clock, monotonic_ns=lambda: int(clock.now * 1e9), time=lambda: DAY_S)
+        for each in (disk, growth, journal, tier_module):
+            monkeypatch.setattr(each, "time", time)
+
+    def _pool(self, _: int, *, thread_name_prefix: str = "") -> HandPool:
+        self.pools[thread_name_prefix] = HandPool(at_once=True)
+        return self.pools[thread_name_prefix]
+
+
+class SteppedSlabs:
+    """`on_step`: what is looked at after each step."""
+
+    def __init__(
+        self, path: Path, clock: Clock, *, capacity: int = CAPACITY, namespace: bytes = NAMESPACE, **fields: Any
+    ):
+        self.path = path
+        self.clock = clock
+        self.day_s = DAY_S
+        self.region = HostRegion.create(GEOMETRY, ROWS)
+        config = file_config(path, capacity, staging="off", **fields)
+        self.tier = SlabTier(config, GEOMETRY, self.region, lambda: self.day_s)
+        self.on_step: Callable[[], object] = lambda: None
+        self.ended: dict[int, Sequence[Outcome]] = {}
+        self.slots = 0
+
+    def open(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> list[Entry]:
+        """And list what is there."""
+        self.slots = self.tier.open(namespace, epoch)
+        self.journal_step()  # it reads the file
+        found: list[Entry] = []
+        for batch in self.tier.list_rows():
+            found += batch
+            if not batch:
+                self.journal_step()
+        return found
+
+    def journal_step(self) -> None:
+        assert self.tier._open is not None
+        self.tier._open.journal._turn(closing=False)
+
+    def step(self) -> None:
+        self.clock.now += 0.01
+        if self.tier.wake_fd is not None and (self.tier._moves.loads.running or self.tier._moves.stores.running):
+            select.select([self.tier.wake_fd], [], [], DONE_S)
+        for done in self.tier.poll():
+            self.ended[done.batch_id] = done.outcomes
+        self.on_step()
+        self.journal_step()
+        self.on_step()
+
+    def maintain(self) -> list[Entry]:
+        gone: list[Entry] = []
+        for batch in self.tier.maintain():
+            gone += batch
+            self.step()
+        return gone
+
+    def end(self, batch_id: int) -> list[Outcome]:
+        for _ in range(1000):
+            if batch_id in self.ended:
+                return list(self.ended.pop(batch_id))
+            self.step()
+        raise AssertionError("a batch does not end")
+
+    def begin_store(self, numbers: Sequence[int], slots: Sequence[int] | None = None) -> int:
+        moves = []
+        for row, number in enumerate(numbers):
+            self.region.rows_view[row] = payload(number, GEOMETRY)
+            slot = number if slots is None else slots[row]
+            moves.append(Move(row, slot, key_of(number), tick=number + 1, seal=True))
+        return self.tier.store(moves)
+
+    def store(self, numbers: Sequence[int], slots: Sequence[int] | None = None) -> list[Outcome]:
+        return self.end(self.begin_store(numbers, slots))
+
+    def load(self, numbers: Sequence[int], slots: Sequence[int] | None = None) -> list[Outcome]:
+        """An OK row holds what was stored under that key."""
+        self.region.rows_view[:] = 0xEE
+        places = numbers if slots is None else slots
+        moves = [Move(row, slot, key_of(n)) for row, (n, slot) in enumerate(zip(numbers, places, strict=True))]
+        outcomes = self.end(self.tier.load(moves))
+        for row, (number, outcome) in enumerate(zip(numbers, outcomes, strict=True)):
+            if outcome is Outcome.OK:
+                assert holds(self.region, row, number), f"wrong bytes for key {number}"
+        return outcomes
+
+    def copy(self, to: Path) -> Path:
+        """What a kill at this moment leaves."""
+        return Path(shutil.copytree(self.path, to))
+
+    def close(self) -> None:
+        self.tier.close()
+        self.region.close()
+
+
+def holds(region: HostRegion, row: int, number: int) -> bool:
+    wanted, size = payload(number, GEOMETRY), GEOMETRY.cell_payload
+    starts = range(0, GEOMETRY.cells * GEOMETRY.cell_bytes, GEOMETRY.cell_bytes)
+    return all((region.rows_view[row][at : at + size] == wanted[at : at + size]).all() for at in starts)
+
+
+def number_of(entry: Entry) -> int:
+    return int(entry.key[4:])
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        (byte,) = os.pread(file.fileno(), 1, at)
+        os.pwrite(file.fileno(), bytes([byte ^ (1 << bit)]), at)

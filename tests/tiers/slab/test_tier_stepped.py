@@ -1,0 +1,378 @@
+"""The slab tier, step by step: rows that are damaged, disks that are full, kills at any moment, and the byte budget."""
+
+from __future__ import annotations
+
+import errno
+import random
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.tiers.base import TierDown
+from nixl_tiers.tiers.slab import slabs as slabs_module
+from nixl_tiers.tiers.slab import worker
+from nixl_tiers.tiers.slab.growth import OVERDUE_S, RETRY_S
+from nixl_tiers.tiers.slab.journal_file import JournalFile
+from tests.mover.harness import NAMESPACE, key_of, shard_dir
+from tests.support.disks import disk_bytes
+from tests.support.fake_movers import Clock
+from tests.tiers.slab.stepped import GEOMETRY, ROWS, SteppedSlabs, Threads, flip, number_of
+
+pytestmark = pytest.mark.skipif(not worker.available(), reason="the native worker was not built")
+
+OK, CORRUPT, MISSING, FAILED, NO_SPACE = (
+    Outcome.OK,
+    Outcome.CORRUPT,
+    Outcome.MISSING,
+    Outcome.FAILED,
+    Outcome.NO_SPACE,
+)
+ROW = GEOMETRY.row_bytes
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Threads:
+    return Threads(monkeypatch, clock)
+
+
+@pytest.fixture
+def make(threads: Threads, clock: Clock, tmp_path: Path) -> Iterator[Callable[..., SteppedSlabs]]:
+    made: list[SteppedSlabs] = []
+
+    def make(path: Path = tmp_path / "kv", **fields: Any) -> SteppedSlabs:
+        made.append(SteppedSlabs(path, clock, **fields))
+        return made[-1]
+
+    yield make
+    for pool in threads.pools.values():  # a close waits for what runs
+        pool.at_once = True
+        pool.run()
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def stored(make: Callable[..., SteppedSlabs]) -> SteppedSlabs:
+    """Open, with ROWS rows."""
+    one = make()
+    assert one.open() == []
+    assert one.store(range(ROWS)) == [OK] * ROWS
+    one.step()
+    return one
+
+
+def slab(path: Path, namespace: bytes = NAMESPACE) -> Path:
+    return shard_dir(path, namespace) / "slab-00000.kv"
+
+
+def again(make: Callable[..., SteppedSlabs], path: Path, **fields: Any) -> tuple[SteppedSlabs, list[int]]:
+    """Opened after a kill: the tier, and which rows it lists."""
+    one = make(path, **fields)
+    return one, sorted(number_of(entry) for entry in one.open())
+
+
+class TestRowsThatAreNotTheExpectedOnes:
+    """Bytes are a hit only after their seal is verified."""
+
+    PLACES = (0, 7, GEOMETRY.cell_payload - 1, GEOMETRY.cell_bytes, ROW - GEOMETRY.seal_bytes, ROW - 1)
+
+    @pytest.mark.parametrize("place", [*PLACES, *random.Random(7).choices(range(ROW), k=6)])
+    def test_a_flipped_bit_anywhere_is_corrupt_and_forgotten(
+        self, stored: SteppedSlabs, make: Callable[..., SteppedSlabs], tmp_path: Path, place: int
+    ) -> None:
+        flip(slab(stored.path), 3 * ROW + place, place % 8)
+        assert stored.load(range(6)) == [OK, OK, OK, CORRUPT, OK, OK]
+        stored.step()
+        _, listed = again(make, stored.copy(tmp_path / "copy"))
+        assert listed == [n for n in range(ROWS) if n != 3]
+        assert stored.store([3]) == [OK], "and may be written again"
+        assert stored.load([3]) == [OK]
+
+    def test_a_row_in_anothers_place_is_corrupt(self, stored: SteppedSlabs) -> None:
+        with slab(stored.path).open("r+b") as file:
+            file.seek(5 * ROW)
+            row = file.read(ROW)
+            file.seek(2 * ROW)
+            file.write(row)
+        assert stored.load([2, 5]) == [CORRUPT, OK]
+
+    @pytest.mark.parametrize(("namespace", "epoch"), [(bytes(16), 0), (NAMESPACE, 7)], ids=["namespace", "epoch"])
+    def test_a_row_of_another_namespace_or_epoch_is_corrupt(
+        self, stored: SteppedSlabs, make: Callable[..., SteppedSlabs], tmp_path: Path, namespace: bytes, epoch: int
+    ) -> None:
+        other = make(tmp_path / "other")
+        other.open(namespace, epoch)
+        assert other.store(range(ROWS)) == [OK] * ROWS
+        shutil.copyfile(slab(other.path, namespace), slab(stored.path))
+        assert stored.load(range(ROWS)) == [CORRUPT] * ROWS
+
+    def test_rows_behind_the_end_of_a_slab_that_was_cut_fail_alone(self, stored: SteppedSlabs) -> None:
+        with slab(stored.path).open("r+b") as file:
+            file.truncate(4 * ROW + 100)
+        outcomes = stored.load(range(8))
+        assert outcomes[:4] == [OK] * 4
+        assert OK not in outcomes[4:]
+        stored.clock.now += 10.0
+        with pytest.raises(TierDown, match="cut short"):
+            stored.tier.poll()
+
+    def test_a_row_that_is_too_old_is_a_miss_and_its_bytes_are_erased(self, make: Callable[..., SteppedSlabs]) -> None:
+        one = make(max_age=3600)
+        one.open()
+        assert one.store(range(4)) == [OK] * 4
+        one.day_s += 1800
+        assert one.store([8]) == [OK]
+        one.day_s += 1900
+        assert one.load([0, 8]) == [MISSING, OK]
+        assert {entry.key for entry in one.maintain()} <= {key_of(number) for number in range(4)}
+        raw = np.frombuffer(slab(one.path).read_bytes(), np.uint8)
+        assert not raw[: 4 * ROW].any()
+        assert raw[8 * ROW : 9 * ROW].any()
+        assert one.load([0, 1, 8]) == [MISSING, MISSING, OK]
+
+
+class TestKills:
+    """At any moment; what is on the disk then is all that the next mover has."""
+
+    def test_no_row_is_wrong_and_none_that_was_reported_is_lost(
+        self, make: Callable[..., SteppedSlabs], tmp_path: Path
+    ) -> None:
+        """Rows are stored over others, deleted, and stored into their slots."""
+        one, chance = make(), random.Random(3)
+        one.open()
+        held: dict[int, int] = {}  # slot -> key
+        leaves: list[tuple[Path, dict[int, int], set[int]]] = []
+        busy: set[int] = set()
+
+        def leave() -> None:
+            if chance.random() < 0.12:
+                leaves.append((one.copy(tmp_path / f"leaf-{len(leaves)}"), dict(held), set(busy)))
+
+        one.on_step = leave
+        for turn in range(25):
+            slots = chance.sample(range(12), 4)
+            numbers = [100 * turn + slot for slot in slots]
+            for slot in slots:
+                if slot in held:
+                    one.tier.delete([(slot, key_of(held.pop(slot)))])
+            busy = set(slots)
+            assert one.store(numbers, slots) == [OK] * 4
+            held |= dict(zip(slots, numbers, strict=True))
+            busy = set()
+            for _ in range(2):
+                one.step()
+        assert len(leaves) > 5
+        for path, expected, in_doubt in leaves:
+            after = make(path)
+            found = {entry.slot: number_of(entry) for entry in after.open()}
+            for slot, number in found.items():
+                (outcome,) = after.load([number], [slot])  # which compares the bytes
+                assert outcome is OK or slot in in_doubt
+            assert {slot: n for slot, n in found.items() if slot not in in_doubt} == expected
+            after.close()
+            after.close = lambda: None  # type: ignore[method-assign]
+
+    @pytest.mark.parametrize("damage", ["deleted", "emptied", "zeroed", "noise", "header"])
+    def test_rows_outlive_their_journal(
+        self, stored: SteppedSlabs, make: Callable[..., SteppedSlabs], tmp_path: Path, damage: str
+    ) -> None:
+        (found,) = stored.copy(tmp_path / "copy").rglob("*journal*")
+        raw = found.read_bytes()
+        match damage:
+            case "deleted":
+                found.unlink()
+            case "emptied":
+                found.write_bytes(b"")
+            case "zeroed":
+                found.write_bytes(bytes(len(raw)))
+            case "noise":
+                found.write_bytes(random.Random(1).randbytes(len(raw)))
+            case "header":
+                flip(found, 9)
+        one, listed = again(make, tmp_path / "copy")
+        assert listed == [*range(ROWS)]
+        assert one.load(range(ROWS)) == [OK] * ROWS
+
+    def test_a_slot_is_overwritten_only_when_the_file_does_not_name_its_old_key_any_more(
+        self, stored: SteppedSlabs, make: Callable[..., SteppedSlabs], tmp_path: Path
+    ) -> None:
+        """A row that is there under another key would be a miss, and its own lost."""
+        before = slab(stored.path).read_bytes()
+        batch = stored.begin_store([50], [4])
+        stored.tier.poll()
+        assert slab(stored.path).read_bytes() == before
+        stored.journal_step()
+        _, listed = again(make, stored.copy(tmp_path / "copy"))
+        assert listed == [*range(ROWS)], "by its seal"
+        assert stored.end(batch) == [OK]
+
+    def test_no_store_begins_while_not_even_the_header_can_be_written(
+        self, stored: SteppedSlabs, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: object) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(JournalFile, "_write_at", fail)
+        before = slab(stored.path).read_bytes()
+        assert stored.store([50], [4]) == [FAILED]
+        assert slab(stored.path).read_bytes() == before
+        assert stored.load([0]) == [OK]
+
+
+class TestTheBudget:
+    def test_namespaces_in_turn_stay_within_it_at_every_step(self, make: Callable[..., SteppedSlabs]) -> None:
+        """Old ones make room, and each uses what it may."""
+        capacity = 4 << 20
+        one = make(capacity=capacity)
+        most = 0
+
+        def look() -> None:
+            nonlocal most
+            most = max(most, disk_bytes(one.path))
+
+        one.on_step = look
+        for turn in range(4):
+            one.open(bytes([turn]) * 16)
+            look()
+            for start in range(0, one.slots - ROWS, ROWS):
+                outcomes = one.store(range(start, start + ROWS))
+                assert set(outcomes) == {OK}
+        assert 0.75 * capacity < most <= capacity
+
+    def test_it_holds_while_deletes_and_stores_race(self, make: Callable[..., SteppedSlabs]) -> None:
+        """Each store takes the slots of rows that were just evicted; some jobs wait for the journal or for growth."""
+        capacity, chance = 3 << 20, random.Random(1)
+        one = make(capacity=capacity)
+        one.open()
+        one.on_step = lambda: _within(one.path, capacity)
+        held = dict.fromkeys(range(one.slots), -1)
+        number = 0
+        open_batches: dict[int, list[int]] = {}
+        for _ in range(150):
+            used = {slot for slots in open_batches.values() for slot in slots}
+            slots = [slot for slot in chance.sample(sorted(held), 4) if slot not in used]
+            gone = [(slot, key_of(held[slot])) for slot in slots if held[slot] >= 0]
+            if gone:
+                one.tier.delete(gone)
+            if slots:
+                numbers = [number := number + 1 for _ in slots]
+                open_batches[one.begin_store(numbers, slots)] = slots
+                held |= dict(zip(slots, numbers, strict=True))
+            if chance.random() < 0.7:
+                one.step()
+            if chance.random() < 0.1:
+                one.maintain()
+            for batch in [*open_batches]:
+                if batch in one.ended:
+                    assert set(one.ended.pop(batch)) == {OK}
+                    del open_batches[batch]
+        assert one.tier.used_bytes <= capacity
+
+    def test_a_smaller_capacity_keeps_what_fits(
+        self, stored: SteppedSlabs, make: Callable[..., SteppedSlabs], tmp_path: Path
+    ) -> None:
+        capacity = 1 << 20
+        one, listed = again(make, stored.copy(tmp_path / "copy"), capacity=capacity)
+        assert 0 < len(listed) < ROWS
+        assert max(listed) < one.slots
+        _within(one.path, capacity)
+        assert one.load(listed) == [OK] * len(listed)
+
+    def test_an_empty_tail_is_given_back(self, make: Callable[..., SteppedSlabs]) -> None:
+        one = make(capacity=32 << 20)
+        one.open()
+        for start in range(0, one.slots - ROWS, ROWS):
+            assert set(one.store(range(start, start + ROWS))) == {OK}
+        one.step()
+        before = disk_bytes(one.path)
+        one.tier.delete([(n, key_of(n)) for n in range(8, one.slots)])
+        one.maintain()
+        assert disk_bytes(one.path) < before / 2
+        assert one.load(range(8)) == [OK] * 8
+        assert one.store([200], [one.slots - 1]) == [OK], "it grows again"
+
+
+def _within(path: Path, capacity: int) -> None:
+    assert disk_bytes(path) <= capacity
+
+
+class TestAFullDisk:
+    @pytest.fixture
+    def full(self, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+        """While it is not empty, the file system has no room."""
+        full: list[bool] = []
+        fallocate = slabs_module.fallocate
+
+        def allocate(descriptor: int, offset: int, nbytes: int, mode: int = 0) -> int:
+            return errno.ENOSPC if full and not mode else fallocate(descriptor, offset, nbytes, mode)
+
+        monkeypatch.setattr(slabs_module, "fallocate", allocate)
+        return full
+
+    def test_rows_without_room_are_told_so_and_others_are_served(
+        self, make: Callable[..., SteppedSlabs], full: list[bool]
+    ) -> None:
+        one = make(capacity=64 << 20)
+        one.open()
+        assert one.store(range(4)) == [OK] * 4
+        allocated = one.tier._open.slabs.end  # type: ignore[union-attr]
+        full.append(True)
+        assert one.store([allocated + 1]) == [NO_SPACE]
+        assert one.tier.slots == allocated, "the core evicts to store more"
+        assert one.load(range(4)) == [OK] * 4
+        assert one.store([50], [2]) == [OK], "there is room in what is allocated"
+        full.clear()
+        one.clock.now += RETRY_S + 0.1
+        one.maintain()
+        assert one.tier.slots == one.slots
+        assert one.store([allocated + 1]) == [OK]
+
+    def test_a_growth_that_hangs_holds_up_only_what_needs_it_and_not_for_ever(
+        self, make: Callable[..., SteppedSlabs], threads: Threads
+    ) -> None:
+        """As while a process that stands still holds the path's lock."""
+        one = make(capacity=64 << 20)
+        one.open()
+        assert one.store(range(4)) == [OK] * 4
+        threads.pools["allocator"].at_once = False
+        allocated = one.tier._open.slabs.end  # type: ignore[union-attr]
+        waits = one.begin_store([allocated + 1])
+        for _ in range(5):
+            one.step()
+        assert waits not in one.ended
+        assert one.load(range(4)) == [OK] * 4
+        one.clock.now += OVERDUE_S
+        assert one.end(waits) == [NO_SPACE]
+        assert one.store([50], [2]) == [OK]
+        threads.pools["allocator"].run()
+        threads.pools["allocator"].at_once = True
+        one.clock.now += RETRY_S + 0.1
+        one.step()
+        one.maintain()
+        assert one.store([allocated + 1]) == [OK]
+
+
+def test_files_are_private_to_the_user(stored: SteppedSlabs) -> None:
+    for each in (stored.path, *stored.path.rglob("*")):
+        assert stat.S_IMODE(each.stat().st_mode) == (0o700 if each.is_dir() else 0o600)
+
+
+def test_a_clean_close_leaves_all_rows_in_the_order_of_their_use(
+    stored: SteppedSlabs, make: Callable[..., SteppedSlabs]
+) -> None:
+    stored.tier.touch([3], [1000])
+    stored.close()
+    stored.close = lambda: None  # type: ignore[method-assign]
+    entries = make().open()
+    assert [number_of(entry) for entry in entries] == [*(n for n in range(ROWS) if n != 3), 3]

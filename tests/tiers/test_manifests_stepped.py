@@ -1,0 +1,150 @@
+"""The keeper of a manifest, step by step: when it is written, and that a medium that hangs holds up nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import SimpleNamespace
+
+import pytest
+
+from nixl_tiers.base.manifest import REFRESH_S, RETRY_S, Description, Manifest
+from nixl_tiers.tiers import manifests
+from nixl_tiers.tiers.manifests import CHECK_S, CLOSE_S, ManifestKeeper, ManifestMedium
+from tests.support.fake_movers import Clock
+
+NAMESPACE = bytes(range(16)).hex()
+ABOUT = Description(model="org/model", revision="abc", dtype="bfloat16", vllm="0.32.0", note="test rows")
+
+
+class Medium(ManifestMedium):
+    """`room`: whether there is any; `fails`: what each call raises."""
+
+    def __init__(self) -> None:
+        self.rows = True
+        self.room = True
+        self.fails: Exception | None = None
+        self.raw: bytes | None = None
+        self.writes = 0
+
+    def _called(self) -> None:
+        if self.fails is not None:
+            raise self.fails
+
+    def is_wanted(self) -> bool:
+        self._called()
+        return self.rows
+
+    def read(self, namespace: str) -> bytes | None:
+        self._called()
+        return self.raw if namespace == NAMESPACE else None
+
+    def write(self, raw: bytes) -> bool:
+        self._called()
+        if self.room:
+            self.raw = raw
+            self.writes += 1
+        return self.room
+
+    def other_bytes(self) -> Mapping[str, int] | None:
+        return {}
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.medium = Medium()
+        self.clock = Clock(1_800_000_000.0)
+        self.keeper = ManifestKeeper(4096, "node/1/abcd")
+        self.own = Manifest(NAMESPACE, ABOUT.checked(), 4096, 0, "node/1/abcd")
+        self.used_s = 0.0
+
+    def step(self, after_s: float = 0.0, *, last: bool = False) -> float:
+        """The pause that it asks for."""
+        self.clock.now += after_s
+        self.used_s, pause_s = self.keeper.step(self.own, self.medium, self.clock, self.used_s, last=last)
+        return pause_s
+
+    @property
+    def written(self) -> Manifest:
+        assert self.medium.raw is not None
+        found = Manifest.decode(self.medium.raw)
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_it_is_written_as_soon_as_there_are_rows(rig: Rig) -> None:
+    rig.medium.rows = False
+    assert rig.step() == CHECK_S
+    assert rig.medium.raw is None
+    rig.medium.rows = True
+    rig.step(CHECK_S)
+    assert (rig.written.namespace, rig.written.description) == (NAMESPACE, ABOUT)
+    assert (rig.written.engine, rig.written.row_bytes) == ("node/1/abcd", 4096)
+    assert rig.written.last_used == int(rig.clock.now)
+
+
+def test_its_last_use_is_written_each_hour_and_at_the_end(rig: Rig) -> None:
+    """By the clock of the day, also if that was set, or the machine slept."""
+    rig.step()
+    began_s = rig.written.created
+    for hours in (1, 2):
+        rig.step(REFRESH_S - RETRY_S)
+        assert rig.medium.writes == hours
+        rig.step(RETRY_S)
+        assert rig.medium.writes == hours + 1
+        assert rig.written.last_used == began_s + hours * REFRESH_S
+    rig.step(60.0, last=True)
+    assert rig.written.last_used == began_s + 2 * REFRESH_S + 60
+    assert rig.written.created == began_s
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", bytes(70_000), b'{"format": 1, "namespace": 7}'])
+def test_a_damaged_one_is_replaced(rig: Rig, raw: bytes) -> None:
+    rig.medium.raw = raw
+    rig.step()
+    assert rig.written.namespace == NAMESPACE
+
+
+def test_without_room_it_is_tried_again(rig: Rig) -> None:
+    rig.medium.room = False
+    assert rig.step() == RETRY_S
+    assert rig.medium.raw is None
+    rig.medium.room = True
+    rig.step(RETRY_S)
+    assert rig.written.namespace == NAMESPACE
+
+
+def test_a_medium_that_fails_is_logged_once_and_tried_again(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    for error in (OSError(30, "Read-only file system"), ZeroDivisionError(), OSError(30, "Read-only file system")):
+        rig.medium.fails = error
+        assert rig.step(RETRY_S) == RETRY_S
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "cannot be written (Read-only file system)" in caplog.text
+    rig.medium.fails = None
+    rig.step(RETRY_S)
+    assert rig.written.namespace == NAMESPACE
+
+
+class TestStop:
+    """By what the keeper's thread is told, and how long it is waited for."""
+
+    def test_a_medium_that_hangs_is_left_alone(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        waited: list[float] = []
+        hung = SimpleNamespace(start=lambda: None, join=waited.append, is_alive=lambda: True)
+        monkeypatch.setattr(manifests, "threading", SimpleNamespace(Thread=lambda **_: hung))
+        rig.keeper.description = ABOUT
+        rig.keeper.serve(NAMESPACE, 0, rig.medium, rig.clock)
+        assert not rig.keeper.stop(last=True)
+        assert waited == [CLOSE_S]
+        assert rig.keeper.stop(), "nothing is kept any more"
+
+    @pytest.mark.parametrize(("last", "writes"), [(True, 1), (False, 0)])
+    def test_the_last_step_is_made_only_if_it_is_wanted(self, rig: Rig, last: bool, writes: int) -> None:
+        rig.keeper._stops.put(last)
+        rig.keeper._keep(rig.own, rig.medium, rig.clock, rig.keeper._stops)
+        assert rig.medium.writes == writes
