@@ -2,7 +2,8 @@
 #
 #   make demo                       a real vLLM server, a hit from every tier, a table and a plot; S3=moto or the URL of
 #                                   a server that runs, OUT=demo-out, PROMPT_TOKENS=6032
-#   make test                       the tests
+#   make test                       the pure tests, and a smoke test of each thing that runs
+#   make test-all                   the others too, an hour; failed ones are run twice more, test-out/flaky.json
 #   make t T=tests/core/test_breaker.py   one file, directory or test, and nothing collected beside it
 #   make faults                     every fault on every tier; writes bench/results/faults.json and docs/internals/faults.md
 #   make stress                     random load, aborts and resets on vLLM, every answer checked; half an hour and more
@@ -130,16 +131,16 @@ check-dist: $(VENV)/.ready $(DIST_TOOLS)/.ready
 	NIXL_TIERS_DIST=dist $(PY) -m pytest -q tests/system/test_dist.py
 	$(PY) -m tools.sbom dist/*.whl dist/sbom.cdx.json
 
-# First what needs vLLM, which only these two workers import: each has its engines compute on a core of its own, where no
-# other engine's threads spin. The rest waits for processes and servers nearly half of its time, so that four at a time
-# have room on 2 cores. tests/support/order.py begins what takes long.
-FAST := not slow and not faults and not stress
+# The pure tree and the smoke tests of tests/system: first what needs no vLLM, then what does, in one process, as importing
+# vLLM takes long. tests/support/order.py begins what takes long.
+GATE := (pure or smoke) and not slow
+NEED_VLLM := tests/vllm tests/system/vllm
 NONE_CHOSEN := 5
-ENGINES := $(if $(filter 0,$(JOBS)),,-n 2 --dist loadfile --no-loadscope-reorder --own-core)
 test: $(VENV)/.ready
-	$(PY) -m pytest tests/vllm $(ENGINES) -m '$(FAST)' $(PYTEST_ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
-	$(PY) -m pytest --ignore tests/vllm -n $(JOBS) --dist worksteal -m '$(FAST)' $(PYTEST_ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
+	$(PY) -m pytest $(NEED_VLLM:%=--ignore %) -n $(JOBS) --dist worksteal -m '$(GATE)' $(PYTEST_ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
+	$(PY) -m pytest $(NEED_VLLM) -m '$(GATE)' $(PYTEST_ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
 
+FAST := not slow and not faults and not stress
 # Without tests/vllm, unless T is there: importing vLLM takes longer than most files of tests.
 T :=
 t: $(VENV)/.ready
@@ -160,11 +161,15 @@ $(PROMETHEUS):
 compiled: $(VENV)/.ready
 	@$(PY) -m pytest --collect-only -qq >/dev/null 2>&1 || true
 
-# A failed test of tests/system is run twice more: tests/support/retries.py.
+# All but `make stress` and `make torture`, the cheap first. Each of two workers has its engines compute on a core of its
+# own, where no other engine's threads spin. A failed test of tests/system is run twice more: tests/support/retries.py.
 FLAKY := test-out/flaky.json
-test-all: $(VENV)/.ready
+REST := not (pure or smoke or stress) or (pure and slow)
+ENGINES := $(if $(filter 0,$(JOBS)),,-n 2 --dist loadfile --no-loadscope-reorder --own-core)
+test-all: test
 	@rm -f $(FLAKY)
-	$(PY) -m pytest --flaky-log $(FLAKY) $(PYTEST_ARGS)
+	$(PY) -m pytest $(NEED_VLLM:%=--ignore %) -n $(JOBS) --dist worksteal -m '$(REST)' --flaky-log $(FLAKY) $(PYTEST_ARGS); first=$$?; \
+	    $(PY) -m pytest $(NEED_VLLM) $(ENGINES) -m '$(REST)' --flaky-log $(FLAKY) $(PYTEST_ARGS) && exit $$first
 
 # Takes half an hour, more on a slow machine.
 faults: $(VENV)/.ready

@@ -1,7 +1,7 @@
 """How many bytes of KV cache a token has, by a model's config.json: what vLLM allocates for it, without vLLM.
 
-Only for kinds of models whose layers in vLLM are known and tested (`tests/system/vllm/test_kv_bytes.py`): a number that is
-wrong costs more than none.
+Only for kinds of models whose layers in vLLM are known and tested (`tests/system/vllm/test_kv_bytes.py`): a number that
+is wrong costs more than none.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import pytest
 TESTS: Final = Path(__file__).parents[1]
 ELSEWHERE: Final = (TESTS / "system", TESTS / "hardware")
 """Where tests may do all of that."""
+MOST_SMOKE: Final = 40
 
 _EVENTS: Final = {
     "subprocess.Popen": "a process",
@@ -57,8 +58,8 @@ def _no_start(thread: threading.Thread) -> None:
     _start(thread)
 
 
-time.sleep = _no_sleep
-threading.Thread.start = _no_start  # type: ignore[method-assign]
+time.sleep = _no_sleep  # type: ignore[assignment]
+threading.Thread.start = _no_start  # type: ignore[assignment,method-assign]
 
 
 def is_pure(item: pytest.Item) -> bool:
@@ -66,6 +67,17 @@ def is_pure(item: pytest.Item) -> bool:
     return not any(map(item.get_closest_marker, ("gpu", "gds", "vllm"))) and not any(
         place in item.path.parents for place in ELSEWHERE
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the items of the pure tree, which `make test` runs whole, and bounds what it runs of tests/system."""
+    for item in items:
+        if is_pure(item):
+            item.add_marker(pytest.mark.pure)
+    smoke = [item.nodeid for item in items if item.get_closest_marker("smoke")]
+    if len(smoke) > MOST_SMOKE:
+        raise pytest.UsageError(f"{len(smoke)} items are marked `smoke`, and `make test` has room for {MOST_SMOKE}")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -88,7 +100,8 @@ def nothing_but_computing(request: pytest.FixtureRequest) -> Iterator[None]:
     if not is_pure(request.node):
         yield
         return
-    _seen = seen = []
+    seen: list[str] = []
+    _seen = seen
     try:
         yield
     finally:

@@ -25,6 +25,7 @@ from tests.test_examples import EXAMPLES, ROOT
 CHUNK: Final = 100_000
 
 
+@pytest.mark.smoke
 def test_store_finds_in_a_second_process_what_the_first_has_put(tmp_path: Path) -> None:
     config = json.loads((EXAMPLES / "configs/laptop.json").read_text())
     config["tiers"][0]["capacity"] = "32MiB"

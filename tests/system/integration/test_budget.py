@@ -45,7 +45,7 @@ def use(store: nixl_tiers.TieredStore, nbytes: int, seed: int, tier: str = "file
 
 @pytest.mark.parametrize(
     ("layout", "engines"),
-    [("slabs", 2), pytest.param("files", 1, marks=pytest.mark.slow), ("files", 2)],
+    [pytest.param("slabs", 2, marks=pytest.mark.smoke), pytest.param("files", 1, marks=pytest.mark.slow), ("files", 2)],
     ids=str,
 )
 def test_ten_times_the_budget_in_three_namespaces_in_turn(tmp_path: Path, layout: str, engines: int) -> None:

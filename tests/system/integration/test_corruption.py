@@ -105,7 +105,7 @@ def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
         return Slabs(tmp_path / "kv")
     if request.param == "files":
         return Files(tmp_path / "kv")
-    server: S3Server = request.getfixturevalue("any_s3")
+    server: S3Server = request.getfixturevalue("fast_s3")
     bucket: Callable[[S3Server], str] = request.getfixturevalue("s3_bucket")
     request.getfixturevalue("s3_credentials")(server)
     return Objects(server, bucket(server), request.getfixturevalue("s3_prefix"))
@@ -118,6 +118,7 @@ def open_store(medium: Medium, salt: str = "") -> nixl_tiers.TieredStore:
     return store
 
 
+@pytest.mark.smoke
 def test_any_corruption_is_a_counted_miss(medium: Medium) -> None:
     name = medium.tier["type"]
     keys, rows = chunks(6, SIZE)

@@ -204,7 +204,14 @@ def black_hole() -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+SMOKE = ("sys.exit", "SIGTERM", "SIGKILL")
+
+
+def marks(case: Case) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.smoke] if case.name in SMOKE else []
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=marks(case)) for case in CASES])
 def test_nothing_is_leaked(case: Case, tmp_path: Path, black_hole: str) -> None:
     mark = uuid.uuid4().hex
     temporary = tmp_path / "tmp"

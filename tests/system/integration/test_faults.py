@@ -66,7 +66,9 @@ def is_up(store: nixl_tiers.TieredStore, tier: str = "file") -> bool:
     return serves(store.stats()[tier])
 
 
-@pytest.mark.parametrize("deadly", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "deadly", [pytest.param(signal.SIGKILL, marks=pytest.mark.smoke), signal.SIGSEGV, signal.SIGTERM]
+)
 def test_a_dead_mover_is_replaced_without_losing_stored_rows(tmp_path: Path, deadly: int) -> None:
     keys = keys_of(0, 100)
     with nixl_tiers.open(with_file(tmp_path), SIZE, "n") as store:
@@ -108,6 +110,7 @@ def test_movers_killed_under_load_never_return_a_wrong_byte(tmp_path: Path) -> N
         assert verified_hits(store, keys) == 20
 
 
+@pytest.mark.smoke
 def test_a_stopped_mover_is_a_miss_within_wait_s(tmp_path: Path) -> None:
     keys = keys_of(0, 60)
     with nixl_tiers.open(with_file(tmp_path, wait_s=3.0), SIZE, "n") as store:

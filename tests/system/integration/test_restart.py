@@ -153,6 +153,7 @@ def test_listed_rows_are_used_evicted_and_listed_again(tmp_path: Path) -> None:
         assert coordinator.locate([key(2), key(ROWS - 2)]) == ["stub"] * 2
 
 
+@pytest.mark.smoke
 def test_a_restarted_mover_lists_all_rows_again(tmp_path: Path) -> None:
     with coordinator_over_many_rows(tmp_path, slots=ROWS) as coordinator:
         load(coordinator, ROWS - 1)

@@ -52,7 +52,12 @@ def check(store: nixl_tiers.TieredStore, keys: list[bytes], rows: np.ndarray) ->
 
 
 @pytest.mark.parametrize(
-    "size", [64 * KIB, *(pytest.param(size, marks=pytest.mark.slow) for size in (256 * KIB, 2_949_120)), 8 * MIB]
+    "size",
+    [
+        pytest.param(64 * KIB, marks=pytest.mark.smoke),
+        *(pytest.param(size, marks=pytest.mark.slow) for size in (256 * KIB, 2_949_120)),
+        8 * MIB,
+    ],
 )
 def test_each_tier_returns_what_was_put(size: int, tmp_path: Path, objects: dict[str, Any]) -> None:
     keys, rows = chunks(10, size)
@@ -107,6 +112,7 @@ def test_prefetched_rows_are_in_host_memory_before_anybody_gets_them(tmp_path: P
         store.prefetch(keys)
 
 
+@pytest.mark.smoke
 def test_another_namespace_salt_or_chunk_size_never_hits(tmp_path: Path) -> None:
     keys, rows = chunks(4, 64 * KIB)
     files = file_tier(tmp_path, 16 * MIB)
@@ -128,7 +134,7 @@ def test_another_namespace_salt_or_chunk_size_never_hits(tmp_path: Path) -> None
         check(store, keys, rows)
 
 
-@pytest.mark.parametrize("on_reset", ["new_epoch", "keep"])
+@pytest.mark.parametrize("on_reset", [pytest.param("new_epoch", marks=pytest.mark.smoke), "keep"])
 def test_after_a_reset_nothing_is_a_hit_unless_kept(tmp_path: Path, on_reset: str) -> None:
     keys, rows = chunks(6, 64 * KIB)
     with nixl_tiers.open(

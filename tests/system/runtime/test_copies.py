@@ -17,7 +17,7 @@ from nixl_tiers.tiers.base import Move
 from tests.mover.harness import key_of, payload
 from tests.runtime.test_copies import KEYS
 from tests.support.times import changed
-from tests.tiers import file_tiers
+from tests.system.tiers import file_tiers
 
 
 def test_get_holds_stores_while_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:

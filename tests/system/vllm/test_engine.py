@@ -52,6 +52,7 @@ def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
     return [answer["tokens"] for answer in answers]
 
 
+@pytest.mark.smoke
 def test_one_prompt_through_every_tier(
     engine: Engine, prompts: list[list[int]], moto: MotoServer, tmp_path: Path
 ) -> None:
@@ -99,6 +100,21 @@ def test_one_prompt_through_every_tier(
     assert (stats["s3"]["hits"], stats["s3"]["bytes_read"]) == (chunks, payload)
     assert stats["file"]["hits"] == 0
     assert all(tier["corrupt"] == tier["failed"] == 0 for tier in stats.values())
+
+
+@pytest.mark.smoke
+def test_after_a_reset_everything_is_computed_again(engine: Engine, small_model: Path, tmp_path: Path) -> None:
+    prompt = [(7 * i * i + 3 * i) % 500 + 1 for i in range(700)]
+    ask = ["generate", [prompt], 16]
+    tiers = {"tiers": [CPU, file_tier(tmp_path / "kv", "64MiB")]}
+    options: dict[str, Any] = {"path": small_model, "skip_tokenizer_init": True, "dtype": "float32"}
+    cold, _, _, cpu, _, after, stats = engine(
+        tiers, ask, ["flush"], ["forget"], ask, ["reset"], ask, ["stats"], **options
+    )
+    assert [answer[0]["cached"] for answer in (cold, cpu, after)] == [0, len(prompt) // BLOCK * BLOCK, 0]
+    assert len(set(cold[0]["tokens"])) > 2, "a model that always repeats one token shows nothing"
+    assert tokens(cold) == tokens(cpu) == tokens(after)
+    assert stats["file"]["hits"] == stats["file"]["corrupt"] == 0
 
 
 def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: list[list[int]], tmp_path: Path) -> None:

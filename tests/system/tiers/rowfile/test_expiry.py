@@ -20,8 +20,8 @@ from nixl_tiers.tiers.rowfile.tier import RowFileTier
 from nixl_tiers.tiers.rowfile.transfers import TOUCH_S
 from tests.mover.harness import NAMESPACE, key_of, wait_until
 from tests.support.file_tier import file_config
+from tests.system.tiers import file_tiers
 from tests.system.tiers.file_tiers import AGE_S, CAPACITY, DAY_S, GEOMETRY, Clock, gone, load
-from tests.tiers import file_tiers
 
 
 class Server(ServerTime):
