@@ -20,13 +20,12 @@ import msgspec
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import loop as loop_module
 from nixl_tiers.mover import process as process_module
 from nixl_tiers.mover.loop import MAX_QUEUED, RETRY_S, Mover, run_loop, turn
-from nixl_tiers.mover.process import ORPHAN_EXIT_S, STOP_EXIT_S
 from nixl_tiers.mover.protocol import (
-    HEARTBEAT_S,
     MAX_PACKET,
     CheckExistence,
     Configure,
@@ -52,6 +51,7 @@ from tests.support.by_hand import HandPool
 from tests.support.fake_movers import Clock
 
 GEOMETRY = Geometry(1, 4096)
+HEARTBEAT_S = PRODUCTION.heartbeat_s
 NAMESPACE = bytes(range(16))
 ENGINE_FD, SIGTERM_FD = 10_001, 10_002  # what else the loop watches; ready when the engine dies, and at SIGTERM
 
@@ -433,7 +433,7 @@ class TestTheWatchdog:
         waits = Waits(rig, clock)
         waits.most = 20_000 if busy else 40
         monkeypatch.setattr(loop_module, "time", SimpleNamespace(monotonic=clock, sleep=passes))
-        monkeypatch.setattr(loop_module, "rearm_watchdog", lambda: armed.append(clock.now))
+        monkeypatch.setattr(loop_module, "rearm_watchdog", lambda _: armed.append(clock.now))
         assert not run_loop(rig.mover, rig.theirs, waits, {ENGINE_FD, SIGTERM_FD})  # type: ignore[arg-type]
         assert clock.now > 103.0
         assert armed[0] == 100.0
@@ -467,7 +467,7 @@ class TestItsExit:
         rig.open()
         process_module._exit(rig.mover, orphaned=False)
         assert rig.closed.exists()
-        assert limits == [STOP_EXIT_S]
+        assert limits == [PRODUCTION.stop_exit_s]
 
     def test_an_orphan_finishes_what_ends_soon_and_writes_what_is_pending(
         self, rig: Rig, limits: list[float], clock: Clock
@@ -481,7 +481,7 @@ class TestItsExit:
         process_module._exit(rig.mover, orphaned=True)
         assert rig.tier.gave_up
         assert rig.closed.exists()
-        assert limits == [ORPHAN_EXIT_S]
+        assert limits == [PRODUCTION.orphan_exit_s]
 
     def test_an_orphan_whose_transfers_do_not_end_exits_without_closing(
         self, rig: Rig, limits: list[float], clock: Clock
@@ -495,8 +495,8 @@ class TestItsExit:
         began_s = clock.now
         process_module._exit(rig.mover, orphaned=True)
         assert not rig.closed.exists()
-        assert clock.now - began_s < ORPHAN_EXIT_S
-        assert limits == [ORPHAN_EXIT_S]
+        assert clock.now - began_s < PRODUCTION.orphan_exit_s
+        assert limits == [PRODUCTION.orphan_exit_s]
 
 
 class Exited(BaseException):
@@ -562,7 +562,7 @@ class TestItsProcess:
         region = HostRegion.create(GEOMETRY, 4)
         loops: list[Any] = []
         monkeypatch.setattr(process_module.signal, "signal", lambda *_: None)
-        monkeypatch.setattr(process_module, "rearm_watchdog", lambda: None)
+        monkeypatch.setattr(process_module, "rearm_watchdog", lambda _: None)
         monkeypatch.setattr(process_module, "limit_exit", lambda _: None)
         monkeypatch.setattr(process_module, "_set_up_logging", lambda _: None)
         monkeypatch.setattr(HostRegion, "map_pages", lambda _: None)  # on threads
