@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from nixl_tiers.base.clock import COUNTED_S, RunningClock
-from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.memory.columns import ListedColumns
 from nixl_tiers.mover import child
 from nixl_tiers.mover.handler import Turn
@@ -35,10 +34,15 @@ from nixl_tiers.mover.protocol import (
 from nixl_tiers.mover.restarts import KILLS_AN_HOUR
 from nixl_tiers.mover.supervisor import IDLE_S, REAP_TIMEOUT_S, TICK_S, UNREAPED_S, Supervisor
 from tests.support.fake_movers import Clock, FakeMovers, FakeProcess, SteppedSupervisor
+from tests.support.times import changed
 
 NAMESPACE = bytes(range(16))
 OPEN = Open(NAMESPACE, 0)
-BACKOFF_S = PRODUCTION.restart_backoff_s
+TIMES = changed(
+    heartbeat_timeout_s=18.0, start_timeout_s=50.0, send_timeout_s=100.0, restart_backoff_s=(0.06, 1.2, 4.0, 12.0, 50.0)
+)
+"""Not production's: each mover has the times of its Configure."""
+BACKOFF_S = TIMES.restart_backoff_s
 
 
 class Handler:
@@ -101,7 +105,7 @@ class Rig:
         self.movers = movers
         self.handler = Handler()
         self.clock = Clock()
-        configures = [Configure({"type": "any"}, 1, 4096, 1, 4)] * count
+        configures = [Configure({"type": "any"}, 1, 4096, 1, 4, times=TIMES)] * count
         names = [f"tier{number}" for number in range(count)]
         self.supervisor = Supervisor(configures, names, 0, self.handler, source(self.clock))
         self.stepped = SteppedSupervisor(self.supervisor, self.clock)
@@ -177,7 +181,7 @@ def two(make_rig: Callable[..., Rig]) -> Rig:
 class TestWhatGetsAMoverKilled:
     def test_no_heartbeat_for_its_timeout_and_no_sooner(self, two: Rig) -> None:
         silent, other = two.alive
-        two.step_on(PRODUCTION.heartbeat_timeout_s, but_for=silent)
+        two.step_on(TIMES.heartbeat_timeout_s, but_for=silent)
         assert two.handler.ends == []
         two.step_on(0.5, but_for=silent)
         assert two.handler.ends == ["killed 0"]
@@ -192,7 +196,7 @@ class TestWhatGetsAMoverKilled:
         rig.step()
         rig.step(BACKOFF_S[0])
         (new,) = rig.alive
-        rig.step(PRODUCTION.start_timeout_s)
+        rig.step(TIMES.start_timeout_s)
         assert new.kills == 0
         rig.step(0.1)
         assert new.kills == 1
@@ -221,7 +225,7 @@ class TestWhatGetsAMoverKilled:
         """There are no heartbeats any more."""
         deaf, other = two.alive
         deaf.hang_up()
-        two.step_on(PRODUCTION.heartbeat_timeout_s + 0.5, but_for=deaf)
+        two.step_on(TIMES.heartbeat_timeout_s + 0.5, but_for=deaf)
         assert (deaf.kills, other.kills) == (1, 0)
 
     def test_a_message_that_cannot_be_applied(self, two: Rig) -> None:
@@ -237,7 +241,7 @@ class TestWhatGetsAMoverKilled:
         while not two.supervisor._movers[0]._unsent:  # type: ignore[union-attr]
             two.handler.to_send = [(0, packet)]
             two.step()
-        two.step_on(PRODUCTION.send_timeout_s - 1.0)
+        two.step_on(TIMES.send_timeout_s - 1.0)
         assert full.kills == 0
         two.step_on(2.0)
         assert (full.kills, other.kills) == (1, 0)
@@ -265,7 +269,7 @@ class TestWhatGetsNoMoverKilled:
         def take_long(_: int) -> None:
             two.handler.during = lambda _: None
             two.alive[1].beat()
-            two.clock.now += 2 * PRODUCTION.heartbeat_timeout_s
+            two.clock.now += 2 * TIMES.heartbeat_timeout_s
 
         for tier in (0, 1):
             two.handler.during = take_long
@@ -282,7 +286,7 @@ class TestWhatGetsNoMoverKilled:
             rig.beat()
             rig.step(1.0)
         assert rig.handler.ends == []
-        assert PRODUCTION.heartbeat_timeout_s > COUNTED_S
+        assert TIMES.heartbeat_timeout_s > COUNTED_S
 
 
 class TestUntilItIsQuiet:
