@@ -137,8 +137,8 @@ GATE := (pure or smoke) and not slow
 NEED_VLLM := tests/vllm tests/system/vllm
 NONE_CHOSEN := 5
 test: $(VENV)/.ready
-	$(PY) -m pytest $(NEED_VLLM:%=--ignore %) -n $(JOBS) --dist worksteal -m '$(GATE)' $(PYTEST_ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
-	$(PY) -m pytest $(NEED_VLLM) -m '$(GATE)' $(PYTEST_ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
+	$(PY) -m pytest $(NEED_VLLM:%=--ignore %) -n $(JOBS) --dist worksteal --durations 10 -m '$(GATE)' $(PYTEST_ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
+	$(PY) -m pytest $(NEED_VLLM) --durations 10 -m '$(GATE)' $(PYTEST_ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
 
 FAST := not slow and not faults and not stress
 # Without tests/vllm, unless T is there: importing vLLM takes longer than most files of tests.
@@ -168,8 +168,8 @@ REST := not (pure or smoke or stress) or (pure and slow)
 ENGINES := $(if $(filter 0,$(JOBS)),,-n 2 --dist loadfile --no-loadscope-reorder --own-core)
 test-all: test
 	@rm -f $(FLAKY)
-	$(PY) -m pytest $(NEED_VLLM:%=--ignore %) -n $(JOBS) --dist worksteal -m '$(REST)' --flaky-log $(FLAKY) $(PYTEST_ARGS); first=$$?; \
-	    $(PY) -m pytest $(NEED_VLLM) $(ENGINES) -m '$(REST)' --flaky-log $(FLAKY) $(PYTEST_ARGS) && exit $$first
+	$(PY) -m pytest $(NEED_VLLM:%=--ignore %) -n $(JOBS) --dist worksteal -m '$(REST)' --flaky-log=$(FLAKY) $(PYTEST_ARGS); first=$$?; \
+	    $(PY) -m pytest $(NEED_VLLM) $(ENGINES) -m '$(REST)' --flaky-log=$(FLAKY) $(PYTEST_ARGS) && exit $$first
 
 # Takes half an hour, more on a slow machine.
 faults: $(VENV)/.ready

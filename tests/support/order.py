@@ -1,8 +1,9 @@
 """A plugin of pytest: with `-n`, the files that take longest are begun first, so that none is left to one worker at the
-end while the others have nothing to do."""
+end while the others have nothing to do. With `--order-seed N` all tests come in an order of chance instead."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from itertools import chain, islice
 from typing import Final
@@ -66,8 +67,15 @@ def dealt(files: Sequence[str], workers: int) -> list[int]:
     return [*order, *others]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--order-seed", metavar="N", type=int, help="run the tests in the order of this seed")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seed := config.getoption("--order-seed")) is not None:
+        random.Random(seed).shuffle(items)
+        return
     workers: int = getattr(config, "workerinput", {}).get("workercount", 1)
     if workers > 1:
         if config.getoption("dist") == "loadfile":  # whoever is done takes the next file
