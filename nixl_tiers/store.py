@@ -16,12 +16,13 @@ import numpy as np
 
 from nixl_tiers.base.chunk import Geometry, Key, Namespace, check_key
 from nixl_tiers.base.manifest import Description
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.fields import shown
 from nixl_tiers.config.schema import ConfigError, TiersConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.blocking import Interrupts, StallTimeout
-from nixl_tiers.runtime.coordinator import CLOSE_TIMEOUT_S, Coordinator
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store_get import StoreGet
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-READY_S: Final = 10.0  # of `open`, unless the configuration says otherwise
 PUT_KEYS: Final = 1024  # whose rows are allocated in one hold of the lock
 
 
@@ -51,6 +51,11 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
     Raises ConfigError (one sentence) if the configuration can never work, RegionError (a RuntimeError) if
     the memory for the cpu tier cannot be allocated.
     """
+    return open_with(PRODUCTION, config, chunk_bytes, namespace, description)
+
+
+def open_with(times: Times, config: Any, chunk_bytes: int, namespace: str, description: str = "") -> TieredStore:
+    """`open` with other times than production's, for tests."""
     checked = config if isinstance(config, TiersConfig) else configuration.load(_source(config))
     chunk_bytes = _chunk_bytes(chunk_bytes)
     _check_namespace(namespace)
@@ -65,7 +70,8 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
     region.prefault()
     try:
         about = Description(model=namespace, note=description)
-        return TieredStore(Coordinator.open(checked, Namespace.of(facts), region, ready_s=READY_S, description=about))
+        name, ready_s = Namespace.of(facts), times.ready_s
+        return TieredStore(Coordinator.open(checked, name, region, ready_s=ready_s, description=about, times=times))
     except BaseException:
         region.close()
         raise
@@ -245,10 +251,10 @@ class TieredStore:
         with self._call():
             self.coordinator.reset()
 
-    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Close the store. Moves that are running are finished, for at most `timeout_s` seconds. Chunks that are not
-        written to a storage tier yet are lost: `flush` first, or configure `flush_on_exit_s` for tiers with
-        `write: on_evict`. A second call, and one in a forked child, does nothing."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Close the store. Moves that are running are finished, for at most `timeout_s` seconds (default 10).
+        Chunks that are not written to a storage tier yet are lost: `flush` first, or configure `flush_on_exit_s` for
+        tiers with `write: on_evict`. A second call, and one in a forked child, does nothing."""
         self.coordinator.close(timeout_s)
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from nixl_tiers.base.policies import DEFAULT_PROBE_S, DEFAULT_WAIT_S
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.core.breaker import BreakerLimits
 
 PIN_MARGIN_S: Final = 20.0  # beyond `wait_s`: what a scheduler may take to load what was promoted
@@ -20,9 +21,9 @@ class Limits:
     # A job's soft deadline is a multiple of the time that the tier's throughput lets expect, at least
     # `soft_deadline_min_s`, at most `wait_s`: its requests recompute then. The hard deadline, after which the mover is
     # killed, is four times as long, with bounds of its own.
-    soft_deadline_min_s: float = 5.0
-    hard_deadline_min_s: float = 30.0
-    hard_deadline_max_s: float = 120.0
+    soft_deadline_min_s: float = PRODUCTION.late_job_s
+    hard_deadline_min_s: float = PRODUCTION.overdue_job_s[0]
+    hard_deadline_max_s: float = PRODUCTION.overdue_job_s[1]
     assumed_bytes_per_s: float = 4e6  # of a tier without samples
     retry_s: float = 5.0  # back-off of a row whose load failed; doubles each time
     retry_max_s: float = 600.0
@@ -34,8 +35,8 @@ class Limits:
     absent_s: float = 30.0  # negative cache: an absent key is not checked again sooner
     absent_keys: int = 65536  # of one tier's negative cache
     # A promotion waits so long for write-back to free a row, and then evicts unwritten ones. For half of it a mover may
-    # hold up stores while the engine copies rows out of the host (HOLD_S of tiers/moves.py).
-    clean_wait_s: float = 0.5
+    # hold up stores while the engine copies rows out of the host (`stores_held_s` of base/times.py).
+    clean_wait_s: float = PRODUCTION.clean_wait_s
     store_hold_s: float = 0.5  # promotions hold up a tier's stores so long; then a window goes (`StoreThrottle`)
     hold_share: float = 0.25  # of the host rows: with more to write to a tier, promotions do not hold that up
     load_share: float = 0.10  # of the host rows: what may be under promotion at once

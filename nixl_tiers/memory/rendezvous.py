@@ -21,11 +21,11 @@ from typing import Final, NamedTuple
 
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.base.policies import HugePages
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
 
 ADDRESS_PREFIX: Final = "nixl-tiers-"
-_ANSWER_S: Final = 2.0  # how long it waits for one of them to answer: a stopped one must not block the rest
 _RETRY_S: Final = 0.01
 
 _REQUEST: Final = struct.Struct("<8s6Q")
@@ -88,14 +88,15 @@ def rendezvous(
     *,
     huge_pages: HugePages = HugePages.AUTO,
     copies: int = 1,
+    answer_s: float = PRODUCTION.rendezvous_answer_s,
 ) -> HostRegion:
     """Create the region `name`, or attach to the one that another of its `processes` (this one included) has created.
 
     `name` must belong to one start of one engine: processes of different starts must not meet. All must ask for the
     same geometry, rows, copies of each cell (HostRegion.create) and number of processes. One that calls this n times
-    counts as n processes. RegionError says what differs, what is short, or which process did not answer within
-    `timeout_s`. A process that comes after the owner died, while others have its region already, gets a new one:
-    `identity` and missing fingerprints show that.
+    counts as n processes. The owner waits `answer_s` for each. RegionError says what differs, what is short, or which
+    process did not answer within `timeout_s`. A process that comes after the owner died, while others have its region
+    already, gets a new one: `identity` and missing fingerprints show that.
     """
     if processes < 1:
         raise RegionError(f"region {name!r} needs at least one process, not {processes}")
@@ -104,7 +105,7 @@ def rendezvous(
         return sizes.create(huge_pages)
     deadline = time.monotonic() + timeout_s
     while True:
-        region = _create(name, sizes, huge_pages) or _ask_owner(name, sizes, deadline)
+        region = _create(name, sizes, huge_pages, answer_s) or _ask_owner(name, sizes, deadline)
         if region is not None:
             return region
         if time.monotonic() >= deadline:
@@ -112,7 +113,7 @@ def rendezvous(
         time.sleep(_RETRY_S)
 
 
-def _create(name: str, sizes: _Sizes, huge_pages: HugePages) -> HostRegion | None:
+def _create(name: str, sizes: _Sizes, huge_pages: HugePages, answer_s: float) -> HostRegion | None:
     """Become the owner, or None if another process is."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -131,9 +132,8 @@ def _create(name: str, sizes: _Sizes, huge_pages: HugePages) -> HostRegion | Non
     listener.setblocking(False)
     listener.listen(128)
     wake = os.eventfd(0, os.EFD_CLOEXEC)
-    server = threading.Thread(
-        target=_serve, args=(listener, wake, os.dup(region.fd), sizes), name=f"nixl_tiers region {name}", daemon=True
-    )
+    arguments = listener, wake, os.dup(region.fd), sizes, answer_s
+    server = threading.Thread(target=_serve, args=arguments, name=f"nixl_tiers region {name}", daemon=True)
     server.start()
 
     def stop() -> None:
@@ -146,7 +146,7 @@ def _create(name: str, sizes: _Sizes, huge_pages: HugePages) -> HostRegion | Non
     return region
 
 
-def _serve(listener: socket.socket, wake: int, fd: int, sizes: _Sizes) -> None:
+def _serve(listener: socket.socket, wake: int, fd: int, sizes: _Sizes, answer_s: float) -> None:
     """Send the region until all processes have it, or `wake` signals that the region is closed. An engine may compile
     for as long as it likes before its scheduler asks."""
     missing = sizes.processes - 1
@@ -160,17 +160,17 @@ def _serve(listener: socket.socket, wake: int, fd: int, sizes: _Sizes) -> None:
                 return
             if ready:
                 with contextlib.suppress(OSError), listener.accept()[0] as peer:
-                    missing -= _hand_over(peer, fd, sizes)
+                    missing -= _hand_over(peer, fd, sizes, answer_s)
     finally:
         listener.close()
         os.close(fd)
 
 
-def _hand_over(peer: socket.socket, fd: int, sizes: _Sizes) -> bool:
+def _hand_over(peer: socket.socket, fd: int, sizes: _Sizes, answer_s: float) -> bool:
     """Whether this peer has the region now."""
     if identity(peer)[1] != os.geteuid():
         return False
-    peer.settimeout(_ANSWER_S)
+    peer.settimeout(answer_s)
     request = _REQUEST.pack(_REQUEST_MAGIC, *sizes)
     if peer.recv(_REQUEST.size) != request:
         peer.send(request)

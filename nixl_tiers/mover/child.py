@@ -20,7 +20,6 @@ import msgspec
 from nixl_tiers.memory import columns
 from nixl_tiers.memory.address_space import AddressSpace
 from nixl_tiers.mover.protocol import (
-    HEARTBEAT_S,
     MAX_PACKET,
     Configure,
     Down,
@@ -33,11 +32,8 @@ from nixl_tiers.mover.protocol import (
     encode,
 )
 
-START_TIMEOUT_S: Final = 60.0  # to the first message: imports and mapping the region
-HEARTBEAT_TIMEOUT_S: Final = 20 * HEARTBEAT_S
 MAX_UNSENT: Final = 1024  # messages
 RESERVED_UNSENT: Final = 16  # of these, for messages that cannot wait: existence checks, Open, Stop
-SEND_TIMEOUT_S: Final = 120.0  # without the socket taking anything, though heartbeats come
 MAX_RECEIVED: Final = 4096  # messages in one call of `receive`; more than a socket's buffer has room for
 FD_SPACE: Final = socket.CMSG_SPACE(array("i").itemsize)  # for one descriptor
 SOCKET_BYTES: Final = 1 << 20
@@ -50,6 +46,7 @@ class Child:
     def __init__(self, configure: Configure, region_fd: int, clock: Callable[[], float]) -> None:
         """Raises OSError if it cannot be started."""
         self._clock = clock
+        self._times = configure.times
         self.memory = AddressSpace()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pipe: tuple[int, ...] = ()
@@ -115,10 +112,11 @@ class Child:
         return 0 if self.killed else max(0, MAX_UNSENT - RESERVED_UNSENT - len(self._unsent))
 
     def send_timed_out(self, now: float) -> bool:
-        return bool(self._unsent) and now - self._sent_s > SEND_TIMEOUT_S
+        return bool(self._unsent) and now - self._sent_s > self._times.send_timeout_s
 
     def heartbeat_timed_out(self, now: float) -> bool:
-        return now - self.received_s > (HEARTBEAT_TIMEOUT_S if self.started else START_TIMEOUT_S)
+        times = self._times
+        return now - self.received_s > (times.heartbeat_timeout_s if self.started else times.start_timeout_s)
 
     def send(self, message: ToMover | bytes) -> None:
         """Queue a message, which may be encoded already; `flush` sends it. A no-op after `kill`.

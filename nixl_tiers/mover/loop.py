@@ -23,7 +23,6 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.jobs import RunningJobs
 from nixl_tiers.mover.listing import IndexPublisher
 from nixl_tiers.mover.protocol import (
-    HEARTBEAT_S,
     MAX_DENIALS,
     MAX_KIND_CHARS,
     MAX_PACKET,
@@ -64,6 +63,7 @@ class Mover:
         self.stopping = False
         self._tier = tier
         self._loader = configure.loader
+        self.times = configure.times
         self._received: deque[ToMover] = deque()
         self._jobs = RunningJobs(tier, region, self.send_queue.send)
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="opener")
@@ -119,7 +119,7 @@ class Mover:
         if self._publisher is not None:
             self._publisher.step(now)
         if now >= self._heartbeat_at_s:
-            self._heartbeat_at_s = now + HEARTBEAT_S
+            self._heartbeat_at_s = now + self.times.heartbeat_s
             if not self.send_queue:  # a coordinator that does not read needs no more of them
                 self._send_heartbeat()
 
@@ -271,8 +271,8 @@ def run_loop(mover: Mover, end: socket.socket, events: select.poll, ends: set[in
     while True:
         now = time.monotonic()
         if now >= rearm_at_s:
-            rearm_watchdog()
-            rearm_at_s = now + HEARTBEAT_S
+            rearm_watchdog(mover.times.watchdog_s)
+            rearm_at_s = now + mover.times.heartbeat_s
         if (stopped := turn(mover, end, ends, ready, now)) is not None:
             return stopped
         interest = (0 if mover.congested or mover.stopping else select.POLLIN) | (
@@ -334,20 +334,18 @@ def _receive(mover: Mover, end: socket.socket) -> bool:
 # When a call into NIXL does not return, and keeps the interpreter's lock, no thread of the mover can end it; and the
 # coordinator that would kill it may be dead.
 
-WATCHDOG_S: Final = 120.0  # longer than a living coordinator waits for a heartbeat
-
 _libc = ctypes.CDLL(None)
 
 
-def rearm_watchdog() -> None:
-    """Have SIGALRM end this process after WATCHDOG_S, unless this is called again.
+def rearm_watchdog(timeout_s: float) -> None:
+    """Have SIGALRM end this process after `timeout_s`, unless this is called again.
 
     The timer also runs while the process is stopped (SIGSTOP, a frozen cgroup, a suspended machine), and would end it
     as soon as it is continued. So the first alarm only sets another one: its handler is alarm(2) itself, called with
     the signal's number, 14, and thus good for 14 s. It is called once, then SIGALRM is deadly again.
     """
     _libc.sysv_signal(signal.SIGALRM, ctypes.cast(_libc.alarm, ctypes.c_void_p))
-    signal.setitimer(signal.ITIMER_REAL, WATCHDOG_S)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
 
 
 def limit_exit(timeout_s: float) -> None:

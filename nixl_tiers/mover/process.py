@@ -35,8 +35,6 @@ from nixl_tiers.tiers.base import TierRefused, make_tier
 
 logger = logging.getLogger(__name__)
 
-ORPHAN_EXIT_S: Final = 5.0  # deadline for exiting once the coordinator is gone and the results have no reader
-STOP_EXIT_S: Final = 60.0  # the same after Stop: there is a journal to write, and the coordinator has its own deadline
 SOCKET_BYTES: Final = 1 << 20
 SWITCH_S: Final = 0.001  # how long a thread waits at most for another one that runs Python code
 
@@ -87,12 +85,12 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
     if configure is None:
         return
     _set_up_logging(str(configure.tier.get("type", "?")))
-    rearm_watchdog()
+    rearm_watchdog(configure.times.watchdog_s)
     region = HostRegion.attach(region_fd)
     region.map_pages()
     try:
         geometry = Geometry(configure.cells, configure.cell_payload, configure.sub_blocks)
-        tier = make_tier(configure.tier, geometry, region, loader=configure.loader)
+        tier = make_tier(configure.tier, geometry, region, loader=configure.loader, times=configure.times)
         tier.mount_point = configure.mount_point
         if configure.engine:
             tier.identify(configure.engine)
@@ -130,11 +128,12 @@ def _receive_configure(end: socket.socket, events: select.poll, ends: set[int]) 
 
 def _exit(mover: Mover, *, orphaned: bool) -> None:
     """Finish what runs and write the journal; without a coordinator, only as far as that is quick."""
-    limit_exit(ORPHAN_EXIT_S if orphaned else STOP_EXIT_S)
+    times = mover.times
+    limit_exit(times.orphan_exit_s if orphaned else times.stop_exit_s)
     if orphaned:
         mover.abandon()
         # The results are not read any more, but rows that are written now are found after a restart.
-        deadline = time.monotonic() + ORPHAN_EXIT_S / 5
+        deadline = time.monotonic() + times.orphan_exit_s / 5
         while mover.busy and time.monotonic() < deadline:
             time.sleep(POLL_S)
             mover.step(time.monotonic())

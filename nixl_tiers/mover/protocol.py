@@ -14,11 +14,11 @@ from typing import Annotated, Final
 import msgspec
 
 from nixl_tiers.base.manifest import Description
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.tiers.base import Count, Entry, Move, RowKey, Tick
 
 MAX_PACKET: Final = 64 << 10
 MAX_TOUCHED: Final = 4096  # of 15 bytes at most
-HEARTBEAT_S: Final = 1.0
 MAX_DENIALS: Final = 8
 MAX_KIND_CHARS: Final = 64
 MAX_SENTENCE_CHARS: Final = 1024
@@ -44,6 +44,7 @@ class Configure(msgspec.Struct, tag="configure", frozen=True):
     description: Description | None = None  # StorageTier.describe
     mount_point: _Path = b""  # StorageTier.mount_point, as the last mover that opened it has found it
     loader: bool = False  # it only loads, beside another mover that stores
+    times: Times = PRODUCTION
 
 
 class Open(msgspec.Struct, tag="open", frozen=True):
@@ -177,7 +178,7 @@ class Finished(msgspec.Struct, tag="finished", frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
-    """Mover -> coordinator: sent every HEARTBEAT_S by the main loop, the one that moves rows."""
+    """Mover -> coordinator: sent every `heartbeat_s` by the main loop, the one that moves rows."""
 
     used_bytes: _Bytes  # what the tier occupies on its medium now
     denials: _Denials = {}  # StorageTier.denials

@@ -26,7 +26,6 @@ from nixl_tiers.mover import protocol
 from nixl_tiers.mover.child import Child
 from nixl_tiers.mover.handler import Handler
 from nixl_tiers.mover.protocol import (
-    HEARTBEAT_S,
     Configure,
     Down,
     Open,
@@ -40,7 +39,7 @@ from nixl_tiers.mover.restarts import RestartBackoff
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.05  # how often deadlines are checked while there is work
-IDLE_S: Final = HEARTBEAT_S  # and while there is none
+IDLE_S: Final = 1.0  # and while there is none
 UNREAPED_S: Final = 5.0  # a killed process that is still there after this is stuck in the kernel
 REAP_TIMEOUT_S: Final = 1.0  # how long `close` waits for movers that it had to kill, at most
 
@@ -71,7 +70,7 @@ class Supervisor:
         self._reopen = False
         self._to_open: set[int] = set()  # tiers whose movers have not been sent it yet
         self._movers: list[Child | None] = [None] * len(configures)
-        self._backoff = [RestartBackoff() for _ in configures]
+        self._backoff = [RestartBackoff(each.times.restart_backoff_s) for each in configures]
         self._accepted: set[int] = set()  # tiers that ever accepted their configuration
         self._refused: set[int] = set()  # not started again
         self._spawn_at: dict[int, float] = {}

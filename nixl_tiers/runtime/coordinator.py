@@ -25,6 +25,7 @@ from nixl_tiers.base.chunk import Key, Namespace, check_keys
 from nixl_tiers.base.clock import RunningClock
 from nixl_tiers.base.lifetime import ForkedLock, finalize_once
 from nixl_tiers.base.manifest import Description
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.quotas import Tenants
 from nixl_tiers.config.schema import ConfigError, TiersConfig, format_size
 from nixl_tiers.config.warnings import warnings_here, warnings_of
@@ -49,9 +50,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _coordinators: weakref.WeakSet[Coordinator] = weakref.WeakSet()
-START_TIMEOUT_S: Final = 3.0
-CLOSE_TIMEOUT_S: Final = 10.0
-FINALIZER_TIMEOUT_S: Final = 1.0  # for a coordinator that was not closed: its process may be about to end
 LOCATE_BATCH: Final = 64  # keys that are looked up in one hold
 COUNT_BATCH: Final = 512  # and whose misses are counted, which takes less
 
@@ -77,10 +75,12 @@ class Coordinator:
         limits: Limits | None = None,
         clock: Callable[[], float] | None = None,
         description: Description | None = None,
+        times: Times = PRODUCTION,
     ) -> None:
         """`description`: of the rows, for the manifests beside them."""
+        self.times = times
         self.tenants = Tenants(config.quotas)
-        core = make_core(config, self.tenants, region, limits)
+        core = make_core(config, self.tenants, region, limits, times)
         lock = threading.RLock()
         self.config = config
         self.region = region
@@ -95,13 +95,14 @@ class Coordinator:
             changed=self.changed,
             clock=self.now,
             description=(description or Description()).of(config.salt),
+            times=times,
         )
         self._hold = Hold(core, self._link, lock, self.now)
         self._waits = Waits(core, self._link, self._hold)
         self._open_loads = OpenLoads(region)
         self.prefill = PrefillSpeed(self._hold)
         self._pid = os.getpid()
-        self._end = finalize_once(self, partial(_end, self._link.supervisor, region))
+        self._end = finalize_once(self, partial(_end, self._link.supervisor, region, times.finalizer_s))
         _coordinators.add(self)
 
     @classmethod
@@ -110,17 +111,18 @@ class Coordinator:
         config: TiersConfig,
         namespace: Namespace,
         region: HostRegion,
-        timeout_s: float = START_TIMEOUT_S,
+        timeout_s: float | None = None,
         ready_s: float | None = None,
         *,
         device: str | None = None,
         description: Description | None = None,
+        times: Times = PRODUCTION,
     ) -> Self:
         """Start a coordinator over a region that the caller created or attached; it closes the region when it closes.
 
-        Waits at most `timeout_s` seconds for the tiers to judge their configuration, and for their listings at most
-        `ready_s` of the configuration, else `ready_s`, else `timeout_s` seconds. `device`: what computes prompts, for
-        its speed to be kept between starts; None if nothing does.
+        Waits at most `timeout_s` seconds, by default `times.open_s`, for the tiers to judge their configuration, and
+        for their listings at most `ready_s` of the configuration, else `ready_s`, else `timeout_s` seconds. `device`:
+        what computes prompts, for its speed to be kept between starts; None if nothing does.
 
         Raises ConfigError if a tier can never work (no such bucket); a tier that is down is retried.
         """
@@ -128,10 +130,11 @@ class Coordinator:
             log.warning("nixl_tiers: %s", warning)
         if config.storage and (most := most_rows()) is not None:
             log.warning("nixl_tiers: was installed without a C compiler: a storage tier holds at most %d chunks", most)
-        coordinator = cls(config, namespace, region, description=description)
+        coordinator = cls(config, namespace, region, description=description, times=times)
         if device is not None and config.prefill_tokens_per_s is None:
             coordinator.prefill.keep(PrefillCache(namespace, device))
         try:
+            timeout_s = times.open_s if timeout_s is None else timeout_s
             given_s = timeout_s if ready_s is None else ready_s
             coordinator.start(timeout_s, given_s if config.ready_s is None else config.ready_s)
         except BaseException as error:
@@ -141,9 +144,10 @@ class Coordinator:
             raise
         return coordinator
 
-    def start(self, timeout_s: float = START_TIMEOUT_S, ready_s: float = 0.0) -> None:
-        """Start the movers. Wait up to the longer of both times for the tiers to judge their configuration, and up to
-        `ready_s`, counted from the start too, for them to list what they hold (see wait_ready).
+    def start(self, timeout_s: float | None = None, ready_s: float = 0.0) -> None:
+        """Start the movers. Wait up to the longer of both times, the first of which is by default `times.open_s`,
+        for the tiers to judge their configuration, and up to `ready_s`, counted from the start too, for them to list
+        what they hold (see wait_ready).
 
         Raises TierRefusedError if one can never work. One that is down is retried; until it is up its rows are misses.
         """
@@ -161,6 +165,7 @@ class Coordinator:
         self._link.start()
         movers, names = self._link.movers, self.config.names
         with self.changed:
+            timeout_s = self.times.open_s if timeout_s is None else timeout_s
             self.changed.wait_for(lambda: all(mover.answered for mover in movers), max(timeout_s, ready_s))
             refusals = [f"tiers[{names.index(each.tier) + 1}].{each.refusal}" for each in movers if each.refusal]
         if refusals:
@@ -189,10 +194,10 @@ class Coordinator:
         than `timeout_s`."""
         return self._waits.until_written(timeout_s)
 
-    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Write down what `flush_on_exit_s` of the configuration has time for, let the movers write their journals and
-        exit, and close the region. Movers that have not exited after `timeout_s` are killed; with 0 they are not
-        waited for. A second call, and one in a forked child, does nothing."""
+        exit, and close the region. Movers that have not exited after `timeout_s` (by default `close_s` of `times`) are
+        killed; with 0 they are not waited for. A second call, and one in a forked child, does nothing."""
         if self.closed or os.getpid() != self._pid:  # a forked child leaves its parent's movers alone
             return
         self._waits.closed = True
@@ -206,7 +211,7 @@ class Coordinator:
                 self._link.flush_recent_uses()
             self.prefill.close()
             self._end.detach()
-            _end(self._link.supervisor, self.region, timeout_s)
+            _end(self._link.supervisor, self.region, self.times.close_s if timeout_s is None else timeout_s)
 
     @property
     def mover_pids(self) -> list[int | None]:
@@ -374,7 +379,7 @@ class Coordinator:
         self._link.supervisor.leave_to_parent()
 
 
-def _end(supervisor: Supervisor, region: HostRegion, timeout_s: float = FINALIZER_TIMEOUT_S) -> None:
+def _end(supervisor: Supervisor, region: HostRegion, timeout_s: float) -> None:
     supervisor.close(timeout_s)
     region.close()
 

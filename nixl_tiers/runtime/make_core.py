@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nixl_tiers.base.policies import Write
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.quotas import Tenants
 from nixl_tiers.config.schema import StorageConfig, TiersConfig
 from nixl_tiers.core.limits import PIN_MARGIN_S, Limits
@@ -18,11 +18,19 @@ if TYPE_CHECKING:
     from nixl_tiers.memory.region import HostRegion
 
 
-def make_core(config: TiersConfig, tenants: Tenants, region: HostRegion, limits: Limits | None = None) -> TierManager:
-    """The core of these tiers, over the rows of `region`. `limits`: instead of those of the configuration."""
+def make_core(
+    config: TiersConfig, tenants: Tenants, region: HostRegion, limits: Limits | None = None, times: Times = PRODUCTION
+) -> TierManager:
+    """The core of these tiers, over the rows of `region`. `limits`: instead of what the others say."""
     quotas = tenants.shares
-    limits = limits or replace(
-        Limits(), wait_s=config.wait_s, pin_s=config.wait_s + PIN_MARGIN_S, check_timeout_s=config.probe_s
+    limits = limits or Limits(
+        wait_s=config.wait_s,
+        pin_s=config.wait_s + PIN_MARGIN_S,
+        check_timeout_s=config.probe_s,
+        soft_deadline_min_s=times.late_job_s,
+        hard_deadline_min_s=times.overdue_job_s[0],
+        hard_deadline_max_s=times.overdue_job_s[1],
+        clean_wait_s=times.clean_wait_s,
     )
     return TierManager(
         region.rows,

@@ -21,6 +21,7 @@ import msgspec
 
 from nixl_tiers.base.chunk import Namespace, Outcome
 from nixl_tiers.base.manifest import Description
+from nixl_tiers.base.times import Times
 from nixl_tiers.config.schema import StorageConfig, TiersConfig, tier_to_dict
 from nixl_tiers.core.listing import Steps
 from nixl_tiers.core.manager import TierManager
@@ -78,6 +79,7 @@ class MoverLink:
         changed: threading.Condition,
         clock: Callable[[], float],
         description: Description,
+        times: Times,
     ) -> None:
         """`changed`: notified after every report of a mover that may change an answer; its lock guards everything."""
         self.namespace = namespace
@@ -99,7 +101,7 @@ class MoverLink:
         self._clock = clock
         self._recent_uses = RecentUses(core, changed)
         self.supervisor = Supervisor(
-            _configures([(member, loader) for *_, member, loader in movers], region, engine_id(), description),
+            _configures([(member, loader) for *_, member, loader in movers], region, engine_id(), description, times),
             [name for _, name, *_ in movers],
             region.fd,
             self,
@@ -354,7 +356,11 @@ def engine_id() -> str:
 
 
 def _configures(
-    movers: Sequence[tuple[StorageConfig, bool]], region: HostRegion, engine: str, description: Description
+    movers: Sequence[tuple[StorageConfig, bool]],
+    region: HostRegion,
+    engine: str,
+    description: Description,
+    times: Times,
 ) -> list[Configure]:
     """The first message to each mover. `movers`: of each its configuration, and whether it only loads. `engine`: see
     StorageTier.identify."""
@@ -371,6 +377,7 @@ def _configures(
             secret_variables=member.secret_variables,
             description=None if loader else description,
             loader=loader,
+            times=times,
         )
         for member, loader in movers
     ]

@@ -23,6 +23,7 @@ import msgspec
 
 from nixl_tiers.base.chunk import Geometry, Key, Outcome
 from nixl_tiers.base.manifest import Description
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.testing.config import FaultyConfig
@@ -123,13 +124,13 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return plain
 
 
-def make_faulty(config: FaultyConfig, geometry: Geometry, region: HostRegion) -> FaultyTier:
+def make_faulty(config: FaultyConfig, geometry: Geometry, region: HostRegion, times: Times = PRODUCTION) -> FaultyTier:
     """The implementation of a FaultyConfig. Raises TierRefused."""
     try:
         plan = msgspec.convert(config.plan, FaultPlan)
     except msgspec.ValidationError as error:
         raise TierRefused(f"plan: {error}") from error
-    return FaultyTier(partial(implement, config.inner), geometry, region, plan)
+    return FaultyTier(partial(implement, config.inner, times=times), geometry, region, plan)
 
 
 HELD_BACK: Final = frozenset({Fault.STALL, Fault.SLOW})  # with their batches, others of which are reported before

@@ -6,6 +6,7 @@ and `load` and collected by `poll`; what blocks (listings, deletes) belongs on a
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from nixl_tiers.base.chunk import MAX_KEY_BYTES, Geometry, Outcome
 from nixl_tiers.base.manifest import Description
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.kinds import import_object, in_one_line
 from nixl_tiers.config.schema import ConfigError, StorageConfig, tier_from_dict
 from nixl_tiers.memory.region import HostRegion
@@ -351,7 +353,12 @@ def sweep_s(max_age_s: float) -> float:
 
 
 def make_tier(
-    tier: Mapping[str, object], geometry: Geometry, region: HostRegion, *, loader: bool = False
+    tier: Mapping[str, object],
+    geometry: Geometry,
+    region: HostRegion,
+    *,
+    loader: bool = False,
+    times: Times = PRODUCTION,
 ) -> StorageTier:
     """The tier of a configuration as `tier_to_dict` gives it, or what only loads from there. Raises TierRefused."""
     try:
@@ -362,20 +369,23 @@ def make_tier(
         # The scheduler's process could read it, so its path has something that a mover's has not.
         what = f'type: "{tier.get("type")}" cannot be imported by its mover process, so its package must be installed'
         raise TierRefused(f"{what} ({str(error).removeprefix('type: ')})") from error
-    return implement(config, geometry, region, config.loader if loader else config.implementation)
+    return implement(config, geometry, region, config.loader if loader else config.implementation, times)
 
 
-def implement(config: StorageConfig, geometry: Geometry, region: HostRegion, name: str = "") -> StorageTier:
-    """A tier of the class, or from the function, of this name, or that `config.implementation` names. Raises
-    TierRefused."""
+def implement(
+    config: StorageConfig, geometry: Geometry, region: HostRegion, name: str = "", times: Times = PRODUCTION
+) -> StorageTier:
+    """A tier of the class, or from the function, of this name, or that `config.implementation` names; one with a
+    parameter `times` is given them. Raises TierRefused."""
     name = name or config.implementation
     # One tier a process: the libraries of the others are not loaded.
     try:
         make = import_object(name)
+        more = {"times": times} if "times" in inspect.signature(make).parameters else {}
     except Exception as error:
         where = f'its implementation "{name}" cannot be imported by its mover process'
         raise TierRefused(f'type: "{config.type}": {where} ({in_one_line(error)})') from error
-    tier = make(config, geometry, region)
+    tier = make(config, geometry, region, **more)
     if not isinstance(tier, StorageTier):
         raise TierRefused(f'type: "{config.type}": its implementation "{name}" makes no StorageTier')
     return tier

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from nixl_tiers.base.chunk import PAGE, align
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.mounts import is_mount, make_private, not_mounted
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.config.fields import format_size, min_free_bytes
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
@@ -43,7 +44,7 @@ shows which layout the path has. The names are part of the formats on disk."""
 PROBE: Final = re.compile(r"probe-[0-9a-f]{16}\.tmp")
 """The name of a file that is made for a moment, to learn what the file system can do."""
 
-CHECK_INTERVAL_S: Final = 1.0
+MEASURE_S: Final = 1.0  # between two looks at a file system's room
 _PERMANENT: Final = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -119,16 +120,17 @@ def describe(error: OSError) -> str:
 
 
 class HealthMonitor:
-    """Calls `check` every CHECK_INTERVAL_S on its own thread, which may wait for the medium; the mover's loop may not.
+    """Calls `check` every `interval_s` on its own thread, which may wait for the medium; the mover's loop may not.
 
     `check` returns a problem as one sentence, or "". An OSError that it raises is a problem too.
     """
 
-    def __init__(self, check: Callable[[], str]) -> None:
+    def __init__(self, check: Callable[[], str], interval_s: float = PRODUCTION.disk_check_s) -> None:
         self._check = check
+        self._interval_s = interval_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="health")
         self._running: Future[str] | None = None
-        self._next_s = time.monotonic() + CHECK_INTERVAL_S
+        self._next_s = time.monotonic() + interval_s
         self.problem = ""
 
     def check_soon(self) -> None:
@@ -144,7 +146,7 @@ class HealthMonitor:
                 self.problem = describe(error)
             self._running = None
         if self._running is None and not self.problem and time.monotonic() >= self._next_s:
-            self._next_s = time.monotonic() + CHECK_INTERVAL_S
+            self._next_s = time.monotonic() + self._interval_s
             self._running = self._thread.submit(self._check)
         return self.problem
 
@@ -212,7 +214,7 @@ class FreeSpace:
     def lacks(self, nbytes: int) -> str:
         """One sentence if `nbytes` more would leave less than `min_free`; else "", and they count as taken. The file
         system is asked at most once a second, and after `measure_again`. Raises OSError."""
-        if self._clock() - self._measured_at_s >= CHECK_INTERVAL_S:
+        if self._clock() - self._measured_at_s >= MEASURE_S:
             self._measure()
         self.problem = ""
         if nbytes > 0 and self.spare_bytes < nbytes:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.log_once import LogOnce
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import EndedMoves, FinishedBatch, Move
 from nixl_tiers.tiers.move_queue import Batch, MoveQueue, Steps, T, Unit
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HOLD_S: Final = 0.25  # how long loads hold up stores, before these have their turn
 HELD_POLL_S: Final = 0.002  # while stores are held up or not admitted, and nothing runs: how often to look again
 FIRST_POLL: Final = 0.75  # of a transfer of stores, as a part of the time that one took lately
 STORE_POLLS: Final = 16  # of a transfer of stores, in the time that it has taken: a look costs 0.1 ms of a processor
@@ -56,7 +56,7 @@ class MovePipeline:
     """All moves of one tier, for the tier's own thread.
 
     Requests wait for loads. So no store starts while loads wait or run, or the engine copies rows out of the region
-    (`held_until_s`); for at most HOLD_S, and then they do for as long, in turns: stores that starved would time out.
+    (`held_until_s`); for at most `hold_s`, and then they do for as long, in turns: stores that starved would time out.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class MovePipeline:
         held_until_s: Callable[[], float] = float,
         wakes: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        hold_s: float = PRODUCTION.stores_held_s,
     ) -> None:
         """`may_start`: whether anything may start now, on the medium as it is. `held_until_s`: by `clock`, until when
         no store is to start (`HostRegion.stores_held_until_s`). `wakes`: whether the caller of `poll` learns by itself
@@ -77,6 +78,7 @@ class MovePipeline:
         self._may_start = may_start
         self._held_until_s = held_until_s
         self._wakes = wakes
+        self._hold_s = hold_s
         self._clock = clock
         self._held_since_s: float | None = None  # when loads began to hold up stores
         self._last_id = 0
@@ -242,9 +244,9 @@ class MovePipeline:
         if not ((self.stores.waiting or self.stores.prepared) and in_the_way):
             self._held_since_s = None
             return False
-        if self._held_since_s is None or now - self._held_since_s >= 2 * HOLD_S:
+        if self._held_since_s is None or now - self._held_since_s >= 2 * self._hold_s:
             self._held_since_s = now
-        return now - self._held_since_s < HOLD_S
+        return now - self._held_since_s < self._hold_s
 
     def _accept(self, queue: MoveQueue, moves: Sequence[Move]) -> int:
         self._last_id += 1

@@ -19,11 +19,11 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.vllm.compat import LoadStoreSpec, TransferResult
 
 log = logging.getLogger(__name__)
 
-STOP_S: Final = 2.0
 OVERDUE_S: Final = 10.0
 POLL_S: Final = 0.0001
 
@@ -129,7 +129,8 @@ class CopyJobs(Protocol):
 class PolledJobs:
     """Jobs whose copies run on a GPU, those of each direction in the order of submission."""
 
-    def __init__(self, overdue_s: float = OVERDUE_S) -> None:
+    def __init__(self, end_s: float = PRODUCTION.copies_end_s, overdue_s: float = OVERDUE_S) -> None:
+        self._end_s = end_s
         self._overdue_s = overdue_s
         self.open: set[int] = set()
         self._running: dict[Direction, deque[Job]] = {direction: deque() for direction in Direction}
@@ -153,7 +154,7 @@ class PolledJobs:
             time.sleep(POLL_S)
 
     def stop(self) -> bool:
-        until_s = time.monotonic() + STOP_S
+        until_s = time.monotonic() + self._end_s
         while left := self._poll():
             if time.monotonic() >= until_s:
                 break
@@ -181,7 +182,8 @@ class PolledJobs:
 class ThreadedJobs:
     """Jobs whose copies block their caller: a thread for each direction, so that neither waits for the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, end_s: float = PRODUCTION.copies_end_s) -> None:
+        self._end_s = end_s
         self._threads = {direction: _SerialExecutor(f"nixl_tiers-{direction.value}") for direction in Direction}
         self.open: dict[int, threading.Event] = {}
         self._results: deque[TransferResult] = deque()
@@ -210,7 +212,7 @@ class ThreadedJobs:
                 ended.wait()
 
     def stop(self) -> bool:
-        stopped = [thread.stop(STOP_S) for thread in self._threads.values()]
+        stopped = [thread.stop(self._end_s) for thread in self._threads.values()]
         return all(stopped)
 
 

@@ -44,8 +44,6 @@ from nixl_tiers.vllm.wishes import Wishes
 
 log = logging.getLogger(__name__)
 
-SHUTDOWN_S: Final = 0.3  # vLLM kills processes that have not exited a few seconds after it asked
-
 _HIT: Final = LookupResult.HIT  # members of an enum are found by a slow attribute look-up before Python 3.12
 _MISS: Final = LookupResult.MISS
 
@@ -387,7 +385,7 @@ class NixlTiersManager(OffloadingManager):
         if not self._closed:
             self._closed = True
             self._reports.close()
-            self._coordinator.close(SHUTDOWN_S)
+            self._coordinator.close(self._coordinator.times.shutdown_s)
 
     def _note_position(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """vLLM offers whole chunks, in the order of the prefix within each KV group."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from typing_extensions import override
 
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.base.manifest import Description
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.config.schema import ConfigError, FileConfig, S3Config, StorageConfig, TiersConfig, Write
 from nixl_tiers.config.source import without_vllm
@@ -34,12 +35,13 @@ from nixl_tiers.vllm.compat import (
 
 log = logging.getLogger(__name__)
 
-RENDEZVOUS_S: Final = 60.0
 WEIGHTS_S: Final = 600.0  # for the rank that reads the weight files
 
 
 class NixlTiersSpec(OffloadingSpec):
     """KV tiers below the GPU: pinned host memory, files, S3. ValueError with one sentence if they cannot work."""
+
+    times: ClassVar[Times] = PRODUCTION  # tests set others before an engine starts
 
     @classmethod
     @override
@@ -84,9 +86,10 @@ class NixlTiersSpec(OffloadingSpec):
                 self.geometry,
                 self.rows,
                 ranks + 1,  # and the scheduler
-                RENDEZVOUS_S,
+                self.times.rendezvous_s,
                 huge_pages=self.tiers.cpu.huge_pages,
                 copies=ranks // self.geometry.cells,
+                answer_s=self.times.rendezvous_answer_s,
             )
         except OtherSizes as error:
             if self.config.parallel.pp_size == 1:
@@ -112,7 +115,7 @@ class NixlTiersSpec(OffloadingSpec):
         try:
             weights = Fingerprint(*self._of_one_rank(region, lambda: weights_of(vllm_config, self.tiers)))
             digest, note = fingerprint(self.config, self.tiers, self.geometry, kv_caches, vllm_config, weights=weights)
-            worker = worker_over(region, kv_caches, rank, last_block_only(self.config, vllm_config))
+            worker = worker_over(region, kv_caches, rank, last_block_only(self.config, vllm_config), self.times)
             if rank == 0:
                 region.ranks.publish_model(*names_of(vllm_config))
             watch_weights(region, rank, caller)
@@ -158,11 +161,12 @@ class NixlTiersSpec(OffloadingSpec):
             self._lay_out(1)  # as the workers have, who looked at their layers
             region = self._rendezvous()
         try:
-            namespace = agreed_namespace(region, self.tiers, RENDEZVOUS_S, stages=self.config.parallel.pp_size)
+            stages, times = self.config.parallel.pp_size, self.times
+            namespace = agreed_namespace(region, self.tiers, times.rendezvous_s, stages=stages)
             model, revision = region.ranks.model
             description = description_of(self.config, revision)
             coordinator = Coordinator.open(
-                self.tiers, namespace, region, device=compat.device_name(), description=description
+                self.tiers, namespace, region, device=compat.device_name(), description=description, times=times
             )
         except BaseException:
             region.close()

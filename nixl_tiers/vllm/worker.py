@@ -19,6 +19,7 @@ import torch
 from typing_extensions import override
 
 from nixl_tiers.base.lifetime import finalize_once
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.memory.pages import place
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.host import HostSwap
@@ -43,11 +44,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_STREAMS: Final = "on GPUs, and without the C library, no chunks are copied as they arrive"
-NODES_S: Final = 2.0  # how long a rank waits for the others to say on which NUMA nodes their GPUs are
 
 
 def worker_over(
-    region: HostRegion, kv_caches: CanonicalKVCaches, rank: int, last_block_only: Collection[int] = ()
+    region: HostRegion,
+    kv_caches: CanonicalKVCaches,
+    rank: int,
+    last_block_only: Collection[int] = (),
+    times: Times = PRODUCTION,
 ) -> NixlTiersWorker:
     """A worker for these caches, with the swap that their device needs; it closes the region when it shuts down.
 
@@ -62,7 +66,8 @@ def worker_over(
         region.prefault(rank=rank)
         host = HostSwap(plan)
         streamed = streamed_loads(region, plan, host)
-        return NixlTiersWorker(region, plan, host, rank, last_block_only, jobs=ThreadedJobs(), streamed=streamed)
+        jobs = ThreadedJobs(times.copies_end_s)
+        return NixlTiersWorker(region, plan, host, rank, last_block_only, jobs=jobs, streamed=streamed)
     if device.type != "cuda" or torch.version.hip:
         raise ValueError(f"nixl_tiers copies KV blocks of CUDA GPUs and CPUs, not of {device.type} devices")
     from nixl_tiers.memory.pages import node_of
@@ -70,14 +75,14 @@ def worker_over(
     from nixl_tiers.swap.driver import open_driver
 
     ordinal = torch.cuda.current_device() if device.index is None else device.index
-    place_region(region, rank, node_of(open_driver().pci_address(ordinal)))
+    place_region(region, rank, node_of(open_driver().pci_address(ordinal)), times.nodes_s)
     region.prefault(rank=rank).wait()  # pinning would allocate the same pages, on one thread
     swap = CudaSwap(plan, ordinal)
     region.at_close(swap.close)
     drain_before_sleep(swap)
     # Without streams until they have run on a GPU: with `streamed_loads(region, plan, swap)`, drained before the swap,
     # they are tried over the fake driver only.
-    return NixlTiersWorker(region, plan, swap, rank, last_block_only, jobs=PolledJobs())
+    return NixlTiersWorker(region, plan, swap, rank, last_block_only, jobs=PolledJobs(times.copies_end_s))
 
 
 def step_clock_of(region: HostRegion, jobs: CopyJobs, rank: int) -> StepClock:
@@ -89,13 +94,14 @@ def step_clock_of(region: HostRegion, jobs: CopyJobs, rank: int) -> StepClock:
     return EventClock(region.publish_step) if isinstance(jobs, PolledJobs) else HostClock(region.publish_step)
 
 
-def place_region(region: HostRegion, rank: int, node: int | None) -> None:
+def place_region(region: HostRegion, rank: int, node: int | None, timeout_s: float = PRODUCTION.nodes_s) -> None:
     """Before the region's pages are allocated: request them on the NUMA node of the ranks' GPUs, or interleaved over
-    their nodes, since every row holds a part of every rank. `node`: of this rank's GPU, None if not known."""
+    their nodes, since every row holds a part of every rank. `node`: of this rank's GPU, None if not known; those of
+    the others are waited for."""
     if region.hugetlb:  # its pages are where they are
         return
     region.ranks.publish_node(rank, node)
-    nodes = region.ranks.wait_for_nodes(NODES_S)
+    nodes = region.ranks.wait_for_nodes(timeout_s)
     if nodes:
         accepted = place(region.address, region.nbytes, nodes)
         log.info(

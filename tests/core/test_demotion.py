@@ -8,12 +8,12 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import Direction, Job, TierSpec
-from nixl_tiers.tiers.moves import HOLD_S
 from tests.support.core import expire, opened, rows_of
 
 
@@ -429,9 +429,9 @@ def test_promotion_waits_for_writeback_only_briefly(put_s: float) -> None:
 
 
 def test_promotion_waits_for_a_store_that_its_mover_holds_up() -> None:
-    """While the engine copies rows out of the host, a mover starts no store for HOLD_S. That took as long as promotions
-    waited: rows were lost though the disk was quick."""
-    life = life_over_old_rows(put_s=HOLD_S + 0.1)
+    """While the engine copies rows out of the host, a mover starts no store for `stores_held_s`. That took as long as
+    promotions waited: rows were lost though the disk was quick."""
+    life = life_over_old_rows(put_s=PRODUCTION.stores_held_s + 0.1)
     life.put([b"first-%d" % number for number in range(life.core.host.rows)])
     life.passes(1.0)
     assert life.core.host.free == 1

@@ -16,6 +16,7 @@ from nixl_tiers.memory import rendezvous as module
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
 from nixl_tiers.memory.rendezvous import OtherSizes
+from tests.support.times import PATIENCE_S
 
 GEOMETRY = Geometry(1, 4096)
 SIZES = module._Sizes(GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, 4, 1, 2)
@@ -54,7 +55,7 @@ class TestTheOwner:
         peer, end = pair
         end.send(request_of(SIZES))
         end.send(module._ACK)
-        assert module._hand_over(peer, region.fd, SIZES)
+        assert module._hand_over(peer, region.fd, SIZES, PATIENCE_S)
         _, (fd,) = answer_to(end)
         with HostRegion.attach(fd) as attached:
             assert attached.identity == region.identity
@@ -67,7 +68,7 @@ class TestTheOwner:
         monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
         end.send(request_of(SIZES))
         end.send(module._ACK)
-        assert not module._hand_over(peer, region.fd, SIZES)
+        assert not module._hand_over(peer, region.fd, SIZES, PATIENCE_S)
         assert answer_to(end) == (b"", [])
 
     @pytest.mark.parametrize("said", [b"", b"nothing", request_of(SIZES._replace(rows=5)), request_of(SIZES)[:-1]])
@@ -76,7 +77,7 @@ class TestTheOwner:
     ) -> None:
         peer, end = pair
         end.send(said)
-        assert not module._hand_over(peer, region.fd, SIZES)
+        assert not module._hand_over(peer, region.fd, SIZES, PATIENCE_S)
         assert answer_to(end) == (request_of(SIZES), [])
 
     @pytest.mark.parametrize("said", [b"", b"had it"])
@@ -87,7 +88,7 @@ class TestTheOwner:
         peer, end = pair
         end.send(request_of(SIZES))
         end.send(said)
-        assert not module._hand_over(peer, region.fd, SIZES)
+        assert not module._hand_over(peer, region.fd, SIZES, PATIENCE_S)
 
 
 class Joined(socket.socket):

@@ -15,6 +15,7 @@ from typing import Self
 import numpy as np
 
 from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.memory import columns as listed
 from nixl_tiers.memory.address_space import AddressSpace
 from nixl_tiers.memory.region import HostRegion
@@ -75,6 +76,7 @@ class MoverProcess:
         engine: str = "",
         *,
         loader: bool = False,
+        times: Times = PRODUCTION,
     ) -> None:
         self.geometry = geometry
         self.region = region or HostRegion.create(geometry, rows)
@@ -101,7 +103,8 @@ class MoverProcess:
         self._jobs = 0
         self._ended: dict[int, dict[int, Outcome | None]] = {}  # by job, by row of the region: what was reported
         cells, payload_bytes, blocks = geometry.cells, geometry.cell_payload, geometry.sub_blocks
-        self.send(Configure(tier, cells, payload_bytes, blocks, self.region.rows, engine=engine, loader=loader))
+        given = {"engine": engine, "loader": loader, "times": times}
+        self.send(Configure(tier, cells, payload_bytes, blocks, self.region.rows, **given))  # type: ignore[arg-type]
 
     def __enter__(self) -> Self:
         return self

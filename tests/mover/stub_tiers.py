@@ -16,6 +16,7 @@ from nixl_tiers.config.kinds import import_object
 from nixl_tiers.config.schema import FileConfig, S3Config, Size, StorageConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused
+from tests.support.times import changed
 
 
 class StubConfig(StorageConfig):
@@ -108,12 +109,11 @@ class PatientConfig(S3Config):
 
 
 def patient_s3(config: PatientConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
-    from nixl_tiers.tiers.s3 import control, lease, lease_state
+    from nixl_tiers.tiers.s3 import lease, lease_state
     from nixl_tiers.tiers.s3 import tier as s3_tier
 
-    lease.LEASE_START_S = lease_state.CLAIM_S = 120.0  # type: ignore[misc]
-    lease.CLOSE_TIMEOUT_S = control.CLOSE_TIMEOUT_S = 120.0  # type: ignore[misc]
-    return s3_tier.S3Tier(config, geometry, region)
+    lease.LEASE_START_S = lease_state.CLAIM_S = lease.CLOSE_TIMEOUT_S = 120.0  # type: ignore[misc]
+    return s3_tier.S3Tier(config, geometry, region, changed(s3_close_s=120.0))
 
 
 class ShortLeaseConfig(S3Config):
@@ -126,14 +126,13 @@ class ShortLeaseConfig(S3Config):
 
 
 def s3_with_short_lease(config: ShortLeaseConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
-    from nixl_tiers.tiers.s3 import denials, lease
+    from nixl_tiers.tiers.s3 import lease
     from nixl_tiers.tiers.s3 import tier as s3_tier
     from nixl_tiers.tiers.s3.lease_state import LeaseTerms
 
-    denials.CLEAR_S = 0.1  # type: ignore[misc]
     terms = LeaseTerms(config.lease_s, config.lease_s / 3, renew_s=0.3, poll_s=0.1, retry_s=0.1, confirm_s=0.05)
     lease.OWNER_TERMS = terms  # type: ignore[misc]
-    return s3_tier.S3Tier(config, geometry, region)
+    return s3_tier.S3Tier(config, geometry, region, changed(s3_denial_s=0.1))
 
 
 class FailingFileConfig(FileConfig):
@@ -277,23 +276,10 @@ class NeedsNoPolls(NeverFinishes):
     poll_s = 3600.0
 
 
-class ShortWatchdog(InstantTier):
-    """Its mover's watchdog has a short timeout."""
-
-    def open(self, namespace: bytes, epoch: int) -> int:
-        from nixl_tiers.mover import loop
-
-        loop.WATCHDOG_S = 1.5  # type: ignore[misc]
-        return super().open(namespace, epoch)
-
-
 class HangsWithInterpreterLock(InstantTier):
     """Some time after a store, and at close, it makes a call that never returns and holds the interpreter's lock."""
 
     def store(self, moves: Sequence[Move]) -> int:
-        from nixl_tiers.mover import loop
-
-        loop.WATCHDOG_S = 2.0  # type: ignore[misc]
         self._hang_at_s = time.monotonic() + 1.0
         return 1
 

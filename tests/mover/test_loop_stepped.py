@@ -24,9 +24,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import loop as loop_module
 from nixl_tiers.mover import process as process_module
 from nixl_tiers.mover.loop import MAX_QUEUED, RETRY_S, Mover, run_loop, turn
-from nixl_tiers.mover.process import ORPHAN_EXIT_S, STOP_EXIT_S
 from nixl_tiers.mover.protocol import (
-    HEARTBEAT_S,
     MAX_PACKET,
     CheckExistence,
     Configure,
@@ -50,8 +48,12 @@ from nixl_tiers.tiers.base import FinishedBatch, Move, TierDown, TierRefused
 from tests.mover.stub_tiers import InstantTier, StubConfig
 from tests.support.by_hand import HandPool
 from tests.support.fake_movers import Clock
+from tests.support.times import changed
 
 GEOMETRY = Geometry(1, 4096)
+TIMES = changed(heartbeat_s=0.8, watchdog_s=100.0, orphan_exit_s=4.0, stop_exit_s=50.0)
+"""Not production's: a mover has the times of its Configure."""
+HEARTBEAT_S = TIMES.heartbeat_s
 NAMESPACE = bytes(range(16))
 ENGINE_FD, SIGTERM_FD = 10_001, 10_002  # what else the loop watches; ready when the engine dies, and at SIGTERM
 
@@ -85,7 +87,7 @@ class Rig:
         self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self.ours, self.theirs):
             end.setblocking(False)
-        self.mover = Mover(self.tier, self.theirs, region, Configure({}, 1, 4096, 1, region.rows))
+        self.mover = Mover(self.tier, self.theirs, region, Configure({}, 1, 4096, 1, region.rows, times=TIMES))
         self.opener = HandPool()
         self.mover._opener = self.opener  # type: ignore[assignment]
         self.now = 100.0
@@ -159,7 +161,7 @@ def seconds(messages: Sequence[ToCoordinator]) -> list[ToCoordinator]:
 
 class TestHeartbeats:
     @pytest.mark.parametrize("what", ["before it is opened", "while it opens", "idle", "busy"])
-    def test_are_sent_each_second(self, rig: Rig, what: str) -> None:
+    def test_are_sent_at_their_interval(self, rig: Rig, what: str) -> None:
         if what in {"idle", "busy"}:
             rig.open()
         elif what == "while it opens":
@@ -420,11 +422,17 @@ class TestTheWatchdog:
     """The kernel ends a mover whose loop is stuck, and no other one (the alarm itself: tests/mover/test_loop.py)."""
 
     @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-    def test_is_armed_anew_in_each_second(self, rig: Rig, monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
-        clock, armed = Clock(100.0), list[float]()
+    def test_is_armed_anew_in_the_interval_of_heartbeats(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch, busy: bool
+    ) -> None:
+        clock, armed, limits = Clock(100.0), list[float](), set[float]()
 
         def passes(seconds: float) -> None:
             clock.now += seconds
+
+        def arm(limit_s: float) -> None:
+            armed.append(clock.now)
+            limits.add(limit_s)
 
         rig.open()
         rig.tier.holds_back = busy
@@ -433,7 +441,7 @@ class TestTheWatchdog:
         waits = Waits(rig, clock)
         waits.most = 20_000 if busy else 40
         monkeypatch.setattr(loop_module, "time", SimpleNamespace(monotonic=clock, sleep=passes))
-        monkeypatch.setattr(loop_module, "rearm_watchdog", lambda: armed.append(clock.now))
+        monkeypatch.setattr(loop_module, "rearm_watchdog", arm)
         assert not run_loop(rig.mover, rig.theirs, waits, {ENGINE_FD, SIGTERM_FD})  # type: ignore[arg-type]
         assert clock.now > 103.0
         assert armed[0] == 100.0
@@ -441,6 +449,7 @@ class TestTheWatchdog:
             max(later - one for one, later in zip(armed, [*armed[1:], clock.now], strict=True)) < 2 * HEARTBEAT_S + 0.1
         )
         assert waits.longest_s <= HEARTBEAT_S + 0.1
+        assert limits == {TIMES.watchdog_s}
 
 
 class TestItsExit:
@@ -467,7 +476,7 @@ class TestItsExit:
         rig.open()
         process_module._exit(rig.mover, orphaned=False)
         assert rig.closed.exists()
-        assert limits == [STOP_EXIT_S]
+        assert limits == [TIMES.stop_exit_s]
 
     def test_an_orphan_finishes_what_ends_soon_and_writes_what_is_pending(
         self, rig: Rig, limits: list[float], clock: Clock
@@ -481,7 +490,7 @@ class TestItsExit:
         process_module._exit(rig.mover, orphaned=True)
         assert rig.tier.gave_up
         assert rig.closed.exists()
-        assert limits == [ORPHAN_EXIT_S]
+        assert limits == [TIMES.orphan_exit_s]
 
     def test_an_orphan_whose_transfers_do_not_end_exits_without_closing(
         self, rig: Rig, limits: list[float], clock: Clock
@@ -495,8 +504,8 @@ class TestItsExit:
         began_s = clock.now
         process_module._exit(rig.mover, orphaned=True)
         assert not rig.closed.exists()
-        assert clock.now - began_s < ORPHAN_EXIT_S
-        assert limits == [ORPHAN_EXIT_S]
+        assert clock.now - began_s < TIMES.orphan_exit_s
+        assert limits == [TIMES.orphan_exit_s]
 
 
 class Exited(BaseException):
@@ -562,7 +571,7 @@ class TestItsProcess:
         region = HostRegion.create(GEOMETRY, 4)
         loops: list[Any] = []
         monkeypatch.setattr(process_module.signal, "signal", lambda *_: None)
-        monkeypatch.setattr(process_module, "rearm_watchdog", lambda: None)
+        monkeypatch.setattr(process_module, "rearm_watchdog", lambda _: None)
         monkeypatch.setattr(process_module, "limit_exit", lambda _: None)
         monkeypatch.setattr(process_module, "_set_up_logging", lambda _: None)
         monkeypatch.setattr(HostRegion, "map_pages", lambda _: None)  # on threads

@@ -31,12 +31,18 @@ from nixl_tiers.mover.protocol import (
     ToCoordinator,
     ToMover,
 )
-from nixl_tiers.mover.restarts import BACKOFF_S, KILLS_AN_HOUR
+from nixl_tiers.mover.restarts import KILLS_AN_HOUR
 from nixl_tiers.mover.supervisor import IDLE_S, REAP_TIMEOUT_S, TICK_S, UNREAPED_S, Supervisor
 from tests.support.fake_movers import Clock, FakeMovers, FakeProcess, SteppedSupervisor
+from tests.support.times import changed
 
 NAMESPACE = bytes(range(16))
 OPEN = Open(NAMESPACE, 0)
+TIMES = changed(
+    heartbeat_timeout_s=18.0, start_timeout_s=50.0, send_timeout_s=100.0, restart_backoff_s=(0.06, 1.2, 4.0, 12.0, 50.0)
+)
+"""Not production's: each mover has the times of its Configure."""
+BACKOFF_S = TIMES.restart_backoff_s
 
 
 class Handler:
@@ -99,7 +105,7 @@ class Rig:
         self.movers = movers
         self.handler = Handler()
         self.clock = Clock()
-        configures = [Configure({"type": "any"}, 1, 4096, 1, 4)] * count
+        configures = [Configure({"type": "any"}, 1, 4096, 1, 4, times=TIMES)] * count
         names = [f"tier{number}" for number in range(count)]
         self.supervisor = Supervisor(configures, names, 0, self.handler, source(self.clock))
         self.stepped = SteppedSupervisor(self.supervisor, self.clock)
@@ -175,7 +181,7 @@ def two(make_rig: Callable[..., Rig]) -> Rig:
 class TestWhatGetsAMoverKilled:
     def test_no_heartbeat_for_its_timeout_and_no_sooner(self, two: Rig) -> None:
         silent, other = two.alive
-        two.step_on(child.HEARTBEAT_TIMEOUT_S, but_for=silent)
+        two.step_on(TIMES.heartbeat_timeout_s, but_for=silent)
         assert two.handler.ends == []
         two.step_on(0.5, but_for=silent)
         assert two.handler.ends == ["killed 0"]
@@ -190,7 +196,7 @@ class TestWhatGetsAMoverKilled:
         rig.step()
         rig.step(BACKOFF_S[0])
         (new,) = rig.alive
-        rig.step(child.START_TIMEOUT_S)
+        rig.step(TIMES.start_timeout_s)
         assert new.kills == 0
         rig.step(0.1)
         assert new.kills == 1
@@ -219,7 +225,7 @@ class TestWhatGetsAMoverKilled:
         """There are no heartbeats any more."""
         deaf, other = two.alive
         deaf.hang_up()
-        two.step_on(child.HEARTBEAT_TIMEOUT_S + 0.5, but_for=deaf)
+        two.step_on(TIMES.heartbeat_timeout_s + 0.5, but_for=deaf)
         assert (deaf.kills, other.kills) == (1, 0)
 
     def test_a_message_that_cannot_be_applied(self, two: Rig) -> None:
@@ -235,7 +241,7 @@ class TestWhatGetsAMoverKilled:
         while not two.supervisor._movers[0]._unsent:  # type: ignore[union-attr]
             two.handler.to_send = [(0, packet)]
             two.step()
-        two.step_on(child.SEND_TIMEOUT_S - 1.0)
+        two.step_on(TIMES.send_timeout_s - 1.0)
         assert full.kills == 0
         two.step_on(2.0)
         assert (full.kills, other.kills) == (1, 0)
@@ -263,7 +269,7 @@ class TestWhatGetsNoMoverKilled:
         def take_long(_: int) -> None:
             two.handler.during = lambda _: None
             two.alive[1].beat()
-            two.clock.now += 2 * child.HEARTBEAT_TIMEOUT_S
+            two.clock.now += 2 * TIMES.heartbeat_timeout_s
 
         for tier in (0, 1):
             two.handler.during = take_long
@@ -280,7 +286,7 @@ class TestWhatGetsNoMoverKilled:
             rig.beat()
             rig.step(1.0)
         assert rig.handler.ends == []
-        assert COUNTED_S < child.HEARTBEAT_TIMEOUT_S
+        assert TIMES.heartbeat_timeout_s > COUNTED_S
 
 
 class TestUntilItIsQuiet:

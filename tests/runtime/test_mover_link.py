@@ -14,9 +14,10 @@ from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.rows import Row
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Down, Open, Opened
+from nixl_tiers.mover.protocol import Down, Open, Opened, decode_to_mover, packet_of
 from nixl_tiers.runtime.coordinator import Coordinator
 from tests.support.file_tier import file_tier
+from tests.support.times import PATIENT
 
 GEOMETRY = Geometry(1, 60_000)
 
@@ -62,6 +63,16 @@ def test_loaders_are_told_what_the_mover_that_stores_has_opened(beside_loaders: 
     assert supervisor.open_loader.mock_calls == [mock.call(1, told), mock.call(2, told)]
     link.on_message(1, Opened(0, 10, opening=b"part-0 1"))
     assert [mover.can_load for mover in movers] == [True, True, False]
+
+
+def test_movers_are_given_the_times_of_their_engine(tmp_path: Path) -> None:
+    config = configuration.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}, file_tier(tmp_path, "16MiB")]})
+    coordinator = Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, 4), times=PATIENT)
+    (configure,) = coordinator._link.supervisor._configures
+    packet = packet_of(configure)
+    assert packet is not None
+    assert decode_to_mover(packet).times == PATIENT  # type: ignore[union-attr]
+    coordinator._end()
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Key, Namespace, Outcome
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.types import Direction, TierState
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.child import HEARTBEAT_TIMEOUT_S
 from nixl_tiers.mover.protocol import (
     CheckExistence,
     ExistenceChecked,
@@ -36,7 +36,6 @@ from nixl_tiers.mover.protocol import (
     Stop,
     Store,
 )
-from nixl_tiers.mover.restarts import BACKOFF_S
 from nixl_tiers.mover.supervisor import REAP_TIMEOUT_S, TICK_S
 from nixl_tiers.runtime.blocking import POLL_S
 from nixl_tiers.runtime.coordinator import Coordinator
@@ -245,7 +244,7 @@ def hard_deadline(rig: Rig) -> None:
 def heartbeat(rig: Rig) -> None:
     """It is silent."""
     rig.silent = True
-    rig.pass_time(HEARTBEAT_TIMEOUT_S + 1.0)
+    rig.pass_time(PRODUCTION.heartbeat_timeout_s + 1.0)
 
 
 def malformed(rig: Rig) -> None:
@@ -331,7 +330,7 @@ class TestAKilledMover:
         rig.step()
         rig.stalls.clear()
         rig.open_jobs.clear()
-        rig.pass_time(BACKOFF_S[0] + 1.0)
+        rig.pass_time(PRODUCTION.restart_backoff_s[0] + 1.0)
         assert len(rig.movers.started) == 2
         loads = rig.core.tiers[0].members[0].breakers[Direction.LOAD]
         assert not loads.closed

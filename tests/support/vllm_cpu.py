@@ -21,7 +21,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from nixl_tiers.base.times import Times
 
 MODEL: Final = "SmolLM2-135M-Instruct"
 RANDOM_MODEL: Final = "random-weights-llama-135M"
@@ -124,10 +127,13 @@ def recomputing_transfer(tiers: Sequence[Mapping[str, Any]], **extra: Any) -> di
     }
 
 
-def in_process_llm(model: Path, kv_transfer: Mapping[str, Any] | None = None, **settings: Any) -> Any:
+def in_process_llm(
+    model: Path, kv_transfer: Mapping[str, Any] | None = None, *, times: Times | None = None, **settings: Any
+) -> Any:
     """A `vllm.LLM` with scheduler and worker in this process: it starts in seconds, and a test can inspect it.
 
-    `kv_transfer`: the fields of KVTransferConfig. `settings` replace any argument of LLM.
+    `kv_transfer`: the fields of KVTransferConfig. `times`: of this process's engines from now on,
+    instead of production's. `settings` replace any argument of LLM.
     """
     supply_metadata()
     permit_amx()
@@ -136,6 +142,10 @@ def in_process_llm(model: Path, kv_transfer: Mapping[str, Any] | None = None, **
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
+    if times is not None:
+        from nixl_tiers.vllm.spec import NixlTiersSpec
+
+        NixlTiersSpec.times = times
     arguments: dict[str, Any] = {
         "model": str(model),
         "dtype": "bfloat16",

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import EndedMoves, FinishedBatch, Move
 from nixl_tiers.tiers.move_queue import MoveQueue, Steps, Unit
 from nixl_tiers.tiers.moves import (
     FIRST_POLL,
     HELD_POLL_S,
-    HOLD_S,
     PACED_ROWS,
     STORE_POLL_S,
     STORE_POLLS,
@@ -25,6 +25,8 @@ from nixl_tiers.tiers.moves import (
     transferred,
 )
 from nixl_tiers.tiers.nixl_agent import Transfer, TransferState
+
+HOLD_S = PRODUCTION.stores_held_s
 
 
 def moves(*rows: int) -> list[Move]:

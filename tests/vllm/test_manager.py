@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _c
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 
 from nixl_tiers.base.chunk import Geometry, Namespace
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.core.chain_rows import Chain
 from nixl_tiers.core.copies import LoadPlan
@@ -25,7 +26,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.events import EventLog
-from nixl_tiers.vllm.manager import SHUTDOWN_S, NixlTiersManager
+from nixl_tiers.vllm.manager import NixlTiersManager
 from nixl_tiers.vllm.metrics import place_label
 from nixl_tiers.vllm.pause import PAUSE_S
 from tests.support.control_words import mark_partial
@@ -446,6 +447,7 @@ class ScriptedCoordinator:
         self.waits_s: list[float] = []
         self.copied_rows: list[tuple[int, bool]] = []
         self.close_timeout_s = -1.0
+        self.times = PRODUCTION
 
     def core(self) -> ScriptedCoordinator:
         return self
@@ -526,7 +528,7 @@ def test_a_hit_names_its_tier_and_waiting_is_a_pending_hit(source: str, named: s
     assert manager.get_load_source(key, ReqContext("r")) is compat.CacheHitSource[named]
     assert list(manager.take_events()) == []
     manager.shutdown()
-    assert 0 <= coordinator.close_timeout_s == SHUTDOWN_S <= 0.5
+    assert 0 <= coordinator.close_timeout_s == PRODUCTION.shutdown_s <= 0.5
 
 
 def scripted_manager(coordinator: ScriptedCoordinator, **settings: Any) -> NixlTiersManager:

@@ -108,7 +108,9 @@ def test_region_is_made_with_the_pages_that_are_configured(
     pages: HugePages, offloading_config: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[HugePages] = []
-    monkeypatch.setattr("nixl_tiers.vllm.spec.rendezvous", lambda *_, huge_pages, copies: asked.append(huge_pages))
+    monkeypatch.setattr(
+        "nixl_tiers.vllm.spec.rendezvous", lambda *_, huge_pages, copies, answer_s: asked.append(huge_pages)
+    )
     NixlTiersSpec(offloading_config({"tiers": [{**CPU, "huge_pages": pages}]}))._rendezvous()
     NixlTiersSpec(offloading_config({"tiers": [CPU]}))._rendezvous()
     assert asked == [pages, HugePages.AUTO]
@@ -132,7 +134,9 @@ def test_ranks_that_hold_the_same_bytes_share_a_cell(
 ) -> None:
     """vLLM would have rank 0 do all stores if the spec said that its layout is replicated."""
     asked: list[int] = []
-    monkeypatch.setattr("nixl_tiers.vllm.spec.rendezvous", lambda *_, huge_pages, copies: asked.append(copies))
+    monkeypatch.setattr(
+        "nixl_tiers.vllm.spec.rendezvous", lambda *_, huge_pages, copies, answer_s: asked.append(copies)
+    )
     with told(Copies(replicas, declared=True)):
         spec = NixlTiersSpec(offloading_config(**other))
     spec._rendezvous()

@@ -22,6 +22,7 @@ from typing import Final, ParamSpec, TypeVar
 from nixl_tiers.base.chunk import PAGE, Geometry, Key
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.manifest import Description
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
@@ -82,11 +83,14 @@ class RowFileTier(StorageTier):
         region: HostRegion,
         clock: Callable[[], float] = time.time,
         server_time: ServerTime | None = None,
+        *,
+        times: Times = PRODUCTION,
     ) -> None:
         """`region` stays the caller's; `clock` returns Unix seconds, for seals; ages go by the file
         server's. Raises TierRefused if the wanted NIXL backend cannot be had here."""
         self._config = config
         self._clock = clock
+        self._times = times
         self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="sweeper")
         self._sweeping = self._sweeper.submit(lambda: None)
         self._geometry = geometry
@@ -123,6 +127,7 @@ class RowFileTier(StorageTier):
             may_start=lambda: self._open is None or not self._open.health.problem,
             max_age_s=config.max_age,
             clock=clock,
+            hold_s=times.stores_held_s,
         )
         self._moves = self._transfers.pipeline
         self._mount = MountGuard(self)
@@ -157,7 +162,9 @@ class RowFileTier(StorageTier):
                     check_registration(self._agent, incoming)
             identity = FileIdentity(path)
             self._measure_free_space()
-            health = HealthMonitor(lambda: identity.problem() or self._problem(namespace.hex()))
+            health = HealthMonitor(
+                lambda: identity.problem() or self._problem(namespace.hex()), self._times.disk_check_s
+            )
         except OSError as error:
             raise open_error(error) from error
         if self._files.direct is False:

@@ -222,9 +222,10 @@ class RowTransfers:
         may_start: Callable[[], bool],
         max_age_s: float | None,
         clock: Callable[[], float],
+        hold_s: float,
     ) -> None:
         """`served`: the open namespace, when something is moved. `may_start`: whether anything may start now. `clock`:
-        Unix seconds, for seals; ages go by the file server's."""
+        Unix seconds, for seals; ages go by the file server's. `hold_s`: see `MovePipeline`."""
         self._region = region
         self._row_bytes = region.geometry.row_bytes
         self._agent = agent
@@ -249,6 +250,7 @@ class RowTransfers:
             ),
             may_start=may_start,
             held_until_s=lambda: region.stores_held_until_s,
+            hold_s=hold_s,
         )
         self._ending_loads: list[Future[None]] = []
 

@@ -15,6 +15,7 @@ from botocore.exceptions import ClientError
 from botocore.parsers import ResponseParserError
 
 from nixl_tiers.base.log_once import LogOnce
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.schema import S3Config, Sse
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.s3.answers import answered_at_s, code_of, down
@@ -32,7 +33,6 @@ from nixl_tiers.tiers.s3.denials import Denials
 logger = logging.getLogger(__name__)
 
 CONNECTIONS: Final = 24  # existence checks use as many
-QUICK_S: Final = 1.0  # for an existence check's connection, and for its answer
 VERSIONED: Final = "versioning is on: deleted and overwritten objects stay as old versions, which no capacity bounds"
 REMEDY: Final = "suspend versioning, or have a lifecycle rule delete noncurrent versions"
 _KNOWN: Final = get_args(Sse)
@@ -43,8 +43,9 @@ class S3Connection:
     """What is known of one bucket's server, and the clients that ask it. `open` and `renew` are for one thread, which
     they may block; the rest is for any."""
 
-    def __init__(self, tier: S3Config) -> None:
+    def __init__(self, tier: S3Config, times: Times = PRODUCTION) -> None:
         self._tier = tier
+        self._times = times
         self._session: Any = None
         self._credential_source: Any = None  # botocore's credentials object, which may renew itself
         self._log_once = LogOnce(logger)
@@ -52,7 +53,7 @@ class S3Connection:
         self.region = configured_region(tier)
         self.endpoint: str | None = None
         """The server's URL, as boto3 has it after `open`; None: AWS."""
-        self.denials = Denials(f's3 bucket "{tier.bucket}" at {tier.endpoint or "AWS"}')
+        self.denials = Denials(f's3 bucket "{tier.bucket}" at {tier.endpoint or "AWS"}', clear_s=times.s3_denial_s)
         self.client: Any = None
         """A boto3 client with the present credentials; None before `open`."""
         self.delete_client: Any = None
@@ -68,7 +69,7 @@ class S3Connection:
         self.region = configured_region(self._tier)
         if self._session is None:
             self._session = session_of(self._tier)
-        client = self._make_client(connect_s=1.2, read_s=1.4, attempts=1)
+        client = self._make_client(*self._times.s3_open_request_s, attempts=1)
         answer = client.head_bucket(Bucket=self._tier.bucket)
         reported = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
         configured, self.region = self.region, settled_region(self._tier, self.region, reported)
@@ -122,10 +123,11 @@ class S3Connection:
         return down(self._tier, self.region.name, what)
 
     def _make_clients(self) -> None:
-        self.client = self._make_client(connect_s=2.0, read_s=10.0, attempts=2)
+        times = self._times
+        self.client = self._make_client(*times.s3_request_s, attempts=2)
         self.endpoint = endpoint_of(self.client)
-        self._quick_client = self._make_client(connect_s=QUICK_S, read_s=QUICK_S, attempts=1)
-        self.delete_client = self._make_client(connect_s=2.0, read_s=10.0, attempts=1)
+        self._quick_client = self._make_client(times.s3_quick_s, times.s3_quick_s, attempts=1)
+        self.delete_client = self._make_client(*times.s3_request_s, attempts=1)
 
     def _make_client(self, connect_s: float, read_s: float, attempts: int) -> Any:
         assert self.credentials is not None

@@ -19,6 +19,7 @@ from typing import Final
 from botocore.exceptions import BotoCoreError, ClientError
 
 from nixl_tiers.base.log_once import LogOnce
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, tier_error
@@ -29,25 +30,22 @@ from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S: Final = 3.0
-CLOSE_TIMEOUT_S: Final = 2.0
-CREDENTIALS_CHECK_S: Final = 60.0
-CREDENTIALS_RECHECK_S: Final = 5.0  # the same while transfers fail
-UPLOAD_CHECK_S: Final = 60.0  # between two test uploads that find out why others fail
 PERMISSION_CHECK_S: Final = 1.0  # while deletes are queued that may not be sent now
 MAX_DELETES: Final = 1000  # names in one DeleteObjects request
 MAX_EXPIRED: Final = 20 * MAX_DELETES  # names that wait for their delete, before sweeps add no more
-BACKOFF_S: Final = (1.0, 30.0)
 
 
 class S3Control:
     """Control requests to one bucket. To be used by one thread; requests that block run on another, a daemon."""
 
-    def __init__(self, tier: S3Config, may_delete: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, tier: S3Config, may_delete: Callable[[], bool] = lambda: True, times: Times = PRODUCTION
+    ) -> None:
         """`may_delete`: whether queued deletes may be sent now; called on this object's thread."""
         self._tier = tier
         self._may_delete = may_delete
-        self.connection = S3Connection(tier)
+        self._times = times
+        self.connection = S3Connection(tier, times)
         self.denials = self.connection.denials
         self._log_once = LogOnce(logger)
         self._wake = threading.Condition()
@@ -70,12 +68,13 @@ class S3Control:
 
     # The mover's side
 
-    def connect(self, timeout_s: float = CONNECT_TIMEOUT_S) -> Credentials:
-        """Find credentials and check that the bucket exists; returns within `timeout_s`.
+    def connect(self, timeout_s: float | None = None) -> Credentials:
+        """Find credentials and check that the bucket exists; returns within `timeout_s` (`s3_open_s`).
 
         An attempt that takes longer goes on, and what it achieves is the next call's. Raises TierRefused if there is no
         such bucket or the configuration cannot work, else TierDown.
         """
+        timeout_s = self._times.s3_open_s if timeout_s is None else timeout_s
         with self._wake:
             connecting = self._connecting
             if connecting is None or (connecting.done() and connecting.exception() is not None):
@@ -104,11 +103,9 @@ class S3Control:
     def transfer_failed(self) -> None:
         """A transfer has failed, perhaps because of its credentials: check soon whether there are new ones."""
         with self._wake:
-            if (
-                self._credentials_check_at < float("inf")
-                and self._credentials_check_at > self._credentials_checked_at + CREDENTIALS_RECHECK_S
-            ):
-                self._credentials_check_at = self._credentials_checked_at + CREDENTIALS_RECHECK_S
+            soon = self._credentials_checked_at + self._times.s3_credentials_again_s
+            if soon < self._credentials_check_at < float("inf"):
+                self._credentials_check_at = soon
                 self._wake.notify()
 
     def upload_failed(self) -> None:
@@ -162,14 +159,14 @@ class S3Control:
         return self._backoff_s["delete"] > 0 and time.monotonic() < self._not_before["delete"]
 
     def close(self) -> None:
-        """Send the queued deletes, as far as that takes no longer than CLOSE_TIMEOUT_S, and stop."""
+        """Send the queued deletes, as far as that takes no longer than `s3_close_s`, and stop."""
         if self._thread is None:
             return
         with self._wake:
             self._listing = None
             self._closing = True
             self._wake.notify()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._thread.join(self._times.s3_close_s)
         self.drop_deletes()
 
     @property
@@ -236,7 +233,7 @@ class S3Control:
     def _check_uploads(self) -> None:
         """Upload a small test object, whose answer holds the reason why uploads fail: NIXL does not report it."""
         self._check_requested = False
-        self._upload_check_at = time.monotonic() + UPLOAD_CHECK_S
+        self._upload_check_at = time.monotonic() + self._times.s3_test_upload_s
         with contextlib.suppress(*REQUEST_ERRORS):
             name = f"{self._tier.prefix}/{WRITE_TEST_NAME}"
             self.connection.client.put_object(Bucket=self._tier.bucket, Key=name, Body=b"are uploads allowed?")
@@ -324,9 +321,9 @@ class S3Control:
     def _schedule_credentials_check(self) -> None:
         with self._wake:
             self._credentials_checked_at = time.monotonic()
-            self._credentials_check_at = self._credentials_checked_at + CREDENTIALS_CHECK_S
+            self._credentials_check_at = self._credentials_checked_at + self._times.s3_credentials_s
 
     def _set_backoff(self, what: str, failed: bool) -> None:
-        first_s, last_s = BACKOFF_S
+        first_s, last_s = self._times.s3_backoff_s
         self._backoff_s[what] = min(max(self._backoff_s[what] * 2, first_s), last_s) if failed else 0.0
         self._not_before[what] = time.monotonic() + self._backoff_s[what]

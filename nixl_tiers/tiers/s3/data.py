@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.base.chunk import Geometry
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.base.zeroed import zeroed
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.pages import populate
@@ -35,8 +36,7 @@ STAGING_BYTES: Final = 1 << 30  # of a tier's movers together at most, but never
 MIN_STAGING_ROWS: Final = 4
 POPULATED_BYTES: Final = 64 << 20  # of the staging rows, before the first download
 SPARE_STAGING_ROWS: Final = 4  # which are verified while as many downloads as are allowed run
-DOWNLOAD_S: Final = 15.0  # and the time that its bytes take at SLOWEST_BYTES_PER_S
-SLOWEST_BYTES_PER_S: Final = 4e6
+SLOWEST_BYTES_PER_S: Final = 4e6  # of a download
 ERROR_PAGE_BYTES: Final = 1024
 
 
@@ -90,8 +90,9 @@ class ObjectTransfer:
 class S3Data:
     """What NIXL does for one S3 tier. For the tier's own thread; nothing here waits for the server."""
 
-    def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion) -> None:
+    def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion, times: Times = PRODUCTION) -> None:
         """Without an agent until `connect`."""
+        self._download_s = times.s3_download_s
         self.credentials: Credentials | None = None
         """Those that the agents were made for; None: there is none."""
         self._server: tuple[str, str | None] = ("", None)  # AWS region and endpoint
@@ -157,7 +158,7 @@ class S3Data:
         """Start reading the object `name` into a staging row; there must be a free one."""
         now = time.monotonic()
         download = ObjectTransfer(now, self._free_lane(uploads=False), staging=heapq.heappop(self.free_staging))
-        download.deadline_s = now + DOWNLOAD_S + self._row_bytes / SLOWEST_BYTES_PER_S
+        download.deadline_s = now + self._download_s + self._row_bytes / SLOWEST_BYTES_PER_S
         row = self.staged(download)
         # Neither an old error page nor an old seal may be taken for what comes now.
         row[:ERROR_PAGE_BYTES] = 0

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from botocore.exceptions import HTTPClientError
 
-CLEAR_S: Final = 5.0  # a success clears a denial after so long without another: some servers deny every other request
+from nixl_tiers.base.times import PRODUCTION
 
 _OPERATIONS: Final = {
     "PutObject": "put",
@@ -60,8 +60,11 @@ class _Denial:
 class Denials:
     """The kinds of requests that one bucket denies. For any thread."""
 
-    def __init__(self, place: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """`place`: the beginning of every sentence."""
+    def __init__(
+        self, place: str, clock: Callable[[], float] = time.monotonic, *, clear_s: float = PRODUCTION.s3_denial_s
+    ) -> None:
+        """`place`: the beginning of every sentence. `clear_s`: how long after a denial a success clears it."""
+        self._clear_s = clear_s
         self._place = place
         self._clock = clock
         self._lock = threading.Lock()
@@ -110,7 +113,7 @@ class Denials:
             cleared = [
                 kind
                 for kind, denial in self._denials.items()
-                if denial.succeeded_at_s >= denial.denied_at_s and self._clock() - denial.denied_at_s >= CLEAR_S
+                if denial.succeeded_at_s >= denial.denied_at_s and self._clock() - denial.denied_at_s >= self._clear_s
             ]
             for kind in cleared:
                 del self._denials[kind]

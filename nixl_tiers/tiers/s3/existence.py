@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
+from nixl_tiers.base.times import PRODUCTION, Times
 
 MAX_CONCURRENT: Final = 16  # requests of one wave, and threads
-TIMEOUT_S: Final = 5.0  # of a check; keys that are not known by then stay unknown
 MAX_WAVES: Final = 5  # the first key, the gallop, and bisecting a chain of some thousands
 UPLOAD_THREADS: Final = 8  # for requests before uploads
-UPLOAD_WAIT_S: Final = 1.0  # an upload waits no longer for their answer; after that there are none
-UPLOAD_RETRY_S: Final = 5.0  # for so long
 
 Presence = int | None
 """Of one key: when it was last written, in Unix seconds by the server's clock; 0: it is not there; None: the medium has
@@ -86,9 +84,12 @@ class _Check:
 class ExistenceChecker:
     """Checks on one medium, to be used by one thread. `exists` is called on other threads, and may block or raise."""
 
-    def __init__(self, exists: Callable[[Key], Presence], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, exists: Callable[[Key], Presence], clock: Callable[[], float] = time.monotonic, times: Times = PRODUCTION
+    ) -> None:
         self._exists = exists
         self._clock = clock
+        self._timeout_s = times.s3_check_s
         self._pool = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="nixl_tiers-exists")
         self._checks: list[_Check] = []
         self._abandoned: list[Future[Presence]] = []  # timed out, but their threads still wait
@@ -97,7 +98,7 @@ class ExistenceChecker:
         search = galloping_search(len(keys)) if chain else one_by_one(len(keys))
         positions = next(search)
         requests = self._submit(keys, positions)
-        self._checks.append(_Check(check_id, keys, search, positions, requests, self._clock() + TIMEOUT_S))
+        self._checks.append(_Check(check_id, keys, search, positions, requests, self._clock() + self._timeout_s))
 
     def answers(self) -> list[Answer]:
         """The checks that have ended since the last call."""
@@ -179,8 +180,11 @@ class UploadChecks:
     """Whether rows that are about to be uploaded are there by now. An upload waits for the answer, but never long: a
     server that is late is not asked for a while."""
 
-    def __init__(self, exists: Callable[[Key], Presence], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, exists: Callable[[Key], Presence], clock: Callable[[], float] = time.monotonic, times: Times = PRODUCTION
+    ) -> None:
         """`exists`: called on other threads, and may block or raise."""
+        self._times = times
         self._exists = exists
         self._clock = clock
         self._pool = ThreadPoolExecutor(UPLOAD_THREADS, thread_name_prefix="nixl_tiers-upload-check")
@@ -199,10 +203,10 @@ class UploadChecks:
             return (request and _presence_of(request)) or 0
         now = self._clock()
         if self._first is None or self._first[0] != key:
-            self._first = key, now + UPLOAD_WAIT_S
+            self._first = key, now + self._times.s3_upload_check_s
         if now <= self._first[1]:
             return None
-        self._not_before = now + UPLOAD_RETRY_S
+        self._not_before = now + self._times.s3_upload_check_retry_s
         self.clear()
         return 0
 

@@ -26,6 +26,7 @@ from botocore.parsers import ResponseParserError
 
 from nixl_tiers.base.chunk import NAMESPACE_BYTES
 from nixl_tiers.base.log_once import LogOnce
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, answered_at_s
 from nixl_tiers.tiers.s3.conditional import get_object, put_if
 from nixl_tiers.tiers.s3.denials import Denials
@@ -42,7 +43,6 @@ COUNTER_NAME: Final = ".landed-"  # and the mover's ID
 COUNTER_REWRITE_S: Final = 3600.0  # a counter that does not change is written again, to show that its mover lives
 COUNTER_TIMEOUT_S: Final = 3 * COUNTER_REWRITE_S  # one that was not, for this long, is deleted
 MAX_DELETES: Final = 1000  # names in one DeleteObjects request
-CLOSE_TIMEOUT_S: Final = 2.0
 LEAST_AHEAD_S: Final = 5.0  # both times are in whole seconds, and answers take time
 
 
@@ -81,6 +81,7 @@ class Janitor:
         denials: Denials,
         max_age_s: float | None = None,
         reads_only: bool = False,
+        close_s: float = PRODUCTION.s3_close_s,
     ) -> None:
         """`client`: returns the present boto3 client. `denials`: where it reports what the server does not support.
         `max_age_s`: rows that were last written longer ago are deleted even if there is room. `reads_only`: it only
@@ -95,6 +96,7 @@ class Janitor:
         self._log_once = LogOnce(logger)
         self._max_age_s = float("inf") if max_age_s is None else max_age_s
         self._reads_only = reads_only
+        self._close_s = close_s
         self._id = quota.mover
         self._lease = Lease(client, bucket, prefix, quota.mover, denials, time.time, intervals.lease)
         self._others = 0  # of the lease, when what was listed was last forgotten
@@ -125,9 +127,9 @@ class Janitor:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop within CLOSE_TIMEOUT_S, and release the lease, so that the others need not wait until it expires."""
+        """Stop within `close_s`, and release the lease, so that the others need not wait until it expires."""
         self._stop.set()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._thread.join(self._close_s)
 
     # The thread
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from nixl_tiers.base.chunk import Geometry, Key, Outcome
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.s3.rows import Rows
@@ -19,9 +20,9 @@ from nixl_tiers.tiers.s3.tier import S3Tier
 class S3Loader(S3Tier):
     """Beside an `S3Tier` with the same configuration."""
 
-    def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion) -> None:
+    def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion, times: Times = PRODUCTION) -> None:
         """As of `S3Tier`."""
-        super().__init__(config.model_copy(update={"write": "off"}), geometry, region)
+        super().__init__(config.model_copy(update={"write": "off"}), geometry, region, times)
 
     def _make_rows(self) -> Rows:
         return RowsToLoad(self._config, self._row_bytes, self._control)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import MAX_SLOTS, Entry, ExistenceAnswer, Move
 from nixl_tiers.tiers.s3.control import S3Control
@@ -21,20 +22,20 @@ from nixl_tiers.tiers.s3.rows import Rows
 from nixl_tiers.tiers.s3.usage import WINDOW_SHARE, UploadQuota
 
 INTERVALS: Final = JanitorIntervals()
-ABSENT_S: Final = 30.0  # so long a row that was not there is uploaded without asking again
 MAX_ABSENT: Final = 1 << 14
 
 
 class SharedRows(Rows):
     """What was found, and what was stored, is handed to the core with the time of its last write (`found`)."""
 
-    def __init__(self, config: S3Config, row_bytes: int, control: S3Control) -> None:
+    def __init__(self, config: S3Config, row_bytes: int, control: S3Control, times: Times = PRODUCTION) -> None:
         super().__init__(config, row_bytes, control)
+        self._times = times
         self.upload_quota = UploadQuota(uuid.uuid4().hex, config.capacity, row_bytes)
         self._has_rows = False
         self._reads_only = config.write == "off"
-        self._checker = ExistenceChecker(self._written_s)
-        self._uploads = UploadChecks(self._written_s)
+        self._checker = ExistenceChecker(self._written_s, times=times)
+        self._uploads = UploadChecks(self._written_s, times=times)
         self._janitor: Janitor | None = None
         self._found: list[Entry] = []
         self._absent: dict[Key, float] = {}  # until when, the oldest first
@@ -56,6 +57,7 @@ class SharedRows(Rows):
                 denials=self._control.denials,
                 max_age_s=self._config.max_age,
                 reads_only=self._reads_only,
+                close_s=self._times.s3_close_s,
             )
             self._janitor.start()
 
@@ -179,7 +181,7 @@ class SharedRows(Rows):
         self._found.append(Entry(0, key, written_s))
 
     def _note_absent(self, keys: Iterable[Key]) -> None:
-        until_s = time.monotonic() + ABSENT_S
+        until_s = time.monotonic() + self._times.s3_absent_s
         for key in keys:
             self._absent.pop(key, None)
             self._absent[key] = until_s

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from nixl_tiers.base.chunk import Geometry, Key
 from nixl_tiers.base.manifest import Description
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import (
@@ -38,19 +39,20 @@ from nixl_tiers.tiers.s3.transfers import RowTransfers
 class S3Tier(StorageTier):
     """Rows as objects of one bucket. Slots are only a count: an object is found by its key."""
 
-    def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion) -> None:
+    def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion, times: Times = PRODUCTION) -> None:
         """Uses neither NIXL nor the network; `open` does."""
         self._config = config
+        self._times = times
         self._row_bytes = geometry.row_bytes
         self._owner = Ownership(config)
-        self._control = S3Control(config, lambda: self._owner.may_delete)
+        self._control = S3Control(config, lambda: self._owner.may_delete, times)
         self._rows = self._make_rows()
-        self._transfers = RowTransfers(config, geometry, region, self._control, self._rows)
+        self._transfers = RowTransfers(config, geometry, region, self._control, self._rows, times=times)
         self._manifests = ManifestKeeper(self._row_bytes, self._owner.engine)
 
     def _make_rows(self) -> Rows:
         if self._config.shared:
-            return SharedRows(self._config, self._row_bytes, self._control)
+            return SharedRows(self._config, self._row_bytes, self._control, self._times)
         return PrefixRows(self._config, self._row_bytes, self._control, self._owner)
 
     def identify(self, engine: str) -> None:

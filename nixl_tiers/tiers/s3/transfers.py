@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from nixl_tiers.base.chunk import Geometry, Key, Outcome
+from nixl_tiers.base.times import Times
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
@@ -35,7 +36,7 @@ class RowTransfers:
     """The moves of one tier: each row is an object, with a transfer of its own."""
 
     def __init__(
-        self, config: S3Config, geometry: Geometry, region: HostRegion, control: S3Control, rows: Rows
+        self, config: S3Config, geometry: Geometry, region: HostRegion, control: S3Control, rows: Rows, *, times: Times
     ) -> None:
         self._config = config
         self._geometry = geometry
@@ -43,7 +44,7 @@ class RowTransfers:
         self._control = control
         self._connection = control.connection
         self._rows = rows
-        self.data = S3Data(config, geometry, region)
+        self.data = S3Data(config, geometry, region, times)
         self._sealer: Sealer | None = None
         self.pace = PollPace()
         downloads, uploads = config.downloads_each, config.max_transfers
@@ -58,6 +59,7 @@ class RowTransfers:
             ),
             may_start=self._may_start,
             held_until_s=lambda: region.stores_held_until_s,
+            hold_s=times.stores_held_s,
         )
 
     def open(self, namespace: bytes, epoch: int, credentials: Credentials) -> None:

@@ -21,8 +21,6 @@ from nixl_tiers.tiers.slab.slabs import NoSpace
 logger = logging.getLogger(__name__)
 
 GROWTH_S: Final = 1.0
-OVERDUE_S: Final = 5.0  # how long stores wait for a growth, which waits for the processes that hold the path's lock
-RETRY_S: Final = 2.0  # between two tries to grow, when there was no room
 _SEARCH_SLOTS: Final = 1 << 16
 _SPARE_EXTENTS: Final = 2  # an empty tail of fewer is kept: it would soon be allocated again
 
@@ -34,8 +32,9 @@ class Growth:
     to time growing is tried again. An empty tail of the slabs is given back to the file system.
     """
 
-    def __init__(self, shard: Shard, allocator: ThreadPoolExecutor) -> None:
-        """`allocator`: the one thread on which slabs grow and are cut."""
+    def __init__(self, shard: Shard, allocator: ThreadPoolExecutor, retry_s: float) -> None:
+        """`allocator`: the one thread on which slabs grow and are cut. `retry_s`: between two tries to grow."""
+        self._retry_s = retry_s
         self.slots = shard.slabs.layout.slots
         self._shard = shard
         self._allocator = allocator
@@ -45,7 +44,7 @@ class Growth:
     def refused(self) -> None:
         """There was no room to grow: only what is allocated may be used, and the core must evict to store more."""
         self.slots = min(self.slots, self._shard.slabs.end)
-        self._retry_at_s = time.monotonic() + RETRY_S
+        self._retry_at_s = time.monotonic() + self._retry_s
 
     def maintain(self, in_use: Callable[[], set[int]], growing: Callable[[], bool]) -> Iterator[list[Entry]]:
         """Try again to grow, and free an empty tail; see StorageTier.maintain.
@@ -54,7 +53,7 @@ class Growth:
         """
         slabs, layout = self._shard.slabs, self._shard.slabs.layout
         if self.slots < layout.slots and time.monotonic() >= self._retry_at_s and not growing():
-            self._retry_at_s = time.monotonic() + RETRY_S
+            self._retry_at_s = time.monotonic() + self._retry_s
             trying = self._allocator.submit(slabs.grow, slabs.end)
             while not trying.done():
                 yield []

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, MAX_SLOTS, Entry, TierDown, expired, has_expired, sweep_s
 from nixl_tiers.tiers.disk import HealthMonitor, describe, probe_name
@@ -50,6 +51,7 @@ class Shard:
         max_age_s: float | None = None,
         clock: Callable[[], float] = time.time,
         writes: bool = True,
+        times: Times = PRODUCTION,
     ) -> None:
         """`clock`: Unix seconds. Without `writes` it serves what is there, whatever `slots` says, and nothing below its
         path changes. Raises OSError, and TierDown if there is no room for one more journal, or nothing to read."""
@@ -73,7 +75,7 @@ class Shard:
         self._scan: SealScan | None = None
         self._log_once = LogOnce(logger)
         self._store_failed = False
-        self.health = HealthMonitor(self._check)
+        self.health = HealthMonitor(self._check, times.disk_check_s)
 
     def _layout_to_write(self, slots: int) -> SlabLayout:
         """The layout of what is there, with `slots` slots if that fits; a new one if nothing of it can be used. Raises

@@ -13,6 +13,7 @@ from typing import Final
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.manifest import Description
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
@@ -20,7 +21,7 @@ from nixl_tiers.tiers.base import EndedMoves, Entry, FinishedBatch, Move, Storag
 from nixl_tiers.tiers.disk import SLAB_LOCK, FreeSpace, MountGuard, describe, open_error, prepare_path
 from nixl_tiers.tiers.manifests import ManifestKeeper
 from nixl_tiers.tiers.move_queue import Unit
-from nixl_tiers.tiers.slab.growth import GROWTH_S, OVERDUE_S, Growth
+from nixl_tiers.tiers.slab.growth import GROWTH_S, Growth
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
 from nixl_tiers.tiers.slab.shard import Shard, ShardManifests, slots_within
 from nixl_tiers.tiers.slab.slabs import NoSpace
@@ -28,7 +29,6 @@ from nixl_tiers.tiers.slab.transfers import TierSide, open_transfers
 
 logger = logging.getLogger(__name__)
 
-LOCK_WAIT_S: Final = 10.0  # how long opening waits for the path's lock before it says so
 _FULL_S: Final = 0.5  # how long a lack of space is believed before it is tried again
 
 
@@ -36,13 +36,20 @@ class SlabTier(StorageTier):
     """Slots in slab files below `<path>/part-<n>/<namespace>`, with a journal, within a part of the path's capacity."""
 
     def __init__(
-        self, config: FileConfig, geometry: Geometry, region: HostRegion, clock: Callable[[], float] = time.time
+        self,
+        config: FileConfig,
+        geometry: Geometry,
+        region: HostRegion,
+        clock: Callable[[], float] = time.time,
+        *,
+        times: Times = PRODUCTION,
     ) -> None:
         """`region` stays the caller's; `clock` returns Unix seconds. Raises TierRefused if the wanted
         backend cannot be had here."""
         self._config = config
         self._writes = config.write != "off"
         self._clock = clock
+        self._times = times
         self._geometry = geometry
         self._region = region
         self._free = FreeSpace(config.path, config.min_free)
@@ -59,6 +66,7 @@ class SlabTier(StorageTier):
                 may_start=lambda: self._open is None or not self._open.health.problem,
                 log_once=self._log_once,
                 clock=clock,
+                times=times,
             )
         )
         self._moves = self._transfers.moves
@@ -96,7 +104,7 @@ class SlabTier(StorageTier):
             if self._open is None:
                 self._quota.release()
         self._staging.open()
-        self._slots = Growth(shard, self._allocator) if self._writes else None
+        self._slots = Growth(shard, self._allocator, self._times.growth_retry_s) if self._writes else None
         self._full_until_s = 0.0
         return shard.slabs.layout.slots
 
@@ -123,6 +131,7 @@ class SlabTier(StorageTier):
                 max_age_s=self._config.max_age,
                 clock=self._clock,
                 writes=writes,
+                times=self._times,
             )
 
         if not writes:
@@ -132,7 +141,7 @@ class SlabTier(StorageTier):
             except BaseException:
                 directory.release()
                 raise
-        with self._quota.locked(LOCK_WAIT_S):
+        with self._quota.locked(self._times.lock_wait_s):
             directory = self._quota.acquire_shard(namespace)
             shard = None
             try:
@@ -278,7 +287,7 @@ class SlabTier(StorageTier):
 
     def _growth_is_overdue(self) -> bool:
         """Meanwhile the core evicts to store more, as where there is no room."""
-        if time.monotonic() - self._growth_since_s < OVERDUE_S:
+        if time.monotonic() - self._growth_since_s < self._times.growth_overdue_s:
             return False
         if self._slots is not None:
             self._slots.refused()

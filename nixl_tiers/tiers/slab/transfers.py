@@ -17,6 +17,7 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.base.log_once import LogOnce
+from nixl_tiers.base.times import Times
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Verdict
@@ -53,6 +54,7 @@ class TierSide:
     may_start: Callable[[], bool]
     log_once: LogOnce
     clock: Callable[[], float]
+    times: Times
 
 
 class Transfers(ABC):
@@ -78,6 +80,7 @@ class Transfers(ABC):
             may_start=tier.may_start,
             held_until_s=lambda: tier.region.stores_held_until_s,
             wakes=wake_fd is not None,
+            hold_s=tier.times.stores_held_s,
         )
 
     @abstractmethod

@@ -35,6 +35,7 @@ from nixl_tiers.tiers.slab.journal_file import RECORD_BYTES
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.stored import CheckedRow, Problems, Step, StoredNamespace, find_stored
 from tests.support.file_tier import file_config, file_tier
+from tests.support.times import changed
 from tests.system.tiers.file_tiers import FileTier, load, make_tier, outcomes, run_until, store
 
 LAYOUTS = pytest.mark.parametrize("layout", ["slabs", "files"])
@@ -53,7 +54,6 @@ def region() -> Iterator[HostRegion]:
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests, "RETRY_S", 0.01)
     monkeypatch.setattr(manifests, "CHECK_S", 0.01)
-    monkeypatch.setattr("nixl_tiers.tiers.disk.CHECK_INTERVAL_S", 0.01)
     monkeypatch.setattr("nixl_tiers.tiers.slab.stored._PAUSE_S", 0.01)
 
 
@@ -75,7 +75,7 @@ def opened(
 ) -> Iterator[FileTier]:
     """A tier with ROWS rows and a manifest, of this process unless another one is given as `engine`."""
     path.mkdir(exist_ok=True)
-    tier = make_tier(layout, path, region, **fields)
+    tier = make_tier(layout, path, region, times=changed(disk_check_s=0.01), **fields)
     tier._clock = now
     tier.identify(f"{os.uname().nodename}/{engine or os.getpid()}/abcd")
     tier.describe(Description(model="org/model", note="test rows").of(salt))

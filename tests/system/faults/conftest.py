@@ -11,15 +11,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from nixl_tiers.core.limits import Limits
-from nixl_tiers.mover import child, restarts
 from tests.support.file_tier import file_tier
 from tests.support.proxy import FaultProxy
 from tests.support.servers import MotoServer, S3Server
 from tests.system.faults.interposer import Interposer, build
-from tests.system.faults.rig import CAPACITY, LIMITS, PATIENCE_S, FaultRig, MatrixRow
+from tests.system.faults.rig import CAPACITY, LIMITS, PATIENCE_S, TIMES, FaultRig, MatrixRow
 
 TABLE = "NIXL_TIERS_FAULTS_TABLE"
 _rows: list[MatrixRow] = []
@@ -27,19 +26,11 @@ _rows: list[MatrixRow] = []
 MakeRig = Callable[..., FaultRig]
 
 
-@pytest.fixture(autouse=True)
-def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watchdog kills a hung mover sooner than in production, and restarts have a shorter backoff."""
-    monkeypatch.setattr(child, "HEARTBEAT_TIMEOUT_S", 4.0)
-    monkeypatch.setattr(child, "START_TIMEOUT_S", 20.0)
-    monkeypatch.setattr(restarts, "BACKOFF_S", (0.05, 0.2, 0.5, 1.0, 2.0))
-
-
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> Limits:
-    """For tests that see each kill of a mover: so long no busy machine or disk holds one up, which ends it rightly."""
-    monkeypatch.setattr(child, "HEARTBEAT_TIMEOUT_S", PATIENCE_S)
-    return replace(LIMITS, hard_deadline_min_s=PATIENCE_S, hard_deadline_max_s=PATIENCE_S, quarantine_share=1.0)
+def patient() -> dict[str, Any]:
+    """For rigs that see each kill of a mover: so long no busy machine or disk holds one up, which ends it rightly."""
+    limits = replace(LIMITS, hard_deadline_min_s=PATIENCE_S, hard_deadline_max_s=PATIENCE_S, quarantine_share=1.0)
+    return {"limits": limits, "times": msgspec.structs.replace(TIMES, heartbeat_timeout_s=PATIENCE_S)}
 
 
 @pytest.fixture

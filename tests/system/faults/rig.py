@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nixl_tiers.base.chunk import Geometry, Key, Namespace
+from nixl_tiers.base.times import Times
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.schema import StorageConfig
 from nixl_tiers.core.limits import Limits
@@ -24,6 +25,7 @@ from nixl_tiers.testing.faulty import FaultPlan
 from tests.support.disks import disk_bytes
 from tests.support.leaks import ResourceCount, children, reclaim_all_host_rows
 from tests.support.load import LoadGenerator, get, put
+from tests.support.times import changed
 from tests.support.waiting import serves, until
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -32,6 +34,8 @@ HOST = 3 * MIB
 CAPACITY = 48 * MIB
 PROMPTS = 12  # of 8 chunks: twice as many chunks as the host tier holds
 LIMITS = replace(Limits(), wait_s=1.0, pin_s=3.0, hard_deadline_min_s=3.0, hard_deadline_max_s=6.0, retry_s=0.3)
+TIMES = changed(heartbeat_timeout_s=4.0, start_timeout_s=20.0, restart_backoff_s=(0.05, 0.2, 0.5, 1.0, 2.0))
+"""A hung mover is killed sooner than in production, and is started again sooner."""
 PATIENCE_S = 12.0  # of tests in which no mover may be killed that a busy machine holds up
 TIMEOUT_S = 180.0  # of the tests themselves, generous for slow machines
 
@@ -65,12 +69,14 @@ class FaultRig:
         *,
         plan: FaultPlan | None = None,
         limits: Limits = LIMITS,
+        times: Times = TIMES,
         chunk: int = CHUNK,
         below: dict[str, object] | None = None,
     ) -> None:
         """`below`: another storage tier below the one under test."""
         self.row = row
         self.limits = limits
+        self.times = times
         self._plan = plan
         tiers = [{"type": "cpu", "capacity": HOST}, tier, *([below] if below else [])]
         fields = {"tiers": tiers, "wait_s": limits.wait_s}
@@ -97,7 +103,8 @@ class FaultRig:
         configuration.check_paths(self.config)
         region = HostRegion.create(geometry, HOST // geometry.row_bytes)
         config = with_faults(self.config, self._plan.to_dict()) if self._plan is not None else self.config
-        coordinator = Coordinator(config, Namespace.of({"of": "the fault matrix"}), region, limits=self.limits)
+        named = Namespace.of({"of": "the fault matrix"})
+        coordinator = Coordinator(config, named, region, limits=self.limits, times=self.times)
         if before_start is not None:
             before_start(coordinator)
         coordinator.start(3.0)

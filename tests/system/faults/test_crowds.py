@@ -8,33 +8,31 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from nixl_tiers.core.breaker import BreakerLimits
 from nixl_tiers.core.key_lookup import Lookup
-from nixl_tiers.mover import child
 from nixl_tiers.mover.protocol import Delete, encode
 from tests.support.core import end_step, finish, look_up
 from tests.support.leaks import ResourceCount
 from tests.support.load import content, get, put
 from tests.support.waiting import serves, until
-from tests.system.faults.rig import LIMITS, TIMEOUT_S, FaultRig
+from tests.system.faults.rig import LIMITS, TIMEOUT_S, TIMES, FaultRig
 
 pytestmark = pytest.mark.timeout(900)
 
 TIERS = ("slabs", "files", "s3")
 MANY = 10_000
+LONG = msgspec.structs.replace(TIMES, heartbeat_timeout_s=60.0)
 
 
 @pytest.mark.parametrize("tier", ["slabs", pytest.param("files", marks=pytest.mark.faults)])
-def test_thousands_of_pending_keys_while_the_mover_is_stopped(
-    make_rig: Callable[..., FaultRig], monkeypatch: pytest.MonkeyPatch, tier: str
-) -> None:
+def test_thousands_of_pending_keys_while_the_mover_is_stopped(make_rig: Callable[..., FaultRig], tier: str) -> None:
     """100 requests wait for 100 rows each, or 50. All are answered within their deadline."""
     # The requests end by their deadline, and neither by the end of the mover nor by its circuit: a slow machine asks
     # for the last of them when jobs are late already.
-    monkeypatch.setattr(child, "HEARTBEAT_TIMEOUT_S", 60.0)
     patient = replace(LIMITS, hard_deadline_min_s=30.0, hard_deadline_max_s=30.0, quarantine_share=1.0)
     number = MANY if tier == "slabs" else MANY // 2  # several times the rows of the host
     rig = make_rig(
@@ -42,6 +40,7 @@ def test_thousands_of_pending_keys_while_the_mover_is_stopped(
         tier,
         chunk=1024,
         limits=replace(patient, breaker=BreakerLimits(failures_to_open=BreakerLimits.results + 1)),
+        times=LONG,
     )
     with rig.under_load():
         store, coordinator = rig.store, rig.store.coordinator
@@ -79,10 +78,10 @@ def test_thousands_of_pending_keys_while_the_mover_is_stopped(
 @pytest.mark.parametrize(
     "tier", [pytest.param("slabs"), *(pytest.param(t, marks=pytest.mark.faults) for t in TIERS[1:])]
 )
-def test_full_socket(make_rig: Callable[..., FaultRig], monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
+def test_full_socket(make_rig: Callable[..., FaultRig], tier: str) -> None:
     """No packet fits into the socket to the mover: messages queue up, and nothing else waits."""
-    monkeypatch.setattr(child, "HEARTBEAT_TIMEOUT_S", 60.0)
-    rig = make_rig("socket full", tier, limits=replace(LIMITS, hard_deadline_min_s=60.0, hard_deadline_max_s=60.0))
+    limits = replace(LIMITS, hard_deadline_min_s=60.0, hard_deadline_max_s=60.0)
+    rig = make_rig("socket full", tier, limits=limits, times=LONG)
     with rig.under_load():
         rig.wait_for_answers()
         pid = rig.wait_for_mover()

@@ -11,13 +11,13 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from nixl_tiers.mover import child
 from tests.support.no_gpu import NoGpu
 from tests.support.waiting import until
 from tests.system.faults.interposer import Interposer
-from tests.system.faults.rig import KILLS, TIMEOUT_S, FaultRig
+from tests.system.faults.rig import KILLS, TIMEOUT_S, TIMES, FaultRig
 from tests.system.faults.test_disk import FAULTS, inject
 from tests.system.faults.test_mover import matrix
 
@@ -70,22 +70,21 @@ def test_disk_fault(
 def test_driver_open_never_returns(
     file_rig: Callable[..., FaultRig],
     cufile: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """cuFile 1.20 spins in cuFileDriverOpen where /proc/modules is missing. The engine is served by its cpu tier."""
     caplog.set_level(logging.INFO)
     cufile(modules=False)
-    patient_s = child.START_TIMEOUT_S
-    monkeypatch.setattr(child, "START_TIMEOUT_S", 3.0)
-    rig = file_rig("cuFileDriverOpen never returns", "slabs", fields=BACKEND)
+    short = msgspec.structs.replace(TIMES, start_timeout_s=3.0)
+    rig = file_rig("cuFileDriverOpen never returns", "slabs", fields=BACKEND, times=short)
     with rig.under_load(warm=False):
         until(lambda: down(caplog), "the tier to be down", TIMEOUT_S)
         assert not rig.is_up()
         rig.wait_for_answers(20)
         (line,) = down(caplog)
         cufile()
-        monkeypatch.setattr(child, "START_TIMEOUT_S", patient_s)
+        configures = rig.store.coordinator._link.supervisor._configures
+        configures[0] = msgspec.structs.replace(configures[0], times=TIMES)
         os.kill(rig.wait_for_mover(), signal.SIGKILL)  # one that spins already
         rig.fault_ended()
         rig.wait_until_healed()

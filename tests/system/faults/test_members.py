@@ -12,10 +12,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
-from nixl_tiers.core.limits import Limits
 from tests.support.disks import assert_never_exceeds
 from tests.support.engines import sleep_a_moment
 from tests.support.leaks import reclaim_all_host_rows
@@ -57,9 +57,9 @@ def wait_until_whole(rig: FaultRig) -> None:
     ("signal_name", "when", "tier"), matrix(tuple(KILLS), WAYS[MOVERS], (MOVERS,), unmarked=KILLED)
 )
 def test_loader_dies_or_stops(
-    make_rig: Callable[..., FaultRig], patient: Limits, signal_name: str, when: str, tier: str
+    make_rig: Callable[..., FaultRig], patient: dict[str, Any], signal_name: str, when: str, tier: str
 ) -> None:
-    rig = make_rig(f"{signal_name} of one of 3 movers, {when}", tier, limits=patient)
+    rig = make_rig(f"{signal_name} of one of 3 movers, {when}", tier, **patient)
     one_of_several(rig, KILLS[signal_name], when)
 
 
@@ -67,9 +67,9 @@ def test_loader_dies_or_stops(
     ("signal_name", "when", "tier"), matrix(tuple(KILLS), WAYS[DIRECTORIES], (DIRECTORIES,), unmarked=set())
 )
 def test_mover_of_a_directory_dies_or_stops(
-    make_rig: Callable[..., FaultRig], patient: Limits, signal_name: str, when: str, tier: str
+    make_rig: Callable[..., FaultRig], patient: dict[str, Any], signal_name: str, when: str, tier: str
 ) -> None:
-    rig = make_rig(f"{signal_name} of one of 4 movers, {when}", tier, limits=patient)
+    rig = make_rig(f"{signal_name} of one of 4 movers, {when}", tier, **patient)
     one_of_several(rig, KILLS[signal_name], when)
 
 

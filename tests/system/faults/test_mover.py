@@ -9,10 +9,10 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.types import Direction
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
@@ -137,10 +137,12 @@ def test_stopped_mover_without_requests(make_rig: Callable[..., FaultRig], tier:
 @pytest.mark.parametrize(
     ("frozen", "tier"), matrix(("engine", "node"), TIERS, unmarked={("engine", "s3"), ("node", "slabs")})
 )
-def test_pause_kills_no_mover(make_rig: Callable[..., FaultRig], patient: Limits, frozen: str, tier: str) -> None:
+def test_pause_kills_no_mover(
+    make_rig: Callable[..., FaultRig], patient: dict[str, Any], frozen: str, tier: str
+) -> None:
     """The engine stands still for longer than the heartbeat timeout and the deadlines, then goes on: as after a SIGSTOP
     of the engine, or of everything (a frozen container, a suspended machine)."""
-    rig = make_rig(f"{frozen} paused", tier, limits=patient)
+    rig = make_rig(f"{frozen} paused", tier, **patient)
     pause_s = int(PATIENCE_S) + 1
     with rig.under_load() as load:
         rig.wait_for_answers()

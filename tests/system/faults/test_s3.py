@@ -11,7 +11,6 @@ import pytest
 from botocore.exceptions import ClientError
 
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.core.limits import Limits
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 from tests.support.leaks import ResourceCount
 from tests.support.load import put
@@ -83,11 +82,15 @@ DENIED = {
 
 @pytest.mark.parametrize("kind", ["put", *(pytest.param(each, marks=pytest.mark.faults) for each in list(DENIED)[1:])])
 def test_missing_permission(
-    s3_rig: Callable[..., FaultRig], patient: Limits, proxy: FaultProxy, caplog: pytest.LogCaptureFixture, kind: str
+    s3_rig: Callable[..., FaultRig],
+    patient: dict[str, Any],
+    proxy: FaultProxy,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
 ) -> None:
     """It is logged once, shown in `problem` while it lasts, and heals."""
     # Small, so that objects are evicted.
-    rig = s3_rig(f"{kind} denied (403)", fields={"capacity": 4 << 20}, limits=patient)
+    rig = s3_rig(f"{kind} denied (403)", fields={"capacity": 4 << 20}, **patient)
     assert isinstance(rig.tier, S3Config)
     denied = partial(ProxyFault, FaultKind.ERROR_STATUS, status=403, code="AccessDenied")
     proxy_fault = {

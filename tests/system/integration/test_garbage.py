@@ -47,6 +47,7 @@ from tests.support.core import end_step, finish, look_up
 from tests.support.file_tier import file_tier
 from tests.support.leaks import ResourceCount
 from tests.support.load import get, put
+from tests.support.times import changed
 from tests.support.waiting import serves, until
 
 GEOMETRY = Geometry(1, 60_000)
@@ -80,13 +81,13 @@ def coordinator_of(tmp_path: Path, **fields: object) -> tuple[Coordinator, HostR
     config = configuration.load({"tiers": [{"type": "cpu", "capacity": ROWS * GEOMETRY.row_bytes}, tier]})
     region = HostRegion.create(GEOMETRY, ROWS)
     limits = replace(Limits(), retry_s=0.1, breaker=BreakerLimits(min_backoff_s=0.1, max_backoff_s=0.2))
-    return Coordinator(config, Namespace.of({"of": "garbage"}), region, limits=limits), region
+    times = changed(restart_backoff_s=(0.05,))
+    return Coordinator(config, Namespace.of({"of": "garbage"}), region, limits=limits, times=times), region
 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TieredStore]:
     """A store whose mover sends every file of the directory `packets` as a packet."""
-    monkeypatch.setattr(restarts, "BACKOFF_S", (0.05,))
     monkeypatch.setattr(restarts, "KILLS_AN_HOUR", 1000)
     (tmp_path / "packets").mkdir()
     coordinator, _ = coordinator_of(

@@ -326,16 +326,17 @@ def test_a_name_that_is_bound_and_never_served_times_out(name: str) -> None:
             rendezvous(name, GEOMETRY, ROWS, 2, timeout_s=0.2)
 
 
-def test_peers_that_disconnect_or_send_garbage_do_not_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = rendezvous(name, GEOMETRY, ROWS, 2)
-    request_bytes = rendezvous_module._REQUEST.pack(b"nixljoin", 2, 8192, 4, ROWS, 1, 2)
-    with (
-        monkeypatch.context() as patch,  # of the silent one only: the others may be slow, on a busy machine
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent,
-    ):
-        patch.setattr(rendezvous_module, "_ANSWER_S", 0.05)
+def test_a_peer_that_says_nothing_is_hung_up_on(name: str) -> None:
+    made = rendezvous(name, GEOMETRY, ROWS, 2, answer_s=0.05)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.connect("\0" + address_of(name))
         assert silent.recv(1) == b"", "the owner hangs up"
+    close(made)
+
+
+def test_peers_that_disconnect_or_send_garbage_do_not_count(name: str) -> None:
+    made = rendezvous(name, GEOMETRY, ROWS, 2)
+    request_bytes = rendezvous_module._REQUEST.pack(b"nixljoin", 2, 8192, 4, ROWS, 1, 2)
     for sent in (b"", b"nonsense", request_bytes[:-1], request_bytes):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as odd:
             odd.connect("\0" + address_of(name))

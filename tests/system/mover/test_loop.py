@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.memory.address_space import AddressSpace
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import (
@@ -34,18 +35,19 @@ from nixl_tiers.mover.protocol import (
 from nixl_tiers.tiers.base import Entry, Move
 from tests.mover.harness import NAMESPACE, MoverProcess, has_exited, key_of, wait_until
 from tests.support.file_tier import file_tier
+from tests.support.times import changed
 
 GEOMETRY = Geometry(1, 60_000)
 
 
-def stub(name: str, tmp_path: Path) -> MoverProcess:
+def stub(name: str, tmp_path: Path, times: Times = PRODUCTION) -> MoverProcess:
     tier: dict[str, object] = {
         "type": "tests.mover.stub_tiers:StubConfig",
         "stub": name,
         "closed": str(tmp_path / "closed"),
         "wake": str(tmp_path / "wake"),
     }
-    return MoverProcess(tier, GEOMETRY, 8)
+    return MoverProcess(tier, GEOMETRY, 8, times=times)
 
 
 def test_the_region_is_mapped_before_the_first_row_moves(tmp_path: Path) -> None:
@@ -249,7 +251,7 @@ def test_it_exits_though_a_transfer_never_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["while busy", "at close"])
 def test_the_watchdog_ends_an_orphan_whose_call_never_returns(tmp_path: Path, moment: str) -> None:
-    with stub("HangsWithInterpreterLock", tmp_path) as mover:
+    with stub("HangsWithInterpreterLock", tmp_path, changed(watchdog_s=2.0)) as mover:
         mover.open()
         if moment == "while busy":
             mover.begin(Store, [Move(0, 0, key_of(0))])
@@ -259,7 +261,7 @@ def test_the_watchdog_ends_an_orphan_whose_call_never_returns(tmp_path: Path, mo
 
 
 def test_the_watchdog_spares_a_process_that_was_stopped(tmp_path: Path) -> None:
-    with stub("ShortWatchdog", tmp_path) as mover:
+    with stub("InstantTier", tmp_path, changed(watchdog_s=1.5)) as mover:
         mover.open()
         for _ in range(2):  # so that the short timeout is in force; and it survives every time
             before = mover.heartbeats

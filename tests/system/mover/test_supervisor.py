@@ -15,6 +15,7 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.base.clock import RunningClock
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.memory.address_space import marked
 from nixl_tiers.memory.columns import ListedColumns
 from nixl_tiers.memory.region import HostRegion
@@ -33,6 +34,7 @@ from nixl_tiers.mover.protocol import (
 )
 from nixl_tiers.mover.supervisor import IDLE_S, Supervisor
 from tests.mover.harness import NAMESPACE
+from tests.support.times import changed
 from tests.support.waiting import until
 
 GEOMETRY = Geometry(1, 60_000)
@@ -88,7 +90,7 @@ class Recorder:
 
 @contextmanager
 def supervised(
-    tmp_path: Path, movers: int = 1, clock: Callable[[], float] | None = None
+    tmp_path: Path, movers: int = 1, clock: Callable[[], float] | None = None, times: Times = PRODUCTION
 ) -> Iterator[tuple[Supervisor, Recorder]]:
     region, recorder = HostRegion.create(GEOMETRY, 4), Recorder()
     tier: dict[str, object] = {
@@ -96,7 +98,7 @@ def supervised(
         "stub": "InstantTier",
         "closed": str(tmp_path / "closed"),
     }
-    configures = [Configure(tier, 1, 60_000, 1, 4)] * movers
+    configures = [Configure(tier, 1, 60_000, 1, 4, times=times)] * movers
     names = [f"tier{number}" for number in range(movers)]
     supervisor = Supervisor(configures, names, region.fd, recorder, clock or time.monotonic)
     supervisor.start(Open(NAMESPACE, 0))
@@ -137,9 +139,8 @@ def test_a_mover_that_does_not_read_is_killed_when_its_queue_is_full(
 def test_a_mover_that_reads_nothing_is_killed_in_spite_of_its_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with supervised(tmp_path) as (supervisor, recorder):
+    with supervised(tmp_path, times=changed(send_timeout_s=0.5)) as (supervisor, recorder):
         with monkeypatch.context() as patch:
-            patch.setattr(child, "SEND_TIMEOUT_S", 0.5)
             patch.setattr(child.Child, "flush", lambda self: not self._unsent)
             recorder.send = [(0, Delete([(0, b"key")]))]
             supervisor.wake()
@@ -235,7 +236,7 @@ def test_messages_are_read_before_the_heartbeat_timeout_is_judged(tmp_path: Path
             movers = [mover for mover in supervisor._movers if mover is not None]
             for mover in movers:
                 assert select.select([mover.socket], [], [], 60)[0], "a heartbeat"
-            jumping.ahead_s += 2 * child.HEARTBEAT_TIMEOUT_S
+            jumping.ahead_s += 2 * PRODUCTION.heartbeat_timeout_s
 
         for tier in (0, 1):
             recorder.during[tier] = take_long

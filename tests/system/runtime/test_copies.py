@@ -16,6 +16,7 @@ from nixl_tiers.tiers import moves as moves_module
 from nixl_tiers.tiers.base import Move
 from tests.mover.harness import key_of, payload
 from tests.runtime.test_copies import KEYS
+from tests.support.times import changed
 from tests.system.tiers import file_tiers
 
 
@@ -37,12 +38,9 @@ def test_get_holds_stores_while_it_copies(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("layout", ["slabs", "files"])
-def test_file_tier_starts_no_store_while_they_are_held(
-    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(moves_module, "HOLD_S", 3600.0)
+def test_file_tier_starts_no_store_while_they_are_held(layout: str, tmp_path: Path) -> None:
     with HostRegion.create(file_tiers.GEOMETRY, 2) as region:
-        tier = file_tiers.make_tier(layout, tmp_path, region)
+        tier = file_tiers.make_tier(layout, tmp_path, region, times=changed(stores_held_s=3600.0))
         tier.open(bytes(16), 0)
         list(tier.list_rows())
         assert file_tiers.store(tier, region, range(1)) == [Outcome.OK]

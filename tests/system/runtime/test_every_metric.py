@@ -19,13 +19,14 @@ from nixl_tiers.base.chunk import Geometry, Key, Namespace
 from nixl_tiers.base.metrics import QUOTA_CHUNKS, number_of_quota, published
 from nixl_tiers.base.policies import HugePages
 from nixl_tiers.base.tier_traits import CPU, TierTraits
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.config import schema
 from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.memory.pages import HUGE_PAGE_BYTES
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.runtime.coordinator import CLOSE_TIMEOUT_S, Coordinator
+from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.config import with_faults
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
@@ -106,7 +107,7 @@ class Engine:
         config = schema.load(fields)
         if rules:
             config = with_faults(config, FaultPlan(tuple(rules)).to_dict())
-        self._close_s = 0.1 if rules else CLOSE_TIMEOUT_S  # a mover that hangs is killed
+        self._close_s = 0.1 if rules else PRODUCTION.close_s  # a mover that hangs is killed
         self._seen = seen
         self._now = 1000.0
         self.region = HostRegion.create(GEOMETRY, ROWS)

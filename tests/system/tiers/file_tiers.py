@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import GONE, Entry, Move
 from nixl_tiers.tiers.rowfile.tier import RowFileTier
@@ -34,12 +35,14 @@ class Clock:
         return self.now
 
 
-def make_tier(layout: str, path: Path, region: HostRegion, capacity: int = CAPACITY, **fields: Any) -> FileTier:
+def make_tier(
+    layout: str, path: Path, region: HostRegion, capacity: int = CAPACITY, *, times: Times = PRODUCTION, **fields: Any
+) -> FileTier:
     """`layout`: "slabs", "slabs by NIXL" or "files"."""
     layout, _, by = layout.partition(" by ")
     fields = {"backend": "posix", **fields} if by else fields
     config = file_config(path, capacity, layout=layout, **fields)
-    return (SlabTier if layout == "slabs" else RowFileTier)(config, GEOMETRY, region)
+    return (SlabTier if layout == "slabs" else RowFileTier)(config, GEOMETRY, region, times=times)
 
 
 def run_until(tier: FileTier, condition: Callable[[], bool]) -> None:

@@ -23,12 +23,14 @@ from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.quota import MANIFEST_BYTES, MARGIN_BYTES, DirQuota
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
 from tests.support.disks import assert_never_exceeds
+from tests.support.times import changed
 from tests.system.tiers.file_tiers import Clock, FileTier, load, make_tier, run_until, store
 
 LAYOUTS = pytest.mark.parametrize("layout", ["slabs", "files"])
 NAMESPACE = bytes(range(16))
 ABOUT = Description(model="org/model", revision="abc", dtype="bfloat16", vllm="0.32.0", note="test rows")
 OK = Outcome.OK
+SOON = changed(disk_check_s=0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +39,6 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests, "RETRY_S", 0.01)
     monkeypatch.setattr(manifests, "CLOSE_S", 120.0)
     monkeypatch.setattr(manifests, "CHECK_S", 0.01)
-    monkeypatch.setattr("nixl_tiers.tiers.disk.CHECK_INTERVAL_S", 0.01)
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def start(layout: str, path: Path, region: HostRegion, clock: Clock | None = None, **fields: object) -> FileTier:
-    tier = make_tier(layout, path, region, **fields)
+    tier = make_tier(layout, path, region, times=SOON, **fields)
     if clock is not None:
         tier._clock = clock
     tier.identify("node/1/abcd")
@@ -238,7 +239,7 @@ def test_tier_works_where_no_manifest_can_be_written(
 
 @LAYOUTS
 def test_reader_writes_no_manifest(layout: str, tmp_path: Path, region: HostRegion) -> None:
-    tier = make_tier(layout, tmp_path, region)
+    tier = make_tier(layout, tmp_path, region, times=SOON)
     tier.open(NAMESPACE, 0)
     for batch in tier.list_rows():
         time.sleep(0.0 if batch else 0.001)

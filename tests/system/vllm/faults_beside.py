@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from nixl_tiers.base.chunk import Outcome
-from nixl_tiers.mover import restarts
 from tests.system.vllm.one_stream import supervisor_of
 
 MOMENT_S = 0.03  # a fault comes so long after a stream has begun, at most
@@ -110,7 +109,8 @@ class Faults:
         self._stopped: int | None = None  # the mover
         self._until_s = 0.0  # if nothing hangs
         self._goes_on = supervisor_of(coordinator)
-        restarts.BACKOFF_S = (0.05,)  # type: ignore[assignment,misc]  # or there is no mover for most of the time
+        for backoff in coordinator._link.supervisor._backoff:
+            backoff._backoff_s = (0.05,)  # or there is no mover for most of the time
         self._drawn = 0
         self._next: tuple[float, str] | None = None
         self.counts: Counter[str] = Counter()

@@ -3,7 +3,7 @@
     python run_engine.py PLAN RESULT        both JSON files
 
 Plan: {"model": path, "tiers": fields of kv_connector_extra_config or null, "transfer": fields of KVTransferConfig to
-replace, "settings": {...}, "steps": [...]}.
+replace, "settings": {...}, "steps": [...]}, and "times" if they are not production's: fields of Times.
 Steps: ["generate", prompts, max_tokens] with prompts as lists of token ids, asked at once, or with [name, number, path]
 of a LoRA adapter behind that; ["ask", prompt, max_tokens, {...}] asks one with a "salt", with actions of vLLM's
 kv_hints as [type, payload] in "hints", or with "options" as for nixl_tiers in kv_transfer_params;
@@ -40,6 +40,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from nixl_tiers.base.times import Times
 from nixl_tiers.store import TieredStore
 from tests.support import vllm_cpu
 from tests.support.leaks import reclaim_all_host_rows
@@ -55,7 +58,9 @@ def main(plan: dict[str, Any]) -> list[Any]:
         transfer = {**vllm_cpu.kv_transfer(**patient), **plan["transfer"]}
     settings = plan["settings"]
     events = settings.pop("kv_events_config", None)
-    llm = vllm_cpu.in_process_llm(Path(plan["model"]), transfer, **settings, **(publishing(events) if events else {}))
+    settings |= publishing(events) if events else {}
+    times = msgspec.convert(plan.get("times", {}), Times)
+    llm = vllm_cpu.in_process_llm(Path(plan["model"]), transfer, times=times, **settings)
     core = llm.llm_engine.engine_core.engine_core
     try:
         if events:

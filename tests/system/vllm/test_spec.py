@@ -25,6 +25,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
 from nixl_tiers.vllm import compat, fingerprint
 from nixl_tiers.vllm.spec import NixlTiersSpec, agreed_namespace
+from tests.support.times import PATIENT
 from tests.vllm.test_spec import CPU, Build
 
 
@@ -109,8 +110,10 @@ def test_an_engine_that_steps_with_others_never_waits_in_a_step(
     region = HostRegion.create(Geometry(cells=1, cell_payload=8192), 4)
     monkeypatch.setattr(NixlTiersSpec, "_rendezvous", lambda _: region)
     monkeypatch.setattr("nixl_tiers.vllm.spec.agreed_namespace", lambda *_, stages: Namespace.of({"test": 1}))
+    monkeypatch.setattr(NixlTiersSpec, "times", PATIENT)
     manager = NixlTiersSpec(offloading_config(replicas=replicas)).get_manager()
     assert bool(manager._pause.pause_s) is pauses
+    assert manager._coordinator.times == PATIENT
     manager.shutdown()
 
 

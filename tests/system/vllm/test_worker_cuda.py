@@ -263,9 +263,10 @@ def test_pages_are_interleaved_over_the_nodes_of_all_ranks(
     """Each rank asks for the same, however late the others say where their GPUs are."""
     asked = []
     monkeypatch.setattr(worker_module, "place", lambda *how: asked.append(how[2]) or True)
-    monkeypatch.setattr(worker_module, "NODES_S", 120.0)
     with HostRegion.create(Geometry(3, 4096), 2) as region, caplog.at_level(logging.INFO, "nixl_tiers"):
-        ranks = [threading.Thread(target=place_region, args=(region, cell, (0, None, 2)[cell])) for cell in range(3)]
+        ranks = [
+            threading.Thread(target=place_region, args=(region, cell, (0, None, 2)[cell], 120.0)) for cell in range(3)
+        ]
         for rank in ranks[:2]:
             rank.start()
         time.sleep(0.1)
@@ -280,12 +281,11 @@ def test_pages_are_interleaved_over_the_nodes_of_all_ranks(
 def test_unknown_and_missing_nodes_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(worker_module, "place", lambda *how: asked.append(how[2]) or True)
-    monkeypatch.setattr(worker_module, "NODES_S", 0.0)
     with HostRegion.create(Geometry(3, 4096), 2) as region:
-        place_region(region, 0, None)
+        place_region(region, 0, None, 0.0)
         assert asked == [], "the kernel's default stays"
-        place_region(region, 1, 4)
+        place_region(region, 1, 4, 0.0)
         assert asked == [{4}]
         monkeypatch.setattr(region, "hugetlb", True)
-        place_region(region, 2, 1)
+        place_region(region, 2, 1, 0.0)
         assert asked == [{4}], "the pages of a pool are allocated already"

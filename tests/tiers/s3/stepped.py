@@ -24,6 +24,7 @@ from botocore.awsrequest import AWSResponse, HeadersDict
 from botocore.exceptions import EndpointConnectionError
 
 from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
@@ -263,12 +264,21 @@ def key_of(number: int) -> bytes:
 class SteppedTier:
     """`round` is one of everything that its threads would do, and of the mover's loop."""
 
-    def __init__(self, bucket: Bucket, *, rows: int = 8, capacity_rows: int = 1000, **fields: Any) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        *,
+        rows: int = 8,
+        capacity_rows: int = 1000,
+        times: Times = PRODUCTION,
+        **fields: Any,
+    ) -> None:
         self.bucket = bucket
         self.clock = bucket.clock
         self.region = HostRegion.create(GEOMETRY, rows)
         named = {"bucket": "kv-stepped", "prefix": "p", "endpoint": "http://here", "capacity": capacity_rows * ROW}
-        self.tier = S3Tier(S3Config(**{"type": "s3", "shared": True, **named, **fields}), GEOMETRY, self.region)
+        config = S3Config(**{"type": "s3", "shared": True, **named, **fields})
+        self.tier = S3Tier(config, GEOMETRY, self.region, times)
         self.control = self.tier._control
         self.control.connect = self._connect  # type: ignore[method-assign]
         self.control.denials._clock = self.clock

@@ -7,7 +7,7 @@ import logging
 import boto3
 import pytest
 
-from nixl_tiers.tiers.s3 import denials
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.tiers.s3.denials import Denials
 
 DENIED_PAGE = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
@@ -33,7 +33,7 @@ class TestDenials:
             clock[0] += 1
             recorder.succeeded("put")
             assert set(recorder.current()) == {"put"}
-        clock[0] += denials.CLEAR_S
+        clock[0] += PRODUCTION.s3_denial_s
         assert recorder.current() == {}
 
     def test_a_failure_of_unknown_cause_prolongs_a_known_denial(self, recorder: Denials, clock: list[float]) -> None:

@@ -8,12 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.tiers.s3 import existence
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.tiers.s3.existence import (
     MAX_CONCURRENT,
-    TIMEOUT_S,
-    UPLOAD_RETRY_S,
-    UPLOAD_WAIT_S,
     Answer,
     ExistenceChecker,
     UploadChecks,
@@ -98,7 +95,7 @@ def test_what_is_not_answered_by_the_timeout_is_unknown_and_not_absent(
     assert checker.answers() == []
     if begun:
         medium.pool.begin(100)
-    medium.clock.now = TIMEOUT_S
+    medium.clock.now = PRODUCTION.s3_check_s
     assert checker.answers() == [], "there is time left"
     medium.clock.now += 0.1
     first, second = sorted(checker.answers(), key=lambda answer: answer.check_id)
@@ -111,7 +108,7 @@ def test_what_is_not_answered_by_the_timeout_is_unknown_and_not_absent(
 def test_a_late_answer_changes_no_other_check(checker: ExistenceChecker, medium: Medium) -> None:
     checker.start(1, [b"70"], chain=False)
     ((late, _),) = medium.pool.begin(1)
-    medium.clock.now = TIMEOUT_S + 0.1
+    medium.clock.now = PRODUCTION.s3_check_s + 0.1
     assert checker.answers() == [Answer(1, [], [])]
     checker.start(2, [b"70"], chain=False)
     late.set_result(0)
@@ -124,7 +121,7 @@ def test_a_late_answer_changes_no_other_check(checker: ExistenceChecker, medium:
 def test_nothing_is_queued_while_all_threads_are_stuck(checker: ExistenceChecker, medium: Medium) -> None:
     checker.start(1, keys(2 * MAX_CONCURRENT), chain=False)
     stuck = medium.pool.begin(MAX_CONCURRENT)
-    medium.clock.now = TIMEOUT_S + 0.1
+    medium.clock.now = PRODUCTION.s3_check_s + 0.1
     assert checker.answers() == [Answer(1, [], [])]
     for number in range(2, 50):
         checker.start(number, [b"more"] * MAX_CONCURRENT, chain=number % 2 == 0)
@@ -179,7 +176,7 @@ class TestUploads:
     ) -> None:
         checks.ask([b"7", b"8"])
         assert checks.answer(b"7") is None
-        medium.clock.now = UPLOAD_WAIT_S
+        medium.clock.now = PRODUCTION.s3_upload_check_s
         assert checks.answer(b"7") is None
         medium.clock.now += 0.1
         assert checks.answer(b"7") == 0, "it goes without an answer"
@@ -188,7 +185,7 @@ class TestUploads:
         assert checks.answer(b"9") == 0
         medium.pool.run()
         assert medium.asked == []
-        medium.clock.now += UPLOAD_RETRY_S
+        medium.clock.now += PRODUCTION.s3_upload_check_retry_s
         checks.ask([b"10"])
         assert checks.answer(b"10") is None
         medium.pool.run()
@@ -202,10 +199,10 @@ def test_each_upload_has_its_own_moment() -> None:
     checks._pool = medium.pool  # type: ignore[assignment]
     checks.ask(keys(3))
     assert checks.answer(b"0") is None
-    medium.clock.now = 0.9 * existence.UPLOAD_WAIT_S
+    medium.clock.now = 0.9 * PRODUCTION.s3_upload_check_s
     medium.pool.run(1)
     assert checks.answer(b"0") == 0
     assert checks.answer(b"1") is None
-    medium.clock.now += 0.9 * existence.UPLOAD_WAIT_S
+    medium.clock.now += 0.9 * PRODUCTION.s3_upload_check_s
     assert checks.answer(b"1") is None
     checks.close()

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.tiers.base import ExistenceAnswer, TierDown, TierRefused
-from nixl_tiers.tiers.s3 import control as control_module
-from nixl_tiers.tiers.s3 import janitor as janitor_module
-from nixl_tiers.tiers.s3.data import DOWNLOAD_S, SLOWEST_BYTES_PER_S
-from nixl_tiers.tiers.s3.existence import TIMEOUT_S
+from nixl_tiers.tiers.s3.data import SLOWEST_BYTES_PER_S
 from tests.support.fake_movers import Clock
+from tests.support.times import changed
 from tests.tiers.s3.stepped import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -163,7 +162,7 @@ class TestRowsThatAreNotTheExpectedOnes:
         """Its bytes may still land there."""
         batch = tier.tier.load(tier.moves([0]))
         free = len(tier.tier._transfers.data.free_staging)
-        bucket.clock.now += DOWNLOAD_S + ROW / SLOWEST_BYTES_PER_S + 0.1
+        bucket.clock.now += PRODUCTION.s3_download_s + ROW / SLOWEST_BYTES_PER_S + 0.1
         tier.round(moves=False)
         tier.round(moves=False)
         assert tier.finished[batch] == [FAILED]
@@ -191,7 +190,7 @@ class TestQuestions:
 
     def test_one_that_is_not_answered_in_time_leaves_the_key_unknown(self, tier: SteppedTier, bucket: Bucket) -> None:
         tier.ask(0)
-        bucket.clock.now += TIMEOUT_S - 0.1
+        bucket.clock.now += PRODUCTION.s3_check_s - 0.1
         assert tier.tier.existence_answers() == []
         bucket.clock.now += 0.2
         assert tier.tier.existence_answers() == [ExistenceAnswer(1, [])]
@@ -381,12 +380,10 @@ class TestOpening:
 
 
 class TestClose:
-    def test_no_thread_is_waited_for_longer_than_its_time(
-        self, tier: SteppedTier, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_no_thread_is_waited_for_longer_than_its_time(self, make_tier: Callable[..., SteppedTier]) -> None:
         """However the server hangs."""
-        for module in (control_module, janitor_module):
-            monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 2.0)
+        tier = make_tier(times=changed(s3_close_s=7.0))
+        tier.open()
         waited: list[float] = []
         hung = SimpleNamespace(join=waited.append, is_alive=lambda: True)
         tier.control._thread = hung  # type: ignore[assignment]
@@ -395,6 +392,6 @@ class TestClose:
         tier.ask(1)
         tier.questions.begin(1)
         tier.tier.close()
-        assert waited == [2.0, 2.0]
+        assert waited == [7.0, 7.0]
         assert not tier.questions.was_waited_for
         assert not tier.control.idle

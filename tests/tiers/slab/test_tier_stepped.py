@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.slab import slabs as slabs_module
 from nixl_tiers.tiers.slab import worker
-from nixl_tiers.tiers.slab.growth import OVERDUE_S, RETRY_S
 from nixl_tiers.tiers.slab.journal_file import JournalFile
 from tests.mover.harness import NAMESPACE, key_of, shard_dir
 from tests.support.disks import disk_bytes
@@ -333,7 +333,7 @@ class TestAFullDisk:
         assert one.load(range(4)) == [OK] * 4
         assert one.store([50], [2]) == [OK], "there is room in what is allocated"
         full.clear()
-        one.clock.now += RETRY_S + 0.1
+        one.clock.now += PRODUCTION.growth_retry_s + 0.1
         one.maintain()
         assert one.tier.slots == one.slots
         assert one.store([allocated + 1]) == [OK]
@@ -352,12 +352,12 @@ class TestAFullDisk:
             one.step()
         assert waits not in one.ended
         assert one.load(range(4)) == [OK] * 4
-        one.clock.now += OVERDUE_S
+        one.clock.now += PRODUCTION.growth_overdue_s
         assert one.end(waits) == [NO_SPACE]
         assert one.store([50], [2]) == [OK]
         threads.pools["allocator"].run()
         threads.pools["allocator"].at_once = True
-        one.clock.now += RETRY_S + 0.1
+        one.clock.now += PRODUCTION.growth_retry_s + 0.1
         one.step()
         one.maintain()
         assert one.store([allocated + 1]) == [OK]

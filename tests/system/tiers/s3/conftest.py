@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.tiers.s3 import connection, control, existence, janitor, lease, lease_state, shared
+from nixl_tiers.tiers.s3 import lease, lease_state, shared
 from tests.support.servers import S3Server
 from tests.system.tiers.s3.harness import FAST_JANITOR, QUICK_LEASE, FaultyS3, faulty_s3
 from tests.tiers.s3.conftest import server_credentials
@@ -23,8 +23,7 @@ def _opens_with_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "LEASE_START_S", 120.0)
     monkeypatch.setattr(lease_state, "CLAIM_S", 120.0)
     monkeypatch.setattr(lease, "OWNER_TERMS", QUICK_LEASE)
-    for module in (control, janitor, lease):
-        monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 120.0)
+    monkeypatch.setattr(lease, "CLOSE_TIMEOUT_S", 120.0)
 
 
 @pytest.fixture
@@ -47,9 +46,5 @@ def faulty(server_credentials: None) -> Iterator[FaultyS3]:
 
 @pytest.fixture
 def fast_janitor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The S3 tier's janitor has short intervals. On any machine each existence check gets its answer, for which uploads
-    wait: how fast is not of interest here."""
+    """The S3 tier's janitor has short intervals."""
     monkeypatch.setattr(shared, "INTERVALS", FAST_JANITOR)
-    monkeypatch.setattr(connection, "QUICK_S", 120.0)
-    monkeypatch.setattr(existence, "TIMEOUT_S", 120.0)
-    monkeypatch.setattr(existence, "UPLOAD_WAIT_S", 120.0)

@@ -11,14 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from email.utils import formatdate
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import msgspec
 import numpy as np
 
 from nixl_tiers.base.chunk import Geometry, Outcome, object_name
 from nixl_tiers.base.manifest import MANIFEST_NAME
+from nixl_tiers.base.times import Times
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
@@ -28,8 +31,12 @@ from nixl_tiers.tiers.s3.janitor import JanitorIntervals
 from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, LeaseTerms
 from nixl_tiers.tiers.s3.rows import PrefixRows
 from nixl_tiers.tiers.s3.tier import S3Tier
+from tests.support.times import changed
 
 TIMEOUT_S = 120.0
+TIMES = changed(s3_quick_s=120.0, s3_check_s=120.0, s3_upload_check_s=120.0, s3_close_s=120.0)
+"""On any machine existence checks get their answers, for which uploads wait, and what is left is sent at the close."""
+but = partial(msgspec.structs.replace, TIMES)
 FAST_LEASE = replace(
     JANITOR_TERMS, lease_s=2.0, margin_s=0.5, renew_s=0.1, poll_s=0.1, retry_s=0.1, confirm_s=0.02, doubt_s=0.0
 )
@@ -71,13 +78,13 @@ class TierDriver:
 
     kind: ClassVar[type[S3Tier]] = S3Tier
 
-    def __init__(self, geometry: Geometry, rows: int, *, engine: str = "", **config: Any) -> None:
+    def __init__(self, geometry: Geometry, rows: int, *, engine: str = "", times: Times = TIMES, **config: Any) -> None:
         """`engine`: the ID of the engine that the tier works for; a new one unless given."""
         fields = {"type": "s3", "capacity": 1000 * geometry.row_bytes} | config
         self.geometry = geometry
         self.region = HostRegion.create(geometry, rows)
         self.config = S3Config(**fields)
-        self.tier = self.kind(self.config, geometry, self.region)
+        self.tier = self.kind(self.config, geometry, self.region, times)
         if engine:
             self.tier.identify(engine)
 

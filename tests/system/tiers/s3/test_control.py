@@ -12,10 +12,10 @@ from botocore.exceptions import EndpointConnectionError
 
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown
-from nixl_tiers.tiers.s3 import connection, control
+from nixl_tiers.tiers.s3 import control
 from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.control import S3Control
-from tests.system.tiers.s3.harness import HANG_UP, FaultyS3, Request, connects, wait_until
+from tests.system.tiers.s3.harness import HANG_UP, TIMES, FaultyS3, Request, but, connects, wait_until
 from tests.tiers.s3.test_control import FailingListing
 
 pytestmark = pytest.mark.usefixtures("server_credentials")
@@ -70,10 +70,10 @@ def test_attempt_that_fails_too_late_is_made_again() -> None:
             bucket.close()
 
 
-def test_steady_deletes_leave_time_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steady_deletes_leave_time_for_everything_else() -> None:
     """Rows are evicted without end while a server is slow to delete."""
-    monkeypatch.setattr(control, "CREDENTIALS_CHECK_S", 0.0)
-    bucket = S3Control(S3Config(type="s3", bucket="kv-control", endpoint="http://127.0.0.1:1", capacity="1GiB"))
+    config = S3Config(type="s3", bucket="kv-control", endpoint="http://127.0.0.1:1", capacity="1GiB")
+    bucket = S3Control(config, times=but(s3_credentials_s=0.0))
     listing, renewed = FailingListing(failures=0, pages=3), threading.Event()
     deletes, steady = list[str](), True
 
@@ -92,7 +92,7 @@ def test_steady_deletes_leave_time_for_everything_else(monkeypatch: pytest.Monke
             bucket.start_listing(listing)
             bucket.connect()
             assert renewed.wait(30), "credentials are not renewed"
-            monkeypatch.setattr(control, "CREDENTIALS_CHECK_S", 3600.0)
+            bucket._times = TIMES
             assert listing.done.wait(30), "no sweep ends"
             before = len(deletes)
             assert wait_until(lambda: len(deletes) > before + 10)  # and deletes go on
@@ -117,12 +117,11 @@ def test_bucket_that_keeps_deleted_rows_is_warned_of(
     answer: tuple[int, bytes],
     warned: bool,
     faulty: FaultyS3,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(connection, "QUICK_S", 60.0)  # asked once, however late the answer
     faulty.versioning = answer
-    bucket = S3Control(S3Config(type="s3", bucket="kv-control", endpoint=faulty.endpoint, capacity="1GiB"))
+    config = S3Config(type="s3", bucket="kv-control", endpoint=faulty.endpoint, capacity="1GiB")
+    bucket = S3Control(config, times=TIMES)  # asked once, however late the answer
     try:
         assert wait_until(lambda: connects(bucket))
         assert wait_until(lambda: not bucket._versioning_unknown)
@@ -150,7 +149,6 @@ def test_versioning_does_not_matter_where_nothing_is_written(faulty: FaultyS3) -
 
 def test_queued_deletes_are_sent_when_they_are_allowed(faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease may be renewed, or the first listing of its tenure end, long after the delete was queued."""
-    monkeypatch.setattr(control, "CREDENTIALS_CHECK_S", 3600.0)  # nothing else wakes the thread
     monkeypatch.setattr(control, "PERMISSION_CHECK_S", 0.05)
     faulty.objects["nixl-tiers/row"] = b"old"
     allowed, refused = threading.Event(), threading.Event()
@@ -161,7 +159,7 @@ def test_queued_deletes_are_sent_when_they_are_allowed(faulty: FaultyS3, monkeyp
         return allowed.is_set()
 
     config = S3Config(type="s3", bucket="kv-control", endpoint=faulty.endpoint, capacity="1GiB")
-    bucket = S3Control(config, may_delete)
+    bucket = S3Control(config, may_delete, but(s3_credentials_s=3600.0))  # nothing else wakes the thread
     try:
         assert wait_until(lambda: connects(bucket))
         bucket.delete(["nixl-tiers/row"])
@@ -174,9 +172,8 @@ def test_queued_deletes_are_sent_when_they_are_allowed(faulty: FaultyS3, monkeyp
         bucket.close()
 
 
-def test_delete_is_not_tried_again_without_permission(faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delete_is_not_tried_again_without_permission(faulty: FaultyS3) -> None:
     """The process may have been paused between two attempts, and the object be another engine's by now."""
-    monkeypatch.setattr(control, "BACKOFF_S", (3600.0, 3600.0))
     allowed = True
 
     def hang_up(request: Request) -> int | None:
@@ -187,9 +184,8 @@ def test_delete_is_not_tried_again_without_permission(faulty: FaultyS3, monkeypa
         return HANG_UP
 
     faulty.fault = hang_up
-    bucket = S3Control(
-        S3Config(type="s3", bucket="kv-control", endpoint=faulty.endpoint, capacity="1GiB"), lambda: allowed
-    )
+    config = S3Config(type="s3", bucket="kv-control", endpoint=faulty.endpoint, capacity="1GiB")
+    bucket = S3Control(config, lambda: allowed, but(s3_backoff_s=(3600.0, 3600.0)))
     try:
         assert wait_until(lambda: connects(bucket))
         bucket.delete(["nixl-tiers/row"])
@@ -249,15 +245,13 @@ def test_delete_is_pending_or_confirmed_at_every_moment(error: Exception | None)
     ],
     ids=["ours", "is-gone", "another-object", "no-object"],
 )
-def test_error_deletes_no_object_but_those_that_were_named(
-    error: str, confirmed: set[str], faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_deletes_no_object_but_those_that_were_named(error: str, confirmed: set[str], faulty: FaultyS3) -> None:
     """An error that names none of them may be that of any: none of them counts as deleted."""
-    monkeypatch.setattr(control, "BACKOFF_S", (3600.0, 3600.0))
     faulty.objects |= {"elsewhere/precious": b"", "None": b"", "nixl-tiers/a": b"", "nixl-tiers/b": b""}
     answers = [f"<DeleteResult><Error>{error}</Error></DeleteResult>".encode()]
     faulty.fault = lambda request: answers.pop() if request.method == "POST" and answers else None
-    bucket = S3Control(S3Config(type="s3", bucket="kv-control", endpoint=faulty.endpoint, capacity="1GiB"))
+    config = S3Config(type="s3", bucket="kv-control", endpoint=faulty.endpoint, capacity="1GiB")
+    bucket = S3Control(config, times=but(s3_backoff_s=(3600.0, 3600.0)))
 
     def answered() -> bool:
         with bucket._wake:
@@ -276,11 +270,10 @@ def test_error_deletes_no_object_but_those_that_were_named(
 
 
 def test_unknown_error_of_a_listing_is_logged_and_the_listing_retried(
-    faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    faulty: FaultyS3, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(control, "BACKOFF_S", (0.05, 0.1))
     config = S3Config(type="s3", bucket="kv-control", endpoint=faulty.endpoint, capacity="1GiB")
-    bucket = S3Control(config)
+    bucket = S3Control(config, times=but(s3_backoff_s=(0.05, 0.1)))
     listing = FailingListing()
     try:
         assert wait_until(lambda: connects(bucket))

@@ -17,13 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.tiers.s3 import control
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.listing import ExpirySweep, FullListing, Listing
 from nixl_tiers.tiers.s3.names import RowNames, place_of
 from nixl_tiers.tiers.s3.quota import PrefixQuota
-from tests.system.tiers.s3.harness import FaultyS3, Request, client_of, connects, is_listing, wait_until
+from tests.system.tiers.s3.harness import FaultyS3, Request, but, client_of, connects, is_listing, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:tzname .* identified")  # dateutil's, of damaged times
 
@@ -255,10 +254,7 @@ def test_rows_that_do_not_ascend_are_asked_for_again(answers: Answers, rows: lis
     assert all(key in quota for key in KEYS)
 
 
-def test_a_tier_logs_a_damaged_listing_once_and_lists_again(
-    faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(control, "BACKOFF_S", (0.01, 0.02))
+def test_a_tier_logs_a_damaged_listing_once_and_lists_again(faulty: FaultyS3, caplog: pytest.LogCaptureFixture) -> None:
     whole, left = page(KEYS), [page(KEYS).replace(b"23T11:00:00.000Z", b"23T11:00:0?.000Z")] * 3
 
     def answer(request: Request) -> bytes | None:
@@ -266,7 +262,8 @@ def test_a_tier_logs_a_damaged_listing_once_and_lists_again(
 
     connected, faulty.fault = False, answer
     quota = new_quota()
-    bucket = S3Control(S3Config(type="s3", bucket="kv-damaged", prefix="p", endpoint=faulty.endpoint, capacity="1GiB"))
+    config = S3Config(type="s3", bucket="kv-damaged", prefix="p", endpoint=faulty.endpoint, capacity="1GiB")
+    bucket = S3Control(config, times=but(s3_backoff_s=(0.01, 0.02)))
     listing = FullListing(quota, NAMES, SERVED, max_age_s=None, deleter=None)
     try:
         assert wait_until(lambda: connects(bucket))

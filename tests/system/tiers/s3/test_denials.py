@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.tiers.s3 import control, denials
 from nixl_tiers.tiers.s3.lease import PrefixLease
-from tests.system.tiers.s3.harness import NAMESPACE, Fault, FaultyS3, Request, TierDriver, is_listing, wait_until
+from tests.system.tiers.s3.harness import NAMESPACE, Fault, FaultyS3, Request, TierDriver, but, is_listing, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 TEST_OBJECT = "nixl-tiers/.probe"
+SHORT = but(s3_test_upload_s=0.05, s3_backoff_s=(0.05, 0.1), s3_denial_s=0.05)
 
 pytestmark = pytest.mark.usefixtures("server_credentials")
 
@@ -45,22 +45,19 @@ def upload_tests(server: FaultyS3) -> int:
 
 
 @pytest.fixture
-def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "UPLOAD_CHECK_S", 0.05)
-    monkeypatch.setattr(control, "BACKOFF_S", (0.05, 0.1))
-    monkeypatch.setattr(denials, "CLEAR_S", 0.05)
-    monkeypatch.setattr(PrefixLease, "_report", lambda _: None)  # that the server has no conditional writes
+def says_nothing_of_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefixLease, "_report", lambda _: None)
 
 
 @pytest.fixture
 def driver(faulty: FaultyS3) -> Iterator[TierDriver]:
-    with TierDriver(SMALL, 32, bucket="kv-rights", endpoint=faulty.endpoint) as driver:
+    with TierDriver(SMALL, 32, bucket="kv-rights", endpoint=faulty.endpoint, times=SHORT) as driver:
         driver.open()
         yield driver
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("short_intervals")
+@pytest.mark.usefixtures("says_nothing_of_conditions")
 def test_each_kind_is_reported_with_its_right_and_cleared(driver: TierDriver, faulty: FaultyS3, kind: str) -> None:
     assert driver.store([1, 2]) == [Outcome.OK] * 2
     assert driver.tier.denials == {}
@@ -92,7 +89,7 @@ def test_each_kind_is_reported_with_its_right_and_cleared(driver: TierDriver, fa
     assert wait_until(cleared)
 
 
-@pytest.mark.usefixtures("short_intervals")
+@pytest.mark.usefixtures("says_nothing_of_conditions")
 def test_uploads_are_tested_until_they_are_allowed(driver: TierDriver, faulty: FaultyS3) -> None:
     """Also if nothing more is stored."""
     faulty.fault = denying(is_put)
@@ -102,7 +99,7 @@ def test_uploads_are_tested_until_they_are_allowed(driver: TierDriver, faulty: F
     assert wait_until(lambda: driver.tier.denials == {})
 
 
-@pytest.mark.usefixtures("short_intervals")
+@pytest.mark.usefixtures("says_nothing_of_conditions")
 def test_a_delete_denied_for_one_object_is_a_denial(driver: TierDriver, faulty: FaultyS3) -> None:
     """The status of the answer is 200 then."""
     driver.store([1])
@@ -116,10 +113,8 @@ def test_a_delete_denied_for_one_object_is_a_denial(driver: TierDriver, faulty: 
     assert driver.settled(0)
 
 
-def test_failing_uploads_cause_one_test_upload_a_minute(
-    driver: TierDriver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(control, "UPLOAD_CHECK_S", 60 * control.UPLOAD_CHECK_S)  # a minute of a machine that is slow
+def test_failing_uploads_cause_one_test_upload_a_minute(driver: TierDriver, faulty: FaultyS3) -> None:
+    driver.tier._control._times = but(s3_test_upload_s=3600.0)  # a minute of a machine that is slow
     faulty.fault = denying(is_put)
     for number in range(8):
         assert driver.store([number]) == [Outcome.FAILED]
@@ -130,7 +125,7 @@ def test_failing_uploads_cause_one_test_upload_a_minute(
     assert upload_tests(faulty) == 1
 
 
-@pytest.mark.usefixtures("short_intervals")
+@pytest.mark.usefixtures("says_nothing_of_conditions")
 def test_the_test_object_is_not_a_row(driver: TierDriver, faulty: FaultyS3) -> None:
     faulty.fault = lambda request: 503 if is_put(request) and request.name != TEST_OBJECT else None
     for number in range(4):
@@ -155,7 +150,7 @@ def test_a_read_only_tier_never_tests_uploads(faulty: FaultyS3) -> None:
 
 
 @pytest.mark.parametrize("status", [500, 503])
-@pytest.mark.usefixtures("short_intervals")
+@pytest.mark.usefixtures("says_nothing_of_conditions")
 def test_errors_of_a_busy_server_are_no_denials(driver: TierDriver, faulty: FaultyS3, status: int) -> None:
     driver.store([1])
     faulty.fault = lambda request: None if request.method == "HEAD" else (status, "SlowDown")
@@ -174,7 +169,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("answer", FOREIGN.values(), ids=FOREIGN)
-@pytest.mark.usefixtures("short_intervals")
+@pytest.mark.usefixtures("says_nothing_of_conditions")
 def test_answer_that_is_no_listing_forgets_no_row(driver: TierDriver, faulty: FaultyS3, answer: bytes) -> None:
     driver.store([1, 2])
     faulty.fault = lambda request: answer if is_listing(request) else None
@@ -190,7 +185,7 @@ def test_answer_that_is_no_listing_forgets_no_row(driver: TierDriver, faulty: Fa
     assert wait_until(lambda: driver.tier.denials == {})
 
 
-@pytest.mark.usefixtures("short_intervals")
+@pytest.mark.usefixtures("says_nothing_of_conditions")
 def test_answer_that_is_no_delete_result_frees_no_space(driver: TierDriver, faulty: FaultyS3) -> None:
     driver.store([1])
     faulty.fault = lambda request: FOREIGN["a page"] if is_delete(request) else None
@@ -202,7 +197,7 @@ def test_answer_that_is_no_delete_result_frees_no_space(driver: TierDriver, faul
     assert set(faulty.objects) == set()
 
 
-@pytest.mark.usefixtures("short_intervals")
+@pytest.mark.usefixtures("says_nothing_of_conditions")
 def test_delete_that_is_answered_without_a_body_has_succeeded(driver: TierDriver, faulty: FaultyS3) -> None:
     """As some servers do in quiet mode."""
 
@@ -219,11 +214,11 @@ def test_delete_that_is_answered_without_a_body_has_succeeded(driver: TierDriver
     assert driver.tier.denials == {}
 
 
-@pytest.mark.usefixtures("fast_janitor", "short_intervals")
+@pytest.mark.usefixtures("fast_janitor", "says_nothing_of_conditions")
 def test_incomplete_answers_do_not_end_the_janitor(faulty: FaultyS3) -> None:
     """This one sends no Last-Modified."""
     faulty.tests_conditions = True
-    with TierDriver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
+    with TierDriver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, shared=True, times=SHORT) as driver:
         driver.open()
         assert wait_until(lambda: "shared prefix" in driver.tier.denials)
         asked = len(faulty.requests)
@@ -232,12 +227,12 @@ def test_incomplete_answers_do_not_end_the_janitor(faulty: FaultyS3) -> None:
 
 
 @pytest.mark.parametrize("kind", ["put", "get", "list"])
-@pytest.mark.usefixtures("fast_janitor", "short_intervals")
+@pytest.mark.usefixtures("fast_janitor", "says_nothing_of_conditions")
 def test_on_a_shared_prefix_the_janitor_finds_denials(faulty: FaultyS3, kind: str) -> None:
     """Nothing is ever uploaded by NIXL there, because there is no record of what the prefix holds."""
     faulty.tests_conditions = faulty.tells_times = True
     faulty.fault = denying(KINDS[kind])
-    with TierDriver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
+    with TierDriver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, shared=True, times=SHORT) as driver:
         driver.open_only(NAMESPACE, 0)
         assert wait_until(lambda: kind in driver.tier.denials)
 
@@ -245,11 +240,11 @@ def test_on_a_shared_prefix_the_janitor_finds_denials(faulty: FaultyS3, kind: st
 @pytest.mark.parametrize(
     ("status", "code", "told"), [(400, "XMinioAdminBucketQuotaExceeded", True), (507, "XMinioStorageFull", False)]
 )
-@pytest.mark.usefixtures("fast_janitor", "short_intervals")
+@pytest.mark.usefixtures("fast_janitor", "says_nothing_of_conditions")
 def test_full_server_has_a_name_for_its_quota_only(faulty: FaultyS3, status: int, code: str, told: bool) -> None:
     """As MinIO answers. Uploads of a shared prefix end with the usage record, which cannot be renewed either."""
     faulty.tests_conditions = faulty.tells_times = True
-    with TierDriver(SMALL, 256, bucket="kv-rights", endpoint=faulty.endpoint, shared=True) as driver:
+    with TierDriver(SMALL, 256, bucket="kv-rights", endpoint=faulty.endpoint, shared=True, times=SHORT) as driver:
         driver.open()
         assert wait_until(lambda: driver.store([1]) == [Outcome.OK])
         faulty.fault = denying(is_put, status, code)

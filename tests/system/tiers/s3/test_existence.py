@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.tiers.s3.existence import (
     MAX_CONCURRENT,
-    TIMEOUT_S,
-    UPLOAD_RETRY_S,
-    UPLOAD_WAIT_S,
     Answer,
     ExistenceChecker,
     UploadChecks,
@@ -71,7 +69,7 @@ def test_a_check_ends_at_its_timeout_if_the_medium_never_answers() -> None:
         checker.start(2, [b"b", *(b"slow too %d" % n for n in range(40))], chain=False)
         # The first key of the chain has been answered, and the second wave is in flight.
         until(lambda: not checker.answers() and len(checker._checks[0].requests) > 1, "the second wave")
-        now[0] = TIMEOUT_S + 1
+        now[0] = PRODUCTION.s3_check_s + 1
         found = checker.answers()
         assert not checker.busy
     finally:
@@ -94,7 +92,7 @@ def test_nothing_is_queued_while_all_threads_are_stuck() -> None:
     try:
         checker.start(1, [b"%d" % n for n in range(2 * MAX_CONCURRENT)], chain=False)
         until(lambda: len(asked) == MAX_CONCURRENT, "all threads to be stuck")
-        now[0] = TIMEOUT_S + 1
+        now[0] = PRODUCTION.s3_check_s + 1
         assert checker.answers() == [Answer(1, [], [])]
         for number in range(2, 50):
             checker.start(number, [b"more"] * MAX_CONCURRENT, chain=number % 2 == 0)
@@ -146,14 +144,14 @@ class TestUploadChecks:
         try:
             checks.ask([b"a", b"b"])
             assert checks.answer(b"a") is None
-            now[0] = UPLOAD_WAIT_S + 0.1
+            now[0] = PRODUCTION.s3_upload_check_s + 0.1
             assert checks.answer(b"a") == 0, "it goes without an answer"
             assert checks.answer(b"b") == 0, "and so do those behind it"
             until(lambda: b"a" in asked, "the request")
             asked.clear()
             checks.ask([b"c"])
             assert checks.answer(b"c") == 0
-            now[0] += UPLOAD_RETRY_S
+            now[0] += PRODUCTION.s3_upload_check_retry_s
             checks.ask([b"d"])
             assert checks.answer(b"d") is None
             assert b"c" not in asked

@@ -11,9 +11,8 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.tiers.base import Entry, ExistenceAnswer
-from nixl_tiers.tiers.s3 import existence, shared
 from nixl_tiers.tiers.s3.usage import Usage
-from tests.system.tiers.s3.harness import LONG_AGO, FaultyS3, Request, TierDriver, is_listing, key_of, wait_until
+from tests.system.tiers.s3.harness import LONG_AGO, FaultyS3, Request, TierDriver, but, is_listing, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ROW = SMALL.row_bytes
@@ -159,10 +158,10 @@ class TestUploads:
     """Before a row is uploaded it is looked whether others have stored it meanwhile."""
 
     @pytest.fixture
-    def driver(self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[TierDriver]:
-        monkeypatch.setattr(shared, "ABSENT_S", 3600.0)
+    def driver(self, faulty: FaultyS3) -> Iterator[TierDriver]:
+        times = but(s3_absent_s=3600.0)
         faulty.tests_conditions = faulty.tells_times = True
-        with TierDriver(SMALL, 8, bucket="kv-uploads", endpoint=faulty.endpoint, shared=True) as driver:
+        with TierDriver(SMALL, 8, bucket="kv-uploads", endpoint=faulty.endpoint, shared=True, times=times) as driver:
             driver.open()
             assert wait_until(lambda: driver.store([0]) == [Outcome.OK])
             driver.tier.found()
@@ -220,10 +219,10 @@ class TestUploads:
         assert driver.load([1]) == [Outcome.OK]
 
     def test_a_server_that_does_not_answer_holds_up_uploads_for_a_moment(
-        self, driver: TierDriver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+        self, driver: TierDriver, faulty: FaultyS3
     ) -> None:
-        monkeypatch.setattr(existence, "UPLOAD_WAIT_S", 0.2)
-        monkeypatch.setattr(existence, "UPLOAD_RETRY_S", 3600.0)
+        rows = driver.tier._rows
+        rows._uploads._times = but(s3_upload_check_s=0.2, s3_upload_check_retry_s=3600.0)  # type: ignore[attr-defined]
         gate = threading.Event()
 
         def slow(request: Request) -> None:

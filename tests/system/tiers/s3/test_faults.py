@@ -11,7 +11,7 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.tiers.base import MAX_SLOTS, TierDown, TierRefused
-from nixl_tiers.tiers.s3 import concurrency, control, data
+from nixl_tiers.tiers.s3 import concurrency, data
 from nixl_tiers.tiers.s3.client import Credentials
 from tests.support.certificates import self_signed
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, MotoServer, S3Server, SeaweedServer, moto_server
@@ -23,6 +23,7 @@ from tests.system.tiers.s3.harness import (
     FaultyS3,
     Request,
     TierDriver,
+    but,
     hold_requests,
     is_listing,
     wait_until,
@@ -96,10 +97,8 @@ class TestOpen:
             faulty.fault = lambda _: None
             driver.open()
 
-    def test_a_listing_continues_when_the_server_recovers(
-        self, driver: TierDriver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(control, "BACKOFF_S", (0.05, 0.1))
+    def test_a_listing_continues_when_the_server_recovers(self, driver: TierDriver, faulty: FaultyS3) -> None:
+        driver.tier._control._times = but(s3_backoff_s=(0.05, 0.1))
         driver.store([1, 2])
         faulty.fault = failing("GET", times=8)
         assert len(driver.open()) == 2
@@ -199,13 +198,11 @@ class TestCredentials:
         with TierDriver(SMALL, 4, bucket="readiness", endpoint=seaweedfs.endpoint) as driver:
             driver.fails_to_open(TierDown, "in the AWS credential chain")
 
-    def test_renewed_credentials_are_used_without_reopening(
-        self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        monkeypatch.setattr(control, "CREDENTIALS_CHECK_S", 0.05)
-        path = tmp_path / "credentials"
+    def test_renewed_credentials_are_used_without_reopening(self, faulty: FaultyS3, tmp_path: Path) -> None:
+        path, times = tmp_path / "credentials", but(s3_credentials_s=0.05)
         path.write_text(_credentials_file("first-key"))
-        with TierDriver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint, credentials_file=path) as driver:
+        place = {"bucket": "kv-faults", "endpoint": faulty.endpoint, "credentials_file": path}
+        with TierDriver(SMALL, 4, times=times, **place) as driver:
             driver.open()
             driver.store([1])
             path.write_text(_credentials_file("second-key"))
@@ -216,16 +213,13 @@ class TestCredentials:
             assert driver.load([1]) == [Outcome.OK]
         assert {r.access_key for r in faulty.requests if r.method == "PUT"} == {"first-key", "second-key"}
 
-    def test_temporary_credentials_are_renewed_and_nothing_is_lost(
-        self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        monkeypatch.setattr(control, "CREDENTIALS_CHECK_S", 0.05)
-        monkeypatch.setattr(data, "DOWNLOAD_S", 60.0)
-        path = tmp_path / "credentials"
+    def test_temporary_credentials_are_renewed_and_nothing_is_lost(self, faulty: FaultyS3, tmp_path: Path) -> None:
+        path, times = tmp_path / "credentials", but(s3_credentials_s=0.05, s3_download_s=60.0)
         valid = ["first-token"]
         faulty.fault = lambda request: None if request.session_token in valid else 403
         path.write_text(_credentials_file("role", token="first-token"))
-        with TierDriver(SMALL, 16, bucket="kv-faults", endpoint=faulty.endpoint, credentials_file=path) as driver:
+        place = {"bucket": "kv-faults", "endpoint": faulty.endpoint, "credentials_file": path}
+        with TierDriver(SMALL, 16, times=times, **place) as driver:
             driver.open()
             assert driver.store(range(6)) == [Outcome.OK] * 6
             faulty.hold = threading.Event()
@@ -248,14 +242,11 @@ class TestCredentials:
         tokens = [request.session_token for request in faulty.requests]
         assert tokens == sorted(tokens), "only the second token, once it is in use"
 
-    def test_new_credentials_are_looked_for_when_transfers_fail(
-        self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        monkeypatch.setattr(control, "CREDENTIALS_CHECK_S", 3600.0)
-        monkeypatch.setattr(control, "CREDENTIALS_RECHECK_S", 0.05)
-        path = tmp_path / "credentials"
+    def test_new_credentials_are_looked_for_when_transfers_fail(self, faulty: FaultyS3, tmp_path: Path) -> None:
+        path, times = tmp_path / "credentials", but(s3_credentials_s=3600.0, s3_credentials_again_s=0.05)
         path.write_text(_credentials_file("first-key"))
-        with TierDriver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint, credentials_file=path) as driver:
+        place = {"bucket": "kv-faults", "endpoint": faulty.endpoint, "credentials_file": path}
+        with TierDriver(SMALL, 4, times=times, **place) as driver:
             driver.open()
             driver.store([1])
             faulty.fault = lambda request: 403 if request.access_key == "first-key" else None
@@ -366,7 +357,7 @@ class TestTransfers:
         staging = len(driver.tier._transfers.data.free_staging)
         faulty.hold = threading.Event()
         with monkeypatch.context() as patch:  # of this download only: those that are answered may take their time
-            patch.setattr(data, "DOWNLOAD_S", 0.3)
+            patch.setattr(driver.tier._transfers.data, "_download_s", 0.3)
             assert driver.load([1]) == [Outcome.FAILED]
         held, faulty.hold = faulty.hold, None
         assert len(driver.tier._transfers.data.free_staging) == staging - 1
@@ -382,8 +373,8 @@ class TestTransfers:
         self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(concurrency, "FIRST", 60)
-        monkeypatch.setattr(data, "DOWNLOAD_S", TIMEOUT_S)
-        with TierDriver(SMALL, 64, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
+        times = but(s3_download_s=TIMEOUT_S)
+        with TierDriver(SMALL, 64, bucket="kv-faults", endpoint=faulty.endpoint, times=times) as driver:
             driver.open()
             driver.store(range(60))
             faulty.hold = threading.Event()
@@ -441,10 +432,8 @@ class TestBudget:
         assert ours | {"nixl-tiers/notes.txt"} < set(faulty.objects)
         assert len(faulty.objects) == 9
 
-    def test_without_deletes_there_is_no_space(
-        self, small: TierDriver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(control, "BACKOFF_S", (0.1, 0.2))
+    def test_without_deletes_there_is_no_space(self, small: TierDriver, faulty: FaultyS3) -> None:
+        small.tier._control._times = but(s3_backoff_s=(0.1, 0.2))
         small.store(list(range(8)))
         faulty.fault = failing("POST")
         small.delete(0, 1)
@@ -455,11 +444,9 @@ class TestBudget:
         assert small.store([8, 9]) == [Outcome.OK] * 2
         assert faulty.max_objects == 8
 
-    def test_no_upload_waits_for_a_delete_in_backoff(
-        self, small: TierDriver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_no_upload_waits_for_a_delete_in_backoff(self, small: TierDriver, faulty: FaultyS3) -> None:
         """It would miss the job's hard deadline, and the mover would be killed."""
-        monkeypatch.setattr(control, "BACKOFF_S", (3600.0, 3600.0))
+        small.tier._control._times = but(s3_backoff_s=(3600.0, 3600.0))
         small.store(list(range(8)))
         faulty.fault = failing("POST", status=403)
         small.delete(0, 1)

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.tiers.s3 import data
 from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS
 from nixl_tiers.tiers.s3.loader import S3Loader
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
@@ -88,7 +87,7 @@ def test_a_lying_or_silent_server_of_one_loader_costs_what_it_loads(
             fault = ProxyFault(kind, methods=frozenset({"GET"}))
             proxy.inject(replace(fault, methods=None) if kind is FaultKind.BLACK_HOLE else fault)
             with monkeypatch.context() as patch:  # of these downloads only: those that are answered may take their time
-                patch.setattr(data, "DOWNLOAD_S", 0.2)
+                patch.setattr(loader.tier._transfers.data, "_download_s", 0.2)
                 assert set(loader.load(range(ROWS))) <= {Outcome.CORRUPT, Outcome.FAILED}
             assert tier.load(range(ROWS)) == [Outcome.OK] * ROWS
             proxy.clear()

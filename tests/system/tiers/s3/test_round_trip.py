@@ -11,12 +11,11 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome, object_name
 from nixl_tiers.memory.seal import Sealer
-from nixl_tiers.tiers import moves as moves_module
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.s3.concurrency import FIRST, TransferLimit
 from tests.support.pages import mapped
 from tests.support.servers import S3Server
-from tests.system.tiers.s3.harness import NAMESPACE, OTHER_NAMESPACE, TierDriver, key_of, wait_until
+from tests.system.tiers.s3.harness import NAMESPACE, OTHER_NAMESPACE, TierDriver, but, key_of, wait_until
 
 pytestmark = pytest.mark.moto
 
@@ -262,9 +261,8 @@ class TestDeletes:
         assert _objects(s3_server, place) == {}
 
 
-def test_s3_tier_starts_no_upload_while_they_are_held(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves_module, "HOLD_S", 3600.0)
-    with TierDriver(SMALL, 4, **place) as driver:
+def test_s3_tier_starts_no_upload_while_they_are_held(place: dict[str, Any]) -> None:
+    with TierDriver(SMALL, 4, times=but(stores_held_s=3600.0), **place) as driver:
         driver.open()
         assert driver.store([0]) == [Outcome.OK]
         driver.region.stores_held_until_s = time.monotonic() + 3600.0

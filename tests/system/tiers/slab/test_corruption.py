@@ -19,6 +19,7 @@ from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import NAMESPACE, MoverProcess, key_of, payload, shard_dir, wait_until
 from tests.support.file_tier import file_config, file_tier
 from tests.support.journals import journal_in, overwrite_record, rows
+from tests.support.times import changed
 from tests.support.waiting import until
 
 GEOMETRY = Geometry(2, 30_000, 3)  # both cells and the seal have padding
@@ -110,13 +111,11 @@ def test_rows_of_a_truncated_slab_are_misses(stored: Path) -> None:
         assert set(mover.load(range(ROWS))) == {Outcome.OK}
 
 
-def test_rows_behind_the_end_of_a_slab_truncated_meanwhile_fail_alone(
-    stored: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_behind_the_end_of_a_slab_truncated_meanwhile_fail_alone(stored: Path) -> None:
     """NIXL fails the whole transfer; each row has an outcome of its own all the same."""
-    monkeypatch.setattr("nixl_tiers.tiers.disk.CHECK_INTERVAL_S", 3600.0)  # or the tier may notice it before that
+    later = changed(disk_check_s=3600.0)  # or the tier may notice it before that
     with HostRegion.create(GEOMETRY, ROWS) as region:
-        tier = SlabTier(file_config(stored, CAPACITY), GEOMETRY, region)
+        tier = SlabTier(file_config(stored, CAPACITY), GEOMETRY, region, times=later)
         tier.open(NAMESPACE, 0)
         with slab(stored).open("r+b") as file:
             file.truncate(10 * GEOMETRY.row_bytes)

@@ -24,6 +24,7 @@ from tests.mover.harness import NAMESPACE, MoverProcess, key_of, shard_dir
 from tests.support.disks import assert_never_exceeds, disk_bytes
 from tests.support.file_tier import file_config, file_tier
 from tests.support.leaks import ResourceCount
+from tests.support.times import changed
 from tests.support.waiting import until
 from tests.tiers.slab.test_parts import CAPACITY
 
@@ -222,17 +223,15 @@ def test_tier_that_cannot_make_room_at_open_leaves_nothing_behind(
 # --- the lock of the path ---------------------------------------------------------------------------------------------
 
 
-def test_opening_says_that_it_waits_for_a_stopped_holder_of_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slab_tier, "LOCK_WAIT_S", 0.1)
+def test_opening_says_that_it_waits_for_a_stopped_holder_of_the_lock(tmp_path: Path) -> None:
+    times = changed(lock_wait_s=0.1)
     with HostRegion.create(GEOMETRY, 1) as region:
         tier = slab_tier.SlabTier(file_config(tmp_path, CAPACITY), GEOMETRY, region)
         tier.open(NAMESPACE, 0)
         tier.close()
         with (tmp_path / ".ledger").open() as holder:
             fcntl.flock(holder, fcntl.LOCK_EX)
-            tier = slab_tier.SlabTier(file_config(tmp_path, CAPACITY), GEOMETRY, region)
+            tier = slab_tier.SlabTier(file_config(tmp_path, CAPACITY), GEOMETRY, region, times=times)
             with pytest.raises(TierDown, match=rf"it waits for {tmp_path}/\.ledger") as down:
                 tier.open(NAMESPACE, 0)
             assert down.value.retry_s < 10

@@ -13,21 +13,22 @@ from typing import Any
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move, TierDown, TierRefused
 from nixl_tiers.tiers.folder import Folder
-from nixl_tiers.tiers.slab import growth, journal, layout, slabs
-from nixl_tiers.tiers.slab import tier as slab_tier
+from nixl_tiers.tiers.slab import journal, layout, slabs
 from nixl_tiers.tiers.slab.journal_file import JournalFile
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import NAMESPACE, key_of, wait_until
 from tests.support.file_tier import file_config
 from tests.support.journals import rows
+from tests.support.times import changed
 from tests.system.tiers.file_tiers import CAPACITY, GEOMETRY, ROWS, load, outcomes, store
 
 
-def make(path: Path, region: HostRegion, **fields: Any) -> SlabTier:
-    return SlabTier(file_config(path, **{"capacity": CAPACITY, **fields}), GEOMETRY, region)
+def make(path: Path, region: HostRegion, times: Times = PRODUCTION, **fields: Any) -> SlabTier:
+    return SlabTier(file_config(path, **{"capacity": CAPACITY, **fields}), GEOMETRY, region, times=times)
 
 
 def test_without_o_direct_and_fallocate_rows_are_served_with_two_warnings(
@@ -138,21 +139,20 @@ def test_slab_that_cannot_be_cut_is_logged_and_the_others_are_cut(
 
 
 def test_process_that_stands_still_with_the_lock_holds_up_only_stores_that_lack_room(
-    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, region: HostRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier = make(tmp_path, region)
+    patience = changed(growth_retry_s=0.0, growth_overdue_s=math.inf)
+    tier = make(tmp_path, region, times=patience)
     slots = tier.open(NAMESPACE, 0)
     while any(True for _ in tier.list_rows()):
         pass
     assert set(store(tier, region, range(2))) == {Outcome.OK}
     lock = os.open(tmp_path / ".ledger", os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    monkeypatch.setattr(growth, "RETRY_S", 0.0)
-    monkeypatch.setattr(slab_tier, "OVERDUE_S", math.inf)
     batches = [tier.store([Move(slot % ROWS, slot, key_of(slot), seal=True)]) for slot in (slots - 1, 1)]
     for _ in range(20):
         assert not tier.poll()  # both wait: the first one may be given room, and the other one is behind it
-    monkeypatch.setattr(slab_tier, "OVERDUE_S", 0.0)
+    tier._times = changed(growth_retry_s=0.0, growth_overdue_s=0.0)
     assert outcomes(tier, *batches) == [[Outcome.NO_SPACE], [Outcome.OK]]
     assert set(load(tier, region, range(2))) == {Outcome.OK}
     assert 0 < (tier.slots or 0) < slots  # the core evicts to store more
@@ -161,7 +161,7 @@ def test_process_that_stands_still_with_the_lock_holds_up_only_stores_that_lack_
         f"room for more rows takes long: has a process stopped that holds {tmp_path / '.ledger'}?"
     ]
     os.close(lock)
-    monkeypatch.setattr(slab_tier, "OVERDUE_S", math.inf)
+    tier._times = patience
     assert outcomes(tier, tier.store([Move(0, slots - 1, key_of(0), seal=True)])) == [[Outcome.OK]]
     tier.close()
 
