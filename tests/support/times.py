@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from nixl_tiers.base.times import PRODUCTION, Times
+from nixl_tiers.store import open_with
 
 PATIENCE_S: Final = 300.0  # below pytest's own limit
 WAITS_LONG: Final = (
@@ -30,6 +31,10 @@ PATIENT: Final[Times] = changed(
 )
 patient = partial(msgspec.structs.replace, PATIENT)
 """`PATIENT` but for these."""
+
+
+open_patient = partial(open_with, PATIENT)
+"""`nixl_tiers.open` with `PATIENT`."""
 
 
 def patient_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import nixl_tiers
 from nixl_tiers.tiers.rowfile.quota import SCAN_ROWS, SCAN_SHARE
 from tests.support.disks import assert_never_exceeds, least_disk_bytes, tmpfs, volume_bytes
 from tests.support.file_tier import file_tier
+from tests.support.times import open_patient
 from tests.system.integration.test_round_trips import KIB, MIB, chunks, config
 
 SIZE = 64 * KIB
@@ -64,7 +65,7 @@ def test_ten_times_the_budget_in_three_namespaces_in_turn(tmp_path: Path, layout
         looks = around.enter_context(assert_never_exceeds(tmp_path, BUDGET + ahead, taken))
         for number in range(3):
             with ExitStack() as stack, ThreadPoolExecutor(engines) as threads:
-                stores = [stack.enter_context(nixl_tiers.open(setting, SIZE, f"n{number}")) for _ in range(engines)]
+                stores = [stack.enter_context(open_patient(setting, SIZE, f"n{number}")) for _ in range(engines)]
                 share = 10 * BUDGET // 3 // engines
                 written += sum(threads.map(use, stores, [share] * engines, range(engines)))
                 for store in stores:

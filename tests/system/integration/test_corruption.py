@@ -16,6 +16,7 @@ from nixl_tiers.memory.seal import read
 from nixl_tiers.tiers.s3.names import RowNames
 from tests.support.file_tier import file_tier, files_tier
 from tests.support.servers import S3Server
+from tests.support.times import open_patient
 from tests.support.waiting import until, until_up
 from tests.system.integration.test_round_trips import MIB, chunks
 
@@ -113,7 +114,7 @@ def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
 
 def open_store(medium: Medium, salt: str = "") -> nixl_tiers.TieredStore:
     config = {"tiers": [{"type": "cpu", "capacity": 4 * MIB}, medium.tier], "salt": salt, "wait_s": 120.0}
-    store = nixl_tiers.open(config, SIZE, "n")
+    store = open_patient(config, SIZE, "n")
     until_up(store)
     return store
 

@@ -21,6 +21,7 @@ from nixl_tiers.core.types import TierState
 from tests.support.core import backlog
 from tests.support.file_tier import file_tier
 from tests.support.servers import S3Server, free_ports, moto_server
+from tests.support.times import open_patient
 from tests.support.waiting import serves, until, until_up
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -71,7 +72,7 @@ def is_up(store: nixl_tiers.TieredStore, tier: str = "file") -> bool:
 )
 def test_a_dead_mover_is_replaced_without_losing_stored_rows(tmp_path: Path, deadly: int) -> None:
     keys = keys_of(0, 100)
-    with nixl_tiers.open(with_file(tmp_path), SIZE, "n") as store:
+    with open_patient(with_file(tmp_path), SIZE, "n") as store:
         until_up(store)
         assert store.put(keys, rows_of(keys)) == 100
         assert store.flush(300)
@@ -113,7 +114,7 @@ def test_movers_killed_under_load_never_return_a_wrong_byte(tmp_path: Path) -> N
 @pytest.mark.smoke
 def test_a_stopped_mover_is_a_miss_within_wait_s(tmp_path: Path) -> None:
     keys = keys_of(0, 60)
-    with nixl_tiers.open(with_file(tmp_path, wait_s=3.0), SIZE, "n") as store:
+    with open_patient(with_file(tmp_path, wait_s=3.0), SIZE, "n") as store:
         until_up(store)
         store.put(keys, rows_of(keys))
         assert store.flush(300)

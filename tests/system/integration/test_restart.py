@@ -20,6 +20,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import child
 from nixl_tiers.runtime.coordinator import Coordinator
 from tests.support.core import backlog, end_step, finish, look_up
+from tests.support.times import PATIENT
 from tests.support.waiting import serves, until
 
 GEOMETRY = Geometry(1, 2000)
@@ -55,7 +56,7 @@ def coordinator_over_many_rows(
         }
     )
     with HostRegion.create(GEOMETRY, HOST_ROWS) as region:
-        coordinator = Coordinator(config, Namespace.of({"name": "hoard"}), region, limits=limits)
+        coordinator = Coordinator(config, Namespace.of({"name": "hoard"}), region, limits=limits, times=PATIENT)
         try:
             coordinator.start(120.0)
             wait_until_listed(coordinator, rows)

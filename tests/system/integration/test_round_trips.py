@@ -14,6 +14,7 @@ import pytest
 import nixl_tiers
 from tests.support.file_tier import file_tier
 from tests.support.servers import S3Server
+from tests.support.times import open_patient
 from tests.support.waiting import serves, until, until_up
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -63,21 +64,21 @@ def test_each_tier_returns_what_was_put(size: int, tmp_path: Path, objects: dict
     keys, rows = chunks(10, size)
     room = 64 * size
     files, objects = file_tier(tmp_path / "kv", room), {**objects, "capacity": room}
-    with nixl_tiers.open(config(files, objects, host=room), size, "n") as store:
+    with open_patient(config(files, objects, host=room), size, "n") as store:
         until_up(store)
         assert store.put(keys, rows) == 10
         assert store.flush(300)
         assert store.locate(keys) == ["cpu"] * 10
         check(store, keys, rows)
         assert store.stats()["file"]["bytes_read"] == 0
-    with nixl_tiers.open(config(files, objects, host=room), size, "n") as store:
+    with open_patient(config(files, objects, host=room), size, "n") as store:
         known(store, "file", 10)
         assert store.locate(keys) == ["file"] * 10
         check(store, keys, rows)
         assert store.stats()["file"]["hits"] == 10
         assert store.stats()["file"]["bytes_read"] >= 10 * size
     shutil.rmtree(tmp_path / "kv")
-    with nixl_tiers.open(config(files, objects, host=room), size, "n") as store:
+    with open_patient(config(files, objects, host=room), size, "n") as store:
         known(store, "s3", 10)
         assert store.locate(keys) == ["s3"] * 10
         check(store, keys, rows)
@@ -88,7 +89,7 @@ def test_each_tier_returns_what_was_put(size: int, tmp_path: Path, objects: dict
 
 def test_rows_beyond_the_hosts_capacity_come_from_the_file_tier(tmp_path: Path) -> None:
     keys, rows = chunks(120, 256 * KIB)
-    with nixl_tiers.open(config(file_tier(tmp_path, 64 * MIB), host=8 * MIB), 256 * KIB, "n") as store:
+    with open_patient(config(file_tier(tmp_path, 64 * MIB), host=8 * MIB), 256 * KIB, "n") as store:
         until_up(store)
         assert store.put(keys, rows) == 120
         assert store.flush(300)
@@ -98,7 +99,7 @@ def test_rows_beyond_the_hosts_capacity_come_from_the_file_tier(tmp_path: Path) 
 
 def test_prefetched_rows_are_in_host_memory_before_anybody_gets_them(tmp_path: Path) -> None:
     keys, rows = chunks(60, 256 * KIB)
-    with nixl_tiers.open(config(file_tier(tmp_path, 64 * MIB), host=8 * MIB), 256 * KIB, "n") as store:
+    with open_patient(config(file_tier(tmp_path, 64 * MIB), host=8 * MIB), 256 * KIB, "n") as store:
         until_up(store)
         assert store.put(keys, rows) == 60
         assert store.flush(300)
@@ -116,7 +117,7 @@ def test_prefetched_rows_are_in_host_memory_before_anybody_gets_them(tmp_path: P
 def test_another_namespace_salt_or_chunk_size_never_hits(tmp_path: Path) -> None:
     keys, rows = chunks(4, 64 * KIB)
     files = file_tier(tmp_path, 16 * MIB)
-    with nixl_tiers.open(config(files, host=4 * MIB), 64 * KIB, "n") as store:
+    with open_patient(config(files, host=4 * MIB), 64 * KIB, "n") as store:
         until_up(store)
         store.put(keys, rows)
         assert store.flush(300)
@@ -126,10 +127,10 @@ def test_another_namespace_salt_or_chunk_size_never_hits(tmp_path: Path) -> None
         (salted, 64 * KIB, "n"),
         (config(files, host=4 * MIB), 128 * KIB, "n"),
     ]:
-        with nixl_tiers.open(other, size, name) as store:
+        with open_patient(other, size, name) as store:
             until_up(store)
             assert store.get(keys, np.zeros((4, size), np.uint8)) == [False] * 4
-    with nixl_tiers.open(config(files, host=4 * MIB), 64 * KIB, "n") as store:
+    with open_patient(config(files, host=4 * MIB), 64 * KIB, "n") as store:
         known(store, "file", 4)
         check(store, keys, rows)
 
@@ -137,7 +138,7 @@ def test_another_namespace_salt_or_chunk_size_never_hits(tmp_path: Path) -> None
 @pytest.mark.parametrize("on_reset", [pytest.param("new_epoch", marks=pytest.mark.smoke), "keep"])
 def test_after_a_reset_nothing_is_a_hit_unless_kept(tmp_path: Path, on_reset: str) -> None:
     keys, rows = chunks(6, 64 * KIB)
-    with nixl_tiers.open(
+    with open_patient(
         {**config(file_tier(tmp_path, 16 * MIB), host=4 * MIB), "on_reset": on_reset}, 64 * KIB, "n"
     ) as store:
         until_up(store)
@@ -156,7 +157,7 @@ def test_after_a_reset_nothing_is_a_hit_unless_kept(tmp_path: Path, on_reset: st
 
 
 def test_put_accepts_buffers_and_names_the_error_of_bad_ones(tmp_path: Path) -> None:
-    with nixl_tiers.open(config(host=4 * MIB), 64 * KIB, "n") as store:
+    with open_patient(config(host=4 * MIB), 64 * KIB, "n") as store:
         assert store.put([b"a", b"b"], [bytes(64 * KIB), bytearray(64 * KIB)]) == 2
         assert store.put([b"a"], [bytes(64 * KIB)]) == 1
         with pytest.raises(ValueError, match=r"rows\[1\] has 5 bytes"):
@@ -176,7 +177,7 @@ def test_a_tier_written_on_eviction_gets_evicted_rows_and_at_exit_the_rest(tmp_p
     lazy = file_tier(tmp_path, 64 * MIB, write="on_evict", eviction=eviction)
     setting = {**config(lazy, host=4 * MIB), "flush_on_exit_s": 300.0}
     setting["tiers"][0]["eviction"] = eviction
-    with nixl_tiers.open(setting, 64 * KIB, "n") as store:
+    with open_patient(setting, 64 * KIB, "n") as store:
         until_up(store)
         # Promotions wait for write-back only so long, and then evict unwritten rows, and a tier that is late gets none:
         # here, for as long as it takes.
@@ -191,6 +192,6 @@ def test_a_tier_written_on_eviction_gets_evicted_rows_and_at_exit_the_rest(tmp_p
         assert store.stats()["file"]["dropped"] == 0
         check(store, keys, rows)
         assert store.stats()["file"]["dropped"] == 0
-    with nixl_tiers.open(setting, 64 * KIB, "n") as store:
+    with open_patient(setting, 64 * KIB, "n") as store:
         known(store, "file", 100)
         check(store, keys, rows)

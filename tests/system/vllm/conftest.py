@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from nixl_tiers.base.times import PRODUCTION, Times
 from tests.support import vllm_cpu
 from tests.support.models import save_random
 from tests.system.vllm.fork_server import ForkServer
@@ -64,7 +66,7 @@ def engine(run_script: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Runs an engine from its start to its end (see run_engine.py); returns what each step gave.
 
     `path`: the model, by default the one that vllm_cpu builds. `transfer`: fields of KVTransferConfig to replace.
-    `env`, `new_process`: see run_script.
+    `times`: of the engine and its movers. `env`, `new_process`: see run_script.
     """
 
     def run(
@@ -73,6 +75,7 @@ def engine(run_script: Callable[..., Any]) -> Callable[..., list[Any]]:
         env: dict[str, str] | None = None,
         path: Path | None = None,
         transfer: dict[str, Any] | None = None,
+        times: Times = PRODUCTION,
         new_process: bool = False,
         **settings: Any,
     ) -> list[Any]:
@@ -81,6 +84,7 @@ def engine(run_script: Callable[..., Any]) -> Callable[..., list[Any]]:
             "model": str(model),
             "tiers": tiers,
             "transfer": transfer or {},
+            "times": msgspec.to_builtins(times),
             "settings": {"max_model_len": 2048, **settings},
             "steps": steps,
         }

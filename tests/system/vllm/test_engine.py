@@ -17,6 +17,7 @@ from tests.support import vllm_cpu
 from tests.support.file_tier import file_tier
 from tests.support.models import save_random
 from tests.support.servers import MotoServer
+from tests.support.times import PATIENT, patient_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -67,11 +68,11 @@ def test_one_prompt_through_every_tier(
         "endpoint": moto.endpoint,
         "capacity": "256MiB",
     }
-    tiers = {"tiers": [CPU, file_tier(tmp_path / "kv", "256MiB"), s3]}
+    tiers = patient_config({"tiers": [CPU, file_tier(tmp_path / "kv", "256MiB"), s3]})
 
     without = engine(None, ask, ask)
     cold, gpu, _, cpu, stats, _, first = engine(
-        tiers, ask, ask, ["forget"], ask, ["stats"], ["flush"], ["stats"], env=moto.env
+        tiers, ask, ask, ["forget"], ask, ["stats"], ["flush"], ["stats"], env=moto.env, times=PATIENT
     )
     assert tokens(cold) == tokens(gpu) == tokens(cpu) == tokens(without[0])
     assert (cold[0]["cached"], gpu[0]["cached"], cpu[0]["cached"]) == (0, whole, whole)
@@ -86,7 +87,7 @@ def test_one_prompt_through_every_tier(
     queue = [["queue"], ["generate", [prompts[1][: BLOCK // 2], prompt], 16], ["turns"], ["stats"]]
     transfer = {"kv_connector": "NixlTiersConnector", "kv_load_failure_policy": "recompute"}
     # Another process than a fork of the one before it has another hash seed, on which no key may depend.
-    settings: dict[str, Any] = {"transfer": transfer, "max_num_seqs": 1, "new_process": True}
+    settings: dict[str, Any] = {"transfer": transfer, "max_num_seqs": 1, "new_process": True, "times": PATIENT}
     _, file, (turn,), stats = engine(tiers, *queue, env=moto.env, **settings)
     assert turn.pop("computed") >= BLOCK // 2
     assert turn == {"arrival": ["file"] * chunks, "turn": ["cpu"] * chunks, "waits": False}
@@ -95,7 +96,7 @@ def test_one_prompt_through_every_tier(
     assert (stats["s3"]["hits"], stats["cpu"]["bytes_written"]) == (0, 0)
 
     shutil.rmtree(tmp_path / "kv")
-    s3_hit, stats = engine(tiers, ask, ["stats"], env=moto.env)
+    s3_hit, stats = engine(tiers, ask, ["stats"], env=moto.env, times=PATIENT)
     assert s3_hit[0] == cpu[0]
     assert (stats["s3"]["hits"], stats["s3"]["bytes_read"]) == (chunks, payload)
     assert stats["file"]["hits"] == 0
@@ -106,8 +107,8 @@ def test_one_prompt_through_every_tier(
 def test_after_a_reset_everything_is_computed_again(engine: Engine, small_model: Path, tmp_path: Path) -> None:
     prompt = [(7 * i * i + 3 * i) % 500 + 1 for i in range(700)]
     ask = ["generate", [prompt], 16]
-    tiers = {"tiers": [CPU, file_tier(tmp_path / "kv", "64MiB")]}
-    options: dict[str, Any] = {"path": small_model, "skip_tokenizer_init": True, "dtype": "float32"}
+    tiers = patient_config({"tiers": [CPU, file_tier(tmp_path / "kv", "64MiB")]})
+    options: dict[str, Any] = {"path": small_model, "skip_tokenizer_init": True, "dtype": "float32", "times": PATIENT}
     cold, _, _, cpu, _, after, stats = engine(
         tiers, ask, ["flush"], ["forget"], ask, ["reset"], ask, ["stats"], **options
     )
