@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import sys
 
 import pytest
 
@@ -165,12 +165,13 @@ def test_a_key_that_has_left_is_remembered_with_its_tier_and_the_reason(tier: in
 
 def test_many_keys_are_found_as_each_of_them() -> None:
     gone = EvictionHistory()
+    keys = [b"key %d" % number for number in range(300)]
+    places = {hash(key) % (1 << TABLE_BITS) for key in keys[::3]}  # of two keys with one place the newer is known
     for _ in range(2):
-        keys = [b"key %d" % number for number in range(300)]
         for number, key in enumerate(keys[::3]):
             gone.note(key, tag_of(number % 60 - 1, Gone.EXPIRED))
         assert gone.find_many(keys) == [gone.find(key) for key in keys]
-        assert sum(tag != 0 for tag in gone.find_many(keys)) == 100
+        assert sum(tag != 0 for tag in gone.find_many(keys)) == len(places)
         gone.clear()
 
 
@@ -184,11 +185,26 @@ def test_most_of_the_last_keys_are_remembered_and_no_other_key_is_named() -> Non
     assert sum(gone.find(b"other %d" % number) != 0 for number in range(count)) <= 2
 
 
-def test_a_miss_costs_about_a_microsecond() -> None:
-    """The exact figure belongs to the benches; this finds an accidental walk over rows."""
-    core = cascade()
-    keys = [b"key %d" % number for number in range(20_000)]
-    begun = time.thread_time()
-    core.count_misses(keys, "get", 0.0)
-    assert time.thread_time() - begun < 20e-6 * len(keys)
-    assert missed(core) == {("cpu", "never_stored"): len(keys)}
+def test_a_miss_costs_no_more_beside_many_others() -> None:
+    """What it takes is measured by the benches; this finds an accidental walk over rows."""
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    def calls_for(number_of_keys: int) -> int:
+        nonlocal calls
+        core = cascade()
+        keys = [b"key %d" % number for number in range(number_of_keys)]
+        calls = 0
+        sys.setprofile(count)
+        try:
+            core.count_misses(keys, "get", 0.0)
+        finally:
+            sys.setprofile(None)
+        assert missed(core) == {("cpu", "never_stored"): len(keys)}
+        return calls
+
+    few, many = calls_for(1_000), calls_for(20_000)
+    assert many < 30 * few
