@@ -47,7 +47,7 @@ LONG: Final = (
     "tests/system/vllm/test_events.py",
     "tests/core/test_eviction.py",
     "tests/system/integration/test_corruption.py",
-    "tests/system/vllm/test_worker.py",
+    "tests/vllm/test_worker.py",
     "tests/core/test_announced.py",
 )
 """Those that take five seconds and more, the longest first: `pytest --durations=0` says it."""

@@ -25,7 +25,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.vllm.copy_jobs import RowsSpec, StreamSpec
 from tests.support.stream_copies import Disturbed, How, copy_at_once
 from tests.support.waiting import until
-from tests.system.vllm.test_worker import Rank
+from tests.vllm.test_worker import Rank
 
 RANKS = 4
 SUB_BLOCKS, PAGE = 2, 512

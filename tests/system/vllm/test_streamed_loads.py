@@ -17,7 +17,7 @@ from nixl_tiers.base.row_words import ARRIVED, WAITING
 from nixl_tiers.swap import streams
 from nixl_tiers.vllm.copy_jobs import RowsSpec, StreamSpec
 from tests.support.waiting import until
-from tests.system.vllm.test_worker import ROWS, Rank, rows_of
+from tests.vllm.test_worker import ROWS, Rank, rows_of
 
 PAGE = 512
 SUB_BLOCKS = 2
