@@ -16,7 +16,7 @@ from nixl_tiers.config.kinds import import_object
 from nixl_tiers.config.schema import FileConfig, S3Config, Size, StorageConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused
-from tests.support.times import changed
+from tests.support.times import KEEPS_ITS_LEASE, changed
 
 
 class StubConfig(StorageConfig):
@@ -109,11 +109,9 @@ class PatientConfig(S3Config):
 
 
 def patient_s3(config: PatientConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
-    from nixl_tiers.tiers.s3 import lease, lease_state
     from nixl_tiers.tiers.s3 import tier as s3_tier
 
-    lease.LEASE_START_S = lease_state.CLAIM_S = lease.CLOSE_TIMEOUT_S = 120.0  # type: ignore[misc]
-    return s3_tier.S3Tier(config, geometry, region, changed(s3_close_s=120.0))
+    return s3_tier.S3Tier(config, geometry, region, KEEPS_ITS_LEASE)
 
 
 class ShortLeaseConfig(S3Config):

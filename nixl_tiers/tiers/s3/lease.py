@@ -9,10 +9,11 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from nixl_tiers.base.log_once import LogOnce
+from nixl_tiers.base.times import Times
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, SKEW_S, age_s
 from nixl_tiers.tiers.s3.conditional import (
@@ -32,8 +33,6 @@ from nixl_tiers.tiers.s3.names import below
 logger = logging.getLogger(__name__)
 
 KIND: Final = "private prefix"
-CLOSE_TIMEOUT_S: Final = 2.0
-LEASE_START_S: Final = 3.0  # how long opening waits for it
 
 
 def lease_clock() -> float:
@@ -179,12 +178,12 @@ class PrefixLease(Lease):
         self._thread.start()
         self._answered.wait(wait_s)
 
-    def close(self, *, release: bool) -> None:
-        """Stop within CLOSE_TIMEOUT_S. `release`: hand the lease over, as nothing that was begun can still arrive."""
+    def close(self, timeout_s: float, *, release: bool) -> None:
+        """Stop within `timeout_s`. `release`: hand the lease over, as nothing that was begun can still arrive."""
         self._release = release
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(CLOSE_TIMEOUT_S)
+            self._thread.join(timeout_s)
 
     # The thread
 
@@ -277,8 +276,9 @@ class Ownership:
     it, has counted what others wrote before. On a shared one: always, but with `write: off`.
     """
 
-    def __init__(self, config: S3Config) -> None:
+    def __init__(self, config: S3Config, times: Times) -> None:
         self._config = config
+        self._times = times
         self.engine = secrets.token_hex(8)
         self.reads_only = config.write == "off"
         self.lease: PrefixLease | None = None
@@ -295,14 +295,14 @@ class Ownership:
             self.engine,
             control.denials,
             control.connection.server_time_s,
-            OWNER_TERMS,
+            replace(OWNER_TERMS, claim_s=self._times.s3_claim_s),
         )
-        self.lease.start(LEASE_START_S)
+        self.lease.start(self._times.s3_lease_s)
 
     def close(self, *, release: bool) -> None:
         """`release`: nothing that was begun can still arrive, so that the lease may be handed over."""
         if self.lease is not None:
-            self.lease.close(release=release)
+            self.lease.close(self._times.s3_close_s, release=release)
             self.lease = None
 
     @property

@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 MAX_LEASE_S: Final = 3600.0  # what a record may claim
-CLAIM_S: Final = 1.0  # after `confirm_s`: how long uploads wait for the claim's last two requests
 NEVER_S: Final = float("-inf")
 
 
@@ -80,6 +79,7 @@ class LeaseTerms:
     poll_s: float = 10.0  # between two reads of another engine's lease
     retry_s: float = 1.0  # after an error, or a condition that did not hold; doubles up to renew_s
     confirm_s: float = 1.0  # between the two writes that begin a tenure, or a little more
+    claim_s: float = 1.0  # after `confirm_s`: how long uploads wait for the claim's last two requests
     doubt_s: float = 60.0  # conditional writes must fail for so long before it is believed that there are none
     ask_again_s: float = 3600.0  # whether they work meanwhile
     unguarded: bool = True  # whether its holder works without a lease where there are none
@@ -166,7 +166,7 @@ class LeaseState:
     def is_claiming(self, now: float) -> bool:
         """Whether a tenure may begin any moment."""
         claim = self._claim
-        return claim is not None and now < claim.since_s + self.terms.confirm_s + CLAIM_S
+        return claim is not None and now < claim.since_s + self.terms.confirm_s + self.terms.claim_s
 
     def next_request(self, now: float) -> Read | Write:
         """The request to send now."""

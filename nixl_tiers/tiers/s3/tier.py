@@ -44,7 +44,7 @@ class S3Tier(StorageTier):
         self._config = config
         self._times = times
         self._row_bytes = geometry.row_bytes
-        self._owner = Ownership(config)
+        self._owner = Ownership(config, times)
         self._control = S3Control(config, lambda: self._owner.may_delete, times)
         self._rows = self._make_rows()
         self._transfers = RowTransfers(config, geometry, region, self._control, self._rows, times=times)

@@ -23,6 +23,7 @@ from tests.support.disks import disk_bytes
 from tests.support.file_tier import file_config
 from tests.support.journals import journal_in, rows
 from tests.support.servers import S3Server
+from tests.support.times import KEEPS_ITS_LEASE
 
 
 @dataclass
@@ -151,7 +152,9 @@ class Objects(Medium):
 
     def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
         where = {"bucket": self.bucket, "prefix": self.prefix, "endpoint": self.server.endpoint}
-        tier = S3Tier(S3Config(type="s3", capacity=capacity_bytes, movers=1, **where), geometry, region)
+        tier = S3Tier(
+            S3Config(type="s3", capacity=capacity_bytes, movers=1, **where), geometry, region, KEEPS_ITS_LEASE
+        )
         # One engine: another would have to wait for the lease to expire if a busy machine is too late to hand it over.
         tier.identify("engine")
         return tier

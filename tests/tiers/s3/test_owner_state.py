@@ -204,7 +204,7 @@ class SteppedLease(PrefixLease):
             with suppress(ClientError, EndpointConnectionError):
                 super().step()
 
-    def close(self, *, release: bool, timeout_s: float = 0.0) -> None:
+    def close(self, timeout_s: float, *, release: bool) -> None:
         self.release(write=release)
 
 

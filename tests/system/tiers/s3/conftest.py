@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.tiers.s3 import lease, lease_state, shared
+from nixl_tiers.tiers.s3 import lease, shared
 from tests.support.servers import S3Server
 from tests.system.tiers.s3.harness import FAST_JANITOR, QUICK_LEASE, FaultyS3, faulty_s3
 from tests.tiers.s3.conftest import server_credentials
@@ -16,14 +16,8 @@ __all__ = ["server_credentials"]
 
 
 @pytest.fixture(autouse=True)
-def _opens_with_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening waits for the lease's first answer, and uploads for the claim's, however busy the machine is: what is
-    stored without it is refused. Closing waits for what is still to be sent: a lease that was not released would have
-    to expire."""
-    monkeypatch.setattr(lease, "LEASE_START_S", 120.0)
-    monkeypatch.setattr(lease_state, "CLAIM_S", 120.0)
+def _tenures_begin_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "OWNER_TERMS", QUICK_LEASE)
-    monkeypatch.setattr(lease, "CLOSE_TIMEOUT_S", 120.0)
 
 
 @pytest.fixture

@@ -31,10 +31,10 @@ from nixl_tiers.tiers.s3.janitor import JanitorIntervals
 from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, LeaseTerms
 from nixl_tiers.tiers.s3.rows import PrefixRows
 from nixl_tiers.tiers.s3.tier import S3Tier
-from tests.support.times import changed
+from tests.support.times import KEEPS_ITS_LEASE
 
 TIMEOUT_S = 120.0
-TIMES = changed(s3_quick_s=120.0, s3_check_s=120.0, s3_upload_check_s=120.0, s3_close_s=120.0)
+TIMES = msgspec.structs.replace(KEEPS_ITS_LEASE, s3_quick_s=120.0, s3_check_s=120.0, s3_upload_check_s=120.0)
 """On any machine existence checks get their answers, for which uploads wait, and what is left is sent at the close."""
 but = partial(msgspec.structs.replace, TIMES)
 FAST_LEASE = replace(

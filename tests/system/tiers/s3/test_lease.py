@@ -308,7 +308,7 @@ class TestTwoEngines:
         before.open()
         assert stored(before, 1)
         assert before.tier._owner.lease is not None
-        before.tier._owner.lease.close(release=False)  # as when its process was killed
+        before.tier._owner.lease.close(120.0, release=False)  # as when its process was killed
         assert len(after.open()) == 1
         assert after.load([1]) == [Outcome.OK]
         reported: list[str] = []
@@ -324,7 +324,7 @@ class TestTwoEngines:
         before.open()
         assert stored(before, 1)
         assert before.tier._owner.lease is not None
-        before.tier._owner.lease.close(release=False)  # as when its process was killed
+        before.tier._owner.lease.close(120.0, release=False)  # as when its process was killed
         assert len(after.open()) == 1
         assert after.store([2]) == [Outcome.OK], "without waiting"
 
@@ -351,7 +351,7 @@ class TestWithoutALease:
             "here: answers have no ETag, so they are not S3's, perhaps a proxy's page: there is no lease of the "
             'private prefix "p", and nothing is stored or deleted there'
         )
-        lease.close(release=False)
+        lease.close(120.0, release=False)
 
     def test_server_that_never_says_whether_it_knows_conditions_is_a_problem(self) -> None:
         client = Mock(**{"put_object.side_effect": refused(500, "InternalError")})
@@ -359,7 +359,7 @@ class TestWithoutALease:
         lease = PrefixLease(lambda: client, "kv", "p", "one", Denials("here"), time.time, terms)
         lease.start(60.0)
         assert wait_until(lambda: "cannot be acquired" in lease.denials.current().get(KIND, ""))
-        lease.close(release=False)
+        lease.close(120.0, release=False)
 
     def test_lease_that_is_no_record_is_of_an_unknown_engine(self, s3_server: S3Server, place: dict[str, Any]) -> None:
         client, bucket, prefix = s3_server.client(), place["bucket"], place["prefix"]
@@ -371,7 +371,7 @@ class TestWithoutALease:
             f'belongs to an unknown engine ("{prefix}/.owner" is no record of one), so rows are only read' in sentence
         )
         assert wait_until(lambda: lease.tenure() > 0), "nobody renews it"
-        lease.close(release=True)
+        lease.close(120.0, release=True)
 
     def test_answer_that_is_cut_off_is_no_unexpected_error(
         self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -382,7 +382,7 @@ class TestWithoutALease:
         lease = PrefixLease(lambda: client, "kv", "p", "one", Denials("here"), time.time, SHORT)
         lease.start(60.0)
         assert wait_until(lambda: faulty.count("GET") > 2)
-        lease.close(release=False)
+        lease.close(120.0, release=False)
         assert not [r for r in caplog.records if "unexpected" in r.getMessage()]
 
     def test_one_refusal_does_not_switch_the_lease_off(
