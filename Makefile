@@ -90,6 +90,7 @@ lint: $(VENV)/.ready
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-logo
 	$(PY) docs/check.py
+	$(PY) tools/size.py
 
 format: $(VENV)/.ready
 	$(PY) -m ruff check --fix .
