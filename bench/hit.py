@@ -61,7 +61,7 @@ class Side:
         else:
             manager, self._region = _tiers(chains, STORAGE[name], blocks_per_chunk * TOKENS)
             self.connector = Connector(manager, NixlTiersConnector, blocks_per_chunk).connector
-            self.connector._own_times = manager.times_are_published(8192, self.connector._own_time)
+            manager.times_are_published(8192)
             manager.windows_are_known({0: None})
         self._hits = 0
         self.took_us: dict[str, float] = {}
@@ -116,7 +116,6 @@ class Side:
         with self._timed("build"):
             meta = connector.build_connector_meta(output)
         if self._region is not None:
-            self._region.publish_own_time(meta.step, 0.0)
             self._region.publish_step(meta.step, 0.01)
         before()
         with self._timed("output"):

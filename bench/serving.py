@@ -1,7 +1,7 @@
 """Cost and gain of tiers in real vLLM: engines with and without tiers, on requests that miss and requests that hit.
 
     python -m bench.serving [--rounds 7] [--starts 1] [--prompts 8] [--tokens 600]
-                            [--workloads new decode again] [--no-dead-s3 | --adaptive] [--json FILE]
+                            [--workloads new decode again] [--no-dead-s3] [--json FILE]
 
 Three engines run at the same time, each in a process of its own, and alternate: without a connector, with cpu and file
 tiers, and with these plus an S3 tier whose server accepts connections but never responds. Each round sends the same
@@ -24,11 +24,6 @@ Engines have STEADY_MALLOC of engine_process.py: without it, chance decides whic
 all prompts of a round that fit in a step together, so they end together, and the p99 is that of the slowest rounds. Two
 engines without tiers still differ by some hundredths from start to start: --starts 4 and more, to tell 0.98 from 1.
 
-`--adaptive` compares, on new prompts only, a second engine without tiers, whose ratio says what can be told apart, and
-engines with cpu and file tiers that store everything or what comes back (`store: adaptive`), each with
-NixlTiersConnector. The last one first computes as many prompts as it takes to know that none comes back. Also printed
-is how many chunks it did not store: `--adaptive --rounds 6 --starts 2` takes some ten minutes on two processors.
-
 All engines must generate the same tokens (float32). XDG_CACHE_HOME=$(mktemp -d) keeps the prefill speed that they learn
 to themselves.
 """
@@ -49,20 +44,15 @@ from typing import Any
 from bench.engine_process import EngineProcess, answer_requests, claim_stdout
 
 WITHOUT, TIERS, DEAD_S3 = "without", "cpu + file", "cpu + file + dead s3"
-SECOND, ALL, ADAPTIVE = "without, again", "store: all", "store: adaptive"
 WORKLOADS = ("new", "decode", "again")
-SMALL_BLOCK = 32  # tokens: chunks of 64 with NixlTiersConnector
-LEARNING_TOKENS = 1100 * 2 * SMALL_BLOCK  # a quarter of `WINDOW` of chunks (nixl_tiers/core/ghost.py), and some more
 VOCABULARY = 3000
 
 
 class Engine(EngineProcess):
-    """`store`: of the configuration, with NixlTiersConnector and small blocks; "": such blocks without tiers; None:
-    vLLM's own connector, if there are tiers."""
+    """With vLLM's own connector, if there are tiers."""
 
-    def __init__(self, tiers: Sequence[dict[str, Any]], tokens: int, store: str | None = None) -> None:
-        arguments = ("--child", json.dumps([tiers, store]), "--tokens", str(tokens))
-        super().__init__("bench.serving", *arguments)
+    def __init__(self, tiers: Sequence[dict[str, Any]], tokens: int) -> None:
+        super().__init__("bench.serving", "--child", json.dumps(tiers), "--tokens", str(tokens))
         self.answer()
 
     def ask(self, prompts: list[list[int]], max_tokens: int) -> tuple[list[float], list[list[int]]]:
@@ -73,36 +63,25 @@ class Engine(EngineProcess):
     def reset_prefix_cache(self) -> None:
         self.call({})
 
-    def not_stored(self) -> int:
-        """Chunks, so far, with `store: adaptive`."""
-        return int(self.call({"count": True})["not_stored"])
 
-
-def child(tiers: list[dict[str, Any]], store: str | None, tokens: int) -> None:
+def child(tiers: list[dict[str, Any]], tokens: int) -> None:
     answers = claim_stdout()
     from vllm import SamplingParams
 
     from tests.support import vllm_cpu
 
-    transfer = vllm_cpu.kv_transfer(tiers) if tiers else None
-    if store:
-        transfer = vllm_cpu.recomputing_transfer(tiers, store=store, prefill_tokens_per_s=None)
     llm = vllm_cpu.in_process_llm(
         vllm_cpu.build_model(vllm_cpu.cache_directory() / "model"),
-        transfer,
+        vllm_cpu.kv_transfer(tiers) if tiers else None,
         dtype="float32",
         skip_tokenizer_init=True,
         max_model_len=tokens + 256,
-        **({} if store is None else {"block_size": SMALL_BLOCK}),
     )
 
     def handle(request: dict[str, Any]) -> dict[str, Any] | None:
         if not request:
             assert llm.reset_prefix_cache()
             return None
-        if "count" in request:
-            manager = llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
-            return dict(manager._stores.counts())
         sampling = SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False)
         engine, seconds, tokens = llm.llm_engine, {}, {}
         began = time.perf_counter()
@@ -150,19 +129,12 @@ def measure(
     return seconds
 
 
-def kinds_of(place: Path, hole: int, *, adaptive: bool) -> dict[str, tuple[list[dict[str, Any]], str | None]]:
-    """Each engine's tiers, and what it stores. `hole`: a port where nobody responds."""
+def tiers_of(place: Path, hole: int) -> dict[str, list[dict[str, Any]]]:
+    """Each engine's tiers. `hole`: a port where nobody responds."""
     host = {"type": "cpu", "capacity": "1GiB"}
     file, other = (
         {"type": "file", "path": str(place / name), "capacity": "4GiB", "min_free": 0} for name in ("a", "b")
     )
-    if adaptive:
-        return {
-            WITHOUT: ([], ""),
-            SECOND: ([], ""),
-            ALL: ([host, file], "all"),
-            ADAPTIVE: ([host, other], "adaptive"),
-        }
     dead = {
         "type": "s3",
         "bucket": "nobody",
@@ -171,13 +143,7 @@ def kinds_of(place: Path, hole: int, *, adaptive: bool) -> dict[str, tuple[list[
         "access_key_env": "NIXL_BENCH_KEY",
         "secret_key_env": "NIXL_BENCH_SECRET",
     }
-    return {WITHOUT: ([], None), TIERS: ([host, file], None), DEAD_S3: ([host, other, dead], None)}
-
-
-def learn(engine: Engine, tokens: int) -> None:
-    """Have it compute so many prompts that none of which comes back that it stores only a sample."""
-    for batch in range(-(-LEARNING_TOKENS // (8 * tokens))):
-        engine.ask(prompts_of(1000 + batch, 8, tokens), 1)
+    return {WITHOUT: [], TIERS: [host, file], DEAD_S3: [host, other, dead]}
 
 
 def main() -> None:
@@ -188,36 +154,29 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=600, help="length of a new prompt")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--no-dead-s3", action="store_true", help="without the third engine")
-    parser.add_argument("--adaptive", action="store_true", help="what is stored makes the difference")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
-        child(*json.loads(options.child), options.tokens)
+        child(json.loads(options.child), options.tokens)
         return
 
     os.environ.update(NIXL_BENCH_KEY="key", NIXL_BENCH_SECRET="secret")
     with tempfile.TemporaryDirectory() as place, socket.create_server(("127.0.0.1", 0)) as hole:
-        kinds = kinds_of(Path(place), hole.getsockname()[1], adaptive=options.adaptive)
+        kinds = tiers_of(Path(place), hole.getsockname()[1])
         if options.no_dead_s3:
             kinds.pop(DEAD_S3, None)
-        if options.adaptive:
-            options.workloads = ["new"]
         rounds: list[dict[str, dict[str, list[float]]]] = []
         for start in range(options.starts):
             first = start * (options.rounds + 1)
-            engines = {name: Engine(tiers, options.tokens, store) for name, (tiers, store) in kinds.items()}
+            engines = {name: Engine(tiers, options.tokens) for name, tiers in kinds.items()}
             try:
-                if options.adaptive:
-                    learn(engines[ADAPTIVE], options.tokens)
                 for number in range(options.rounds + 1):
                     found = measure(engines, first + number, options.prompts, options.tokens, options.workloads)
                     if number:  # the first is a warm-up
                         rounds.append(found)
                         if options.json:
                             options.json.write_text(json.dumps(rounds, indent=1))
-                if options.adaptive:
-                    print(f"{engines[ADAPTIVE].not_stored()} chunks were not stored")
             finally:
                 for engine in engines.values():
                     engine.close()

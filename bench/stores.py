@@ -218,14 +218,13 @@ class Tiers:
         self.coordinator = Coordinator.open(config, Namespace.of({"bench": 1}), self.region, ready_s=30.0)
         manager = NixlTiersManager(self.coordinator, config, (0,), None, chunk_tokens=(TOKENS,))
         self.connector = Connector(manager, NixlTiersConnector).connector
-        self.connector._own_times = manager.times_are_published(7168, self.connector._own_time)
+        manager.times_are_published(7168)
 
     def written(self, spec: Any) -> None:
         self.region.mark(spec.rows, 0, spec.store_seq, ok=True)
 
     def end_step(self, meta: Any) -> None:
         self.region.publish_step(meta.step, 0.01)
-        self.region.publish_own_time(meta.step, 0.0)
 
     def settle(self) -> None:
         self.coordinator.flush(60.0)

@@ -219,7 +219,6 @@ class Engine:
     def ask(self, seed: int) -> dict[str, Any]:
         engine, prompt, before = self.llm.llm_engine, self.model.prompt(seed, self.model.prompt_tokens), self._hits()
         first_s, turns, connector_ms, final = 0.0, 0, dict[str, float](), None
-        own_before, own_ms = self._own_ms(), dict[str, float]()
         self._connector_ms()
         began = time.perf_counter()
         engine.add_request(f"ask-{next(self._names)}", prompt, _sampling(ANSWER_TOKENS))
@@ -229,7 +228,6 @@ class Engine:
                 if output.outputs and output.outputs[0].token_ids:
                     if not first_s:
                         first_s, connector_ms = time.perf_counter() - began, self._connector_ms()
-                        own_ms = {side: ms - own_before[side] for side, ms in self._own_ms().items()}
                     final = output
         total_s = time.perf_counter() - began
         assert final is not None
@@ -238,7 +236,6 @@ class Engine:
             "ttft_s": first_s,
             "total_s": total_s,
             "connector_ms": connector_ms,
-            "connector_metric_ms": own_ms,
             "steps": turns,
             "cached_tokens": final.num_cached_tokens,
             "hits": {tier: after - before[tier] for tier, after in self._hits().items()},
@@ -336,13 +333,6 @@ class Engine:
     def _connector_ms(self) -> dict[str, float]:
         """Milliseconds of the engine's thread in the connector, by method, since the last call."""
         return self._connector.take_ms() if self._connector else {}
-
-    def _own_ms(self) -> dict[str, float]:
-        """Milliseconds in NixlTiersConnector so far, by side, as its metric says."""
-        if self.store is None:
-            return {}
-        own = self.llm.llm_engine.engine_core.engine_core.scheduler.connector._own_times.numbers()
-        return {side: 1e3 * own[f"connector_{side}_s"] for side in ("scheduler", "worker")}
 
     def _hits(self) -> dict[str, int]:
         return {name: int(tier["hits"]) for name, tier in self.store.stats().items()} if self.store else {}

@@ -14,7 +14,6 @@ from nixl_tiers.base.tier_traits import (
     NO_TIER,
     Has,
     TierTraits,
-    adaptive,
     checked,
     disk,
     every,
@@ -58,7 +57,6 @@ class Metric:
 
 
 SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
-SHORT_SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
 BYTES: Final = tuple(float(1 << power) for power in range(16, 31, 2))
 REASON: Final = ("tier", "reason")
 PLACE: Final = ("tier", "place")
@@ -168,24 +166,6 @@ METRICS: Final[Mapping[str, Metric]] = {
         number="prefill_tokens_per_s",
         labels=(),
     ),
-    # --- what it takes (vllm/own_time.py) -------------------------------------------------------------------
-    "connector_seconds": _reasons(
-        "Seconds that NixlTiersConnector, vLLM's part of it included, kept the engine's thread in steps.",
-        ("side",),
-        connector_scheduler_s=Series(host, ("scheduler",), "on the scheduler's side"),
-        connector_worker_s=Series(host, ("worker",), "on the first worker's"),
-    ),
-    "connector_steps": Metric(
-        Kind.COUNTER, "Steps in which it did, those that only decode included.", {"connector_steps": Series(host)}, ()
-    ),
-    "connector_first_token_seconds": Metric(
-        Kind.HISTOGRAM,
-        "How long NixlTiersConnector kept the engine's thread, on both sides and for all requests, between the arrival "
-        "of a request and its first token.",
-        {"connector_first_token_s": Series(host)},
-        (),
-        SHORT_SECONDS,
-    ),
     # --- moves -------------------------------------------------------------------------------------------------
     "promotion_seconds": _histogram(
         "From the time that a request began to wait for a chunk of this tier until it was a hit, observed per job.",
@@ -227,19 +207,6 @@ METRICS: Final[Mapping[str, Metric]] = {
         dropped_evicted=Series(written, ("evicted",), "the tier above evicted it before it was written here"),
         dropped_refused=Series(written, ("refused",), "the tier is down, or its circuit for stores is not closed"),
         dropped_failed=Series(written, ("failed",), "the write failed, or one of this chunk did before"),
-    ),
-    # --- what is not stored (core/ghost.py) -------------------------------------------------------------------
-    "not_stored_chunks": Metric(
-        Kind.COUNTER,
-        "Chunks that were not stored, as too few come back (`store: adaptive`).",
-        {"not_stored": Series(adaptive)},
-        (),
-    ),
-    "computed_again_chunks": Metric(
-        Kind.COUNTER,
-        "Of these, chunks that a later request computed again: storing all would have made most of them hits.",
-        {"computed_again": Series(adaptive)},
-        (),
     ),
     "failures": _reasons(
         "Chunks whose move to or from this tier failed.",

@@ -29,8 +29,6 @@ Prefer = Literal["latency", "throughput"]
 """Whose time counts when loading is weighed against computing: the request's own, or that of all requests, which wait
 while one computes, and not while one loads."""
 
-Store = Literal["all", "adaptive"]
-
 DEFAULT_WAIT_S: Final = 10.0  # for promotions
 DEFAULT_PROBE_S: Final = 0.25  # for existence checks
 

@@ -21,7 +21,6 @@ class TierTraits:
     disk: bool = False  # rows may go through a staging buffer
     only: bool = False  # the host, without any storage tier below it
     quotas: tuple[str, ...] = ()  # names of those that hold here
-    adaptive: bool = False  # the host, with `store: adaptive`
     place: str = ""  # of the label PLACE
 
     @property
@@ -66,10 +65,6 @@ def written_disk(tier: TierTraits) -> bool:
 
 def checked(tier: TierTraits) -> bool:
     return tier.storage and tier.checked
-
-
-def adaptive(tier: TierTraits) -> bool:
-    return tier.adaptive
 
 
 def shared_out(tier: TierTraits) -> bool:

@@ -16,7 +16,7 @@ from nixl_tiers.base.tier_traits import NO_TIER
 from nixl_tiers.cli import FAILED, OK
 from nixl_tiers.cli.output import InputError, Json, print_json, print_table
 from nixl_tiers.cli.scrape import NoAnswer, address_of, scrape
-from nixl_tiers.cli.tally import NEW, NOT_STORED, OWN_HITS, PROMPT_TOKENS, Tally, TierState, meaning
+from nixl_tiers.cli.tally import NEW, OWN_HITS, PROMPT_TOKENS, Tally, TierState, meaning
 from nixl_tiers.config.fields import format_size
 
 OTHER_NAMESPACES: Final = (
@@ -149,9 +149,6 @@ def _print(now: Scrapes, before: Scrapes | None, title: str, as_json: bool) -> N
     if found.misses:
         missed = [(f"{count:,}", tier, meaning(why, tier)) for (why, tier), count in found.misses.most_common()]
         print_table(["missed chunks", "tier", "because"], missed)
-    not_stored, again = (int(found.total(name)) for name in NOT_STORED)
-    if not_stored:
-        print(f"not stored, as too few come back: {not_stored:,} chunks, of which {again:,} had to be computed again")
     if found.misses[NEW] and not found.numbers()["tokens"]:
         print(OTHER_NAMESPACES)
 

@@ -23,13 +23,12 @@ BY_TIER: Final[Mapping[str, tuple[str, str]]] = {
     "lost_vain_s": ("lost_seconds_total", "vain"),
 }
 MISSES: Final = "misses_total"
-NOT_STORED: Final = ("not_stored_chunks_total", "computed_again_chunks_total")
 PROMPT_TOKENS: Final = "vllm:prompt_tokens_total"
 OWN_HITS: Final = "vllm:prefix_cache_hits_total"  # in tokens, too
 BYTES: Final = ("used_bytes", "capacity_bytes")
 GAUGES: Final = ("up", "listing", "breaker", "denials", *BYTES)
 NEW: Final = ("never_stored", NO_TIER)
-_OF_ALL: Final = {MISSES, *NOT_STORED, PROMPT_TOKENS, OWN_HITS}
+_OF_ALL: Final = {MISSES, PROMPT_TOKENS, OWN_HITS}
 _COUNTED: Final = {*_OF_ALL, *(name for name, _ in BY_TIER.values())}
 
 
@@ -130,7 +129,6 @@ class Tally:
         return +Counter(missed)
 
     def as_json(self) -> dict[str, Any]:
-        not_stored, again = (int(self.total(name)) for name in NOT_STORED)
         return {
             "hit_rate": self.hit_rate(),
             "prompt_tokens": self.total(PROMPT_TOKENS),
@@ -138,8 +136,6 @@ class Tally:
             "total": self.numbers(),
             "tiers": {tier: {**self.numbers(tier), "hit_rate": self.hit_rate(tier)} for tier in self.tiers},
             "misses": [{"reason": r, "tier": t, "chunks": count} for (r, t), count in self.misses.most_common()],
-            "not_stored": not_stored,
-            "computed_again": again,
             "state": [
                 {"server": each.server, "engine": each.engine, "tier": each.tier, "state": each.word, **each.gauges}
                 for each in self.states

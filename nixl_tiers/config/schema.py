@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, Field, PlainValidator, TypeAdapter, ValidationError, WithJsonSchema, model_validator
 
-from nixl_tiers.base.policies import DEFAULT_PROBE_S, DEFAULT_WAIT_S, Eviction, Prefer, Store, Write
+from nixl_tiers.base.policies import DEFAULT_PROBE_S, DEFAULT_WAIT_S, Eviction, Prefer, Write
 from nixl_tiers.config import source as config_source
 from nixl_tiers.config.errors import ConfigError, refuse_secrets, sentence
 from nixl_tiers.config.fields import (
@@ -125,12 +125,6 @@ class TiersConfig(Model):
         description="what becomes of stored chunks after a reset (sleep, pause): `new_epoch`: they are never hits "
         "again; `keep`: they stay valid",
     )
-    store: Store = Field(
-        "all",
-        description="which chunks an engine stores: `all`, or `adaptive`: while fewer come back than pays for storing "
-        "all, those that were computed before and a sample of the others "
-        "([storing what pays](../internals/store-what-pays.md)); not beside tiers that other engines store to",
-    )
     wait_s: Annotated[Seconds, Field(gt=0, le=3600)] = Field(
         DEFAULT_WAIT_S,
         description="maximum time that a request waits for chunks to be loaded from storage into host memory",
@@ -181,15 +175,6 @@ class TiersConfig(Model):
             for j, other in enumerate(self.tiers[:i]):
                 if isinstance(tier, StorageConfig) and isinstance(other, StorageConfig) and tier.shares_place(other):
                     raise ValueError(f"tiers[{i}]: overlaps tiers[{j}], so neither capacity could be kept")
-            if (
-                self.store == "adaptive"
-                and isinstance(tier, StorageConfig)
-                and tier.write is not Write.OFF
-                and not tier.own
-            ):
-                raise ValueError(
-                    f"store: must be all beside tiers[{i}]: other engines may ask there for what is new here"
-                )
         return self
 
     def shared_by(self, replicas: int) -> TiersConfig:

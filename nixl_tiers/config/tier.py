@@ -152,7 +152,7 @@ class StorageConfig(Model):
 
     @property
     def own(self) -> bool:
-        """Whether no other engine stores to this medium, so that quotas hold there, and it can be cleared."""
+        """Whether no other engine stores to this medium, so that quotas hold there."""
         return not self.asked
 
     @property

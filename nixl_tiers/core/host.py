@@ -110,34 +110,20 @@ class HostTier:
             return count, []
         own, quota = self._own[tenant - 1], self.quotas[tenant - 1]
         over = len(own) + count - quota
-        victims = self.evict_some(over, tenant) if over > 0 else []
-        return max(0, min(count, quota - len(own))), victims
-
-    def evict_some(self, count: int, tenant: int = 0) -> list[Row]:
-        """Evict up to `count` rows that are not pinned, of one tenant or of all, though no room may be needed."""
-        if tenant:
-            victims = self._take_victims(count, self._own[tenant - 1])
-        else:
-            victims = self._unpinned_evicting(count)
-            victims += self._take_victims(count - len(victims))
+        victims = self._take_victims(over, own) if over > 0 else []
         for row in victims:
-            if tenant and not row.evicting:
+            if not row.evicting:
                 self._policy.remove(row.key)
             self._remove(row)
-        return victims
+        return max(0, min(count, quota - len(own))), victims
 
     def room_of(self, tenant: int) -> int:
         """How many more rows are free, within this tenant's quota (0: of none), if none is evicted."""
         return min(self.free, self.quotas[tenant - 1] - len(self._own[tenant - 1])) if tenant else self.free
 
     def rows_of(self, tenant: int) -> int:
-        """How many rows a look-up finds, or is about to: of one tenant, or of all."""
-        return len(self._own[tenant - 1]) if tenant else len(self.index)
-
-    @property
-    def gave_up(self) -> bool:
-        """Whether the last eviction looked at some of the rows only, as many are pinned; the next one goes on."""
-        return self._gave_up
+        """How many rows of this tenant a look-up finds, or is about to."""
+        return len(self._own[tenant - 1])
 
     @property
     def searching(self) -> bool:

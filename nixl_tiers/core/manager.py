@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Eviction, Prefer, Write
@@ -46,8 +45,6 @@ from nixl_tiers.core.types import Job, TierSpec, TierState
 from nixl_tiers.core.urgency import Urgency
 from nixl_tiers.core.worth import Worth
 from nixl_tiers.core.writeback import WriteBack
-
-CLEARED_AT_ONCE: Final = 128  # rows in a hold of the lock
 
 
 class TierManager:
@@ -344,26 +341,9 @@ class TierManager:
         self.checks.expire(received_s)
         return self.events.turn(received_s, now)
 
-    def clear_some(self, tier: int | None, tenant: int = 0) -> tuple[int, bool]:
-        """Evict some rows of a storage tier, or of the host (None), of one tenant or of all (0): how many, and whether
-        there may be more. Those in use stay, and are found again when they are not. In the host that is the end of all
-        retentions."""
-        self._state.turn_due = True
-        if tier is None:
-            retained = self.retention.end_some(CLEARED_AT_ONCE)
-            victims = self.host.evict_some(CLEARED_AT_ONCE, tenant)
-            self._state.dropped(victims)
-            return len(victims), bool(victims) or retained or self.host.gave_up
-        index = self.tiers[tier].index
-        count = len(index.evict_some(CLEARED_AT_ONCE, tenant))
-        return count, bool(count or index.former)
-
-    def rows_of(self, tier: int | None, tenant: int = 0) -> int:
-        """How many rows a storage tier, or the host (None), has of one tenant or of all (0), whatever their state."""
-        if tier is None:
-            return self.host.rows_of(tenant)
-        index = self.tiers[tier].index
-        return index.rows.count_of(tenant) if tenant else len(index)
+    def rows_of(self, tier: int | None, tenant: int) -> int:
+        """How many rows a storage tier, or the host (None), has of one tenant, whatever their state."""
+        return self.host.rows_of(tenant) if tier is None else self.tiers[tier].index.rows.count_of(tenant)
 
     # --- what is where -----------------------------------------------------------------------------------------
 

@@ -53,15 +53,6 @@ class Retention:
             self.waiting = True
         return True
 
-    def end_some(self, most: int) -> bool:
-        """End the retention of some rows; whether there are more."""
-        for _ in range(min(most, len(self._until))):
-            key, _ = self._until.pop()
-            if (row := self._host.index.get(key)) is not None and row.retained_until:
-                self._host.release(row)
-        self.waiting = bool(len(self._until) or self._planned)
-        return len(self._until) > 0
-
     def prefetch(self, keys: Sequence[Key], at_s: float, tenant: int = 0) -> bool:
         """Promote `keys` at about `at_s` (TierManager.prefetch); False, and nothing, if more than the host can hold
         is planned, or there is nothing to promote from. Nobody may change `keys`."""

@@ -123,11 +123,6 @@ class Tier:
         return sum(self.index.slots_of(member).free for member in self.members if member.takes_rows)
 
     @property
-    def rows_to_delete(self) -> int:
-        """Rows that its medium is still to delete."""
-        return sum(len(member.to_delete) for member in self.members)
-
-    @property
     def rows_to_write(self) -> int:
         """Rows queued for or being written to this tier."""
         return len(self.to_store) + len(self.waiting_for_seal) + self.rows_storing

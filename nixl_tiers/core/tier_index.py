@@ -153,13 +153,6 @@ class TierIndex:
         victims = self._evict_all(self.rows.evict_of(tenant, over)) if over > 0 else []
         return max(0, min(count, quota - self.rows.count_of(tenant))), victims
 
-    def evict_some(self, count: int, tenant: int = 0) -> list[Key]:
-        """Evict up to `count` rows that are not pinned, of one tenant or of all, though no room may be needed. Victims
-        that were selected before are given back, not to be written below any more."""
-        self.drop_victims()
-        self.return_victims(count)
-        return self._evict_all(self.rows.evict_of(tenant, count) if tenant else self.rows.evict(count))
-
     def reserve(self, key: Key, tick: int, tenant: int = 0, rooms: list[int] | None = None) -> tuple[int, int] | None:
         """(slot, id) of a new row that is about to be written, or None if there is no slot; call make_room first.
         `rooms`: of several members, how many rows each takes, of which this is one."""

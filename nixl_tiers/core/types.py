@@ -35,14 +35,12 @@ class TierSpec:
 
     `members`: among how many movers its slots are divided; `loaders`: how many more each of these has, which only load.
 
-    `own`: no other engine stores to it, so it can be cleared; and `quotas` hold there: which share of it each tenant
-    may have, from number 1 on."""
+    `quotas`: which share of it each tenant may have, from number 1 on, if no other engine stores to it."""
 
     name: str
     write: Write
     physical_slots: bool
     asked: bool = False
-    own: bool = False
     quotas: tuple[float, ...] = ()
     members: int = 1
     loaders: int = 0

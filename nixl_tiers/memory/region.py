@@ -43,7 +43,6 @@ from nixl_tiers.memory.region_layout import (
     HELD_UNTIL_AT,
     HUGE_BYTES_AT,
     LIMITS_AT,
-    OWN_TIME_AT,
     STEPS_AT,
     Header,
     Layout,
@@ -109,7 +108,6 @@ class HostRegion(ControlWords):
         self.bell: NDArray[np.uint32] = np.frombuffer(self._map, np.uint32, 1, BELL_AT)
         self._held_until_s: NDArray[np.float64] = np.frombuffer(self._map, np.float64, 1, HELD_UNTIL_AT)
         self._steps: NDArray[np.void] = np.frombuffer(self._map, _STEP, STEPS_KEPT, STEPS_AT)
-        self._own_time: NDArray[np.void] = np.frombuffer(self._map, _STEP, 1, OWN_TIME_AT)
         self.ranks = RankRecords(self._map, fd, layout.records, says.ranks)
         self._rows_at = layout.rows
         self.address = int(self.rows_view.ctypes.data)
@@ -214,15 +212,6 @@ class HostRegion(ControlWords):
         seconds = float(entry["seconds"][0])
         return seconds if entry["step"][0] == step + 1 else None
 
-    def publish_own_time(self, step: int, seconds: float) -> None:
-        """Publish how long the connector has kept this worker's thread in all steps up to this one; for one rank."""
-        self._own_time["seconds"] = seconds
-        self._own_time["step"] = step + 1
-
-    def own_time(self) -> tuple[int, float]:
-        """The last step that was published (-1: none), and the seconds of all up to it, or of the next one too."""
-        return int(self._own_time["step"][0]) - 1, float(self._own_time["seconds"][0])
-
     @property
     def stores_held_until_s(self) -> float:
         """Until when movers are to start no stores (`time.monotonic`, the same in all processes of a machine); 0: they
@@ -324,7 +313,6 @@ class HostRegion(ControlWords):
         self.limits = np.zeros(MAX_STREAMS, np.uint64)
         self._held_until_s = np.zeros(1)
         self._steps = np.empty(0, _STEP)
-        self._own_time = np.zeros(1, _STEP)
         with contextlib.suppress(BufferError):
             self._map.close()
 

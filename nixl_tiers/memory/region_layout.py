@@ -35,7 +35,6 @@ HEADER: Final = struct.Struct("<8sQQQQQQ?16s")
 STEPS_AT: Final = 1024  # the times of the last steps
 LIMITS_AT: Final = 2048  # of streams, uint64 each
 BELL_AT: Final = 3072  # the doorbell, a uint32 that processes wait for: alone in its cache line
-OWN_TIME_AT: Final = PAGE - 48  # how long the connector has kept the first rank, up to which step
 HELD_UNTIL_AT: Final = PAGE - 24  # until when movers start no stores, a float64
 HUGE_BYTES_AT: Final = PAGE - 16  # how many bytes lie in huge pages
 RECORD_BYTES: Final = 512  # of one rank, or of all

@@ -60,11 +60,6 @@ class _Sizes(NamedTuple):
 _listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-def close_in_children(listener: socket.socket) -> None:
-    """Have forked children close this listener."""
-    _listeners.add(listener)
-
-
 def _close_listeners() -> None:
     for listener in list(_listeners):
         listener.close()
@@ -123,7 +118,7 @@ def _create(name: str, sizes: _Sizes, huge_pages: HugePages, answer_s: float) ->
         if error.errno == errno.EADDRINUSE:
             return None
         raise RegionError(f"region {name!r} cannot be offered to others: {error.strerror}") from error
-    close_in_children(listener)
+    _listeners.add(listener)
     try:
         region = sizes.create(huge_pages)
     except RegionError:

@@ -46,14 +46,12 @@ def make_core(
 
 
 def _spec(name: str, tier: StorageConfig, quotas: tuple[float, ...]) -> TierSpec:
-    own = tier.own and tier.write is not Write.OFF
     return TierSpec(
         name,
         tier.write,
         physical_slots=tier.physical_slots,
         asked=tier.asked,
-        own=own,
-        quotas=quotas if own else (),
+        quotas=quotas if tier.own and tier.write is not Write.OFF else (),
         members=len(tier.members),
         loaders=tier.loaders,
     )

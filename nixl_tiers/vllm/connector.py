@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from functools import cached_property
-from time import perf_counter
 from typing import Any
 
 from typing_extensions import override
@@ -25,7 +24,6 @@ from nixl_tiers.vllm.compat import UnsupportedVllm, beginning, scheduled_tokens
 from nixl_tiers.vllm.fingerprint import current_vllm_config
 from nixl_tiers.vllm.log_line import LoggedStats
 from nixl_tiers.vllm.manager import NixlTiersManager
-from nixl_tiers.vllm.own_time import OwnTime, OwnTimes
 from nixl_tiers.vllm.plugin import SPEC
 from nixl_tiers.vllm.replicated import copies_by_configuration, told
 from nixl_tiers.vllm.streams import Streams, Unit
@@ -50,9 +48,7 @@ class NixlTiersConnector(OffloadingConnector):
     fail.
     """
 
-    # Of the scheduler:
-    _own_times: OwnTimes | None = None
-    _streams: Streams | None = None
+    _streams: Streams | None = None  # of the scheduler
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         transfer = vllm_config.kv_transfer_config
@@ -61,9 +57,7 @@ class NixlTiersConnector(OffloadingConnector):
             super().__init__(with_chunks(vllm_config, kv_cache_config), role, kv_cache_config)
         self._loading: dict[int, str] = {}  # job -> request, on workers
         if self.connector_scheduler is not None:
-            self._own_times = self._manager.times_are_published(
-                compat.step_tokens(vllm_config.scheduler_config), self._own_time
-            )
+            self._manager.times_are_published(compat.step_tokens(vllm_config.scheduler_config))
             if (windows := compat.windows(self.connector_scheduler)) is not None:
                 self._manager.windows_are_known(windows)
             if (why := compat.no_gaps(self.connector_scheduler, kv_cache_config)) is None:
@@ -102,32 +96,25 @@ class NixlTiersConnector(OffloadingConnector):
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """vLLM submits the stores of the step before, and waits for those whose blocks this step writes to. From here
         on it may launch work that does."""
-        began_s = perf_counter()
         super().handle_preemptions(kv_connector_metadata)
         self._worker.flush()
         if (step := getattr(kv_connector_metadata, "step", None)) is not None:
             self._worker.step_clock.begin(step)
-        self._own_time.seconds += perf_counter() - began_s
 
     @override
     def wait_for_save(self) -> None:
-        began_s = perf_counter()
         self._worker.step_clock.end()
         super().wait_for_save()
-        self._own_time.seconds += perf_counter() - began_s
 
     @override
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        began_s = perf_counter()
         for job_id, job in self._get_connector_metadata().load_jobs.items():
             self._loading[job_id] = job.req_id
         super().start_load_kv(forward_context, **kwargs)
         self._worker.flush()
-        self._own_time.seconds += perf_counter() - began_s
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        began_s = perf_counter()
         results = super().get_transfer_results(finished_req_ids)
         for job_id in self._worker.take_failed_loads():
             results.failed_recving.add(self._loading[job_id])
@@ -135,20 +122,12 @@ class NixlTiersConnector(OffloadingConnector):
             ended = [job_id for job_id, request in self._loading.items() if request in results.finished_recving]
             for job_id in ended:
                 del self._loading[job_id]
-        self._own_time.seconds += perf_counter() - began_s
         return results
 
     @override
     def get_block_ids_with_load_errors(self) -> set[int]:
         """What vLLM asks behind get_transfer_results: blocks that loads have not brought, to be computed."""
         return self._worker.take_invalid_blocks()
-
-    @override
-    def clear_connector_metadata(self) -> None:
-        """What vLLM calls last in a step."""
-        if (step := getattr(self._connector_metadata, "step", None)) is not None:
-            self._worker.publish_own_time(step, self._own_time.seconds)
-        super().clear_connector_metadata()
 
     # --- in the API server -------------------------------------------------------------------------------------
 
@@ -161,33 +140,22 @@ class NixlTiersConnector(OffloadingConnector):
 
     @override
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        began_s = perf_counter()
         self._manager.began_at(request.request_id, num_computed_tokens)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        self._own_time.seconds += perf_counter() - began_s
         return found
-
-    @override
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        began_s = perf_counter()
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._own_time.seconds += perf_counter() - began_s
 
     @override
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """vLLM (from 0.32 on) asks for each chunk, which takes longer than all the rest of a hit."""
-        began_s = perf_counter()
         sources: dict[Any, int]
         if (source := self._manager.only_source(request.request_id, num_external_tokens)) is not None:
             sources = {source: num_external_tokens}
         else:
             sources = super().get_external_cache_hit_sources(request, num_external_tokens)
-        self._own_time.seconds += perf_counter() - began_s
         return sources
 
     @override
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        began_s = perf_counter()
         manager = self._manager
         new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
         if (new or getattr(cached, "resumed_req_ids", True)) and manager.in_doubt:
@@ -198,12 +166,7 @@ class NixlTiersConnector(OffloadingConnector):
         meta = super().build_connector_meta(scheduler_output)
         if self._arrivals.waiting:
             self._fill_line()
-        step = manager.scheduled(scheduled_tokens(scheduler_output))
-        own_times = self._own_times
-        if own_times is not None and own_times.first_tokens.open:
-            own_times.first_tokens.scheduled(scheduler_output, step)
-        meta.step = step  # which workers publish its time by
-        self._own_time.seconds += perf_counter() - began_s
+        meta.step = manager.scheduled(scheduled_tokens(scheduler_output))  # which workers publish its time by
         return meta
 
     @override
@@ -222,10 +185,7 @@ class NixlTiersConnector(OffloadingConnector):
     @override
     def on_new_request(self, request: Any) -> None:
         """A request joins the scheduler's queue: what it is going to load comes up while it waits there."""
-        began_s = perf_counter()
         super().on_new_request(request)
-        if self._own_times is not None:
-            self._own_times.arrived(request.request_id, request.num_prompt_tokens)
         if self._streams is not None:
             self._streams.arrived(request)
         self._manager.salt_of(request.request_id, getattr(request, "cache_salt", None))
@@ -233,19 +193,16 @@ class NixlTiersConnector(OffloadingConnector):
             rank = (float(request.priority), request.arrival_time) if self._by_priority else (0.0,)
             self._arrivals.add(request.request_id, rank)
             self._fill_line()
-        self._own_time.seconds += perf_counter() - began_s
 
     @override
     def update_connector_output(self, connector_output: Any) -> None:
         """vLLM reports a failed load in the step in which all workers have ended it."""
-        began_s = perf_counter()
         if connector_output.failed_recving:
             manager = self._manager
             for request in connector_output.failed_recving:
                 if manager.load_failed(request):
                     log.warning("nixl_tiers: the load of request %s failed; its chunks are dropped", request)
         super().update_connector_output(connector_output)
-        self._own_time.seconds += perf_counter() - began_s
 
     @override
     def reset_cache(self) -> bool | None:
@@ -256,11 +213,8 @@ class NixlTiersConnector(OffloadingConnector):
 
     @override
     def take_events(self) -> Iterable[Any]:
-        began_s = perf_counter()
         withdrawn, self._withdrawn = self._withdrawn, []
-        events = [*withdrawn, *super().take_events()]
-        self._own_time.seconds += perf_counter() - began_s
-        return events
+        return [*withdrawn, *super().take_events()]
 
     def _fill_line(self) -> None:
         """Requests are next in line by now: read their chains."""
@@ -279,10 +233,6 @@ class NixlTiersConnector(OffloadingConnector):
                 self._arrivals = Arrivals()
                 return
             manager.anticipate(request, keys, rank)
-
-    @cached_property
-    def _own_time(self) -> OwnTime:
-        return OwnTime()
 
     @cached_property
     def _manager(self) -> NixlTiersManager:

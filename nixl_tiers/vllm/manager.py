@@ -34,7 +34,6 @@ from nixl_tiers.vllm.live import LiveGauges
 from nixl_tiers.vllm.loads import Loads
 from nixl_tiers.vllm.lookups import Lookups
 from nixl_tiers.vllm.own_hits import OwnHits
-from nixl_tiers.vllm.own_time import OwnTime, OwnTimes
 from nixl_tiers.vllm.pause import PAUSE_S, Pause
 from nixl_tiers.vllm.prefill_meter import PrefillMeter, Scheduled
 from nixl_tiers.vllm.reports import REPORT_S, Reports
@@ -74,14 +73,14 @@ class NixlTiersManager(OffloadingManager):
         self._groups = KvGroups(groups, chunk_tokens)
         self._has_storage = bool(config.storage)
         self._wishes = Wishes(coordinator, config)
-        self._stores = Stores(coordinator, self._groups, config)
+        self._stores = Stores(coordinator, self._groups)
         self._reports = Reports(
             coordinator,
             config,
             chunk_tokens=max(chunk_tokens, default=0),
             live=live,
             period_s=report_s,
-            own=lambda: {**self._wishes.counts(), **self._stores.counts()},
+            own=self._wishes.counts,
         )
         self._events = events
         self._requests: set[str] = set()
@@ -103,19 +102,14 @@ class NixlTiersManager(OffloadingManager):
         self._entered = -1  # how often at the last step's end
         self._calm = False  # whether nothing is to be done at a step's end until it is entered again
 
-    def times_are_published(self, step_tokens: int, own: OwnTime | None = None) -> OwnTimes:
+    def times_are_published(self, step_tokens: int) -> None:
         """NixlTiersConnector calls it: its workers publish the time of steps, and `scheduled` is called at each, as are
         `began_at` and `began` for all requests, and `salt_of` for each new one. No step computes more than
-        `step_tokens` tokens of a request. `own`: how long this thread is in the connector; returns that of both
-        sides, which goes into the metrics."""
+        `step_tokens` tokens of a request."""
         self._own_hits.known = self._sees_salts = True
         with self._coordinator.core() as core:
             core.prefill.limit_step(step_tokens)
         self._meter.be_exact(self._coordinator.region.step_seconds)
-        self._reports.own_times = times = OwnTimes(own or OwnTime(), self._coordinator.region.own_time)
-        if self._stores.adaptive is not None:
-            self._stores.adaptive.own_times = times
-        return times
 
     @property
     def in_doubt(self) -> bool:
@@ -146,8 +140,6 @@ class NixlTiersManager(OffloadingManager):
         self._look_at_weights()
         if self.in_doubt:
             self._own_hits.began_at(request, tokens)
-        if self._stores.adaptive is not None:
-            self._stores.adaptive.began_at(request, tokens)
 
     def began(self, requests: Iterable[tuple[str, int]]) -> None:
         """The step begins these requests at so many tokens. NixlTiersConnector calls it while it is `in_doubt`."""
@@ -192,7 +184,6 @@ class NixlTiersManager(OffloadingManager):
         self._requests.discard(request)
         self._pause.ended(request)
         self._loads.ended(request)
-        self._stores.ended(request)
         self._gate.ended(request)
         self._own_hits.ended(request)
         self._meter.positions.forget(request)
@@ -237,7 +228,6 @@ class NixlTiersManager(OffloadingManager):
         spec = self._loads.prepare(ordered, counts, request, end)
         for group, place in self._groups.place.items():
             self._lookups.chains.note_load(group, counts[place])
-        self._stores.loaded(ordered, request)
         self._gate.load_began(request)
         self._own_hits.load_began(request)
         if end is not None:
@@ -292,8 +282,6 @@ class NixlTiersManager(OffloadingManager):
             return
         with self._coordinator.core() as core:
             core.end_step(began, preempted)
-        if self._stores.adaptive is not None:
-            self._stores.adaptive.end_step()
         self._gate.end_step(context)
         for request in preempted:
             self._meter.positions.forget(request)
@@ -306,8 +294,8 @@ class NixlTiersManager(OffloadingManager):
         if self._gate.holding or self._loads:
             self.weights.computed = True
         self._look_at_weights()
-        if not began and (paused_s := self._pause.take()) and (own_times := self._reports.own_times) is not None:
-            own_times.scheduler.seconds -= paused_s
+        if not began:
+            self._pause.take()
         self._lookups.end_step()
         self._loads.prepared = False
         self._calm = not (self._loads or self._gate.watches or self.weights.closed)
@@ -354,7 +342,6 @@ class NixlTiersManager(OffloadingManager):
 
     def _forget(self, *, changed: bool = False) -> None:
         self._lookups.reset()
-        self._stores.forget()
         self._coordinator.reset(changed=changed)
         self._meter.reset()
 

@@ -54,8 +54,7 @@ def traits(config: TiersConfig) -> list[TierTraits]:
         )
         for name, tier in zip(config.names, config.storage, strict=True)
     ]
-    adaptive = config.store == "adaptive"
-    return [TierTraits(CPU, only=not storage, quotas=quotas, adaptive=adaptive, place=place_label("")), *storage]
+    return [TierTraits(CPU, only=not storage, quotas=quotas, place=place_label("")), *storage]
 
 
 def place_label(identity: str) -> str:

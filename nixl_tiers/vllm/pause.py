@@ -7,7 +7,6 @@ lasts several times as long (measured).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 from typing import Final
 
@@ -43,14 +42,11 @@ class Pause:
         waiting = self._lookups.waiting
         return all(request in waiting or request in self._loads for request in self._begun)
 
-    def take(self) -> float:
-        """In a step that begins no request: wait, if it can only wait. Returns for how long."""
-        if not (self.pause_s and self.can_only_wait()):
-            return 0.0
-        began_s = time.perf_counter()
-        with self._changed:
-            self._changed.wait(self.pause_s)
-        return time.perf_counter() - began_s
+    def take(self) -> None:
+        """In a step that begins no request: wait, if it can only wait."""
+        if self.pause_s and self.can_only_wait():
+            with self._changed:
+                self._changed.wait(self.pause_s)
 
     def can_only_wait(self) -> bool:
         """Whether some request waits for storage or a copy, and no request can be computing in this step."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from time import perf_counter
 from typing import Final
 
 from nixl_tiers.config.schema import TiersConfig
@@ -13,7 +12,6 @@ from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm.compat import OffloadingConnectorStats
 from nixl_tiers.vllm.live import Level, LiveGauges
 from nixl_tiers.vllm.metrics import Reporter, info_labels, traits
-from nixl_tiers.vllm.own_time import OwnTimes
 
 # Gathering the numbers takes longer than a look-up.
 REPORT_S: Final = 0.25
@@ -21,8 +19,7 @@ REPORT_S: Final = 0.25
 
 class Reports:
     """`period_s`: between two reports while there are requests. `chunk_tokens`: of the longest chunk. `live`: shows the
-    gauges of an idle engine. `own`: numbers beside the coordinator's, of the cpu tier. `own_times`: what
-    NixlTiersConnector takes, from its start on."""
+    gauges of an idle engine. `own`: numbers beside the coordinator's, of the cpu tier."""
 
     def __init__(
         self,
@@ -36,7 +33,6 @@ class Reports:
     ) -> None:
         self._coordinator = coordinator
         self._own = own
-        self.own_times: OwnTimes | None = None
         row_bytes = coordinator.region.geometry.row_bytes
         info = info_labels(config, coordinator.namespace.digest.hex(), row_bytes, chunk_tokens)
         self._reporter = Reporter(traits(config), info, gauges=live is None or not live.replaces_reports)
@@ -50,26 +46,16 @@ class Reports:
     def take(self, now_s: float, *, soon: bool) -> OffloadingConnectorStats | None:
         """What has changed since the last report. None if nothing has, or it is not due and more follows `soon`. Called
         once a step."""
-        own_times = self.own_times
-        if own_times is not None and own_times.first_tokens.ending:
-            own_times.look()
         if soon and now_s < self._next_s:
             return None
-        began_s = perf_counter()
         self._next_s = now_s + self._period_s
         totals = self._coordinator.counters()
         totals["cpu"] |= self._own()
         with self._coordinator.core() as core:
             samples = core.take_samples()
-        if own_times is not None:
-            totals["cpu"] |= own_times.numbers()
-            samples |= own_times.take_samples()
         if self._live is not None:  # no supervisor, and nothing changes between steps
             self._live.publish(lambda: self._reporter.levels(totals))
-        report = self._reporter.report(totals, samples)
-        if own_times is not None:
-            own_times.scheduler.seconds += perf_counter() - began_s
-        return report
+        return self._reporter.report(totals, samples)
 
     def gauges(self) -> Iterable[Level]:
         """All that there are, with their values now. On the supervisor's thread, which goes on in an idle engine."""

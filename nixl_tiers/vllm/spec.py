@@ -146,7 +146,6 @@ class NixlTiersSpec(OffloadingSpec):
             raise RegionError(f"the weights' identity: {error}; with model_id set, no weight file is read") from None
 
     def _make_manager(self) -> OffloadingManager:
-        from nixl_tiers.runtime import control
         from nixl_tiers.runtime.coordinator import Coordinator
         from nixl_tiers.vllm.events import EventLog
         from nixl_tiers.vllm.live import LiveGauges
@@ -171,7 +170,6 @@ class NixlTiersSpec(OffloadingSpec):
         except BaseException:
             region.close()
             raise
-        control.serve(coordinator)
         # Data-parallel replicas step together: one that waits for storage must not make the others wait.
         pause_s = PAUSE_S if compat.replicas(self.config) == 1 else 0.0
         chunk_tokens = [group.tokens_per_block * self.config.cache.blocks_per_chunk for group in self.config.groups]

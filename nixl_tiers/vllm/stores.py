@@ -1,36 +1,31 @@
-"""The stores that vLLM has begun and not completed, and what of that which it offers is stored."""
+"""The stores that vLLM has begun and not completed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from nixl_tiers.config.schema import TiersConfig
 from nixl_tiers.runtime.coordinator import Coordinator
-from nixl_tiers.vllm.adaptive_store import AdaptiveStore
 from nixl_tiers.vllm.compat import OffloadKey, PrepareStoreOutput, ReqContext
 from nixl_tiers.vllm.copy_jobs import RowsSpec
 from nixl_tiers.vllm.kv_groups import KvGroups
 
 
 class Stores:
-    """True while any is open. `adaptive`: with `store: adaptive`."""
+    """True while any is open."""
 
-    def __init__(self, coordinator: Coordinator, groups: KvGroups, config: TiersConfig) -> None:
+    def __init__(self, coordinator: Coordinator, groups: KvGroups) -> None:
         self._coordinator = coordinator
         self._groups = groups
         self._open: set[OffloadKey] = set()
-        self.adaptive = AdaptiveStore(coordinator, config, groups) if config.store == "adaptive" else None
 
     def __bool__(self) -> bool:
         return bool(self._open)
 
     def prepare(self, offered: list[OffloadKey], context: ReqContext) -> PrepareStoreOutput:
-        """Rows for those of `offered` that are new, and worth it."""
+        """Rows for those of `offered` that are new."""
         keys = self._groups.in_prefix_order(offered, context)
-        if self.adaptive is not None:
-            keys = self.adaptive.worth_storing(keys, context)
         row_of: Mapping[OffloadKey, int] = {}
         store_seq = 0
         if keys:
@@ -46,28 +41,9 @@ class Stores:
             evicted_keys=[],  # vLLM does not look at them
         )
 
-    def loaded(self, keys: Sequence[OffloadKey], request: str) -> None:
-        """A request has these without computing them."""
-        if self.adaptive is not None:
-            self.adaptive.loaded(keys, request)
-
     def completed(self, keys: Iterable[OffloadKey]) -> None:
         self._open.difference_update(keys)
-
-    def ended(self, request: str) -> None:
-        """The request has; its stores may not have."""
-        if self.adaptive is not None:
-            self.adaptive.ended(request)
 
     def reset(self) -> None:
         """vLLM completes no job of before a reset."""
         self._open.clear()
-
-    def forget(self) -> None:
-        """Nothing that was stored is found any more."""
-        if self.adaptive is not None:
-            self.adaptive.reset()
-
-    def counts(self) -> Mapping[str, float]:
-        """By the names of `base/metrics.py`."""
-        return self.adaptive.numbers() if self.adaptive is not None else {}

@@ -241,11 +241,6 @@ class NixlTiersWorker(OffloadingWorker):
         elif self._rank == 0:
             log.info("nixl_tiers: loads begin only when all their chunks are in host memory: %s", NO_STREAMS)
 
-    def publish_own_time(self, step: int, seconds: float) -> None:
-        """How long the connector has kept this worker's thread in all steps up to this one."""
-        if self._rank == 0:
-            self._region.publish_own_time(step, seconds)
-
     @override
     def wait(self, job_ids: set[int]) -> None:
         """Until these jobs, stores or loads, have ended; unknown ones count as ended. Rows that are still to come are

@@ -686,14 +686,7 @@ class TiersIgnoreQuotas(WriteBack):
         return list(rows)
 
 
-class ClearsRowsInUse(TierManager):
-    def clear_some(self, tier: int | None, tenant: int = 0) -> tuple[int, bool]:
-        for row in self.host.index.values():
-            row.worker_refs = 0
-        return super().clear_some(tier, tenant)
-
-
-OF_TENANTS: Final = (PromotionsIgnoreQuotas, TiersIgnoreQuotas, ClearsRowsInUse)
+OF_TENANTS: Final = (PromotionsIgnoreQuotas, TiersIgnoreQuotas)
 MUTANTS = [
     *OF_TENANTS,
     RetainsBeyondItsShare,
@@ -769,7 +762,6 @@ _OFTEN = ("request", "traffic", "come_back", "worker_finishes", "mover_works", "
 FOCUS: dict[type, tuple[str, ...]] = {
     PromotionsIgnoreQuotas: ("catch_up", "time_passes"),
     TiersIgnoreQuotas: ("catch_up",),
-    ClearsRowsInUse: ("clear",),
     DeadlineRearmedByARetry: ("medium_stalls", "time_passes", "running_request_is_preempted", "mover_dies"),
     ChecksBadRowsAgain: ("traffic_hits_corrupt_row", "another_engine_stores", "medium_rots"),
     HitsAreNotKept: ("another_engine_stores", "time_passes"),
@@ -807,7 +799,6 @@ FIRST: dict[type, int] = {
     BadRowCountedTwice: 8,
     BehindAMissingRowIsLoaded: 6,
     CircuitNeverCloses: 1,
-    ClearsRowsInUse: 5,
     CreditsIgnored: 3,
     DeadlineIgnoredForRowsBeingFilled: 1,
     DeadlineRearmedByARelease: 2,

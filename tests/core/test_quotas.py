@@ -82,10 +82,9 @@ def test_a_reset_forgets_what_tenants_had() -> None:
     assert len(stored(core, 1, "after", QUOTA)) == QUOTA
 
 
-def with_tier(own: bool) -> TierManager:
-    quotas = (0.9, 0.9)
-    spec = TierSpec("disk", Write.THROUGH, physical_slots=True, own=own, quotas=(0.25, 1.0) if own else ())
-    core = TierManager(40, 4096, [spec], quotas=quotas)
+def with_tier(quotas: tuple[float, ...] = (0.25, 1.0)) -> TierManager:
+    spec = TierSpec("disk", Write.THROUGH, physical_slots=True, quotas=quotas)
+    core = TierManager(40, 4096, [spec], quotas=(0.9, 0.9))
     opened(core, 0, 8)
     core.events.listed(0, [(7, b"found", 1)], last=True)
     return core
@@ -101,7 +100,7 @@ def written(core: TierManager) -> None:
 
 
 def test_a_tenant_at_its_quota_of_a_tier_evicts_its_own_rows_there() -> None:
-    core = with_tier(own=True)
+    core = with_tier()
     stored(core, 2, "other", 5)
     written(core)
     for name in ("first", "second", "third"):
@@ -114,14 +113,14 @@ def test_a_tenant_at_its_quota_of_a_tier_evicts_its_own_rows_there() -> None:
 
 
 def test_a_tier_that_others_use_too_has_no_quotas() -> None:
-    core = with_tier(own=False)
+    core = with_tier(quotas=())
     stored(core, 1, "first", 6)
     written(core)
     assert len(rows_of(core.tiers[0])) == 7
 
 
 def test_a_promoted_row_counts_against_the_quota_of_who_asked_for_it() -> None:
-    core = with_tier(own=True)
+    core = with_tier()
     core.host.quotas = (1, 1)
     stored(core, 1, "own", 1)
     core.set_tenant("reader", 1)
@@ -130,23 +129,3 @@ def test_a_promoted_row_counts_against_the_quota_of_who_asked_for_it() -> None:
     core.events.finished(0, job.id, [Outcome.OK], 0.0)
     assert list(core.host.index) == [b"found"], "in the place of the tenant's other row"
     assert core.host.rows_of(1) == 1
-
-
-def test_clearing_a_tenant_evicts_its_rows_alone_and_leaves_those_in_use() -> None:
-    core = with_tier(own=True)
-    stored(core, 1, "first", 2)
-    stored(core, 2, "other", 2)
-    written(core)
-    pinned = core.tiers[0].index.rows.pin(b"first-0")
-    assert pinned is not None
-    core.lookup(b"first-1", "reader", 1, 0.0)  # a hit of this step
-    for place in (None, 0):
-        while core.clear_some(place, 1)[1]:
-            pass
-    assert sorted(core.host.index) == [b"first-1", *keys_of("other", 2)]
-    assert sorted(rows_of(core.tiers[0])) == sorted([b"first-0", b"found", *keys_of("other", 2)])
-    core.end_step()
-    core.tiers[0].index.rows.unpin(b"first-0", pinned[1])
-    assert [core.clear_some(place, 1)[0] for place in (None, 0)] == [1, 1]
-    assert core.rows_of(None) == 2
-    assert core.rows_of(0) == 3

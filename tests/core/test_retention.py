@@ -246,18 +246,6 @@ def test_a_tenant_retains_no_more_than_a_share_of_its_quota() -> None:
     assert list(core.host.retained_of) == [0, 0]
 
 
-def test_an_operator_clears_retained_rows_too() -> None:
-    core = alone(8)
-    put(core, chain("kept"))
-    retain(core, chain("kept"), 60.0)
-    while core.clear_some(None)[1]:
-        pass
-    assert in_host(core, chain("kept")) == 0
-    assert not core.retention.waiting
-    put(core, chain("kept"))
-    assert retain(core, chain("kept"), 60.0)
-
-
 def test_what_comes_up_again_counts_against_its_tenants_quota() -> None:
     core = manager(16)
     core.retention.prefetch(chain("a"), 1.0, 1)

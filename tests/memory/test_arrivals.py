@@ -24,7 +24,6 @@ def region() -> Iterator[HostRegion]:
 def test_words_limits_and_bell_are_nobody_elses_bytes(region: HostRegion) -> None:
     for step in range(STEPS_KEPT):
         region.publish_step(step, 1.0)
-    region.publish_own_time(3, 2.0)
     region.stores_held_until_s = 5.0
     region.ranks.publish(2, b"2" * 16, "n" * 400)
     region.ranks.publish_recompute(1)
@@ -33,7 +32,6 @@ def test_words_limits_and_bell_are_nobody_elses_bytes(region: HostRegion) -> Non
     assert not any(words.any() for words in (region.words, region.limits, region.bell))
     region.words[:] = region.limits[:] = region.bell[:] = 0
     assert [region.step_seconds(step) for step in range(STEPS_KEPT)] == [1.0] * STEPS_KEPT
-    assert region.own_time() == (3, 2.0)
     assert region.stores_held_until_s == 5.0
     assert region.ranks.published() == [None, None, (b"2" * 16, "n" * 400)]
     assert region.ranks.weights == (0, 1, 0)

@@ -26,6 +26,16 @@ def put(core: TierManager, keys: Sequence[Key], request: str = "put") -> None:
     core.end_step()
 
 
+def empty_host(core: TierManager) -> None:
+    """Host memory holds nothing any more that is not in use."""
+    rows = list(core.host.index.values())
+    for row in rows:
+        if row.retained_until:
+            core.host.release(row)
+        core.host.evict(row)
+    core._state.dropped([row for row in rows if row.removed])
+
+
 def expire(core: TierManager, now: float) -> None:
     """A turn of the supervisor without its plan."""
     core.checks.expire(now)

@@ -11,7 +11,7 @@ from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import Job, TierSpec
-from tests.support.core import opened, put, rows_of
+from tests.support.core import empty_host, opened, put, rows_of
 
 MEMBERS: Final = 4
 SLOTS: Final = 16  # of a member
@@ -33,7 +33,7 @@ class Machine:
         asked: bool = False,
     ) -> None:
         """`places`: whether slots are; else rows are found by their keys."""
-        spec = TierSpec("file", write, physical_slots=places, asked=asked, own=True, members=members, loaders=loaders)
+        spec = TierSpec("file", write, physical_slots=places, asked=asked, members=members, loaders=loaders)
         self.core = TierManager(host, 4096, [spec])
         self.tier = self.core.tiers[0]
         self.now = 0.0
@@ -67,9 +67,7 @@ class Machine:
         self.turn()
 
     def forget_host(self) -> None:
-        """Host memory holds nothing any more."""
-        while self.core.clear_some(None)[1]:
-            pass
+        empty_host(self.core)
 
     def load(self, keys: Sequence[Key], name: str) -> int:
         """How many chunks a request finds from its beginning on, after its wait; it ends then."""

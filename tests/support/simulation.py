@@ -280,7 +280,6 @@ class Simulation:
                 write,
                 i % 2 == 0,
                 i % 2 == 1,
-                own=i % 2 == 0,
                 quotas=() if i % 2 else quotas,
                 members=1 if i else members,
                 loaders=0 if i else loaders,
@@ -564,23 +563,6 @@ class Simulation:
                     mover.opening = None
                     self._send(tier, self.epoch)
         self.check()
-
-    def clear(self, tenant: int) -> None:
-        """An operator clears the host and the tiers that are the engine's own, of one tenant or of all (0)."""
-        self.retained.clear()
-        for place in (None, *(tier.number for tier in self.core.tiers if tier.spec.own)):
-            more = True
-            while more:
-                _, more = self.core.clear_some(place, tenant)
-                self.check()
-        require(not self.core.host.retained, "what is retained is not cleared")
-        host, whose = self.core.host, (tenant,) if tenant else range(len(self.quotas) + 1)
-        left = [row for row in host.index.values() if row.tenant in whose and not host._is_pinned(row.key)]
-        require(not left, "a row that nobody uses is not cleared")
-        for tier in self.core.tiers:
-            rows = [row for row in rows_of(tier).values() if tier.spec.own and row.tenant in whose]
-            require(all(row.pins or not row.stored for row in rows), "a row that nothing moves is not cleared")
-        self.tick()
 
     def crash(self) -> None:
         """The engine dies with its movers and comes back with the weights of epoch 0; the media survive."""

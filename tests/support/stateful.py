@@ -435,18 +435,12 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
 
 class TenantStateMachine(CascadeStateMachine):
-    """The same with tenants that have quotas, half of the time, and an operator. Planted bugs that have nothing to do
-    with either are sought without."""
+    """The same with tenants that have quotas, half of the time. Planted bugs that have nothing to do with these are
+    sought without."""
 
     @initialize(**BEGIN, quotas=st.sampled_from(QUOTAS))
     def begin(self, *given: Any, **named: Any) -> None:
         super().begin(*given, **named)
-
-    @rule(tenant=st.integers(0, 2), really=RARELY)
-    def clear(self, tenant: int, really: bool) -> None:
-        """An operator has all rows evicted that nobody uses, or a tenant's."""
-        if really:
-            self.simulation.clear(tenant if tenant <= len(self.simulation.quotas) else 0)
 
 
 class MemberStateMachine(CascadeStateMachine):

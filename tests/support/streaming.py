@@ -16,6 +16,7 @@ from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.streams import StreamPlan
 from nixl_tiers.core.types import Direction
+from tests.support.core import empty_host
 from tests.support.simulation import (
     TOKENS,
     Content,
@@ -111,11 +112,9 @@ class StreamSimulation(Simulation):
         return self.words.limit_of(job.plan.slot, job.plan.stream)
 
     def host_forgets(self) -> None:
-        """An operator has all host rows evicted that nobody uses."""
+        """All host rows that nobody uses are evicted."""
         self.retained.clear()
-        more = True
-        while more:
-            _, more = self.core.clear_some(None)
+        empty_host(self.core)
         self.tick()
 
     # --- workers -----------------------------------------------------------------------------------------------

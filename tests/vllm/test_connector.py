@@ -21,9 +21,7 @@ from nixl_tiers.vllm.replicated import Copies
 
 def test_the_scheduler_is_told_at_once_what_vllms_own_connector_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    manager = SimpleNamespace(
-        times_are_published=lambda tokens, own: told.append(tokens), windows_are_known=told.append
-    )
+    manager = SimpleNamespace(times_are_published=told.append, windows_are_known=told.append)
     groups = [SimpleNamespace(group_idx=1 + n, sliding_window_size_in_chunks=n or None) for n in (0, 3)]
     scheduler = SimpleNamespace(config=SimpleNamespace(kv_group_configs=groups))
     monkeypatch.setattr(NixlTiersConnector, "_manager", manager)

@@ -16,7 +16,7 @@ pytest.importorskip("prometheus_client")
 from nixl_tiers.base.metrics import METRICS
 from nixl_tiers.cli import BAD_INPUT, FAILED, OK, main
 from nixl_tiers.cli.report import OTHER_NAMESPACES
-from nixl_tiers.cli.tally import BY_TIER, GAUGES, NEW, NOT_STORED
+from nixl_tiers.cli.tally import BY_TIER, GAUGES, NEW
 
 Serve = Callable[..., str]
 LABELS = 'engine="0",model_name="m"'
@@ -136,24 +136,6 @@ def test_state_of_a_tier_is_said(
     assert "cpu up 6 GiB of 8 GiB 60,000 44.1%" in lines
 
 
-def test_report_says_what_was_not_stored(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    """With `store: adaptive`."""
-    more = "\n".join(
-        f"# TYPE nixl_tiers:{name}_chunks_total counter\nnixl_tiers:{name}_chunks_total{{{LABELS}}} {count}"
-        for name, count in (("not_stored", 1200), ("computed_again", 30))
-    )
-    assert main(["report", serve(page() + more + "\n")]) == OK
-    assert (
-        "not stored, as too few come back: 1,200 chunks, of which 30 had to be computed again"
-        in capsys.readouterr().out
-    )
-    assert main(["report", serve(page())]) == OK
-    assert "not stored" not in capsys.readouterr().out
-    assert main(["report", "--json", serve(page() + more + "\n")]) == OK
-    found = json.loads(capsys.readouterr().out)
-    assert (found["not_stored"], found["computed_again"]) == (1200, 30)
-
-
 def test_other_namespaces_are_mentioned_only_where_they_may_explain_misses(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,7 +167,7 @@ def test_servers_are_added_up_and_an_address_may_be_short(serve: Serve, capsys: 
 
 def test_every_name_of_a_metric_that_is_read_exists() -> None:
     """Or a renamed metric would be reported as 0."""
-    for name, reason in [*BY_TIER.values(), *((name, "") for name in NOT_STORED)]:
+    for name, reason in BY_TIER.values():
         series = METRICS[name.removesuffix("_total")].series.values()
         assert any(one.values == ((reason,) if reason else ()) for one in series)
     assert set(GAUGES) <= METRICS.keys()

@@ -14,7 +14,7 @@ import pytest
 import nixl_tiers
 from nixl_tiers.core.types import Direction
 from tests.support.checked_rows import SIZE, TIMEOUT_S, hits, put
-from tests.support.core import rows_of
+from tests.support.core import empty_host, rows_of
 from tests.support.disks import disk_bytes
 from tests.support.waiting import until
 
@@ -118,9 +118,9 @@ def test_slots_are_stored_into_anew_while_loaders_read(tmp_path: Path) -> None:
             assert hits(store, keys) >= 60
             assert disk_bytes(tmp_path) <= 6 << 20
         with store.coordinator.core() as core:
-            for tier in (None, 0):
-                while core.clear_some(tier)[1]:
-                    pass
+            empty_host(core)
+            for key in rows_of(core.tiers[0]):
+                core.tiers[0].index.evict(key)
         until(lambda: disk_bytes(tmp_path) < 2 << 20, "slabs to be cut", timeout_s=TIMEOUT_S)
         put(store, KEYS[:60])
         assert hits(store, KEYS[:60]) == 60

@@ -42,9 +42,7 @@ Series = tuple[str, str]
 """CPU or STORAGE, and the number of the series."""
 QUOTA: Final = "tenant"
 DECLARED: Final = set(
-    published(
-        [TierTraits(CPU, quotas=(QUOTA,), adaptive=True), TierTraits(STORAGE, checked=True, disk=True, quotas=(QUOTA,))]
-    )
+    published([TierTraits(CPU, quotas=(QUOTA,)), TierTraits(STORAGE, checked=True, disk=True, quotas=(QUOTA,))])
 )
 
 HINTS: Final = "tests/vllm/test_hints.py"
@@ -56,15 +54,6 @@ ELSEWHERE: Final[Mapping[Series, tuple[str, str]]] = {
     (CPU, "hints_clipped"): (HINTS, "test_chunks_of_a_request_that_has_ended_are_retained_within_a_share"),
     (CPU, "hints_rejected"): (HINTS, "test_hints_of_vllm_are_acted_on_and_counted"),
     (CPU, "hints_unknown"): (HINTS, "test_hints_of_vllm_are_acted_on_and_counted"),
-    # So does it with what only the connector's calls can show.
-    **{
-        (CPU, name): ("tests/vllm/test_own_time.py", "test_what_the_connector_takes_is_a_metric")
-        for name in ("connector_scheduler_s", "connector_worker_s", "connector_steps", "connector_first_token_s")
-    },
-    **{
-        (CPU, name): ("tests/vllm/test_adaptive_store.py", "test_what_is_not_stored_is_a_metric")
-        for name in ("not_stored", "computed_again")
-    },
     # The core's own tests have movers, and words, that do what they say at the right moment.
     **{
         (STORAGE, name): (STREAMS, test)
