@@ -10,7 +10,6 @@ import typer
 
 import nixl_tiers
 from nixl_tiers.cli import BAD_INPUT
-from nixl_tiers.cli.bench import bench
 from nixl_tiers.cli.clear import clear
 from nixl_tiers.cli.config import config
 from nixl_tiers.cli.doctor import doctor
@@ -22,7 +21,7 @@ from nixl_tiers.cli.report import report
 from nixl_tiers.cli.verify import verify
 from nixl_tiers.config.schema import ConfigError
 
-COMMANDS: Final = (plan, config, doctor, bench, report, inspect, verify, purge, clear)
+COMMANDS: Final = (plan, config, doctor, report, inspect, verify, purge, clear)
 
 # Tracebacks are Python's own: typer's show the values of variables, which may be secrets.
 app: Final = typer.Typer(

@@ -1,4 +1,4 @@
-"""Reads the metrics page of a running server, for `report` and `bench`."""
+"""Reads the metrics page of a running server, for `report`."""
 
 from __future__ import annotations
 
