@@ -2,8 +2,8 @@
 
     python bench/eviction.py [--trace PATH] [--policies lru,s3fifo,arc] [--shares 1,2,5,10,20] [--profile]
 
-Replays a trace through the real core, in virtual time and without I/O, as `nixl-tiers plan --trace` does
-(nixl_tiers/cli/trace.py), but with every policy, and with a file tier below. Capacities are shares of the trace's
+Replays a trace through the real core, in virtual time and without I/O, with every policy, and with a file tier
+below. Capacities are shares of the trace's
 distinct blocks. "Belady" knows the future: the block needed last is evicted first, and a block that is never
 needed again is not admitted. The second table has a host tier of 1 % over a file tier of 10 %, each with its own
 policy, whose movers finish at once.
@@ -28,9 +28,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
+from bench.trace import Prompt, read
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Eviction, Write
-from nixl_tiers.cli.trace import ROW_BYTES, Prompt, read
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
@@ -39,6 +39,7 @@ from nixl_tiers.core.types import TierSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACE = ROOT.parent / "shared" / "traces" / "mooncake_conversation.jsonl"
+ROW_BYTES = 4096  # nothing is moved
 OUT = ROOT / "bench-out" / "eviction.json"
 POLICIES: tuple[Eviction, ...] = get_args(Eviction)
 HOST_PERCENT, FILE_PERCENT = 1, 10

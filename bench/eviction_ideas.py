@@ -25,8 +25,8 @@ from statistics import mean, quantiles
 from typing import Final, NamedTuple
 
 from bench.eviction import TRACE
+from bench.trace import Prompt, read
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.cli.trace import Prompt, read
 
 DEPTHS: Final = (1, 4, 16)  # of classes: blocks before the first, between, and behind
 XIS: Final = (16, 32, 64)

@@ -29,9 +29,9 @@ from statistics import mean, quantiles
 from typing import Any, Final
 
 from bench.eviction import TRACE
+from bench.trace import read
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Prefer, Write
-from nixl_tiers.cli.trace import read
 from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import take_all

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from bench.eviction import TRACE
+from bench.trace import Prompt, read
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.cli.trace import Prompt, read
 from nixl_tiers.core.ghost import Admission
 
 PAYS: Final = (2, 5, 10, 20, 200)
