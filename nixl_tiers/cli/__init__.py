@@ -9,7 +9,7 @@ from typing import Final
 OK: Final = 0
 FAILED: Final = 1
 BAD_INPUT: Final = 2
-INCOMPLETE: Final = 3  # of inspect, verify and purge: something could not be read or deleted
+INCOMPLETE: Final = 3  # of inspect and purge: something could not be read or deleted
 _EXTRA: Final = ("typer", "rich")
 INSTALL_EXTRA: Final = "pip install '.[cli]' in the checkout of nixl_tiers"
 """For error messages. Nothing is published yet."""

@@ -18,10 +18,9 @@ from nixl_tiers.cli.output import InputError
 from nixl_tiers.cli.plan import plan
 from nixl_tiers.cli.purge import purge
 from nixl_tiers.cli.report import report
-from nixl_tiers.cli.verify import verify
 from nixl_tiers.config.schema import ConfigError
 
-COMMANDS: Final = (plan, config, doctor, report, inspect, verify, purge, clear)
+COMMANDS: Final = (plan, config, doctor, report, inspect, purge, clear)
 
 # Tracebacks are Python's own: typer's show the values of variables, which may be secrets.
 app: Final = typer.Typer(
