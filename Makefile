@@ -215,11 +215,16 @@ test-gds: $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
 demo: $(VENV)/.ready
 	$(PY) -m demo $(if $(S3),--s3 '$(S3)') $(if $(OUT),--out '$(OUT)') $(if $(PROMPT_TOKENS),--prompt-tokens '$(PROMPT_TOKENS)')
 
-# Each file in bench/ that can be run measures one thing and prints a table. Engines are started by others, and `gds` is
-# `make test-gds`.
-BENCHES := $(filter-out gds% %_engine,$(patsubst bench/%.py,%,$(shell grep -l '^if __name__' bench/*.py)))
+# Each file in bench/ that can be run measures one thing and prints a table. Engines are started by others, `gds` is
+# `make test-gds`, and those that replay a trace run where one is given: TRACE=conversation_trace.jsonl, say.
+TRACE :=
+REPLAYS := eviction queueing
+BENCHES := $(filter-out gds% %_engine $(REPLAYS),$(patsubst bench/%.py,%,$(shell grep -l '^if __name__' bench/*.py)))
 bench: $(VENV)/.ready
-	@for name in $(BENCHES); do echo "== $$name"; $(PY) -m bench.$$name || exit 1; done
+	@run() { echo "== $$1"; $(PY) -m bench."$$@" || failed="$$failed $$1"; }; failed=; \
+	    for name in $(BENCHES); do run $$name; done; \
+	    $(if $(TRACE),for name in $(REPLAYS); do run $$name --trace '$(TRACE)'; done;) \
+	    test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # For a machine with many cores and drives, of which nothing else uses any: PATHS="/mnt/a /mnt/b", one directory a drive.
 bench-server: $(VENV)/.ready
