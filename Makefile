@@ -95,8 +95,8 @@ format: $(VENV)/.ready
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(PY) docs/generate.py
-	$(PY) docker/grafana/dashboard.py
-	$(PY) docker/kubernetes/rules.py
+	$(PY) -m tools.dashboard
+	$(PY) -m tools.alert_rules
 
 # Warnings are errors. All pages are read again, as Sphinx repeats no warning about an unchanged page.
 docs: $(VENV)/.ready
