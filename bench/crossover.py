@@ -267,7 +267,7 @@ def run(given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             for name, prefill in (("off", None), ("always", 1), ("ours", None)):
                 endpoint = f"http://127.0.0.1:{proxy.port}"
                 s3 = {"type": "s3", "bucket": bucket, "prefix": name, "endpoint": endpoint, "capacity": "8GiB"}
-                file = {"type": "bench.slowed_file:SlowedFileConfig", "path": str(scratch / f"{name}-files")}
+                file = {"type": "tests.support.slowed_file:SlowedFileConfig", "path": str(scratch / f"{name}-files")}
                 file |= {"capacity": "8GiB", "speed": str(scratch / "speed"), "min_free": 0}
                 storage = [file, s3] if "file" in given.places else [s3]
                 tiers = [] if name == "off" else [{"type": "cpu", "capacity": "1GiB"}, *storage]

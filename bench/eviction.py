@@ -1,12 +1,11 @@
 """Hit rates of the eviction policies on a trace of real conversations, and the processor time of the core.
 
-    python bench/eviction.py [--trace PATH] [--policies lru,s3fifo,arc] [--shares 1,2,5,10,20] [--profile]
+    python -m bench.eviction --trace PATH [--policies lru,s3fifo,arc] [--shares 1,2,5,10,20] [--profile]
 
-Replays a trace through the real core, in virtual time and without I/O, as `nixl-tiers plan --trace` does
-(nixl_tiers/cli/trace.py), but with every policy, and with a file tier below. Capacities are shares of the trace's
-distinct blocks. "Belady" knows the future: the block needed last is evicted first, and a block that is never
-needed again is not admitted. The second table has a host tier of 1 % over a file tier of 10 %, each with its own
-policy, whose movers finish at once.
+Replays a trace in Mooncake's format (bench/trace.py) through the real core, in virtual time and without I/O, with every
+policy, and with a file tier below. Capacities are shares of the trace's distinct blocks. "Belady" knows the future: the
+block needed last is evicted first, and a block that is never needed again is not admitted. The second table has a host
+tier of 1 % over a file tier of 10 %, each with its own policy, whose movers finish at once.
 
 Exits with 1 if LRU or Belady is further than half a percentage point from the known figures of the Mooncake
 conversation trace (checked for that trace only). Writes all numbers to bench-out/eviction.json.
@@ -28,9 +27,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
+from bench.trace import Prompt, read
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Eviction, Write
-from nixl_tiers.cli.trace import ROW_BYTES, Prompt, read
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
@@ -38,7 +37,7 @@ from nixl_tiers.core.rows import CPU
 from nixl_tiers.core.types import TierSpec
 
 ROOT = Path(__file__).resolve().parent.parent
-TRACE = ROOT.parent / "shared" / "traces" / "mooncake_conversation.jsonl"
+ROW_BYTES = 4096  # nothing is moved
 OUT = ROOT / "bench-out" / "eviction.json"
 POLICIES: tuple[Eviction, ...] = get_args(Eviction)
 HOST_PERCENT, FILE_PERCENT = 1, 10
@@ -266,7 +265,7 @@ def profiled(work: Callable[[], object]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--shares", default="1,2,5,10,20", help="capacities in per cent of the distinct blocks")
     parser.add_argument("--profile", action="store_true", help="profile the two-tier replay and do nothing else")
@@ -275,9 +274,6 @@ def main() -> int:
     names = [name for name in POLICIES if name in wanted]
     if len(names) != len(wanted):
         parser.error(f"--policies: {args.policies!r} is not a list of some of {', '.join(POLICIES)}")
-    if not args.trace.is_file():
-        print(f"--trace: {args.trace} is not there; conversation_trace.jsonl of Mooncake's FAST25 release is meant")
-        return 2
     prompts = read(args.trace)
     distinct = len({key for prompt in prompts for key in prompt.keys})
     print(f"{len(prompts)} requests, {sum(len(p.keys) for p in prompts)} look-ups, {distinct} distinct blocks")

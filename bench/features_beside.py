@@ -5,7 +5,7 @@
 Each feature is shown by prompts of 700 tokens that are asked again, so that 640 tokens (five blocks of 128) can come
 from a tier: how many did, in float32, with answers that equal the first ones. A restart is another process with the
 same directory or bucket (SeaweedFS on this machine). vLLM's own CPU, fs and obj tiers refuse to run on a CPU and are
-patched for it (bench/vllm_spec_on_cpu.py). Nothing here is timed. Writes features-beside.json in the form of
+patched for it (tests/support/vllm_spec_on_cpu.py). Nothing here is timed. Writes features-beside.json in the form of
 bench/results.
 """
 

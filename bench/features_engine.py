@@ -52,7 +52,7 @@ class Plan:
             second = {"type": "obj", "store_config": store}
         extra = {
             "spec_name": "TieringOffloadingSpecOnCPU",
-            "spec_module_path": "bench.vllm_spec_on_cpu",
+            "spec_module_path": "tests.support.vllm_spec_on_cpu",
             "cpu_bytes_to_use": HOST_BYTES,
             "secondary_tiers": [second],
         }

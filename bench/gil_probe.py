@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -19,50 +18,36 @@ _FRAMES: Final = 3
 
 class GilProbe(threading.Thread):
     """Wakes up as often as it can: between two times, others have held the lock for at most the processor time that the
-    process, or `thread`, has spent.
+    process has spent.
 
     It asks for real-time priority, so that it waits for the lock and not for a processor. Where that is not allowed
     (RLIMIT_RTPRIO), other load of the machine makes the figures larger.
     """
 
-    def __init__(self, thread: threading.Thread | None = None, late_s: float = float("inf")) -> None:
+    def __init__(self, late_s: float = float("inf")) -> None:
         """`late_s`: lines after which the lock was released this late are kept in `late`."""
         super().__init__(daemon=True, name="GIL probe")
         self.longest_s = 0.0
         self.late: dict[str, float] = {}
         self.ended = False
         self._late_s = late_s
-        self._thread = thread
 
     def run(self) -> None:
         with contextlib.suppress(OSError):
             os.sched_setscheduler(threading.get_native_id(), os.SCHED_FIFO, os.sched_param(_REAL_TIME))
-        spent_s = self._clock()
-        last_s = spent_s()
+        last_s = time.process_time()
         while not self.ended:
             time.sleep(SWITCH_S)
-            took_s = spent_s() - last_s
+            took_s = time.process_time() - last_s
             self.longest_s = max(self.longest_s, took_s)
             if took_s > self._late_s:
                 where = self._where()
                 self.late[where] = max(took_s, self.late.get(where, 0.0))
-            last_s = spent_s()
-
-    def _clock(self) -> Callable[[], float]:
-        if self._thread is None:
-            return time.process_time
-        assert self._thread.ident is not None
-        clock = time.pthread_getcpuclockid(self._thread.ident)
-        return lambda: time.clock_gettime(clock)
+            last_s = time.process_time()
 
     def _where(self) -> str:
         """Where the other threads are by now: one of them has just released the lock."""
-        wanted = None if self._thread is None else self._thread.ident
-        found = [
-            _stack(frame)
-            for ident, frame in sys._current_frames().items()
-            if ident != self.ident and wanted in (None, ident)
-        ]
+        found = [_stack(frame) for ident, frame in sys._current_frames().items() if ident != self.ident]
         return " | ".join(sorted(found))
 
 

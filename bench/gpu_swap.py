@@ -1,6 +1,6 @@
 """Speed of copies between GPU blocks and region rows, as a fraction of one long copy of page-locked memory.
 
-    python bench/gpu_swap.py [--quick] [--fragments 2048,16384] [--blocks 16,512] [--ids random|sequential]
+    python -m bench.gpu_swap [--quick] [--fragments 2048,16384] [--blocks 16,512] [--ids random|sequential]
                              [--rounds N] [--json FILE] [--plot FILE]
 
 A block's pages are scattered on the GPU, one per layer (16 layers), and contiguous in its row. Compared with this

@@ -32,7 +32,6 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from bench.cold import Cold, warm
-from bench.lookups import hashes
 from bench.stores import TOKENS, Connector, new_request, reported, scheduled
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema
@@ -41,6 +40,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm.connector import NixlTiersConnector
 from nixl_tiers.vllm.manager import NixlTiersManager
+from tests.support.vllm_lookups import hashes
 
 PROMPTS: Final = 50
 STORAGE: Final = {"cpu": 0, "cpu+2": 2}

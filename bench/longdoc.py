@@ -10,7 +10,8 @@ SmolLM2-135M: 35 MB a document; vLLM's own cache has room for 16 documents, host
 - `cpu`, `file`, `s3`: nixl_tiers with host memory alone, with a file tier as well, with an S3 tier instead (SeaweedFS
   on this machine);
 - `vllm-cpu`, `vllm-fs`, `vllm-obj`: vLLM's own CPUOffloadingSpec, and its TieringOffloadingSpec with an fs or obj tier.
-  They refuse to run on a CPU and are patched for it (bench/vllm_spec_on_cpu.py); their copy is a memmove on one thread.
+  They refuse to run on a CPU and are patched for it (tests/support/vllm_spec_on_cpu.py); their copy is a memmove on one
+  thread.
 
 Each of them with scheduler and worker in the calling process (VLLM_ENABLE_V1_MULTIPROCESSING=0: an offline `LLM`,
 where nothing yields to other threads between two steps), and with vLLM's own process for both. The engines of a way run

@@ -104,7 +104,7 @@ class Plan:
             return vllm_cpu.recomputing_transfer(self._tiers(), model_id="bench.longdoc", **waits)
         extra: dict[str, Any] = {
             "spec_name": "CPUOffloadingSpecOnCPU" if self.kind == "vllm-cpu" else "TieringOffloadingSpecOnCPU",
-            "spec_module_path": "bench.vllm_spec_on_cpu",
+            "spec_module_path": "tests.support.vllm_spec_on_cpu",
             "cpu_bytes_to_use": self.workload.host_bytes,
         }
         if self.kind == "vllm-fs":

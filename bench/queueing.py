@@ -1,8 +1,8 @@
 """Time to first token with storage tiers, in virtual time: a queue before one engine, mechanisms on and off.
 
-    python -m bench.queueing [--trace PATH] [--requests N] [--loads 0.5,0.8,1.1]
+    python -m bench.queueing --trace PATH [--requests N] [--loads 0.5,0.8,1.1]
 
-Replays a trace of real conversations (bench/eviction.py says which) at several loads through the real TierManager. The
+Replays a trace in Mooncake's format (bench/trace.py) at several loads through the real TierManager. The
 engine computes one prompt at a time, the first in the queue that does not wait for storage; movers work beside that.
 Each tier has one mover with a latency and a bandwidth, and does its jobs one after the other. What a prompt costs to
 compute is known to the core (a speed and a term for its length), so that nothing here depends on learning it.
@@ -28,10 +28,9 @@ from pathlib import Path
 from statistics import mean, quantiles
 from typing import Any, Final
 
-from bench.eviction import TRACE
+from bench.trace import read
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Prefer, Write
-from nixl_tiers.cli.trace import read
 from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import take_all
@@ -245,13 +244,10 @@ def at_load(requests: Sequence[Request], machine: Machine, load: float) -> list[
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--loads", default="0.5,0.8,1.1")
     args = parser.parse_args()
-    if not args.trace.is_file():
-        print(f"--trace: {args.trace} is not there; conversation_trace.jsonl of Mooncake's FAST25 release is meant")
-        return 2
     requests = [Request(each.name, each.now_s, each.keys) for each in read(args.trace)[: args.requests]]
     distinct = len({key for each in requests for key in each.keys})
     media = (Medium("file", 0.001, 2e9, distinct // 5), Medium("s3", 0.03, 5e8, distinct))

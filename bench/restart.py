@@ -9,7 +9,7 @@ out of vLLM's own prefix cache, five times. What storage costs is the first time
 
 - `file`, `s3`: nixl_tiers with host memory and a file tier, or an S3 tier (SeaweedFS on this machine);
 - `vllm-fs`, `vllm-obj`: vLLM's own TieringOffloadingSpec with an fs or obj tier, patched to run on a CPU
-  (bench/vllm_spec_on_cpu.py); its copy is a memmove on one thread.
+  (tests/support/vllm_spec_on_cpu.py); its copy is a memmove on one thread.
 
 A time is from adding the request to its first and only token. Before, two prompts shorter than a block have warmed the
 engine up, all tiers are up, and `--pause` seconds have passed; nothing has been loaded from storage. Files are taken

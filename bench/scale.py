@@ -9,8 +9,7 @@ Each part runs in a process of its own, with keys of 36 bytes:
 - `listed`: the same after a mover has listed them, and once more after that mover was killed and another has listed
   them again; and the mover;
 - `journal`: a slab mover's journal of that many rows, opened and listed;
-- the other movers' books, by `bench.mover_memory`;
-- `locks`: `bench.locks`, which does not depend on the number of rows.
+- the other movers' books (bench/mover_indexes.py).
 
 Memory is resident memory, what is shared included; "peak" is the highest while the part ran. Times are processor time
 of the thread: `hold` is the longest that the coordinator's lock was held at once, `10th` the tenth longest, since a
@@ -40,9 +39,9 @@ from typing import Final
 from unittest import mock
 
 from bench.gil_probe import SWITCH_S, GilProbe
-from bench.listing import ListerConfig
+from bench.lister import ListerConfig, key
 from bench.machine import machine
-from bench.mover_memory import INDEXES
+from bench.mover_indexes import INDEXES
 from bench.timed_lock import TimedLock
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
@@ -62,10 +61,6 @@ BATCH: Final = 1000
 LATE_S: Final = 0.005
 LATE_LINES: Final = 5
 Figures = dict[str, float]
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(8, "big") * 4 + bytes(4)  # as long as a block hash with its group
 
 
 # --- measuring ----------------------------------------------------------------------------------------------------
@@ -108,7 +103,7 @@ class Scheduler:
         self.rows = rows
         self.go = directory / "go"
         cpu = {"type": "cpu", "capacity": HOST_ROWS * GEOMETRY.row_bytes}
-        tier = {"type": f"bench.listing:{ListerConfig.__name__}", "capacity": "1TiB", "rows": rows, "go": str(self.go)}
+        tier = {"type": f"bench.lister:{ListerConfig.__name__}", "capacity": "1TiB", "rows": rows, "go": str(self.go)}
         self.region = HostRegion.create(GEOMETRY, HOST_ROWS)
         config = configuration.load({"tiers": [cpu, tier]})
         self.lock = TimedLock()
@@ -267,12 +262,6 @@ def books(name: str, rows: int) -> dict[str, Figures]:
     return {name: found}
 
 
-def locks(_: int) -> dict[str, Figures]:
-    from bench.locks import longest_holds
-
-    return {f"locks: {name}": {"hold_ms": took_ms} for name, took_ms in longest_holds().items()}
-
-
 PARTS: dict[str, Callable[[int], dict[str, Figures]]] = {
     "stored": stored,
     "stored, 8 a tick": lambda rows: {f"{name}, 8 a tick": each for name, each in stored(rows, 8).items()},
@@ -280,9 +269,7 @@ PARTS: dict[str, Callable[[int], dict[str, Figures]]] = {
     "listed": listed,
     "journal": journal,
     **{name: lambda rows, name=name: books(name, rows) for name in INDEXES},  # type: ignore[misc]
-    "locks": locks,
 }
-ONCE: Final = {"locks"}
 
 
 # --- the whole ----------------------------------------------------------------------------------------------------
@@ -348,8 +335,7 @@ def plot(results: dict[str, dict[str, Figures]], path: Path) -> None:
             points = [
                 (int(rows), found[name][column]) for rows, found in results.items() if column in found.get(name, {})
             ]
-            if len(points) > 1 or not name.startswith("locks"):
-                axes.plot(*zip(*points, strict=True), marker="o", label=name)
+            axes.plot(*zip(*points, strict=True), marker="o", label=name)
         axes.set_xscale("log")
         axes.set_ylim(bottom=0)
         axes.set_xlabel("rows")
@@ -377,8 +363,7 @@ def main() -> None:
     for rows in arguments.rows:
         figures = results[str(rows)] = {}
         for part in arguments.parts:
-            if part not in ONCE or rows == arguments.rows[-1]:
-                figures |= run(part, rows)
+            figures |= run(part, rows)
         print_table(rows, figures)
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "scale.json").write_text(json.dumps({"machine": here, "rows": results}, indent=1))

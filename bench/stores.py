@@ -30,7 +30,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from bench.cold import Cold, warm
-from bench.lookups import hashes
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema
 from nixl_tiers.memory.region import HostRegion
@@ -38,6 +37,7 @@ from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm.chains import Arrivals
 from nixl_tiers.vllm.connector import NixlTiersConnector
 from nixl_tiers.vllm.manager import NixlTiersManager
+from tests.support.vllm_lookups import hashes
 from tests.support.vllm_scheduler import offloading_scheduler
 
 TOKENS: Final = 16

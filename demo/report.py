@@ -8,10 +8,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from nixl_tiers.cli.completions import Answer
-from nixl_tiers.cli.ttft_plot import plot
 from tests.support import vllm_cpu
-from tests.support.vllm_server import MetricsPage
+from tests.support.vllm_server import Answer, MetricsPage
 
 TIERS: Final = ("cpu", "file", "s3")
 # The label by which vLLM's counter of cached tokens names the source of each run.
@@ -125,15 +123,30 @@ def table(runs: Sequence[Run], prompt_tokens: int) -> str:
 
 
 def draw(report: Mapping[str, Any], to: Path) -> None:
-    """Write a PNG of what demo.json holds: a bar for each run, and below them where it was measured. Speed-ups are
-    relative to the first run."""
+    """Write a PNG of what demo.json holds: a bar for each run, and below them where it was measured. The axis is
+    logarithmic. Speed-ups are relative to the first run."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
     seconds = [run["ttft_s"] for run in report["runs"]]
     texts = [
         f"{value:.2f} s" + (f"   {seconds[0] / value:.0f} x faster" if i else "") for i, value in enumerate(seconds)
     ]
-    title = f"A prompt of {report['prompt_tokens']} tokens, answered from each tier"
     names = [_LABELS[run["source"]] for run in report["runs"]]
-    plot(to, title=title, names=names, seconds=seconds, texts=texts, caption="\n".join(caption(report)))
+    figure, axes = plt.subplots(figsize=(8, 0.6 * len(names) + 1.9), layout="constrained")
+    bars = axes.barh(names, seconds, color=["#8a8f98", *["#2a7f62"] * (len(names) - 1)], log=True)
+    axes.bar_label(bars, texts, padding=6)
+    axes.invert_yaxis()
+    axes.set_xlim(min(seconds) / 4, 4 * max(seconds))  # room for the labels
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("seconds to the first token (logarithmic)")
+    axes.set_title(f"A prompt of {report['prompt_tokens']} tokens, answered from each tier", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.text(0.01, -0.01, "\n".join(caption(report)), fontsize=8, color="#555b66", va="top")
+    figure.savefig(to, dpi=140, bbox_inches="tight", pad_inches=0.15)
+    plt.close(figure)
 
 
 def caption(report: Mapping[str, Any]) -> list[str]:

@@ -74,7 +74,7 @@ def files() -> tuple[str, ...]:
 def generated() -> Iterator[tuple[Path, str]]:
     """Each file that is generated or has generated parts, and what it should be."""
     yield from runpy.run_path(str(ROOT / "docs/generate.py"))["generate"]().items()
-    for script in ("docker/grafana/dashboard.py", "docker/kubernetes/rules.py"):
+    for script in ("tools/dashboard.py", "tools/alert_rules.py"):
         made = runpy.run_path(str(ROOT / script))
         yield made["FILE"], made["text"]()
 

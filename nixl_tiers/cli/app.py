@@ -10,7 +10,6 @@ import typer
 
 import nixl_tiers
 from nixl_tiers.cli import BAD_INPUT
-from nixl_tiers.cli.bench import bench
 from nixl_tiers.cli.config import config
 from nixl_tiers.cli.doctor import doctor
 from nixl_tiers.cli.inspect import inspect
@@ -18,10 +17,9 @@ from nixl_tiers.cli.output import InputError
 from nixl_tiers.cli.plan import plan
 from nixl_tiers.cli.purge import purge
 from nixl_tiers.cli.report import report
-from nixl_tiers.cli.verify import verify
 from nixl_tiers.config.schema import ConfigError
 
-COMMANDS: Final = (plan, config, doctor, bench, report, inspect, verify, purge)
+COMMANDS: Final = (plan, config, doctor, report, inspect, purge)
 
 # Tracebacks are Python's own: typer's show the values of variables, which may be secrets.
 app: Final = typer.Typer(

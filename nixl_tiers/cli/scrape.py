@@ -1,16 +1,17 @@
-"""Reads the metrics page of a running server, for `report` and `bench`."""
+"""Reads the metrics page of a running server, for `report`."""
 
 from __future__ import annotations
 
 import http.client
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import Final
 from urllib.parse import urlsplit
 
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
 from nixl_tiers.base.metrics import PREFIX
-from nixl_tiers.cli import INSTALL_EXTRA
 from nixl_tiers.cli.output import InputError
 
 TIMEOUT_S: Final = 10.0
@@ -19,19 +20,6 @@ MAX_PAGE_BYTES: Final = 64 << 20
 
 class NoAnswer(Exception):
     """This server has no metrics, or not those that are asked for. One sentence."""
-
-
-class Sample(Protocol):
-    """Of prometheus_client: one line of a page."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def labels(self) -> Mapping[str, str]: ...
-
-    @property
-    def value(self) -> float: ...
 
 
 def address_of(url: str) -> str:
@@ -49,10 +37,6 @@ def address_of(url: str) -> str:
 
 def scrape(url: str) -> list[Sample]:
     """vLLM's series, and ours, on the page at `url`, or at its /metrics. Raises InputError, NoAnswer."""
-    try:
-        from prometheus_client.parser import text_string_to_metric_families
-    except ModuleNotFoundError as error:
-        raise InputError(f"it needs prometheus-client: {INSTALL_EXTRA}") from error
     try:
         families = list(text_string_to_metric_families(_fetch(url)))
     except ValueError as error:

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from prometheus_client.samples import Sample
+
 from nixl_tiers.base.metrics import METRICS, PREFIX
 from nixl_tiers.base.tier_traits import CPU, NO_TIER
-from nixl_tiers.cli.scrape import Sample
 
 Series = tuple[str, str, str]  # name, tier, reason; "" for what it does not have
 

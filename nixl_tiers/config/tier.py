@@ -102,7 +102,7 @@ class StorageConfig(Model):
 
     @property
     def stored_rows(self) -> str:
-        """ "package.module:function" of what finds stored rows for the commands `inspect`, `verify` and `purge`, called
+        """ "package.module:function" of what finds stored rows for the commands `inspect` and `purge`, called
         as `tiers.stored.find_stored` does. Empty: they cannot look at what this tier has stored."""
         return ""
 

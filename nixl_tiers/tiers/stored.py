@@ -1,4 +1,4 @@
-"""The rows that tiers have stored, as commands see them beside running engines: `inspect`, `verify` and `purge`.
+"""The rows that tiers have stored, as commands see them beside running engines: `inspect` and `purge`.
 
 A tier exports a function that finds what is stored at its place (`StorageConfig.stored_rows`). Nothing is written but
 by `delete`, no lock is held but for a moment, and it does not matter whose the rows are.

@@ -1,8 +1,7 @@
 """How much of what is stored is KV: every key of every KV group takes a row of whole blocks of vLLM's.
 
 Groups of equal size fill these. In packed layouts (DeepSeek-V4, GLM-5.3) a block holds a page of every layer of every
-group, and each key only those of its own: vllm#41834 reports 19 times. docs/internals/row-classes.md says what rows of
-several sizes would take.
+group, and each key only those of its own: vllm#41834 reports 19 times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line as a whole: help, errors, and what happens without the extra `cli`."""
+"""The command line as a whole: help and errors."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""`nixl-tiers plan MODEL [CONFIG]`: sizes, what tiers hold, verdicts, S3 requests, traces, unknown models."""
+"""`nixl-tiers plan MODEL [CONFIG]`: sizes, what tiers hold, verdicts, unknown models."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from nixl_tiers.cli.checks import tiers, trial
 from nixl_tiers.cli.checks.finding import Finding, broken, not_tried, ok
 from nixl_tiers.cli.checks.trial import NAME
 from nixl_tiers.cli.plan import Plan
-from tests.cli.test_trace import trace
 from tests.support.file_tier import file_tier
 
 LLAMA_8B = {
@@ -261,100 +259,3 @@ def test_tier_that_could_not_be_tried_says_why(
 )
 def test_rows_of_a_trial(row_bytes: int, at_least: int, rows: int) -> None:
     assert trial.rows_of(Geometry(1, row_bytes), at_least) == rows
-
-
-# --- S3 ---------------------------------------------------------------------------------------------------------------
-
-RATES = ["--new-tokens-per-s", "5000", "--hit-rate", "0.5"]
-
-
-def with_bucket(**fields: Any) -> str:
-    bucket = {"type": "s3", "bucket": "kv-cache", "capacity": "1TiB", **fields}
-    return json.dumps({"tiers": [{"type": "cpu", "capacity": "1GiB"}, bucket]})
-
-
-@pytest.mark.parametrize(
-    ("fields", "counts"),
-    [
-        ({}, (202_500_000, 202_500_000, 0)),
-        ({"shared": True}, (202_500_000, 202_500_000, 202_500_000)),
-        ({"write": "off"}, (0, 202_500_000, 0)),
-    ],
-)
-def test_requests_of_a_month(
-    fields: dict[str, Any],
-    counts: tuple[int, ...],
-    answer: Callable[..., dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tiers, "examine", lambda *given, **_: iter([not_tried(NAME, "")]))
-    found = answer(LLAMA_8B, with_bucket(**fields), *RATES)["s3_requests_per_month"]
-    assert tuple(found[kind] for kind in ("put", "get", "head")) == counts
-    assert "price" not in found
-
-
-def test_requests_have_the_price_that_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", saved(tmp_path, LLAMA_8B), *RATES, "--s3-prices", "0.005", "0.0004"]) == OK
-    line = "S3 requests for rows in 30 days: 202.5 million PUT, 202.5 million GET: 1,093.50\n"
-    assert line in capsys.readouterr().out
-
-
-def test_windows_take_a_request_for_each_group(answer: Callable[..., dict[str, Any]]) -> None:
-    found = answer(GEMMA, "--new-tokens-per-s", "16")["s3_requests_per_month"]
-    assert (found["put"], found["get"]) == (6 * 30 * 86400, 0)
-
-
-# --- traces -----------------------------------------------------------------------------------------------------------
-
-
-def test_trace_tells_hits_and_writes_at_other_capacities(
-    answer: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiers, "examine", lambda *given, **_: iter([not_tried(NAME, "")]))
-    prompts = trace(tmp_path, [1, 2], [3, 4], [1, 2], [3, 4])  # of 64 MiB of KV each block, a second apart
-    block = 512 * 131_072 + 8 * 4096  # of eight rows
-    config = {"tiers": [{"type": "cpu", "capacity": 2 * block}]}
-    found = answer(LLAMA_8B, json.dumps(config), "--trace", str(prompts))["trace"]
-    assert [(each["capacity"], each["hits"]) for each in found] == [(block, 0.0), (2 * block, 0.0), (4 * block, 0.5)]
-    day = 86400 / 3 * 512 * 131_072
-    assert [each["written_bytes_per_day"] for each in found] == pytest.approx([4 * day, 8 * day, 4 * day])
-
-
-def test_trace_of_smaller_blocks_fits_more_of_them(
-    answer: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiers, "examine", lambda *given, **_: iter([not_tried(NAME, "")]))
-    prompts = trace(tmp_path, [1, 2], [3, 4], [1, 2], [3, 4])
-    capacity = 2 * (512 * 131_072 + 8 * 4096)  # two blocks of 512 tokens, four of 256
-    config = {"tiers": [{"type": "cpu", "capacity": capacity}]}
-    found = answer(LLAMA_8B, json.dumps(config), "--trace", str(prompts), "--trace-block", "256")["trace"]
-    assert [each["hits"] for each in found] == [0.0, 0.5, 0.5]
-    day = 86400 / 3 * 256 * 131_072
-    assert [each["written_bytes_per_day"] for each in found] == pytest.approx([8 * day, 4 * day, 4 * day])
-
-
-@pytest.mark.parametrize(
-    ("option", "lacks"),
-    [
-        (["--hit-rate", "0.5"], "--new-tokens-per-s"),
-        (["--s3-prices", "0.005", "0.0004"], "--new-tokens-per-s"),
-        (["--trace-block", "64"], "--trace"),
-    ],
-    ids=lambda given: given[0] if isinstance(given, list) else "",
-)
-def test_option_that_says_nothing_alone_is_refused(
-    option: list[str], lacks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", saved(tmp_path, LLAMA_8B), *option]) == BAD_INPUT
-    assert f"{option[0]}: says nothing without {lacks}\n" in capsys.readouterr().err
-
-
-def test_trace_without_time_has_no_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", saved(tmp_path, LLAMA_8B), "--trace", str(trace(tmp_path, [1, 2]))]) == BAD_INPUT
-    assert "--trace: its prompts are all of one time" in capsys.readouterr().err
-
-
-def test_trace_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", saved(tmp_path, LLAMA_8B), "--trace", str(trace(tmp_path, [1, 2], [1, 2]))]) == OK
-    table = capsys.readouterr().out.partition("capacity  hits")[2]
-    assert re.findall(r"^64 GiB +50.0% +10.55 TiB", table, re.MULTILINE)

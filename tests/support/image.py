@@ -65,7 +65,7 @@ def wheels() -> None:
     """Downloads all that the base and the image install, unless it is there: vLLM, what we need, and what builds us."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    ours = [*project["project"]["dependencies"], *extras["cli"], *extras["cu13"], *project["build-system"]["requires"]]
+    ours = [*project["project"]["dependencies"], *extras["cu13"], *project["build-system"]["requires"]]
     words = ["--python-version", PYTHON, "--only-binary", ":all:", *engine(), *ours]
     whole = WHEELS / "whole"
     if not whole.exists() or whole.read_text() != str(words):

@@ -10,8 +10,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -19,7 +19,6 @@ from typing import Any, Final, Self
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from nixl_tiers.cli.completions import Answer, Client, Refused
 from tests.support import vllm_cpu
 from tests.support.servers import free_ports
 
@@ -32,6 +31,17 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 class ServerFailure(RuntimeError):
     """The server has failed; the text is one sentence and, where it helps, the end of its log."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One streamed completion. Seconds are from sending the request to the first token."""
+
+    ttft_s: float
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    """Of the prompt; 0 without `--enable-prompt-tokens-details`."""
 
 
 class MetricsPage:
@@ -147,17 +157,38 @@ class VllmServer:
 
     def ask(self, prompt: Sequence[int], max_tokens: int) -> Answer:
         """Complete `prompt` (token ids) greedily with exactly `max_tokens` tokens."""
+        body = {
+            "model": str(self._model),
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        begun, first_s, usage = time.perf_counter(), 0.0, None
+        token_ids: list[int] = []
         try:
-            answer = self._client().complete(str(self._model), prompt, max_tokens)
-        except (OSError, http.client.HTTPException, Refused) as error:
+            with self._request("POST", "/v1/completions", body) as response:
+                while line := response.readline():
+                    if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                        continue
+                    event = json.loads(line[len(b"data: ") :])
+                    if "error" in event:
+                        raise ServerFailure(f"the vLLM server aborted the response: {event['error']}")
+                    first_s = first_s or (time.perf_counter() - begun if event["choices"] else 0.0)
+                    token_ids += [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
+                    usage = event.get("usage") or usage
+        except (OSError, http.client.HTTPException) as error:
             raise ServerFailure(f"the vLLM server aborted the response ({error})\n{self.log_tail()}") from error
-        return replace(answer, cached_tokens=answer.cached_tokens or 0)
+        if not first_s or not usage:
+            raise ServerFailure(f"the vLLM server ended the response before its last token\n{self.log_tail()}")
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return Answer(first_s, tuple(token_ids), usage["prompt_tokens"], cached)
 
     def _command(self, *options: str) -> list[str]:
         return vllm_cpu.serve_command(self._model, *options)
-
-    def _client(self) -> Client:
-        return Client(self.url, ANSWER_S)
 
     def _healthy(self) -> bool:
         try:
@@ -170,10 +201,23 @@ class VllmServer:
         return json.loads(self._send(method, path, body))
 
     def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        with self._request(method, path, body) as response:
+            return response.read()
+
+    @contextlib.contextmanager
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+        """On a connection of its own, so that any thread can ask. Raises ServerFailure, OSError, HTTPException."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_S)
         try:
-            return self._client().send(method, path, body)
-        except Refused as error:
-            raise ServerFailure(str(error)) from error
+            headers = {} if body is None else {"Content-Type": "application/json"}
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != http.client.OK:
+                text = " ".join(response.read(500).decode("utf-8", "replace").split())
+                raise ServerFailure(f"{method} {path} answered {response.status}: {text}")
+            yield response
+        finally:
+            connection.close()
 
 
 def _adopt_orphans(yes: bool) -> None:

@@ -216,7 +216,7 @@ def test_metadata_has_what_an_index_shows(dist: Path, wheel: Path) -> None:
     assert Version(fields["Version"]) == version
     assert fields["License-Expression"] == "Apache-2.0"
     assert fields["Description-Content-Type"] == "text/markdown"
-    assert set(fields.get_all("Provides-Extra") or ()) == {"cli", "cu12", "cu13"}, "what a user of the wheel can use"
+    assert set(fields.get_all("Provides-Extra") or ()) == {"cu12", "cu13"}, "what a user of the wheel can use"
     if released(version):
         changelog = (ROOT / "CHANGELOG.md").read_text()
         assert re.search(rf"^## \[?{re.escape(str(version))}\]? - ", changelog, re.MULTILINE), (

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from nixl_tiers.config import schema
 from nixl_tiers.config.warnings import warnings_of
 from tests.support.dashboard import RULES, rules
 from tests.support.kubernetes import KUBERNETES, NAMES, ROOT, folder, kubectl, parts, render, rendered
+from tools.alert_rules import linked
 
 ENGINE_BYTES: Final = 32 << 30
 """The least that vLLM and the movers need beside the cpu tier."""
@@ -315,7 +315,6 @@ def test_monitoring_has_the_usual_label_and_all_rules() -> None:
 
 def test_runbooks_become_links_to_where_the_documents_are_served() -> None:
     """Also once more, at another address."""
-    linked = runpy.run_path(str(KUBERNETES / "rules.py"))["linked"]
     once = linked(RULES.read_text(), "https://first.example/tiers/")
     (group,) = yaml.safe_load(linked(once, "https://docs.example/kv"))["groups"]
     for rule, before in zip(group["rules"], rules(), strict=True):

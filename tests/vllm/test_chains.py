@@ -13,7 +13,6 @@ pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
 from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 
-from bench.lookups import TOKENS, VllmLookups, hashes
 from nixl_tiers.base.chunk import Geometry, Key, Namespace, Outcome
 from nixl_tiers.config import schema
 from nixl_tiers.core.chain_rows import Chain, Group
@@ -24,6 +23,7 @@ from nixl_tiers.vllm.manager import NixlTiersManager
 from tests.support.core import put
 from tests.support.file_tier import file_tier
 from tests.support.holds import counted
+from tests.support.vllm_lookups import TOKENS, VllmLookups, hashes
 
 GEOMETRY = Geometry(cells=1, cell_payload=4096)
 ROWS = 64

@@ -148,7 +148,7 @@ class Vllm(Side):
     def transfer(self, place: Place, capacity: int | None, engines: int) -> Mapping[str, Any]:
         extra = {
             "spec_name": "TieringOffloadingSpecOnCPU",
-            "spec_module_path": "bench.vllm_spec_on_cpu",
+            "spec_module_path": "tests.support.vllm_spec_on_cpu",
             "cpu_bytes_to_use": HOST_BYTES,
             "secondary_tiers": [self.tier(place)],
         }

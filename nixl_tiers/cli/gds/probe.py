@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -155,13 +156,18 @@ def _registered(cufile: CuFile, memory: Memory, descriptor: int) -> Iterator[int
 
 def _counters(cufile: CuFile, uuid: bytes | None) -> dict[str, Any]:
     """cuFile's own of the GPU in this process, and nvidia-fs's of the machine; None where there are none."""
-    from nixl_tiers.cli.gds.sysfs import nvidia_fs
+    return {"cufile": cufile.counters(uuid) if uuid else None, "nvidia_fs": nvidia_fs(Path("/"))}
 
-    module = nvidia_fs(Path("/"))
-    return {
-        "cufile": cufile.counters(uuid) if uuid else None,
-        "nvidia_fs": {"reads": module.reads, "writes": module.writes} if module else None,
-    }
+
+def nvidia_fs(root: Path) -> dict[str, int | None] | None:
+    """Reads and writes of the whole machine that have succeeded since the module nvidia-fs was loaded. None where it is
+    not loaded; without counts where it keeps none (`rw_stats_enabled=0`, its default)."""
+    try:
+        stats = (root / "proc/driver/nvidia-fs/stats").read_text(errors="replace")
+    except OSError:
+        return None
+    found = {kind: re.search(rf"^{kind}\s*:\s*n=\d+\s+ok=(\d+)", stats, re.MULTILINE) for kind in ("Reads", "Writes")}
+    return {kind.lower(): int(match[1]) if match else None for kind, match in found.items()}
 
 
 STEPS: Final[dict[str, Callable[[list[str]], None]]] = {

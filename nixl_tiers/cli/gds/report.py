@@ -12,26 +12,35 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from nixl_tiers.cli.children import Children, Step
-from nixl_tiers.cli.gds.facts import Check, facts
 from nixl_tiers.cli.gds.probe import FILE_BYTES
 from nixl_tiers.cli.gds.verdict import EXIT_CODES, INSTALL, Probes, Verdict, claimed_way, decide, not_direct
 
 _LOADER_NAME: Final = "libcufile.so.0"
 _PROBE: Final = "nixl_tiers.cli.gds.probe"
-_ROOT: Final = Path("/")
 DEADLINE_S: Final = 10.0  # of a step
 _IO_DEADLINE_S: Final = 60.0  # for 64 MiB on a slow disk; what is known to hang has been tried by then
+_MACHINE: Final = "the drivers and file systems: run `gdscheck -p`; what is between GPU and drive: `nvidia-smi topo -m`"
 
 
 class NotUsable(ValueError):
     """A directory or GPU that cannot be examined. One sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    status: Literal["ok", "warning", "unavailable", "not tried"]
+    text: str
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,7 @@ class Report:
             if step.log:
                 yield from ("", f"logged in the step {name}:", *(f"  {line}" for line in step.log))
         yield ""
+        yield _MACHINE
         yield f"verdict: {self.verdict}"
 
 
@@ -74,7 +84,7 @@ def examine(directory: Path, gpu: int = 0, *, as_json: bool = False, deadline_s:
     return EXIT_CODES[report.verdict.kind]
 
 
-def inspect(directory: Path, gpu: int = 0, deadline_s: float = DEADLINE_S, root: Path = _ROOT) -> Report:
+def inspect(directory: Path, gpu: int = 0, deadline_s: float = DEADLINE_S) -> Report:
     """Run every step. Writes 32 MiB below `directory`, and deletes them."""
     directory = directory.resolve()
     try:
@@ -94,8 +104,7 @@ def inspect(directory: Path, gpu: int = 0, deadline_s: float = DEADLINE_S, root:
     chosen = next((found for found in probes.gpus.findings if found.get("gpu") == gpu), None)
     if chosen is None and gpu:
         raise NotUsable(f"--gpu {gpu}: this machine has no such GPU")
-    checks = (*facts(root, directory, chosen), *_findings(probes, chosen is not None))
-    return Report(directory, decide(probes), checks, probes)
+    return Report(directory, decide(probes), tuple(_findings(probes, chosen)), probes)
 
 
 def _probe(children: Children, file: Path, gpu: int) -> Probes:
@@ -144,13 +153,16 @@ def _version() -> str:
 # --- what the steps found, as lines ---------------------------------------------------------------------------------
 
 
-def _findings(probes: Probes, has_gpu: bool) -> Iterator[Check]:
-    if not has_gpu:
+def _findings(probes: Probes, gpu: Mapping[str, Any] | None) -> Iterator[Check]:
+    """`gpu`: a finding of the step `gpus`, or None without one."""
+    if gpu is None:
         yield Check("GPU", "unavailable", probes.gpus.error or "the CUDA driver knows none")
+    else:
+        yield Check(f"GPU {gpu['gpu']}", "ok", f"{gpu['name']} at {gpu['address']}", dict(gpu))
     yield _library(probes.library)
     yield _driver(probes)
     yield _memory("host memory", probes.host, "")
-    if has_gpu:
+    if gpu is not None:
         way = claimed_way(probes.driver) if probes.driver else ""
         yield _memory("GPU, cuMemAlloc", probes.allocated, way)
         yield _memory("GPU, cuMemCreate", probes.mapped, way)

@@ -1,4 +1,4 @@
-"""`nixl-tiers plan MODEL [CONFIG]`: sizes, what tiers hold, verdicts, S3 requests, traces, unknown models."""
+"""`nixl-tiers plan MODEL [CONFIG]`: a tier that is really tried."""
 
 from __future__ import annotations
 

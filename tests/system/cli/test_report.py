@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("prometheus_client")
-
 from nixl_tiers.base.metrics import METRICS
 from nixl_tiers.cli import BAD_INPUT, FAILED, OK, main
 from nixl_tiers.cli.report import OTHER_NAMESPACES

@@ -1,4 +1,4 @@
-"""`inspect`, `verify` and `purge` on directories: of closed tiers, and of tiers that are open meanwhile."""
+"""`inspect` and `purge` on directories: of closed tiers, and of tiers that are open meanwhile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import nixl_tiers
 from nixl_tiers.base.chunk import PAGE, Geometry, Outcome, object_name
 from nixl_tiers.base.manifest import Description
 from nixl_tiers.cli import BAD_INPUT, FAILED, INCOMPLETE, OK, main
-from nixl_tiers.cli.verify import Pace
+from nixl_tiers.cli.inspect import Pace
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.testing.config import MemoryConfig
 from nixl_tiers.tiers import manifests
@@ -144,7 +144,7 @@ def test_inspect_verify_and_a_dry_run_change_nothing(
     layout: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = snapshot(write(layout, tmp_path / "t", region))
-    for command in (["inspect"], ["verify"], ["purge", "--all"], ["purge", "--older-than", "1s"]):
+    for command in (["inspect"], ["inspect", "--verify"], ["purge", "--all"], ["purge", "--older-than", "1s"]):
         assert run(capsys, command[0], tmp_path / "t", *command[1:])[0] == OK
     assert snapshot(tmp_path / "t") == before
 
@@ -154,7 +154,7 @@ def test_verify_finds_each_damaged_row_and_deletes_none(
     layout: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(layout, tmp_path, region)
-    code, shown = run(capsys, "verify", tmp_path)
+    code, shown = run(capsys, "inspect", "--verify", tmp_path)
     assert (code, shown["namespaces"][0]["ok"], shown["namespaces"][0]["damaged"]) == (OK, ROWS, [])
     victim = next(iter(sorted(tmp_path.rglob("*.row" if layout == "files" else "slab-*.kv"))))
     with victim.open("r+b") as file:
@@ -162,12 +162,12 @@ def test_verify_finds_each_damaged_row_and_deletes_none(
         byte = file.read(1)
         file.seek(1000)
         file.write(bytes([byte[0] ^ 1]))
-    code, shown = run(capsys, "verify", tmp_path)
+    code, shown = run(capsys, "inspect", "--verify", tmp_path)
     (found,) = shown["namespaces"]
     assert (code, found["ok"], found["corrupt"], found["missing"]) == (FAILED, ROWS - 1, 1, 0)
     assert "not those that were sealed" in found["damaged"][0]["reason"]
     assert victim.exists()
-    assert main(["verify", str(tmp_path)]) == FAILED
+    assert main(["inspect", "--verify", str(tmp_path)]) == FAILED
     assert "1 corrupt" in capsys.readouterr().out
 
 
@@ -177,7 +177,7 @@ def test_verify_reports_rows_whose_slab_has_gone(
     write("slabs", tmp_path, region)
     slab = next(iter(tmp_path.rglob("slab-*.kv")))
     os.truncate(slab, 2 * GEOMETRY.row_bytes)
-    code, shown = run(capsys, "verify", tmp_path)
+    code, shown = run(capsys, "inspect", "--verify", tmp_path)
     assert (code, shown["namespaces"][0]["ok"], shown["namespaces"][0]["missing"]) == (FAILED, 2, ROWS - 2)
 
 
@@ -231,7 +231,7 @@ def test_rows_without_a_journal_are_verified_by_their_seals(
 ) -> None:
     write("slabs", tmp_path, region)
     next(iter(tmp_path.rglob("manifest.journal"))).unlink()
-    code, shown = run(capsys, "verify", tmp_path)
+    code, shown = run(capsys, "inspect", "--verify", tmp_path)
     assert (code, shown["namespaces"][0]["ok"]) == (OK, ROWS)
     assert run(capsys, "inspect", tmp_path)[1]["namespaces"][0]["unknown_slots"] >= ROWS
 
@@ -241,7 +241,7 @@ def test_shard_without_a_description_is_reported(
 ) -> None:
     write("slabs", tmp_path, region)
     next(iter(tmp_path.rglob("namespace.json"))).write_text("{")
-    code, shown = run(capsys, "verify", tmp_path)
+    code, shown = run(capsys, "inspect", "--verify", tmp_path)
     assert code == INCOMPLETE
     assert "namespace.json is damaged" in shown["namespaces"][0]["problem"]
     assert "namespace.json is damaged" in run(capsys, "inspect", tmp_path)[1]["namespaces"][0]["problem"]
@@ -258,7 +258,7 @@ def test_purge_deletes_what_is_chosen_and_proves_it(
     (report,) = shown["namespaces"]
     assert (code, report["namespace"], report["rows"], report["left"]) == (OK, OTHER.hex(), ROWS, 0)
     assert [each["namespace"] for each in run(capsys, "inspect", tmp_path)[1]["namespaces"]] == [NAMESPACE.hex()]
-    assert run(capsys, "verify", tmp_path)[0] == OK
+    assert run(capsys, "inspect", "--verify", tmp_path)[0] == OK
     code, shown = run(capsys, "purge", tmp_path, "--namespace", NAMESPACE.hex()[:10], "--yes")
     assert (code, shown["namespaces"][0]["left"]) == (OK, 0)
     assert run(capsys, "inspect", tmp_path)[1]["namespaces"] == []
@@ -277,7 +277,7 @@ def test_purge_leaves_what_no_tier_has_made(
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         if name in names:
             (home / name).write_text("precious")
-    for command in (["verify"], ["purge", "--all", "--yes"]):
+    for command in (["inspect", "--verify"], ["purge", "--all", "--yes"]):
         code, shown = run(capsys, command[0], tmp_path, *command[1:])
         assert code == OK, shown
     assert (shown["namespaces"][0]["rows"], shown["namespaces"][0]["left"]) == (ROWS, 0)
@@ -297,7 +297,7 @@ def test_only_plain_files_are_rows(tmp_path: Path, region: HostRegion, capsys: p
     link.symlink_to(next(home.rglob("*.row")))
     os.mkfifo(pipe)
     folder.mkdir()
-    assert run(capsys, "verify", tmp_path)[1]["namespaces"][0]["ok"] == ROWS
+    assert run(capsys, "inspect", "--verify", tmp_path)[1]["namespaces"][0]["ok"] == ROWS
     code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
     assert (code, shown["namespaces"][0]["rows"], shown["namespaces"][0]["left"]) == (OK, ROWS, 0)
     assert sorted(path for path in home.rglob("*.row")) == sorted([link, pipe, folder])
@@ -316,7 +316,7 @@ def test_verify_reads_past_the_page_cache(
         return real(folder, name, flags & ~os.O_DIRECT)  # not every file system can
 
     monkeypatch.setattr(Folder, "open", open_file)
-    assert run(capsys, "verify", tmp_path)[1]["namespaces"][0]["ok"] == ROWS
+    assert run(capsys, "inspect", "--verify", tmp_path)[1]["namespaces"][0]["ok"] == ROWS
     assert cached == []
 
 
@@ -506,7 +506,7 @@ def test_old_slabs_are_purged_as_a_whole(
     [
         (["inspect"], "give a PATH"),
         (["inspect", "{}/none"], "does not exist: an engine makes it"),
-        (["verify", "{}"], "was never a file tier's path"),
+        (["inspect", "--verify", "{}"], "was never a file tier's path"),
         (["purge", "{}"], "say what, by --namespace"),
         (["purge", "{}", "--namespace", "ab"], "at least 8 hexadecimal digits"),
         (["purge", "{}", "--older-than", "soon"], "--older-than: "),
@@ -554,7 +554,7 @@ def test_verify_is_right_while_an_engine_overwrites_rows(
             deadline = time.monotonic() + 60
             while checked < 100:
                 assert time.monotonic() < deadline
-                code, shown = run(capsys, "verify", tmp_path)
+                code, shown = run(capsys, "inspect", "--verify", tmp_path)
                 assert code == OK, shown
                 checked += sum(each["ok"] for each in shown["namespaces"])
                 assert run(capsys, "inspect", tmp_path)[0] == OK
@@ -647,7 +647,7 @@ def test_what_another_user_has_stored_is_a_problem_and_not_nothing(
         path.chmod(0o755 if path.is_dir() and (outer or closed == "rows") else 0o644 if outer else path.stat().st_mode)
     if closed == "all":
         open_path.chmod(0o700)
-    for command in (["inspect"], ["verify"], ["purge", "--all"], ["purge", "--all", "--yes"]):
+    for command in (["inspect"], ["inspect", "--verify"], ["purge", "--all"], ["purge", "--all", "--yes"]):
         code, shown = as_nobody(command[0], open_path, *command[1:])
         if closed == "all":
             assert (code, "cannot be read" in shown) == (BAD_INPUT, True), shown
@@ -657,7 +657,7 @@ def test_what_another_user_has_stored_is_a_problem_and_not_nothing(
         if "--yes" in command:
             assert found["problem"]
             assert found["left"] == (ROWS if (layout, closed) == ("files", "rows") else found["left"])
-        elif command[0] == "verify" and closed == "rows" and layout == "files":
+        elif "--verify" in command and closed == "rows" and layout == "files":
             assert (found["ok"], found["unreadable"]) == (0, ROWS)
     assert home.exists()
     assert len(list(open_path.rglob("*.row")) or list(open_path.rglob("*.kv"))) >= 1
@@ -668,7 +668,12 @@ def test_unreadable_part_is_a_problem_whatever_is_chosen(
 ) -> None:
     write("slabs", open_path, region)
     (open_path / ".ledger").chmod(0o644)
-    for command in (["inspect"], ["verify"], ["verify", "--namespace", "ab"], ["purge", "--salt", "red", "--yes"]):
+    for command in (
+        ["inspect"],
+        ["inspect", "--verify"],
+        ["inspect", "--verify", "--namespace", "ab"],
+        ["purge", "--salt", "red", "--yes"],
+    ):
         code, shown = as_nobody(command[0], open_path, *command[1:])
         assert code == INCOMPLETE
         assert "part-0 cannot be read (Permission denied)" in shown["namespaces"][0]["problem"]
@@ -714,7 +719,7 @@ def test_verify_goes_on_after_a_row_that_cannot_be_read(
         return real(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    code, shown = run(capsys, "verify", tmp_path)
+    code, shown = run(capsys, "inspect", "--verify", tmp_path)
     (found,) = shown["namespaces"]
     assert (code, found["ok"], found["unreadable"], found["corrupt"]) == (INCOMPLETE, ROWS - 1, 1, 0)
     assert "Input/output error" in found["damaged"][0]["reason"]
@@ -767,7 +772,7 @@ def test_shard_is_listed_while_its_engine_replaces_a_file(
     write("slabs", tmp_path, region)
     real = Folder.names
     monkeypatch.setattr(Folder, "names", lambda folder: [*real(folder), "about.json.new"])
-    code, shown = run(capsys, "verify", tmp_path)
+    code, shown = run(capsys, "inspect", "--verify", tmp_path)
     assert (code, shown["namespaces"][0]["ok"]) == (OK, ROWS)
 
 
@@ -798,7 +803,7 @@ def test_tier_that_commands_cannot_look_at_is_named(
         storage.append(file_tier(write("files", tmp_path / "kv", region), "1GiB", layout="files"))
     config = tmp_path / "tiers.json"
     config.write_text(json.dumps({"tiers": [{"type": "cpu", "capacity": "1MiB"}, *storage]}))
-    for command in (["inspect"], ["verify"], ["purge", "--all"]):
+    for command in (["inspect"], ["inspect", "--verify"], ["purge", "--all"]):
         assert main([*command, "--config", str(config), "--json"]) == (OK if others else BAD_INPUT)
         output = capsys.readouterr()
         assert output.err.startswith('nixl-tiers: tier "memory" cannot be looked at: its type')
@@ -815,7 +820,7 @@ def test_third_party_tier_says_what_it_has_stored(
     monkeypatch.setattr(MemoryConfig, "stored_rows", f"{__name__}:find_shelves")
     code, shown = run(capsys, "purge", "--config", config, "--all")
     assert (code, shown["namespaces"][0]["rows"], shown["namespaces"][0]["place"]) == (OK, 3, "a shelf of 1048576")
-    assert run(capsys, "verify", "--config", config)[1]["namespaces"][0]["ok"] == 3
+    assert run(capsys, "inspect", "--verify", "--config", config)[1]["namespaces"][0]["ok"] == 3
     monkeypatch.setattr(MemoryConfig, "stored_rows", "no_such_package:find")
     code, error = run(capsys, "inspect", "--config", config)
     assert (code, 'its stored_rows "no_such_package:find" cannot be imported' in error) == (BAD_INPUT, True)
@@ -837,11 +842,14 @@ def find_shelves(config: MemoryConfig, before_s: float | None) -> list[StoredNam
     return [Shelf(f"a shelf of {config.capacity}", NAMESPACE.hex(), before_s, rows=3)]
 
 
-def test_verify_of_an_unknown_namespace_is_an_error(
-    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("options", [(), ("--verify",)], ids=["inspect", "verify"])
+def test_namespace_is_chosen_by_its_beginning_and_an_unknown_one_is_an_error(
+    options: tuple[str, ...], tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write("files", tmp_path, region)
-    assert main(["verify", str(tmp_path), "--namespace", "abcdef"]) == BAD_INPUT
+    code, shown = run(capsys, "inspect", tmp_path, "--namespace", NAMESPACE.hex()[:6], *options)
+    assert (code, [found["namespace"] for found in shown["namespaces"]]) == (OK, [NAMESPACE.hex()])
+    assert main(["inspect", str(tmp_path), "--namespace", "abcdef", *options]) == BAD_INPUT
     assert "--namespace: none begins with abcdef" in capsys.readouterr().err
 
 
@@ -856,7 +864,7 @@ def test_rest_of_a_deletion_that_did_not_end_is_deleted(
     (found,) = shown["namespaces"]
     assert (code, found["place"], found["namespace"]) == (OK, str(left), NAMESPACE.hex())
     assert found["bytes"] >= ROWS * GEOMETRY.row_bytes
-    assert run(capsys, "verify", tmp_path)[0] == OK
+    assert run(capsys, "inspect", "--verify", tmp_path)[0] == OK
     assert run(capsys, "purge", tmp_path, "--all")[0] == OK
     assert left.exists()
     code, shown = run(capsys, "purge", tmp_path, "--namespace", NAMESPACE.hex(), "--yes")

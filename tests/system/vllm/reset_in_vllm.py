@@ -97,7 +97,7 @@ def main() -> int:
 def spec(on_cpu: bool) -> dict[str, Any]:
     if not on_cpu:
         return SPEC
-    return {**SPEC, "spec_name": "CPUOffloadingSpecOnCPU", "spec_module_path": "bench.vllm_spec_on_cpu"}
+    return {**SPEC, "spec_name": "CPUOffloadingSpecOnCPU", "spec_module_path": "tests.support.vllm_spec_on_cpu"}
 
 
 def prepare_for_cpu() -> bool:

@@ -5,9 +5,9 @@
 Plan: {"model": path, "transfer": fields of KVTransferConfig, "settings": arguments of LLM, "seed": n, "requests": n,
 "conversations": that are gone on with, "aborts", "resets": how likely before a step, "storm": resets in the end,
 "faults": how likely each of faults_beside.py is, and "folder": of the tier; without these there are none,
-"speed": the file that says how fast the tier loads (bench/slowed_file.py), and "speeds" to choose from; without these
-the tier is as it is}. Result: counts, how many host rows are lost, what is left of streams, and what is wrong of which
-request.
+"speed": the file that says how fast the tier loads (tests/support/slowed_file.py), and "speeds" to choose from;
+without these the tier is as it is}. Result: counts, how many host rows are lost, what is left of streams, and what is
+wrong of which request.
 
 Requests are short, extend prefixes of others, and have far too little KV space, so that they preempt one another. The
 answer of each is checked by an engine without tiers, which gets prompt and answer at once, alone: each token must be

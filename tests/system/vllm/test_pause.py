@@ -13,11 +13,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from nixl_tiers.cli.completions import Answer
 from tests.support import vllm_cpu
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 from tests.support.servers import MotoServer
-from tests.support.vllm_server import ServerFailure, VllmServer
+from tests.support.vllm_server import Answer, ServerFailure, VllmServer
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -16,7 +16,6 @@ import pytest
 pytest.importorskip("vllm")
 
 from nixl_tiers import cli
-from nixl_tiers.cli import sources
 from nixl_tiers.vllm import compat
 from tests.support import vllm_cpu
 from tests.support.dashboard import still_unchanged
@@ -207,7 +206,7 @@ def test_a_server_counts_hits_idles_without_cpu_and_exits_on_sigterm(
     start = time.time()
     with watched_by_prometheus(server, tmp_path) as watcher:
         counts_hits(server, tmp_path)
-        is_measured_by_the_bench(server, tmp_path)
+        assert cli.main(["report", server.url]) == 0
         everyone = idles_without_cpu(server, watcher)
         load_and_faults(server, tmp_path, scrape=nothing if watcher is None else watcher.scrape)
         file_tier_fails_while_idle(server, tmp_path)
@@ -273,42 +272,6 @@ def counts_hits(server: VllmServer, tmp_path: Path) -> None:
     assert lines == ["cpu tier", "the file tier"]
     assert f"the file tier ({tmp_path / 'kv'}, 256 MiB) is up, 0 rows found" in log
     assert log.count("nixl_tiers: ") == 2, [line for line in log.splitlines() if "nixl_tiers: " in line]
-
-
-def is_measured_by_the_bench(server: VllmServer, tmp_path: Path) -> None:
-    """And reported, by the commands, as an operator would."""
-    shape = ["--prefixes", "2", "--rounds", "2", "--tokens", str(2 * vllm_cpu.BLOCK_TOKENS)]
-    assert benched(server, tmp_path / "bench", *shape) == {"computed": 2, "gpu": 2}
-    assert cli.main(["report", server.url]) == 0
-
-
-def benched(server: VllmServer, out: Path, *shape: str) -> dict[str, int]:
-    """How many answers came from which source."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "SETTLE_S", 60.0)  # a busy server's counters may take a while
-        assert cli.main(["bench", server.url, *shape, "--out", str(out)]) == 0
-    found = json.loads((out / "bench.json").read_text())["sources"]
-    return {source: each["requests"] for source, each in found.items()}
-
-
-@pytest.mark.slow
-def test_the_bench_says_which_tier_answers_came_from(tmp_path: Path) -> None:
-    """Of more prefixes than the engine's own cache holds: host memory, and files after a restart."""
-    prefixes, blocks = 6, 4
-    shape = ["--prefixes", str(prefixes), "--tokens", str(blocks * vllm_cpu.BLOCK_TOKENS), "--seed", "7"]
-
-    few = ["--num-gpu-blocks-override", "18"]
-    with serve(tmp_path, *few) as server:
-        assert benched(server, tmp_path / "stored", *shape, "--rounds", "2") == {"computed": prefixes, "cpu": prefixes}
-
-        def is_written() -> bool:
-            server.poke()
-            return server.metrics().total("nixl_tiers:chunks", tier="file") >= prefixes * blocks
-
-        until(is_written, "all of it in files", timeout_s=300)
-    with serve(tmp_path, *few) as server:
-        until(lambda: server.metrics().total("nixl_tiers:up", tier="file"), "the file tier", timeout_s=300)
-        assert benched(server, tmp_path / "restarted", *shape, "--rounds", "1") == {"file": prefixes}
 
 
 def idles_without_cpu(server: VllmServer, watcher: Prometheus | None) -> dict[int, str]:

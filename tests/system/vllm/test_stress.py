@@ -103,7 +103,7 @@ def run_cell(models: dict[str, Path], run_script: Callable[..., Any], tmp_path: 
         if priced:
             speed.write_text("1")
             tiers[0]["capacity"] = "1MiB"
-            tiers[1] |= {"type": "bench.slowed_file:SlowedFileConfig", "speed": str(speed)}
+            tiers[1] |= {"type": "tests.support.slowed_file:SlowedFileConfig", "speed": str(speed)}
             options |= {"prefill_tokens_per_s": PREFILL, "on_reset": "keep"}
             shows += ["at_arrival", "promoted"]
         if streams:

@@ -1,4 +1,4 @@
-"""`inspect`, `verify` and `purge` on a prefix of a bucket, also while a tier uses it."""
+"""`inspect` and `purge` on a prefix of a bucket, also while a tier uses it."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_prefix_is_inspected_verified_and_purged_under_an_open_tier(
         assert found["bytes"] == 3 * GEOMETRY.row_bytes
         assert found["held_by"] == ("at least one engine" if shared else "engine node/1/abcd")
 
-        code, shown = run("verify")
+        code, shown = run("inspect", "--verify")
         assert (code, shown["namespaces"][0]["ok"]) == (OK, 3)
         driver.tier._control.connection.client.put_object(
             Bucket=place["bucket"], Key=driver.name(2), Body=b"\0" * GEOMETRY.row_bytes
         )
-        code, shown = run("verify")
+        code, shown = run("inspect", "--verify")
         (found,) = shown["namespaces"]
         assert (code, found["ok"], found["corrupt"]) == (FAILED, 2, 1)
         assert found["damaged"][0]["row"].endswith(driver.name(2))
@@ -271,6 +271,6 @@ def test_verify_goes_on_after_an_object_that_may_not_be_read(
 
     monkeypatch.setattr(BaseClient, "_make_api_call", call)
     url = f"s3://{place['bucket']}/{place['prefix']}"
-    code = main(["verify", url, "--endpoint", place["endpoint"], "--json"])
+    code = main(["inspect", "--verify", url, "--endpoint", place["endpoint"], "--json"])
     (report,) = json.loads(capsys.readouterr().out)["namespaces"]
     assert (code, report["unreadable"], report["corrupt"]) == (INCOMPLETE, 1, 2)

@@ -1,20 +1,13 @@
-"""Memory of a mover per row of its tier: the private memory of a process that holds only its index.
+"""The books that a mover keeps of its rows, filled with keys of 36 bytes, as vLLM's: for `scale`.
 
-    python -m bench.mover_memory [--rows 1000000]
-
-Keys of 36 bytes, as vLLM's; each index in a process of its own. Slabs keep their journal on the disk and share the
-rest with the engine: docs/internals/tier-index.md.
+Slabs keep their journal on the disk and share the rest with the engine: docs/internals/tier-index.md.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import platform
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -75,33 +68,3 @@ INDEXES: dict[str, Callable[[int], object]] = {
     "objects, at the end of a first listing": listed_objects,
     "row files": row_files,
 }
-
-
-def private_bytes() -> int:
-    gc.collect()
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) << 10
-
-
-def measure(name: str, rows: int) -> float:
-    before = private_bytes()
-    index = INDEXES[name](rows)
-    used = private_bytes() - before
-    del index
-    return used / rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    rows = parser.parse_args().rows
-    print(f"{rows} rows, Python {platform.python_version()}")
-    print(f"{'index':40} {'bytes per row':>13} {'MB':>8}")
-    for name in INDEXES:
-        with get_context("spawn").Pool(1) as process:
-            each = process.apply(measure, (name, rows))
-        print(f"{name:40} {each:13.0f} {each * rows / 1e6:8.0f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Writes the dashboard: `make format`, or `python docker/grafana/dashboard.py`. A panel is a line here.
+"""Writes the dashboard: `make format`, or `python -m tools.dashboard`. A panel is a line here.
 
 Counters are summed over engines. Gauges are first reduced to one per engine, because vLLM before 0.33 shows a gauge
 once for every API server; bytes used and their limits to one per place, which several engines may share.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).parent / "dashboards" / "nixl-tiers.json"
+FILE = Path(__file__).parents[1] / "docker/grafana/dashboards/nixl-tiers.json"
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH = 24  # of Grafana's grid
 ENGINE = "namespace, pod, instance, engine"  # the first two in a cluster only
@@ -263,5 +263,4 @@ def text() -> str:
 
 
 if __name__ == "__main__":
-    FILE.parent.mkdir(exist_ok=True)
     FILE.write_text(text())

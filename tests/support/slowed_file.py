@@ -1,4 +1,4 @@
-"""Configuration of a file tier that loads no faster than a medium of limited bandwidth, for benchmarks."""
+"""Configuration of a file tier that loads no faster than a medium of limited bandwidth."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ class SlowedFileConfig(FileConfig):
     type: str  # type: ignore[assignment]
     speed: str
 
-    implementation: ClassVar[str] = "bench.slowed_tier:SlowedSlabTier"  # type: ignore[assignment,misc]
-    label: ClassVar[str] = "file"  # type: ignore[assignment,misc]
+    implementation: ClassVar[str] = "tests.support.slowed_tier:SlowedSlabTier"
+    label: ClassVar[str] = "file"

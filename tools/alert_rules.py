@@ -1,4 +1,5 @@
-"""Writes the alerts as a PrometheusRule, below the kustomization that uses it: `make format`.
+"""Writes the alerts as a PrometheusRule, below the kustomization that uses it: `make format`, or
+`python -m tools.alert_rules`.
 
 `--docs URL` makes their runbooks links first, in both files: the address at which you serve docs/_build of `make docs`.
 """
@@ -10,10 +11,10 @@ import re
 import textwrap
 from pathlib import Path
 
-HERE = Path(__file__).parent
-RULES = HERE.parent / "prometheus/nixl-tiers.rules.yml"
-FILE = HERE / "overlays/monitoring/rules.yaml"
-HEAD = """# Generated from docker/prometheus/nixl-tiers.rules.yml by docker/kubernetes/rules.py.
+DOCKER = Path(__file__).parents[1] / "docker"
+RULES = DOCKER / "prometheus/nixl-tiers.rules.yml"
+FILE = DOCKER / "kubernetes/overlays/monitoring/rules.yaml"
+HEAD = """# Generated from docker/prometheus/nixl-tiers.rules.yml by tools/alert_rules.py.
 apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule
 metadata:

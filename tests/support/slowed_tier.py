@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from bench.slowed_file import SlowedFileConfig
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import FinishedBatch, Move
 from nixl_tiers.tiers.slab.tier import SlabTier
+from tests.support.slowed_file import SlowedFileConfig
 
 POLL_S: Final = 0.001
 
