@@ -55,5 +55,4 @@ def _spec(name: str, tier: StorageConfig, quotas: tuple[float, ...]) -> TierSpec
         own=own,
         quotas=quotas if own else (),
         members=len(tier.members),
-        loaders=tier.loaders,
     )
