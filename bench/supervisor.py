@@ -1,6 +1,6 @@
 """What a row that is stored or loaded costs the engine's process beside its step, in us of processor time.
 
-    python -m bench.supervisor [--rows 65536 2097152 8388608] [--megabytes 512] [--rounds 5] [--movers 1] [--tiers 1]
+    python -m bench.supervisor [--rows 65536 2097152 8388608] [--megabytes 512] [--rounds 5] [--tiers 1]
         [--s3] [--path DIR] [--part 64] [--every-ms 0] [--pieces] [--json FILE]
 
 Counted is the processor time of the supervisor's thread, by its own clock, and nothing else: what it receives, decodes
@@ -193,7 +193,7 @@ def opened(options: argparse.Namespace, row_bytes: int) -> Iterator[nixl_tiers.T
             tiers.append({"type": "s3", "bucket": "burst", "endpoint": server.endpoint, "capacity": capacity})
         else:
             path = stack.enter_context(tempfile.TemporaryDirectory(dir=options.path))
-            file = {"type": "file", "capacity": capacity, "min_free": 0, "movers": options.movers}
+            file = {"type": "file", "capacity": capacity, "min_free": 0}
             tiers += ({**file, "path": f"{path}/{number}"} for number in range(options.tiers))
         config = schema.load({"wait_s": 60, "prefill_tokens_per_s": 1, "tiers": tiers})
         limits, times = Limits(wait_s=60.0), max(1.0, HOST_BYTES / (HOST_ROUNDS * rows * row_bytes))
@@ -232,7 +232,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[64 << 10, 2 << 20, 8 << 20], help="payload, in bytes")
     parser.add_argument("--megabytes", type=int, default=512, help="that are moved in each round")
-    parser.add_argument("--movers", type=int, default=1, help="of each file tier")
     parser.add_argument("--tiers", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--s3", action="store_true", help="instead of file tiers")

@@ -75,8 +75,10 @@ class MoverProcess:
         region: HostRegion | None = None,
         engine: str = "",
         *,
+        movers: int = 1,
         times: Times = PRODUCTION,
     ) -> None:
+        """`movers`: of the tier."""
         self.geometry = geometry
         self.region = region or HostRegion.create(geometry, rows)
         self._owns_region = region is None
@@ -101,7 +103,8 @@ class MoverProcess:
         self._jobs = 0
         self._ended: dict[int, dict[int, Outcome | None]] = {}  # by job, by row of the region: what was reported
         cells, payload_bytes, blocks = geometry.cells, geometry.cell_payload, geometry.sub_blocks
-        self.send(Configure(tier, cells, payload_bytes, blocks, self.region.rows, engine=engine, times=times))
+        given = {"engine": engine, "movers": movers, "times": times}
+        self.send(Configure(tier, cells, payload_bytes, blocks, self.region.rows, **given))  # type: ignore[arg-type]
 
     def __enter__(self) -> Self:
         return self
