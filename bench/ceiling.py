@@ -13,7 +13,8 @@ own speed, the best of its engines; seconds as the slowest one tells them, witho
 caller's thread; `--together`: of all directories at once, as `make bench-server` does. `--loop`: also an ext4 on a loop
 device over the first of them, as root: there the kernel's workers copy, and a mover pays what it pays with NVMe.
 Figures of a real drive: give a directory on it. With several movers each has a directory and a region of its own, in
-the paths in turn, `megabytes` each; threads are shared out among them.
+the paths in turn, `megabytes` each, and as many threads as a mover of a tier with so many directories; the threads of
+other sides are shared out among them.
 
 CPU s/GB is of the movers alone (of this process for threads) and hardly depends on what else runs; GB/s does. Medians
 of the rounds, in which sides take turns. Writes ceiling.json and ceiling.md. Needs the package's dependencies and NIXL,
@@ -58,7 +59,7 @@ class Movers(Side):
     def __init__(self, folders: list[Path], regions: list[HostRegion], staging: str, backend: str) -> None:
         self._tiers: list[FileTier] = []
         for folder, region in zip(folders, regions, strict=True):
-            self._tiers.append(FileTier(folder, region, "slabs", staging, backend=backend))
+            self._tiers.append(FileTier(folder, region, "slabs", staging, len(folders), backend=backend))
         self.pids = [pid for tier in self._tiers for pid in tier.pids]
 
     def store(self) -> Took:

@@ -39,13 +39,15 @@ JOB_ROWS: Final = 256
 class FileTier(Side):
     """Rows through a mover, JOB_ROWS per job, all jobs submitted at once; every row is sealed and verified."""
 
-    def __init__(self, folder: Path, region: HostRegion, layout: str, staging: str, **fields: str) -> None:
-        """`fields`: more of the tier's configuration."""
+    def __init__(
+        self, folder: Path, region: HostRegion, layout: str, staging: str, movers: int = 1, **fields: str
+    ) -> None:
+        """`movers`: of the tier, which share the cores; `fields`: more of its configuration."""
         self.region = region
         self._cache = folder / "cache"  # of its own: what another layout has measured must not decide for this one
         tier = LAYOUTS[layout](folder / "tier", 2 * region.nbytes + (64 << 20), staging=staging, **fields)
         with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(self._cache)):
-            self._mover = MoverProcess(tier, region.geometry, region.rows, region)
+            self._mover = MoverProcess(tier, region.geometry, region.rows, region, movers=movers)
         self.pids = [self._mover.process.pid]
         self._mover.open()
         self._mover.listed_rows()

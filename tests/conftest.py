@@ -101,15 +101,6 @@ def own_cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_mover_a_directory() -> Iterator[None]:
-    """Whatever this machine has: tests of several movers say how many."""
-    with pytest.MonkeyPatch.context() as patch:
-        if importlib.util.find_spec("pydantic"):
-            patch.setattr("nixl_tiers.config.file.cores", lambda: 2)
-        yield
-
-
 @pytest.fixture(scope="session")
 def shared_aws_models() -> Iterator[None]:
     """Each boto3 session reads and parses the description of S3 for itself, and makes a class of each client: most of

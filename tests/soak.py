@@ -111,7 +111,7 @@ class Soak:
         private = {"type": "s3", **place, "prefix": f"soak-{seed}"}
         shared = {**fast, **place, "prefix": f"shared-{seed}", "shared": True}
         cpu = {"type": "cpu", "capacity": HOST}
-        file = file_tier(directory, CAPACITY, replicas=2, movers=2)
+        file = file_tier(directory, CAPACITY, replicas=2)
         file["path"] = [str(directory / "kv"), str(directory / "kv2")]
         self._configs = [
             configuration.load({"tiers": [cpu, file, s3], "wait_s": LIMITS.wait_s}) for s3 in (private, shared)

@@ -27,7 +27,6 @@ from nixl_tiers.config.schema import (
     CpuConfig,
     FileConfig,
     S3Config,
-    StorageConfig,
     TiersConfig,
     format_size,
 )
@@ -117,7 +116,7 @@ def config(
     if not elsewhere:
         found += [*warnings_here(read), *_beyond_the_disk(read)]
         there += stored(read, release)
-    command, blocks = serve_command(source, model), _blocks(read, elsewhere)
+    command, blocks = serve_command(source, model), _blocks(read)
     if as_json:
         answer = {
             "valid": True,
@@ -218,17 +217,17 @@ def _summary(blocks: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def _blocks(read: TiersConfig, elsewhere: bool) -> list[tuple[str, dict[str, Any]]]:
+def _blocks(read: TiersConfig) -> list[tuple[str, dict[str, Any]]]:
     """For each tier, and for all of them: a title, and every field with its value and meaning."""
     blocks: list[tuple[str, dict[str, Any]]] = []
     for i, (name, tier) in enumerate(zip(("cpu", *read.names), read.tiers, strict=True)):
         place = "host memory of this node" if isinstance(tier, CpuConfig) else tier.place
         title = f"tiers[{i}] {name}: {schema.format_size(tier.capacity)}, {place}"
-        blocks.append((title, {"tier": name, "place": place, "fields": _fields(tier, elsewhere)}))
-    return [*blocks, ("all tiers", {"tier": None, "place": None, "fields": _fields(read, elsewhere)})]
+        blocks.append((title, {"tier": name, "place": place, "fields": _fields(tier)}))
+    return [*blocks, ("all tiers", {"tier": None, "place": None, "fields": _fields(read)})]
 
 
-def _fields(model: BaseModel, elsewhere: bool) -> dict[str, dict[str, Any]]:
+def _fields(model: BaseModel) -> dict[str, dict[str, Any]]:
     fields = {}
     for name, field in type(model).model_fields.items():
         if name in ("type", "tiers"):
@@ -236,8 +235,6 @@ def _fields(model: BaseModel, elsewhere: bool) -> dict[str, dict[str, Any]]:
         value, given = getattr(model, name), name in model.model_fields_set
         if name == "path" and isinstance(model, FileConfig):
             value = model.place
-        elif name == "movers" and isinstance(model, StorageConfig) and not elsewhere:  # by this machine's cores
-            value = 1 + model.loaders
         meaning = (None if isinstance(value, dict) else _MEANINGS.get((name, value))) or field.description or ""
         fields[name] = _field(_shown(name, value, field), meaning, given=given)
     if isinstance(model, S3Config) and all(getattr(model, way) is None for way in _CREDENTIALS):

@@ -55,8 +55,8 @@ class Plan:
         """Bytes/s: for very long prompts, of which windows are a small part, and for those within a window."""
         return self.kv.full * self.kv.layer_bytes * self.prefill, self.kv.token_bytes * self.prefill
 
-    def verdict(self, rate: float, movers: int, place: str) -> str:
-        """Of a tier that one mover loads from at `rate` bytes/s."""
+    def verdict(self, rate: float, place: str) -> str:
+        """Of a tier that is loaded from at `rate` bytes/s."""
         said, (low, high) = f"{_gb(rate)} GB/s", self.break_even
         if not self.prefill:
             return f"{said}: pays while the engine computes fewer than {rate / self.kv.token_bytes:,.0f} tokens/s"
@@ -65,8 +65,6 @@ class Plan:
         if rate > low:
             least = (high - low) * self.kv.window / (rate - low)
             return f"{said} is between {_gb(low)} and {_gb(high)}: prompts of more than {least:,.0f} tokens are loaded"
-        if rate * movers > low:
-            return f"{said} by one of {movers} movers is below {_gb(low)}: together they may be above"
         return f"{said} is below {_gb(low)}: {place} will not be loaded from"
 
 
@@ -158,7 +156,7 @@ def _try(made: Plan, tier: StorageConfig, line: Tier, scratch: Path) -> None:
     place = (
         "this disk" if isinstance(tier, FileConfig) else "this bucket" if isinstance(tier, S3Config) else "this tier"
     )
-    line.verdict = made.verdict(rate, 1 + max(member.loaders for member in tier.members), place)
+    line.verdict = made.verdict(rate, place)
 
 
 def _print_json(made: Plan, lines: Sequence[Tier]) -> None:

@@ -35,6 +35,10 @@ _INSTEAD: Final = {
     "ssl": "write http: or https: in endpoint",
     "use_ssl": "write http: or https: in endpoint",
 }
+# Fields that are no more -> what holds instead.
+REMOVED: Final = {
+    "movers": "one mover serves each directory or prefix; how many threads it has follows from the cores",
+}
 # pydantic's error types. Messages of the first show the value, those of the second only the bound.
 _TYPES: Final = {
     "string_type": "must be text",
@@ -54,6 +58,16 @@ _BOUNDS: Final = {
 
 class ConfigError(ValueError):
     """An invalid configuration: one sentence that begins with the field's name."""
+
+
+def refuse_removed(raw: Mapping[str, Any], tiers: Sequence[type[BaseModel] | None]) -> None:
+    """Raise ConfigError for a field that is no more. `tiers`: the models of the configuration's tiers."""
+    for i, model in enumerate(tiers):
+        if model is None:
+            continue
+        for name in raw["tiers"][i]:
+            if name in REMOVED and name not in model.model_fields:
+                raise ConfigError(f"tiers[{i}].{name}: was removed: {REMOVED[name]}")
 
 
 def refuse_secrets(raw: Mapping[str, Any], pointers: Collection[str]) -> None:

@@ -11,13 +11,12 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from nixl_tiers.base.mounts import identity, make_private, nearest, not_mounted
+from nixl_tiers.base.policies import Write
 from nixl_tiers.config import fields
 from nixl_tiers.config.errors import ConfigError
-from nixl_tiers.config.tier import MOST_MOVERS, Age, Size, StorageConfig, when_unset
+from nixl_tiers.config.tier import Age, Size, StorageConfig, when_unset
 
 MOST_PATHS: Final = 32
-CORES_A_MOVER: Final = 4
-USUAL_MOVERS: Final = (4, 8)  # at most, where nothing is said: of a directory, and of a tier
 
 
 class FileConfig(StorageConfig):
@@ -40,16 +39,6 @@ class FileConfig(StorageConfig):
         description="how many engines may use `path` at once with `layout: slabs`; each has an equal share of the "
         "`capacity`",
         json_schema_extra=when_unset("`replicas` of the top level, else taken from vLLM, else 1"),
-    )
-    movers: Annotated[int, Field(strict=True, ge=1, le=MOST_MOVERS)] | None = Field(
-        None,
-        description="how many processes load from each directory, of which one stores; each is a thread that ends at "
-        "some gigabytes a second",
-        json_schema_extra=when_unset(
-            "with `layout: slabs` as many as a quarter of the processor cores, divided among all directories and "
-            "`replicas`, at least one, at most four a directory and eight in all; one with `layout: files`, and with "
-            "`backend: gds_mt`"
-        ),
     )
     min_free: Annotated[int | str | None, BeforeValidator(fields.parse_min_free)] = Field(
         None,
@@ -117,6 +106,8 @@ class FileConfig(StorageConfig):
     def _agree(self) -> FileConfig:
         if self.replicas is not None and self.layout == "files":
             raise ValueError("replicas has no use with layout: files, where all engines share all rows")
+        if self.write is Write.OFF and self.layout == "slabs":
+            raise ValueError("write: off needs layout: files: only the engine that writes slabs reads them")
         if self.backend == "native" and self.layout == "files":
             raise ValueError("backend: native moves rows with layout: slabs only")
         return self
@@ -125,20 +116,6 @@ class FileConfig(StorageConfig):
     def implementation(self) -> str:
         slabs = self.layout == "slabs"
         return "nixl_tiers.tiers.slab.tier:SlabTier" if slabs else "nixl_tiers.tiers.rowfile.tier:RowFileTier"
-
-    @property
-    def loaders(self) -> int:
-        """Where `movers` is not given, by the cores that this process may use."""
-        if self.layout == "files" or self.backend == "gds_mt" or self.movers is not None:
-            return (self.movers or 1) - 1
-        paths, (of_path, of_tier) = len(self.members), USUAL_MOVERS
-        movers = cores() // (CORES_A_MOVER * paths * (self.replicas or 1))
-        return max(1, min(movers, of_path, of_tier // paths)) - 1
-
-    @property
-    def loader(self) -> str:
-        slabs = self.layout == "slabs"
-        return f"nixl_tiers.tiers.{'slab.loader:SlabLoader' if slabs else 'rowfile.loader:RowFileLoader'}"
 
     @property
     def stored_rows(self) -> str:
@@ -192,10 +169,6 @@ class FileConfig(StorageConfig):
                     pass
             except OSError as error:
                 raise _unwritable(member.path, error.strerror) from None
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _overlap(one: Path, other: Path) -> bool:

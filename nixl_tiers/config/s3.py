@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from nixl_tiers.config import fields
 from nixl_tiers.config.errors import ConfigError
-from nixl_tiers.config.tier import MOST_MOVERS, AbsolutePath, Age, EnvironmentName, Size, StorageConfig, when_unset
+from nixl_tiers.config.tier import AbsolutePath, Age, EnvironmentName, Size, StorageConfig, when_unset
 
 Sse = Literal["AES256", "aws:kms", "aws:kms:dsse"]
 
@@ -50,11 +50,6 @@ class S3Config(StorageConfig):
         description="maximum number of concurrent uploads, and of concurrent downloads; how many run depends on the "
         "server's measured bandwidth and latency; downloads that are running need memory, up to 1 GiB",
     )
-    movers: Annotated[int, Field(strict=True, ge=1, le=MOST_MOVERS)] = Field(
-        1,
-        description="how many processes load from the prefix, of which one also stores; they have equal parts of "
-        "`max_transfers` downloads",
-    )
     profile: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
         None,
         description="profile in AWS's configuration files that has the credentials",
@@ -86,7 +81,6 @@ class S3Config(StorageConfig):
     )
 
     implementation: ClassVar[str] = "nixl_tiers.tiers.s3.tier:S3Tier"
-    loader: ClassVar[str] = "nixl_tiers.tiers.s3.loader:S3Loader"
     stored_rows: ClassVar[str] = "nixl_tiers.tiers.s3.stored:find"
     locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
 
@@ -97,15 +91,6 @@ class S3Config(StorageConfig):
     @property
     def identity(self) -> str:
         return self.place
-
-    @property
-    def loaders(self) -> int:
-        return self.movers - 1
-
-    @property
-    def downloads_each(self) -> int:
-        """How many downloads each mover may run at once."""
-        return self.max_transfers // self.movers
 
     @property
     def asked(self) -> bool:
@@ -125,8 +110,6 @@ class S3Config(StorageConfig):
 
     @model_validator(mode="after")
     def _agree(self) -> S3Config:
-        if self.movers > self.max_transfers:
-            raise ValueError(f"movers: {self.movers} cannot share max_transfers: {self.max_transfers}")
         if (self.access_key_env is None) != (self.secret_key_env is None):
             given, missing = ("access", "secret") if self.access_key_env else ("secret", "access")
             raise ValueError(f"{given}_key_env needs {missing}_key_env beside it")

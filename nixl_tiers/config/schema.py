@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, PlainValidator, TypeAdapter, ValidationEr
 
 from nixl_tiers.base.policies import DEFAULT_PROBE_S, DEFAULT_WAIT_S, Eviction, Prefer, Write
 from nixl_tiers.config import source as config_source
-from nixl_tiers.config.errors import ConfigError, refuse_secrets, sentence
+from nixl_tiers.config.errors import ConfigError, refuse_removed, refuse_secrets, sentence
 from nixl_tiers.config.fields import (
     MAX_CAPACITY_BYTES,
     format_seconds,
@@ -244,6 +244,7 @@ def _checked(raw: object) -> TiersConfig:
         raise ConfigError("tiers: this field is missing, because the configuration is not a table of fields")
     tiers = raw.get("tiers")
     classes = [known_class(tier) for tier in tiers] if isinstance(tiers, (list, tuple)) else []
+    refuse_removed(raw, classes)
     try:
         refuse_secrets(raw, _pointers(classes))
         return TiersConfig.model_validate(dict(raw))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic.fields import FieldInfo
@@ -17,9 +17,6 @@ from pydantic.fields import FieldInfo
 from nixl_tiers.base.policies import Eviction, HugePages, Write
 from nixl_tiers.config import fields
 from nixl_tiers.config.errors import ConfigError
-
-MOST_MOVERS: Final = 16
-"""Of one place."""
 
 # What a validator takes beside its field's type is said to it, for the JSON schema (`nixl-tiers config --schema`).
 Size = Annotated[int, BeforeValidator(fields.parse_size, json_schema_input_type=int | str)]
@@ -45,7 +42,7 @@ WriteField = Annotated[
     BeforeValidator(fields.bare_off, json_schema_input_type=Write | Literal[False]),
     Field(
         description="`through`: every chunk is written (write-through); `on_evict`: when the tier above evicts "
-        "it (write-back); `off`: read only, all that is there, whatever the `capacity`"
+        "it (write-back); `off`: read only, all that is there, whatever the `capacity` (not with `layout: slabs`)"
     ),
 ]
 Age = Annotated[
@@ -127,18 +124,6 @@ class StorageConfig(Model):
         """What each of the tier's movers is configured with: they have equal parts of the capacity, in places of their
         own, each with slots of its own (`physical_slots`)."""
         return (self,)
-
-    @property
-    def loaders(self) -> int:
-        """How many more movers each of the `members` has, that only load: each makes a `loader`. Where slots are places
-        it is told what the member's mover has opened (`StorageTier.opening`); rows that are found by their keys it
-        loads also while that mover is down, and what it finds CORRUPT that one is told to `delete`."""
-        return 0
-
-    @property
-    def loader(self) -> str:
-        """As `implementation`, of what such a mover calls. Required where there are `loaders`."""
-        return ""
 
     @property
     def physical_slots(self) -> bool:

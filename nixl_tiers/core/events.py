@@ -21,7 +21,7 @@ from nixl_tiers.core.tier_rows import MOST_TICK
 from nixl_tiers.core.types import Columns, Direction, Job, PlannedMove, TierState
 from nixl_tiers.core.writeback import WriteBack
 
-_DEAD = attrgetter("dead")
+_READABLE = attrgetter("readable")
 
 
 class Events:
@@ -58,16 +58,8 @@ class Events:
 
     def opened(self, mover: int, slots: int) -> Steps:
         """A mover serves its medium (again), with room for `slots` rows, perhaps fewer than before; the rows that it
-        holds are listed next. None of these is a hit, and nothing is planned for it, before the last step. A loader,
-        which lists nothing, loads from now on; a follower what its owner has opened last."""
-        member = self._state.movers[mover]
-        if (owner := member.owner) is not None:
-            follows = member in owner.followers and owner.state is TierState.DOWN
-            member.state = TierState.DOWN if follows else TierState.UP
-            return iter(())
-        for loader in member.followers:
-            loader.state = TierState.DOWN
-        return begin_listing(member, slots)
+        holds are listed next. None of these is a hit, and nothing is planned for it, before the last step."""
+        return begin_listing(self._state.movers[mover], slots)
 
     def resized(self, mover: int, slots: int) -> None:
         """There is room for more or fewer rows, while it is open. Rows beyond it are listed as removed."""
@@ -115,14 +107,12 @@ class Events:
 
     def down(self, mover: int, now: float) -> None:
         """The medium does not answer. Its rows are misses until it is opened again. Of several members the others go
-        on: what is queued to be loaded from this one is dropped as its turn comes. Where it is a loader that cannot
-        load, its owner and the other loaders go on; and so do loaders of an owner that they do not follow."""
+        on: what is queued to be loaded from this one is dropped as its turn comes."""
         member = self._state.movers[mover]
         lost = member.tier
         self._state.begin_slice()
         member.shut()
-        if member.owner is None:
-            self._checks.lost(lost.number)
+        self._checks.lost(lost.number)
         if lost.refuses_stores:
             self._writeback.drop_stores(lost)
         if not lost.readable:
@@ -198,16 +188,15 @@ class Events:
             jobs.extend(self._measurements.plan(tier, now))
         self._writeback.throttle.begin(self._promotion_jobs.under_way, now)
         # Before others seal these rows, whose end may be that they leave the host.
-        for member in (member for tier in self._state.tiers for member in tier.members):
+        for member in self._state.movers:
             if not (member.writable or member.dead) and member.store_credits > 0:
                 jobs.extend(self._health.plan_store_probe(member, now))
         for tier in known:
             if tier.readable and tier.to_demote:
                 jobs.extend(self._writeback.plan_demotions(tier, now))
-            if tier.writable and tier.to_store and not all(map(_DEAD, tier.members)):
+            if tier.writable and tier.to_store:
                 jobs.extend(self._writeback.plan_stores(tier, now))
-            may_try = any(mover.store_credits > 0 for mover in tier.movers)
-            if may_try and (tier.trials or not all(mover.can_load for mover in tier.movers)):
+            if (tier.trials or not all(map(_READABLE, tier.members))) and tier.store_credits > 0:
                 jobs.extend(self._health.plan_trials(tier, now))
         self._state.unfinished |= self._state.slice_used_up
         return jobs

@@ -66,15 +66,10 @@ class _TierChecks:
         """Whether it is neither known to be there nor known not to be."""
         return key not in self.tier.index and not self.is_absent(key, now)
 
-    @property
-    def can_ask(self) -> bool:
-        """Whether its first mover can be asked; its loaders know no answers."""
-        return self.tier.members[0].can_load
-
     def has_room(self, now: float, *, ahead: bool = False) -> bool:
         """Whether one more check may be sent now; to a slow tier: one at a time, every retry_s. `ahead`: one for which
         no request waits."""
-        if not self.can_ask:
+        if not self.tier.readable:
             return False
         if self.slow:
             return not self.open and now >= self.retry_at_s
@@ -179,7 +174,7 @@ class ExistenceChecks:
 
     def may_ask(self, key: Key, request: Request, now: float) -> bool:
         """Whether a check might find `key`, which no tier index has, be it for this request or a later one."""
-        return any(shared.can_ask and shared.is_unknown(key, now) for shared in self._open_to(request))
+        return any(shared.tier.readable and shared.is_unknown(key, now) for shared in self._open_to(request))
 
     def known_absent(self, tier: int, key: Key, now: float) -> bool:
         """Whether a recent check found `key` absent from the tier's medium."""
@@ -202,7 +197,7 @@ class ExistenceChecks:
         nothing to be found out now."""
         asked: bool | None = None
         for shared in self._open_to(request):
-            if not shared.can_ask or not shared.is_unknown(keys[0], now):
+            if not shared.tier.readable or not shared.is_unknown(keys[0], now):
                 continue
             if shared.slow:
                 shared.ask_later(keys[0])
@@ -294,7 +289,7 @@ class ExistenceChecks:
 
     def _worth(self, shared: _TierChecks, key: Key, request: Request, now: float) -> bool:
         """Whether to wait for a check of this tier. What is not waited for is asked later."""
-        if not shared.can_ask or not shared.is_unknown(key, now):
+        if not shared.tier.readable or not shared.is_unknown(key, now):
             return False
         if shared.slow and not request.patient:
             shared.ask_later(key)
@@ -322,7 +317,7 @@ class ExistenceChecks:
         if check is not None:
             check.requests.append(request)
             request.open_checks += 1
-        elif request.patient and shared.can_ask and not shared.slow:
+        elif request.patient and shared.tier.readable and not shared.slow:
             return False
         else:
             shared.ask_later(first)

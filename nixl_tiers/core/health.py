@@ -67,9 +67,9 @@ class Health:
         for tier in self._state.tiers:
             killed |= {job.mover: "a job is overdue" for job in tier.jobs.values() if job.hard_deadline_s < now}
         for member in self._state.movers:
-            window = self._state.load_window // len(member.tier.movers)
+            window = self._state.load_window // len(member.tier.members)
             most = max(1, int(window * self._state.limits.quarantine_share))
-            if member.can_load and member.quarantined > most and member.number not in killed:
+            if member.readable and member.quarantined > most and member.number not in killed:
                 loads = [job for job in _jobs_of(member) if job.abandoned and job.direction is Direction.LOAD]
                 if any(now > 2 * job.soft_deadline_s - job.started_s for job in loads):
                     killed[member.number] = "too many rows are stuck"
@@ -161,22 +161,21 @@ class Health:
             while tier.trials and not jobs:
                 key, _ = tier.trials.popitem(last=False)
                 found = tier.index.rows.get(key)
-                movers = (each for each in tier.member_of(key).movers if each.can_load and each.store_credits > 0)
-                mover = next(movers, None) if found is not None and _is_idle(Found(*found)) else None
-                if mover is not None and tier.denylist.trial_due(key, now):
-                    jobs = self._start_trial_load(mover, key, now)
-        for mover in tier.movers:
-            if mover.state is not TierState.DOWN and mover.loads.wants_probe and mover.store_credits > 0:
-                jobs += self._plan_load_probe(mover, now)
+                member = tier.member_of(key)
+                can = found is not None and _is_idle(Found(*found)) and member.readable and member.store_credits > 0
+                if can and tier.denylist.trial_due(key, now):
+                    jobs = self._start_trial_load(tier, key, now)
+        for member in tier.members:
+            if member.state is not TierState.DOWN and member.loads.wants_probe and member.store_credits > 0:
+                jobs += self._plan_load_probe(member, now)
         return jobs
 
     def _plan_load_probe(self, member: Member, now: float) -> list[Job]:
         tier, loads = member.tier, member.loads
-        mine = (key for key in tier.trials if tier.member_of(key).place == member.place)
-        suspects = (key for key in mine if tier.denylist.trial_due(key, now))
+        suspects = (key for key in tier.trials if tier.member_of(key) is member and tier.denylist.trial_due(key, now))
         candidate = row_to_load(member) or next(suspects, None)
         if candidate is not None and tier.index.rows.is_stored(candidate):
-            jobs = self._start_trial_load(member, candidate, now)
+            jobs = self._start_trial_load(tier, candidate, now)
             for job in jobs:
                 job.probe_episode = loads.begin_probe()
             return jobs
@@ -259,12 +258,12 @@ class Health:
         if job.direction is Direction.LOAD and (since_s := self._promotion_jobs.waited_since(job)) is not None:
             samples.observe(name, "promotion_seconds", now - since_s)
 
-    def _start_trial_load(self, mover: Member, key: Key, now: float) -> list[Job]:
+    def _start_trial_load(self, tier: Tier, key: Key, now: float) -> list[Job]:
         """A load into a scratch row, which no look-up finds; it may evict a row of a full host."""
         if not self._state.make_room(1):
             return []
-        move = mover.tier.start_load(self._state.host.allocate_scratch(key))
-        return self._state.start_trials(mover.tier, Direction.LOAD, [move], now, mover)
+        move = tier.start_load(self._state.host.allocate_scratch(key))
+        return self._state.start_trials(tier, Direction.LOAD, [move], now)
 
 
 MAX_SOUGHT: Final = 1024  # rows of a tier that are looked at; the first of them will do, as a rule

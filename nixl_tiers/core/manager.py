@@ -74,7 +74,7 @@ class TierManager:
         self.garbage = DeferredFree()
         self.limits = limits or Limits()
         self.tiers = [
-            Tier(spec, number, self.limits, self.garbage, gone, sum(each.movers for each in tiers[:number]))
+            Tier(spec, number, self.limits, self.garbage, gone, sum(each.members for each in tiers[:number]))
             for number, spec in enumerate(tiers)
         ]
         self.checks = ExistenceChecks(self.tiers, self.limits)

@@ -1,17 +1,12 @@
-"""A member of a storage tier: one mover, and the part of the tier's slots that it alone writes.
+"""A member of a storage tier: one mover, and the part of the tier's slots that it alone reads and writes.
 
 Most tiers have one. The members of a tier share its index, its queues and its price; each has its own state, circuits,
 speed, and jobs that died with its mover, so that one that fails takes nothing from the others but its rows.
-
-A member may have loaders: further movers, which only load what it stores. Each is a `Member`, too, with state, circuit,
-speed and dead jobs of its own, and neither slots nor anything to delete. Where slots are places, loaders go by what
-their owner has opened last (`followers`); a row that is found by its key they load whatever becomes of the owner.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -32,16 +27,14 @@ UNLIMITED: Final = 1 << 62
 @dataclass(eq=False)
 class Member:
     """`number`: of its mover, among those of all tiers; `place`: in its tier. `first_slot`: what the medium calls slot
-    0. `owner`: of a loader, whose slots it loads from; it has the same place."""
+    0."""
 
     tier: Tier = field(repr=False)
     number: int
     place: int
     first_slot: int
     limits: Limits
-    owner: Member | None = field(default=None, repr=False)
-    loaders: list[Member] = field(default_factory=list, repr=False)
-    state: TierState = TierState.DOWN  # of a loader: DOWN, or UP; of a follower as long as its owner is not down
+    state: TierState = TierState.DOWN
     dead: deque[OrphanedJobs] = field(
         default_factory=deque
     )  # of movers that were killed or have died, the oldest first
@@ -51,29 +44,13 @@ class Member:
 
     def __post_init__(self) -> None:
         # One for each direction: a disk on which writes fail, or a read-only bucket, can still be read.
-        directions = Direction if self.owner is None else (Direction.LOAD,)
-        self.breakers = {direction: Breaker(self.limits.breaker) for direction in directions}
+        self.breakers = {direction: Breaker(self.limits.breaker) for direction in Direction}
         self.loads = self.breakers[Direction.LOAD]
         self.throughput = {direction: ThroughputEstimate(self.limits.assumed_bytes_per_s) for direction in Direction}
 
     @property
-    def movers(self) -> Sequence[Member]:
-        """Those that load from its slots: its own, and its loaders."""
-        return (self, *self.loaders)
-
-    @property
-    def followers(self) -> Sequence[Member]:
-        """Those of its loaders that are down with it, and have to open again what it has opened again."""
-        return self.loaders if self.tier.spec.physical_slots else ()
-
-    @property
     def readable(self) -> bool:
         """Whether loads may be planned."""
-        return self.can_load or any(loader.can_load for loader in self.loaders)
-
-    @property
-    def can_load(self) -> bool:
-        """Whether this very mover may be sent loads."""
         return self.state is not TierState.DOWN and self.loads.closed
 
     @property
@@ -111,9 +88,8 @@ class Member:
         return sum(len(job.moves) for job in jobs if job.mover == self.number and job.direction is direction)
 
     def shut(self) -> None:
-        """Its medium does not answer, or is about to be opened anew: neither it nor a follower loads from there."""
-        for mover in (self, *self.followers):
-            mover.state = TierState.DOWN
+        """Its medium does not answer, or is about to be opened anew."""
+        self.state = TierState.DOWN
         self.clear_deletes()
 
     def clear_deletes(self) -> None:

@@ -71,8 +71,7 @@ class Misses:
             if request.allowed is not None and tier.number not in request.allowed:
                 reason = reason or (tier.number, "missed_excluded")
             elif not (member := tier.member_of(key)).readable:
-                down = all(mover.state is TierState.DOWN for mover in member.movers)
-                reason = (tier.number, "missed_down" if down else "missed_open")
+                reason = (tier.number, "missed_down" if member.state is TierState.DOWN else "missed_open")
             elif request.load_failed or tier.denylist.is_denied(key, now):
                 reason = (tier.number, "missed_failed")
             elif not request.asked.get(key, True):

@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.host import HostTier
-from nixl_tiers.core.member import Member
 from nixl_tiers.core.prefetch_queue import PrefetchQueue
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.rows import RowState
@@ -211,13 +209,13 @@ class Promotion:
         queued = request.rows_awaited and not self.host_full  # then it waited for room, and not for a tier
         for tier in self._state.tiers:
             keys = [key for key, source in loading if source == tier.spec.name]
-            slow: Sequence[Member] = self._state.movers_that_move(tier, keys)
+            slow = self._state.movers_that_move(tier, keys)
             if not loading and queued and tier.to_load:
                 first = next(iter(request.asked))
                 key = next((key for key in request.asked if tier.index.place_of(key) is not None), first)
-                slow = tier.member_of(key).movers
-            for mover in slow:
-                mover.loads.record(False, now)
+                slow = [tier.member_of(key)]
+            for member in slow:
+                member.loads.record(False, now)
 
 
 class RequestIndex:

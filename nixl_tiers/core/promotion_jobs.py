@@ -317,7 +317,7 @@ class PromotionJobs:
                 tier.counters.failed_loads += 1
                 if tier.index.has(move.key, move.id):
                     tier.index.cancel_eviction(move.key, self._state.tick)
-            elif tier.index.invalidate(move.key, move.id, bad=outcome is Outcome.CORRUPT):
+            elif tier.index.invalidate(move.key, move.id):
                 tier.counters.corrupt += outcome is Outcome.CORRUPT
                 tier.counters.missing += outcome is Outcome.MISSING
                 tier.gone.note(move.key, tag_of(tier.number, Gone.LOST))

@@ -70,7 +70,7 @@ class CascadeState:
         # that is. So they have a small window of their own.
         self.demote_window = max(1, min(self.store_window, self.load_window // 2))
         self.rows_per_job = max(1, min(limits.moves_per_job, limits.job_bytes // row_bytes))
-        self.movers = [mover for tier in self.tiers for mover in tier.movers]
+        self.movers = [member for tier in self.tiers for member in tier.members]
         self.below_host: Tier | None = None  # the tier that is written when the host evicts
         self._below: dict[int, Tier] = {}
         self._above: dict[int, Tier | None] = {}
@@ -146,25 +146,19 @@ class CascadeState:
 
     def running_s(self, tier: Tier) -> float:
         """How long the rows that are being moved to and from this tier take it, as far as is known."""
-        loading = -(-tier.rows_loading // len(tier.movers)) * self.row_bytes
-        storing = -(-tier.rows_storing // len(tier.members)) * self.row_bytes
+        count = len(tier.members)
+        loading, storing = (-(-rows // count) * self.row_bytes for rows in (tier.rows_loading, tier.rows_storing))
         return max(
             member.throughput[Direction.LOAD].seconds(loading) + member.throughput[Direction.STORE].seconds(storing)
             for member in tier.members
         )
 
     def load_rooms(self, tier: Tier) -> list[int] | None:
-        """How many rows may be loaded from each member now, beside those under way; None: the tier has one mover."""
-        if len(tier.movers) == 1:
+        """How many rows may be loaded from each member now, beside those under way; None: it has only one."""
+        if len(tier.members) == 1:
             return None
-        return [sum(map(self._load_room, member.movers)) for member in tier.members]
-
-    def _load_room(self, mover: Member) -> int:
-        """How many of them by this mover."""
-        if mover.dead or not mover.can_load:
-            return 0
-        window = max(1, self.load_window // len(mover.tier.movers))
-        return max(0, min(window - mover.under_way(Direction.LOAD), mover.send_credits * self.rows_per_job))
+        readable = [member.readable and not member.dead for member in tier.members]
+        return self._rooms(tier, Direction.LOAD, readable)
 
     def store_rooms(self, tier: Tier) -> list[int] | None:
         """How many rows may be stored to each member now; None: it has only one. Where one that can be written can be
@@ -175,13 +169,7 @@ class CascadeState:
         takes = [member.takes_rows for member in tier.members]
         if True not in takes:
             takes = [member.writable and not member.dead for member in tier.members]
-        window = max(1, self.store_window // len(tier.members))
-        rooms = [
-            max(0, min(window - member.under_way(Direction.STORE), member.store_credits * self.rows_per_job))
-            if takes_any
-            else 0
-            for member, takes_any in zip(tier.members, takes, strict=True)
-        ]
+        rooms = self._rooms(tier, Direction.STORE, takes)
         free = [max(0, tier.index.slots_of(member).free) for member in tier.members]
         if any(fit := [min(room, slots) for room, slots in zip(rooms, free, strict=True)]):
             return fit
@@ -189,6 +177,16 @@ class CascadeState:
         for member, takes_any, slots in zip(tier.members, takes, free, strict=True):
             if takes_any and slots and member.number not in stuck:
                 return [0] * len(rooms)
+        return rooms
+
+    def _rooms(self, tier: Tier, direction: Direction, takes: list[bool]) -> list[int]:
+        loads = direction is Direction.LOAD
+        window = max(1, (self.load_window if loads else self.store_window) // len(tier.members))
+        rooms = []
+        for member, takes_any in zip(tier.members, takes, strict=True):
+            messages = member.send_credits if loads else member.store_credits
+            left = min(window - member.under_way(direction), messages * self.rows_per_job)
+            rooms.append(max(0, left) if takes_any else 0)
         return rooms
 
     def movers_that_move(self, tier: Tier, keys: Collection[Key]) -> list[Member]:
@@ -231,54 +229,23 @@ class CascadeState:
                 below.counters.dropped_evicted += not row.host_only and row.key not in below.index
 
     def start_jobs(
-        self,
-        tier: Tier,
-        direction: Direction,
-        moves: list[PlannedMove],
-        now: float,
-        soon: int = 0,
-        *,
-        mover: Member | None = None,
+        self, tier: Tier, direction: Direction, moves: list[PlannedMove], now: float, soon: int = 0
     ) -> list[Job]:
         """Jobs of so many rows as are best for their direction, with their deadlines; call after the tier counts
-        `moves`. `soon`: how many more rows the next slices start, beside which these jobs run. `mover`: which has to
-        move them; None: whichever can."""
+        `moves`. `soon`: how many more rows the next slices start, beside which these jobs run."""
         if not moves:  # as at most turns: the estimates below sort their samples
             tier.ending_moves.clear()
             return []
         jobs: list[Job] = []
-        loads = direction is Direction.LOAD
-        soon //= len(tier.movers if loads else tier.members)
         for member, part in _by_member(tier, moves):
-            shares = self._among_movers(member, part) if loads and mover is None else [(mover or member, part)]
-            for each, share in shares:
-                jobs += self._start_jobs(each, direction, share, now, soon)
+            jobs += self._start_jobs(member, direction, part, now, soon // len(tier.members))
         for job in jobs:
             job.loaded_before = tier.loaded
-        if loads:
+        if direction is Direction.LOAD:
             self._join_burst(tier, jobs, now)
         tier.jobs.update({job.id: job for job in jobs})
         tier.ending_moves.clear()
         return jobs
-
-    def _among_movers(self, member: Member, moves: list[PlannedMove]) -> Iterable[tuple[Member, list[PlannedMove]]]:
-        """Loads of one member, shared out among those that can load them: the next rows go to the one with most
-        room."""
-        # Its own mover last, as it stores, too.
-        rooms = {mover: self._load_room(mover) for mover in reversed(member.movers)} if member.loaders else {}
-        movers = [mover for mover, room in rooms.items() if room] or [member]
-        if len(movers) == 1:
-            return [(movers[0], moves)]
-        most = max(1, min(self.rows_per_job, -(-len(moves) // len(movers))))
-        shares: dict[Member, list[PlannedMove]] = {}
-        start = 0
-        while start < len(moves):
-            mover = max(movers, key=rooms.__getitem__)
-            count = max(1, min(most, rooms[mover]))
-            shares.setdefault(mover, []).extend(moves[start : start + count])
-            rooms[mover] -= count
-            start += count
-        return shares.items()
 
     def _start_jobs(
         self, member: Member, direction: Direction, moves: list[PlannedMove], now: float, soon: int
@@ -304,8 +271,7 @@ class CascadeState:
         job_s = limits.job_s if loads else STORE_JOBS * limits.job_s
         fast = int(member.throughput[direction].bytes_per_s * job_s) // self.row_bytes
         # Several jobs fill a window, whatever their size: else the tier idles between two of them.
-        window = self.load_window if loads else self.store_window
-        window //= len(member.tier.movers if loads else member.tier.members) * JOBS_A_WINDOW
+        window = (self.load_window if loads else self.store_window) // (len(member.tier.members) * JOBS_A_WINDOW)
         return max(self.rows_per_job, min(fast, limits.moves_per_job, window))
 
     def _join_burst(self, tier: Tier, jobs: list[Job], now: float) -> None:
@@ -338,11 +304,9 @@ class CascadeState:
             jobs.append(Job(self.last_job_id, tier.number, member.number, direction, [move], 0, now, now, now))
         return jobs
 
-    def start_trials(
-        self, tier: Tier, direction: Direction, moves: list[PlannedMove], now: float, mover: Member | None = None
-    ) -> list[Job]:
+    def start_trials(self, tier: Tier, direction: Direction, moves: list[PlannedMove], now: float) -> list[Job]:
         """The same for at most one row that is moved alone: a suspect, or a breaker's probe."""
-        jobs = self.start_jobs(tier, direction, moves, now, mover=mover)
+        jobs = self.start_jobs(tier, direction, moves, now)
         for job in jobs:
             job.is_trial = True
             tier.trials_running += 1

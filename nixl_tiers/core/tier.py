@@ -30,8 +30,7 @@ _CLOSED: Final = BreakerState.CLOSED
 
 @dataclass
 class Tier:
-    """One storage tier. `index` has its rows, `members` what its slots are divided among, `movers` also has their
-    loaders."""
+    """One storage tier. `index` has its rows, `members` are its movers."""
 
     spec: TierSpec
     number: int  # its place in the cascade, from 0
@@ -39,7 +38,7 @@ class Tier:
     garbage: DeferredFree = field(default_factory=DeferredFree)
     gone: EvictionHistory = field(default_factory=EvictionHistory)
     first_mover: int | None = None  # the number of its first member's; None: its own
-    jobs: dict[int, Job] = field(default_factory=dict)  # of all movers
+    jobs: dict[int, Job] = field(default_factory=dict)  # of all members
     ending_moves: list[PlannedMove] = field(default_factory=list)  # they pin rows and are in no job: only in a call
     trials_running: int = 0  # open jobs that are trials of a suspect, or probes
     # Key -> tick, first in, first out. Not pinned in host memory; what is dropped is not queued again.
@@ -65,13 +64,6 @@ class Tier:
         self.members = [
             Member(self, first + place, place, place * span, self.limits) for place in range(self.spec.members)
         ]
-        self.movers = [*self.members]
-        for _ in range(self.spec.loaders):
-            for member in self.members:
-                number = first + len(self.movers)
-                loader = Member(self, number, member.place, member.first_slot, self.limits, member)
-                member.loaders.append(loader)
-                self.movers.append(loader)
         self._only = self.members[0] if len(self.members) == 1 else None
         self.index = TierIndex(self.spec, self.number, self.counters, self.gone, self.garbage, self.members)
         self.denylist = Denylist(self.limits.retry_s, self.limits.retry_max_s)
@@ -102,18 +94,18 @@ class Tier:
 
     @property
     def circuit(self) -> BreakerState:
-        """The worst of its movers'."""
-        return max(mover.circuit for mover in self.movers)
+        """The worst of its members'."""
+        return max(member.circuit for member in self.members)
 
     @property
     def quarantined(self) -> int:
         """Host rows of abandoned loads, until their movers are done with them or reaped."""
-        return sum(mover.quarantined for mover in self.movers)
+        return sum(member.quarantined for member in self.members)
 
     @property
     def known(self) -> bool:
-        """Whether the suspects of some mover are known: those of a dead one are not, yet."""
-        return not all(mover.dead for mover in self.movers)
+        """Whether the suspects of some member are known: those of a dead mover are not, yet."""
+        return not all(member.dead for member in self.members)
 
     @property
     def free_slots(self) -> int:
@@ -146,7 +138,7 @@ class Tier:
         only = self._only
         if only is None:
             return self.can_load_many([key], now)[0]
-        if (only.loads.state is not _CLOSED or only.state is _DOWN) and not only.readable:  # seldom: that takes longest
+        if only.state is _DOWN or only.loads.state is not _CLOSED:  # as `readable`
             return False
         return self.index.rows.is_stored(key) and not (self.denylist.keys and self.denylist.is_denied(key, now))
 
@@ -210,16 +202,16 @@ class Tier:
         self.index.clear()
         self.trials.clear()
         self.denylist.reset()
-        for mover in self.movers:
-            for dead in mover.dead:
+        for member in self.members:
+            for dead in member.dead:
                 dead.to_suspect = deque()  # rows of before
-            mover.shut()
+            member.shut()
         self.last_refused = None
 
     @property
     def send_credits(self) -> int:
         """How many more messages its movers take now."""
-        return sum(max(0, mover.send_credits) for mover in self.movers)
+        return sum(max(0, member.send_credits) for member in self.members)
 
     @property
     def store_credits(self) -> int:

@@ -46,8 +46,6 @@ class TierIndex:
         self._spec = spec
         self._members = members
         self._divided = len(members) > 1
-        deletes = spec.write is not Write.OFF and not spec.asked
-        self._tells_bad = spec.loaders > 0 and not spec.physical_slots and not deletes
         self._counters = counters
         self._gone = gone
         self._garbage = garbage
@@ -236,15 +234,11 @@ class TierIndex:
             self.former.append(self.evicting)
             self.evicting = {}
 
-    def invalidate(self, key: Key, row: int, *, bad: bool = False) -> bool:
-        """This row cannot be used. Does nothing, and returns False, if the key has another one by now. `bad`: it is not
-        what was stored. Found by its key, and by a loader, its medium would offer it again: the mover that stores there
-        is told, be it one that only reads, or is asked."""
+    def invalidate(self, key: Key, row: int) -> bool:
+        """This row cannot be used. Does nothing, and returns False, if the key has another one by now."""
         slot = self.rows.remove(key, row)
         if slot >= 0:
             self._removed(key, slot)
-            if bad and self._tells_bad:
-                self._members[0].to_delete.append((slot, key))
         return slot >= 0
 
     # --- what the medium lists -----------------------------------------------------------------------------------

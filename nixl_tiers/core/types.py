@@ -33,7 +33,7 @@ class TierSpec:
     known of such a tier stays known when its mover is restarted. A row's tick is the time by the medium's clock when
     it was written last, so the order of the index is that in which rows vanish (`TierIndex.gone_before`).
 
-    `members`: among how many movers its slots are divided; `loaders`: how many more each of these has, which only load.
+    `members`: how many movers it has, each with slots of its own.
 
     `quotas`: which share of it each tenant may have, from number 1 on, if no other engine stores to it."""
 
@@ -43,11 +43,6 @@ class TierSpec:
     asked: bool = False
     quotas: tuple[float, ...] = ()
     members: int = 1
-    loaders: int = 0
-
-    @property
-    def movers(self) -> int:
-        return self.members * (1 + self.loaders)
 
 
 class Columns(Protocol):

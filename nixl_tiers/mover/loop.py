@@ -62,7 +62,6 @@ class Mover:
         self.send_queue = SendQueue(end)
         self.stopping = False
         self._tier = tier
-        self._loader = configure.loader
         self.times = configure.times
         self._received: deque[ToMover] = deque()
         self._jobs = RunningJobs(tier, region, self.send_queue.send)
@@ -178,8 +177,6 @@ class Mover:
     def _begin_open(self, message: Open) -> None:
         self._retry = None
         self._stop_serving()
-        if self._loader:
-            self._tier.opening = message.opening
         self._opening = (message, self._opener.submit(self._tier.open, message.namespace, message.epoch))
 
     def _finish_open(self, now: float) -> None:
@@ -207,9 +204,8 @@ class Mover:
                 gc.freeze()
             self._published_slots = slots
             self._send_heartbeat()
-            self.send_queue.send(Opened(message.epoch, slots, self._tier.mount_point, self._tier.opening))
-            if not self._loader:
-                self._publisher = IndexPublisher(self._tier, self.send_queue, message.epoch, self._send_heartbeat)
+            self.send_queue.send(Opened(message.epoch, slots, self._tier.mount_point))
+            self._publisher = IndexPublisher(self._tier, self.send_queue, message.epoch, self._send_heartbeat)
 
     def _stop_serving(self) -> None:
         self._served = None

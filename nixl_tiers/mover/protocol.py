@@ -38,22 +38,19 @@ class Configure(msgspec.Struct, tag="configure", frozen=True):
     cell_payload: int
     sub_blocks: int
     rows: int
-    physical_slots: bool = False  # a slot is a place on the medium
     engine: str = ""  # StorageTier.identify
     secret_variables: list[str] = []  # environment variables whose values must not be logged
     description: Description | None = None  # StorageTier.describe
     mount_point: _Path = b""  # StorageTier.mount_point, as the last mover that opened it has found it
-    loader: bool = False  # it only loads, beside another mover that stores
+    movers: int = 1  # of the tier on this machine, this one included
     times: Times = PRODUCTION
 
 
 class Open(msgspec.Struct, tag="open", frozen=True):
-    """Coordinator -> mover: serve this namespace from now on (at start and after every reset); answered by Opened. A
-    loader gets one each time the mover that stores has opened its medium."""
+    """Coordinator -> mover: serve this namespace from now on (at start and after every reset); answered by Opened."""
 
     namespace: bytes
     epoch: int
-    opening: _Path = b""  # StorageTier.opening, for a loader
 
 
 class Store(msgspec.Struct, tag="store", frozen=True):
@@ -102,7 +99,6 @@ class Opened(msgspec.Struct, tag="opened", frozen=True):
     epoch: int
     slots: Count
     mount_point: _Path = b""  # StorageTier.mount_point
-    opening: _Path = b""  # StorageTier.opening
 
 
 class Slots(msgspec.Struct, tag="slots", frozen=True):

@@ -66,7 +66,7 @@ class Supervisor:
         self._region_fd = region_fd
         self._handler = handler
         self._clock = clock
-        self._open: list[Open | None] = [None] * len(configures)
+        self._open: Open | None = None
         self._reopen = False
         self._to_open: set[int] = set()  # tiers whose movers have not been sent it yet
         self._movers: list[Child | None] = [None] * len(configures)
@@ -90,26 +90,16 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="nixl-tiers-supervisor", daemon=True)
 
     def start(self, message: Open) -> None:
-        """Start every mover with this namespace, but for loaders that have to be told first what to open."""
-        self._open = self._opens(message)
+        """Start every mover with this namespace."""
+        self._open = message
         self._spawn_at = dict.fromkeys(range(len(self._configures)), 0.0)
         self._thread.start()
 
     def reopen(self, message: Open) -> None:
-        """Serve this namespace from now on, in running movers and in those to come. Loaders where slots are places have
-        to be told again what to open (`open_loader`)."""
-        self._open = self._opens(message)
+        """Serve this namespace from now on, in running movers and in those to come."""
+        self._open = message
         self._reopen = True
         self.wake()
-
-    def open_loader(self, tier: int, message: Open) -> None:
-        """Have this loader serve it from now on, and those to come in its place. On the supervisor's thread, with what
-        keeps `reopen` away."""
-        self._open[tier] = message
-        self._to_open.add(tier)
-
-    def _opens(self, message: Open) -> list[Open | None]:
-        return [None if each.loader and each.physical_slots else message for each in self._configures]
 
     def wake(self) -> None:
         """Have the handler's on_tick called soon."""
@@ -238,9 +228,9 @@ class Supervisor:
             self._to_open.update(range(len(self._movers)))
         for tier in list(self._to_open):
             mover = self._movers[tier]
-            if mover is not None and mover.send_credits and (opens := self._open[tier]) is not None:
+            if mover is not None and mover.send_credits and self._open is not None:
                 self._to_open.remove(tier)
-                self._send(tier, mover, opens)
+                self._send(tier, mover, self._open)
         send_credits = [mover.send_credits if mover is not None else 0 for mover in self._movers]
         self._turn_wanted = False
         turn = self._handler.on_tick(now, send_credits)
@@ -278,7 +268,7 @@ class Supervisor:
             self._epoll.modify(mover.socket, select.EPOLLIN if sent_all else select.EPOLLIN | select.EPOLLOUT)
 
     def _spawn(self, tier: int) -> None:
-        if self._stopping:
+        if self._stopping or self._open is None:
             return
         try:
             mover = Child(self._configures[tier], self._region_fd, self._clock)
@@ -287,8 +277,7 @@ class Supervisor:
             self._handler.on_problem(tier, f"its mover cannot be started: {error}")
             return
         self._to_open.discard(tier)
-        if (message := self._open[tier]) is not None:  # else a loader is told once that is known
-            mover.send(message)
+        mover.send(self._open)
         self._movers[tier] = mover
         for fd in mover.fds:
             self._epoll.register(fd, select.EPOLLIN)

@@ -53,5 +53,4 @@ def _spec(name: str, tier: StorageConfig, quotas: tuple[float, ...]) -> TierSpec
         asked=tier.asked,
         quotas=quotas if tier.own and tier.write is not Write.OFF else (),
         members=len(tier.members),
-        loaders=tier.loaders,
     )

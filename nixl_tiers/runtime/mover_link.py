@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-import msgspec
-
 from nixl_tiers.base.chunk import Namespace, Outcome
 from nixl_tiers.base.manifest import Description
 from nixl_tiers.base.times import Times
@@ -51,7 +49,7 @@ from nixl_tiers.mover.protocol import (
     packet_of,
 )
 from nixl_tiers.mover.supervisor import IDLE_S, TICK_S, Supervisor
-from nixl_tiers.runtime.mover_status import MoverStatus, mover_name
+from nixl_tiers.runtime.mover_status import MoverStatus
 from nixl_tiers.runtime.recent_uses import RecentUses
 from nixl_tiers.runtime.tier_log import LogQueue
 from nixl_tiers.tiers.base import MAX_SLOTS, Move
@@ -84,16 +82,12 @@ class MoverLink:
         """`changed`: notified after every report of a mover that may change an answer; its lock guards everything."""
         self.namespace = namespace
         self._log_queue = LogQueue()
-        movers = [
-            (tier, mover_name(name, place if len(tier_config.members) > 1 else None, loader), member, bool(loader))
-            for tier, (name, tier_config) in enumerate(zip(config.names, config.storage, strict=True))
-            for loader in range(1 + tier_config.loaders)  # 0: the mover that stores
-            for place, member in enumerate(tier_config.members)
+        members = [
+            (name, f"{name}[{place}]" if len(tier.members) > 1 else name, member, len(tier.members))
+            for name, tier in zip(config.names, config.storage, strict=True)
+            for place, member in enumerate(tier.members)
         ]
-        self.movers = [
-            MoverStatus(config.names[tier], name, member, self._log_queue.put, loader=loader)
-            for tier, name, member, loader in movers
-        ]
+        self.movers = [MoverStatus(tier, name, member, self._log_queue.put) for tier, name, member, _ in members]
         self.changed: threading.Condition = changed
         self.after_tick: Callable[[], None] | None = None  # called without the lock, at least once in IDLE_S
         self._core = core
@@ -101,8 +95,8 @@ class MoverLink:
         self._clock = clock
         self._recent_uses = RecentUses(core, changed)
         self.supervisor = Supervisor(
-            _configures([(member, loader) for *_, member, loader in movers], region, engine_id(), description, times),
-            [name for _, name, *_ in movers],
+            _configures([(member, count) for *_, member, count in members], region, engine_id(), description, times),
+            [name for _, name, *_ in members],
             region.fd,
             self,
             clock,
@@ -116,7 +110,7 @@ class MoverLink:
         """Have every mover open another namespace. Call it with the lock held: the last of two resets must win."""
         self.namespace = namespace
         for mover in self.movers:
-            mover.answered = mover.loader
+            mover.answered = False
         if self.movers:
             self.supervisor.reopen(self._open_message())
 
@@ -133,8 +127,7 @@ class MoverLink:
 
     @property
     def ready(self) -> bool:
-        """Whether each mover that stores has listed all that it holds, or has reported that it is down. With the lock
-        held."""
+        """Whether each mover has listed all that it holds, or has reported that it is down. With the lock held."""
         return all(
             member.state is TierState.UP or (member.state is TierState.DOWN and status.answered)
             for member, status in zip(self._core.movers, self.movers, strict=True)
@@ -189,20 +182,17 @@ class MoverLink:
                     status.log.down(message.reason, now)
                 case Refused():
                     status.answered = True
-                    status.refusal = "" if status.loader else message.reason
+                    status.refusal = message.reason
                     self._core.events.down(mover, now)
                     status.log.down(message.reason, now)
             self.changed.notify_all()
 
     def _on_opened(self, mover: int, message: Opened) -> None:
         status = self.movers[mover]
-        if not status.loader:
-            self._check_slots(status, message.slots)
+        self._check_slots(status, message.slots)
         self.supervisor.expect_mount(mover, message.mount_point)
         with self._locked():
             if message.epoch != self.namespace.epoch:
-                return
-            if status.loader and not self._has_opened(mover, message.opening):
                 return
             steps = self._core.events.opened(mover, message.slots)
         take_steps(steps, self.changed)
@@ -210,8 +200,6 @@ class MoverLink:
             if message.epoch == self.namespace.epoch:
                 status.answered = True
                 status.log.up(self._clock())
-                if not status.loader:
-                    self._open_loaders(mover, message.opening)
 
     def _on_rows_ended(self, mover: int, message: RowsEnded | Finished, now: float) -> None:
         events, outcomes = self._core.events, _outcomes(message.outcomes)
@@ -303,24 +291,12 @@ class MoverLink:
         """Raises ValueError for more slots than any medium of this capacity has: each used one costs a byte. Where
         it is only read, there are as many as others have filled."""
         limit = MAX_SLOTS if status.reads_only else MAX_CAPACITIES * status.capacity // self._row_bytes
-        limit = min(limit, slots_each(sum(not each.loader for each in self.of_tier(status.tier))))
+        limit = min(limit, slots_each(len(self.of_tier(status.tier))))
         if slots > limit:
             raise ValueError(f"the {status.name} tier cannot have {slots} slots")
 
     def _open_message(self) -> Open:
         return Open(self.namespace.digest, self.namespace.epoch)
-
-    def _open_loaders(self, mover: int, opening: bytes) -> None:
-        """This mover has opened its medium (again): its followers are to open the same. With the lock held."""
-        self.movers[mover].opening = opening
-        message = msgspec.structs.replace(self._open_message(), opening=opening)
-        for loader in self._core.movers[mover].followers:
-            self.supervisor.open_loader(loader.number, message)
-
-    def _has_opened(self, loader: int, opening: bytes) -> bool:
-        """Whether a loader has opened what its owner has opened last, or need not, as it does not follow it."""
-        owner = self._core.movers[loader].owner
-        return owner is None or not owner.followers or self.movers[owner.number].opening == opening
 
 
 def take_steps(steps: Steps, lock: threading.Condition) -> None:
@@ -356,13 +332,13 @@ def engine_id() -> str:
 
 
 def _configures(
-    movers: Sequence[tuple[StorageConfig, bool]],
+    members: Sequence[tuple[StorageConfig, int]],
     region: HostRegion,
     engine: str,
     description: Description,
     times: Times,
 ) -> list[Configure]:
-    """The first message to each mover. `movers`: of each its configuration, and whether it only loads. `engine`: see
+    """The first message to each mover. `members`: of each its configuration, and how many its tier has. `engine`: see
     StorageTier.identify."""
     geometry = region.geometry
     return [
@@ -372,12 +348,11 @@ def _configures(
             geometry.cell_payload,
             geometry.sub_blocks,
             region.rows,
-            physical_slots=member.physical_slots,
             engine=engine,
             secret_variables=member.secret_variables,
-            description=None if loader else description,
-            loader=loader,
+            description=description,
+            movers=count,
             times=times,
         )
-        for member, loader in movers
+        for member, count in members
     ]

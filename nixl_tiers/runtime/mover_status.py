@@ -11,17 +11,15 @@ from nixl_tiers.runtime.tier_log import TierLog, Write
 class MoverStatus:
     """What one mover last reported of its medium. Guarded by the coordinator's lock."""
 
-    def __init__(self, tier: str, name: str, config: StorageConfig, write: Write, *, loader: bool = False) -> None:
-        """`tier`: its name; `name`: which of its movers this is, too. `loader`: whether it only loads."""
+    def __init__(self, tier: str, name: str, config: StorageConfig, write: Write) -> None:
+        """`tier`: its name; `name`: which of its members this is, too."""
         self.tier = tier
         self.name = name
-        self.loader = loader
         self.place = config.place
-        self.capacity = 0 if loader else config.capacity  # bytes
+        self.capacity = config.capacity  # bytes
         self.reads_only = config.write == "off"
-        self.log = TierLog(name, config.place, "loads only" if loader else format_size(config.capacity), write)
-        self.answered = loader  # opened, down or refused since the current namespace was sent; nobody waits for loaders
-        self.opening = b""  # what it has opened last, for its loaders
+        self.log = TierLog(name, config.place, format_size(config.capacity), write)
+        self.answered = False  # opened, down or refused since the current namespace was sent
         self.refusal = ""  # why the tier can never work as configured
         self.used_bytes = 0
         self.listed_rows = 0
@@ -42,12 +40,6 @@ def gauges(movers: Sequence[MoverStatus]) -> dict[str, float]:
 
 def problem(movers: Sequence[MoverStatus]) -> str:
     """Why the medium of each of a tier's movers is down, or what it denies, in words."""
-    alone = sum(not each.loader for each in movers) == 1
-    texts = ((each.name if each.loader else "" if alone else each.place, each.log.problem) for each in movers)
-    return "; ".join(f"{where}: {text}" if where else text for where, text in texts if text)
-
-
-def mover_name(tier: str, place: int | None, loader: int) -> str:
-    """Of a mover, in the log."""
-    member = tier if place is None else f"{tier}[{place}]"
-    return f"{member}+{loader}" if loader else member
+    if len(movers) == 1:
+        return movers[0].log.problem
+    return "; ".join(f"{each.place}: {each.log.problem}" for each in movers if each.log.problem)

@@ -193,14 +193,6 @@ class FaultyTier(StorageTier):
     def mount_point(self, found: bytes) -> None:
         self._inner.mount_point = found
 
-    @property
-    def opening(self) -> bytes:
-        return self._inner.opening
-
-    @opening.setter
-    def opening(self, opening: bytes) -> None:
-        self._inner.opening = opening
-
     def list_rows(self) -> Iterator[Sequence[Entry]]:
         return self._inner.list_rows()
 

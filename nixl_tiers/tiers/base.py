@@ -165,10 +165,6 @@ class StorageTier(ABC):
     engine, which sets it before `open`. After an unmount the mount point is an ordinary directory, and a tier there
     would fill the disk below it. Empty: none was found yet."""
 
-    opening: bytes = b""
-    """Where the configuration has `loaders`, and slots are places: what `open` has opened, another one each time, for
-    movers that only load from there. Of such a mover: set before `open`."""
-
     def identify(self, engine: str) -> None:  # noqa: B027 - most tiers need not know
         """For which engine this tier works: an ID that stays the same when its mover is restarted. Called once, before
         `open`."""
@@ -261,9 +257,8 @@ class StorageTier(ABC):
         return None
 
     # Where the medium is asked (the capability `asked`), since others write to it and it is too large to be listed:
-    # `list_rows` yields nothing, `delete` is called only for rows that a loader has found CORRUPT, and the engine goes
-    # on with what it knows when its mover is restarted. A row's tick is when it was last written, or any time before,
-    # by one clock for all engines.
+    # `list_rows` yields nothing, `delete` is not called, and the engine goes on with what it knows when its mover is
+    # restarted. A row's tick is when it was last written, or any time before, by one clock for all engines.
 
     def check_existence(self, check_id: int, keys: Sequence[bytes], chain: bool) -> bool:
         """Start to find out which of `keys` are there. False: not possible.
@@ -357,10 +352,10 @@ def make_tier(
     geometry: Geometry,
     region: HostRegion,
     *,
-    loader: bool = False,
+    movers: int = 1,
     times: Times = PRODUCTION,
 ) -> StorageTier:
-    """The tier of a configuration as `tier_to_dict` gives it, or what only loads from there. Raises TierRefused."""
+    """The tier of a configuration as `tier_to_dict` gives it. Raises TierRefused."""
     try:
         config = tier_from_dict(tier)
     except ConfigError as error:
@@ -369,19 +364,20 @@ def make_tier(
         # The scheduler's process could read it, so its path has something that a mover's has not.
         what = f'type: "{tier.get("type")}" cannot be imported by its mover process, so its package must be installed'
         raise TierRefused(f"{what} ({str(error).removeprefix('type: ')})") from error
-    return implement(config, geometry, region, config.loader if loader else config.implementation, times)
+    return implement(config, geometry, region, movers=movers, times=times)
 
 
 def implement(
-    config: StorageConfig, geometry: Geometry, region: HostRegion, name: str = "", times: Times = PRODUCTION
+    config: StorageConfig, geometry: Geometry, region: HostRegion, *, movers: int = 1, times: Times = PRODUCTION
 ) -> StorageTier:
-    """A tier of the class, or from the function, of this name, or that `config.implementation` names; one with a
-    parameter `times` is given them. Raises TierRefused."""
-    name = name or config.implementation
+    """A tier of the class, or from the function, that `config.implementation` names. One with a parameter `times` is
+    given them, and one with a parameter `movers` how many the tier has on this machine. Raises TierRefused."""
+    name = config.implementation
     # One tier a process: the libraries of the others are not loaded.
     try:
         make = import_object(name)
-        more = {"times": times} if "times" in inspect.signature(make).parameters else {}
+        takes = inspect.signature(make).parameters
+        more = {each: value for each, value in (("movers", movers), ("times", times)) if each in takes}
     except Exception as error:
         where = f'its implementation "{name}" cannot be imported by its mover process'
         raise TierRefused(f'type: "{config.type}": {where} ({in_one_line(error)})') from error

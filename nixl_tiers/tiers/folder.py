@@ -171,20 +171,6 @@ class Folder:
         except OSError as error:
             raise _named(error, self.path / name) from error
 
-    def unlink_cut(self, name: str) -> None:
-        """Delete a file that nobody needs any more, and cut it: so its room is free at once, though another process may
-        have it open."""
-        try:
-            descriptor = self.open(name, os.O_WRONLY)
-        except OSError:  # as of a link
-            self.unlink(name)
-            return
-        try:
-            self.unlink(name)
-            os.ftruncate(descriptor, 0)
-        finally:
-            os.close(descriptor)
-
     def rename(self, name: str, to: Folder, new: str) -> None:
         try:
             os.rename(name, new, src_dir_fd=self.descriptor, dst_dir_fd=to.descriptor)
@@ -196,10 +182,10 @@ class Folder:
         os.rmdir(name, dir_fd=self.descriptor)
 
     def unlink_matching(self, pattern: re.Pattern[str]) -> None:
-        """Delete the files and links whose whole name matches (`unlink_cut`)."""
+        """Delete the files and links whose whole name matches."""
         for name in filter(pattern.fullmatch, self.names()):
             if not stat.S_ISDIR(self.stat(name).st_mode):
-                self.unlink_cut(name)
+                self.unlink(name)
 
     def _wrong(self, status: os.stat_result) -> str:
         if self.uid == _ANYBODY:

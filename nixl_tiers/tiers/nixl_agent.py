@@ -64,10 +64,8 @@ class Registrar(ABC):
         """Register `nbytes` of host memory at `address`. Raises AgentError."""
 
     @abstractmethod
-    def register_file(
-        self, path: str, nbytes: int, *, direct: bool, access: Literal["rw", "ro"] = "rw"
-    ) -> Registration:
-        """Open an existing file for reads, and for writes unless `ro`, below `nbytes` (it may grow up to that later).
+    def register_file(self, path: str, nbytes: int, *, direct: bool) -> Registration:
+        """Open an existing file for reads and writes below `nbytes` (it may grow up to that later).
 
         By path, not by descriptor: NIXL keeps only the number, and a reused number would redirect I/O.
         `direct`: O_DIRECT, where address, offset and length are multiples of 4096. Raises AgentError.
@@ -151,6 +149,7 @@ class Agent(Registrar):
     def register_file(
         self, path: str, nbytes: int, *, direct: bool, access: Literal["rw", "ro"] = "rw"
     ) -> Registration:
+        """`ro`: for reads only."""
         return self._register_remote([f"{access},direct:{path}" if direct else f"{access}:{path}"], nbytes)
 
     def register_objects(self, names: Sequence[str], nbytes: int) -> Registration:

@@ -82,7 +82,7 @@ def test_every_form_of_a_value_agrees(given: Any, validator: jsonschema.Draft202
         {"tiers": [{"type": "cpu"}]},
         {"tiers": [CPU, FILE | {"pth": "/mnt"}]},
         {"tiers": [CPU, FILE | {"write": "sometimes"}]},
-        {"tiers": [CPU, FILE | {"movers": 0}]},
+        {"tiers": [CPU, FILE | {"movers": 1}]},
         {"tiers": [CPU, {"type": "s3", "capacity": "1GiB"}]},
         {"tiers": [CPU], "quotas": {"*": {"share": 20}}},
     ],

@@ -192,7 +192,10 @@ def test_old_vllm_is_broken(release: str, status: Status, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("fields", "text"),
-    [({"write": "off"}, "`write` is off"), ({"capacity": "64MiB"}, "are used, too much for a trial")],
+    [
+        ({"write": "off", "layout": "files"}, "`write` is off"),
+        ({"capacity": "64MiB"}, "are used, too much for a trial"),
+    ],
 )
 def test_nothing_is_written_that_the_configuration_does_not_allow(
     fields: dict[str, Any], text: str, tmp_path: Path
@@ -210,7 +213,7 @@ def test_other_layout_is_broken(tmp_path: Path) -> None:
 
 
 def test_capacity_beyond_the_file_system_is_a_warning(tmp_path: Path) -> None:
-    found = named(directory.examine(file_config(tmp_path, "1EiB", write="off"), "token"))
+    found = named(directory.examine(file_config(tmp_path, "1EiB", layout="files", write="off"), "token"))
     assert found["file system"].status is Status.WARNING
     assert found["file system"].change
 

@@ -186,33 +186,30 @@ def test_quantisation_in_a_file_of_its_own_counts(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("kv", "prefill", "rate", "movers", "verdict"),
+    ("kv", "prefill", "rate", "verdict"),
     [
-        (kv_of(LLAMA_8B), 39_000, 1.1e9, 1, "1.1 GB/s is below 5.1: this disk will not be loaded from"),
-        (kv_of(LLAMA_8B), 39_000, 1.1e9, 4, "1.1 GB/s is below 5.1: this disk will not be loaded from"),
-        (kv_of(LLAMA_8B), 39_000, 2.0e9, 4, "2.0 GB/s by one of 4 movers is below 5.1: together they may be above"),
-        (kv_of(LLAMA_8B), 39_000, 5.2e9, 1, "5.2 GB/s is above 5.1: hits are loaded"),
-        (kv_of(LLAMA_8B), 0, 1.3e9, 1, "1.3 GB/s: pays while the engine computes fewer than 9,918 tokens/s"),
+        (kv_of(LLAMA_8B), 39_000, 1.1e9, "1.1 GB/s is below 5.1: this disk will not be loaded from"),
+        (kv_of(LLAMA_8B), 39_000, 5.2e9, "5.2 GB/s is above 5.1: hits are loaded"),
+        (kv_of(LLAMA_8B), 0, 1.3e9, "1.3 GB/s: pays while the engine computes fewer than 9,918 tokens/s"),
         # (1 * 256 * n + 5 * 256 * 512) / 8e8 bytes/s = n / 1e6 tokens/s for n = 1205
-        (kv_of(GEMMA), 1e6, 8e8, 1, "0.8 GB/s is between 0.26 and 1.5: prompts of more than 1,205 tokens are loaded"),
-        (kv_of(GEMMA), 1e6, 2e8, 1, "0.2 GB/s is below 0.26: this disk will not be loaded from"),
+        (kv_of(GEMMA), 1e6, 8e8, "0.8 GB/s is between 0.26 and 1.5: prompts of more than 1,205 tokens are loaded"),
+        (kv_of(GEMMA), 1e6, 2e8, "0.2 GB/s is below 0.26: this disk will not be loaded from"),
         (
             kv_of({**GEMMA, "layer_types": ["sliding_attention"] * 6}),
             1e6,
             1e6,
-            1,
             "0.001 GB/s is between 0 and 1.5: prompts",
         ),
     ],
 )
-def test_verdict(kv: Kv, prefill: float, rate: float, movers: int, verdict: str) -> None:
-    assert Plan(kv, 1, 64, prefill).verdict(rate, movers, "this disk").startswith(verdict)
+def test_verdict(kv: Kv, prefill: float, rate: float, verdict: str) -> None:
+    assert Plan(kv, 1, 64, prefill).verdict(rate, "this disk").startswith(verdict)
 
 
 @pytest.fixture
 def configured(tmp_path: Path) -> Callable[..., str]:
     def write(**fields: Any) -> str:
-        disk = file_tier(tmp_path / "kv", "1GiB", movers=1) | fields
+        disk = file_tier(tmp_path / "kv", "1GiB") | fields
         file = tmp_path / "tiers.json"
         file.write_text(json.dumps({"tiers": [{"type": "cpu", "capacity": "1GiB"}, disk]}))
         return str(file)

@@ -34,7 +34,9 @@ def with_tier(tier: dict[str, Any], **fields: object) -> dict[str, Any]:
 
 def test_bare_on_and_off_of_yaml_are_words(tmp_path: Path) -> None:
     """YAML 1.1 reads them as booleans."""
-    text = yaml.safe_dump(with_tier(FILE)).replace("type: file", "type: file\n  write: off\n  staging: on")
+    text = yaml.safe_dump(with_tier(FILE)).replace(
+        "type: file", "type: file\n  layout: files\n  write: off\n  staging: on"
+    )
     (tmp_path / "tiers.yaml").write_text(text.replace("type: cpu", "type: cpu\n  huge_pages: off"))
     read = schema.load(str(tmp_path / "tiers.yaml"))
     tier = read.storage[0]
@@ -472,37 +474,13 @@ def test_capacity_below_one_row_is_refused() -> None:
         schema.check_rows(read, 2 << 20)
 
 
-@pytest.mark.parametrize(
-    ("cores", "paths", "replicas", "movers"),
-    [(2, 1, 1, 1), (4, 1, 1, 1), (7, 1, 1, 1), (8, 1, 1, 2), (16, 1, 1, 4), (64, 1, 1, 4), (16, 4, 1, 1), (64, 4, 1, 2),
-     (128, 16, 1, 1), (64, 1, 8, 2), (128, 2, 8, 2)],
-)  # fmt: skip
-def test_movers_follow_from_the_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, cores: int, paths: int, replicas: int, movers: int
-) -> None:
-    monkeypatch.setattr("nixl_tiers.config.file.cores", lambda: cores)
-    place = [str(tmp_path / str(number)) for number in range(paths)]
-    (tier,) = schema.load(with_tier(FILE, path=place, replicas=replicas)).storage
-    assert 1 + tier.loaders == movers
-    assert schema.load(with_tier(FILE, path=place, movers=3)).storage[0].loaders == 2, "what is given wins"
-    assert not schema.load(with_tier(FILE, path=place, backend="gds_mt")).storage[0].loaders
-    assert not schema.load(with_tier(FILE, path=place[0], layout="files")).storage[0].loaders
+@pytest.mark.parametrize("tier", [FILE, FILE | {"layout": "files"}, S3], ids=["slabs", "files", "s3"])
+def test_a_field_that_was_removed_is_refused_before_secrets_are_read(tier: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^tiers\[1\]\.movers: was removed: one mover serves each directory"):
+        schema.load({"tiers": [CPU, tier | {"movers": 2, "secret_key": "x"}]})
 
 
-def test_row_files_and_s3_have_one_mover_unless_more_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nixl_tiers.config.file.cores", lambda: 64)
-    for tier, fields in ((FILE, {"path": str(tmp_path), "layout": "files"}), (S3, {})):
-        assert not schema.load(with_tier(tier, **fields)).storage[0].loaders
-        assert schema.load(with_tier(tier, movers=4, **fields)).storage[0].loaders == 3
-
-
-@pytest.mark.parametrize(("movers", "most", "each"), [(1, 64, 64), (4, 64, 16), (3, 64, 21), (4, 4, 1)])
-def test_movers_share_the_downloads_of_an_s3_tier(movers: int, most: int, each: int) -> None:
-    (tier,) = schema.load(with_tier(S3, movers=movers, max_transfers=most)).storage
-    assert isinstance(tier, schema.S3Config)
-    assert tier.downloads_each == each
-
-
-def test_more_movers_than_transfers_make_no_sense() -> None:
-    with pytest.raises(schema.ConfigError, match="movers: 4 cannot share max_transfers: 3"):
-        schema.load(with_tier(S3, movers=4, max_transfers=3))
+def test_slabs_have_no_readers() -> None:
+    with pytest.raises(ConfigError, match=r"^tiers\[1\]: write: off needs layout: files"):
+        schema.load(with_tier(FILE, write="off"))
+    assert schema.load(with_tier(FILE, write="off", layout="files")).storage[0].write is schema.Write.OFF

@@ -98,7 +98,7 @@ def test_binary_file_is_refused(tmp_path: Path) -> None:
 def test_bare_off_in_yaml_is_a_write_policy(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(
-        "tiers:\n- {type: cpu, capacity: 1Gi}\n- {type: file, path: /kv, capacity: 2Gi, write: off}\n"
+        "tiers:\n- {type: cpu, capacity: 1Gi}\n- {type: file, path: /kv, capacity: 2Gi, layout: files, write: off}\n"
         "- {type: s3, bucket: kvs, capacity: 2Gi, write: off}\n"
     )
     assert [tier.write for tier in schema.load(path).storage] == ["off", "off"]

@@ -51,7 +51,7 @@ def test_plausible_configuration_has_no_warning(tiers: tuple[dict[str, Any], ...
     ("tiers", "starts"),
     [
         ((CPU | {"capacity": 64},), ["tiers[0].capacity: 64 B holds no chunk of a usual model; a number without a un"]),
-        ((CPU, FILE | {"capacity": "900KiB", "write": "off"}), ["tiers[1].capacity: 900 KiB holds no chunk"]),
+        ((CPU, AT | {"capacity": "900KiB", "write": "off"}), ["tiers[1].capacity: 900 KiB holds no chunk"]),
         ((CPU, FILE | {"capacity": "63GiB"}), ["tiers[1].capacity: 63 GiB is less than the cpu tier's 64 GiB"]),
         ((CPU, AT, FILE), ["tiers[1]: this s3 tier is searched before the file tier tiers[2]"]),
         ((CPU, FILE, AT, FILE | {"path": "/b"}), ["tiers[2]: this s3 tier is searched before the file tier tiers[3]"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.listing import take_all
@@ -254,3 +255,29 @@ def test_a_circuit_is_probed_with_a_row_of_its_own_member(machine: Machine) -> N
     assert {job.mover for job in probes} == {1}
     assert machine.tier.members[1].loads.closed
     assert machine.load(PROMPT, "request") == len(PROMPT)
+
+
+def test_an_expired_request_blames_the_member_that_it_waited_for(machine: Machine) -> None:
+    machine.hang = {3}
+    assert machine.core.scan("request", Chain((Group(PROMPT, TOKENS),)), 0, machine.now).waits
+    machine.core.end_step()
+    machine.turn()
+    assert not machine.core.scan("request", Chain((Group(PROMPT, TOKENS),)), 0, machine.now + 60.0).waits
+    failures = [sum(not good for _, good in member.loads._results) for member in machine.tier.members]
+    assert failures == [0, 0, 0, 1]
+
+
+def test_a_bad_row_keeps_its_slot_while_another_job_reads_it(machine: Machine) -> None:
+    machine.hang = {0, 1, 2, 3}
+    key, free = PROMPT[0], machine.tier.index.slots.free
+    assert machine.core.scan("request", Chain((Group([key], TOKENS),)), 0, machine.now).waits
+    machine.core.end_step()
+    machine.turn()
+    (job,) = machine.tier.jobs.values()
+    (probe,) = machine.core.health._start_trial_load(machine.tier, key, machine.now)
+    machine.core.events.finished(job.mover, job.id, [Outcome.CORRUPT], machine.now)
+    assert machine.tier.index.slots.free == free
+    assert not machine.tier.can_load(key, machine.now), "it is not asked for again and again"
+    machine.core.events.finished(probe.mover, probe.id, [Outcome.CORRUPT], machine.now)
+    assert machine.tier.index.slots.free == free + 1
+    assert key not in machine.tier.index

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial, partialmethod
 from typing import Final
 
@@ -35,7 +35,7 @@ from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Columns, Job, PlannedMove
 from nixl_tiers.core.writeback import WriteBack
 from tests.support.simulation import SimulatedJob, SimulatedMover, Simulation
-from tests.support.stateful import CascadeStateMachine, LoaderStateMachine, MemberStateMachine, TenantStateMachine
+from tests.support.stateful import CascadeStateMachine, MemberStateMachine, TenantStateMachine
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -540,41 +540,6 @@ class ListingOfOneMemberEndsAll(Events):
             yield from listing._sweep(member, member.tier.index.clears)
 
 
-class LoadersOutliveTheirOwner(Events):
-    """They go on loading by what they had opened before it opened its medium again."""
-
-    def _keep(self, mover: int, call: Callable[[], Steps | None]) -> Steps | None:
-        states = [(loader, loader.state) for loader in self._state.movers[mover].loaders]
-        result = call()
-        for loader, state in states:
-            loader.state = state
-        return result
-
-    def down(self, mover: int, now: float) -> None:
-        self._keep(mover, lambda: super(LoadersOutliveTheirOwner, self).down(mover, now))
-
-    def opened(self, mover: int, slots: int) -> Steps:
-        return self._keep(mover, lambda: super(LoadersOutliveTheirOwner, self).opened(mover, slots)) or iter(())
-
-
-class LoaderDiesWithItsOwner(Events):
-    """What a loader moves is taken for moves of the dead owner."""
-
-    def lost(self, mover: int, now: float) -> None:
-        for other in self._state.movers[mover].movers:
-            super().lost(other.number, now)
-
-
-class SlotsFreedBeforeALoaderIsReaped(Events):
-    """What a killed loader reads is given to others at once."""
-
-    def killed(self, mover: int, now: float) -> None:
-        super().killed(mover, now)
-        if self._state.movers[mover].owner is not None:
-            for dead in self._state.movers[mover].dead:
-                dead.reaped = True
-
-
 class MissesWhileListing(TierManager):
     def be_patient(self, name: str) -> None:
         pass
@@ -788,11 +753,6 @@ FOCUS: dict[type, tuple[str, ...]] = {
 
 
 OF_MEMBERS = [MembersShareAState, StoresToAnyMember, MembersDieTogether, ListingOfOneMemberEndsAll]
-OF_LOADERS = [
-    LoadersOutliveTheirOwner,
-    LoaderDiesWithItsOwner,
-    SlotsFreedBeforeALoaderIsReaped,
-]
 
 
 FIRST: dict[type, int] = {
@@ -814,8 +774,6 @@ FIRST: dict[type, int] = {
     LateIsWaitedFor: 1,
     ListedRowHasTwoOwners: 2,
     ListingOfOneMemberEndsAll: 10,
-    LoaderDiesWithItsOwner: 13,
-    LoadersOutliveTheirOwner: 7,
     MeasurementEvictsUnwritten: 4,
     MeasurementWithoutRoomIsWorkLeft: 5,
     MeasuresBesideLoads: 8,
@@ -834,7 +792,6 @@ FIRST: dict[type, int] = {
     ReusedBeforeReap: 1,
     RowFreedWhileMoved: 8,
     RowReusedAfterReset: 1,
-    SlotsFreedBeforeALoaderIsReaped: 2,
     StoredOlderThanListed: 3,
     StoresBesidePromotions: 5,
     StoresOvertakeDeletes: 3,
@@ -848,7 +805,7 @@ FIRST: dict[type, int] = {
 def machine_for(mutant: type) -> type[CascadeStateMachine]:
     members: dict[str, object] = {"core": mutant} if issubclass(mutant, TierManager) else {}
     base = TenantStateMachine if mutant in OF_TENANTS else CascadeStateMachine
-    base = MemberStateMachine if mutant in OF_MEMBERS else LoaderStateMachine if mutant in OF_LOADERS else base
+    base = MemberStateMachine if mutant in OF_MEMBERS else base
     if mutant in FOCUS:
         every = {**vars(CascadeStateMachine), **vars(base)}
         rules = {name: member for name, member in every.items() if hasattr(member, RULE_MARKER)}
@@ -864,7 +821,7 @@ def original_of(mutant: type) -> type:
     return original
 
 
-@pytest.mark.parametrize("mutant", [*MUTANTS, *OF_MEMBERS, *OF_LOADERS], ids=lambda mutant: mutant.__name__)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *OF_MEMBERS], ids=lambda mutant: mutant.__name__)
 def test_planted_bug_in_the_core_is_caught(mutant: type, monkeypatch: pytest.MonkeyPatch) -> None:
     if not issubclass(mutant, TierManager):
         monkeypatch.setattr(manager, original_of(mutant).__name__, mutant)

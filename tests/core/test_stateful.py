@@ -12,7 +12,6 @@ from tests.support.replay import examples
 from tests.support.simulation import Scan, Simulation
 from tests.support.stateful import (
     CascadeStateMachine,
-    LoaderStateMachine,
     MemberStateMachine,
     StreamStateMachine,
     TenantStateMachine,
@@ -27,11 +26,6 @@ TestCascade.settings = settings(
 
 TestMembers = MemberStateMachine.TestCase
 TestMembers.settings = settings(
-    max_examples=examples(60), stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
-)
-
-TestLoaders = LoaderStateMachine.TestCase
-TestLoaders.settings = settings(
     max_examples=examples(60), stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
 )
 

@@ -443,7 +443,7 @@ def test_a_stream_is_cut_once_to_compute_the_rest_is_quicker() -> None:
     engine.turn()
     assert engine.limit(plan) == 4
     assert engine.cuts("slower") == 1
-    assert engine.core.tiers[FILE].movers[0].loads.closed
+    assert engine.core.tiers[FILE].members[0].loads.closed
 
 
 def test_the_longest_wait_cuts_and_the_tier_is_blamed() -> None:

@@ -75,9 +75,10 @@ class MoverProcess:
         region: HostRegion | None = None,
         engine: str = "",
         *,
-        loader: bool = False,
+        movers: int = 1,
         times: Times = PRODUCTION,
     ) -> None:
+        """`movers`: of the tier."""
         self.geometry = geometry
         self.region = region or HostRegion.create(geometry, rows)
         self._owns_region = region is None
@@ -96,14 +97,13 @@ class MoverProcess:
                 start_new_session=True,
                 cwd=Path(__file__).parents[2],
             )
-        self.opening = b""  # of a mover that stores, for its loaders
         self.used_bytes = 0
         self.heartbeats = 0
         self._unread: list[ToCoordinator] = []
         self._jobs = 0
         self._ended: dict[int, dict[int, Outcome | None]] = {}  # by job, by row of the region: what was reported
         cells, payload_bytes, blocks = geometry.cells, geometry.cell_payload, geometry.sub_blocks
-        given = {"engine": engine, "loader": loader, "times": times}
+        given = {"engine": engine, "movers": movers, "times": times}
         self.send(Configure(tier, cells, payload_bytes, blocks, self.region.rows, **given))  # type: ignore[arg-type]
 
     def __enter__(self) -> Self:
@@ -152,12 +152,11 @@ class MoverProcess:
             if not isinstance(message, (Heartbeat, RowsEnded)):
                 self._unread.append(message)
 
-    def open(self, namespace: bytes = NAMESPACE, epoch: int = 0, opening: bytes = b"") -> int:
+    def open(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> int:
         """Number of slots that the tier offers."""
-        self.send(Open(namespace, epoch, opening))
+        self.send(Open(namespace, epoch))
         message = self.expect(lambda m: isinstance(m, Opened) and m.epoch == epoch)
         assert isinstance(message, Opened)
-        self.opening = message.opening
         return message.slots
 
     def listed_rows(self) -> list[Entry]:

@@ -14,7 +14,7 @@ from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.rows import Row
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Down, Open, Opened, decode_to_mover, packet_of
+from nixl_tiers.mover.protocol import Down, Opened, decode_to_mover, packet_of
 from nixl_tiers.runtime.coordinator import Coordinator
 from tests.support.file_tier import file_tier
 from tests.support.times import PATIENT
@@ -22,25 +22,13 @@ from tests.support.times import PATIENT
 GEOMETRY = Geometry(1, 60_000)
 
 
-def _coordinator(path: Path, **fields: object) -> Coordinator:
-    cpu = {"type": "cpu", "capacity": 4 * GEOMETRY.row_bytes}
-    config = configuration.load({"tiers": [cpu, {**file_tier(path, "16MiB"), **fields}]})
-    with mock.patch("nixl_tiers.runtime.mover_link.Supervisor"):
-        return Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, 4))
-
-
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     """Over a file tier without a mover."""
-    coordinator = _coordinator(tmp_path)
-    yield coordinator
-    coordinator._end()
-
-
-@pytest.fixture
-def beside_loaders(tmp_path: Path) -> Iterator[Coordinator]:
-    """The same with two loaders (1 and 2)."""
-    coordinator = _coordinator(tmp_path, movers=3)
+    cpu = {"type": "cpu", "capacity": 4 * GEOMETRY.row_bytes}
+    config = configuration.load({"tiers": [cpu, file_tier(tmp_path, "16MiB")]})
+    with mock.patch("nixl_tiers.runtime.mover_link.Supervisor"):
+        coordinator = Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, 4))
     yield coordinator
     coordinator._end()
 
@@ -53,16 +41,14 @@ def test_next_mover_is_told_the_mount_point(coordinator: Coordinator) -> None:
     supervisor.expect_mount.assert_called_with(0, b"/mnt/kv")
 
 
-def test_loaders_are_told_what_the_mover_that_stores_has_opened(beside_loaders: Coordinator) -> None:
-    link, movers = beside_loaders._link, beside_loaders._core.movers
-    supervisor = link.supervisor
-    assert isinstance(supervisor, mock.Mock)
-    supervisor.open_loader.assert_not_called()
-    link.on_message(0, Opened(0, 10, opening=b"part-0 1"))
-    told = Open(beside_loaders.namespace.digest, 0, b"part-0 1")
-    assert supervisor.open_loader.mock_calls == [mock.call(1, told), mock.call(2, told)]
-    link.on_message(1, Opened(0, 10, opening=b"part-0 1"))
-    assert [mover.can_load for mover in movers] == [True, True, False]
+def test_each_mover_is_told_among_how_many_it_is(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in "abc"]
+    tiers = [{"type": "cpu", "capacity": "1MiB"}, file_tier(tmp_path, "48MiB") | {"path": paths}]
+    tiers.append({"type": "s3", "bucket": "kv-cache", "capacity": "1GiB"})
+    coordinator = Coordinator(configuration.load({"tiers": tiers}), Namespace.of({}), HostRegion.create(GEOMETRY, 4))
+    assert [each.movers for each in coordinator._link.supervisor._configures] == [3, 3, 3, 1]
+    assert [mover.name for mover in coordinator._link.movers] == ["file[0]", "file[1]", "file[2]", "s3"]
+    coordinator._end()
 
 
 def test_movers_are_given_the_times_of_their_engine(tmp_path: Path) -> None:

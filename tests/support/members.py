@@ -8,7 +8,6 @@ from typing import Final
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.chain_rows import Chain, Group
-from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import Job, TierSpec
 from tests.support.core import empty_host, opened, put, rows_of
@@ -22,18 +21,8 @@ PROMPT: Final = [b"chunk-%02d" % number for number in range(16)]
 class Machine:
     """A core whose movers do at once what they are sent, but for those that `hang`."""
 
-    def __init__(
-        self,
-        host: int = 256,
-        write: Write = Write.THROUGH,
-        *,
-        members: int = MEMBERS,
-        loaders: int = 0,
-        places: bool = True,
-        asked: bool = False,
-    ) -> None:
-        """`places`: whether slots are; else rows are found by their keys."""
-        spec = TierSpec("file", write, physical_slots=places, asked=asked, members=members, loaders=loaders)
+    def __init__(self, host: int = 256) -> None:
+        spec = TierSpec("file", Write.THROUGH, physical_slots=True, members=MEMBERS)
         self.core = TierManager(host, 4096, [spec])
         self.tier = self.core.tiers[0]
         self.now = 0.0
@@ -44,11 +33,8 @@ class Machine:
             self.open(member.number, [])
 
     def open(self, mover: int, rows: Sequence[tuple[int, Key, int]]) -> None:
-        """Of a member, and then its loaders."""
         opened(self.core, mover, SLOTS)
         self.core.events.listed(mover, rows, last=True)
-        for loader in self.core.movers[mover].loaders:
-            take_all(self.core.events.opened(loader.number, 0))
 
     def turn(self) -> None:
         for _ in range(20):

@@ -169,15 +169,7 @@ class Answer:
     absent: list[Key]
 
 
-@dataclass(frozen=True)
-class Opening:
-    """A loader opens, or has opened, what its owner had opened at its opening of this number."""
-
-    number: int
-    epoch: int
-
-
-Sent = SimulatedJob | list[tuple[int, Key]] | int | Uses | ExistenceCheck | Opening
+Sent = SimulatedJob | list[tuple[int, Key]] | int | Uses | ExistenceCheck
 
 
 @dataclass
@@ -201,8 +193,7 @@ class SimulatedMover:
     stuck: bool = False  # alive, and does nothing
     dying: bool = False  # killed, and not dead yet: it may still write its current row
     inbox: deque[Sent] = field(default_factory=deque)
-    finished: deque[SimulatedJob | RowsReport | Answer | Opening] = field(default_factory=deque)
-    opening: Opening | None = None  # of an owner, the last one; of a loader, which it serves
+    finished: deque[SimulatedJob | RowsReport | Answer] = field(default_factory=deque)
     reported_absent: dict[Key, float] = field(default_factory=dict)  # when the engine heard of it
     listing: deque[list[tuple[int, Key, int]] | PlainColumns] = field(default_factory=deque)  # not delivered yet
     unreported: deque[SimulatedJob] = field(default_factory=deque)  # finished by a dead mover, never reported
@@ -231,9 +222,8 @@ class Simulation:
         policy: Eviction = "lru",
         quotas: tuple[float, ...] = (),
         members: int = 1,
-        loaders: int = 0,
     ) -> None:
-        """`members`: of the first tier, which share its slots, each with so many `loaders`. `policy`: of the host.
+        """`members`: of the first tier, which share its slots. `policy`: of the host.
         `quotas`: of the tenants whose prompts begin with "a", with "b" and so on. `listed`: so many rows that a tier
         held before are listed one by one; the others in columns of a few, as `deliver` comes to them. None: all at
         once. `tokens_per_s`: of prefill, None if that is not known."""
@@ -282,7 +272,6 @@ class Simulation:
                 i % 2 == 1,
                 quotas=() if i % 2 else quotas,
                 members=1 if i else members,
-                loaders=0 if i else loaders,
             )
             for i, write in enumerate(writes)
         ]
@@ -292,9 +281,6 @@ class Simulation:
             for spec, count in zip(self.specs, slots, strict=True)
             for _ in range(spec.members)
         ]
-        first = self.movers[:members]  # what a loader loads from is its owner's
-        others = [SimulatedMover(True, owner.slots, medium=owner.medium) for _ in range(loaders) for owner in first]
-        self.movers[members:members] = others
         self.region = [GARBAGE] * rows
         self.workers: list[WorkerJob] = []
         self.queued: dict[str, Prompt] = {}  # wait for their turn
@@ -308,7 +294,6 @@ class Simulation:
         self.retained: list[tuple[Row, float]] = []  # and until when each is not to be evicted
         self.allowed: set[Key] = set()  # some request or call that has them may write them to storage tiers
         self._requests = 0
-        self._openings = 0
         self._uses_due_s = 0.0
         self._told_s = 0.0  # the time of the supervisor's last turn that did not go to `_steps`
         self._steps: Steps | None = None  # what the supervisor's thread takes one a turn, and does nothing else
@@ -509,11 +494,8 @@ class Simulation:
     def _send_jobs(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             member = self.core.movers[job.mover]
-            can = member.can_load if job.direction is Direction.LOAD else member.writable
+            can = member.readable if job.direction is Direction.LOAD else member.writable
             require(job.is_trial or can, "a mover is sent a job that is known to fail")
-            owner = self._owner(job.mover)
-            opened = owner is None or owner.opening == self.movers[job.mover].opening
-            require(opened, "a loader is to load from what it has not opened")
             for move in job.moves:
                 reads = job.direction is Direction.STORE
                 self._check_row(move.row.index, writing=not reads, beside=(job.mover, job.id), row=move.row)
@@ -535,11 +517,6 @@ class Simulation:
         """The last uses of a tier's rows that no message of may have been lost."""
         return self.movers[self._first(tier)].used
 
-    def _owner(self, mover: int) -> SimulatedMover | None:
-        """Of a loader."""
-        owner = self.core.movers[mover].owner
-        return None if owner is None else self.movers[owner.number]
-
     def reset(self, *, keep: bool = False) -> None:
         """Other weights from now on, or the same (`keep`). Open jobs go on; waiting requests come back, with the
         deadlines they have."""
@@ -559,9 +536,7 @@ class Simulation:
             for tier, mover in enumerate(self.movers):
                 mover.used.clear()
                 mover.listing.clear()
-                if self._owner(tier) is None:
-                    mover.opening = None
-                    self._send(tier, self.epoch)
+                self._send(tier, self.epoch)
         self.check()
 
     def crash(self) -> None:
@@ -577,7 +552,6 @@ class Simulation:
             mover.alive = True
             mover.stuck = mover.dying = False
             mover.epoch = 0
-            mover.opening = None
         self.epoch = 0
         self.region = [GARBAGE] * self.rows
         self.workers.clear()
@@ -729,11 +703,6 @@ class Simulation:
                 place = mover.place(slot, key)
                 if place in mover.here and mover.here[place][0] == key:
                     del mover.here[place]
-        elif isinstance(head, Opening):
-            mover.inbox.popleft()
-            mover.epoch, mover.opening = head.epoch, head
-            if not mover.dying:
-                mover.finished.append(head)
         elif isinstance(head, Uses):
             mover.inbox.popleft()
             for slot, key, tick in head.rows:
@@ -783,10 +752,6 @@ class Simulation:
                 self._before_report(tier, work, first, last)
                 self.core.events.rows_ended(tier, work.job.id, work.rows[first:last], work.done[first:last], self.now)
                 work.heard = last
-            elif isinstance(ended, Opening):
-                owner = self._owner(tier)
-                if owner is not None and ended == owner.opening:  # else it is told to open another
-                    take_all(self.core.events.opened(tier, 0))
             else:
                 self._before_report(tier, ended, ended.told, len(ended.moves))
                 self.core.events.finished(tier, ended.job.id, ended.done[ended.told :], self.now)
@@ -854,14 +819,11 @@ class Simulation:
         mover.inbox.clear()
         mover.listing.clear()
         number = self._tier(tier).number
-        if self._owner(tier) is None:
-            self._used_of(number).clear()
-            for use in self._uses:
-                use.ids = {place: row for place, row in use.ids.items() if place[0] != number}
+        self._used_of(number).clear()
+        for use in self._uses:
+            use.ids = {place: row for place, row in use.ids.items() if place[0] != number}
         mover.alive = True
         mover.dying = mover.stuck = False
-        if self._owner(tier) is not None:
-            mover.opening = None
         self.core.events.lost(tier, self.now)
         mover.epoch = self.epoch
         self._announce(tier)
@@ -957,7 +919,7 @@ class Simulation:
                 budget = max(tier.index.slots.limit, 0)
                 require(len(rows) == len(tier.index.slots) <= budget, "slots leak, or above the budget")
             moving = [move for job in tier.jobs.values() for move in job.moves]
-            dead = [job for mover in tier.movers for dead in mover.dead for job in dead.to_end]
+            dead = [job for member in tier.members for dead in member.dead for job in dead.to_end]
             moving += [move for job in dead for move in job.moves]
             loads = Counter(move.key for move in moving if rows.get(move.key, NO_ROW).id == move.id and not move.tick)
             pins = {key: row.pins for key, row in rows.items() if row.pins}
@@ -1120,7 +1082,7 @@ class Simulation:
 
     def _loadable(self, tier: Tier) -> list[Key]:
         """Good rows that the host lacks, of members whose circuits are not closed."""
-        movers = [self.movers[mover.number] for mover in tier.movers if mover.circuit is not BreakerState.CLOSED]
+        movers = [self.movers[member.number] for member in tier.members if member.circuit is not BreakerState.CLOSED]
         held = [row for mover in movers for row in mover.here.values()]
         good = [key for key, content in held if content == Content(key, self.epoch)]
         return sorted(key for key in good if key in tier.index.rows and key not in self.core.host.index)
@@ -1174,17 +1136,9 @@ class Simulation:
 
     def _announce(self, tier: int) -> None:
         mover = self.movers[tier]
-        if (owner := self._owner(tier)) is not None:
-            if owner.opening is not None:
-                self._send(tier, owner.opening)
-            return
         if mover.epoch != self.epoch:
             return
         self._end_steps()
-        self._openings += 1
-        mover.opening = Opening(self._openings, self.epoch)
-        for loader in self.core.movers[tier].loaders:
-            self._send(loader.number, mover.opening)
         self._take_steps(tier, self.core.events.opened(tier, mover.slots))
         places = sorted(mover.here.items(), key=lambda item: (mover.ticks.get((mover.epoch, item[0]), 0), repr(item)))
         if not mover.physical:
@@ -1474,8 +1428,7 @@ class Simulation:
             return
         require(all(0 <= slot < mover.slots for slot in sent.slots), "a mover is sent a slot that it has not")
         for number, other in self._open_moves():
-            same = self.movers[number].medium is mover.medium
-            if same and other.job.id != job.id and other.epoch == self.epoch:
+            if number == job.mover and other.job.id != job.id and other.epoch == self.epoch:
                 shared = set(sent.slots) & set(other.slots[other.heard :])
                 both_read = job.direction is other.job.direction is Direction.LOAD
                 require(not shared or both_read, "a slot is allocated while a mover reads or writes it")

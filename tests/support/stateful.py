@@ -61,7 +61,6 @@ class CascadeStateMachine(RuleBasedStateMachine):
         slots: tuple[int, int] = (6, 12),
         quotas: tuple[float, ...] = (),
         members: int = 1,
-        loaders: int = 0,
     ) -> None:
         """`looks`: so many pinned rows are passed over in one search for victims."""
         host.MAX_LOOKS = looks  # type: ignore[misc]
@@ -75,7 +74,6 @@ class CascadeStateMachine(RuleBasedStateMachine):
             policy=policy,
             quotas=quotas,
             members=members,
-            loaders=loaders,
         )
 
     @rule(prompt=PROMPTS, scan=SCANS, stays=RARELY, host_only=RARELY)
@@ -417,9 +415,9 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
     def _mover(self, tier: int) -> int:
         """One of the tier's, each in its turn."""
-        movers = self.simulation.core.tiers[tier].movers
+        members = self.simulation.core.tiers[tier].members
         self._turns += 1
-        return movers[self._turns % len(movers)].number
+        return members[self._turns % len(members)].number
 
     def check_invariants(self, *_: object) -> None:
         """As an @invariant, but not in the steps of a failing example, which it would double."""
@@ -451,14 +449,6 @@ class MemberStateMachine(CascadeStateMachine):
         super().begin(*given, **named)
 
 
-class LoaderStateMachine(CascadeStateMachine):
-    """The same where movers of the first tier have others beside them, which only load."""
-
-    @initialize(**BEGIN, members=st.integers(1, 2), loaders=st.integers(1, 2))
-    def begin(self, *given: Any, **named: Any) -> None:
-        super().begin(*given, **named)
-
-
 class StreamStateMachine(CascadeStateMachine):
     """The same with streams: a host in which their rows find room, and prices that say load."""
 
@@ -476,7 +466,6 @@ class StreamStateMachine(CascadeStateMachine):
             "slots": st.sampled_from([(12, 24), (6, 24)]),
             "tokens_per_s": st.sampled_from([5.0, 5.0, 100.0]),
         },
-        loaders=st.sampled_from([0, 0, 1]),
     )
     def begin(self, *given: Any, **named: Any) -> None:
         super().begin(*given, **named)

@@ -19,12 +19,13 @@ from tests.support.times import PATIENT
 @pytest.mark.parametrize("faulty", [False, True], ids=["itself", "with-faults"])
 @pytest.mark.parametrize("kind", ["slabs", "files", "s3"])
 def test_a_tier_is_given_the_times_of_its_mover(tmp_path: Path, kind: str, faulty: bool) -> None:
-    tier = file_tier(tmp_path, "16MiB", layout=kind)
+    given = file_tier(tmp_path, "16MiB", layout=kind)
     if kind == "s3":
-        tier = {"type": "s3", "bucket": "kv-times", "capacity": "16MiB"}
-    config = schema.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}, tier]})
+        given = {"type": "s3", "bucket": "kv-times", "capacity": "16MiB"}
+    config = schema.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}, given]})
     (storage,) = (with_faults(config, {}) if faulty else config).storage
     with HostRegion.create(Geometry(1, 60_000), 4) as region:
         made: Any = make_tier(schema.tier_to_dict(storage), region.geometry, region, times=PATIENT)
-        assert (made._inner if faulty else made)._times == PATIENT
+        tier = made._inner if faulty else made
+        assert (tier._control if kind == "s3" else tier)._times == PATIENT
         made.close()

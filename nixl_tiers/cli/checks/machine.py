@@ -42,19 +42,9 @@ def examine(config: TiersConfig | None) -> Iterator[Finding]:
     yield from _pages(config)
     yield from _memory(config)
     yield from _limits()
-    yield from _movers(config)
     if config is None:
         yield from _staging()
     yield from _gpus()
-
-
-def _movers(config: TiersConfig | None) -> Iterator[Finding]:
-    """How many load from each place, since that may follow from the cores."""
-    for name, tier in zip(config.names, config.storage, strict=True) if config else ():
-        if tier.loaders:
-            places = f"each of {len(tier.members)} directories of the" if tier.on_disk else "the"
-            text = f"{1 + tier.loaders} on {places} {name} tier, of which one stores"
-            yield ok("movers", text, tier=name, movers=1 + tier.loaders)
 
 
 def _vllm() -> Finding:

@@ -70,10 +70,6 @@ class NamespaceRows:
     deleting: Counter[Key] = field(default_factory=Counter)
     tick: int = 0
 
-    def serves(self, other: NamespaceRows) -> bool:
-        """Whether the other one has the same rows."""
-        return (self.name, self.sealer.epoch) == (other.name, other.sealer.epoch)
-
     def begin(self, *, again: bool) -> None:
         """The core's index has no row yet; `again`: it may have those that it had before the medium went away."""
         for (namespace, _), directory in self.quota.directories():

@@ -100,7 +100,7 @@ class RowFileTier(StorageTier):
         self._agent, self._memory = open_agent(config, region)
         self._staging = Staging(config, region, self._agent)
         self._log_once = LogOnce(logger)
-        self._quota = self._make_quota()
+        self._quota = DirQuota(config.capacity, self._row_bytes)
         self._free = FreeSpace(config.path, config.min_free)
         self._directory = RowDirectory(config.path, self._quota, writes=config.write != "off", server_time=server_time)
         self._evictor = Evictor(self._directory, self._quota, self._log_once)
@@ -176,21 +176,15 @@ class RowFileTier(StorageTier):
         if before is not None:
             before.health.close()
         self._staging.open()
-        self._watch(self._open, again=before is not None and before.serves(self._open))
-        return slots
-
-    def _make_quota(self) -> DirQuota:
-        return DirQuota(self._config.capacity, self._row_bytes)
-
-    def _watch(self, served: NamespaceRows, *, again: bool) -> None:
-        """Find out from now on what is there. `again`: it was served before, until the medium went away."""
-        self._lister.submit(served.begin, again=again).result()  # after a listing that is under way
-        self._scanner.served = served.name
+        again = before is not None and (before.name, before.sealer.epoch) == (namespace.hex(), epoch)
+        self._lister.submit(self._open.begin, again=again).result()  # after a listing that is under way
+        self._scanner.served = namespace.hex()
         self._quota.scan_all = True
         self._scanner.start()
         self._manifests.stop()
-        medium = _Manifests(served, self._directory, self._quota)
-        self._manifests.serve(served.name, served.sealer.epoch, medium, self._clock)
+        medium = _Manifests(self._open, self._directory, self._quota)
+        self._manifests.serve(namespace.hex(), epoch, medium, self._clock)
+        return slots
 
     def _problem(self, namespace: str) -> str:
         """On the health monitor's thread, once a second. Raises OSError."""

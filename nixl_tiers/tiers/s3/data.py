@@ -32,7 +32,7 @@ from nixl_tiers.tiers.s3.client import Credentials, trusted_certificates
 from nixl_tiers.tiers.s3.concurrency import FIRST
 
 LANE_TRANSFERS: Final = 24
-STAGING_BYTES: Final = 1 << 30  # of a tier's movers together at most, but never fewer than MIN_STAGING_ROWS
+STAGING_BYTES: Final = 1 << 30  # at most, but never fewer than MIN_STAGING_ROWS
 MIN_STAGING_ROWS: Final = 4
 POPULATED_BYTES: Final = 64 << 20  # of the staging rows, before the first download
 SPARE_STAGING_ROWS: Final = 4  # which are verified while as many downloads as are allowed run
@@ -101,7 +101,7 @@ class S3Data:
         self._geometry = geometry
         self._region = region
         self._row_bytes = geometry.row_bytes
-        self._memory = _staging(config.downloads_each, self._row_bytes, config.movers)
+        self._memory = _staging(config.max_transfers, self._row_bytes)
         self._staging = np.frombuffer(self._memory, np.uint8).reshape(-1, self._row_bytes)
         self.free_staging = list(range(len(self._staging)))
         """A heap: the lowest rows are used first, so that those which are never needed take no memory."""
@@ -233,16 +233,10 @@ class S3Data:
         return True
 
 
-def staging_rows(transfers: int, row_bytes: int, movers: int) -> int:
-    """How many rows of staging each of a tier's movers has, for this many downloads at once: within its part of
-    STAGING_BYTES, and of MIN_STAGING_ROWS."""
-    bound = STAGING_BYTES // movers // row_bytes
-    return max(1, MIN_STAGING_ROWS // movers, min(transfers + SPARE_STAGING_ROWS, bound))
-
-
-def _staging(transfers: int, row_bytes: int, movers: int) -> mmap.mmap:
-    """`staging_rows`, in private memory."""
-    memory = zeroed(staging_rows(transfers, row_bytes, movers) * row_bytes)
+def _staging(transfers: int, row_bytes: int) -> mmap.mmap:
+    """Rows for this many downloads at once, in private memory."""
+    rows = max(MIN_STAGING_ROWS, min(transfers + SPARE_STAGING_ROWS, STAGING_BYTES // row_bytes))
+    memory = zeroed(rows * row_bytes)
     # A core file must not hold prompts. Huge pages make the first use of a row cheaper.
     for flag in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):
         with contextlib.suppress(OSError):  # a kernel without huge pages

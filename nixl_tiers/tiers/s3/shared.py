@@ -140,12 +140,7 @@ class SharedRows(Rows):
     # --- what goes --------------------------------------------------------------------------------------------------
 
     def delete(self, keys: Sequence[Key], uploading: Collection[Key]) -> None:
-        """What a loader has found bad. All else is the janitor's, since others may use it."""
-        if self._config.movers == 1:  # then there is no loader
-            return
-        for key in keys:
-            if key not in uploading:
-                self.is_unusable(key)
+        """Others may use them: they are the janitor's."""
 
     def is_missing(self, key: Key) -> None:
         self._note_absent([key])

@@ -42,18 +42,16 @@ class S3Tier(StorageTier):
     def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion, times: Times = PRODUCTION) -> None:
         """Uses neither NIXL nor the network; `open` does."""
         self._config = config
-        self._times = times
         self._row_bytes = geometry.row_bytes
         self._owner = Ownership(config, times)
         self._control = S3Control(config, lambda: self._owner.may_delete, times)
-        self._rows = self._make_rows()
+        self._rows = (
+            SharedRows(config, self._row_bytes, self._control, times)
+            if config.shared
+            else PrefixRows(config, self._row_bytes, self._control, self._owner)
+        )
         self._transfers = RowTransfers(config, geometry, region, self._control, self._rows, times=times)
         self._manifests = ManifestKeeper(self._row_bytes, self._owner.engine)
-
-    def _make_rows(self) -> Rows:
-        if self._config.shared:
-            return SharedRows(self._config, self._row_bytes, self._control, self._times)
-        return PrefixRows(self._config, self._row_bytes, self._control, self._owner)
 
     def identify(self, engine: str) -> None:
         self._owner.engine = self._manifests.engine = engine

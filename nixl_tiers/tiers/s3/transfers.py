@@ -47,12 +47,12 @@ class RowTransfers:
         self.data = S3Data(config, geometry, region, times)
         self._sealer: Sealer | None = None
         self.pace = PollPace()
-        downloads, uploads = config.downloads_each, config.max_transfers
-        self._downloads, self._uploads = TransferLimit(downloads), TransferLimit(uploads)
+        most = config.max_transfers
+        self._downloads, self._uploads = TransferLimit(most), TransferLimit(most)
         self.moves = MovePipeline(
-            MoveQueue(limit=downloads, admit=self._admit_load, run=self._run_load),
+            MoveQueue(limit=most, admit=self._admit_load, run=self._run_load),
             MoveQueue(
-                limit=uploads,
+                limit=most,
                 admit=self._admit_store,
                 run=self._run_store,
                 on_end=lambda move, _: rows.store_ended(move.key),

@@ -46,13 +46,10 @@ _RETRY_S: Final = 1.0
 class Journal:
     """The journal of one shard. No call waits for the medium, but for `close`, which writes what is pending."""
 
-    def __init__(
-        self, folder: Folder, slots: int, allocated: NDArray[np.bool_] | None = None, *, writes: bool = True
-    ) -> None:
-        """`allocated`: by slot, whether it has room in a slab now, as it must to hold a row; None: all have. Without
-        `writes` changes stay in memory. The folder stays the caller's. Raises OSError if the journal cannot be opened
-        or made here."""
-        self._file = file = JournalFile(folder, slots, writes=writes)
+    def __init__(self, folder: Folder, slots: int, allocated: NDArray[np.bool_] | None = None) -> None:
+        """`allocated`: by slot, whether it has room in a slab now, as it must to hold a row; None: all have. The folder
+        stays the caller's. Raises OSError if the journal cannot be opened or made here."""
+        self._file = file = JournalFile(folder, slots)
         if isinstance(file.defect, OSError):
             logger.warning("%s cannot be read (%s): starting with an empty one", file.path, file.defect.strerror)
         elif file.defect:
@@ -397,7 +394,7 @@ class Journal:
         """Write the records of sorted slots as the columns have them now. `new_keys`: those that the file may lack.
         Returns the slots that lack a record because the file cannot grow."""
         file = self._file
-        if not len(slots) or not file.writes:
+        if not len(slots):
             return slots[:0]
         with self._lock:
             tags, ticks, sealed_at = self.tags[slots], self._ticks[slots], self.sealed_at[slots]

@@ -103,10 +103,9 @@ class JournalFile:
     """Calls raise OSError. Slots are below `slots`."""
 
     def __init__(self, folder: Folder, slots: int, *, writes: bool = True) -> None:
-        """Opens or makes it. A damaged header makes every record invalid. Without `writes` it must be there, and stays
-        as it is."""
+        """Opens or makes it. A damaged header makes every record invalid. Without `writes` it must be there, and is
+        only read."""
         self.path = folder.path / NAME
-        self.writes = writes
         self._slots = slots
         self.defect: OSError | str = ""
         """Why it has no header that says which records are valid; "": it has one, or is new."""
@@ -132,7 +131,7 @@ class JournalFile:
         `check` no I/O error either."""
         self.is_open = header is not None and not header.flushed
         """Whether a process has it open to write, or has ended without closing it."""
-        self._unflushed = header is not None and not header.flushed and self.trusted and writes
+        self._unflushed = header is not None and not header.flushed and self.trusted
         # Until it is flushed by `close`, another process must not trust it either.
         self._header = Header(self.salt, boot if header is None or self.trusted else header.boot, flushed=False)
         self._marked_open = False
@@ -175,7 +174,7 @@ class JournalFile:
     def write(self, slots: NDArray[np.int64], records: NDArray[np.void]) -> str:
         """Write the records of these slots, which are sorted; neighbours together. Makes room for them; where there is
         none (a full disk), those from `self.records` on are not written. Returns why, or ""."""
-        if not len(slots) or not self.writes:
+        if not len(slots):
             return ""
         if not self._marked_open:
             self._mark_open()
@@ -188,8 +187,6 @@ class JournalFile:
 
     def distrust(self) -> None:
         """Not all changes can be written: the next open is to treat the file as after a power failure."""
-        if not self.writes:
-            return
         self._header = self._header._replace(boot=_NO_BOOT)
         if self._marked_open:
             self._write_header(self._header)

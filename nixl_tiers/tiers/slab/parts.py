@@ -45,11 +45,10 @@ _LOCK_PAUSE_S: Final = 0.02
 
 
 class Part:
-    """A part that this process holds, or reads."""
+    """A part that this process holds."""
 
-    def __init__(self, number: int, folder: Folder, lock: int | None) -> None:
-        """Takes over the folder and the descriptor of its lock file; None: a reader has got no lock. Raises OSError,
-        without either."""
+    def __init__(self, number: int, folder: Folder, lock: int) -> None:
+        """Takes over the folder and the descriptor of its lock file. Raises OSError, without either."""
         self.number = number
         self.folder = folder
         self._lock = lock
@@ -59,9 +58,10 @@ class Part:
         self._content = b""
         try:
             self._content = _read_lock(folder)
-            self._identities = [FileIdentity(folder.path, os.fstat(folder.descriptor))]
-            if lock is not None:
-                self._identities.append(FileIdentity(folder.path / LOCK, os.fstat(lock)))
+            self._identities = (
+                FileIdentity(folder.path, os.fstat(folder.descriptor)),
+                FileIdentity(folder.path / LOCK, os.fstat(lock)),
+            )
         except BaseException:
             self.release()  # else this process would hold it for ever
             raise
@@ -82,11 +82,10 @@ class Part:
 
     def release(self) -> None:
         """Let another process take it: also one that has lost it to this one, and goes by the name in the lock file."""
-        if self._lock is not None:
-            with suppress(OSError):  # a reader may not write
-                if _read_lock(self.folder) == self._content:
-                    os.ftruncate(self._lock, 0)
-            os.close(self._lock)
+        with suppress(OSError):
+            if _read_lock(self.folder) == self._content:
+                os.ftruncate(self._lock, 0)
+        os.close(self._lock)
         self.folder.close()
 
 
@@ -146,56 +145,6 @@ def claim(base: Folder, replicas: int, namespace: bytes, lost: Mapping[int, byte
         about = {"host": socket.gethostname(), "pid": os.getpid(), "engine": os.getppid()}
         os.pwrite(lock, json.dumps(about).encode(), 0)
     return Part(number, folder, lock)
-
-
-def claim_to_read(base: Folder, namespace: bytes) -> Part:
-    """The part with most rows of the namespace that no process writes to, for a reader, which writes nothing: one that
-    no other reader has, if there is one. Raises TierDown if there is none, NotOwned, OSError."""
-    held: list[str] = []
-    rows: list[FreePart] = []
-    for name in base.names():
-        number = part_number(name)
-        if number is None or not base.has_folder(name):
-            continue
-        found = _free_part(number, base.path / name, namespace)
-        if found.own_bytes:
-            rows.append(found)
-    for how in (fcntl.LOCK_EX, fcntl.LOCK_SH):
-        held = []
-        for part in sorted(rows, key=lambda part: (-part.own_bytes, part.number)):
-            folder = base.folder(part_name(part.number))
-            try:
-                lock, holder = _lock_to_read(folder, how)
-            except BaseException:
-                folder.close()
-                raise
-            if not holder:
-                return Part(part.number, folder, lock)
-            held.append(f"{part_name(part.number)} by {holder}")
-            folder.close()
-    if held:
-        raise TierDown(f"{base.path} is in use: {', '.join(held[:_HOLDERS])}", retry_s=HELD_RETRY_S)
-    raise TierDown(f"{base.path} holds no rows of this engine's namespace yet, and it only reads there")
-
-
-def _lock_to_read(folder: Folder, how: int) -> tuple[int | None, str]:
-    """Lock a part against writers, if it can be had `how`: the lock, and who keeps it, or "". Where nothing can be
-    locked, a process keeps it that holds it by its lock file and lives on this machine. Raises NotOwned, OSError."""
-    try:
-        lock = folder.open(LOCK, os.O_RDONLY)
-    except FileNotFoundError:
-        return None, ""
-    for kind in dict.fromkeys((how, fcntl.LOCK_SH)):  # NFS locks what is open for reading only for readers
-        try:
-            fcntl.flock(lock, kind | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno == errno.EWOULDBLOCK:
-                os.close(lock)
-                return None, _holder(folder)
-            if kind == fcntl.LOCK_SH:
-                os.close(lock)
-                return None, _living_holder(folder)
-    return lock, ""
 
 
 def _read_lock(folder: Folder) -> bytes:
@@ -283,11 +232,7 @@ def _free_part(number: int, path: Path, namespace: bytes) -> FreePart:
 def _holder(folder: Folder) -> str:
     """Who holds a part, by its lock file: for people."""
     try:
-        with os.fdopen(folder.open(LOCK, os.O_RDONLY), "rb") as file:
-            with suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return "processes that only read it"
-            return holder_of(file.read())
+        return holder_of(folder.read(LOCK))
     except OSError:
         return holder_of(b"")
 
@@ -302,12 +247,27 @@ def holder_now(base: Folder, part: Folder) -> str:
         for _ in range(_LOCK_TRIES):
             with suppress(BlockingIOError):
                 fcntl.flock(path_lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                lock, holder = _lock_to_read(part, fcntl.LOCK_SH)
-                if lock is not None:
-                    os.close(lock)
-                return holder
+                return _locked_by(part)
             time.sleep(_LOCK_PAUSE_S)
     return f"an unknown process ({base.path / SLAB_LOCK} is locked)"
+
+
+def _locked_by(part: Folder) -> str:
+    """`holder_now`. Where nothing can be locked, a process holds it that its lock file names and that lives on this
+    machine."""
+    try:
+        lock = part.open(LOCK, os.O_RDONLY)
+    except FileNotFoundError:
+        return ""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # NFS locks what is open for reading only in shared mode
+    except BlockingIOError:
+        return _holder(part)
+    except OSError:
+        return _living_holder(part)
+    finally:
+        os.close(lock)
+    return ""
 
 
 def holder_of(raw: bytes) -> str:

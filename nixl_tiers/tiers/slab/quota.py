@@ -34,7 +34,6 @@ from nixl_tiers.tiers.slab.parts import (
     SHARD,
     Part,
     claim,
-    claim_to_read,
     deleting_name,
     is_shard,
     part_number,
@@ -177,23 +176,12 @@ class SlabQuota:
         if self._part is None:
             self._part = claim(base, self.replicas, namespace, self._lost)
         self._serving = namespace.hex()
-        return self._open_shard(self._part, self._part.folder.folder(self._serving, make=True))
-
-    def _open_shard(self, part: Part, folder: Folder) -> ShardDir:
+        folder = self._part.folder.folder(self._serving, make=True)
         try:
             description = json.loads(folder.read(DESCRIPTION))
         except (OSError, ValueError):
             description = {}
-        return ShardDir(part, folder, description if isinstance(description, dict) else {})
-
-    def read_shard(self, namespace: bytes) -> ShardDir:
-        """The shard of the namespace, for a reader: it makes nothing, and needs no lock of the path. Raises TierDown if
-        there is none that no process writes to, NotOwned, OSError."""
-        if self._part is None:
-            with Folder.base(self.path, writes=False) as base:
-                self._part = claim_to_read(base, namespace)
-        self._serving = namespace.hex()
-        return self._open_shard(self._part, self._part.folder.folder(self._serving))
+        return ShardDir(self._part, folder, description if isinstance(description, dict) else {})
 
     def discard(self, shard: ShardDir) -> None:
         """Release a shard that could not be opened, and its part; delete them if they are empty. Inside `locked`."""

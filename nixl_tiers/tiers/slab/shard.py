@@ -27,7 +27,7 @@ from nixl_tiers.tiers.nixl_agent import Registrar
 from nixl_tiers.tiers.slab.journal import Journal
 from nixl_tiers.tiers.slab.journal_file import journal_bytes
 from nixl_tiers.tiers.slab.layout import SlabLayout, describe_layout, described
-from nixl_tiers.tiers.slab.parts import DESCRIPTION, JOURNAL, ROWS
+from nixl_tiers.tiers.slab.parts import JOURNAL, ROWS
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
 from nixl_tiers.tiers.slab.slabs import SealedRow, SealScan, Slabs, detect_layout, read_seals
 
@@ -50,21 +50,18 @@ class Shard:
         *,
         max_age_s: float | None = None,
         clock: Callable[[], float] = time.time,
-        writes: bool = True,
         times: Times = PRODUCTION,
     ) -> None:
-        """`clock`: Unix seconds. Without `writes` it serves what is there, whatever `slots` says, and nothing below its
-        path changes. Raises OSError, and TierDown if there is no room for one more journal, or nothing to read."""
+        """`clock`: Unix seconds. Raises OSError, and TierDown if there is no room for one more journal."""
         self.sealer = sealer
-        self.writes = writes
         self._directory = directory
         self.path = directory.path
         self._quota = quota
         self._max_age_s = max_age_s
         self._clock = clock
-        layout = self._layout_to_write(slots) if writes else self._layout_to_read()
-        self.slabs = Slabs(directory.folder, layout, agent, quota, writes=writes)
-        self.journal = Journal(directory.folder, layout.slots, self.slabs.allocated(), writes=writes)
+        layout = self._layout(slots)
+        self.slabs = Slabs(directory.folder, layout, agent, quota)
+        self.journal = Journal(directory.folder, layout.slots, self.slabs.allocated())
         self.listed = False
         """Whether `list_rows` has ended: the journal knows all rows, as far as that is possible."""
         self.erasing: frozenset[int] = frozenset()
@@ -77,7 +74,7 @@ class Shard:
         self._store_failed = False
         self.health = HealthMonitor(self._check, times.disk_check_s)
 
-    def _layout_to_write(self, slots: int) -> SlabLayout:
+    def _layout(self, slots: int) -> SlabLayout:
         """The layout of what is there, with `slots` slots if that fits; a new one if nothing of it can be used. Raises
         TierDown, OSError."""
         directory, sealer, quota = self._directory, self.sealer, self._quota
@@ -104,16 +101,6 @@ class Shard:
         description = describe_layout(sealer.geometry, layout)
         if directory.description != description:  # not written needlessly: a full disk must still serve its rows
             directory.describe(description)
-        return layout
-
-    def _layout_to_read(self) -> SlabLayout:
-        """The layout of what is there. Raises TierDown if it cannot be read."""
-        layout = _layout_of(self._directory, self.sealer.geometry)
-        if layout is None:
-            raise TierDown(
-                f"{self.path} holds no rows of {self.sealer.geometry.row_bytes} bytes, or has lost its {DESCRIPTION}, "
-                "which an engine that writes there makes again"
-            )
         return layout
 
     # --- listing ----------------------------------------------------------------------------------------------------
@@ -189,8 +176,7 @@ class Shard:
         return has_expired(sealed_at, now, self._max_age_s)
 
     def expire(self, in_use: Callable[[], set[int]]) -> Iterator[list[Entry]]:
-        """If it is due: erase the bytes of rows that are too old, and delete expired shards that no process holds. A
-        reader only forgets such rows.
+        """If it is due: erase the bytes of rows that are too old, and delete expired shards that no process holds.
 
         Yields the keys that are gone, as entries of slot GONE. `in_use`: slots that jobs read or write, which are left
         for the next round.
@@ -257,8 +243,7 @@ class Shard:
                 if row.sealed_at <= now_s and not has_expired(row.sealed_at, now_s, max_age_s)
             }
             if not self._closing:
-                if self.writes:
-                    self.slabs.erase([slot for slot in slots if slot not in young])
+                self.slabs.erase([slot for slot in slots if slot not in young])
                 return [row for row in rows if row.slot not in young], list(young.values())
         except OSError as error:
             self._log_once.report("erase", f"{self.path}: old rows cannot be erased ({describe(error)})")
@@ -266,9 +251,8 @@ class Shard:
         return None
 
     def _delete_expired_shards(self, max_age_s: float) -> None:
-        if self.writes:
-            with suppress(OSError), self._quota.locked():
-                self._quota.delete_expired(max_age_s, self._clock())
+        with suppress(OSError), self._quota.locked():
+            self._quota.delete_expired(max_age_s, self._clock())
 
     # --- failures ---------------------------------------------------------------------------------------------------
 

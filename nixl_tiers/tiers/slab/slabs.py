@@ -16,13 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.memory.seal import MAGIC, Sealer, read
-from nixl_tiers.tiers.disk import FileIdentity, check_registration, direct_reads, direct_works, fallocate
+from nixl_tiers.tiers.disk import FileIdentity, check_registration, direct_works, fallocate
 from nixl_tiers.tiers.folder import Folder, fd_path
 from nixl_tiers.tiers.nixl_agent import Registrar, Registration
 from nixl_tiers.tiers.slab.layout import SlabLayout, slab_name, slab_number
@@ -45,16 +45,13 @@ class Slabs:
     """The open slab files of one shard. `grow` and `free` belong on a thread that may wait, the rest on the mover's
     own."""
 
-    def __init__(
-        self, folder: Folder, layout: SlabLayout, agent: Registrar, quota: SlabQuota, *, writes: bool = True
-    ) -> None:
-        """Opens the files that are there; what is beyond the layout's slots is cut off. Without `writes` they stay as
-        they are. The folder stays the caller's. Raises TierDown, OSError."""
+    def __init__(self, folder: Folder, layout: SlabLayout, agent: Registrar, quota: SlabQuota) -> None:
+        """Opens the files that are there; what is beyond the layout's slots is cut off. The folder stays the caller's.
+        Raises TierDown, OSError."""
         self.layout = layout
         self._folder = folder
         self._agent = agent
         self._quota = quota
-        self._writes = writes
         self._sparse = False  # whether some files could not be allocated ahead
         self._allocated: dict[int, int] = {}  # slab -> slots that its file has room for
         self._files: dict[int, Registration] = {}
@@ -62,11 +59,8 @@ class Slabs:
         for name in folder.names():
             if (slab := slab_number(name)) is not None:
                 self._open_existing(slab)
-        if writes:
-            self._direct = direct_works(folder)
-            check_registration(agent, folder)
-        else:
-            self._direct = all(map(self._reads_directly, sorted(self._allocated)[:1]))
+        self._direct = direct_works(folder)
+        check_registration(agent, folder)
         if not self._direct:
             logger.warning("%s does not support O_DIRECT: rows go through the page cache", folder.path)
 
@@ -83,8 +77,7 @@ class Slabs:
             nbytes = self.layout.slots_per_slab * self.layout.row_bytes
             descriptor = self._open(slab)
             try:
-                access: Literal["rw", "ro"] = "rw" if self._writes else "ro"
-                file = self._agent.register_file(fd_path(descriptor), nbytes, direct=self._direct, access=access)
+                file = self._agent.register_file(fd_path(descriptor), nbytes, direct=self._direct)
             finally:
                 os.close(descriptor)
             self._files[slab] = file
@@ -118,11 +111,6 @@ class Slabs:
             indexes = np.flatnonzero(wanted[first : first + slots])
             if len(indexes):
                 yield SlabSlots(self._folder, slab_name(slab), first, indexes)
-
-    @property
-    def nbytes(self) -> int:
-        """Of all rows that there is room for."""
-        return sum(self._allocated.values()) * self.layout.row_bytes
 
     def disk_is_full(self) -> bool:
         """Whether a write may have failed for lack of space: possible only in files that are not allocated ahead."""
@@ -202,14 +190,7 @@ class Slabs:
 
     def _open(self, slab: int, flags: int = 0) -> int:
         """Raises OSError."""
-        return self._folder.open(slab_name(slab), (os.O_RDWR if self._writes else os.O_RDONLY) | flags)
-
-    def _reads_directly(self, slab: int) -> bool:
-        descriptor = self._open(slab)
-        try:
-            return direct_reads(fd_path(descriptor))
-        finally:
-            os.close(descriptor)
+        return self._folder.open(slab_name(slab), os.O_RDWR | flags)
 
     def _shorten(self, slab: int, nbytes: int) -> int:
         """Cut it to so many bytes, or delete it if none are left; returns how many that freed. Raises OSError."""
@@ -217,7 +198,7 @@ class Slabs:
         if nbytes:
             self._cut(slab, nbytes)
         else:
-            self._folder.unlink_cut(slab_name(slab))
+            self._folder.unlink(slab_name(slab))
         return max(0, freed_bytes)
 
     def _cut(self, slab: int, nbytes: int) -> None:
@@ -230,9 +211,9 @@ class Slabs:
     def _open_existing(self, slab: int) -> None:
         limit, status = self.layout.slots_in(slab), self._folder.stat(slab_name(slab))
         size = status.st_size
-        if not limit and self._writes:
-            self._folder.unlink_cut(slab_name(slab))
-        elif size > limit * self.layout.row_bytes and self._writes:
+        if not limit:
+            self._folder.unlink(slab_name(slab))
+        elif size > limit * self.layout.row_bytes:
             self._cut(slab, limit * self.layout.row_bytes)
         if limit:
             self._identities[slab] = FileIdentity(self._path(slab), status)

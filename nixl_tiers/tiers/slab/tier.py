@@ -22,7 +22,7 @@ from nixl_tiers.tiers.disk import SLAB_LOCK, FreeSpace, MountGuard, describe, op
 from nixl_tiers.tiers.manifests import ManifestKeeper
 from nixl_tiers.tiers.move_queue import Unit
 from nixl_tiers.tiers.slab.growth import GROWTH_S, Growth
-from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
+from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.slab.shard import Shard, ShardManifests, slots_within
 from nixl_tiers.tiers.slab.slabs import NoSpace
 from nixl_tiers.tiers.slab.transfers import TierSide, open_transfers
@@ -42,12 +42,12 @@ class SlabTier(StorageTier):
         region: HostRegion,
         clock: Callable[[], float] = time.time,
         *,
+        movers: int = 1,
         times: Times = PRODUCTION,
     ) -> None:
-        """`region` stays the caller's; `clock` returns Unix seconds. Raises TierRefused if the wanted
-        backend cannot be had here."""
+        """`region` stays the caller's; `clock` returns Unix seconds; `movers`: how many the tier has on this machine.
+        Raises TierRefused if the wanted backend cannot be had here."""
         self._config = config
-        self._writes = config.write != "off"
         self._clock = clock
         self._times = times
         self._geometry = geometry
@@ -60,6 +60,7 @@ class SlabTier(StorageTier):
                 config,
                 geometry,
                 region,
+                movers,
                 served=lambda: self._served,
                 admit_load=self._admit_load,
                 admit_store=self._admit_store,
@@ -104,48 +105,35 @@ class SlabTier(StorageTier):
             if self._open is None:
                 self._quota.release()
         self._staging.open()
-        self._slots = Growth(shard, self._allocator, self._times.growth_retry_s) if self._writes else None
+        self._slots = Growth(shard, self._allocator, self._times.growth_retry_s)
         self._full_until_s = 0.0
         return shard.slabs.layout.slots
 
     def _open_shard(self, namespace: bytes, epoch: int) -> Shard:
         """Raises TierDown, TierRefused, OSError."""
-        slots, writes = slots_within(self._quota.part_bytes, self._geometry.row_bytes), self._writes
-        if slots < 1 and writes:
+        slots = slots_within(self._quota.part_bytes, self._geometry.row_bytes)
+        if slots < 1:
             raise TierRefused(
                 f"capacity: {self._quota.part_bytes} bytes, for each of {self._quota.replicas} replicas, hold no row "
                 f"of {self._geometry.row_bytes} bytes beside the journal in {self._config.path}"
             )
         prepare_path(self._config, self._mount, self._log_once)
         self._quota.forget_path()
-
-        def opened(directory: ShardDir) -> Shard:
-            self._mount.remember(self._config.path)
-            self.opening = f"{directory.path.parent.name} {time.monotonic_ns()}".encode()
-            return Shard(
-                directory,
-                slots,
-                Sealer(self._geometry, namespace, epoch),
-                self._transfers.registrar,
-                self._quota,
-                max_age_s=self._config.max_age,
-                clock=self._clock,
-                writes=writes,
-                times=self._times,
-            )
-
-        if not writes:
-            directory = self._quota.read_shard(namespace)
-            try:
-                return opened(directory)
-            except BaseException:
-                directory.release()
-                raise
         with self._quota.locked(self._times.lock_wait_s):
             directory = self._quota.acquire_shard(namespace)
             shard = None
             try:
-                shard = opened(directory)
+                self._mount.remember(self._config.path)
+                shard = Shard(
+                    directory,
+                    slots,
+                    Sealer(self._geometry, namespace, epoch),
+                    self._transfers.registrar,
+                    self._quota,
+                    max_age_s=self._config.max_age,
+                    clock=self._clock,
+                    times=self._times,
+                )
                 assert shard.slabs.layout.slots <= slots, "a part has more slots than its share"
                 self._quota.make_room(0)  # the capacity may be smaller than last time
             except BaseException:
@@ -171,9 +159,9 @@ class SlabTier(StorageTier):
     def maintain(self) -> Iterator[list[Entry]]:
         """Erase what is too old, then try again to grow, and free what is empty."""
         served, slots = self._served, self._slots
+        assert slots is not None, "it is open"
         yield from served.expire(self._slots_in_use)
-        if slots is not None:
-            yield from slots.maintain(self._slots_in_use, lambda: self._growth is not None)
+        yield from slots.maintain(self._slots_in_use, lambda: self._growth is not None)
 
     @property
     def maintain_s(self) -> float | None:
@@ -230,9 +218,7 @@ class SlabTier(StorageTier):
 
     @property
     def used_bytes(self) -> int:
-        if self._writes:
-            return self._quota.used_bytes
-        return 0 if self._open is None else self._open.slabs.nbytes
+        return self._quota.used_bytes
 
     def close(self) -> None:
         self._close_shard(last=True)
@@ -266,7 +252,7 @@ class SlabTier(StorageTier):
         """Stores that need a new extent wait for it, and for each other, unless it is overdue."""
         served = self._served
         slabs, journal = served.slabs, served.journal
-        unit.end_each(lambda move: Outcome.FAILED if not self._writes or journal.denies(move.slot) else None)
+        unit.end_each(lambda move: Outcome.FAILED if journal.denies(move.slot) else None)
         slots = {move.slot for move in unit.moves}
         waits = self._growth is not None and not self._growth_is_overdue()
         if waits or not journal.may_overwrite(slots) or served.erasing & slots:

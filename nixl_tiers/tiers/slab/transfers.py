@@ -42,12 +42,13 @@ _UNITS: Final = 64  # in each direction, within the rows of `in_flight.py`
 
 @dataclass(frozen=True)
 class TierSide:
-    """What the tier brings. `served`: the shard that is open; `clock` returns Unix seconds; the others are what
-    `MovePipeline` and its queues ask."""
+    """What the tier brings. `movers`: of the tier on this machine; `served`: the shard that is open; `clock` returns
+    Unix seconds; the others are what `MovePipeline` and its queues ask."""
 
     config: FileConfig
     geometry: Geometry
     region: HostRegion
+    movers: int
     served: Callable[[], Shard]
     admit_load: Callable[[Unit], bool]
     admit_store: Callable[[Unit], bool]
@@ -265,7 +266,7 @@ class NixlTransfers(Transfers):
 
 def open_transfers(tier: TierSide) -> Transfers:
     """What the configuration chooses; by default the worker, or NIXL where that cannot be had. Raises TierRefused."""
-    worker = open_worker(tier.config, tier.region, tier.geometry)
+    worker = open_worker(tier.config, tier.region, tier.geometry, tier.movers)
     if worker is not None:
         return WorkerTransfers(tier, worker)
     return NixlTransfers(tier, *open_agent(tier.config, tier.region))

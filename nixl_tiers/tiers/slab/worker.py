@@ -10,7 +10,7 @@ import os
 import struct
 from collections.abc import Collection, Sequence
 from functools import cache
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from nixl_tiers.base import native
 from nixl_tiers.base.chunk import MAX_KEY_BYTES, NAMESPACE_BYTES, Geometry
@@ -26,7 +26,9 @@ from nixl_tiers.tiers.staging import DirectRows
 logger = logging.getLogger(__name__)
 
 ABI: Final = 2  # ROW_WORKER_ABI of csrc/row_worker.h
-THREADS: Final = 2  # each hashes some 10 GB/s; where that is too little, a tier has more movers
+CORES_A_THREAD: Final = 4  # the engine needs the others
+LEAST_THREADS: Final = 2  # of a worker; each hashes some 10 GB/s
+MOST_THREADS: Final = 8  # as MAX_THREADS of csrc/row_worker.h
 
 _ROW: Final = struct.Struct(f"=QiIIIBB{MAX_KEY_BYTES}s6x")  # of a unit; numpy is slower for so few
 _RESULT: Final = struct.Struct("=Qii")  # sealed at, verdict, errno
@@ -63,7 +65,7 @@ class Worker(Registrar):
 
     backend = "native"
 
-    def __init__(self, region: HostRegion, geometry: Geometry) -> None:
+    def __init__(self, region: HostRegion, geometry: Geometry, threads: int) -> None:
         """Raises OSError: Linux AIO cannot be had here, or is used up (fs.aio-max-nr)."""
         library = _library()
         assert library is not None, "see `available`"
@@ -82,7 +84,7 @@ class Worker(Registrar):
             region.address,
             region.rows,
             request_bytes(geometry.row_bytes),
-            THREADS,
+            threads,
             ctypes.byref(error),
         )
         if not self._worker:
@@ -97,10 +99,8 @@ class Worker(Registrar):
     def register_dram(self, address: int, nbytes: int) -> Registration:
         return Registration(None, (0,))
 
-    def register_file(
-        self, path: str, nbytes: int, *, direct: bool, access: Literal["rw", "ro"] = "rw"
-    ) -> Registration:
-        flags = (os.O_RDWR if access == "rw" else os.O_RDONLY) | (os.O_DIRECT if direct else 0) | os.O_CLOEXEC
+    def register_file(self, path: str, nbytes: int, *, direct: bool) -> Registration:
+        flags = os.O_RDWR | (os.O_DIRECT if direct else 0) | os.O_CLOEXEC
         try:
             descriptor = os.open(path, flags)
         except OSError as error:
@@ -154,15 +154,21 @@ class Worker(Registrar):
             self._library.nixl_tiers_row_worker_close(worker)
 
 
-def open_worker(config: FileConfig, region: HostRegion, geometry: Geometry) -> Worker | None:
+def threads_of(workers: int) -> int:
+    """How many threads each of so many workers has, which share the cores that this process may use."""
+    share = len(os.sched_getaffinity(0)) // (CORES_A_THREAD * workers)
+    return max(LEAST_THREADS, min(MOST_THREADS, share))
+
+
+def open_worker(config: FileConfig, region: HostRegion, geometry: Geometry, movers: int) -> Worker | None:
     """The worker, unless another backend is chosen; None: NIXL moves the rows, as it does where the worker cannot be
-    had, but raises TierRefused where it was chosen."""
+    had, but raises TierRefused where it was chosen. `movers`: of the tier on this machine, in each of its replicas."""
     if config.backend not in ("auto", "native"):
         return None
     try:
         if not available():
             raise OSError("was not built; install with a C compiler")
-        return Worker(region, geometry)
+        return Worker(region, geometry, threads_of(movers * (config.replicas or 1)))
     except OSError as error:
         problem = str(error) if error.errno is None else f"cannot start ({error.strerror})"
     if config.backend == "native":

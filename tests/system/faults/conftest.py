@@ -48,19 +48,14 @@ def bucket(moto: MotoServer, s3_bucket: Callable[[S3Server], str], s3_credential
 @pytest.fixture
 def file_rig(tmp_path: Path) -> MakeRig:
     """A rig over a file tier: file_rig("SIGKILL", "slabs" | "slabs by NIXL" | "files"), or with several movers:
-    "slabs by movers" | "slabs in directories" | "slabs in directories by movers"."""
+    "slabs in directories"."""
     paths = [str(tmp_path / name) for name in ("kv", "b", "c", "d")]
-    several: dict[str, dict[str, object]] = {
-        "slabs by movers": {"movers": 3},
-        "slabs in directories": {"path": paths},
-        "slabs in directories by movers": {"path": paths[:2], "movers": 2},
-    }
 
     def make(
         fault: str, layout: str, *, capacity: int = CAPACITY, fields: dict[str, object] | None = None, **more: Any
     ) -> FaultRig:
-        name, others = layout, several.get(layout, {})
-        layout, _, by = layout.partition(" ")
+        name, (layout, _, by) = layout, layout.partition(" ")
+        others: dict[str, object] = {"path": paths} if by == "in directories" else {}
         if by == "by NIXL":
             name, fields = layout, {"backend": "posix", **(fields or {})}
         row = MatrixRow(fault, ", ".join(["file", name, *map(str, (fields or {}).values())]))

@@ -206,7 +206,7 @@ class FaultRig:
 
     def signal_mover(self, number: int, when: str = "idle") -> int:
         """Send a signal to the mover: at once, or during a store or a load. Returns its pid."""
-        mover = self.store.coordinator._core.tiers[0].movers[self.mover]
+        mover = self.store.coordinator._core.tiers[0].members[self.mover]
         deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
             pid = self.wait_for_mover()

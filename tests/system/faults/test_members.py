@@ -1,4 +1,4 @@
-"""One of several movers of a file tier dies or stops, or one of its four directories fails: the others go on. And any
+"""The mover of one of a file tier's four directories dies or stops, or the directory fails: the others go on. And any
 of them, again and again: `KILL_ROUNDS=n` sets the rounds of the long ones, `SEED=n` repeats a run whose seed was
 printed."""
 
@@ -28,12 +28,10 @@ from tests.system.faults.test_mover import matrix
 
 pytestmark = pytest.mark.timeout(900)
 
-DIRECTORIES, MOVERS = "slabs in directories", "slabs by movers"
-BOTH = f"{DIRECTORIES} by movers"
+DIRECTORIES = "slabs in directories"
 SHORT, LONG = 2, int(os.environ.get("KILL_ROUNDS", "30"))
 FULL = 10 * MIB  # of which most is for the prompts that are asked again: so it evicts all the time
-KILLED = {("SIGKILL", "load", MOVERS), ("SIGSTOP", "load", MOVERS)}
-WAYS = {DIRECTORIES: ("idle", "store", "load"), MOVERS: ("idle", "load")}
+KILLED = {("SIGKILL", "load", DIRECTORIES), ("SIGSTOP", "load", DIRECTORIES)}
 
 
 def wait_until_whole(rig: FaultRig) -> None:
@@ -54,31 +52,18 @@ def wait_until_whole(rig: FaultRig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signal_name", "when", "tier"), matrix(tuple(KILLS), WAYS[MOVERS], (MOVERS,), unmarked=KILLED)
-)
-def test_loader_dies_or_stops(
-    make_rig: Callable[..., FaultRig], patient: dict[str, Any], signal_name: str, when: str, tier: str
-) -> None:
-    rig = make_rig(f"{signal_name} of one of 3 movers, {when}", tier, **patient)
-    one_of_several(rig, KILLS[signal_name], when)
-
-
-@pytest.mark.parametrize(
-    ("signal_name", "when", "tier"), matrix(tuple(KILLS), WAYS[DIRECTORIES], (DIRECTORIES,), unmarked=set())
+    ("signal_name", "when", "tier"),
+    matrix(tuple(KILLS), ("idle", "store", "load"), (DIRECTORIES,), unmarked=KILLED),
 )
 def test_mover_of_a_directory_dies_or_stops(
     make_rig: Callable[..., FaultRig], patient: dict[str, Any], signal_name: str, when: str, tier: str
 ) -> None:
     rig = make_rig(f"{signal_name} of one of 4 movers, {when}", tier, **patient)
-    one_of_several(rig, KILLS[signal_name], when)
-
-
-def one_of_several(rig: FaultRig, number: int, when: str) -> None:
     rig.mover = 1
     with rig.under_load():
         rig.wait_for_answers()
         pids = rig.store.coordinator.mover_pids
-        old = rig.signal_mover(number, when)
+        old = rig.signal_mover(KILLS[signal_name], when)
         rig.wait_for_restart(old)
         rig.wait_for_answers()
         rig.fault_ended()
@@ -87,15 +72,14 @@ def one_of_several(rig: FaultRig, number: int, when: str) -> None:
         assert [pid for pid in rig.store.coordinator.mover_pids if pid in others] == others, "the others live on"
 
 
-@pytest.mark.parametrize(("fault", "tier"), matrix(tuple(FAULTS), (DIRECTORIES, MOVERS), unmarked=set()))
+@pytest.mark.parametrize(("fault", "tier"), matrix(tuple(FAULTS), (DIRECTORIES,), unmarked=set()))
 def test_one_disk_fails(file_rig: Callable[..., FaultRig], disk: Interposer, fault: str, tier: str) -> None:
-    """Of four, or that from which three movers load."""
+    """Of four."""
     inject(file_rig(f"{fault}, of one disk", tier), disk, fault)
 
 
-@pytest.mark.parametrize("tier", [MOVERS, pytest.param(DIRECTORIES, marks=pytest.mark.faults)])
-def test_one_directory_is_deleted(file_rig: Callable[..., FaultRig], tmp_path: Path, tier: str) -> None:
-    rig = file_rig("one directory deleted", tier)
+def test_one_directory_is_deleted(file_rig: Callable[..., FaultRig], tmp_path: Path) -> None:
+    rig = file_rig("one directory deleted", DIRECTORIES)
     with rig.under_load():
         rig.wait_for_answers()
         shutil.rmtree(tmp_path / "kv", ignore_errors=True)
@@ -104,19 +88,13 @@ def test_one_directory_is_deleted(file_rig: Callable[..., FaultRig], tmp_path: P
         wait_until_whole(rig)
 
 
-@pytest.mark.parametrize(
-    ("tier", "rounds"),
-    [
-        pytest.param(BOTH, SHORT),
-        *(pytest.param(tier, LONG, marks=pytest.mark.faults) for tier in (MOVERS, DIRECTORIES, BOTH)),
-    ],
-)
-def test_kill_rounds(file_rig: Callable[..., FaultRig], tier: str, rounds: int) -> None:
+@pytest.mark.parametrize("rounds", [SHORT, pytest.param(LONG, marks=pytest.mark.faults)])
+def test_kill_rounds(file_rig: Callable[..., FaultRig], rounds: int) -> None:
     """Whether it stores, loads or opens, and with others: no directory ever holds more than its part."""
     seed = int(os.environ.get("SEED", "7" if rounds == SHORT else str(time.time_ns() % 10_000)))
     print(f"SEED={seed}")
     draw = Random(seed)
-    rig = file_rig(f"SIGKILL of any mover, {rounds} rounds", tier, capacity=FULL)
+    rig = file_rig(f"SIGKILL of any mover, {rounds} rounds", DIRECTORIES, capacity=FULL)
     with ExitStack() as watched:
         for member in rig.tier.members:
             path = Path(member.path)  # type: ignore[attr-defined]
@@ -133,4 +111,4 @@ def test_kill_rounds(file_rig: Callable[..., FaultRig], tier: str, rounds: int) 
                     rig.signal_mover(signal.SIGKILL)
                 rig.fault_ended()
                 wait_until_whole(rig)
-                until(lambda: all(mover.can_load for mover in movers), "all movers", TIMEOUT_S)
+                until(lambda: all(mover.readable for mover in movers), "all movers", TIMEOUT_S)

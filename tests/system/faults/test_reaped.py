@@ -37,7 +37,6 @@ MOST = 100  # until a planted bug is seen: two of three show it, one of twelve o
 BACKENDS: Mapping[str, dict[str, Any]] = {
     "slabs": {"staging": "off", "backend": "native"},
     "slabs, staged": {"staging": "on", "backend": "native"},
-    "slabs by a loader": {"staging": "off", "backend": "native", "movers": 2},
     "slabs by NIXL": {"staging": "off", "backend": "posix"},
     "files": {"staging": "off", "layout": "files"},
     "gds_mt": {"staging": "off", "backend": "gds_mt"},
@@ -124,17 +123,12 @@ def reader(pid: int) -> Iterator[None]:
 def changes_after_kill(
     tier: Tier, *, kill: Callable[[MoverProcess], None], count: int = ROWS, io_uring: bool = False
 ) -> bool:
-    """Kill a mover, of two the one that only loads, when the first of its rows have arrived; whether a byte changes
-    after `kill`. `io_uring`: whether it uses that; then nobody reads its maps meanwhile."""
-    with contextlib.ExitStack() as movers:
-        mover = movers.enter_context(MoverProcess(tier, GEOMETRY, count, engine="one"))
+    """Kill a mover when the first of its rows have arrived; whether a byte changes after `kill`. `io_uring`: whether
+    it uses that; then nobody reads its maps meanwhile."""
+    with MoverProcess(tier, GEOMETRY, count, engine="one") as mover:
         mover.open()
         if not mover.listed_rows():
             assert mover.store(range(count)) == [Outcome.OK] * count
-        if "movers" in tier:
-            region, opening = mover.region, mover.opening
-            mover = movers.enter_context(MoverProcess(tier, GEOMETRY, count, region, loader=True))
-            mover.open(opening=opening)
         assert uses_io_uring(mover.process.pid) is io_uring
         rows = mover.region.rows_view
         one_in_each_page = rows.view(np.uint64)[:, 1::512]

@@ -160,7 +160,7 @@ def test_whatever_fails_meanwhile_only_the_keys_bytes_count(node: Node, tmp_path
             kills += 1
             os.kill(coordinator.mover_pids[0] or 0, signal.SIGKILL)
         node.end(*begun)
-        until(lambda: coordinator._core.movers[0].can_load, "the mover is up", timeout_s=60.0)
+        until(lambda: coordinator._core.movers[0].readable, "the mover is up", timeout_s=60.0)
     assert kills == 2
     assert node.told > 30
     assert node.gaps

@@ -12,10 +12,10 @@ from nixl_tiers.core.types import Direction
 from nixl_tiers.mover.protocol import Down, Heartbeat, Listed, Opened, Refused
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.runtime.mover_link import MoverLink
-from tests.runtime.test_mover_link import beside_loaders, coordinator
+from tests.runtime.test_mover_link import coordinator
 from tests.support.core import look_up
 
-__all__ = ["beside_loaders", "coordinator"]  # fixtures
+__all__ = ["coordinator"]  # a fixture
 
 
 class _Blocked(logging.Handler):
@@ -54,34 +54,6 @@ def test_a_down_of_before_a_reset_says_nothing_of_the_new_epoch(coordinator: Coo
     link.on_message(0, Down("no disk", coordinator.namespace.epoch))
     assert coordinator.ready
     assert "no disk" in coordinator.problems()["file"]
-
-
-def test_a_loader_that_has_opened_what_was_there_before_loads_nothing(beside_loaders: Coordinator) -> None:
-    """Its answer to an earlier Open comes late: its slots may be another part's."""
-    link, movers = beside_loaders._link, beside_loaders._core.movers
-    for opening in (b"part-0 1", b"part-1 2"):
-        link.on_message(0, Opened(0, 10, opening=opening))
-        link.on_message(0, Listed(0, [], last=True))
-    link.on_message(1, Opened(0, 10, opening=b"part-0 1"))
-    assert [mover.can_load for mover in movers] == [True, False, False]
-    link.on_message(1, Opened(0, 10, opening=b"part-1 2"))
-    assert [mover.can_load for mover in movers] == [True, True, False]
-    beside_loaders.reset()
-    link.on_message(1, Opened(0, 10, opening=b"part-1 2"))
-    assert not any(mover.can_load for mover in movers)
-
-
-def test_nobody_waits_for_loaders_and_one_that_is_down_is_named(beside_loaders: Coordinator) -> None:
-    link = beside_loaders._link
-    link.on_message(0, Opened(0, 10, opening=b"part-0 1"))
-    link.on_message(0, Listed(0, [], last=True))
-    assert beside_loaders.ready
-    link.on_message(1, Refused("Linux AIO cannot be had"))
-    assert beside_loaders.ready
-    assert not any(mover.refusal for mover in link.movers)
-    assert beside_loaders.problems()["file"] == "file+1: Linux AIO cannot be had"
-    link.on_message(0, Down("no disk", 0))
-    assert beside_loaders.problems()["file"] == "no disk; file+1: Linux AIO cannot be had"
 
 
 LOGGED: dict[str, Callable[[MoverLink], object]] = {

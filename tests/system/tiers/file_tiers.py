@@ -87,26 +87,6 @@ def load(tier: FileTier, region: HostRegion, numbers: range) -> list[Outcome]:
     return ended
 
 
-class LoaderPair:
-    """A mover that stores and one that only loads, of one directory."""
-
-    def __init__(self, path: Path, region: HostRegion, tier: FileTier, loader: FileTier) -> None:
-        self.path = path
-        self.region = region
-        self.tier = tier
-        self.loader = loader
-
-    def store(self, numbers: range) -> None:
-        assert set(store(self.tier, self.region, numbers)) == {Outcome.OK}
-
-    def load(self, numbers: range) -> set[Outcome]:
-        return set(load(self.loader, self.region, numbers))
-
-    def close(self) -> None:
-        self.loader.close()
-        self.tier.close()
-
-
 def gone(entries: list[Entry]) -> list[int]:
     """The numbers of keys that are reported as gone."""
     assert {entry.slot for entry in entries} <= {GONE}

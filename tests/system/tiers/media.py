@@ -152,9 +152,8 @@ class Objects(Medium):
 
     def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
         where = {"bucket": self.bucket, "prefix": self.prefix, "endpoint": self.server.endpoint}
-        tier = S3Tier(
-            S3Config(type="s3", capacity=capacity_bytes, movers=1, **where), geometry, region, KEEPS_ITS_LEASE
-        )
+        config = S3Config(type="s3", capacity=capacity_bytes, **where)
+        tier = S3Tier(config, geometry, region, KEEPS_ITS_LEASE)
         # One engine: another would have to wait for the lease to expire if a busy machine is too late to hand it over.
         tier.identify("engine")
         return tier

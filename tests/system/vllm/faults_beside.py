@@ -62,7 +62,7 @@ class WatchedStreams:
         self._cut(stream, place, reason)
 
     def load_ended(self, tier: Any, move: Any, outcome: Outcome, now: float) -> None:
-        died = outcome is Outcome.FAILED and any(member.dead for member in tier.movers)
+        died = outcome is Outcome.FAILED and any(member.dead for member in tier.members)
         self._outcome = "died" if died else outcome.name.lower()
         self._load_ended(tier, move, outcome, now)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import json
 import os
 import random
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,9 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.loop import Mover
 from nixl_tiers.mover.protocol import Configure, Down, Open, Opened, Store
 from nixl_tiers.tiers.base import Move, TierDown
+from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab import tier as slab_tier
+from nixl_tiers.tiers.slab.parts import holder_now
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from tests.mover.harness import NAMESPACE, MoverProcess, key_of, shard_dir
 from tests.support.disks import assert_never_exceeds, disk_bytes
@@ -45,6 +51,36 @@ def down_reason(mover: MoverProcess, namespace: bytes = NAMESPACE) -> str:
     down = mover.expect(lambda m: isinstance(m, Down))
     assert isinstance(down, Down)
     return down.reason
+
+
+@pytest.mark.parametrize("living", [True, False])
+def test_without_locks_a_living_process_that_the_lock_file_names_holds_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, living: bool
+) -> None:
+    """So `purge` deletes nothing under an engine on a file system that has no locks."""
+    (tmp_path / ".ledger").touch()
+    (tmp_path / "part-0").mkdir()
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        if not living:
+            other.kill()
+            other.wait()
+        about = {"host": socket.gethostname(), "pid": other.pid, "engine": 1}
+        (tmp_path / "part-0" / ".lock").write_text(json.dumps(about))
+        real = fcntl.flock
+
+        def no_locks(file: Any, how: int) -> None:
+            if isinstance(file, int):  # of a part
+                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+            real(file, how)
+
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+        with Folder.to_inspect(tmp_path) as base, base.folder("part-0") as part:
+            holder = holder_now(base, part)
+        assert holder.startswith(f"process {other.pid} ") if living else not holder
+    finally:
+        other.kill()
+        other.wait()
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from nixl_tiers.memory.seal import Sealer, Verdict, cell_digest
 from nixl_tiers.tiers.base import Move, TierRefused
 from nixl_tiers.tiers.slab import worker as module
 from nixl_tiers.tiers.slab.tier import SlabTier
-from nixl_tiers.tiers.slab.worker import Moved, Worker
+from nixl_tiers.tiers.slab.worker import LEAST_THREADS, MOST_THREADS, Moved, Worker
 from nixl_tiers.tiers.staging import BUFFER_BYTES, Buffer, DirectRows, StagedRows
 from tests.mover.harness import NAMESPACE, key_of
 from tests.support.file_tier import file_config
@@ -49,10 +49,10 @@ NOW = 1_900_000_000
 class Rig:
     """A worker, a region and a file with a slot for each row of it."""
 
-    def __init__(self, geometry: Geometry, path: Path) -> None:
+    def __init__(self, geometry: Geometry, path: Path, threads: int = LEAST_THREADS) -> None:
         self.geometry = geometry
         self.region = HostRegion.create(geometry, ROWS)
-        self.worker = Worker(self.region, geometry)
+        self.worker = Worker(self.region, geometry, threads)
         self.sealer = Sealer(geometry, NAMESPACE, 7)
         with path.open("wb") as file:
             file.truncate(ROWS * geometry.row_bytes)
@@ -323,3 +323,21 @@ def test_threads_move_random_units_under_sanitizers(sanitizers: str, tmp_path: P
         if "unexpected memory mapping" in ended.stderr:
             pytest.skip("ThreadSanitizer does not know this kernel's layout of addresses")
         assert ended.stdout == "done\n", ended.stderr[-3000:]
+
+
+def test_as_many_threads_as_are_asked_for_share_a_unit(tmp_path: Path) -> None:
+    rig = Rig(Geometry(1, 400_000), tmp_path / "rows", MOST_THREADS)
+    tasks = len([*Path("/proc/self/task").iterdir()])
+    rows = [noise(rig.geometry, number) for number in range(ROWS)]
+    for number, row in enumerate(rows):
+        rig.region.rows_view[number] = row
+    moves = [Move(number, number, key_of(number), seal=True) for number in range(ROWS)]
+    assert {verdict for verdict, _ in rig.move(moves, write=True)} == {Verdict.OK}
+    rig.region.rows_view[:] = 0
+    assert {verdict for verdict, _ in rig.move(moves, write=False)} == {Verdict.OK}
+    payload = rig.geometry.cell_payload
+    assert all((rig.region.rows_view[number, :payload] == row[:payload]).all() for number, row in enumerate(rows))
+    rig.close()
+    assert tasks - len([*Path("/proc/self/task").iterdir()]) == MOST_THREADS
+    with pytest.raises(OSError, match="Invalid argument"):
+        Rig(rig.geometry, tmp_path / "rows", MOST_THREADS + 1)
