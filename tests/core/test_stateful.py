@@ -14,7 +14,6 @@ from tests.support.stateful import (
     CascadeStateMachine,
     LoaderStateMachine,
     MemberStateMachine,
-    StreamStateMachine,
     TenantStateMachine,
 )
 
@@ -33,12 +32,6 @@ TestMembers.settings = settings(
 TestLoaders = LoaderStateMachine.TestCase
 TestLoaders.settings = settings(
     max_examples=examples(60), stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
-)
-
-
-TestStreams = StreamStateMachine.TestCase
-TestStreams.settings = settings(
-    max_examples=examples(80), stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
