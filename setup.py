@@ -122,9 +122,9 @@ setup(
     long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",
     ext_modules=[
-        native("swap._swap_cpu", "swap_cpu.c", "swap_step.c", "streams.c"),
+        native("swap._swap_cpu", "swap_cpu.c", "swap_step.c"),
         native("swap._swap_submit", "swap_submit.c", optimize="-O2"),
-        native("memory._hash_copy", "hash_copy.c", "arrive.c"),
+        native("memory._hash_copy", "hash_copy.c"),
         native("tiers.slab._row_worker", "row_worker.c"),
         native("core._tier_rows", "tier_rows.c", optimize="-O2"),
     ],

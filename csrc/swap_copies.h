@@ -4,7 +4,7 @@
 
 #include "swap_submit.h"
 
-typedef struct submitter {
+typedef struct {
     swap_setup setup;
     pthread_t thread;
     pthread_mutex_t lock;

@@ -14,7 +14,7 @@
 #include <immintrin.h>
 #endif
 
-#define SWAP_ABI 3 /* of swap_step.c and streams.c too, which are in the same library */
+#define SWAP_ABI 4 /* of swap_step.c too, which is in the same library */
 
 enum { LANES = 8, STEP = 256, LINE = 64 };
 
@@ -244,16 +244,4 @@ int nixl_tiers_swap(const swap_rows *rows, const swap_segment *segments, size_t 
 #endif
         copy_plain(at);
     return kernel;
-}
-
-/* What streams.c copies one group's rows with. */
-typedef struct {
-    swap_rows rows;
-    const swap_segment *segments;
-    swap_u64 n_segments;
-} load_context;
-
-int nixl_tiers_swap_load(const load_context *of, const swap_pair *pairs, size_t n_pairs) {
-    nixl_tiers_swap(&of->rows, of->segments, of->n_segments, NULL, 0, pairs, n_pairs, 0, KERNEL_AUTO);
-    return 0;
 }

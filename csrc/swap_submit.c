@@ -79,7 +79,7 @@ int nixl_tiers_submit_abi(void) { return SUBMIT_ABI; }
 
 /* Sizes of the structures that both languages declare. */
 size_t nixl_tiers_submit_sizes(int which) {
-    return which == 0 ? sizeof(swap_setup) : which == 1 ? sizeof(swap_request) : which == 2 ? sizeof(swap_group) : sizeof(swap_load);
+    return which == 0 ? sizeof(swap_setup) : which == 1 ? sizeof(swap_request) : sizeof(swap_group);
 }
 
 /* Starts the thread; NULL where that fails. `setup` is copied, what it points to must outlive the thread. */
@@ -99,15 +99,6 @@ void *nixl_tiers_submit_open(const swap_setup *setup) {
     return self;
 }
 
-static void enqueue(submitter *self, swap_request *request) {
-    request->next = NULL;
-    pthread_mutex_lock(&self->lock);
-    *self->last = request;
-    self->last = &request->next;
-    pthread_cond_signal(&self->queued);
-    pthread_mutex_unlock(&self->lock);
-}
-
 /* Queues a request behind what the stream `compute` has to do so far, and returns. After an error, of the call that the
  * request names, it is not queued. */
 CUresult nixl_tiers_submit_put(submitter *self, swap_request *request, CUstream compute) {
@@ -120,9 +111,15 @@ CUresult nixl_tiers_submit_put(submitter *self, swap_request *request, CUstream 
     request->call = "cuEventRecord";
     code = driver->event_record(request->computed, compute);
     driver->ctx_pop(&ignored);
-    if (!code)
-        enqueue(self, request);
-    return code;
+    if (code)
+        return code;
+    request->next = NULL;
+    pthread_mutex_lock(&self->lock);
+    *self->last = request;
+    self->last = &request->next;
+    pthread_cond_signal(&self->queued);
+    pthread_mutex_unlock(&self->lock);
+    return 0;
 }
 
 int nixl_tiers_submit_state(const swap_request *request) { return __atomic_load_n(&request->state, __ATOMIC_ACQUIRE); }
@@ -165,26 +162,6 @@ int nixl_tiers_submit_wait(submitter *self, swap_request *request) {
     int state = request->state;
     pthread_mutex_unlock(&self->lock);
     return state;
-}
-
-/* For streams.c. Returns 0 when the pairs have arrived, another number when they will not and nothing of them is in flight. */
-int nixl_tiers_submit_load(swap_load *load, const swap_pair *pairs, size_t n_pairs) {
-    const swap_setup *setup = &load->thread->setup;
-    CUcontext ignored;
-    if (setup->driver.ctx_push(setup->context))
-        return -1;
-    load->request.pairs = pairs;
-    load->request.n_pairs = n_pairs;
-    load->request.state = QUEUED;
-    enqueue(load->thread, &load->request);
-    int failed = nixl_tiers_submit_wait(load->thread, &load->request) == FAILED;
-    if (!failed && setup->driver.event_synchronize(load->request.end)) {
-        setup->driver.stream_synchronize(setup->work);
-        setup->driver.stream_synchronize(setup->copies);
-        failed = 1;
-    }
-    setup->driver.ctx_pop(&ignored);
-    return failed;
 }
 
 /* Returns once nothing is queued: what was is on the GPU's streams, or has failed. */

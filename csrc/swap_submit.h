@@ -34,7 +34,7 @@ typedef struct {
 } CUmemcpyAttributes;
 #endif
 
-#define SUBMIT_ABI 3
+#define SUBMIT_ABI 4
 
 enum { SLOTS = 3, BATCH = 256, WARPS_OF_A_BLOCK = 8, THREADS = 256, CAPACITIES = 2 };
 enum { COPY_ENGINE, STAGED }; /* swap_request.strategy */
@@ -93,11 +93,5 @@ typedef struct swap_request {
     CUresult code;
     const char *call; /* the one that failed with `code` */
 } swap_request;
-
-/* A load whose rows are copied as they arrive (streams.c), run by run. `computed` is recorded already. */
-typedef struct {
-    struct submitter *thread;
-    swap_request request;
-} swap_load;
 
 #endif

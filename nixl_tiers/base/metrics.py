@@ -104,22 +104,6 @@ METRICS: Final[Mapping[str, Metric]] = {
         missed_excluded=Series(storage, ("excluded",), "the request itself allows no load from this tier"),
         missed_no_room=Series(promoting, ("no_room",), "host memory was full of chunks for other requests"),
     ),
-    "streams": _counter(
-        "Loads that were told the engine before all of their chunks had come, the first missing one from this tier.",
-        storage,
-        number="streams",
-    ),
-    "streams_cut": _reasons(
-        "Such loads that did not get all of their chunks, by why the first one did not come: the rest was computed.",
-        REASON,
-        streams_cut_failed=Series(storage, ("failed",), "it was corrupt, missing or not whole, or the read has failed"),
-        streams_cut_late=Series(storage, ("late",), "its job was late, or its mover was killed"),
-        streams_cut_gone=Series(storage, ("gone",), "there was no room for it, or the tier could not load it any more"),
-        streams_cut_slower=Series(storage, ("slower",), "computing had become faster than waiting"),
-        streams_cut_waited=Series(storage, ("waited",), "`wait_s` was over"),
-        streams_cut_aborted=Series(storage, ("aborted",), "the request was aborted"),
-        streams_cut_reset=Series(storage, ("reset",), "the cache was reset, or the weights have changed"),
-    ),
     "wait_seconds": Metric(
         Kind.HISTOGRAM,
         "How long a request waited for chunks to be promoted, by the lowest tier that it waited for.",

@@ -129,7 +129,7 @@ class RowFinder:
                 if row.missing > first:
                     stop = place
                     break
-            elif row.state is _LOADING and not row.referenced:
+            elif row.state is _LOADING and not row.mover_refs:
                 self._host.invalidate(row)  # an error has ended its load
                 rows[place - begin] = None
                 absent.append(place)

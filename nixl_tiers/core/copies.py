@@ -12,7 +12,6 @@ from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.rows import CPU, Generation, Row, RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Load, Savings
-from nixl_tiers.core.streams import Stream, StreamPlan, Streams
 from nixl_tiers.core.writeback import WriteBack
 
 _READY: Final = RowState.READY  # members of an enum are found by a slow attribute look-up before Python 3.12
@@ -20,13 +19,11 @@ _READY: Final = RowState.READY  # members of an enum are found by a slow attribu
 
 class LoadPlan(NamedTuple):
     """What prepare_load pinned, in the order of its keys: host rows, and the tiers that their bytes came from.
-    `missing`: of the rows that lack sub-blocks, place in `rows` -> how many at the row's beginning. `stream`: if some
-    of the rows are still to come."""
+    `missing`: of the rows that lack sub-blocks, place in `rows` -> how many at the row's beginning."""
 
     rows: list[int]
     sources: list[str]
     missing: dict[int, int]
-    stream: StreamPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -36,16 +33,6 @@ class StorePlan:
     keys: list[Key]
     rows: list[int]
     store_seq: int
-
-
-@dataclass(slots=True)
-class _OpenLoad:
-    """The rows that workers read; and of a stream, of each of its keys the tokens that it saves, and its tier."""
-
-    rows: Sequence[Row]
-    stream: Stream | None = None
-    tokens: Sequence[int] = ()
-    sources: Sequence[str] = ()
 
 
 class Copies:
@@ -63,8 +50,6 @@ class Copies:
         promotion: Promotion,
         writeback: WriteBack,
         savings: Savings,
-        *,
-        streams: Streams,
     ) -> None:
         self._state = state
         self._host = state.host
@@ -73,8 +58,7 @@ class Copies:
         self._promotion = promotion
         self._writeback = writeback
         self._savings = savings
-        self._streams = streams
-        self._loads: dict[str, list[_OpenLoad]] = {}  # of workers, by request
+        self._loads: dict[str, list[list[Row]]] = {}  # the rows of each load of workers, by request
         self._calls: dict[str, list[Row]] = {}  # the rows that each call reads or writes
         self._store_seq = 0
 
@@ -92,26 +76,22 @@ class Copies:
         """Pin the rows of `keys`, all of them hits of this step. `tokens`: how many each key saves the engine from
         computing, and `load`: which ones they are and when their copy began, for the metrics.
 
-        They are pinned until complete_load or, if a `call` is to read them, end_call. Of a request that was told early
-        that it hits, rows may still be to come, or come no more.
+        They are pinned until complete_load or, if a `call` is to read them, end_call.
         """
         request = self._requests.get(name)
         tick = self._state.tick_of(request)
-        rows = [row for row in map(self._host.index.get, keys) if row is not None]
-        stream: Stream | None = None
-        if len(rows) < len(keys) or {row.state for row in rows} - {_READY}:
-            rows, stream = self._streams.begin(keys, request, tick)
+        rows = [self._host.index[key] for key in keys]
+        assert {row.state for row in rows} <= {_READY}, "load of a row that is not ready"
         self._reference(rows, name, call)
         self._use(rows, name, tick)
         sources = [row.source for row in rows]
         if not call:
-            opened = _OpenLoad(rows, stream, tokens, sources) if stream is not None else _OpenLoad(rows)
-            self._loads.setdefault(name, []).append(opened)
+            self._loads.setdefault(name, []).append(rows)
         for source in dict.fromkeys(sources):
             counters = self._state.counters_of(source)
             counters.hits += sources.count(source)
             if tokens:
-                saved = _tokens_of(source, tokens, sources)
+                saved = sum(count for count, its in zip(tokens, sources, strict=True) if its == source)
                 counters.hit_tokens += saved
                 if load is not None:
                     load.tokens[source] = saved
@@ -124,27 +104,16 @@ class Copies:
         self._promotion.release(request)
         request.rearm()
         missing = {place: row.missing for place, row in enumerate(rows) if row.missing}
-        never = len(keys) - len(rows)
-        return LoadPlan(
-            [row.index for row in rows] + [0] * never,
-            sources + [CPU] * never,
-            missing,
-            None if stream is None else stream.plan,
-        )
+        return LoadPlan([row.index for row in rows], sources, missing)
 
     def partial(self, keys: Sequence[Key]) -> dict[int, int]:
         """Of the host's rows of `keys`, those that lack sub-blocks: place in `keys` -> how many at the beginning."""
         missing = (self._host.index[key].missing for key in keys)
         return {place: count for place, count in enumerate(missing) if count}
 
-    def complete_load(self, name: str, loaded: int | None = None) -> None:
-        """Workers are done reading the rows of this request's load. `loaded`: of a stream with a gap, how many of its
-        keys are before it; None: all."""
-        load = self._end_load(name)
-        if loaded is not None and load.tokens:
-            tokens, sources = load.tokens[:loaded], load.sources[:loaded]
-            self._savings.load_cut(name, {each: _tokens_of(each, tokens, sources) for each in dict.fromkeys(sources)})
-        read = [row for row in load.rows[:loaded] if row.state is _READY]
+    def complete_load(self, name: str) -> None:
+        """Workers are done reading the rows of this request's load."""
+        read = self._end_load(name)
         for row in read:
             row.source = CPU
         self._host.counters.bytes_read += len(read) * self._state.row_bytes
@@ -155,9 +124,7 @@ class Copies:
         request = self._requests.by_name.get(name)
         if request is not None:
             request.load_failed = True
-        for row in self._end_load(name).rows:
-            if row.state is not _READY or row.invalidated:
-                continue  # it was to come: no worker has read it
+        for row in self._end_load(name):
             row.source = CPU
             self._host.counters.failed_loads += 1
             if not row.worker_refs:  # else another load reads it too, and has its own end
@@ -265,20 +232,17 @@ class Copies:
             for row in rows:
                 row.worker_refs += 1
 
-    def _end_load(self, name: str) -> _OpenLoad:
+    def _end_load(self, name: str) -> list[Row]:
         """No worker reads the rows of the request's first load any more. One of before a reset is not found."""
         loads = self._loads.get(name, [])
-        load = loads.pop(0) if loads else _OpenLoad(())
+        rows = loads.pop(0) if loads else []
         if not loads:
             self._loads.pop(name, None)
-        if load.stream is not None:
-            self._streams.ended(load.stream)
-        for row in load.rows:
+        for row in rows:
             row.worker_refs -= 1
-            self._host.reclaim(row)
-        if load.rows:  # all of one generation
-            self._flushed_before(load.rows[0].generation)
-        return load
+        if rows:  # all of one generation
+            self._flushed_before(rows[0].generation)
+        return rows
 
     def _filled(self, rows: list[Row], failed: Collection[Key], incomplete: Collection[Key]) -> list[Row]:
         """Of rows that nobody writes any more, those that are hits from now on; the others are invalidated."""
@@ -309,8 +273,3 @@ class Copies:
         """A job of `generation` has ended: an engine flushes jobs of before a reset ahead of those that began after."""
         if self._host.has_unflushed and generation is self._host.generation:
             self._host.flushed()
-
-
-def _tokens_of(source: str, tokens: Sequence[int], sources: Sequence[str]) -> int:
-    """How many of `tokens` come from a tier, where `sources` has that of each; the others come no more."""
-    return sum(count for count, its in zip(tokens, sources, strict=False) if its == source)

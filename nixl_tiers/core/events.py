@@ -15,7 +15,6 @@ from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.retention import Retention
 from nixl_tiers.core.state import CascadeState
-from nixl_tiers.core.streams import Streams
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import MOST_TICK
 from nixl_tiers.core.types import Columns, Direction, Job, PlannedMove, TierState
@@ -40,7 +39,6 @@ class Events:
         engine_hits: EngineHits,
         retention: Retention,
         health: Health,
-        streams: Streams,
     ) -> None:
         self._state = state
         self._checks = checks
@@ -51,7 +49,6 @@ class Events:
         self._engine_hits = engine_hits
         self._retention = retention
         self._health = health
-        self._streams = streams
         self._plan_put_off = False
 
     # --- tiers -------------------------------------------------------------------------------------------------
@@ -157,7 +154,6 @@ class Events:
             self._state.host.no_victims = False
         self._health.watch(now)
         self._work(now)
-        self._streams.watch(now)
         self._promotion.expire(now)
         self._state.unfinished = self._state.slice_used_up
 
@@ -180,7 +176,7 @@ class Events:
         self._promotion_jobs.watch_room()
         known = [tier for tier in self._state.tiers if tier.known]
         for tier in known:
-            if tier.readable and (tier.to_load or tier.to_stream):
+            if tier.readable and tier.to_load:
                 jobs.extend(self._promotion_jobs.plan(tier, now))
         for tier in self._promotion_jobs.queue_prefetches(now):
             jobs.extend(self._promotion_jobs.plan(tier, now))

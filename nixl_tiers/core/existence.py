@@ -172,10 +172,6 @@ class ExistenceChecks:
         request.unknown[key] = None
         return True
 
-    def may_ask(self, key: Key, request: Request, now: float) -> bool:
-        """Whether a check might find `key`, which no tier index has, be it for this request or a later one."""
-        return any(shared.tier.readable and shared.is_unknown(key, now) for shared in self._open_to(request))
-
     def known_absent(self, tier: int, key: Key, now: float) -> bool:
         """Whether a recent check found `key` absent from the tier's medium."""
         return tier in self.tiers and self.tiers[tier].is_absent(key, now)

@@ -44,8 +44,6 @@ class Health:
         for tier in self._state.tiers:
             if (tier.to_load or tier.to_demote) and not tier.readable:
                 self._promotion_jobs.requeue(tier, now)
-            if tier.to_stream and not tier.readable:
-                self._promotion_jobs.drop_streams(tier)
             if (tier.to_store or tier.waiting_for_seal) and tier.refuses_stores:
                 self._writeback.drop_stores(tier)
 
@@ -241,7 +239,7 @@ class Health:
         for move in job.moves:
             if tier.index.has(move.key, move.id):
                 tier.index.cancel_eviction(move.key, self._state.tick)
-            self._promotion_jobs.give_up(tier, move.row, "late")
+            self._promotion_jobs.give_up(tier, move.row)
 
     def _record(self, job: Job, good: bool, now: float) -> None:
         """Record it in the breaker. The failure of a suspect that was tried alone says nothing about its tier."""

@@ -43,7 +43,6 @@ class HostTier:
         self.counters = Counters()
         self._gone = gone or EvictionHistory()
         self.changed: Callable[[Key], None] | None = None  # the key of each row that came up or goes, but for resets
-        self.waits: Callable[[int], None] | None = None  # the number of each row that a mover is to load
         self.evicting: dict[Key, Row] = {}
         self.retained_of = array("q", [0] * (1 + len(quotas)))
         """How many rows `retain` keeps from eviction, by tenant; 0: those of none."""
@@ -91,18 +90,6 @@ class HostTier:
                 self._unseen = max(len(self._policy), len(self.evicting))
         return victims
 
-    def make_room_of(self, count: int, may_leave: Callable[[Row], bool]) -> list[Row]:
-        """Evict until `count` rows are free, if each of the next victims may leave, else none; returns the victims."""
-        missing = count - self._slots.free
-        victims = self._take_victims(missing) if missing > 0 else []
-        if len(victims) == missing and all(map(may_leave, victims)):
-            for row in victims:
-                self._remove(row)
-            return victims
-        for row in reversed(victims):
-            self._policy.put_back(row.key, row.tick)
-        return []
-
     def make_quota_room(self, tenant: int, count: int) -> tuple[int, list[Row]]:
         """How many of `count` rows this tenant's quota has room for, once those of its own that were used least
         recently, and are not pinned, have been evicted; and these."""
@@ -116,10 +103,6 @@ class HostTier:
                 self._policy.remove(row.key)
             self._remove(row)
         return max(0, min(count, quota - len(own))), victims
-
-    def room_of(self, tenant: int) -> int:
-        """How many more rows are free, within this tenant's quota (0: of none), if none is evicted."""
-        return min(self.free, self.quotas[tenant - 1] - len(self._own[tenant - 1])) if tenant else self.free
 
     def rows_of(self, tenant: int) -> int:
         """How many rows of this tenant a look-up finds, or is about to."""
@@ -179,8 +162,6 @@ class HostTier:
         row = self.index[key] = Row(key, index, self._inserted, state, self.generation)
         row.tick = tick
         self._policy.add(key, tick)
-        if state is RowState.LOADING and self.waits is not None:
-            self.waits(index)
         if tenant:
             row.tenant = tenant
             self._own[tenant - 1].add(key, tick)
@@ -267,12 +248,12 @@ class HostTier:
         """Whether workers may still use rows from before a reset."""
         return self._flushed < self.generation.number
 
-    def reset(self, garbage: DeferredFree, held: Iterable[Row] = ()) -> None:
-        """No row of before is found any more. O(1), but for `held`: those that none was before, and workers use."""
+    def reset(self, garbage: DeferredFree) -> None:
+        """No row of before is found any more. O(1)."""
         self.counters.reset += self.counters.rows
         self.generation.ended = True
         self.generation = Generation(self.generation.number + 1)
-        self._old += (self.index, {row.index: row for row in held})
+        self._old.append(self.index)
         garbage.add(self.evicting, self._policy, self._own)
         self.index, self.evicting, self._policy = {}, {}, self._make_policy()
         self._own = [LeafFirstLru() for _ in self._own]

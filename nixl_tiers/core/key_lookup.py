@@ -48,7 +48,7 @@ class KeyLookups:
             return Lookup.HIT
         if request.stopped or self._promotion.has_expired(request, now):
             return Lookup.MISS
-        if row is not None and row.state is RowState.LOADING and not row.referenced:
+        if row is not None and row.state is RowState.LOADING and not row.mover_refs:
             self._host.invalidate(row)  # an error has ended its load
             row = None
         if (

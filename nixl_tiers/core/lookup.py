@@ -19,10 +19,9 @@ from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.measurements import Measurements
 from nixl_tiers.core.pricing import HOST, Run
 from nixl_tiers.core.promotion import Promotion
-from nixl_tiers.core.requests import NEVER, Early, Request, Wait
+from nixl_tiers.core.requests import NEVER, Request, Wait
 from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.state import CascadeState
-from nixl_tiers.core.streams import Streams
 from nixl_tiers.core.worth import Worth
 
 MAX_RUNS: Final = 64
@@ -34,12 +33,10 @@ _READY: Final = RowState.READY
 
 class Scan(NamedTuple):
     """`waits`: some of the chain up to token `end` is still to come; else all of it are hits. Beyond, all are misses.
-    Of a windowed group, that is so as far as its rows exist. `coming`: of hits, how many rows are still to come, if the
-    load is to be a stream."""
+    Of a windowed group, that is so as far as its rows exist."""
 
     waits: bool
     end: int
-    coming: int = 0
 
 
 @dataclass(slots=True)
@@ -66,7 +63,6 @@ class Chains:
         measurements: Measurements,
         *,
         worth: Worth,
-        streams: Streams,
     ) -> None:
         self._state = state
         self._host = state.host
@@ -74,12 +70,10 @@ class Chains:
         self._promotion = promotion
         self._measurements = measurements
         self._worth = worth
-        self._streams = streams
         self._rows = RowFinder(state)
 
-    def scan(self, request: Request, chain: Chain, start: int, first: int, now: float, *, early: int = 0) -> Scan:
-        """One step's look-ups of a request's chain from token `start` on, which is before the chain's end. `early`: see
-        `TierManager.scan`."""
+    def scan(self, request: Request, chain: Chain, start: int, first: int, now: float) -> Scan:
+        """One step's look-ups of a request's chain from token `start` on, which is before the chain's end."""
         if request.wait is not None and request.wait.end != chain.end:
             # The engine has more of it than before, of a request that may load only so much: it is chosen anew.
             request.wait, request.rescan = None, True
@@ -101,11 +95,9 @@ class Chains:
         found = [self._rows.find(request, group, (start, limit), first, now) for group in chain.full]
         known = min([each.stop * each.group.chunk_tokens for each in found])
         look = _Look(request, chain, start, now, found, known - known % chain.step_tokens)
-        chosen, expected_s, is_priced = max(start, look.known), now, False
+        chosen, expected_s = max(start, look.known), now
         if request.first_scan and request.chosen is None and not request.expired and self._state.tiers:
-            chosen, expected_s, is_priced = self._choose(look)
-        if early and is_priced and chosen <= early and (coming := self._tell_early(look, chosen, expected_s)):
-            return Scan(False, chosen, coming)
+            chosen, expected_s = self._choose(look)
         waits = self._ask(look, chosen)
         if len(found) > 1:
             self._note_refused(look, limit)
@@ -137,27 +129,11 @@ class Chains:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _tell_early(self, look: _Look, chosen: int, expected_s: float) -> int:
-        """Whether to tell the request that it hits up to token `chosen` although rows of that are still to come: how
-        many; 0: no."""
-        chain, request, found = look.chain, look.request, look.found[0]
-        place, tokens = found.stop, found.group.chunk_tokens
-        if len(chain.groups) > 1 or chosen % tokens:
-            return 0
-        if chosen >= look.known and place < chain.end // tokens:
-            key = found.group.keys[place]  # an end that may still move: what is behind is not known
-            if self._checks.may_ask(key, request, look.now) or self._promotion.may_be_listed(key, request, look.now):
-                return 0
-            self._promotion.note_refused(key, look.now)
-        early = Early(look.now, expected_s, found.first * tokens, tokens, chosen, chain.end)
-        return self._streams.accepts(request, found, early)
-
-    def _choose(self, look: _Look) -> tuple[int, float, bool]:
-        """Up to which token to load, when that is expected to be in host memory, and whether that is known to be
-        quicker than to compute it."""
+    def _choose(self, look: _Look) -> tuple[int, float]:
+        """Up to which token to load, and when that is expected to be in host memory."""
         state, chain = self._state, look.chain
         if not chain.windows and not [each for each in look.found if each.stored or each.loading]:
-            return max(look.start, look.known), look.now, False
+            return max(look.start, look.known), look.now
         runs = self._runs(look)
         unmeasured = [run for run in runs if run.source != HOST and not state.tiers[run.source].loads.known]
         first = look.start - look.start % chain.step_tokens
@@ -179,9 +155,7 @@ class Chains:
         chosen = max(look.start, choice.end)
         if chosen < look.known:
             self._decline(look, chosen)
-        if unmeasured:
-            return chosen, look.now, False
-        return chosen, look.now + choice.wait_s, compute_s(first) is not None
+        return chosen, look.now if unmeasured else look.now + choice.wait_s
 
     def _prices(self, look: _Look) -> list[pricing.TierPrice]:
         """Of the tiers now. The chain's own rows that are being loaded are counted with the others of the chain."""

@@ -39,7 +39,6 @@ from nixl_tiers.core.retention import Retention
 from nixl_tiers.core.rows import CPU, Row, RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import EvictionHistory, Savings, TierStats
-from nixl_tiers.core.streams import Streams, StreamWords
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Job, TierSpec, TierState
 from nixl_tiers.core.urgency import Urgency
@@ -65,10 +64,8 @@ class TierManager:
         prefill: PrefillEstimate | None = None,
         prefer: Prefer = "latency",
         quotas: Sequence[float] = (),
-        streams: StreamWords | None = None,
     ) -> None:
-        """`quotas`: which share of the host each tenant may have, from number 1 on (`set_tenant`). `streams`: what
-        workers read while they copy a load whose rows are still to come; None: no load is such a stream."""
+        """`quotas`: which share of the host each tenant may have, from number 1 on (`set_tenant`)."""
         gone = EvictionHistory()
         self.host = HostTier(rows, partial(make_policy, policy, rows), gone, quotas)
         self.garbage = DeferredFree()
@@ -95,9 +92,7 @@ class TierManager:
         self._promotion = Promotion(self._state, self.checks)
         self.savings = Savings(self.prefill, self._state.counters_of)
         self._requests = RequestIndex(self.host, self._promotion, self.savings)
-        worth = Worth(self._state, self._requests)
-        self.streams = Streams(self._state, worth, streams)
-        self._promotion_jobs = PromotionJobs(self._state, self.checks, self._writeback, self._promotion, self.streams)
+        self._promotion_jobs = PromotionJobs(self._state, self.checks, self._writeback, self._promotion)
         self._measurements = Measurements(self._state, self._requests, self._promotion_jobs)
         self.engine_hits = EngineHits(self._state, self._requests, self._writeback)
         self.retention = Retention(self._state, self._promotion.prefetch_queue)
@@ -112,7 +107,6 @@ class TierManager:
             engine_hits=self.engine_hits,
             retention=self.retention,
             health=self.health,
-            streams=self.streams,
         )
         self.urgency = Urgency(
             self._state,
@@ -124,13 +118,10 @@ class TierManager:
             engine_hits=self.engine_hits,
             retention=self.retention,
         )
-        self.copies = Copies(
-            self._state, self._requests, self._promotion, self._writeback, self.savings, streams=self.streams
-        )
+        self.copies = Copies(self._state, self._requests, self._promotion, self._writeback, self.savings)
         self._keys = KeyLookups(self._state, self.checks, self._promotion)
-        self._chains = Chains(
-            self._state, self.checks, self._promotion, self._measurements, worth=worth, streams=self.streams
-        )
+        worth = Worth(self._state, self._requests)
+        self._chains = Chains(self._state, self.checks, self._promotion, self._measurements, worth=worth)
 
     # --- requests ----------------------------------------------------------------------------------------------
 
@@ -147,20 +138,19 @@ class TierManager:
             return Lookup.MISS
         return self._keys.lookup(request, key, position, now, first, check=check)
 
-    def scan(self, name: str, chain: Chain, start: int, now: float, first: int = 0, *, early: int = 0) -> Scan:
+    def scan(self, name: str, chain: Chain, start: int, now: float, first: int = 0) -> Scan:
         """All look-ups of a request in this step at once, of its chain from token `start` on: what of it the request
         loads, and whether it waits for that. Instead of `lookup` for each key; keys of windowed groups are looked up
-        besides, after it in the same step. `first`: as in `lookup`, of each chunk. `early`: rows of a hit up to this
-        token at most may still be to come, if the request is to load a stream (core/streams.py)."""
+        besides, after it in the same step. `first`: as in `lookup`, of each chunk."""
         request = self._requests.looked_up(name, now)
         if request.load_failed:
             return Scan(False, start)
-        return self._chains.scan(request, chain, start, first, now, early=early)
+        return self._chains.scan(request, chain, start, first, now)
 
     def is_being_loaded(self, key: Key) -> bool:
-        """Whether a worker is copying this row to the engine, or is to once it has come."""
+        """Whether a worker is copying this row to the engine."""
         row = self.host.index.get(key)
-        return row is not None and row.state is not RowState.FILLING and row.worker_refs > 0
+        return row is not None and row.state is RowState.READY and row.worker_refs > 0
 
     def still_waits(self, name: str, now: float) -> bool:
         """Whether a request that waited in the step before waits in this one too, and need not be scanned for that: a
@@ -281,8 +271,7 @@ class TierManager:
                 request.pin(row)
 
     def finish_request(self, name: str) -> None:
-        """The request has ended: unpin its rows. Of a stream that it loads nothing comes any more."""
-        self.streams.cut(name)
+        """The request has ended: unpin its rows."""
         self._requests.finish(name)
 
     # --- writes to storage tiers -------------------------------------------------------------------------------
@@ -313,7 +302,6 @@ class TierManager:
         unless `keep_tiers`, until `events.opened`.
         """
         self.savings.reset()
-        held = self.streams.reset()
         self.copies.reset(self.garbage)
         self._promotion_jobs.reset(self.garbage)
         self._promotion.reset(self.garbage)
@@ -322,7 +310,7 @@ class TierManager:
         self.retention.reset(self.garbage)
         self._state.gone.clear()
         self.checks.reset(self.garbage)
-        self.host.reset(self.garbage, held)
+        self.host.reset(self.garbage)
         for tier in self.tiers:
             tier.drop_queues()
             if not keep_tiers:
@@ -371,7 +359,7 @@ class TierManager:
                 tier.state is not TierState.DOWN,
                 tier.circuit,
                 tier.quarantined,
-                queued_loads=len(tier.to_load) + len(tier.to_stream),
+                queued_loads=len(tier.to_load),
                 queued_stores=len(tier.to_store) + len(tier.waiting_for_seal),
                 loading=tier.rows_loading,
                 storing=tier.rows_storing,

@@ -46,7 +46,7 @@ class Measurements:
         """A request does not load these rows. If the tier was not measured for a while, some are going to be loaded.
         While it loads anything, that measures it. O(1)."""
         plan, limits, loads = self._plans[tier.number], self._state.limits, tier.loads
-        if plan.keys or tier.to_load or tier.to_stream or tier.rows_loading:
+        if plan.keys or tier.to_load or tier.rows_loading:
             return
         expected_s = loads.seconds(self._rows(tier, len(keys)) * self._state.row_bytes)
         pause_s = max(limits.measure_s, expected_s / limits.measure_time)
@@ -65,7 +65,7 @@ class Measurements:
             return []
         decided = measured and not tier.loads.surprising
         late = now > plan.declined_s + limits.measure_s
-        if decided or late or tier.to_load or tier.to_stream or tier.rows_loading or not tier.readable:
+        if decided or late or tier.to_load or tier.rows_loading or not tier.readable:
             plan.keys = ()
             self.to_come.discard(tier.number)
             return []

@@ -15,7 +15,6 @@ from nixl_tiers.core.requests import Request
 from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.state import CascadeState, within_quotas
 from nixl_tiers.core.stats import Gone, tag_of
-from nixl_tiers.core.streams import Reason, Streams
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction, Job, PlannedMove
 from nixl_tiers.core.writeback import WriteBack
@@ -31,19 +30,13 @@ class PromotionJobs:
     """
 
     def __init__(
-        self,
-        state: CascadeState,
-        checks: ExistenceChecks,
-        writeback: WriteBack,
-        promotion: Promotion,
-        streams: Streams,
+        self, state: CascadeState, checks: ExistenceChecks, writeback: WriteBack, promotion: Promotion
     ) -> None:
         self._state = state
         self._host = state.host
         self._checks = checks
         self._writeback = writeback
         self._promotion = promotion
-        self._streams = streams
         self._prefetch_queue = promotion.prefetch_queue
         self._loading_for: dict[int, list[Request]] = {}  # by Row.order, of rows in state LOADING
         self._retries: deque[tuple[Row, list[Request]]] = deque()  # rows that failed, and who waited for them
@@ -57,7 +50,7 @@ class PromotionJobs:
     @property
     def waits_for_turn(self) -> bool:
         """Whether some are queued, or are to be asked of the next tier."""
-        return bool(self._retries) or any(tier.to_load or tier.to_stream for tier in self._state.tiers)
+        return bool(self._retries) or any(tier.to_load for tier in self._state.tiers)
 
     def waited_since(self, job: Job) -> float | None:
         """When the first of the requests that wait for the job's first row began to; None if there is none."""
@@ -85,42 +78,7 @@ class PromotionJobs:
         return self._prefetch_queue.feed(now) if self._prefetch_queue.busy and not self._promotion.host_full else []
 
     def plan(self, tier: Tier, now: float) -> list[Job]:
-        """Load jobs for the rows at the front of the tier's queues, as many as its window, mover and the host take."""
-        jobs = self._plan_streams(tier, now) if tier.to_stream else []
-        return jobs + self._plan_queued(tier, now) if tier.to_load else jobs
-
-    def _plan_streams(self, tier: Tier, now: float) -> list[Job]:
-        """For rows that were inserted for streams. Those that nobody waits for any more, or that cannot be loaded any
-        more, leave the queue and the host."""
-        rooms, most = self._rooms(tier)
-        moves: list[PlannedMove] = []
-        put_off: list[Row] = []
-        while tier.to_stream and len(put_off) < FRONT and self._state.take():
-            row = tier.to_stream.popleft()
-            if not self._streams.wants(row):
-                self._drop(tier, row)
-            elif not tier.can_load(row.key, now):
-                self._streams.lost(row, "gone")
-                self._drop(tier, row)
-            elif len(moves) == most or not tier.has_room(row.key, rooms):
-                put_off.append(row)
-                self._state.slice_left += 1  # nothing that the next turn could do, either
-            else:
-                moves.append(tier.start_load(row))
-                self._loading_for.setdefault(row.order, [])
-        tier.to_stream.extendleft(reversed(put_off))
-        return self._state.start_jobs(tier, Direction.LOAD, moves, now, min(len(tier.to_stream), most - len(moves)))
-
-    def drop_streams(self, tier: Tier) -> None:
-        """Nothing can be loaded from this tier now: streams that wait for it are cut; as much as the slice has room
-        for."""
-        while tier.to_stream and self._state.take():
-            row = tier.to_stream.popleft()
-            self._streams.lost(row, "gone")
-            self._drop(tier, row)
-
-    def _plan_queued(self, tier: Tier, now: float) -> list[Job]:
-        """For the keys that requests wait for."""
+        """Load jobs for the keys at the front of the tier's queue, as many as its window, mover and the host take."""
         waits = self._waits_for_writeback(now)
         if self._promotion.host_full:
             if waits and not self._host.free:
@@ -131,7 +89,11 @@ class PromotionJobs:
             self._promotion.host_full = not room and self._waits_for_others()
             if self._promotion.host_full:
                 return []
-        rooms, most = self._rooms(tier)
+        rooms = self._state.load_rooms(tier)
+        if rooms is None:
+            most = min(self._state.load_window - tier.rows_loading, tier.send_credits * self._state.rows_per_job)
+        else:
+            most = sum(rooms)
         if waits:
             most = min(most, self._host.free)
         wanted = self._take_queued(tier, most, rooms, now)
@@ -190,11 +152,11 @@ class PromotionJobs:
             self._loading_for.pop(move.row.order, None)
         self._host.reclaim(move.row)
 
-    def give_up(self, tier: Tier, row: Row, why: Reason = "failed") -> None:
+    def give_up(self, tier: Tier, row: Row) -> None:
         """A row's load has failed, or is late: invalidate the row; its requests ask the next tier."""
         if not row.invalidated:
-            self._streams.lost(row, why)
-            self._drop(tier, row)
+            self._host.invalidate(row)
+            self._retry(tier, row)
 
     def requeue(self, tier: Tier, now: float) -> None:
         """Nothing can be loaded from this tier now: its victims stay, and requests in its queue ask the next tier; as
@@ -221,16 +183,6 @@ class PromotionJobs:
             self._retries.popleft()
 
     # --- inside ------------------------------------------------------------------------------------------------
-
-    def _rooms(self, tier: Tier) -> tuple[list[int] | None, int]:
-        """How many rows may be loaded now, of each member where that matters, and together."""
-        if (rooms := self._state.load_rooms(tier)) is not None:
-            return rooms, sum(rooms)
-        return None, min(self._state.load_window - tier.rows_loading, tier.send_credits * self._state.rows_per_job)
-
-    def _drop(self, tier: Tier, row: Row) -> None:
-        self._host.invalidate(row)
-        self._retry(tier, row)
 
     def _make_room_unasked(self, count: int) -> int:
         """How many of `count` rows are free, after the coldest were evicted that no tier is still to be written."""
@@ -300,7 +252,6 @@ class PromotionJobs:
                 self._host.counters.promoted += 1
                 if self._host.changed is not None:
                     self._host.changed(row.key)
-                self._streams.arrived(row)
                 for request in self._loading_for.get(row.order, ()):
                     request.row_arrived(row.key)
                 if tier.staged.get(move.key) is row:

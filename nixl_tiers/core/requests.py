@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.rows import Generation, Row
@@ -22,19 +22,6 @@ class Wait:
     step_tokens: int
     end: int  # of its chain
     places: list[tuple[int, int]]  # the tiers, by number, and the place of its last row in the queue of each
-
-
-class Early(NamedTuple):
-    """What a request goes by that was told early that it hits (core/streams.py). Positions are in tokens: its load is
-    from `start` to `chosen`, of a chain up to `end`."""
-
-    told_s: float
-    expected_s: float  # when all of it is expected to be in host memory
-    start: int
-    chunk_tokens: int
-    chosen: int
-    end: int
-    tier: str = ""  # that the first row to come is loaded from
 
 
 class Request:
@@ -54,7 +41,6 @@ class Request:
         "check_queued",
         "chosen",
         "deadline_s",
-        "early",
         "expired",
         "first_key_found",
         "first_scan",
@@ -79,7 +65,6 @@ class Request:
         "stopped",
         "tenant",
         "tick",
-        "told_early",
         "unknown",
         "wait",
         "waited_since_s",
@@ -129,8 +114,6 @@ class Request:
         self.chosen: int | None = None
         self.wait: Wait | None = None  # what its wait is judged by
         self.idle_until_s = NEVER  # its wait need not be judged before, unless its last row comes
-        self.early: Early | None = None  # of this step's scan, until the load is prepared
-        self.told_early = False  # it was, once, whether it then loaded or not
 
     @property
     def waiting(self) -> bool:
@@ -145,7 +128,6 @@ class Request:
                 self.first_scan = not self.pending or self.rescan
                 self.rescan = False
             self.step = step
-            self.early = None
             self.stopped = self.answered = False
             self.scan_hits.clear()
             if self.first_scan:

@@ -95,8 +95,7 @@ class CascadeState:
     def price_of(self, tier: Tier) -> TierPrice:
         """What loads from this tier cost now. While nothing was loaded from it, nothing: it is tried."""
         row_s = tier.loads.s_per_byte * self.row_bytes
-        ahead = len(tier.to_load) + len(tier.to_stream) + tier.rows_loading
-        return TierPrice(tier.loads.latency_s, row_s, ahead)
+        return TierPrice(tier.loads.latency_s, row_s, len(tier.to_load) + tier.rows_loading)
 
     def price_of_copies(self, now: float) -> TierPrice:
         """What rows cost to be copied from host memory to the engine: nothing before a few copies were measured, and
@@ -206,12 +205,6 @@ class CascadeState:
         a `tenant` also within its quota, to which its own rows give way first."""
         count = self.make_quota_room(tenant, count)
         self.dropped(self.host.make_room(count))
-        return min(count, self.host.free)
-
-    def make_written_room(self, count: int) -> int:
-        """The same, if each of the next victims has been written to all tiers that are to get it; else none leaves."""
-        waiting = [queue for tier in self.tiers for queue in (tier.to_store, tier.waiting_for_seal)]
-        self.host.make_room_of(count, lambda row: not any(row.key in queue for queue in waiting))
         return min(count, self.host.free)
 
     def make_quota_room(self, tenant: int, count: int) -> int:

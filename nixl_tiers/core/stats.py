@@ -28,14 +28,6 @@ class Counters:
     """
 
     hits: int = 0
-    streams: int = 0  # loads that were prepared while rows of this tier were to come
-    streams_cut_failed: int = 0  # and that were cut, as one of these failed, or lacks sub-blocks,
-    streams_cut_late: int = 0  # its job was late, or its mover killed,
-    streams_cut_gone: int = 0  # it could not be loaded any more when its turn came, or found no room,
-    streams_cut_slower: int = 0  # computing was quicker by then,
-    streams_cut_waited: int = 0  # the longest wait was over,
-    streams_cut_aborted: int = 0  # the request has ended,
-    streams_cut_reset: int = 0  # or the weights may have changed
     hit_tokens: int = 0
     bytes_read: int = 0  # whole rows that went up from here
     bytes_written: int = 0  # whole rows that came down to here
@@ -220,11 +212,6 @@ class Savings:
             counters.saved_prefill_s += saved_s
             counters.saved_first_token_s += max(0.0, earlier_s)
             counters.lost_slower_s += max(0.0, -earlier_s)
-
-    def load_cut(self, request: str, tokens: dict[str, int]) -> None:
-        """Of what it loads it has got these at most, from the beginning on, by tier."""
-        if (load := self._loads.get(request)) is not None:
-            load.tokens, load.end = tokens, load.start + sum(tokens.values())
 
     def load_failed(self, request: str, now: float) -> None:
         """It computes what it loaded."""

@@ -46,7 +46,6 @@ class Tier:
     waiting_for_seal: dict[Key, int] = field(default_factory=dict)  # the same while another tier's mover seals the row
     to_load: deque[tuple[Request, Key]] = field(default_factory=deque)
     queued: int = 0  # rows that were ever put there
-    to_stream: deque[Row] = field(default_factory=deque)  # host rows that streams wait for; they go first
     loaded: int = 0  # rows whose load has ended, however
     burst: Burst | None = None  # the last one
     to_demote: deque[Key] = field(default_factory=deque)  # victims to load, for the tier below
@@ -189,9 +188,8 @@ class Tier:
 
     def drop_queues(self) -> None:
         """Drop all that is queued for this tier, so that nobody writes its victims below. O(1)."""
-        queues = self.to_load, self.to_stream, self.to_store, self.waiting_for_seal, self.to_demote, self.staged
-        self.garbage.add(*queues)
-        self.to_load, self.to_stream, self.to_store, self.waiting_for_seal = deque(), deque(), OrderedDict(), {}
+        self.garbage.add(self.to_load, self.to_store, self.waiting_for_seal, self.to_demote, self.staged)
+        self.to_load, self.to_store, self.waiting_for_seal = deque(), OrderedDict(), {}
         self.to_demote, self.staged = deque(), {}
         self.index.drop_victims()
 

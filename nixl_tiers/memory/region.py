@@ -15,15 +15,13 @@ import secrets
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
 from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.base.policies import HugePages
-from nixl_tiers.base.row_words import MAX_STREAMS
-from nixl_tiers.memory import arrivals
 from nixl_tiers.memory.cgroup import Room, shortage
 from nixl_tiers.memory.cgroup import rooms as rooms_of_this_process
 from nixl_tiers.memory.control import ControlWords
@@ -39,10 +37,8 @@ from nixl_tiers.memory.pages import (
     transparent_bytes,
 )
 from nixl_tiers.memory.region_layout import (
-    BELL_AT,
     HELD_UNTIL_AT,
     HUGE_BYTES_AT,
-    LIMITS_AT,
     STEPS_AT,
     Header,
     Layout,
@@ -79,9 +75,6 @@ class HostRegion(ControlWords):
     address     of row 0 in this process
     nbytes      of all rows
     control     uint64 (rows, cells): control words
-    words       uint32 (rows,): row words (base/row_words.py)
-    limits      uint64 (MAX_STREAMS,): of each slot the stream's number << 32 | its limit
-    bell        uint32 (1,): the doorbell, a futex
     rows_view   uint8 (rows, row_bytes), writable
     ranks       what the ranks of the engine let each other know
     hugetlb     whether it lies in a pool of huge pages, and so has all its pages
@@ -103,9 +96,6 @@ class HostRegion(ControlWords):
         self.rows_view: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, self.nbytes, layout.rows)
         self.rows_view = self.rows_view.reshape(rows, -1)
         self.control = np.frombuffer(self._map, np.uint64, rows * geometry.cells, layout.control).reshape(rows, -1)
-        self.words: NDArray[np.uint32] = np.frombuffer(self._map, np.uint32, rows, layout.words)
-        self.limits: NDArray[np.uint64] = np.frombuffer(self._map, np.uint64, MAX_STREAMS, LIMITS_AT)
-        self.bell: NDArray[np.uint32] = np.frombuffer(self._map, np.uint32, 1, BELL_AT)
         self._held_until_s: NDArray[np.float64] = np.frombuffer(self._map, np.float64, 1, HELD_UNTIL_AT)
         self._steps: NDArray[np.void] = np.frombuffer(self._map, _STEP, STEPS_KEPT, STEPS_AT)
         self.ranks = RankRecords(self._map, fd, layout.records, says.ranks)
@@ -185,15 +175,6 @@ class HostRegion(ControlWords):
             if isinstance(error, RegionError):
                 raise
             raise RegionError(f"cannot map the region behind descriptor {fd}: {error.strerror}") from error
-
-    @property
-    def streams_possible(self) -> bool:
-        """Whether movers built like this process can say which rows have arrived."""
-        return arrivals.built()
-
-    def arrive(self, rows: Sequence[int]) -> None:
-        """In the mover that has loaded these rows: say that they are verified and whole, before it reports them."""
-        arrivals.arrive(self.words, rows, self.bell)
 
     def publish_step(self, step: int, seconds: float) -> None:
         """Publish how long a step of the engine took on this worker; for one rank, as all of them wait for each
@@ -309,8 +290,6 @@ class HostRegion(ControlWords):
         os.close(self.fd)
         self.rows_view = np.empty((0, self.geometry.row_bytes), np.uint8)
         self.control = np.empty((0, self.geometry.cells), np.uint64)
-        self.words, self.bell = np.empty(0, np.uint32), np.zeros(1, np.uint32)
-        self.limits = np.zeros(MAX_STREAMS, np.uint64)
         self._held_until_s = np.zeros(1)
         self._steps = np.empty(0, _STEP)
         with contextlib.suppress(BufferError):

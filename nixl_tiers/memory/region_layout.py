@@ -1,13 +1,11 @@
 """Where the parts of the host region lie, what its header says, and what the ranks publish in it.
 
-A header page (identity, sizes, what pages there are, times of the last steps, limits of streams), one record per
-rank, one for all ranks and one for the model's names, one control word per (row, cell), one word per row
-(base/row_words.py), and from a 2 MiB boundary on the rows. Ranks that hold the same bytes share a cell (swap/plan.py),
-so that there may be more ranks than cells.
+A header page (identity, sizes, what pages there are, the times of the last steps), one record per rank, one for all
+ranks and one for the model's names, one control word per (row, cell), and from a 2 MiB boundary on the rows. Ranks that
+hold the same bytes share a cell (swap/plan.py), so that there may be more ranks than cells.
 
-`RankRecords`: a rank's record holds the fingerprint of its layout and weights, the NUMA node of its GPU, how often its
-weights have been changed since, and whether its engine computes what a load could not bring. The record for all holds
-what only one rank has to find out.
+`RankRecords`: a rank's record holds the fingerprint of its layout and weights, the NUMA node of its GPU, and how often
+its weights have been changed since. The record for all holds what only one rank has to find out.
 """
 
 from __future__ import annotations
@@ -28,13 +26,11 @@ from nixl_tiers.memory.memfd import CHECK, header_of
 from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, is_hugetlb
 
 _MAGIC: Final = b"nixlregn"
-_VERSION: Final = 3
+_VERSION: Final = 4
 # magic, version, cells, cell_payload, sub_blocks, rows, ranks, whether transparent huge pages are wanted, identity
 HEADER: Final = struct.Struct("<8sQQQQQQ?16s")
 # Of the header page:
 STEPS_AT: Final = 1024  # the times of the last steps
-LIMITS_AT: Final = 2048  # of streams, uint64 each
-BELL_AT: Final = 3072  # the doorbell, a uint32 that processes wait for: alone in its cache line
 HELD_UNTIL_AT: Final = PAGE - 24  # until when movers start no stores, a float64
 HUGE_BYTES_AT: Final = PAGE - 16  # how many bytes lie in huge pages
 RECORD_BYTES: Final = 512  # of one rank, or of all
@@ -50,8 +46,7 @@ class Layout:
     def __init__(self, geometry: Geometry, rows: int, ranks: int, *, hugetlb: bool) -> None:
         self.records = PAGE
         self.control = self.records + align((ranks + 2) * RECORD_BYTES)
-        self.words = self.control + rows * geometry.cells * 8
-        self.rows = align(self.words + rows * 4, HUGE_PAGE_BYTES)
+        self.rows = align(self.control + rows * geometry.cells * 8, HUGE_PAGE_BYTES)
         end = self.rows + rows * geometry.row_bytes
         self.total = align(end, HUGE_PAGE_BYTES) if hugetlb else end
 
@@ -99,7 +94,6 @@ _NODE: Final = struct.Struct("<H")  # 0: not published, 1: not known, else the n
 _NODE_AT: Final = RECORD_BYTES - _NODE.size
 _WEIGHTS: Final = struct.Struct("Q")  # counts the beginnings and the ends of changes: odd while one runs
 _WEIGHTS_AT: Final = RECORD_BYTES - 16
-_RECOMPUTE_AT: Final = RECORD_BYTES - 8  # one byte
 MAX_NOTE_BYTES: Final = 400
 
 
@@ -149,15 +143,6 @@ class RankRecords:
         """One number a rank, odd while its weights are being changed. Equal to an earlier answer only if nothing has
         changed since."""
         return tuple([_WEIGHTS.unpack_from(self._map, at)[0] for at in self._weights_at])
-
-    def publish_recompute(self, rank: int) -> None:
-        """Publish that this rank's engine computes what a load could not bring, and that the rank can copy streams."""
-        self._map[self._record(rank) + _RECOMPUTE_AT] = True
-
-    @property
-    def all_recompute(self) -> bool:
-        """Whether every rank has published that."""
-        return all(self._map[self._record(rank) + _RECOMPUTE_AT] for rank in range(self.count))
 
     def shared_by_ranks(self, find: Callable[[], tuple[bytes, str]], timeout_s: float) -> tuple[bytes, str]:
         """What `find` (a digest of 16 bytes, a note) returns in the rank that comes first. The others wait for its

@@ -286,7 +286,7 @@ def _runs(bits: int) -> Iterator[tuple[int, int]]:
         first = last
 
 
-ABI: Final = 2  # HASH_COPY_ABI of csrc/hash_copy.c
+ABI: Final = 3  # HASH_COPY_ABI of csrc/hash_copy.c
 
 
 @cache

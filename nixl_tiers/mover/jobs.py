@@ -80,17 +80,14 @@ class RunningJobs:
             del job.open[place]
 
     def _arrived(self, job: _Job, outcomes: Mapping[int, Outcome]) -> None:
-        """These moves have ended. Of a load, say so in the words of the whole rows, which streams wait for: before they
-        are reported, since the core may then give their numbers to other keys."""
-        if isinstance(job.message, Store):
-            return
+        """These moves have ended. Of a load, note the rows that lack sub-blocks, by their seals: before they are
+        reported, since the core may then give their numbers to other keys."""
         region, moves = self._region, job.message.moves
-        loaded = [place for place, outcome in outcomes.items() if outcome is Outcome.OK]
-        if region.geometry.sub_blocks > 1:
-            for place in loaded:  # by their seals
-                if missing := missing_of(region.rows_view[moves[place].row], region.geometry):
-                    job.missing[place] = missing
-        region.arrive([moves[place].row for place in loaded if place not in job.missing])
+        if isinstance(job.message, Store) or region.geometry.sub_blocks == 1:
+            return
+        for place, outcome in outcomes.items():
+            if outcome is Outcome.OK and (missing := missing_of(region.rows_view[moves[place].row], region.geometry)):
+                job.missing[place] = missing
 
 
 def _partial(job: _Job, places: Iterable[int]) -> list[tuple[int, int]]:

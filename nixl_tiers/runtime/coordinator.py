@@ -241,29 +241,22 @@ class Coordinator:
     ) -> LoadPlan:
         """Host rows of keys that this step's look-ups called hits, pinned until complete_load; or, where `request` is
         the `call` of a thread, until end_call. `tokens`: of each key, and `end`: the token of the request before which
-        they end, for the metrics. The deadline of a `stream` is of CLOCK_MONOTONIC."""
+        they end, for the metrics."""
         with self._hold as core:
             load = None if end is None else Load(max(0, end - sum(tokens)), end, self.now())
             plan = core.copies.prepare_load(keys, request, call=call, tokens=tokens, load=load)
             self._open_loads.begin(len(keys), request, call=call)
-        if (stream := plan.stream) is not None:  # the core's time leaves out pauses
-            deadline_s = time.monotonic() + stream.deadline_s - self.now()
-            plan = plan._replace(stream=stream._replace(deadline_s=deadline_s))
         return plan
 
     def prepare_load(self, keys: Sequence[Key], request: str, **named: Any) -> NDArray[np.int64]:
         """The rows of `plan_load`."""
         return np.array(self.plan_load(keys, request, **named).rows, np.int64)
 
-    def complete_load(self, request: str, *, loaded: int | None = None) -> None:
-        """Workers are done reading the rows that `request` loaded. `loaded`: of a stream with a gap, how many were
-        before it; None: all."""
+    def complete_load(self, request: str) -> None:
+        """Workers are done reading the rows that `request` loaded."""
         with self._hold as core:
-            core.copies.complete_load(request, loaded)
-            if loaded == 0:
-                core.savings.load_failed(request, self.now())
-            else:
-                core.savings.load_ended(request, self.now())
+            core.copies.complete_load(request)
+            core.savings.load_ended(request, self.now())
             self._open_loads.end(request)
 
     def fail_load(self, request: str) -> None:

@@ -12,7 +12,6 @@ from nixl_tiers.core.limits import PIN_MARGIN_S, Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.types import TierSpec
-from nixl_tiers.runtime.stream_words import RegionWords
 
 if TYPE_CHECKING:
     from nixl_tiers.memory.region import HostRegion
@@ -41,7 +40,6 @@ def make_core(
         prefill=PrefillEstimate(config.prefill_tokens_per_s),
         prefer=config.prefer,
         quotas=quotas,
-        streams=RegionWords(region) if region.streams_possible else None,
     )
 
 

@@ -23,7 +23,6 @@ from nixl_tiers.swap.plan import CopyPlan
 from nixl_tiers.swap.self_check import choose
 from nixl_tiers.swap.step import Pairs
 from nixl_tiers.swap.stream import CopyStream, Events, Transfer
-from nixl_tiers.swap.streams import LoadCall
 from nixl_tiers.swap.submit import DeviceTables
 
 
@@ -91,11 +90,6 @@ class CudaSwap:
         """As store or load, of pairs that are checked."""
         stream = self._stores if to_host else self._loads
         return stream.start(self._strategies[group], group, pairs, self._compute_stream())
-
-    def load_call(self, group: int) -> LoadCall:
-        """What copies one load of this group as its rows arrive (streams.py), behind all work that the compute stream
-        has now. Raises CudaError."""
-        return self._loads.load_call(self._strategies[group], group, self._compute_stream())
 
     def drain(self) -> None:
         """Return when nothing is queued or in flight: vLLM's memory may be unmapped."""

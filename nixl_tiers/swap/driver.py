@@ -181,9 +181,6 @@ class Driver:
     def destroy_event(self, event: int) -> None:
         self._call("cuEventDestroy_v2", event)
 
-    def record(self, event: int, stream: int) -> None:
-        self._call("cuEventRecord", event, stream)
-
     def wait(self, event: int) -> None:
         self._call("cuEventSynchronize", event)
 

@@ -12,13 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 from nixl_tiers.base import native
 from nixl_tiers.swap.plan import CopyPlan, Memory
 from nixl_tiers.swap.step import ABI, Pairs
-from nixl_tiers.swap.streams import LoadCall
 
 KERNEL_AUTO: Final = 0
-
-
-class _LoadContext(ctypes.Structure):
-    _fields_ = (("rows", ctypes.c_uint64 * 5), ("segments", ctypes.c_void_p), ("n_segments", ctypes.c_uint64))
 
 
 @cache
@@ -82,15 +77,6 @@ class HostSwap:
             to_host,
             KERNEL_AUTO,
         )
-
-    def load_call(self, group: int) -> LoadCall:
-        """What copies loads of this group as their rows arrive (streams.py). RuntimeError where C was not built."""
-        if self._library is None:
-            raise RuntimeError("there is no C function that copies")
-        segments = self._segments[group]
-        context = _LoadContext(tuple(self._rows.tolist()), segments.ctypes.data, len(segments))
-        function = ctypes.cast(self._library.nixl_tiers_swap_load, ctypes.c_void_p).value
-        return LoadCall(function or 0, ctypes.addressof(context), (context, segments))
 
     def _copy_numpy(self, group: int, pairs: NDArray[np.uint32], *, to_host: bool) -> None:
         """The same bytes, one slice at a time: whole slices are several times faster here than fancy indexing."""

@@ -17,7 +17,7 @@ from nixl_tiers.swap.plan import CopyPlan, Memory
 from nixl_tiers.swap.problems import COPY_FAILED, UNEQUAL
 from nixl_tiers.swap.step_plain import Plain
 
-ABI: Final = 3  # SWAP_ABI of csrc/swap_cpu.c
+ABI: Final = 4  # SWAP_ABI of csrc/swap_cpu.c
 
 _P, _U64, _B = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p
 

@@ -7,7 +7,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from nixl_tiers.swap.driver import CudaError, Device
@@ -15,7 +14,6 @@ from nixl_tiers.swap.kernels import CAPACITIES, Kernels
 from nixl_tiers.swap.pinned import PinnedRegion
 from nixl_tiers.swap.step import Pairs
 from nixl_tiers.swap.strategies import SLOT_BYTES, STAGE_BLOCKS, may_batch
-from nixl_tiers.swap.streams import LoadCall
 from nixl_tiers.swap.submit import COPY_ENGINE, SLOTS, STAGED, DeviceTables, Request, Submitter
 
 log = logging.getLogger(__name__)
@@ -199,23 +197,6 @@ class CopyStream:
         """Whether the strategy can be had here; else the copy engine replaces it."""
         return name == "copy_engine" or self._staging != 0
 
-    def load_call(self, name: str, group: int, compute_stream: int) -> LoadCall:
-        """What copies one load of a group as its rows arrive, behind what `compute_stream` has to do so far. Raises
-        CudaError."""
-        assert self._submitter is not None
-        marks = self._events.take()
-        try:
-            with self._device.current() as driver:
-                driver.record(marks.computed, compute_stream)
-        except CudaError:
-            self._events.give_back(marks)
-            raise
-        request = Request(Pairs(0, 0, None), group, self._strategy(name), marks)
-        return self._submitter.load_call(request, partial(self._events.give_back, marks))
-
-    def _strategy(self, name: str) -> int:
-        return STAGED if name == "staged" and self._staging else COPY_ENGINE
-
     def start(self, name: str, group: int, pairs: Pairs, compute_stream: int) -> Transfer:
         """Queue a transfer, behind what `compute_stream` has to do so far and behind this direction's last transfer.
 
@@ -223,9 +204,10 @@ class CopyStream:
         after everything that was submitted of it has ended: its rows may be reused.
         """
         assert self._submitter is not None
+        strategy = STAGED if name == "staged" and self._staging else COPY_ENGINE
         with self._lock:
             marks = self._events.take()
-            request = Request(pairs, group, self._strategy(name), marks)
+            request = Request(pairs, group, strategy, marks)
             while self._kept and not self._submitter.queued(self._kept[0]):
                 self._kept.popleft()
             self._kept.append(request)

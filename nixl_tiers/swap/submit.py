@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -20,9 +20,8 @@ from nixl_tiers.swap.driver import CudaError, Device, Driver
 from nixl_tiers.swap.kernels import CAPACITIES
 from nixl_tiers.swap.plan import CopyPlan, GroupPlan
 from nixl_tiers.swap.step import Pairs
-from nixl_tiers.swap.streams import LoadCall
 
-ABI: Final = 3  # SUBMIT_ABI of csrc/swap_submit.h
+ABI: Final = 4  # SUBMIT_ABI of csrc/swap_submit.h
 SLOTS: Final = 3  # of the staging buffer; as many parts of transfers are on the GPU's streams at most
 BATCH_COPIES: Final = 256  # descriptors a call of the copy engine: a stream with about a thousand blocks its caller
 COPY_ENGINE, STAGED = range(2)
@@ -80,10 +79,6 @@ class _Request(ctypes.Structure):
     )  # fmt: skip
 
 
-class _Load(ctypes.Structure):
-    _fields_ = (("thread", _P), ("request", _Request))
-
-
 @cache
 def _library() -> ctypes.CDLL:
     found = _open(native.location("nixl_tiers.swap._swap_submit"))
@@ -105,7 +100,7 @@ def _open(path: str | None) -> ctypes.CDLL | None:
     if library is None:
         return None
     library.nixl_tiers_submit_sizes.restype = ctypes.c_size_t
-    for which, structure in enumerate((_Setup, _Request, _Group, _Load)):
+    for which, structure in enumerate((_Setup, _Request, _Group)):
         assert library.nixl_tiers_submit_sizes(which) == ctypes.sizeof(structure), structure.__name__
     library.nixl_tiers_submit_open.restype = _P
     library.nixl_tiers_submit_open.argtypes = [_P]
@@ -218,12 +213,6 @@ class Submitter:
         code = self._library.nixl_tiers_submit_put(self._thread, ctypes.byref(request.raw), compute_stream)
         if code:
             raise self._driver.error(request.raw.call.decode(), code)
-
-    def load_call(self, request: Request, release: Callable[[], None]) -> LoadCall:
-        """For streams, which ask it to move pairs run by run: `request` has none yet. Its `computed` is recorded."""
-        context = _Load(self._thread, request.raw)
-        function = ctypes.cast(self._library.nixl_tiers_submit_load, _P).value
-        return LoadCall(function or 0, ctypes.addressof(context), context, release)
 
     def ended_s(self, request: Request) -> float | None:
         """How long it took on the GPU, once all of it has arrived; None until then. Waits for nothing. Raises CudaError

@@ -254,29 +254,6 @@ def windows(scheduler: Any) -> dict[int, int | None] | None:
         return None
 
 
-def no_gaps(scheduler: Any, kv_cache_config: Any) -> str | None:
-    """Why a load must not end with a gap, in words; None where it may."""
-    found = version()
-    if found is not None and found < (0, 32):
-        return f"this is vLLM {full_version()}, and 0.32 or newer is needed"
-    groups = scheduler.config.kv_group_configs
-    if len(kv_cache_config.kv_cache_groups) != 1 or len(groups) != 1:
-        return "the model has several KV cache groups"  # vLLM could not tell of which of them a block is
-    return None if groups[0].sliding_window_size_in_chunks is None else "the model attends to a window only"
-
-
-def token_counts(scheduler: Any) -> tuple[int, int, int]:
-    """Of a chunk, a block and a hash, where there is one KV group."""
-    (group,) = scheduler.config.kv_group_configs
-    return group.tokens_per_chunk, group.tokens_per_block, scheduler.config.tokens_per_hash
-
-
-def offer_again(scheduler: Any, request: str, chunk: int) -> None:
-    """Have vLLM offer this request's chunks to be stored from this one on, although it has been offered more."""
-    (state,) = scheduler._req_status[request].group_states  # noqa: SLF001 - no vLLM has a call for it
-    state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, chunk)
-
-
 def models_of(worker: Any) -> list[Any]:
     """The model and its draft model, if there is one, of vLLM's worker."""
     runner = worker.model_runner
@@ -337,8 +314,6 @@ __all__ = [
     "host_event",
     "is_full_attention",
     "is_recurrent",
-    "no_gaps",
-    "offer_again",
     "passing_events",
     "position_of",
     "replica",
@@ -346,7 +321,6 @@ __all__ = [
     "scheduled_tokens",
     "step_tokens",
     "storage_event",
-    "token_counts",
     "version",
     "windows",
 ]

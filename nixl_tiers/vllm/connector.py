@@ -4,8 +4,7 @@ vLLM's own connector cannot report a failed load: it asserts, and the engine end
 vLLM's other connectors do. With `kv_load_failure_policy: recompute` the request is then computed from its beginning;
 with vLLM's default, `fail`, that request alone ends with an error.
 
-It sees requests when they arrive: their chunks are promoted while they wait for their turn. And with `recompute` loads
-may begin before all their rows are in host memory (streams.py).
+And it sees requests when they arrive: their chunks are promoted while they wait for their turn.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from nixl_tiers.vllm.log_line import LoggedStats
 from nixl_tiers.vllm.manager import NixlTiersManager
 from nixl_tiers.vllm.plugin import SPEC
 from nixl_tiers.vllm.replicated import copies_by_configuration, told
-from nixl_tiers.vllm.streams import Streams, Unit
 from nixl_tiers.vllm.worker import NixlTiersWorker
 
 try:
@@ -48,8 +46,6 @@ class NixlTiersConnector(OffloadingConnector):
     fail.
     """
 
-    _streams: Streams | None = None  # of the scheduler
-
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         transfer = vllm_config.kv_transfer_config
         refuse(transfer.kv_connector_extra_config)
@@ -60,25 +56,18 @@ class NixlTiersConnector(OffloadingConnector):
             self._manager.times_are_published(compat.step_tokens(vllm_config.scheduler_config))
             if (windows := compat.windows(self.connector_scheduler)) is not None:
                 self._manager.windows_are_known(windows)
-            if (why := compat.no_gaps(self.connector_scheduler, kv_cache_config)) is None:
-                self._streams = self._manager.streams
-                self._streams.possible(Unit(*compat.token_counts(self.connector_scheduler)))
-            else:
-                log.info("nixl_tiers: loads begin only when all their chunks are in host memory: %s", why)
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         # Groups that are not offloaded bound a load, which vLLM finds out at the request's turn.
         self._anticipates = not getattr(self, "_bounding_group_ids", ())
         self._arrivals = Arrivals()
         self._withdrawn: list[Any] = []  # KV events of before the last reset
-        if self.connector_scheduler is None:
+        if self.connector_scheduler is None and vllm_config.parallel_config.rank == 0:
             # vLLM goes by its own configuration, which of the two roles only workers see under MultiConnector.
             policy = (current_vllm_config() or vllm_config).kv_transfer_config.kv_load_failure_policy
-            self._recomputes = policy == "recompute"
-            if not self._recomputes and vllm_config.parallel_config.rank == 0:
+            if policy != "recompute":
                 log.warning(
-                    "nixl_tiers: kv_load_failure_policy is %s, so a request whose load fails ends with an error, and "
-                    "loads begin only when all their chunks are in host memory; set it to recompute to have what is "
-                    "missing computed (under MultiConnector: beside its name)",
+                    "nixl_tiers: kv_load_failure_policy is %s, so a request whose load fails ends with an error; "
+                    "set it to recompute to have it recomputed (under MultiConnector: beside its name)",
                     policy,
                 )
 
@@ -89,8 +78,6 @@ class NixlTiersConnector(OffloadingConnector):
         super().register_kv_caches(kv_caches)
         self._worker.keep_failed_loads()
         self._worker.collect()
-        if self._recomputes:
-            self._worker.publish_recompute()
 
     @override
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -125,10 +112,6 @@ class NixlTiersConnector(OffloadingConnector):
         return results
 
     @override
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """What vLLM asks behind get_transfer_results: blocks that loads have not brought, to be computed."""
-        return self._worker.take_invalid_blocks()
-
     # --- in the API server -------------------------------------------------------------------------------------
 
     @classmethod
@@ -160,9 +143,6 @@ class NixlTiersConnector(OffloadingConnector):
         new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
         if (new or getattr(cached, "resumed_req_ids", True)) and manager.in_doubt:
             manager.began(beginning(scheduler_output))
-        if self._streams is not None and self._streams.gaps:
-            for request, chunk in self._streams.computed(scheduler_output.num_scheduled_tokens):
-                compat.offer_again(self.scheduler, request, chunk)
         meta = super().build_connector_meta(scheduler_output)
         if self._arrivals.waiting:
             self._fill_line()
@@ -177,17 +157,9 @@ class NixlTiersConnector(OffloadingConnector):
         return bound
 
     @override
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        super().bind_kv_cache_manager(kv_cache_manager)
-        if self._streams is not None:
-            self._streams.pool = kv_cache_manager.block_pool
-
-    @override
     def on_new_request(self, request: Any) -> None:
         """A request joins the scheduler's queue: what it is going to load comes up while it waits there."""
         super().on_new_request(request)
-        if self._streams is not None:
-            self._streams.arrived(request)
         self._manager.salt_of(request.request_id, getattr(request, "cache_salt", None))
         if self._anticipates and self._manager.anticipates(request.request_id):
             rank = (float(request.priority), request.arrival_time) if self._by_priority else (0.0,)

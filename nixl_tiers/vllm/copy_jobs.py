@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
 from queue import SimpleQueue
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -242,26 +242,12 @@ class _SerialExecutor:
             del call  # it refers to its worker, which could not be collected while this thread waits
 
 
-class StreamSpec(NamedTuple):
-    """Which rows of a load are still to come, and when their words and the stream's limit are to be looked at no more.
-
-    `slot`, `stream`: where the limit is, and the number that stands beside it. `coming`: places in `RowsSpec.rows`.
-    `deadline_s`: of CLOCK_MONOTONIC (`time.monotonic`).
-    """
-
-    slot: int
-    stream: int
-    coming: tuple[int, ...]
-    deadline_s: float
-
-
 class RowsSpec(LoadStoreSpec):
     """The host side of a job: region rows, ordered by KV group, sent from the scheduler to every worker.
 
     `rows`: int64 (n,); `packed`: the same as 32-bit numbers. `counts`: rows of each KV group, in the order of
     OffloadingConfig.groups; they add up to n. `store_seq`: what a store's rows are marked with; 0 for loads. `missing`:
-    of a load's rows, those that lack sub-blocks: place in `rows` -> how many at the row's beginning. `stream`: of a
-    load of one KV group some of whose rows are still to come.
+    of a load's rows, those that lack sub-blocks: place in `rows` -> how many at the row's beginning.
     """
 
     def __init__(
@@ -270,21 +256,19 @@ class RowsSpec(LoadStoreSpec):
         counts: Sequence[int],
         store_seq: int = 0,
         missing: Mapping[int, int] | None = None,
-        stream: StreamSpec | None = None,
     ) -> None:
         """`rows`: or packed."""
         self.packed = rows if isinstance(rows, bytes) else rows.astype("<u4").tobytes()
         self.counts = tuple(counts)
         self.store_seq = store_seq
         self.missing = dict(missing or {})
-        self.stream = stream
 
     @property
     def rows(self) -> NDArray[np.int64]:
         return np.frombuffer(self.packed, "<u4").astype(np.int64)
 
-    def __reduce__(self) -> tuple[type[RowsSpec], tuple[Any, ...]]:
-        return RowsSpec, (self.packed, self.counts, self.store_seq, self.missing, self.stream)
+    def __reduce__(self) -> tuple[type[RowsSpec], tuple[bytes, tuple[int, ...], int, dict[int, int]]]:
+        return RowsSpec, (self.packed, self.counts, self.store_seq, self.missing)
 
     def __repr__(self) -> str:
         return f"RowsSpec(rows={self.rows.tolist()}, counts={self.counts}, store_seq={self.store_seq})"

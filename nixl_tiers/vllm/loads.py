@@ -11,18 +11,16 @@ from nixl_tiers.config.schema import TiersConfig
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.compat import OffloadKey
-from nixl_tiers.vllm.copy_jobs import RowsSpec, StreamSpec
+from nixl_tiers.vllm.copy_jobs import RowsSpec
 from nixl_tiers.vllm.kv_groups import KvGroups
-from nixl_tiers.vllm.streams import Streams
 
 
 class Loads:
     """Iterates over the requests with an open load. `prepared`: one was prepared in this step, at whose end it is
     submitted to the workers."""
 
-    def __init__(self, coordinator: Coordinator, groups: KvGroups, config: TiersConfig, streams: Streams) -> None:
+    def __init__(self, coordinator: Coordinator, groups: KvGroups, config: TiersConfig) -> None:
         self._coordinator = coordinator
-        self._streams = streams
         self._groups = groups
         self._sources = _sources(config)
         # Of the last load, as vLLM asks right behind it: the request, its tokens, and the tier of each key.
@@ -49,8 +47,7 @@ class Loads:
         self._open[request] = self._coordinator.now(), len(keys)
         self.prepared = True
         self._last, self._source_of = (request, sum(tokens), keys, plan.sources), None
-        stream = None if plan.stream is None else StreamSpec(*plan.stream)
-        return RowsSpec(np.array(plan.rows, np.int64), counts, missing=plan.missing, stream=stream)
+        return RowsSpec(np.array(plan.rows, np.int64), counts, missing=plan.missing)
 
     def source_of(self, key: OffloadKey) -> Any:
         """Where `key` comes from, as vLLM names it."""
@@ -74,13 +71,12 @@ class Loads:
         began = self._open.pop(request, None)
         beside = request in self._beside
         self._beside.discard(request)
-        loaded = self._streams.load_ended(request)
         if request in self._failed:
             self._failed.remove(request)
             self._coordinator.fail_load(request)
         else:
-            self._coordinator.complete_load(request, loaded=loaded)
-            if began is not None and loaded is None:  # the end of a stream says when its rows came
+            self._coordinator.complete_load(request)
+            if began is not None:
                 now = self._coordinator.now()
                 with self._coordinator.core() as core:
                     core.copies.copied(began[1], now - began[0], now, at_most=beside)

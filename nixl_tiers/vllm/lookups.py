@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from operator import attrgetter
+from collections.abc import Mapping
 from typing import Final
 
 from nixl_tiers.core.key_lookup import Lookup
@@ -15,7 +13,6 @@ from nixl_tiers.vllm.chains import Answers, RequestChain, RequestChains, answers
 from nixl_tiers.vllm.compat import LookupResult, OffloadKey, ReqContext, get_offload_group_idx, position_of
 from nixl_tiers.vllm.prefill_meter import PrefillMeter
 from nixl_tiers.vllm.store_gate import StoreGate
-from nixl_tiers.vllm.streams import Streams
 
 _ANSWERS: Final = {
     Lookup.HIT: LookupResult.HIT,
@@ -29,8 +26,7 @@ class Lookups:
     `groups`: how many KV groups there are; `chunk_tokens`: of each, by vLLM's number, where they are known.
 
     `answers`: to this step's look-ups so far, by request; `waiting`: requests that they deferred. `load_none`: requests
-    that find nothing, as they compute everything themselves. `closed`: no request finds anything now. `seen`: see
-    Streams.
+    that find nothing, as they compute everything themselves. `closed`: no request finds anything now.
     """
 
     def __init__(
@@ -40,8 +36,6 @@ class Lookups:
         gate: StoreGate,
         meter: PrefillMeter,
         chunk_tokens: Mapping[int, int],
-        *,
-        seen: Callable[[OffloadKey], None] | None = None,
     ) -> None:
         self._coordinator = coordinator
         self._groups = groups
@@ -55,7 +49,6 @@ class Lookups:
         self.load_none: set[str] = set()
         self.closed = False
         self.chains = RequestChains(chunk_tokens)
-        self.streams = Streams(partial(attrgetter("ranks.all_recompute"), coordinator.region), seen, self.load_none.add)
         self._missed: dict[str, int] = {}  # request -> the position from which on its misses are counted
         self._touched: set[str] = set()  # requests whose prefix in vLLM's own cache was touched
 
@@ -169,13 +162,9 @@ class Lookups:
 
     def _scan(self, key: OffloadKey, name: str, mine: RequestChain, start: int) -> Answers:
         """What the whole chain is in this step, of which `key` is looked up first."""
-        early, now = 0, self._coordinator.now()
-        if mine.waiting is None and not self._gate.watches:
-            early = self.streams.end_of(name, start)
+        now = self._coordinator.now()
         with self._coordinator.core() as core:
-            mine.scan = core.scan(name, mine.chain, start, now, self._last_sub_block, early=early)
-        if mine.scan.coming:
-            self.streams.answered(name, start, mine.scan.end)
+            mine.scan = core.scan(name, mine.chain, start, now, self._last_sub_block)
         if not mine.scan.waits:
             mine.waiting = mine.asked = None
             return answers_of(mine.chain, start, mine.scan)

@@ -89,11 +89,8 @@ class NixlTiersManager(OffloadingManager):
         self._gate = StoreGate(self._own_hits, kept=kept, one_block=coordinator.region.geometry.sub_blocks == 1)
         self.weights = WeightsGate(partial(attrgetter("ranks.weights"), coordinator.region), self._own_hits, kept=kept)
         self._meter = PrefillMeter(coordinator.prefill.observe)
-        seen = None if events is None else events.seen
-        tokens = self._groups.known_tokens()
-        self._lookups = Lookups(coordinator, len(groups), self._gate, self._meter, tokens, seen=seen)
-        self.streams = self._lookups.streams
-        self._loads = Loads(coordinator, self._groups, config, self.streams)
+        self._lookups = Lookups(coordinator, len(groups), self._gate, self._meter, self._groups.known_tokens())
+        self._loads = Loads(coordinator, self._groups, config)
         self._pause = Pause(coordinator, self._lookups, self._loads, pause_s)
         self._closed = False
         self._has_quotas = bool(config.quotas)
@@ -188,7 +185,6 @@ class NixlTiersManager(OffloadingManager):
         self._own_hits.ended(request)
         self._meter.positions.forget(request)
         self._lookups.ended(req_context)
-        self.streams.ended(request)
         self._wishes.end(req_context)
 
     @override
@@ -202,11 +198,7 @@ class NixlTiersManager(OffloadingManager):
             answer = self._lookups.alone(key, req_context, answers)
         if answer is _MISS:
             self._lookups.count_misses(key, req_context)
-        elif (
-            self._events is not None
-            and (answer is _HIT or compat.PENDING_IS_KEPT)
-            and not self.streams.found(req_context.req_id, key)
-        ):
+        elif self._events is not None and (answer is _HIT or compat.PENDING_IS_KEPT):
             self._events.seen(key)
         return answer
 
@@ -224,7 +216,6 @@ class NixlTiersManager(OffloadingManager):
         ordered, request = list(keys), req_context.req_id
         counts = self._groups.counts(ordered)
         end = self._groups.end(ordered, counts, req_context)
-        self.streams.began(request, end)
         spec = self._loads.prepare(ordered, counts, request, end)
         for group, place in self._groups.place.items():
             self._lookups.chains.note_load(group, counts[place])
@@ -287,7 +278,6 @@ class NixlTiersManager(OffloadingManager):
             self._meter.positions.forget(request)
             self._lookups.chains.ended(request)
         self._meter.begin(time.monotonic())
-        self.streams.end_step(began, preempted)
         if self._loads and (began or not self._pause.is_idle()):
             self._loads.computed_beside()
         self._pause.began(began)
@@ -312,7 +302,6 @@ class NixlTiersManager(OffloadingManager):
         self._gate.reset(self._requests, self._loads)
         self.weights.reset()
         self._loads.reset()
-        self.streams.reset()
         self._stores.reset()
         if not self._begin_epoch():
             self._forget()
@@ -323,8 +312,6 @@ class NixlTiersManager(OffloadingManager):
         if self.weights.look():
             self._gate.weights_changed()
             self._lookups.reset()
-            with self._coordinator.core() as core:
-                core.streams.cut_all()
             self._lookups.closed = True
             self._calm = False
         if self.weights.closed:

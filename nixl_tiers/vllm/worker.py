@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from typing_extensions import override
@@ -35,15 +35,12 @@ from nixl_tiers.vllm.compat import (
 from nixl_tiers.vllm.copier import Copier, Submitted, Swap
 from nixl_tiers.vllm.copy_jobs import CopyJobs, Direction, Job, PolledJobs, RowsSpec, Started, ThreadedJobs
 from nixl_tiers.vllm.step_clock import EventClock, HostClock, NoClock, StepClock
-from nixl_tiers.vllm.streamed_loads import StreamedLoads, streamed_loads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 log = logging.getLogger(__name__)
-
-NO_STREAMS: Final = "on GPUs, and without the C library, no chunks are copied as they arrive"
 
 
 def worker_over(
@@ -64,10 +61,8 @@ def worker_over(
     device = kv_caches.tensors[0].tensor.device
     if device.type == "cpu":
         region.prefault(rank=rank)
-        host = HostSwap(plan)
-        streamed = streamed_loads(region, plan, host)
         jobs = ThreadedJobs(times.copies_end_s)
-        return NixlTiersWorker(region, plan, host, rank, last_block_only, jobs=jobs, streamed=streamed)
+        return NixlTiersWorker(region, plan, HostSwap(plan), rank, last_block_only, jobs=jobs)
     if device.type != "cuda" or torch.version.hip:
         raise ValueError(f"nixl_tiers copies KV blocks of CUDA GPUs and CPUs, not of {device.type} devices")
     from nixl_tiers.memory.pages import node_of
@@ -80,8 +75,6 @@ def worker_over(
     swap = CudaSwap(plan, ordinal)
     region.at_close(swap.close)
     drain_before_sleep(swap)
-    # Without streams until they have run on a GPU: with `streamed_loads(region, plan, swap)`, drained before the swap,
-    # they are tried over the fake driver only.
     return NixlTiersWorker(region, plan, swap, rank, last_block_only, jobs=PolledJobs(times.copies_end_s))
 
 
@@ -146,7 +139,6 @@ class NixlTiersWorker(OffloadingWorker):
         last_block_only: Collection[int] = (),
         *,
         jobs: CopyJobs,
-        streamed: StreamedLoads | None = None,
     ) -> None:
         self._region = region
         self._plan = plan
@@ -154,14 +146,13 @@ class NixlTiersWorker(OffloadingWorker):
         self._copier = Copier(region, plan, swap, last_block_only)
         self._rank = rank
         self._jobs = jobs
-        self._streamed = streamed
         self._stores: list[Submitted] = []
         self._loads: list[Submitted] = []
         self._collects = False
         self._failed_loads: set[int] | None = None  # None: they are reported to vLLM as failed
         self.step_clock = step_clock_of(region, jobs, rank)
         # vLLM does not always call shutdown, and the region would stay mapped.
-        self._end = finalize_once(self, partial(_end, jobs, self._streamed, region))
+        self._end = finalize_once(self, partial(_end, jobs, region))
 
     @override
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
@@ -199,22 +190,15 @@ class NixlTiersWorker(OffloadingWorker):
                 copies[place].append((group, pairs))
             for place, load in enumerate(loads):
                 start = partial(self._load, step, place, copies[place])
-                if load.rows.stream is not None and copies[place]:  # without copies it has ended
-                    try:
-                        self._stream(load, copies[place])
-                        continue
-                    except Exception as error:  # noqa: BLE001 - raised again by the job
-                        start = partial(_fail, error)
                 self._jobs.submit(Direction.LOAD, Job((load.id,), start))
 
     @override
     def get_finished(self) -> list[TransferResult]:
         if self._stores or self._loads:
             self.flush()
-        streamed = self._streamed.finished() if self._streamed is not None and self._streamed.open else []
-        if not self._jobs.open and not streamed:  # as in most steps
+        if not self._jobs.open:  # as in most steps
             return []
-        return [self._reported(result) for result in [*streamed, *self._jobs.finished()]]
+        return [self._reported(result) for result in self._jobs.finished()]
 
     def keep_failed_loads(self) -> None:
         """From now on report failed loads to vLLM as successful, and through take_failed_loads as failed."""
@@ -225,29 +209,10 @@ class NixlTiersWorker(OffloadingWorker):
         failed, self._failed_loads = self._failed_loads or set(), set()
         return failed
 
-    def take_invalid_blocks(self) -> set[int]:
-        """The engine's blocks that streamed loads did not copy, of those that get_finished reported since the last
-        call: of each load all from its first gap on."""
-        if self._streamed is None:
-            return set()
-        invalid, self._streamed.invalid_blocks = self._streamed.invalid_blocks, set()
-        return invalid
-
-    def publish_recompute(self) -> None:
-        """Publish to the scheduler that this engine computes what a load could not bring: loads may begin whose rows
-        are still to come. Not where this rank cannot copy these."""
-        if self._streamed is not None:
-            self._region.ranks.publish_recompute(self._rank)
-        elif self._rank == 0:
-            log.info("nixl_tiers: loads begin only when all their chunks are in host memory: %s", NO_STREAMS)
-
     @override
     def wait(self, job_ids: set[int]) -> None:
-        """Until these jobs, stores or loads, have ended; unknown ones count as ended. Rows that are still to come are
-        not waited for: their loads end without them."""
+        """Until these jobs, stores or loads, have ended; unknown ones count as ended."""
         self.flush()
-        if self._streamed is not None and self._streamed.open:
-            self._streamed.cancel(job_ids)
         self._jobs.wait(job_ids)
 
     @override
@@ -276,20 +241,9 @@ class NixlTiersWorker(OffloadingWorker):
     def _load(self, step: Step, place: int, copies: Sequence[tuple[int, Pairs]]) -> Started:
         return self._copier.load(step, place, copies)
 
-    def _stream(self, load: Submitted, copies: Sequence[tuple[int, Pairs]]) -> None:
-        if self._streamed is None:
-            raise RuntimeError("this rank copies no rows that are still to come")
-        ((_, pairs),) = copies
-        self._streamed.begin(load, pairs)
 
-
-def _fail(error: Exception) -> Started:
-    raise error
-
-
-def _end(jobs: CopyJobs, streamed: StreamedLoads | None, region: HostRegion) -> None:
-    ended = streamed is None or streamed.stop()
-    if jobs.stop() and ended:
+def _end(jobs: CopyJobs, region: HostRegion) -> None:
+    if jobs.stop():
         region.close()
 
 

@@ -209,6 +209,14 @@ def test_hit_counts_once_for_the_tier_it_was_promoted_from() -> None:
     assert core.tiers[0].counters.hits == 1
 
 
+def test_a_load_of_rows_that_are_not_ready_is_an_error() -> None:
+    core = only_stored(CHAIN[:1], tiers=("file",))
+    assert scan(core, CHAIN[:1], "r") == [PENDING]
+    core.events.plan(0.0)
+    with pytest.raises(AssertionError, match="not ready"):
+        core.copies.prepare_load(CHAIN[:1], "r")
+
+
 @pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.MISSING, Outcome.FAILED])
 def test_failed_promotion_falls_back_to_the_next_tier_then_misses(outcome: Outcome) -> None:
     core = only_stored(CHAIN[:1], tiers=("file", "s3"))

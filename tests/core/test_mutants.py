@@ -257,10 +257,10 @@ class ResetUncounted(TierManager):
 
 
 class PinForgotten(Copies):
-    def complete_load(self, name: str, loaded: int | None = None) -> None:
-        for load in self._loads.get(name, ())[:1]:
-            load.rows = load.rows[1:]
-        super().complete_load(name, loaded)
+    def complete_load(self, name: str) -> None:
+        for rows in self._loads.get(name, ())[:1]:
+            del rows[0]
+        super().complete_load(name)
 
 
 class OldEpochSurvives(TierManager):

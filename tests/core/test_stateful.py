@@ -13,7 +13,6 @@ from tests.support.simulation import Scan, Simulation
 from tests.support.stateful import (
     CascadeStateMachine,
     MemberStateMachine,
-    StreamStateMachine,
     TenantStateMachine,
 )
 
@@ -27,12 +26,6 @@ TestCascade.settings = settings(
 TestMembers = MemberStateMachine.TestCase
 TestMembers.settings = settings(
     max_examples=examples(60), stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
-)
-
-
-TestStreams = StreamStateMachine.TestCase
-TestStreams.settings = settings(
-    max_examples=examples(80), stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

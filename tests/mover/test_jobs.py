@@ -6,11 +6,9 @@ import math
 import socket
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.base.row_words import ARRIVED, WAITING
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.jobs import REPORT_S, RunningJobs
@@ -105,23 +103,6 @@ def test_missing_sub_blocks_are_named_by_their_place_in_each_report(rig: Rig) ->
     rig.report(10.0, _0=OK, _1=OK)
     assert rig.report(11.0) == [RowsEnded(7, [5, 4], bytes([OK, OK]), [(1, 1)])]
     assert rig.report(12.0, FinishedBatch(1, [OK] * 4)) == [Finished(7, bytes([OK, OK]), 2.0, [(1, 1)])]
-
-
-def test_whole_rows_have_arrived_before_they_are_reported(rig: Rig) -> None:
-    """Once the core has the report it may give a row's number to another key."""
-    region, sealer = rig.jobs._region, Sealer(GEOMETRY, NAMESPACE, 0)
-    sealer.seal(region.rows_view[4], key_of(4), present=GEOMETRY.present(1), sealed_at=1)
-    seen: list[list[int]] = []
-    rig.jobs._send = lambda _: seen.append(np.flatnonzero(region.words == ARRIVED).tolist())
-    rig.jobs.begin(Store(8, [Move(row, row, key_of(row)) for row in (0, 1)]), 10.0)
-    region.words[:] = WAITING
-    rig.report(10.0, _0=OK, _1=OK)
-    assert np.flatnonzero(region.words == ARRIVED).tolist() == [5]  # not only with the report
-    rig.report(11.0)
-    region.words[5] = WAITING  # by now it is another key's
-    rig.report(12.0, FinishedBatch(2, [OK, OK]), FinishedBatch(1, [OK, OK, OK, FAILED]))
-    assert seen == [[5], [], [3]]
-    assert region.bell[0] == 2
 
 
 def test_a_job_with_rows_outside_the_region_is_refused(rig: Rig) -> None:

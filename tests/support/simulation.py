@@ -12,13 +12,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Eviction, Write
 from nixl_tiers.core.breaker import BreakerLimits, BreakerState
 from nixl_tiers.core.chain_rows import Chain, Group
-from nixl_tiers.core.copies import LoadPlan
 from nixl_tiers.core.existence import ExistenceCheck
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
@@ -498,7 +497,7 @@ class Simulation:
             require(job.is_trial or can, "a mover is sent a job that is known to fail")
             for move in job.moves:
                 reads = job.direction is Direction.STORE
-                self._check_row(move.row.index, writing=not reads, beside=(job.mover, job.id), row=move.row)
+                self._check_row(move.row.index, writing=not reads, beside=(job.mover, job.id))
                 if reads:
                     self._used_of(job.tier).pop(move.key, None)  # of a row that was evicted a moment ago
                 else:
@@ -1110,18 +1109,13 @@ class Simulation:
     def _start(self) -> TierManager:
         prefill = PrefillEstimate(self._tokens_per_s)
         quotas = {"quotas": self.quotas} if self.quotas else {}
-        more = {**quotas, **self._more()}
-        core = self._make(self.rows, ROW_BYTES, self.specs, self.limits, self._policy, prefill=prefill, **more)
+        core = self._make(self.rows, ROW_BYTES, self.specs, self.limits, self._policy, prefill=prefill, **quotas)
         self.core = core
         self._hold = HoldJudge(core, require)
         self._measuring = MeasurementJudge(core, require)
         for tier in range(len(self.movers)):
             self._announce(tier)
         return core
-
-    def _more(self) -> dict[str, Any]:
-        """Other arguments of the core."""
-        return {}
 
     def _name(self, kind: str, chain: Sequence[Key]) -> str:
         self._requests += 1
@@ -1234,9 +1228,7 @@ class Simulation:
         own = [WINDOWED + key for key in prompt.chain]
         if prompt.scan is Scan.HYBRID:
             groups.append(Group(own, TOKENS, WINDOW_CHUNKS))
-        scan = self.core.scan(name, Chain(tuple(groups)), 0, self.now, early=self._early(name, prompt))
-        if scan.coming:
-            return self._told_early(name, prompt, scan.end // TOKENS)
+        scan = self.core.scan(name, Chain(tuple(groups)), 0, self.now)
         chunks = scan.end // TOKENS
         require(0 <= chunks <= len(prompt.chain), "a hit beyond the chain")
         hits = [] if scan.waits else prompt.chain[:chunks]
@@ -1315,35 +1307,14 @@ class Simulation:
             for tier in range(len(self.movers)):
                 self.deliver(tier)  # the supervisor's thread does not wait for the scheduler's step to end
             self.tick()
-            if not self._load(name, prompt, hits):
-                return
+            rows = self.core.copies.prepare_load(hits, name).rows
+            self._used(hits, name)
+            self._since.pop(name, None)
+            self._loaded(name)
+            for row in rows:
+                self._check_row(row, writing=False)
+            self.workers.append(WorkerJob(False, hits, rows, self.epoch, name))
         self.core.end_step()
-        self._compute(name, prompt, hits)
-
-    def _early(self, name: str, prompt: Prompt) -> int:
-        """Up to which token rows of a hit may still be to come (streaming.py)."""
-        return 0
-
-    def _told_early(self, name: str, prompt: Prompt, chunks: int) -> list[Key] | None:
-        """As `_look_up`, of a request that is told that it hits so many chunks while some are to come."""
-        raise NotImplementedError
-
-    def _load(self, name: str, prompt: Prompt, hits: list[Key]) -> bool:
-        """Prepare a load; whether the request goes on in this step."""
-        plan = self.core.copies.prepare_load(hits, name)
-        self._used(hits, name)
-        self._since.pop(name, None)
-        self._loaded(name)
-        return self._copy(name, prompt, hits, plan)
-
-    def _copy(self, name: str, prompt: Prompt, hits: list[Key], plan: LoadPlan) -> bool:
-        for row in plan.rows:
-            self._check_row(row, writing=False)
-        self.workers.append(WorkerJob(False, hits, plan.rows, self.epoch, name))
-        return True
-
-    def _compute(self, name: str, prompt: Prompt, hits: list[Key]) -> None:
-        """The request has the chunks of `hits`, and computes and stores the others."""
         own = [WINDOWED + key for key in prompt.chain] if prompt.scan is Scan.HYBRID else []
         plan = self.core.copies.prepare_store([key for key in [*prompt.chain, *own] if key not in hits], name)
         for row in plan.rows:
@@ -1406,19 +1377,16 @@ class Simulation:
             (t, m) for t, mover in enumerate(self.movers) for m in mover.finished if isinstance(m, SimulatedJob)
         ]
 
-    def _check_row(
-        self, number: int, writing: bool, beside: tuple[int, int] | None = None, row: Row | None = None
-    ) -> None:
-        """Nothing else writes the row of this number; and if it is to be written, nothing else reads it either. `row`:
-        of a move."""
+    def _check_row(self, row: int, writing: bool, beside: tuple[int, int] | None = None) -> None:
+        """Nothing else writes this row; and if it is to be written, nothing else reads it either."""
         users: list[WorkerJob | StoreCall] = [*self.workers, *self.calls]
         for job in users:
-            if number in job.rows:
+            if row in job.rows:
                 require(not job.store and not writing, "a row is allocated while a worker or a call uses it")
         for tier, open_job in self._open_moves():
             if (tier, open_job.job.id) == beside:
                 continue
-            if number in open_job.rows[open_job.heard :]:
+            if row in open_job.rows[open_job.heard :]:
                 reads = open_job.job.direction is Direction.STORE
                 require(reads and not writing, "a row is allocated while a mover uses it")
 

@@ -14,7 +14,6 @@ from nixl_tiers.core.host import MAX_LOOKS
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.member import UNLIMITED
 from tests.support.simulation import MANY_TURNS, RETAINED_S, SOME_ROOM, Scan, Simulation
-from tests.support.streaming import StreamSimulation
 
 TIERS = st.integers(0, 1)
 PICK = st.integers(0, 31)
@@ -141,10 +140,6 @@ class CascadeStateMachine(RuleBasedStateMachine):
             for tier in range(len(self.simulation.movers)):
                 self.simulation.mover_works(tier)
                 self.simulation.deliver(tier)
-            self.streams_go_on()
-
-    def streams_go_on(self) -> None:
-        """Workers copy what has come."""
 
     @rule(pick=PICK, abort=st.booleans())
     def come_back(self, pick: int, abort: bool) -> None:
@@ -447,65 +442,3 @@ class MemberStateMachine(CascadeStateMachine):
     @initialize(**{**BEGIN, "slots": st.sampled_from([(6, 12), (8, 12), (3, 12), (4, 1)])}, members=st.integers(2, 3))
     def begin(self, *given: Any, **named: Any) -> None:
         super().begin(*given, **named)
-
-
-class StreamStateMachine(CascadeStateMachine):
-    """The same with streams: a host in which their rows find room, and prices that say load."""
-
-    simulated = StreamSimulation
-    simulation: StreamSimulation
-    # Others that have nothing to do with streams, which would be seldom among them.
-    request_of_low_priority = engine_has_the_beginning = prefetch_later = retain = None  # type: ignore[assignment]
-    call = call_ends = call_comes_back = reset_among_calls = engine_comes_back = None  # type: ignore[assignment]
-    others_delete = chain_vanishes = slow_tier_is_declined = None  # type: ignore[assignment]
-
-    @initialize(
-        **{
-            **BEGIN,
-            "rows": st.sampled_from([12, 16, 24]),
-            "slots": st.sampled_from([(12, 24), (6, 24)]),
-            "tokens_per_s": st.sampled_from([5.0, 5.0, 100.0]),
-        },
-    )
-    def begin(self, *given: Any, **named: Any) -> None:
-        super().begin(*given, **named)
-
-    def streams_go_on(self) -> None:
-        for number in reversed(range(len(self.simulation.streaming))):
-            if number < len(self.simulation.streaming):
-                self.simulation.stream_goes_on(number)
-
-    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=3), stored=st.booleans(), steps=st.integers(0, 3), rots=RARELY)
-    def stream(self, prompts: list[str], stored: bool, steps: int, rots: bool) -> None:
-        """Requests for what is in storage, some of which a mover is loading already for another one."""
-        if stored:
-            self.traffic(prompts)
-        self.simulation.host_forgets()
-        if rots:
-            self.simulation.rot(0, len(prompts))
-        for prompt in prompts:
-            self.request(prompt, Scan.CHAIN)
-            self.mover_works(0, Outcome.OK, steps)
-
-    @rule(pick=PICK, count=st.integers(1, 4), looks=st.booleans())
-    def worker_copies(self, pick: int, count: int, looks: bool) -> None:
-        if self.simulation.streaming:
-            self.simulation.worker_copies(pick % len(self.simulation.streaming), count, looks=looks)
-
-    @rule(pick=PICK, good=st.sampled_from([True, True, True, False]))
-    def stream_goes_on(self, pick: int, good: bool) -> None:
-        if self.simulation.streaming:
-            self.simulation.stream_goes_on(pick % len(self.simulation.streaming), good)
-
-    @rule(pick=PICK)
-    def stream_is_aborted(self, pick: int) -> None:
-        if self.simulation.streaming:
-            self.simulation.abort_stream(pick % len(self.simulation.streaming))
-
-    @rule(has=st.sampled_from([True, True, False]))
-    def engine_has_blocks(self, has: bool) -> None:
-        self.simulation.has_blocks = has
-
-    @rule()
-    def host_is_cleared(self) -> None:
-        self.simulation.host_forgets()

@@ -25,7 +25,7 @@ def compiler() -> str:
 def library_path(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("swap") / "swap_cpu.so"
     flags = ["-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", "-shared", "-fPIC"]
-    sources = [str(ROOT / "csrc" / name) for name in ("swap_cpu.c", "swap_step.c", "streams.c")]
+    sources = [str(ROOT / "csrc" / name) for name in ("swap_cpu.c", "swap_step.c")]
     subprocess.run([compiler, *flags, "-o", str(path), *sources], check=True)
     return path
 

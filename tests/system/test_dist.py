@@ -51,7 +51,7 @@ import numpy as np
 
 import nixl_tiers
 from nixl_tiers.core import row_table
-from nixl_tiers.memory import arrivals
+from nixl_tiers.memory import seal
 from nixl_tiers.swap import host, submit
 from nixl_tiers.tiers.slab import worker
 
@@ -59,7 +59,7 @@ home = Path(nixl_tiers.__file__).parent
 assert home.is_relative_to(sys.prefix), home
 assert [name for name in ("cc", "gcc", "clang", "nvcc", "ld") if shutil.which(name)] == []
 if sys.argv[2:]:
-    loaded = submit.built(), arrivals.built(), worker._library() is not None, row_table.most_rows() is None
+    loaded = submit.built(), seal.compiled(), worker._library() is not None, row_table.most_rows() is None
     assert (host.backend(), *loaded) == ("c", True, True, True, True), loaded
 keys, rows = [b"a", b"b"], np.arange(10_000).astype(np.uint8).reshape(2, 5000)
 file = {"type": "file", "path": sys.argv[1], "capacity": "64MiB", "min_free": 0}

@@ -120,7 +120,7 @@ def test_step_in_which_nothing_can_have_changed_scans_no_chain(engine: Engine, m
     engine.store(keys_of(chunks))
     scans: list[str] = []
     scan = engine.core.scan
-    monkeypatch.setattr(engine.core, "scan", lambda name, *rest, **named: (scans.append(name), scan(name, *rest))[1])
+    monkeypatch.setattr(engine.core, "scan", lambda name, *rest: (scans.append(name), scan(name, *rest))[1])
     monkeypatch.setattr(engine.core, "lookup", lambda *_: pytest.fail("a key is looked up by itself"))
     state = engine.vllm.request("r", chunks)
     for _ in range(3):

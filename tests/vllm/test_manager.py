@@ -435,8 +435,7 @@ class ScriptedCoordinator:
 
     def __init__(self, answer: Lookup, source: str) -> None:
         self.answer, self.where = answer, source
-        self.changed = self.copies = self.streams = self
-        self.cuts = 0
+        self.changed = self.copies = self
         self.entered = 0
         self.prefill = SimpleNamespace(observe=lambda *_: None)
         self.region = SimpleNamespace(
@@ -461,7 +460,7 @@ class ScriptedCoordinator:
     def count_misses(self, keys: list[bytes], request: str) -> None:
         pass
 
-    def scan(self, request: str, chain: Chain, start: int, now: float, first: int, *, early: int) -> Scan:
+    def scan(self, request: str, chain: Chain, start: int, now: float, first: int) -> Scan:
         tokens = len(chain.groups[0].keys) * chain.groups[0].chunk_tokens
         return Scan(self.answer is Lookup.PENDING, start if self.answer is Lookup.MISS else tokens)
 
@@ -486,7 +485,7 @@ class ScriptedCoordinator:
     def plan_load(self, keys: list[bytes], request: str, *, tokens: list[int], end: int | None) -> LoadPlan:
         return LoadPlan(list(range(len(keys))), [CPU] * len(keys), {})
 
-    def complete_load(self, request: str, *, loaded: int | None) -> None:
+    def complete_load(self, request: str) -> None:
         pass
 
     def reset(self, *, changed: bool) -> None:
@@ -494,9 +493,6 @@ class ScriptedCoordinator:
 
     def finish_request(self, request: str) -> None:
         pass
-
-    def cut_all(self) -> None:
-        self.cuts += 1
 
     def wait(self, timeout_s: float) -> None:
         self.waits_s.append(timeout_s)

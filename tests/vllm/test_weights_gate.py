@@ -426,7 +426,6 @@ def test_requests_that_wait_for_storage_wait_no_longer(ends: bool) -> None:
     manager.on_schedule_end(STEP)
     coordinator.region.ranks.weights = (1,)
     assert manager.lookup(key, context) is MISS
-    assert coordinator.cuts == 1, "of loads that are under way nothing more comes"
     manager.on_schedule_end(STEP)
     if ends:
         coordinator.region.ranks.weights = (2,)

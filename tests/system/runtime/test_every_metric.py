@@ -46,7 +46,6 @@ DECLARED: Final = set(
 )
 
 HINTS: Final = "tests/vllm/test_hints.py"
-STREAMS: Final = "tests/core/test_streams.py"
 ELSEWHERE: Final[Mapping[Series, tuple[str, str]]] = {
     # Only vLLM's requests carry hints; its face counts them.
     (CPU, "kv_hints"): (HINTS, "test_hints_of_vllm_are_acted_on_and_counted"),
@@ -54,20 +53,6 @@ ELSEWHERE: Final[Mapping[Series, tuple[str, str]]] = {
     (CPU, "hints_clipped"): (HINTS, "test_chunks_of_a_request_that_has_ended_are_retained_within_a_share"),
     (CPU, "hints_rejected"): (HINTS, "test_hints_of_vllm_are_acted_on_and_counted"),
     (CPU, "hints_unknown"): (HINTS, "test_hints_of_vllm_are_acted_on_and_counted"),
-    # The core's own tests have movers, and words, that do what they say at the right moment.
-    **{
-        (STORAGE, name): (STREAMS, test)
-        for test, name in (
-            ("test_a_request_is_told_early_and_its_rows_come_while_it_loads", "streams"),
-            ("test_a_row_that_fails_cuts_there_and_the_rows_are_freed_once", "streams_cut_failed"),
-            ("test_a_late_job_cuts_at_its_first_row", "streams_cut_late"),
-            ("test_a_load_is_cut_at_the_first_row_that_no_tier_can_load_any_more", "streams_cut_gone"),
-            ("test_a_stream_is_cut_once_to_compute_the_rest_is_quicker", "streams_cut_slower"),
-            ("test_the_longest_wait_cuts_and_the_tier_is_blamed", "streams_cut_waited"),
-            ("test_an_abort_cuts_at_the_beginning", "streams_cut_aborted"),
-            ("test_a_reset_cuts_and_the_rows_are_free_once_workers_have_ended", "streams_cut_reset"),
-        )
-    },
     (CPU, "retained_rows"): (HINTS, "test_chunks_of_a_request_that_has_ended_are_retained_within_a_share"),
 }
 """Where a test drives a series that no coordinator does: its file and its name."""

@@ -9,8 +9,6 @@ of a LoRA adapter behind that; ["ask", prompt, max_tokens, {...}] asks one with 
 kv_hints as [type, payload] in "hints", or with "options" as for nixl_tiers in kv_transfer_params;
 ["forget"] empties the engine's own prefix cache; ["reset"] that and the connector's; ["evict"] that and host memory,
 when all tiers are up; ["kill", n] kills the n-th mover;
-["stream", prompt, max_tokens, what] asks one whose load begins before its rows have come (one_stream.py);
-the same with [fault, argument] behind that plants a fault for its time (stream_mutants.py);
 ["flush"] waits for the storage tiers, and ["promoted", n] until n chunks have been; ["stats"];
 ["change", how, path] replaces the weights by those of another model, by a "reload" of vLLM's, or embeddings alone by
 a "load" behind its back;
@@ -36,7 +34,6 @@ import signal
 import sys
 import threading
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +44,6 @@ from nixl_tiers.store import TieredStore
 from tests.support import vllm_cpu
 from tests.support.leaks import reclaim_all_host_rows
 from tests.support.waiting import until, until_up
-from tests.system.vllm.one_stream import ask_stream
-from tests.system.vllm.stream_mutants import planted
 
 
 def main(plan: dict[str, Any]) -> list[Any]:
@@ -73,8 +68,8 @@ def main(plan: dict[str, Any]) -> list[Any]:
 
 
 def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
-    if verb in ("generate", "ask", "offline", "stream"):
-        questions = {"generate": generate, "ask": ask, "offline": offline, "stream": stream}
+    if verb in ("generate", "ask", "offline"):
+        questions = {"generate": generate, "ask": ask, "offline": offline}
         return questions[verb](llm, *arguments)
     if verb in ("forget", "reset"):
         assert llm.reset_prefix_cache(reset_connector=verb == "reset")
@@ -208,16 +203,6 @@ def ask(llm: Any, prompt: list[int], max_tokens: int, wish: dict[str, Any]) -> d
     return {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
 
 
-def stream(llm: Any, prompt: list[int], max_tokens: int, what: str, fault: Any = None) -> dict[str, Any]:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    core = llm.llm_engine.engine_core.engine_core
-    store, connector = store_of(core), ours(core.scheduler.connector)
-    kill, worker = partial(kill_mover, store, 0), ours(get_kv_transfer_group()).connector_worker.worker
-    with planted(*fault, store.coordinator, worker) if fault else contextlib.nullcontext():
-        return ask_stream(llm, store, connector, kill=kill, prompt=prompt, max_tokens=max_tokens, what=what)
-
-
 class Steps:
     """Holds copies of loads until `empty` steps computed nothing, and counts steps."""
 
@@ -293,8 +278,8 @@ class Queue:
                 until(lambda keys=keys: set(self._coordinator.locate(keys)) == {"cpu"}, "promotions", timeout_s=100)
         return self._execute(output, *arguments, **named)
 
-    def scan(self, request: str, *arguments: Any, **named: Any) -> Any:
-        found = self._scan(request, *arguments, **named)
+    def scan(self, request: str, *arguments: Any) -> Any:
+        found = self._scan(request, *arguments)
         turn = self.turns.get(request, {})
         if turn and "turn" not in turn:
             turn.update(turn=self._coordinator.locate(self._keys[request]), waits=found.waits)

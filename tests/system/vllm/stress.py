@@ -4,10 +4,8 @@
 
 Plan: {"model": path, "transfer": fields of KVTransferConfig, "settings": arguments of LLM, "seed": n, "requests": n,
 "conversations": that are gone on with, "aborts", "resets": how likely before a step, "storm": resets in the end,
-"faults": how likely each of faults_beside.py is, and "folder": of the tier; without these there are none,
-"speed": the file that says how fast the tier loads (tests/support/slowed_file.py), and "speeds" to choose from;
-without these the tier is as it is}. Result: counts, how many host rows are lost, what is left of streams, and what is
-wrong of which request.
+"speed": the file that says how fast the tier loads (tests/support/slowed_file.py), and "speeds" to choose from; without
+these the tier is as it is}. Result: counts, how many host rows are lost, and what is wrong of which request.
 
 Requests are short, extend prefixes of others, and have far too little KV space, so that they preempt one another. The
 answer of each is checked by an engine without tiers, which gets prompt and answer at once, alone: each token must be
@@ -28,7 +26,6 @@ from typing import Any
 from nixl_tiers.store import TieredStore
 from tests.support import vllm_cpu
 from tests.support.waiting import until_up
-from tests.system.vllm.faults_beside import Faults, WatchedStreams
 
 TIE = 1e-4
 SAME = 1e-4  # without tiers it is some 1e-6
@@ -67,20 +64,14 @@ def main(plan: dict[str, Any]) -> dict[str, Any]:
         store = TieredStore(manager._coordinator)
         until_up(store)
         promoted = count_promotions_at_arrival(store)
-        streams, faults = watched(manager, plan)
-        answers, counted = drive(llm.llm_engine, plan, streams, faults)
+        answers, counted = drive(llm.llm_engine, plan)
         counts: dict[str, Any] = dict(counted)
         counts["at_arrival"] = promoted["rows"]
         storm(llm.llm_engine, plan["storm"])
         counts["lost"] = lost_rows(store)
-        if streams is not None:
-            left = streams.left(llm.llm_engine.engine_core.engine_core.scheduler)
-            counts.update(cuts=streams.cuts, by_deadline=streams.ended, late_s=streams.late_s, left=left)
         stats = store.stats()
         counts["hits"] = int(sum(tier["hits"] for tier in stats.values()))
         counts["slower"] = int(stats["file"]["missed_slower"])
-        counts["streams"] = int(stats["file"]["streams"])
-        counts["cut"] = int(sum(n for name, n in stats["file"].items() if name.startswith("streams_cut")))
         counts["promoted"], counts["unused"] = int(stats["cpu"]["promoted"]), int(stats["cpu"]["unused"])
     finally:
         llm.llm_engine.engine_core.shutdown()
@@ -115,19 +106,7 @@ def lost_rows(store: TieredStore, patience_s: float = 30.0) -> int:
     return lost
 
 
-def watched(manager: Any, plan: dict[str, Any]) -> tuple[WatchedStreams | None, Faults | None]:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    if "faults" not in plan:
-        return None, None
-    streams = WatchedStreams(manager._coordinator, get_kv_transfer_group().connector_worker.worker._streamed)
-    rng, folder = random.Random(plan["seed"] + 1), Path(plan["folder"])
-    return streams, Faults(manager._coordinator, streams, rng, plan["faults"], folder)
-
-
-def drive(
-    engine: Any, plan: dict[str, Any], streams: WatchedStreams | None, faults: Faults | None
-) -> tuple[dict[str, Any], Counter[str]]:
+def drive(engine: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], Counter[str]]:
     """Run the load to its end: prompt and output of each request that finished, and what happened."""
     from vllm import SamplingParams
 
@@ -151,19 +130,14 @@ def drive(
             engine.add_request(name, {"prompt_token_ids": prompts[name]}, sampling)
             alive.append(name)
         requests.update(scheduler.requests)
-        lasts = faults is not None and faults.lasts  # steps are short then: hardly a stream would reach its deadline
-        if alive and not lasts and rng.random() < plan["aborts"]:
+        if alive and rng.random() < plan["aborts"]:
             counts["aborts"] += 1
-            streamed = [name for name in alive if streams is not None and name in streams.requests()]
-            alive.remove(aborted := rng.choice(streamed or alive))
+            alive.remove(aborted := rng.choice(alive))
             engine.abort_request([aborted])
-        again = RESET_AGAIN if streams is None or not loading(scheduler) else 0.0
-        if not lasts and rng.random() < (plan["resets"] if cleared else again):
+        if rng.random() < (plan["resets"] if cleared else RESET_AGAIN):
             cleared = reset(engine, scheduler, rng)
             counts["resets"] += 1
             counts["uncleared"] += not cleared
-        if faults is not None:
-            faults.before_step()
         if "speed" in plan and rng.random() < OTHER_SPEED:
             write_speed(plan["speed"], rng.choice(plan["speeds"]))
         counts["steps"] += 1
@@ -172,9 +146,6 @@ def drive(
                 counts["finished"] += 1
                 alive.remove(output.request_id)
                 answers[output.request_id] = (prompts[output.request_id], output.outputs[0])
-    if faults is not None:
-        faults.end()
-        counts.update(faults.counts)
     counts["preempted"] = sum(request.num_preemptions > 0 for request in requests.values())
     return answers, counts
 

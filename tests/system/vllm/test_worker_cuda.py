@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Iterator
@@ -17,16 +16,13 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 
 from nixl_tiers.base.chunk import Geometry
-from nixl_tiers.base.row_words import WAITING
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap import kernels
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.plan import CopyPlan, Segment, Share
 from nixl_tiers.vllm import worker as worker_module
-from nixl_tiers.vllm.copy_jobs import PolledJobs, RowsSpec, StreamSpec
-from nixl_tiers.vllm.streamed_loads import streamed_loads
+from nixl_tiers.vllm.copy_jobs import PolledJobs, RowsSpec
 from nixl_tiers.vllm.worker import NixlTiersWorker, place_region
-from tests.support.waiting import until
 from tests.swap.fake_gpu import FakeGpu
 
 BLOCKS, ROWS, PAGE, LAYERS, SUB_BLOCKS = 12, 6, 2048, 3, 2
@@ -50,9 +46,8 @@ class Rank:
         self.region = HostRegion.create(geometry, ROWS)
         plan = CopyPlan([segments], geometry, Share(0), self.region.address, ROWS)
         swap = CudaSwap(plan, compute_stream=lambda: 0, driver=self.fake.driver, strategies=(strategy,))
-        self.streamed = streamed_loads(self.region, plan, swap)
         self.region.at_close(swap.close)
-        self.worker = NixlTiersWorker(self.region, plan, swap, 0, jobs=PolledJobs(), streamed=self.streamed)
+        self.worker = NixlTiersWorker(self.region, plan, swap, 0, jobs=PolledJobs())
         self.worker.keep_failed_loads()
         self.jobs = 0
 
@@ -65,20 +60,6 @@ class Rank:
         self.jobs += 1
         self.worker.submit_load(self.jobs, RowsSpec(np.array(rows), (len(rows),)), engine(blocks))
         return self._ended()
-
-    def stream(self, rows: list[int], coming: tuple[int, ...], blocks: list[int]) -> None:
-        self.jobs += 1
-        self.region.words[[rows[place] for place in coming]] = WAITING
-        self.region.limits[self.jobs] = self.jobs << 32 | len(rows)
-        stream = StreamSpec(self.jobs, self.jobs, coming, math.inf)
-        spec = RowsSpec(np.array(rows), (len(rows),), stream=stream)
-        self.worker.submit_load(self.jobs, spec, engine(blocks))
-
-    def result(self) -> TransferResult:
-        results: list[TransferResult] = []
-        until(lambda: results.extend(self.worker.get_finished()) or results, "a job ends")
-        (result,) = results
-        return result
 
     def _ended(self) -> TransferResult:
         self.worker.wait({self.jobs})
@@ -118,51 +99,6 @@ def test_a_store_and_a_load_round_trip_on_the_gpu(rank: Rank) -> None:
     rank.worker.shutdown()
     rank.fake.check()
     assert not any(rank.fake.live().values())
-
-
-@pytest.mark.parametrize("rank", STRATEGIES, indirect=True)
-def test_rows_that_arrive_later_are_copied_to_the_gpu(rank: Rank) -> None:
-    before = [rank.block(block) for block in range(BLOCKS)]
-    rank.store([3, 9, 0, 7, 8, 2], [4, 1, 5], store_seq=1)
-    for cache in rank.caches:
-        cache[:] = 0
-    rank.stream([1, 4, 5], (0, 2), [5, 6, 2, 1, 10, 11])
-    rank.stream([4], (0,), [8, 9])
-    until(lambda: rank.block(2) == before[3], "the row that is there was copied")
-    assert not any(map(any, (rank.block(block) for block in (5, 6, 10, 11, 8, 9))))
-    assert rank.load([5], [3, 4]).success  # an ordinary one passes them
-    rank.region.arrive([1, 5])
-    result = rank.result()
-    assert (result.job_id, result.success, result.transfer_size) == (2, True, 6 * LAYERS * PAGE)
-    assert [rank.block(block) for block in (5, 6, 2, 1, 10, 11)] == [before[n] for n in (0, 7, 3, 9, 8, 2)]
-    assert not rank.worker.take_invalid_blocks()
-    assert rank.streamed is not None
-    rank.streamed.drain()  # as before sleep
-    assert rank.result().success
-    assert rank.worker.take_invalid_blocks() == {8, 9}
-    rank.stream([4], (0,), [8, 9])
-    rank.worker.shutdown()
-    rank.fake.check()
-    assert not any(rank.fake.live().values())
-
-
-@pytest.mark.parametrize("rank", STRATEGIES, indirect=True)
-@pytest.mark.parametrize("call", ["cuStreamWaitEvent", "cuCtxPushCurrent_v2", "cuEventSynchronize", "begin"])
-def test_a_stream_that_cannot_be_copied_fails(rank: Rank, call: str) -> None:
-    assert rank.load([0], [6, 7]).success
-    if call == "begin":
-        rank.fake.fail("cuEventRecord", OUT_OF_MEMORY)
-    rank.stream([1], (0,), [4, 5])
-    if call != "begin":
-        rank.worker.get_finished()
-        rank.fake.fail(call, OUT_OF_MEMORY)
-    rank.region.arrive([1])
-    assert rank.result().success
-    assert rank.worker.take_failed_loads() == {2}
-    assert not rank.worker.take_invalid_blocks()
-    rank.stream([1], (), [4, 5])
-    assert rank.result().success
-    assert not rank.worker.take_failed_loads()
 
 
 @pytest.mark.parametrize("rank", STRATEGIES, indirect=True)
