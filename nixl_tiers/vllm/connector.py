@@ -111,7 +111,6 @@ class NixlTiersConnector(OffloadingConnector):
                 del self._loading[job_id]
         return results
 
-    @override
     # --- in the API server -------------------------------------------------------------------------------------
 
     @classmethod
