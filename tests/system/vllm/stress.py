@@ -4,6 +4,7 @@
 
 Plan: {"model": path, "transfer": fields of KVTransferConfig, "settings": arguments of LLM, "seed": n, "requests": n,
 "conversations": that are gone on with, "aborts", "resets": how likely before a step, "storm": resets in the end,
+"faults": how likely each of faults_beside.py is, in the tier in "folder"; without these there are none,
 "speed": the file that says how fast the tier loads (tests/support/slowed_file.py), and "speeds" to choose from; without
 these the tier is as it is}. Result: counts, how many host rows are lost, and what is wrong of which request.
 
@@ -26,6 +27,7 @@ from typing import Any
 from nixl_tiers.store import TieredStore
 from tests.support import vllm_cpu
 from tests.support.waiting import until_up
+from tests.system.vllm.faults_beside import Faults
 
 TIE = 1e-4
 SAME = 1e-4  # without tiers it is some 1e-6
@@ -64,7 +66,11 @@ def main(plan: dict[str, Any]) -> dict[str, Any]:
         store = TieredStore(manager._coordinator)
         until_up(store)
         promoted = count_promotions_at_arrival(store)
-        answers, counted = drive(llm.llm_engine, plan)
+        faults = None
+        if "faults" in plan:
+            rng = random.Random(plan["seed"] + 1)
+            faults = Faults(manager._coordinator, rng, plan["faults"], Path(plan["folder"]))
+        answers, counted = drive(llm.llm_engine, plan, faults)
         counts: dict[str, Any] = dict(counted)
         counts["at_arrival"] = promoted["rows"]
         storm(llm.llm_engine, plan["storm"])
@@ -106,7 +112,7 @@ def lost_rows(store: TieredStore, patience_s: float = 30.0) -> int:
     return lost
 
 
-def drive(engine: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], Counter[str]]:
+def drive(engine: Any, plan: dict[str, Any], faults: Faults | None) -> tuple[dict[str, Any], Counter[str]]:
     """Run the load to its end: prompt and output of each request that finished, and what happened."""
     from vllm import SamplingParams
 
@@ -138,6 +144,8 @@ def drive(engine: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], Counter[st
             cleared = reset(engine, scheduler, rng)
             counts["resets"] += 1
             counts["uncleared"] += not cleared
+        if faults is not None:
+            faults.before_step()
         if "speed" in plan and rng.random() < OTHER_SPEED:
             write_speed(plan["speed"], rng.choice(plan["speeds"]))
         counts["steps"] += 1
@@ -146,6 +154,9 @@ def drive(engine: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], Counter[st
                 counts["finished"] += 1
                 alive.remove(output.request_id)
                 answers[output.request_id] = (prompts[output.request_id], output.outputs[0])
+    if faults is not None:
+        faults.end()
+        counts.update(faults.counts)
     counts["preempted"] = sum(request.num_preemptions > 0 for request in requests.values())
     return answers, counts
 

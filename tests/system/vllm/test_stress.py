@@ -34,15 +34,19 @@ class Cell(NamedTuple):
     """Of a chunk."""
     priced: bool = False
     """Whether loads are: then NixlTiersConnector promotes at arrival, too."""
+    faults: bool = False
+    """Whether the tier's mover is killed and stopped, and its rows rot."""
 
     def __str__(self) -> str:
-        return f"{self.connector}-{self.model}-{self.blocks}{'-priced' * self.priced}"
+        return f"{self.connector}-{self.model}-{self.blocks}{'-priced' * self.priced}{'-faults' * self.faults}"
 
 
 PLAIN = list(product(("full", "windowed"), (1, 2)))
 THEIRS = [Cell("OffloadingConnector", *cell) for cell in PLAIN]
 OURS = [Cell("NixlTiersConnector", *cell) for cell in PLAIN]
 PRICED = [Cell("NixlTiersConnector", "full", 1, priced=True), Cell("NixlTiersConnector", "windowed", 2, priced=True)]
+FAULTY = [Cell("NixlTiersConnector", "full", 1, faults=True), Cell("NixlTiersConnector", "windowed", 2, faults=True)]
+FAULTS = {"kill": 0.002, "stop": 0.002, "flip": 0.01}  # before a step
 PREFILL = 4000  # tokens a second, as a priced cell is told: a block of 32 takes 8 ms, its row 28 ms at 1 MB/s
 SPEEDS = (0, 1, 1)  # of the slowed tier, in MB/s; 0: as fast as the disk
 SLOWER_EVERY = 10  # requests for a declined row, at least
@@ -78,7 +82,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def run_cell(models: dict[str, Path], run_script: Callable[..., Any], tmp_path: Path) -> Callable[..., None]:
     def run(cell: Cell, requests: int, seed: int, *, storm: int = 50) -> None:
-        model, blocks, priced = cell[1:]
+        model, blocks, priced, faults = cell[1:]
         rng = random.Random(seed)
         tiers = [
             {"type": "cpu", "capacity": rng.choice(["2MiB", "8MiB"])},
@@ -116,6 +120,10 @@ def run_cell(models: dict[str, Path], run_script: Callable[..., Any], tmp_path: 
         }
         if priced:  # what is loaded has been evicted from host memory before
             plan |= {"speed": str(speed), "speeds": SPEEDS, "conversations": 16, "resets": 0.003}
+        if faults:  # what is loaded has been evicted from host memory before
+            tiers[0]["capacity"] = "1MiB"
+            plan |= {"faults": FAULTS, "folder": str(tmp_path / "kv"), "conversations": 16, "resets": 0.003}
+            shows += [*FAULTS]
         print(f"STRESS_SEED={SEED}: {cell}, {options}, host of {tiers[0]['capacity']}")
         # One core: this model's sums are so small that threads would only wait for each other.
         env = {"VLLM_CPU_OMP_THREADS_BIND": str(vllm_cpu.cores()[-1])}
@@ -123,7 +131,7 @@ def run_cell(models: dict[str, Path], run_script: Callable[..., Any], tmp_path: 
         print(result)
         assert result["wrong"] == []
         assert result["lost"] == 0
-        missing = [name for name in shows if not result[name]]
+        missing = [name for name in shows if not result.get(name)]
         assert not missing, "a load without these shows nothing"
         assert not priced or result["slower"] >= requests // SLOWER_EVERY, "the tier was hardly ever declined"
 
@@ -138,7 +146,7 @@ def test_answers_equal_those_without_tiers(number: int, run_cell: Callable[..., 
 
 @pytest.mark.stress
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("number", "cell"), list(enumerate([*OURS, *PRICED])), ids=str)
+@pytest.mark.parametrize(("number", "cell"), list(enumerate([*OURS, *PRICED, *FAULTY])), ids=str)
 def test_all_answers_equal_those_without_tiers(number: int, cell: Cell, run_cell: Callable[..., None]) -> None:
     run_cell(cell, 500, SEED + number, storm=1000)
 
