@@ -9,7 +9,7 @@
 #   make stress                     random load, aborts and resets on vLLM, every answer checked; half an hour and more
 #   make torture ONLY=flipped-byte  failures that users reported, on vLLM's own tiers, LMCache and these; without ONLY an
 #                                   hour; as root. Writes bench/results/torture.json and docs/internals/torture.md
-#   make matrix VERSIONS='0.31.0'    the tests of the vLLM face with other versions of vLLM, whose wheels it downloads
+#   make matrix VERSIONS='0.33.0'    the tests of the vLLM face with other versions of vLLM, whose wheels it downloads
 #   make prometheus                 Prometheus for the tests that want it, on Debian
 #   make docs                       the documentation as HTML, in docs/_build
 #   make dist                       sdist, wheel and SBOM in dist/, checked: docs/internals/releasing.md; `make archives`
@@ -195,7 +195,7 @@ torture: $(VENV)/.ready
 
 # Of each version the unit tests, and the engines that docs/features.toml names: for a machine with nothing else to do.
 # Writes bench/results/matrix.json and the tables of docs/guide/compatibility.md.
-VERSIONS := 0.31.0 0.32.0 0.33.0
+VERSIONS := 0.32.0 0.33.0
 matrix: $(VENV)/.ready
 	$(PY) -m tests.matrix $(VERSIONS); tests=$$?; $(PY) docs/generate.py && exit $$tests
 

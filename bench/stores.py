@@ -58,7 +58,8 @@ class Connector:
         self.connector.connector_scheduler = offloading_scheduler(manager, TOKENS, blocks_per_chunk)
         self.connector.connector_worker = None
         self.connector._bounding_group_ids = ()
-        self.connector._kv_cache_manager = None
+        pool = SimpleNamespace(get_cached_block=lambda *_: None)  # the engine has nothing itself
+        self.connector._kv_cache_manager = SimpleNamespace(block_pool=pool)
         self.connector._by_priority = False
         self.connector._anticipates = True
         self.connector._arrivals = Arrivals()
@@ -139,6 +140,7 @@ def new_request(name: str, hashes: list[bytes]) -> Any:
         request_id=name,
         kv_transfer_params=None,
         kv_hints=None,
+        cache_salt=None,
         block_hashes=hashes,
         num_tokens=tokens,
         num_prompt_tokens=tokens,

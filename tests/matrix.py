@@ -1,6 +1,6 @@
 """Runs the tests of the vLLM face with several versions of vLLM, and records what passed in bench/results/matrix.json.
 
-    python -m tests.matrix 0.31.0 0.33.0
+    python -m tests.matrix 0.32.0 0.33.0
 
 Nothing is installed: a version's wheel is unpacked in .cache/vllm, whose place in PYTHONPATH is before what is
 installed. Of a version without a wheel for CPUs it is the Python of vLLM's own wheel, over the compiled libraries of

@@ -163,7 +163,7 @@ class TiersConfig(Model):
     prefill_tokens_per_s: Annotated[int, Field(strict=True, ge=1, le=10**9)] | None = Field(
         None,
         description="prompt tokens that the engine computes per second, which loading is compared with",
-        json_schema_extra=when_unset("measured while the engine runs"),
+        json_schema_extra=when_unset("measured while the engine runs, with NixlTiersConnector"),
     )
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ RIDGE: Final = 1e-4  # what samples of one shape cannot tell apart is time of th
 MOST: Final = 10**9  # tokens
 SHORTEST_S: Final = 1e-6  # no step
 LONGEST_S: Final = 3600.0
-STEP_TOKENS: Final = 2048  # of the largest step, where the engine does not say it, until larger ones are seen
+STEP_TOKENS: Final = 2048  # of the largest step, until the engine says it
 
 Sample = tuple[int, float, float]  # tokens, mean context, seconds
 Vector = tuple[float, float, float]
@@ -46,11 +46,9 @@ class PrefillEstimate:
     """
 
     def __init__(self, tokens_per_s: float | None = None, step_tokens: int = STEP_TOKENS) -> None:
-        """`tokens_per_s`: the speed, if it is set and not to be learned. `step_tokens`: the most of a step, until
-        a larger one is seen."""
+        """`tokens_per_s`: the speed, if it is set and not to be learned. `step_tokens`: the most of a step."""
         self._fixed = tokens_per_s
         self._step_tokens = step_tokens
-        self._limited = False  # they are known
         self._seen: dict[tuple[int, int], deque[_Seen]] = {}  # by shape, the one with the latest sample last
         self._samples = 0  # ever
         self._fit_at = MIN_SAMPLES
@@ -70,7 +68,7 @@ class PrefillEstimate:
 
     def limit_step(self, tokens: int) -> None:
         """The engine computes no more tokens of a prompt in a step, whatever steps of other processes did."""
-        self._step_tokens, self._limited = tokens, True
+        self._step_tokens = tokens
 
     def seconds(self, start: int, end: int) -> float | None:
         """To compute the tokens [start, end) of one request, with everything before `start` in the engine's memory, in
@@ -112,8 +110,6 @@ class PrefillEstimate:
 
     def _add(self, tokens: int, context: float, seconds: float) -> None:
         self._samples += 1
-        if not self._limited:
-            self._step_tokens = max(self._step_tokens, tokens)
         shape = (tokens.bit_length(), int(context).bit_length() if tokens >= FEW_TOKENS else 0)
         seen = self._seen.pop(shape, None)
         if seen is None:

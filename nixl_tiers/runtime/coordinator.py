@@ -122,7 +122,7 @@ class Coordinator:
 
         Waits at most `timeout_s` seconds, by default `times.open_s`, for the tiers to judge their configuration, and
         for their listings at most `ready_s` of the configuration, else `ready_s`, else `timeout_s` seconds. `device`:
-        what computes prompts, for its speed to be kept between starts; None if nothing does.
+        what computes prompts, for its speed to be kept between starts; None if that is not learned.
 
         Raises ConfigError if a tier can never work (no such bucket); a tier that is down is retried.
         """

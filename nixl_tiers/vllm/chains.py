@@ -2,8 +2,8 @@
 
 vLLM looks up full-attention groups from the first chunk on, up to the first miss, and then windowed groups (sliding
 windows, recurrent states) from the end on, and last the tail of a chunk, in all groups. NixlTiersConnector says which
-group is what. With vLLM's own connector that is learned from the order of look-ups of whole chunks, and the length of a
-window from what is loaded.
+group is what. With vLLM's own connector that is not known: the chain is the one of the group that is looked up first,
+and the keys of all others are looked up one by one.
 
 At a request's arrival, long before it is scheduled, its chain is read from vLLM's own state. Rows of windowed groups
 are left out: which of them a load needs depends on where the hit ends.
@@ -21,7 +21,7 @@ from typing import Any
 from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.lookup import Scan
 from nixl_tiers.core.prefetch_queue import Rank
-from nixl_tiers.vllm.compat import LookupResult, OffloadKey, ReqContext, get_offload_group_idx, position_of
+from nixl_tiers.vllm.compat import LookupResult, OffloadKey, ReqContext, get_offload_group_idx, positions_of
 
 Answers = dict[OffloadKey, LookupResult]
 
@@ -50,15 +50,13 @@ class RequestChains:
     def __init__(self, chunk_tokens: Mapping[int, int]) -> None:
         """`chunk_tokens`: of each group, by vLLM's number."""
         self._chunk_tokens = chunk_tokens
-        self._windows: dict[int, int | None] = {}  # of groups that are known: None is full attention
-        self._learns = True
+        self._windows: Mapping[int, int | None] = {}  # of all groups, or of none: None is full attention
         self._bounds: dict[str, int] = {}  # requests that vLLM itself loads only so many tokens of
         self._chains: dict[str, RequestChain] = {}
-        self._last: tuple[str, int, int] | None = None  # the last look-up of a group that is not known: its position
 
     def know(self, windows: Mapping[int, int | None]) -> None:
-        """These are the windows of all groups, in chunks: nothing has to be learned."""
-        self._windows, self._learns = dict(windows), False
+        """These are the windows of all groups, in chunks."""
+        self._windows = windows
 
     def bound(self, request: str, tokens: int | None) -> None:
         """vLLM loads no more than so many tokens for the request in this step; None: all that there is."""
@@ -71,14 +69,17 @@ class RequestChains:
         """Whether `key` ends within a chunk (`--prefix-match-unit`)."""
         return position % self._chunk_tokens.get(get_offload_group_idx(key), 1) != 0
 
-    def of(self, key: OffloadKey, context: ReqContext, position: int | None) -> RequestChain | None:
+    def is_windowed(self, key: OffloadKey) -> bool:
+        """Whether the group of `key` is known to be."""
+        return self._windows.get(get_offload_group_idx(key)) is not None
+
+    def of(self, key: OffloadKey, context: ReqContext, position: int) -> RequestChain | None:
         """The chain of a request whose first look-up of a step is of `key`; None if that has to be looked up key by
-        key: vLLM reports no positions (before 0.31), it is a tail, the group's chunks are not all there, or the chain
-        ends before."""
+        key: it is a tail, or of a windowed group, the group's chunks are not all there, or the chain ends before."""
         group = get_offload_group_idx(key)
-        if position is None or self.is_tail(key, position) or self._windows.setdefault(group, None) is not None:
+        if self.is_tail(key, position) or self.is_windowed(key):
             return None
-        positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+        positions = positions_of(context)
         mine = self._chains.get(context.req_id)
         limits = (_max_load_tokens(context), self._bounds.get(context.req_id))
         most = min((limit for limit in limits if limit is not None), default=None)
@@ -99,44 +100,14 @@ class RequestChains:
     def again(self, key: OffloadKey, context: ReqContext) -> RequestChain | None:
         """The chain of a request that waits, if it looks up in this step what it has looked up in the last one."""
         mine = self._chains.get(context.req_id)
-        if mine is None or mine.asked != key or mine.count != len(getattr(context, "_offload_key_positions", ())):
+        if mine is None or mine.asked != key or mine.count != len(positions_of(context)):
             return None
         return mine
-
-    def note_look_up(self, key: OffloadKey, context: ReqContext) -> tuple[int, int | None] | None:
-        """Learn from a look-up that the chain's answers do not cover. Returns the position of `key` and the window of
-        its group, if it is known to be windowed."""
-        position, group = position_of(key, context), get_offload_group_idx(key)
-        if position is None or self.is_tail(key, position):
-            return None
-        mine = self._chains.get(context.req_id)
-        window = self._windows.get(group, 0)
-        first = mine.first if mine is not None and mine.scan is not None and mine.group == group else 0
-        if self._learns and window is None and mine is not None and position < first:
-            # It goes down from the first look-up: the group has no full attention after all.
-            self._windows[group] = window = 1
-            del self._chains[context.req_id]
-        elif self._learns and window == 0:
-            last, self._last = self._last, (context.req_id, group, position)
-            if last is not None and last[:2] == self._last[:2] and last[2] != position:
-                self._windows[group] = None if position > last[2] else 1
-                self._chains.clear()
-        return (position, window) if window else None
-
-    def note_load(self, group: int, rows: int) -> None:
-        """vLLM loads so many rows of this group: of a windowed one, its window."""
-        window = self._windows.get(group)
-        if self._learns and window is not None and rows > window:
-            self._windows[group] = rows
-            self._chains.clear()
 
     def chunk_tokens(self, key: OffloadKey, context: ReqContext) -> int:
         """Tokens of a chunk of the group of `key`, which is a part of the request's chain."""
         groups, number = self._chains[context.req_id].chain.groups, get_offload_group_idx(key)
         return next((g.chunk_tokens for g in groups if g.keys and get_offload_group_idx(g.keys[0]) == number), 0)
-
-    def end_step(self) -> None:
-        self._last = None  # the next look-up of that request does not go on from there
 
     def ended(self, request: str) -> None:
         self._chains.pop(request, None)
@@ -148,23 +119,23 @@ class RequestChains:
     def get(self, request: str) -> RequestChain | None:
         return self._chains.get(request)
 
-    def _build(self, positions: dict[OffloadKey, int], first: int) -> Chain | None:
+    def _build(self, positions: Mapping[OffloadKey, int], first: int) -> Chain | None:
         keys, ends = list(positions), list(positions.values())
         groups: list[Group] = []
-        if len(self._windows) == 1 and keys and ends[-1] == ends[0] * len(ends):
+        if len(self._chunk_tokens) == 1 and ends[-1] == ends[0] * len(ends):
             groups = [Group(keys, ends[0])]
         else:
             by_group: dict[int, list[OffloadKey]] = {}
             for key in keys:
                 by_group.setdefault(get_offload_group_idx(key), []).append(key)
             for number in sorted(by_group, key=lambda number: number != first):
-                if number in self._windows:
+                if number == first or number in self._windows:
                     whole = _whole(by_group[number], positions, self._chunk_tokens.get(number))
                     if whole is not None:
-                        groups.append(Group(*whole, self._windows[number]))
+                        groups.append(Group(*whole, self._windows.get(number)))
                     elif number == first:
                         return None
-        return Chain(tuple(groups)) if groups and groups[0].window is None else None
+        return Chain(tuple(groups))
 
 
 def answers_of(chain: Chain, start: int, scan: Scan) -> Answers:
@@ -195,7 +166,7 @@ def _cut(chain: Chain, end: int) -> Chain:
 
 
 def _whole(
-    keys: Sequence[OffloadKey], positions: dict[OffloadKey, int], tokens: int | None
+    keys: Sequence[OffloadKey], positions: Mapping[OffloadKey, int], tokens: int | None
 ) -> tuple[list[OffloadKey], int] | None:
     """The keys of a group's whole chunks, from the first on, and the tokens of one. vLLM also reports positions of keys
     that end within a chunk."""
@@ -226,7 +197,7 @@ class Arrivals:
 def chain_at_arrival(scheduler: Any, pool: Any, name: str) -> list[OffloadKey]:
     """The keys of the chunks of full-attention groups that a load of this request could bring, by their end tokens.
 
-    scheduler: vLLM's OffloadingConnectorScheduler, which knows the request. pool: vLLM's BlockPool, or None. Raises
+    scheduler: vLLM's OffloadingConnectorScheduler, which knows the request. pool: vLLM's BlockPool. Raises
     AttributeError, KeyError or TypeError for a vLLM that keeps this in another way.
     """
     status = scheduler._req_status[name]  # noqa: SLF001 - no vLLM shows it in another way
@@ -252,7 +223,5 @@ def chain_at_arrival(scheduler: Any, pool: Any, name: str) -> list[OffloadKey]:
 
 def _cached_chunks(pool: Any, hashes: Any, config: Any, chunks: int) -> int:
     """How many chunks of the request the engine's own prefix cache has. It evicts a prefix from its end."""
-    if pool is None:
-        return 0
     ends = list(islice(hashes, config.hashes_per_chunk - 1, None, config.hashes_per_chunk))[:chunks]
     return bisect_left(ends, True, key=lambda each: pool.get_cached_block(each, [config.group_idx]) is None)

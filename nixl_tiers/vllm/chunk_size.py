@@ -34,13 +34,14 @@ def with_chunks(vllm_config: Any, kv_cache_config: Any) -> Any:
 def default_blocks(vllm_config: Any, kv_cache_config: Any) -> int:
     """One block, unless the model has a single KV group, of full attention: of a window or a recurrent state a chunk of
     several blocks holds what no load reads, and groups have blocks of different sizes."""
-    groups: Any = getattr(kv_cache_config, "kv_cache_groups", ())
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1 or not compat.is_full_attention(groups[0].kv_cache_spec):
+        return 1
     parallel = vllm_config.parallel_config
-    contexts = [getattr(parallel, f"{kind}_context_parallel_size", 1) for kind in ("decode", "prefill")]
-    if len(groups) != 1 or contexts != [1, 1] or not compat.is_full_attention(groups[0].kv_cache_spec):
+    if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
         return 1
     block_tokens = int(groups[0].kv_cache_spec.block_size)
     blocks = max(1, CHUNK_TOKENS // block_tokens)
     # vLLM requires of some models that whole chunks are in each interval after which it keeps a window.
-    interval = getattr(vllm_config.cache_config, "prefix_cache_retention_interval", None) or 0
+    interval = vllm_config.cache_config.prefix_cache_retention_interval or 0
     return 1 if interval % (blocks * block_tokens) else blocks

@@ -9,14 +9,14 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
 import vllm.version
 
-OLDEST: Final = (0, 26)
+OLDEST: Final = (0, 32)
 
 
 class UnsupportedVllm(ImportError):
@@ -45,12 +45,16 @@ def check(found: tuple[int, int] | None) -> None:
 
 check(version())
 try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+    from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
     from vllm.v1.kv_offload.base import (
         CanonicalKVCaches,
         GPULoadStoreSpec,
         LoadStoreSpec,
+        Locality,
         LookupResult,
+        Medium,
         OffloadingCounterMetadata,
         OffloadingEvent,
         OffloadingGaugeMetadata,
@@ -64,10 +68,12 @@ try:
         ReqContext,
         RequestOffloadingContext,
         ScheduleEndContext,
+        TierFilter,
         TransferResult,
         get_offload_group_idx,
     )
     from vllm.v1.kv_offload.config import OffloadingConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError as error:
     raise UnsupportedVllm(
         f"nixl_tiers does not know the offloading interface of vLLM {vllm.version.__version__} ({error})"
@@ -78,61 +84,45 @@ if list(inspect.signature(OffloadingSpec.__init__).parameters) != ["self", "conf
         "(a spec is not made from an OffloadingConfig alone)"
     )
 
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # before 0.32 vLLM does not ask for the source of a hit
-    CacheHitSource = None
-
-
-try:
-    from vllm.v1.kv_offload.base import Medium
-
-    HOST_MEDIUM = Medium.CPU
-except ImportError:  # before 0.28 a medium is a string
-    HOST_MEDIUM = "CPU"
-
-_EVENT_FIELDS: Final = {each.name for each in fields(OffloadingEvent)}
-# Before 0.31 events cannot say of which storage tier they are, nor that vLLM is to keep a chunk's tokens for more.
-STORAGE_EVENTS: Final = {"locality", "ownership", "removal_expected"} <= _EVENT_FIELDS
 # From 0.33 on vLLM keeps the tokens of pending hits too, and can be told to forget them without a word to routers.
-PENDING_IS_KEPT: Final = "metadata_only" in _EVENT_FIELDS
+PENDING_IS_KEPT: Final = "metadata_only" in {each.name for each in fields(OffloadingEvent)}
 
 
 def host_event(keys: list[OffloadKey], removed: bool) -> OffloadingEvent:
     """That chunks are in host memory, or have left it."""
     # vLLM keeps their tokens until as many removals have come.
-    expected = {"removal_expected": True} if STORAGE_EVENTS else {}
-    return OffloadingEvent(keys=keys, medium=HOST_MEDIUM, removed=removed, **expected)
+    return OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed, removal_expected=True)
 
 
 def passing_events(keys: list[OffloadKey]) -> list[OffloadingEvent]:
     """vLLM keeps the tokens of chunks that are not in host memory (any more): it is to forget them."""
     if PENDING_IS_KEPT:
-        return [OffloadingEvent(keys=keys, medium=HOST_MEDIUM, removed=True, metadata_only=True)]
+        return [OffloadingEvent(keys=keys, medium=Medium.CPU, removed=True, metadata_only=True)]
     return [host_event(keys, removed) for removed in (False, True)]
 
 
 def storage_event(keys: list[OffloadKey], removed: bool, name: str, locality: str | None) -> OffloadingEvent:
-    """The same of a storage tier, where there are STORAGE_EVENTS. `locality`: LOCAL, REMOTE, or None if unknown."""
-    from vllm.v1.kv_offload.base import Locality
-
+    """The same of a storage tier. `locality`: LOCAL, REMOTE, or None if unknown."""
     place = None if locality is None else Locality(locality)
     return OffloadingEvent(
         keys=keys, medium=Medium.STORAGE, removed=removed, locality=place, ownership=name, removal_expected=True
     )
 
 
-def position_of(key: OffloadKey, context: ReqContext) -> int | None:
-    """The end token of `key` in its request; None where vLLM does not report it (before 0.31)."""
-    get_position = getattr(context, "get_offload_key_position", None)
-    position: int | None = get_position(key) if get_position is not None else None
-    return position
+def positions_of(context: ReqContext) -> Mapping[OffloadKey, int]:
+    """The end token of each key in its request. vLLM notes it before it asks for a key, or offers it."""
+    positions: Mapping[OffloadKey, int] = context._offload_key_positions  # noqa: SLF001 - else one key at a time
+    return positions
+
+
+def position_of(key: OffloadKey, context: ReqContext) -> int:
+    """The end token of `key` in its request."""
+    return positions_of(context)[key]
 
 
 def chunk_tokens(context: ReqContext) -> int:
     """Tokens of the request's first chunk: vLLM numbers them by their end tokens. 0 where it has none."""
-    positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
-    return next(iter(positions.values()), 0)
+    return next(iter(positions_of(context).values()), 0)
 
 
 def scheduled_tokens(output: Any) -> list[tuple[int, int, bool]]:
@@ -160,7 +150,7 @@ def beginning(output: Any) -> Iterator[tuple[str, int]]:
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens
     cached = output.scheduled_cached_reqs
-    if resumed := getattr(cached, "resumed_req_ids", ()):
+    if resumed := cached.resumed_req_ids:
         for request, tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             if request in resumed:
                 yield request, tokens
@@ -169,18 +159,16 @@ def beginning(output: Any) -> Iterator[tuple[str, int]]:
 def step_tokens(scheduler_config: Any) -> int:
     """The most tokens that vLLM computes of a prompt in one step."""
     most = int(scheduler_config.max_num_batched_tokens)
-    long = int(getattr(scheduler_config, "long_prefill_token_threshold", 0) or 0)
+    long = int(scheduler_config.long_prefill_token_threshold)
     return min(most, long) if long > 0 else most
 
 
 def allowed_tiers(context: ReqContext, localities: Sequence[str | None]) -> list[int] | None:
     """Which of the storage tiers the request's `kv_load_tiers` allows; None for all. `localities`: of each tier LOCAL,
     REMOTE, or None if unknown, which is never a reason to leave it out."""
-    wish = getattr(context, "load_tier_filter", None)  # vLLM 0.32 has it
-    if wish is None or wish is type(wish).ALL:
+    wish = context.load_tier_filter
+    if wish is TierFilter.ALL:
         return None
-    from vllm.v1.kv_offload.base import Locality, Medium
-
     places = [None if name is None else Locality(name) for name in localities]
     return [tier for tier, place in enumerate(places) if wish.allows(Medium.STORAGE, place)]
 
@@ -206,22 +194,17 @@ def device_name() -> str:
 
 def block_hash_seed(algorithm: str) -> str | None:
     """The seed of block hashes of this algorithm; None where every process draws its own."""
-    from vllm.v1.core import kv_cache_utils
-
-    seed = os.environ.get("PYTHONHASHSEED")
-    if seed is None and "xxhash" not in algorithm:
-        seed = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)  # older versions draw one for sha256 too
-    return seed
+    return os.environ.get("PYTHONHASHSEED", None if "xxhash" in algorithm else DEFAULT_NONE_HASH_SEED)
 
 
 def replicas(config: OffloadingConfig) -> int:
-    """How many data-parallel engines there are; 1 where vLLM does not report it (before 0.28)."""
-    return int(getattr(config.parallel, "data_parallel_size", 1))
+    """How many data-parallel engines there are."""
+    return int(config.parallel.data_parallel_size)
 
 
 def replica(config: OffloadingConfig) -> int:
     """Which of them this is, from 0 on."""
-    return int(getattr(config.parallel, "data_parallel_index", 0))
+    return int(config.parallel.data_parallel_index)
 
 
 def is_recurrent(layer: object) -> bool:
@@ -242,24 +225,19 @@ def is_full_attention(spec: Any) -> bool:
 
 def group_ids(config: OffloadingConfig) -> tuple[int, ...]:
     """vLLM's own number of each offloaded KV group, as it is in the keys."""
-    return tuple(getattr(group, "group_id", index) for index, group in enumerate(config.groups))
+    return tuple(group.group_id for group in config.groups)
 
 
-def windows(scheduler: Any) -> dict[int, int | None] | None:
+def windows(scheduler: Any) -> dict[int, int | None]:
     """Of each KV group of vLLM's OffloadingConnectorScheduler, by its number, how many chunks before its end a load
-    needs; None: all. None for a vLLM that keeps this in another way, which before 0.31 makes no difference."""
-    try:
-        return {group.group_idx: group.sliding_window_size_in_chunks for group in scheduler.config.kv_group_configs}
-    except AttributeError:
-        return None
+    needs; None: all."""
+    return {group.group_idx: group.sliding_window_size_in_chunks for group in scheduler.config.kv_group_configs}
 
 
 def models_of(worker: Any) -> list[Any]:
     """The model and its draft model, if there is one, of vLLM's worker."""
     runner = worker.model_runner
-    find_draft = getattr(runner, "get_draft_model", None)
-    draft = find_draft() if find_draft is not None else getattr(getattr(runner, "drafter", None), "model", None)
-    return [model for model in (runner.get_model(), draft) if model is not None]
+    return [model for model in (runner.get_model(), runner.get_draft_model()) if model is not None]
 
 
 def calling_worker() -> Any:
@@ -275,13 +253,12 @@ def calling_worker() -> Any:
 
 
 __all__ = [
-    "HOST_MEDIUM",
     "OLDEST",
     "PENDING_IS_KEPT",
-    "STORAGE_EVENTS",
     "CacheHitSource",
     "CanonicalKVCaches",
     "GPULoadStoreSpec",
+    "KVConnectorTransferResults",
     "LoadStoreSpec",
     "LookupResult",
     "OffloadKey",
@@ -316,6 +293,7 @@ __all__ = [
     "is_recurrent",
     "passing_events",
     "position_of",
+    "positions_of",
     "replica",
     "replicas",
     "scheduled_tokens",

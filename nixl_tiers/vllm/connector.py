@@ -15,26 +15,18 @@ from functools import cached_property
 from typing import Any
 
 from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.chains import Arrivals, chain_at_arrival
 from nixl_tiers.vllm.chunk_size import with_chunks
-from nixl_tiers.vllm.compat import UnsupportedVllm, beginning, scheduled_tokens
+from nixl_tiers.vllm.compat import KVConnectorTransferResults, beginning, scheduled_tokens
 from nixl_tiers.vllm.fingerprint import current_vllm_config
 from nixl_tiers.vllm.log_line import LoggedStats
 from nixl_tiers.vllm.manager import NixlTiersManager
 from nixl_tiers.vllm.plugin import SPEC
 from nixl_tiers.vllm.replicated import copies_by_configuration, told
 from nixl_tiers.vllm.worker import NixlTiersWorker
-
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-except ImportError as error:
-    raise UnsupportedVllm(
-        f"this vLLM has no way for NixlTiersConnector to report a failed load ({error}); "
-        "use a newer one, or kv_connector OffloadingConnector"
-    ) from error
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +46,10 @@ class NixlTiersConnector(OffloadingConnector):
         self._loading: dict[int, str] = {}  # job -> request, on workers
         if self.connector_scheduler is not None:
             self._manager.times_are_published(compat.step_tokens(vllm_config.scheduler_config))
-            if (windows := compat.windows(self.connector_scheduler)) is not None:
-                self._manager.windows_are_known(windows)
+            self._manager.windows_are_known(compat.windows(self.connector_scheduler))
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         # Groups that are not offloaded bound a load, which vLLM finds out at the request's turn.
-        self._anticipates = not getattr(self, "_bounding_group_ids", ())
+        self._anticipates = not self._bounding_group_ids
         self._arrivals = Arrivals()
         self._withdrawn: list[Any] = []  # KV events of before the last reset
         if self.connector_scheduler is None and vllm_config.parallel_config.rank == 0:
@@ -128,7 +119,7 @@ class NixlTiersConnector(OffloadingConnector):
 
     @override
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """vLLM (from 0.32 on) asks for each chunk, which takes longer than all the rest of a hit."""
+        """vLLM asks for each chunk, which takes longer than all the rest of a hit."""
         sources: dict[Any, int]
         if (source := self._manager.only_source(request.request_id, num_external_tokens)) is not None:
             sources = {source: num_external_tokens}
@@ -140,7 +131,7 @@ class NixlTiersConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         manager = self._manager
         new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
-        if (new or getattr(cached, "resumed_req_ids", True)) and manager.in_doubt:
+        if (new or cached.resumed_req_ids) and manager.in_doubt:
             manager.began(beginning(scheduler_output))
         meta = super().build_connector_meta(scheduler_output)
         if self._arrivals.waiting:
@@ -150,7 +141,7 @@ class NixlTiersConnector(OffloadingConnector):
 
     @override
     def _max_loadable_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
-        """What vLLM asks before each look-up of a request (from 0.32 on)."""
+        """What vLLM asks before each look-up of a request."""
         bound: int | None = super()._max_loadable_tokens(request, num_computed_tokens)
         self._manager.bound_load(request.request_id, bound)
         return bound
@@ -159,7 +150,7 @@ class NixlTiersConnector(OffloadingConnector):
     def on_new_request(self, request: Any) -> None:
         """A request joins the scheduler's queue: what it is going to load comes up while it waits there."""
         super().on_new_request(request)
-        self._manager.salt_of(request.request_id, getattr(request, "cache_salt", None))
+        self._manager.salt_of(request.request_id, request.cache_salt)
         if self._anticipates and self._manager.anticipates(request.request_id):
             rank = (float(request.priority), request.arrival_time) if self._by_priority else (0.0,)
             self._arrivals.add(request.request_id, rank)
@@ -194,8 +185,7 @@ class NixlTiersConnector(OffloadingConnector):
             if not manager.is_queued(request):
                 continue  # it has begun, or ended
             try:
-                pool = getattr(getattr(self, "_kv_cache_manager", None), "block_pool", None)
-                keys = chain_at_arrival(self.scheduler, pool, request)
+                keys = chain_at_arrival(self.scheduler, self._kv_cache_manager.block_pool, request)
             except Exception as error:  # noqa: BLE001 - what vLLM keeps there is its own, and its change ends no engine
                 self._anticipates = False
                 log.warning(

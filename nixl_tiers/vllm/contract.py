@@ -23,17 +23,20 @@ log = logging.getLogger(__name__)
 FIELDS: Final[Mapping[str, Sequence[str]]] = {
     "vllm.v1.kv_offload.config.OffloadingConfig": (
         *("groups", "worker_kv_bytes_per_block", "enable_kv_cache_events", "extra_config", "engine_id"),
-        *("model", "cache", "parallel"),
+        *("model", "cache", "parallel", "replicated_layout", "canonical_layout", "kv_cache_layout"),
     ),
-    "vllm.v1.kv_offload.config.OffloadingGroupConfig": ("tokens_per_block", "layer_names"),
+    "vllm.v1.kv_offload.config.OffloadingGroupConfig": ("tokens_per_block", "layer_names", "group_id"),
     "vllm.v1.kv_offload.config.OffloadingModelConfig": ("name", "dtype"),
     "vllm.v1.kv_offload.config.OffloadingCacheConfig": ("tokens_per_hash", "blocks_per_chunk"),
     "vllm.v1.kv_offload.config.OffloadingParallelConfig": (
         *("rank", "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size"),
+        *("data_parallel_index", "data_parallel_size"),
     ),
     "vllm.v1.kv_offload.base.CanonicalKVCaches": ("tensors", "group_data_refs"),
     "vllm.v1.kv_offload.base.CanonicalKVCacheRef": ("tensor_idx", "page_size_bytes"),
-    "vllm.v1.kv_offload.base.ReqContext": ("req_id", "kv_transfer_params"),
+    "vllm.v1.kv_offload.base.ReqContext": (
+        *("req_id", "kv_transfer_params", "kv_hints", "load_tier_filter", "_offload_key_positions"),
+    ),
     "vllm.v1.kv_offload.base.ScheduleEndContext": ("new_req_ids", "preempted_req_ids"),
     "vllm.v1.core.sched.output.SchedulerOutput": (
         *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "scheduled_spec_decode_tokens"),
@@ -41,6 +44,10 @@ FIELDS: Final[Mapping[str, Sequence[str]]] = {
     "vllm.v1.core.sched.output.NewRequestData": ("req_id", "num_computed_tokens"),
     "vllm.v1.core.sched.output.CachedRequestData": ("req_ids", "num_computed_tokens", "resumed_req_ids"),
     "vllm.v1.outputs.KVConnectorOutput": ("failed_recving",),
+    "vllm.v1.kv_cache_interface.KVCacheConfig": ("kv_tp_replicas",),
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler.GroupOffloadConfig": (
+        *("group_idx", "sliding_window_size_in_chunks"),
+    ),
 }
 
 
@@ -66,6 +73,7 @@ def differences() -> list[str]:
 
 def _classes() -> Iterator[tuple[type, type]]:
     """Classes of ours that vLLM calls, and of vLLM's that they stand for."""
+    from nixl_tiers.vllm.connector import NixlTiersConnector
     from nixl_tiers.vllm.manager import NixlTiersManager
     from nixl_tiers.vllm.spec import NixlTiersSpec
     from nixl_tiers.vllm.worker import NixlTiersWorker
@@ -73,10 +81,6 @@ def _classes() -> Iterator[tuple[type, type]]:
     yield NixlTiersSpec, compat.OffloadingSpec
     yield NixlTiersManager, compat.OffloadingManager
     yield NixlTiersWorker, compat.OffloadingWorker
-    try:
-        from nixl_tiers.vllm.connector import NixlTiersConnector
-    except compat.UnsupportedVllm:
-        return  # engines can do without it, and its import says why
     yield NixlTiersConnector, NixlTiersConnector.__mro__[1]
 
 

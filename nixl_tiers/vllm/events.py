@@ -17,7 +17,7 @@ HOLDS_A_STEP: Final = 2  # of the coordinator's lock: what is left waits for the
 
 
 class EventLog:
-    """What routers are told, by `nixl_tiers.core.announced`: host memory and, from vLLM 0.31 on, each storage tier.
+    """What routers are told, by `nixl_tiers.core.announced`: host memory and each storage tier.
 
     Each key is announced once a tier when a request has found it or stored it, and once more when it has left the tier:
     consumers count both. The events follow the tier's index: a tier that is down for a moment loses nothing; of a
@@ -28,7 +28,7 @@ class EventLog:
         self._coordinator = coordinator
         storage = coordinator.config.storage
         self._tiers = [(name, tier.locality) for name, tier in zip(coordinator.config.names, storage, strict=True)]
-        most_stored = max(1, MOST_TOKENS // max(1, chunk_tokens)) if compat.STORAGE_EVENTS and storage else 0
+        most_stored = max(1, MOST_TOKENS // max(1, chunk_tokens)) if storage else 0
         with coordinator.core() as core:
             self._announced = core.announce(most_stored)
         self.seen = self._announced.seen

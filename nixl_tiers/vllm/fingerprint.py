@@ -112,7 +112,7 @@ def refusal(vllm_config: Any, tiers: TiersConfig) -> str:
     if compat.block_hash_seed(algorithm) is None:
         return (
             f"{_REFUSED_UNLESS} PYTHONHASHSEED is set, because prefix_caching_hash_algo {algorithm} "
-            "of this vLLM hashes differently in every process without it"
+            "hashes differently in every process without it"
         )
     if vllm_config.lora_config is not None and not tiers.lora_storage:
         return (
@@ -139,7 +139,7 @@ def model_facts(vllm_config: Any, tiers: TiersConfig) -> dict[str, object]:
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "hash_seed": compat.block_hash_seed(str(cache.prefix_caching_hash_algo)),
         "attention": _attention(vllm_config),
-        "interleave": getattr(parallel, "cp_kv_cache_interleave_size", 1),
+        "interleave": parallel.cp_kv_cache_interleave_size,
         "salt": tiers.salt,
     }
     if "longrope" in json.dumps(_plain(getattr(model, "hf_config", None)), default=str):
@@ -161,7 +161,7 @@ def layout_facts(
         # The bytes inside a page belong to vLLM, which does not number their format.
         "vllm": "development" if version is None else f"{version[0]}.{version[1]}",
         "kv_dtype": config.model.dtype,
-        "layout": getattr(config, "kv_cache_layout", None),
+        "layout": config.kv_cache_layout,
         "device": _device(kv_caches),
         "geometry": (geometry.cells, geometry.cell_payload, geometry.sub_blocks),
         "pages": [[ref.page_size_bytes for ref in refs] for refs in kv_caches.group_data_refs],

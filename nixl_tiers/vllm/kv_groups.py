@@ -42,14 +42,14 @@ class KvGroups:
             return [tokens] * len(keys)
         return [tokens if self.place[get_offload_group_idx(key)] == longest else 0 for key in keys]
 
-    def end(self, keys: Sequence[OffloadKey], counts: Sequence[int], context: ReqContext) -> int | None:
-        """The end token of the last of `keys`, which vLLM orders within a group as in the prompt; None where it does
-        not report it. `counts`: of `keys`."""
+    def end(self, keys: Sequence[OffloadKey], counts: Sequence[int], context: ReqContext) -> int:
+        """The end token of the last of `keys`, which vLLM orders within a group as in the prompt. `counts`: of
+        `keys`."""
         lasts = (keys[place - 1] for place, count in zip(accumulate(counts), counts, strict=True) if count)
-        return max((position_of(key, context) or 0 for key in lasts), default=0) or None
+        return max(position_of(key, context) for key in lasts)
 
     def in_prefix_order(self, keys: list[OffloadKey], context: ReqContext) -> list[OffloadKey]:
         """By end token, so that under pressure all groups keep the same prefix."""
         if len(self.place) == 1:
             return keys
-        return sorted(keys, key=lambda key: position_of(key, context) or 0)
+        return sorted(keys, key=lambda key: position_of(key, context))

@@ -9,8 +9,7 @@ import numpy as np
 
 from nixl_tiers.config.schema import TiersConfig
 from nixl_tiers.runtime.coordinator import Coordinator
-from nixl_tiers.vllm import compat
-from nixl_tiers.vllm.compat import OffloadKey
+from nixl_tiers.vllm.compat import CacheHitSource, OffloadKey
 from nixl_tiers.vllm.copy_jobs import RowsSpec
 from nixl_tiers.vllm.kv_groups import KvGroups
 
@@ -40,7 +39,7 @@ class Loads:
     def __contains__(self, request: object) -> bool:
         return request in self._open
 
-    def prepare(self, keys: Sequence[OffloadKey], counts: list[int], request: str, end: int | None) -> RowsSpec:
+    def prepare(self, keys: Sequence[OffloadKey], counts: list[int], request: str, end: int) -> RowsSpec:
         """Pin the rows of `keys`, of which each KV group has so many. `end`: the last one's end token."""
         tokens = self._groups.saved_tokens(keys, counts)
         plan = self._coordinator.plan_load(keys, request, tokens=tokens, end=end)
@@ -105,11 +104,8 @@ class Loads:
 
 def _sources(config: TiersConfig) -> Mapping[str, Any]:
     """vLLM's name for where a hit came from, by tier name."""
-    known = compat.CacheHitSource
-    if known is None:
-        return dict.fromkeys(("cpu", *config.names))
     storage = {
-        name: known.DISK if tier.on_disk else known.EXTERNAL_UNSPECIFIED
+        name: CacheHitSource.DISK if tier.on_disk else CacheHitSource.EXTERNAL_UNSPECIFIED
         for name, tier in zip(config.names, config.storage, strict=True)
     }
-    return {"cpu": known.HOST, **storage}
+    return {"cpu": CacheHitSource.HOST, **storage}

@@ -10,8 +10,14 @@ from nixl_tiers.core.lookup import Scan
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.chains import Answers, RequestChain, RequestChains, answers_of
-from nixl_tiers.vllm.compat import LookupResult, OffloadKey, ReqContext, get_offload_group_idx, position_of
-from nixl_tiers.vllm.prefill_meter import PrefillMeter
+from nixl_tiers.vllm.compat import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    get_offload_group_idx,
+    position_of,
+    positions_of,
+)
 from nixl_tiers.vllm.store_gate import StoreGate
 
 _ANSWERS: Final = {
@@ -34,13 +40,11 @@ class Lookups:
         coordinator: Coordinator,
         groups: int,
         gate: StoreGate,
-        meter: PrefillMeter,
         chunk_tokens: Mapping[int, int],
     ) -> None:
         self._coordinator = coordinator
         self._groups = groups
         self._gate = gate
-        self._meter = meter
         # What a load is going to read of a chunk is not known at its look-up, so workers mark a row that lacks blocks
         # as good only where loads never read any but a chunk's last.
         self._last_sub_block = coordinator.region.geometry.sub_blocks - 1
@@ -61,22 +65,18 @@ class Lookups:
                 self.waiting.add(name)
                 self.answers[name] = mine.waiting
                 return mine.waiting
-            position: int | None = mine.first
+            position = mine.first
             self._gate.looked_up(context, position)
         else:
             position = position_of(key, context)
             self._gate.looked_up(context, position)
-            chunk = compat.chunk_tokens(context)
-            own = None if position is None else position - (position % chunk or chunk)
-            if own is not None:
-                self._meter.positions.hit(name, own)
-            if own == 0 and self._groups == 1:
+            if self._groups == 1 and position <= compat.chunk_tokens(context):
                 self._touched.add(name)  # vLLM has none of it
             elif name not in self._touched:
                 self._touch_prefix(context, position)
             mine = None if self._finds_nothing(name) else self.chains.of(key, context, position)
         answers: Answers = {}
-        if mine is not None and position is not None:
+        if mine is not None:
             start = mine.start(position)
             if self._is_deferred(mine, position, key):
                 # vLLM defers it until that load has ended, and would look up all of the chain before, at every step.
@@ -92,22 +92,21 @@ class Lookups:
         keys a load needs, or of the tail of a chunk. A tail is worth no existence check: it saves less than a chunk."""
         if self._finds_nothing(context.req_id):
             return LookupResult.MISS
-        windowed = self.chains.note_look_up(key, context)
-        mine = self.chains.get(context.req_id)
-        position = position_of(key, context)
-        if windowed is not None and mine is not None and mine.scan is not None:
-            begin = windowed[0] - self.chains.chunk_tokens(key, context)
+        mine, position = self.chains.get(context.req_id), position_of(key, context)
+        whole = not self.chains.is_tail(key, position)
+        windowed = whole and self.chains.is_windowed(key)
+        if windowed and mine is not None and mine.scan is not None:
+            begin = position - self.chains.chunk_tokens(key, context)
             if begin >= mine.scan.end:
                 answers[key] = LookupResult.MISS
                 return LookupResult.MISS
-        whole = position is None or not self.chains.is_tail(key, position)
         now = self._coordinator.now()
         with self._coordinator.core() as core:
             found = core.lookup(key, context.req_id, position, now, self._last_sub_block, check=whole)
         answer = _ANSWERS[found]
         if answer is LookupResult.HIT_PENDING:
             self.waiting.add(context.req_id)
-        if windowed is not None:
+        if windowed:
             answers[key] = answer
         return answer
 
@@ -118,7 +117,7 @@ class Lookups:
         if request in self.waiting:
             return
         counted, position = self._missed.get(request), position_of(key, context)
-        if position is None or self._finds_nothing(request) or (counted is not None and position >= counted):
+        if self._finds_nothing(request) or (counted is not None and position >= counted):
             return
         is_tail = self.chains.is_tail
         if is_tail(key, position):
@@ -126,8 +125,9 @@ class Lookups:
         self._missed[request] = position
         missed = [key]
         if counted is None:
-            positions: Mapping[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
-            behind = [other for other, end in positions.items() if end > position and not is_tail(other, end)]
+            behind = [
+                other for other, end in positions_of(context).items() if end > position and not is_tail(other, end)
+            ]
             if self._groups > 1:
                 group = get_offload_group_idx(key)
                 behind = [other for other in behind if get_offload_group_idx(other) == group]
@@ -138,7 +138,6 @@ class Lookups:
         """Before the next one, each request is looked up anew."""
         self.answers.clear()
         self.waiting.clear()
-        self.chains.end_step()
 
     def ended(self, context: ReqContext) -> None:
         request = context.req_id
@@ -195,8 +194,7 @@ class Lookups:
         """
         if position is not None:
             self._touched.add(context.req_id)
-        positions: Mapping[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
-        own = [key for key, end in positions.items() if position is None or end < position]
+        own = [key for key, end in positions_of(context).items() if position is None or end < position]
         if own:
             with self._coordinator.core() as core:
                 core.engine_hits.add(own, context.req_id)

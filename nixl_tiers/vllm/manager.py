@@ -26,7 +26,6 @@ from nixl_tiers.vllm.compat import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
-    position_of,
 )
 from nixl_tiers.vllm.events import EventLog
 from nixl_tiers.vllm.kv_groups import KvGroups
@@ -88,8 +87,8 @@ class NixlTiersManager(OffloadingManager):
         self._own_hits = OwnHits()
         self._gate = StoreGate(self._own_hits, kept=kept, one_block=coordinator.region.geometry.sub_blocks == 1)
         self.weights = WeightsGate(partial(attrgetter("ranks.weights"), coordinator.region), self._own_hits, kept=kept)
-        self._meter = PrefillMeter(coordinator.prefill.observe)
-        self._lookups = Lookups(coordinator, len(groups), self._gate, self._meter, self._groups.known_tokens())
+        self._meter = PrefillMeter(coordinator.prefill.observe, coordinator.region.step_seconds)
+        self._lookups = Lookups(coordinator, len(groups), self._gate, self._groups.known_tokens())
         self._loads = Loads(coordinator, self._groups, config)
         self._pause = Pause(coordinator, self._lookups, self._loads, pause_s)
         self._closed = False
@@ -106,7 +105,6 @@ class NixlTiersManager(OffloadingManager):
         self._own_hits.known = self._sees_salts = True
         with self._coordinator.core() as core:
             core.prefill.limit_step(step_tokens)
-        self._meter.be_exact(self._coordinator.region.step_seconds)
 
     @property
     def in_doubt(self) -> bool:
@@ -183,7 +181,6 @@ class NixlTiersManager(OffloadingManager):
         self._loads.ended(request)
         self._gate.ended(request)
         self._own_hits.ended(request)
-        self._meter.positions.forget(request)
         self._lookups.ended(req_context)
         self._wishes.end(req_context)
 
@@ -217,12 +214,8 @@ class NixlTiersManager(OffloadingManager):
         counts = self._groups.counts(ordered)
         end = self._groups.end(ordered, counts, req_context)
         spec = self._loads.prepare(ordered, counts, request, end)
-        for group, place in self._groups.place.items():
-            self._lookups.chains.note_load(group, counts[place])
         self._gate.load_began(request)
         self._own_hits.load_began(request)
-        if end is not None:
-            self._meter.positions.hit(request, end)
         return spec
 
     @override
@@ -241,7 +234,6 @@ class NixlTiersManager(OffloadingManager):
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         """Never None, which vLLM would retry at every step: keys without room are left out from the prefix's end."""
-        self._note_position(keys, req_context)
         self._look_at_weights()
         if req_context.req_id in self._wishes.store_none or not self.weights.may_store(req_context.req_id):
             keys = ()
@@ -265,19 +257,14 @@ class NixlTiersManager(OffloadingManager):
         pass no code is in a processor's cache, and each function costs microseconds."""
         began, preempted = context.new_req_ids, context.preempted_req_ids
         asked = self._lookups.answers or self._core.entered != self._entered
+        self._meter.number += 1
         if self._calm and not (asked or began or preempted):
-            if self._meter.exact:
-                self._meter.number += 1
-            else:
-                self._meter.begin(time.monotonic())
             return
         with self._coordinator.core() as core:
             core.end_step(began, preempted)
         self._gate.end_step(context)
         for request in preempted:
-            self._meter.positions.forget(request)
             self._lookups.chains.ended(request)
-        self._meter.begin(time.monotonic())
         if self._loads and (began or not self._pause.is_idle()):
             self._loads.computed_beside()
         self._pause.began(began)
@@ -330,10 +317,9 @@ class NixlTiersManager(OffloadingManager):
     def _forget(self, *, changed: bool = False) -> None:
         self._lookups.reset()
         self._coordinator.reset(changed=changed)
-        self._meter.reset()
 
     def on_reset_flushed(self) -> None:
-        """Newer vLLM: workers have ended every job of before the last reset."""
+        """From vLLM 0.33 on: workers have ended every job of before the last reset."""
         with self._coordinator.core() as core:
             core.flushed()
 
@@ -349,10 +335,9 @@ class NixlTiersManager(OffloadingManager):
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        now_s = time.monotonic()
-        if self._meter.unpublished or not self._meter.exact:
-            self._meter.end(now_s)  # vLLM asks once for each step whose output it processes
-        return self._reports.take(now_s, soon=bool(self._requests))
+        if self._meter.unpublished:
+            self._meter.take_published()  # vLLM asks once for each step whose output it processes
+        return self._reports.take(time.monotonic(), soon=bool(self._requests))
 
     @override
     def shutdown(self) -> None:
@@ -360,8 +345,3 @@ class NixlTiersManager(OffloadingManager):
             self._closed = True
             self._reports.close()
             self._coordinator.close(self._coordinator.times.shutdown_s)
-
-    def _note_position(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """vLLM offers whole chunks, in the order of the prefix within each KV group."""
-        if keys and (end := position_of(list(keys)[-1], req_context)) is not None:
-            self._meter.stored(req_context.req_id, end, compat.chunk_tokens(req_context))

@@ -24,7 +24,7 @@ class Copies(NamedTuple):
 
 
 NONE: Final = Copies(1, declared=True)
-_told: ContextVar[Copies] = ContextVar("copies", default=NONE)
+_told: ContextVar[Copies | None] = ContextVar("copies", default=None)
 
 
 @contextmanager
@@ -37,6 +37,11 @@ def told(copies: Copies) -> Iterator[None]:
         _told.reset(token)
 
 
+def is_told() -> bool:
+    """Whether NixlTiersConnector makes this spec, and not vLLM's own connector."""
+    return _told.get() is not None
+
+
 def copies_of(config: OffloadingConfig) -> Copies:
     """Without other parallelism than tensor-parallel ranks; else each rank's bytes are taken for its own.
 
@@ -45,14 +50,14 @@ def copies_of(config: OffloadingConfig) -> Copies:
     parallel = config.parallel
     if parallel.world_size != parallel.tp_size or parallel.pcp_size > 1 or parallel.dcp_size > 1:
         return NONE
-    copies = Copies(parallel.tp_size, declared=True) if getattr(config, "replicated_layout", False) else _told.get()
+    copies = Copies(parallel.tp_size, declared=True) if config.replicated_layout else _told.get() or NONE
     return copies if parallel.tp_size % copies.ranks == 0 else NONE
 
 
 def copies_by_configuration(vllm_config: Any, kv_cache_config: Any) -> Copies:
     """From the arguments of a connector, the same in every process of an engine."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    declared = int(getattr(kv_cache_config, "kv_tp_replicas", 1))  # since 0.32
+    declared = int(kv_cache_config.kv_tp_replicas)
     if ranks in (1, declared):
         return Copies(declared, declared=True)
     heads = vllm_config.model_config.get_total_num_kv_heads()

@@ -65,7 +65,7 @@ class RequestOptionsReader:
             tiers = frozenset()
         own = params.get(FIELD)
         fields = own if isinstance(own, Mapping) else {}
-        hints = self.hints.read(fields, getattr(context, "kv_hints", None))  # vLLM 0.31 has them
+        hints = self.hints.read(fields, context.kv_hints)
         if own is None:
             return RequestOptions(tiers=tiers, hints=hints)
         if not isinstance(own, Mapping):

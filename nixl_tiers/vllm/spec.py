@@ -57,6 +57,7 @@ class NixlTiersSpec(OffloadingSpec):
         tiers = parse(config)
         self._replicas = replicas_of(config, tiers)
         self.tiers = with_own_prefixes(tiers.shared_by(self._replicas), config)
+        self._times_steps = replicated.is_told()  # what vLLM's own connector does not
         self._copies = replicated.copies_of(config)
         self._lay_out(self._copies.ranks)
         self._manager: OffloadingManager | None = None
@@ -164,12 +165,15 @@ class NixlTiersSpec(OffloadingSpec):
             namespace = agreed_namespace(region, self.tiers, times.rendezvous_s, stages=stages)
             model, revision = region.ranks.model
             description = description_of(self.config, revision)
+            device = compat.device_name() if self._times_steps else None
             coordinator = Coordinator.open(
-                self.tiers, namespace, region, device=compat.device_name(), description=description, times=times
+                self.tiers, namespace, region, device=device, description=description, times=times
             )
         except BaseException:
             region.close()
             raise
+        if not self._times_steps:
+            warn_without_prices(self.tiers)
         # Data-parallel replicas step together: one that waits for storage must not make the others wait.
         pause_s = PAUSE_S if compat.replicas(self.config) == 1 else 0.0
         chunk_tokens = [group.tokens_per_block * self.config.cache.blocks_per_chunk for group in self.config.groups]
@@ -274,9 +278,18 @@ def rows_of(tiers: TiersConfig, geometry: Geometry, replicas: int) -> int:
     return rows
 
 
+def warn_without_prices(tiers: TiersConfig) -> None:
+    """With vLLM's own connector, from which the time of steps cannot be learned."""
+    if tiers.storage and tiers.prefill_tokens_per_s is None:
+        log.warning(
+            "nixl_tiers: OffloadingConnector does not show how fast prompts are computed, so that every hit is loaded, "
+            "however slow its tier is: set prefill_tokens_per_s, or use kv_connector NixlTiersConnector"
+        )
+
+
 def refuse_layout(config: OffloadingConfig) -> None:
     """Raise ValueError for layouts that are not supported."""
-    if getattr(config, "canonical_layout", False):
+    if config.canonical_layout:
         raise ValueError("nixl_tiers has its own row layout: remove canonical_layout from kv_connector_extra_config")
 
 
@@ -314,7 +327,7 @@ def description_of(config: OffloadingConfig, revision: str) -> Description:
         model=str(config.model.name),
         revision=revision,
         dtype=str(config.model.dtype),
-        layout=str(getattr(config, "kv_cache_layout", None) or ""),
+        layout=config.kv_cache_layout or "",
         chunk_tokens=min((group.tokens_per_block for group in config.groups), default=0)
         * config.cache.blocks_per_chunk,
         vllm=compat.full_version(),

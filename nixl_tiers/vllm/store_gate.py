@@ -1,6 +1,6 @@
 """Which chunks may be stored and found after vLLM's connector was reset, or the engine's weights were changed.
 
-`StoreGate`. `reset_prefix_cache(reset_connector=True)` goes wrong in two ways in vLLM 0.28 to 0.33
+`StoreGate`. `reset_prefix_cache(reset_connector=True)` goes wrong in two ways in vLLM 0.32 and 0.33
 (docs/internals/vllm-reset.md):
 
 - Live requests offer all their chunks again, from the first on. Their lists still contain blocks that a sliding window
@@ -24,7 +24,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
-from nixl_tiers.vllm.compat import OffloadKey, ReqContext, ScheduleEndContext, position_of
+from nixl_tiers.vllm.compat import OffloadKey, ReqContext, ScheduleEndContext, position_of, positions_of
 from nixl_tiers.vllm.own_hits import OwnHits
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class StoreGate:
         """Whether each look-up of a request tells something new, and not only its first one."""
         return self._stale_cache or self._unsettled is not None
 
-    def looked_up(self, context: ReqContext, position: int | None) -> None:
+    def looked_up(self, context: ReqContext, position: int) -> None:
         """The first look-up of a request in a step, of the chunk that ends at `position`: its block lists are new."""
         self.holding.add(context.req_id)
         self._blocked.discard(context.req_id)
@@ -99,9 +99,9 @@ class StoreGate:
             return list(keys)
         if self._own.known and not self._kept:
             return list(keys) if self._own.has_none(context.req_id) else []
-        # Newer vLLM offers chunks before it ends the step, older after that.
+        # vLLM 0.33 offers chunks before it ends the step, 0.32 after that.
         begin = self._from.get(context.req_id, self._looked_up.get(context.req_id, NOTHING))
-        return [] if begin == NOTHING else [key for key in keys if (position_of(key, context) or 0) >= begin]
+        return [] if begin == NOTHING else [key for key in keys if position_of(key, context) >= begin]
 
     def end_step(self, context: ScheduleEndContext) -> None:
         preempted = set(context.preempted_req_ids)
@@ -176,14 +176,11 @@ class StoreGate:
         if emptied:
             self._from.clear()
 
-    def _storable_from(self, context: ReqContext, position: int | None) -> int:
-        if position is None:  # before 0.31 vLLM does not report it
-            return NOTHING
+    def _storable_from(self, context: ReqContext, position: int) -> int:
         if self._kept:
             return position
         if context.req_id not in self._first_end:
-            positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
-            self._first_end[context.req_id] = min(positions.values(), default=position)
+            self._first_end[context.req_id] = min(positions_of(context).values())
         return 0 if self._one_block and position <= self._first_end[context.req_id] else NOTHING
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from nixl_tiers.config.schema import TiersConfig
 from nixl_tiers.runtime.coordinator import Coordinator
-from nixl_tiers.vllm.compat import OffloadKey, ReqContext
+from nixl_tiers.vllm.compat import ReqContext, positions_of
 from nixl_tiers.vllm.hints import AtEnd, Outcome, Verb
 from nixl_tiers.vllm.request_options import RequestOptions, RequestOptionsReader, Scope
 
@@ -63,12 +63,10 @@ class Wishes:
 
     def _follow(self, hints: Iterable[AtEnd], context: ReqContext, tenant: int) -> None:
         """Retain the request's chunks that are there, and promote them before they are needed."""
-        positions: Mapping[OffloadKey, int] | None = getattr(context, "_offload_key_positions", None)
-        keys = sorted(positions or {}, key=(positions or {}).__getitem__)
+        positions = positions_of(context)
+        keys = sorted(positions, key=positions.__getitem__)
         for hint in hints:
-            if positions is None:
-                done = False  # before vLLM 0.31
-            elif hint.verb is Verb.RETAIN:
+            if hint.verb is Verb.RETAIN:
                 done = self._coordinator.retain(keys, hint.seconds)
             else:
                 with self._coordinator.core() as core:

@@ -183,7 +183,7 @@ def test_oldest_vllm_is_the_one_that_the_plugin_takes() -> None:
     assert f"OLDEST: Final = {machine.OLDEST_VLLM}\n" in source.read_text()
 
 
-@pytest.mark.parametrize(("release", "status"), [("0.25.9", Status.BROKEN), ("0.26.0", Status.OK)])
+@pytest.mark.parametrize(("release", "status"), [("0.31.9", Status.BROKEN), ("0.32.0", Status.OK)])
 def test_old_vllm_is_broken(release: str, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "packages_distributions", lambda: {"vllm": ["vllm"]})
     monkeypatch.setattr(machine, "version", lambda name: release)

@@ -61,6 +61,7 @@ class ConnectorScheduler:
             block_hashes=hashes,
             all_token_ids=[int.from_bytes(each[:4]) + n for each in hashes for n in range(BLOCK)] + [0],
             lora_request=None,
+            cache_salt=None,
             num_tokens=tokens,
             num_prompt_tokens=tokens,
             num_computed_tokens=0,

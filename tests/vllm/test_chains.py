@@ -32,10 +32,10 @@ CHUNKS = 6
 
 class Engine:
     """vLLM's look-ups over a host tier and a file tier, whose mover does what a test says. Computing a chunk takes
-    `chunk_s` seconds, and time stands still."""
+    `chunk_s` seconds, and time stands still. `known`: NixlTiersConnector says which groups are windowed."""
 
     def __init__(
-        self, windows: Sequence[int | None] = (None,), chunk_s: float = 1.0, *, tier: Any = None, known: bool = False
+        self, windows: Sequence[int | None] = (None,), chunk_s: float = 1.0, *, tier: Any = None, known: bool = True
     ) -> None:
         tiers = [
             {"type": "cpu", "capacity": ROWS * GEOMETRY.row_bytes},
@@ -83,6 +83,9 @@ def engine() -> Iterator[Engine]:
     engine = Engine()
     yield engine
     engine.manager.shutdown()
+
+
+CONNECTORS = pytest.mark.parametrize("known", [False, True], ids=["OffloadingConnector", "NixlTiersConnector"])
 
 
 def keys_of(chunks: Sequence[bytes], group: int = 0) -> list[Key]:
@@ -143,32 +146,28 @@ def test_what_has_come_is_loaded_when_the_wait_ends(engine: Engine) -> None:
     assert engine.step(state) == 3 * TOKENS
 
 
-def test_windowed_group_loads_its_window_at_the_end_of_the_load() -> None:
-    engine = Engine(windows=(None, 2))
+@CONNECTORS
+def test_windowed_group_loads_its_window_at_the_end_of_the_load(known: bool) -> None:
+    engine = Engine(windows=(None, 2), known=known)
     chunks = hashes(CHUNKS)
     engine.store([*keys_of(chunks), *keys_of(chunks, 1)])
-    for name in ("first", "second"):  # the first request shows which group is windowed
-        state = engine.vllm.request(name, chunks)
-        assert engine.step(state) is None
-        loaded = engine.load_all()
-        assert sorted(loaded) == sorted([*keys_of(chunks), *keys_of(chunks, 1)[-2:]])
-        assert engine.step(state) == CHUNKS * TOKENS
-        engine.manager.on_request_finished(state.req_context)
-        engine.core.reset(keep_tiers=True)
+    state = engine.vllm.request("r", chunks)
+    assert engine.step(state) is None
+    assert sorted(engine.load_all()) == sorted([*keys_of(chunks), *keys_of(chunks, 1)[-2:]])
+    assert engine.step(state) == CHUNKS * TOKENS
     engine.manager.shutdown()
 
 
-def test_load_ends_where_the_window_exists() -> None:
-    engine = Engine(windows=(None, 2))
+@CONNECTORS
+def test_load_ends_where_the_window_exists(known: bool) -> None:
+    engine = Engine(windows=(None, 2), known=known)
     chunks = hashes(CHUNKS)
     engine.store([*keys_of(chunks), *keys_of(chunks, 1)[:4]])
-    for name in ("first", "second"):
-        state = engine.vllm.request(name, chunks)
+    state = engine.vllm.request("r", chunks)
+    tokens = engine.step(state)
+    while tokens is None and engine.load_all():
         tokens = engine.step(state)
-        while tokens is None and engine.load_all():
-            tokens = engine.step(state)
-        assert tokens == 4 * TOKENS
-        engine.manager.on_request_finished(state.req_context)
+    assert tokens == 4 * TOKENS
     engine.manager.shutdown()
 
 
@@ -176,29 +175,24 @@ def test_windowed_group_promotes_nothing_beyond_the_end_of_the_load() -> None:
     engine = Engine(windows=(None, 2))
     chunks = hashes(CHUNKS)
     engine.store([*keys_of(chunks)[:4], *keys_of(chunks, 1)])
-    for name in ("first", "second"):  # the first request shows which group is windowed
-        state = engine.vllm.request(name, chunks)
-        loaded: list[Key] = []
-        while (tokens := engine.step(state)) is None:
-            loaded += engine.load_all()
-        assert tokens == 4 * TOKENS
-        engine.manager.on_request_finished(state.req_context)
-        engine.core.reset(keep_tiers=True)
+    state = engine.vllm.request("r", chunks)
+    loaded: list[Key] = []
+    while (tokens := engine.step(state)) is None:
+        loaded += engine.load_all()
+    assert tokens == 4 * TOKENS
     assert sorted(loaded) == sorted([*keys_of(chunks)[:4], *keys_of(chunks, 1)[2:4]])
     engine.manager.shutdown()
 
 
-def test_model_of_windowed_groups_only_is_looked_up_key_by_key() -> None:
-    engine = Engine(windows=(2,))
+@CONNECTORS
+def test_model_of_windowed_groups_only_is_looked_up_key_by_key(known: bool) -> None:
+    engine = Engine(windows=(2,), known=known)
     chunks = hashes(CHUNKS)
     engine.store(keys_of(chunks))
-    for name in ("first", "second"):
-        state = engine.vllm.request(name, chunks)
-        assert engine.step(state) is None
-        assert sorted(engine.load_all()) == sorted(keys_of(chunks)[-2:])
-        assert engine.step(state) == CHUNKS * TOKENS
-        engine.manager.on_request_finished(state.req_context)
-        engine.core.reset(keep_tiers=True)
+    state = engine.vllm.request("r", chunks)
+    assert engine.step(state) is None
+    assert sorted(engine.load_all()) == sorted(keys_of(chunks)[-2:])
+    assert engine.step(state) == CHUNKS * TOKENS
     engine.manager.shutdown()
 
 
@@ -338,7 +332,7 @@ class Tails(Engine):
         return found
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["learned", "known"])
+@CONNECTORS
 @pytest.mark.parametrize("before", [None, 12, 76])
 @pytest.mark.parametrize("windows", [(1, None), (None, 1)])
 def test_tails_of_chunks_do_not_tell_what_kind_a_group_is(
@@ -356,9 +350,6 @@ def test_tails_of_chunks_do_not_tell_what_kind_a_group_is(
     found = [engine.found(name, halves, tokens) for name, tokens in (("first", 76), ("again", 76), ("longer", 140))]
     engine.manager.shutdown()
     assert found == [4 * TOKENS, 4 * TOKENS, 8 * TOKENS]
-    learned = engine.manager._lookups.chains._windows
-    assert learned.get(full) is None
-    assert learned.get(recurrent, 1) == 1
 
 
 def test_tails_are_neither_misses_nor_checked_for_existence() -> None:
@@ -376,8 +367,8 @@ def test_tails_are_neither_misses_nor_checked_for_existence() -> None:
 
 
 def test_windows_that_are_known_are_part_of_the_first_chain() -> None:
-    """Nothing has to be learned from a first request: the engine's wait is one, for all of its groups."""
-    engine = Engine(windows=(None, 2), known=True)
+    """The engine's wait is one, for all of its groups."""
+    engine = Engine(windows=(None, 2))
     chunks = hashes(CHUNKS)
     engine.store([*keys_of(chunks), *keys_of(chunks, 1)[:4]])
     state = engine.vllm.request("first", chunks)
@@ -385,33 +376,6 @@ def test_windows_that_are_known_are_part_of_the_first_chain() -> None:
     assert sorted(engine.load_all()) == sorted([*keys_of(chunks)[:4], *keys_of(chunks, 1)[2:4]])
     assert engine.step(state) == 4 * TOKENS
     engine.manager.shutdown()
-
-
-def test_preempted_request_does_not_make_a_recurrent_group_one_of_full_attention() -> None:
-    """What it looks up then is behind its look-up of before, of which vLLM has stored more since."""
-    engine = Engine(windows=(None, 1))
-    chunks = hashes(8)
-    engine.put([*keys_of(chunks), keys_of(chunks, 1)[5], keys_of(chunks, 1)[7]])
-    assert engine.step(engine.vllm.request("r", chunks[:6])) == 6 * TOKENS
-    assert engine.step(engine.vllm.request("r", chunks)) == 8 * TOKENS
-    other = engine.vllm.request("other", chunks)
-    assert engine.step(other) == 8 * TOKENS
-    engine.manager.shutdown()
-
-
-def test_local_hit_within_a_chunk_does_not_make_a_group_windowed(engine: Engine) -> None:
-    """With `max_load_tokens`, vLLM looks up one chunk more than the chain has then."""
-    chunks = hashes(CHUNKS)
-    engine.store(keys_of(chunks))
-    state = engine.vllm.request("r", chunks, max_load_tokens=TOKENS * 5 // 4)
-    for _ in range(3):
-        engine.step(state, TOKENS * 3 // 4)
-        engine.load_all()
-    other = engine.vllm.request("other", chunks)
-    engine.step(other)
-    engine.load_all()
-    assert engine.step(other) == CHUNKS * TOKENS
-    assert engine.manager._lookups.chains.get("other") is not None, "resolved at once"
 
 
 def test_waiting_request_whose_local_hit_has_grown_still_waits(engine: Engine) -> None:

@@ -161,7 +161,7 @@ def test_the_connector_hands_it_to_vllm_before_the_configuration_is_read(monkeyp
 
     def init(self: Any, config: Any, role: Any, layers: Any) -> None:
         built.append(build_offloading_config(config, layers))
-        vars(self).update(connector_scheduler=None, connector_worker=object())
+        vars(self).update(connector_scheduler=None, connector_worker=object(), _bounding_group_ids=())
 
     monkeypatch.setattr("nixl_tiers.vllm.connector.OffloadingConnector.__init__", init)
     NixlTiersConnector(engine(), None, caches(full(16)))  # type: ignore[arg-type]

@@ -11,13 +11,13 @@ import nixl_tiers
 from nixl_tiers.vllm import compat, plugin
 
 
-@pytest.mark.parametrize("version", [(0, 25), (0, 9), (0, 11)])
+@pytest.mark.parametrize("version", [(0, 31), (0, 9), (0, 11)])
 def test_an_old_vllm_is_refused_in_one_sentence(version: tuple[int, int]) -> None:
-    with pytest.raises(compat.UnsupportedVllm, match=rf"needs vLLM 0\.26 or newer, and this is 0\.{version[1]}"):
+    with pytest.raises(compat.UnsupportedVllm, match=rf"needs vLLM 0\.32 or newer, and this is 0\.{version[1]}"):
         compat.check(version)
 
 
-@pytest.mark.parametrize("version", [(0, 26), (0, 32), (0, 33), (1, 0), None])
+@pytest.mark.parametrize("version", [(0, 32), (0, 33), (1, 0), None])
 def test_a_new_or_unnumbered_vllm_is_not(version: tuple[int, int] | None) -> None:
     compat.check(version)
 

@@ -27,7 +27,7 @@ def test_the_scheduler_is_told_at_once_what_vllms_own_connector_does_not_show(mo
     monkeypatch.setattr(NixlTiersConnector, "_manager", manager)
     monkeypatch.setattr(
         "nixl_tiers.vllm.connector.OffloadingConnector.__init__",
-        lambda self, *_: setattr(self, "connector_scheduler", scheduler),
+        lambda self, *_: vars(self).update(connector_scheduler=scheduler, _bounding_group_ids=()),
     )
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
@@ -36,7 +36,7 @@ def test_the_scheduler_is_told_at_once_what_vllms_own_connector_does_not_show(mo
         scheduler_config=SimpleNamespace(policy="fcfs", max_num_batched_tokens=2048, long_prefill_token_threshold=512),
         parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
     )
-    NixlTiersConnector(config, None, None)
+    NixlTiersConnector(config, None, SimpleNamespace(kv_cache_groups=groups, kv_tp_replicas=1))
     most_tokens_of_a_prompt_in_a_step, windows = told
     assert most_tokens_of_a_prompt_in_a_step == 512
     assert windows == {1: None, 4: 3}
@@ -90,10 +90,10 @@ def test_what_happens_to_failed_loads_is_up_to_the_parent_connector(
     )
     monkeypatch.setattr(
         "nixl_tiers.vllm.connector.OffloadingConnector.__init__",
-        lambda self, *_: vars(self).update(connector_scheduler=None, connector_worker=object()),
+        lambda self, *_: vars(self).update(connector_scheduler=None, connector_worker=object(), _bounding_group_ids=()),
     )
     with set_current_vllm_config(parent):
-        NixlTiersConnector(child, None, SimpleNamespace())
+        NixlTiersConnector(child, None, SimpleNamespace(kv_cache_groups=(), kv_tp_replicas=1))
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == warned
     for sentence in said:
@@ -107,7 +107,7 @@ def test_the_spec_learns_which_ranks_hold_the_same_kv_heads(monkeypatch: pytest.
         "nixl_tiers.vllm.connector.OffloadingConnector.__init__",
         lambda self, *_: (
             known.append(replicated._told.get()),
-            vars(self).update(connector_scheduler=None, connector_worker=object()),
+            vars(self).update(connector_scheduler=None, connector_worker=object(), _bounding_group_ids=()),
         ),
     )
     config = SimpleNamespace(
@@ -117,8 +117,8 @@ def test_the_spec_learns_which_ranks_hold_the_same_kv_heads(monkeypatch: pytest.
         scheduler_config=SimpleNamespace(policy="fcfs"),
         parallel_config=SimpleNamespace(rank=1, tensor_parallel_size=4),
     )
-    NixlTiersConnector(config, None, SimpleNamespace(kv_tp_replicas=4))
-    assert (known, replicated._told.get()) == ([Copies(4, declared=True)], replicated.NONE)
+    NixlTiersConnector(config, None, SimpleNamespace(kv_cache_groups=(), kv_tp_replicas=4))
+    assert (known, replicated._told.get()) == ([Copies(4, declared=True)], None)
 
 
 def test_vllms_own_bound_of_a_load_reaches_the_manager(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,7 @@ def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypa
     monkeypatch.setattr(vllm + "wait_for_save", lambda self: None)
     output = SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id="a", num_computed_tokens=0)],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[], resumed_req_ids=set()),
         scheduled_spec_decode_tokens={},
         num_scheduled_tokens={"a": 64},
     )

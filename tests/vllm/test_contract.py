@@ -17,9 +17,7 @@ from nixl_tiers.vllm.spec import NixlTiersSpec
 
 
 def test_this_vllm_has_what_we_use() -> None:
-    # Before 0.32 vLLM does not ask for the source of a hit.
-    old = ["OffloadingManager has no method get_load_source any more"] * (compat.CacheHitSource is None)
-    assert contract.differences() == old
+    assert contract.differences() == []
 
 
 class Theirs(ABC):

@@ -238,13 +238,13 @@ def test_unknown_facts_give_a_note(make: Callable[..., Fingerprint], changes: di
     assert len(note.encode()) <= 400
 
 
-def test_a_vllm_with_random_hash_seeds_gives_a_note(
+def test_an_algorithm_with_random_hash_seeds_gives_a_note(
     make: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("vllm.v1.core.kv_cache_utils.DEFAULT_NONE_HASH_SEED")
-    assert "unless PYTHONHASHSEED is set, because prefix_caching_hash_algo sha256" in make().note
+    xxhash = {"cache_config__prefix_caching_hash_algo": "xxhash"}
+    assert "unless PYTHONHASHSEED is set, because prefix_caching_hash_algo xxhash" in make(**xxhash).note
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert make().note == ""
+    assert make(**xxhash).note == ""
 
 
 def test_facts_that_the_user_vouches_for_give_no_note(

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
-pytest.importorskip("vllm.v1.kv_hints", reason="vLLM 0.31 has kv_hints")
 
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import ReqContext

@@ -26,8 +26,6 @@ from nixl_tiers.vllm.manager import NixlTiersManager
 from tests.support.file_tier import file_tier
 from tests.support.vllm_scheduler import BLOCK, ConnectorScheduler
 
-pytestmark = pytest.mark.skipif(compat.CacheHitSource is None, reason="vLLM asks from 0.32 on")
-
 CHUNKS = 4  # of two blocks
 
 

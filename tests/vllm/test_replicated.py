@@ -31,7 +31,7 @@ def specs(*kinds: str, ranks: int, heads: int) -> list[Any]:
     return [of[kind] for kind in kinds]
 
 
-def engine(layer_specs: list[Any], ranks: int, heads: int, replicas: int | None = None) -> tuple[Any, Any]:
+def engine(layer_specs: list[Any], ranks: int, heads: int, replicas: int = 1) -> tuple[Any, Any]:
     vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads),
@@ -39,8 +39,7 @@ def engine(layer_specs: list[Any], ranks: int, heads: int, replicas: int | None 
     first, *others = layer_specs
     uniform = SimpleNamespace(kv_cache_specs={str(number): spec for number, spec in enumerate(others)})
     groups = [SimpleNamespace(kv_cache_spec=first), *([SimpleNamespace(kv_cache_spec=uniform)] if others else [])]
-    fields = {} if replicas is None else {"kv_tp_replicas": replicas}
-    return vllm_config, SimpleNamespace(kv_cache_groups=groups, **fields)
+    return vllm_config, SimpleNamespace(kv_cache_groups=groups, kv_tp_replicas=replicas)
 
 
 @pytest.mark.parametrize(
@@ -55,12 +54,11 @@ def engine(layer_specs: list[Any], ranks: int, heads: int, replicas: int | None 
         ((HEADS, STATE), 8, 4, 1, Copies(1, declared=True)),
         ((LATENT,), 8, 1, 8, Copies(8, declared=True)),
         ((LATENT, HEADS), 8, 4, 1, Copies(2, declared=False)),
-        ((HEADS,), 8, 4, None, Copies(2, declared=False)),
         ((HEADS,), 8, 4, 2, Copies(2, declared=True)),
     ],
 )
 def test_the_configuration_says_how_many_ranks_hold_a_head(
-    kinds: tuple[str, ...], ranks: int, heads: int, replicas: int | None, copies: Copies
+    kinds: tuple[str, ...], ranks: int, heads: int, replicas: int, copies: Copies
 ) -> None:
     layer_specs = specs(*kinds, ranks=ranks, heads=heads)
     assert copies_by_configuration(*engine(layer_specs, ranks, heads, replicas)) == copies

@@ -17,11 +17,10 @@ TOKENS = 32
 KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(4)]
 
 
-def request(name: str, *, reported: bool = True) -> ReqContext:
+def request(name: str) -> ReqContext:
     context = ReqContext(name)
-    if reported:
-        for index, key in enumerate(KEYS):
-            context.set_offload_key_position(key, TOKENS * (index + 1))
+    for index, key in enumerate(KEYS):
+        context.set_offload_key_position(key, TOKENS * (index + 1))
     return context
 
 
@@ -44,8 +43,7 @@ class SimulatedScheduler:
         """One step: look-ups begin at those chunks; `offer` offers all of its chunks. Which of them are stored."""
         for context, chunk in looked_up:
             self.alive.add(context.req_id)
-            reported = context.get_offload_key_position(KEYS[chunk])
-            self.gate.looked_up(context, reported)
+            self.gate.looked_up(context, TOKENS * (chunk + 1))
         self.alive.update(context.req_id for context in new)
         end = ScheduleEndContext([r.req_id for r in new], {r.req_id for r in preempted})
         if not self._newer:
@@ -136,13 +134,12 @@ def test_with_constant_weights_only_the_hit_itself_is_not_stored(newer: bool) ->
     assert engine.begin(request("hit"), 2) == [2, 3]
 
 
-@pytest.mark.parametrize("reported", [True, False])
-def test_nothing_is_stored_where_a_hit_cannot_be_seen(reported: bool, newer: bool) -> None:
-    """A hit of less than a chunk of several blocks; and before 0.31 vLLM reports no positions."""
-    engine = SimulatedScheduler(one_block=not reported, newer=newer)
+def test_nothing_is_stored_where_a_hit_cannot_be_seen(newer: bool) -> None:
+    """A hit of less than a chunk of several blocks."""
+    engine = SimulatedScheduler(one_block=False, newer=newer)
     engine.begin(request("old"))
     engine.reset()
-    assert engine.begin(request("new", reported=reported)) == []
+    assert engine.begin(request("new")) == []
 
 
 @pytest.mark.parametrize("late", [True, False])

@@ -140,19 +140,6 @@ def test_a_second_engine_in_the_process_sees_changes_once(region: HostRegion, wo
     assert worker.word == 4, "also after the other region was closed"
 
 
-def test_a_worker_without_draft_or_updates_is_watched(region: HostRegion) -> None:
-    class Older:
-        def __init__(self) -> None:
-            self.model = Model(worker)
-            self.model_runner = SimpleNamespace(get_model=lambda: self.model)
-
-    worker = Worker(region, draft=False)
-    older = Older()
-    watch_weights(region, 1, older)
-    older.model.load_weights()
-    assert worker.word == 2
-
-
 def test_the_worker_is_the_one_that_makes_the_connector(region: HostRegion, caplog: pytest.LogCaptureFixture) -> None:
     """vLLM gives connectors no reference to it."""
     base = pytest.importorskip("vllm.v1.worker.worker_base", exc_type=ImportError).WorkerBase

@@ -27,7 +27,7 @@ from nixl_tiers.swap.driver import CudaError, NoDriver, open_driver
 from nixl_tiers.swap.host import backend
 from nixl_tiers.tiers import staging_trial
 
-OLDEST_VLLM: Final = (0, 26)
+OLDEST_VLLM: Final = (0, 32)
 _REGION: Final = Geometry(cells=1, cell_payload=2 << 20)
 _ROWS: Final = 32
 _DRIVER: Final = Path("/proc/driver/nvidia/version")

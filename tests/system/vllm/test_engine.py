@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from nixl_tiers.vllm import compat
 from tests.support import vllm_cpu
 from tests.support.file_tier import file_tier
 from tests.support.models import save_random
@@ -232,8 +231,6 @@ def test_windowed_layers_are_groups_of_their_own(engine: Engine, windowed_model:
 @pytest.fixture
 def recurrent_model(tmp_path: Path) -> Path:
     """An LFM2 with random weights: of its four layers two attend to everything, two keep a state."""
-    if (compat.version() or (1,)) < (0, 32):
-        pytest.skip("before 0.32 vLLM for CPUs cannot load a convolution of LFM2's width")
     return save_random(
         "Lfm2ForCausalLM",
         tmp_path / "recurrent",

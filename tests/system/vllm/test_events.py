@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadingEvent, get_offload_block_hash
 
 from nixl_tiers.store import TieredStore
-from nixl_tiers.vllm import compat, events
+from nixl_tiers.vllm import events
 from nixl_tiers.vllm.connector import NixlTiersConnector
 from tests.support.file_tier import file_tier
 from tests.support.router import Router
@@ -143,18 +143,6 @@ def test_connector_takes_removals_before_vllm_forgets_what_the_chunks_are(
     assert list(connector.take_events()) == []
 
 
-def test_versions_that_cannot_say_where_announce_host_memory_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compat, "STORAGE_EVENTS", False)
-    rig = FileRig(tmp_path / "kv")
-    keys = keys_of(2)
-    rig.store(rig.request("r", *keys), *keys)
-    rig.flush()
-    assert list(rig.manager.take_events()) == [OffloadingEvent(keys, Medium.CPU, False)]
-    rig.manager.shutdown()
-
-
 def test_tokens_that_vllm_keeps_for_storage_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "MOST_TOKENS", 3 * 64)
     rig = FileRig(tmp_path / "kv")
@@ -250,7 +238,6 @@ class Engine:
         return False
 
 
-@pytest.mark.skipif(not compat.STORAGE_EVENTS, reason="this vLLM cannot say of which tier an event is")
 @pytest.mark.parametrize("on_reset", ["new_epoch", "keep"])
 def test_router_knows_what_locate_says(tmp_path: Path, on_reset: str) -> None:
     """With fewer rows in host memory and in files than chunks, through resets and the death of a mover."""
@@ -291,7 +278,6 @@ def test_router_knows_what_locate_says(tmp_path: Path, on_reset: str) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not compat.STORAGE_EVENTS, reason="this vLLM cannot say of which tier an event is")
 def test_router_of_a_real_engine_knows_what_locate_says(
     engine: Callable[..., list[Any]], small_model: Path, tmp_path: Path
 ) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm")
-pytest.importorskip("vllm.v1.kv_hints", reason="vLLM 0.31 has kv_hints")
 
 
 from tests.support.file_tier import file_tier

@@ -7,14 +7,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.base import LookupResult
 
 from nixl_tiers.base.chunk import Namespace
 from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm.manager import NixlTiersManager
-from tests.vllm.test_manager import GEOMETRY, ROWS, keys_of
+from tests.vllm.test_manager import GEOMETRY, ROWS, context_of, keys_of
 
 
 def test_reset_and_shutdown_do_not_wait_for_an_unresponsive_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,12 +44,13 @@ def test_reset_and_shutdown_do_not_wait_for_an_unresponsive_server(monkeypatch: 
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "join", joins)
             patch.setattr(threading.Condition, "wait", waits_for)
-            context = ReqContext("r")
+            (key,) = keys_of(1)
+            context = context_of("r", key)
             manager.on_new_request(context)
             for _ in range(3):
                 manager.reset_cache()
                 manager.on_reset_flushed()
-                assert manager.lookup(keys_of(1)[0], context) is LookupResult.MISS
+                assert manager.lookup(key, context) is LookupResult.MISS
             assert waits == [], "a reset must not wait"
             manager.shutdown()
         assert waits, "shutdown gives movers a moment"

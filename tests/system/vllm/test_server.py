@@ -16,7 +16,6 @@ import pytest
 pytest.importorskip("vllm")
 
 from nixl_tiers import cli
-from nixl_tiers.vllm import compat
 from tests.support import vllm_cpu
 from tests.support.dashboard import still_unchanged
 from tests.support.file_tier import file_tier
@@ -263,8 +262,7 @@ def counts_hits(server: VllmServer, tmp_path: Path) -> None:
     assert page.total("nixl_tiers:written_bytes_total", tier="file") > 0
     assert page.total("nixl_tiers:up", tier="file") == 1
     assert page.total("nixl_tiers:capacity_bytes", tier="cpu") == (HOST_ROWS * 3) << 20
-    if compat.CacheHitSource:  # vLLM asks from 0.32 on
-        assert page.total("vllm:prompt_tokens_cached_by_source_total", source="host") == 512
+    assert page.total("vllm:prompt_tokens_cached_by_source_total", source="host") == 512
 
     log = server._log.read_text()
     # Of each tier one line, in vLLM's format, and nothing else while all is well.

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +25,9 @@ from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
-from nixl_tiers.vllm import compat, fingerprint
+from nixl_tiers.vllm import compat, fingerprint, replicated
 from nixl_tiers.vllm.spec import NixlTiersSpec, agreed_namespace
+from tests.support.file_tier import file_tier
 from tests.support.times import PATIENT
 from tests.vllm.test_spec import CPU, Build
 
@@ -66,7 +69,8 @@ def test_two_workers_and_a_scheduler_in_one_process(
 
     workers = [worker(rank) for rank in (1, 0)][::-1]
     assert len(readings) == 1  # by one of them for all
-    spec = NixlTiersSpec(offloading_config(**options))
+    with replicated.told(replicated.NONE):
+        spec = NixlTiersSpec(offloading_config(**options))
     manager = spec.get_manager()
     assert spec.get_manager() is manager
     assert manager._reports._live._labels == {"model_name": "served", "engine": "0"}, "as in vLLM's own metrics"
@@ -74,6 +78,7 @@ def test_two_workers_and_a_scheduler_in_one_process(
     assert kept.device == compat.device_name(), "the next start knows the speed of prefill"
     key = make_offload_key(b"k" * 32, 0)
     context = ReqContext("r")
+    context.set_offload_key_position(key, 32)
     output = manager.prepare_store([key], context)
     for worker in workers:
         worker.submit_store(0, GPULoadStoreSpec([2], [1], [0]), output.store_spec)
@@ -114,6 +119,36 @@ def test_an_engine_that_steps_with_others_never_waits_in_a_step(
     manager = NixlTiersSpec(offloading_config(replicas=replicas)).get_manager()
     assert bool(manager._pause.pause_s) is pauses
     assert manager._coordinator.times == PATIENT
+    manager.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("connector", "fields", "said"),
+    [
+        ("OffloadingConnector", {}, True),
+        ("OffloadingConnector", {"prefill_tokens_per_s": 1000}, False),
+        ("NixlTiersConnector", {}, False),
+    ],
+)
+def test_with_vllms_own_connector_the_start_says_that_every_hit_is_loaded(
+    *,
+    connector: str,
+    fields: dict[str, Any],
+    said: bool,
+    offloading_config: Build,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    """Nor does it go by a speed of prefill that an engine with NixlTiersConnector has learned before."""
+    region = HostRegion.create(Geometry(cells=1, cell_payload=8192), 4)
+    monkeypatch.setattr(NixlTiersSpec, "_rendezvous", lambda _: region)
+    monkeypatch.setattr("nixl_tiers.vllm.spec.agreed_namespace", lambda *_, stages: Namespace.of({"test": 1}))
+    config = offloading_config({"tiers": [CPU, file_tier(tmp_path, "1MiB")], **fields})
+    with replicated.told(replicated.NONE) if connector == "NixlTiersConnector" else nullcontext():
+        manager = NixlTiersSpec(config).get_manager()
+    assert ("every hit is loaded" in caplog.text) is said
+    assert (manager._coordinator.prefill.cache is None) is (connector == "OffloadingConnector")
     manager.shutdown()
 
 
