@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from nixl_tiers.config import fields
 from nixl_tiers.config.errors import ConfigError
-from nixl_tiers.config.tier import AbsolutePath, Age, EnvironmentName, Size, StorageConfig, when_unset
+from nixl_tiers.config.tier import AbsolutePath, Age, Size, StorageConfig, when_unset
 
 Sse = Literal["AES256", "aws:kms", "aws:kms:dsse"]
 
@@ -58,18 +58,6 @@ class S3Config(StorageConfig):
         None,
         description="file that has the credentials, in the format of AWS's `credentials` file",
     )
-    access_key_env: EnvironmentName = Field(
-        None,
-        description="name of the environment variable that holds the access key id",
-    )
-    secret_key_env: EnvironmentName = Field(
-        None,
-        description="name of the environment variable that holds the secret key",
-    )
-    session_token_env: EnvironmentName = Field(
-        None,
-        description="name of the environment variable that holds the session token",
-    )
     ca_file: AbsolutePath | None = Field(None, description="certificates (PEM) that verify the endpoint")
     sse: Sse | None = Field(
         None,
@@ -110,14 +98,8 @@ class S3Config(StorageConfig):
 
     @model_validator(mode="after")
     def _agree(self) -> S3Config:
-        if (self.access_key_env is None) != (self.secret_key_env is None):
-            given, missing = ("access", "secret") if self.access_key_env else ("secret", "access")
-            raise ValueError(f"{given}_key_env needs {missing}_key_env beside it")
-        if self.session_token_env and not self.access_key_env:
-            raise ValueError("session_token_env needs access_key_env and secret_key_env beside it")
-        ways = [way for way in ("profile", "credentials_file", "access_key_env") if getattr(self, way) is not None]
-        if len(ways) > 1:
-            raise ValueError(f"{' and '.join(ways)} are different ways to find credentials; give one")
+        if self.profile is not None and self.credentials_file is not None:
+            raise ValueError("profile and credentials_file are different ways to find credentials; give one")
         if self.ca_file and self.endpoint and self.endpoint.startswith("http:"):
             raise ValueError("ca_file has no use with an endpoint that begins with http:")
         if self.sse_key and self.sse in (None, "AES256"):
