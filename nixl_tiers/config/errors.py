@@ -44,6 +44,10 @@ REMOVED_OF_TIERS: Final = {
     "access_key_env": _CREDENTIALS,
     "secret_key_env": _CREDENTIALS,
     "session_token_env": _CREDENTIALS,
+    "sse": "set the bucket's default encryption, which its objects get",
+    "sse_key": "set the key in the bucket's default encryption, which its objects get",
+    "list_requests_per_hour": "2000 an hour hold for all",
+    "max_transfers": "how many run follows from what the server is measured to take, at most 64 each way",
     "movers": "one mover serves each directory or prefix; how many threads it has follows from the cores",
 }
 # pydantic's error types. Messages of the first show the value, those of the second only the bound.
@@ -74,7 +78,9 @@ def refuse_removed(raw: Mapping[str, Any], tiers: Sequence[type[BaseModel] | Non
         if name in REMOVED:
             raise ConfigError(f"{name}: was removed: {REMOVED[name]}")
     for i, model in enumerate(tiers):
-        for name in raw["tiers"][i] if model is not None else ():
+        if model is None:
+            continue
+        for name in raw["tiers"][i]:
             if name in REMOVED_OF_TIERS and name not in model.model_fields:
                 raise ConfigError(f"tiers[{i}].{name}: was removed: {REMOVED_OF_TIERS[name]}")
 

@@ -11,8 +11,6 @@ from nixl_tiers.config import fields
 from nixl_tiers.config.errors import ConfigError
 from nixl_tiers.config.tier import AbsolutePath, Age, Size, StorageConfig, when_unset
 
-Sse = Literal["AES256", "aws:kms", "aws:kms:dsse"]
-
 
 class S3Config(StorageConfig):
     """A prefix of a bucket. Without any credential field: the usual AWS chain."""
@@ -40,16 +38,6 @@ class S3Config(StorageConfig):
         description="several engines use this prefix, find each other's chunks and share its `capacity`",
     )
     max_age: Age = None
-    list_requests_per_hour: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = Field(
-        2000,
-        description="maximum number of LIST requests per hour for rows that have expired (`max_age`) below a prefix of "
-        "one engine; the first listing, and those of a shared prefix's janitor, are not limited",
-    )
-    max_transfers: Annotated[int, Field(strict=True, ge=1, le=512)] = Field(
-        64,
-        description="maximum number of concurrent uploads, and of concurrent downloads; how many run depends on the "
-        "server's measured bandwidth and latency; downloads that are running need memory, up to 1 GiB",
-    )
     profile: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
         None,
         description="profile in AWS's configuration files that has the credentials",
@@ -59,14 +47,6 @@ class S3Config(StorageConfig):
         description="file that has the credentials, in the format of AWS's `credentials` file",
     )
     ca_file: AbsolutePath | None = Field(None, description="certificates (PEM) that verify the endpoint")
-    sse: Sse | None = Field(
-        None,
-        description="default encryption that the bucket must have; the tier is down while it has a different one",
-    )
-    sse_key: Annotated[str, Field(min_length=1, max_length=2048)] | None = Field(
-        None,
-        description="KMS key that this encryption must use: its id, alias or ARN",
-    )
 
     implementation: ClassVar[str] = "nixl_tiers.tiers.s3.tier:S3Tier"
     stored_rows: ClassVar[str] = "nixl_tiers.tiers.s3.stored:find"
@@ -102,6 +82,4 @@ class S3Config(StorageConfig):
             raise ValueError("profile and credentials_file are different ways to find credentials; give one")
         if self.ca_file and self.endpoint and self.endpoint.startswith("http:"):
             raise ValueError("ca_file has no use with an endpoint that begins with http:")
-        if self.sse_key and self.sse in (None, "AES256"):
-            raise ValueError('sse_key needs sse: "aws:kms" or "aws:kms:dsse" beside it')
         return self

@@ -28,7 +28,7 @@ from nixl_tiers.config.fields import (
 from nixl_tiers.config.file import FileConfig
 from nixl_tiers.config.kinds import BUILT_IN, known_class, read_tier
 from nixl_tiers.config.quotas import Quotas
-from nixl_tiers.config.s3 import S3Config, Sse
+from nixl_tiers.config.s3 import S3Config
 from nixl_tiers.config.tier import (
     AbsolutePath,
     Age,
@@ -55,7 +55,6 @@ __all__ = [
     "S3Config",
     "Seconds",
     "Size",
-    "Sse",
     "StorageConfig",
     "TierConfig",
     "TiersConfig",

@@ -231,12 +231,7 @@ def test_junk_raises_only_config_errors(junk: object) -> None:
         (with_tier(S3, endpoint="http://h/bucket"), "tiers[1].endpoint: "),
         (with_tier(S3, endpoint="http://h:9000/?x=1"), "tiers[1].endpoint: "),
         (with_tier(S3, endpoint=5), "tiers[1].endpoint: "),
-        (with_tier(S3, max_transfers=0), "tiers[1].max_transfers: must be at least 1"),
-        (with_tier(S3, max_transfers=513), "tiers[1].max_transfers: must be at most 512"),
         (with_tier(S3, profile="p", credentials_file="/c"), "tiers[1]: profile and credentials_file are different"),
-        (with_tier(S3, sse="kms"), 'tiers[1].sse: must be "AES256", "aws:kms" or "aws:kms:dsse", not "kms"'),
-        (with_tier(S3, sse_key="k"), 'tiers[1]: sse_key needs sse: "aws:kms"'),
-        (with_tier(S3, sse="AES256", sse_key="k"), 'tiers[1]: sse_key needs sse: "aws:kms"'),
         (with_tier(S3, ca_file="/ca"), "tiers[1]: ca_file has no use"),
         (full() | {"wait_s": 0}, "wait_s: must be more than 0"),
         (full() | {"wait_s": 3601}, "wait_s: must be at most 3600"),
@@ -375,7 +370,6 @@ def test_secret_is_refused_and_not_repeated(source: dict[str, Any], place: str) 
         {"profile": "kv"},
         {"credentials_file": "/etc/kv/credentials"},
         {"endpoint": "https://s3.example:9000/", "ca_file": "/etc/ca.pem"},
-        {"sse": "aws:kms", "sse_key": "arn:aws:kms:eu-central-1:111122223333:key/0d9a"},
     ],
 )
 def test_credential_sources_are_accepted(fields: dict[str, Any]) -> None:

@@ -211,7 +211,7 @@ def _writing(client: Any, config: S3Config, token: str, geometry: Geometry, *, c
         yield not_tried(NAME, "a request that it needs is denied or fails")
         return
     scratch = f"{config.prefix}/{SCRATCH_PREFIX}{token}"
-    own = config.model_copy(update={"prefix": scratch, "shared": False, "sse": None})
+    own = config.model_copy(update={"prefix": scratch, "shared": False})
     yield write_read_verify(own, rows_of(geometry, ROWS), geometry)
 
 
