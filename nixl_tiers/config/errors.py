@@ -37,6 +37,8 @@ _INSTEAD: Final = {
 }
 # Fields that are no more -> what to do instead. First of the top level, then of tiers.
 REMOVED: Final = {
+    "tp_sizes": "a `salt` of its own keeps an engine's chunks apart",
+    "max_amplification": "4 holds for all: models that take more bytes for a byte of KV cache do not start",
     "store": "every chunk is stored; a request limits that with `store` in its kv_transfer_params",
 }
 _CREDENTIALS: Final = "use the variables of AWS's own chain (AWS_ACCESS_KEY_ID ...), profile or credentials_file"

@@ -109,16 +109,6 @@ class TiersConfig(Model):
         strict=True,
         description="allows storage tiers with LoRA, although vLLM hashes adapters by name only",
     )
-    tp_sizes: Literal["together", "apart"] = Field(
-        "together",
-        description="whether engines of other tensor-parallel sizes share chunks where these are laid out alike (MLA; "
-        "fewer KV heads than ranks) and differ by rounding only: `together`, or each size `apart`",
-    )
-    max_amplification: Annotated[int, Field(strict=True, ge=1, le=1000)] = Field(
-        4,
-        description="how many bytes may be stored for a byte of KV cache, where a model's KV groups differ in size, so "
-        "that most of each row is padding; with more the engine does not start",
-    )
     on_reset: Literal["new_epoch", "keep"] = Field(
         "new_epoch",
         description="what becomes of stored chunks after a reset (sleep, pause): `new_epoch`: they are never hits "

@@ -109,7 +109,7 @@ class NixlTiersSpec(OffloadingSpec):
         rank = self.config.parallel.rank
         caller = compat.calling_worker()
         runner = getattr(caller, "model_runner", None)
-        refuse_amplification(self.config, getattr(runner, "kv_cache_config", None), self.tiers.max_amplification)
+        refuse_amplification(self.config, getattr(runner, "kv_cache_config", None))
         self._confirm_copies(caller, vllm_config)
         region = self._rendezvous()
         try:
