@@ -39,6 +39,7 @@ _INSTEAD: Final = {
 REMOVED: Final = {
     "tp_sizes": "a `salt` of its own keeps an engine's chunks apart",
     "max_amplification": "4 holds for all: models that take more bytes for a byte of KV cache do not start",
+    "ready_s": "vLLM waits 3 s for tiers to list what they hold, nixl_tiers.open 10 s; `wait_ready` waits for longer",
     "store": "every chunk is stored; a request limits that with `store` in its kv_transfer_params",
 }
 _CREDENTIALS: Final = "use the variables of AWS's own chain (AWS_ACCESS_KEY_ID ...), profile or credentials_file"

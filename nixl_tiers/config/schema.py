@@ -128,11 +128,6 @@ class TiersConfig(Model):
         description="maximum time that a request waits for existence checks on a shared prefix; 0 is withdrawn: with "
         "no checks an engine finds only what it stored itself, since it started",
     )
-    ready_s: Annotated[Seconds, Field(ge=0, le=3600)] | None = Field(
-        None,
-        description="maximum time that opening waits for tiers to list what they hold; 0: not at all",
-        json_schema_extra=when_unset("10 s in nixl_tiers.open, 3 s in vLLM"),
-    )
     flush_on_exit_s: Annotated[Seconds, Field(ge=0, le=3600)] = Field(
         0.0,
         description="maximum time that closing waits to write chunks that no tier with `write: on_evict` holds yet",

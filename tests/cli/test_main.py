@@ -62,7 +62,7 @@ def test_every_set_field_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[
     }  # fmt: skip
     top: dict[str, object] = {
         "model_id": "llama@3", "salt": "pepper", "lora_storage": True, "on_reset": "keep", "wait_s": "2m",
-        "probe_s": "300ms", "flush_on_exit_s": "17s", "ready_s": "7s", "replicas": 5,
+        "probe_s": "300ms", "flush_on_exit_s": "17s", "replicas": 5,
     }  # fmt: skip
     shown = _shown(fields, top, capsys)
     others = {"64GiB": "64 GiB (68719476736 bytes)", "1TiB": "1 TiB (1099511627776 bytes)"}
