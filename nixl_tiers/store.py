@@ -65,7 +65,6 @@ def open_with(times: Times, config: Any, chunk_bytes: int, namespace: str, descr
     configuration.check_rows(checked, geometry.row_bytes)
     configuration.check_paths(checked)
     facts = {"api": "nixl_tiers.open", "name": namespace, "chunk_bytes": chunk_bytes, "salt": checked.salt}
-    checked = checked.shared_by(checked.replicas or 1)
     region = HostRegion.create(geometry, checked.cpu.capacity // geometry.row_bytes, huge_pages=checked.cpu.huge_pages)
     region.prefault()
     try:

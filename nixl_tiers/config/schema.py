@@ -134,8 +134,8 @@ class TiersConfig(Model):
     )
     replicas: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = Field(
         None,
-        description="number of data-parallel engines of this node that share the `capacity` of the cpu tier, of "
-        "private S3 prefixes, and of file tiers that have no `replicas` of their own",
+        description="number of engines of this node that share the `capacity` of the cpu tier, of private S3 prefixes, "
+        "and of file tiers with `layout: slabs`, whose paths so many may use at once",
         json_schema_extra=when_unset("taken from vLLM"),
     )
 
@@ -160,14 +160,6 @@ class TiersConfig(Model):
                 if isinstance(tier, StorageConfig) and isinstance(other, StorageConfig) and tier.shares_place(other):
                     raise ValueError(f"tiers[{i}]: overlaps tiers[{j}], so neither capacity could be kept")
         return self
-
-    def shared_by(self, replicas: int) -> TiersConfig:
-        """With `replicas` set in each file tier that divides its path and does not say by how many."""
-        divided = [
-            tier.model_copy(update={"replicas": replicas}) if isinstance(tier, FileConfig) and tier.undivided else tier
-            for tier in self.tiers
-        ]
-        return self.model_copy(update={"tiers": tuple(divided)})
 
     @property
     def cpu(self) -> CpuConfig:

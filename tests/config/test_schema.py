@@ -139,15 +139,6 @@ def test_min_free_is_a_size_or_a_percentage_of_the_file_system(value: object, of
     assert [min_free_bytes(read.min_free, size) for size in (100 << 30, 10 << 40)] == [of_100_gib, of_10_tib]
 
 
-def test_file_tiers_without_replicas_are_divided_like_the_cpu_tier() -> None:
-    files = [FILE, FILE | {"path": "/mnt/b", "replicas": 3}, FILE | {"path": "/mnt/c", "layout": "files"}]
-    read = schema.load({"tiers": [CPU, *files, S3]})
-    assert [tier.undivided for tier in read.storage if isinstance(tier, FileConfig)] == [True, False, False]
-    shared = read.shared_by(8).storage
-    assert [tier.replicas for tier in shared if isinstance(tier, FileConfig)] == [8, 3, None]
-    assert shared[3] == read.storage[3]
-
-
 @pytest.mark.parametrize(
     "age", [0, -1, 0.5, "0s", "0.5s", "101y", "40000d", 1e12, float("inf"), float("nan"), True, "week", "7 days", "",
             "-7d", "7D", "1e3s", "nan", [], {}, "\uff17d"],
@@ -212,8 +203,6 @@ def test_junk_raises_only_config_errors(junk: object) -> None:
         (with_tier(FILE, backend="native", layout="files"), "tiers[1]: backend: native moves rows with layout: slabs"),
         (with_tier(FILE, backend="gds"), 'tiers[1].backend: "gds" is refused, because NIXL ends a short read'),
         (with_tier(FILE, layout="rows"), 'tiers[1].layout: must be "slabs" or "files", not "rows"'),
-        (with_tier(FILE, replicas=0), "tiers[1].replicas: must be at least 1"),
-        (with_tier(FILE, replicas=2, layout="files"), "tiers[1]: replicas has no use with layout: files"),
         (with_tier(FILE, min_free="100%"), 'tiers[1].min_free: "100%" must be less than 100 %'),
         (with_tier(FILE, min_free="5 percent"), 'tiers[1].min_free: "5 percent" is neither a size such as "50GiB" nor'),
         (with_tier(FILE, min_free=-1), "tiers[1].min_free: -1 is neither a size"),
@@ -323,9 +312,8 @@ def test_a_list_of_directories_is_one_tier_of_equal_members() -> None:
     (tier,) = read.storage
     assert read.names == ("file",)
     assert (tier.capacity, tier.place) == (2 * 10**9, "/mnt/a/kv, /mnt/b/kv")
-    shared = read.shared_by(2).storage[0]
-    for each, path in zip(shared.members, ("/mnt/a/kv", "/mnt/b/kv"), strict=True):
-        one = schema.load(with_tier(FILE, path=path, capacity=10**9, max_age="1h")).shared_by(2).storage[0]
+    for each, path in zip(tier.members, ("/mnt/a/kv", "/mnt/b/kv"), strict=True):
+        one = schema.load(with_tier(FILE, path=path, capacity=10**9, max_age="1h")).storage[0]
         assert each == one == schema.tier_from_dict(schema.tier_to_dict(each)), "its mover knows of no other"
     assert schema.load(with_tier(FILE, path=["/mnt/nvme/kv"])) == schema.load(with_tier(FILE))
     with pytest.raises(ConfigError, match=r"capacity: .* for each of 2 directories, does not hold one chunk"):

@@ -54,6 +54,7 @@ class Medium:
     bound: int
     """In bytes, at every moment."""
     pause_s = 0.01  # between two measurements
+    replicas = 1  # engines that share the capacity of slabs
     steps = 12  # of the load of each engine, at most before a kill
 
     def nbytes(self, _: object = None) -> int:
@@ -86,10 +87,12 @@ class Medium:
 class Parts(Medium):
     """Two parts of one path: each engine has rows of its own."""
 
+    replicas = 2
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bound = 3 << 20
-        self.tier = file_tier(path, self.bound, replicas=2)
+        self.tier = file_tier(path, self.bound)
 
     def nbytes(self, _: object = None) -> int:
         return least_disk_bytes(self.path)
@@ -218,7 +221,7 @@ def kill_rounds(medium: Medium, rounds: int, temporary: Path) -> None:
     temporary.mkdir()
     with (
         assert_never_exceeds(Path(), medium.bound, medium.nbytes, medium.pause_s) as samples,
-        Engines(temporary) as engines,
+        Engines(temporary, medium.replicas) as engines,
     ):
         pair = [engines.start(medium.tier, seed), engines.start(medium.tier, seed)]
         for round_ in range(rounds):
