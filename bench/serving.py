@@ -140,8 +140,6 @@ def tiers_of(place: Path, hole: int) -> dict[str, list[dict[str, Any]]]:
         "bucket": "nobody",
         "endpoint": f"http://127.0.0.1:{hole}",
         "capacity": "1GiB",
-        "access_key_env": "NIXL_BENCH_KEY",
-        "secret_key_env": "NIXL_BENCH_SECRET",
     }
     return {WITHOUT: [], TIERS: [host, file], DEAD_S3: [host, other, dead]}
 
@@ -161,7 +159,7 @@ def main() -> None:
         child(json.loads(options.child), options.tokens)
         return
 
-    os.environ.update(NIXL_BENCH_KEY="key", NIXL_BENCH_SECRET="secret")
+    os.environ.update(AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret")
     with tempfile.TemporaryDirectory() as place, socket.create_server(("127.0.0.1", 0)) as hole:
         kinds = tiers_of(Path(place), hole.getsockname()[1])
         if options.no_dead_s3:

@@ -45,8 +45,8 @@ def open(  # noqa: A001 - nixl_tiers.open is what it is called
     config: a dict, JSON text, or the path of a .json, .yaml or .yml file.
     description: one line for people, kept beside the rows with the namespace's name (`nixl-tiers inspect` shows both).
 
-    Returns when each tier has listed what it holds, or is down, at the latest after `ready_s` of the configuration
-    (default 10 s); see `TieredStore.wait_ready`. A tier that is down is retried while the store is open.
+    Returns when each tier has listed what it holds, or is down, at the latest after 10 s; see `TieredStore.wait_ready`.
+    A tier that is down is retried while the store is open.
 
     Raises ConfigError (one sentence) if the configuration can never work, RegionError (a RuntimeError) if
     the memory for the cpu tier cannot be allocated.
@@ -65,7 +65,6 @@ def open_with(times: Times, config: Any, chunk_bytes: int, namespace: str, descr
     configuration.check_rows(checked, geometry.row_bytes)
     configuration.check_paths(checked)
     facts = {"api": "nixl_tiers.open", "name": namespace, "chunk_bytes": chunk_bytes, "salt": checked.salt}
-    checked = checked.shared_by(checked.replicas or 1)
     region = HostRegion.create(geometry, checked.cpu.capacity // geometry.row_bytes, huge_pages=checked.cpu.huge_pages)
     region.prefault()
     try:

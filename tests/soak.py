@@ -111,10 +111,11 @@ class Soak:
         private = {"type": "s3", **place, "prefix": f"soak-{seed}"}
         shared = {**fast, **place, "prefix": f"shared-{seed}", "shared": True}
         cpu = {"type": "cpu", "capacity": HOST}
-        file = file_tier(directory, CAPACITY, replicas=2)
+        file = file_tier(directory, CAPACITY)
         file["path"] = [str(directory / "kv"), str(directory / "kv2")]
         self._configs = [
-            configuration.load({"tiers": [cpu, file, s3], "wait_s": LIMITS.wait_s}) for s3 in (private, shared)
+            configuration.load({"tiers": [cpu, file, s3], "replicas": 2, "wait_s": LIMITS.wait_s})
+            for s3 in (private, shared)
         ]
         self._plan = FaultPlan(
             tuple(Rule(fault, chance=0.03, delay_s=0.3) for fault in DISK_FAULTS), seed, str(self._switch)

@@ -41,7 +41,7 @@ _MEANINGS: Final = {
     ("on_reset", "keep"): "after sleep or a reset, chunks stored before stay valid",
     ("lora_storage", True): "chunks of LoRA adapters are stored too",
 }
-_CREDENTIALS: Final = ("profile", "credentials_file", "access_key_env")
+_CREDENTIALS: Final = ("profile", "credentials_file")
 _WIDTH: Final = 100
 _INDENT: Final = " " * 6
 _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"

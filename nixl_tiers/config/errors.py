@@ -35,8 +35,23 @@ _INSTEAD: Final = {
     "ssl": "write http: or https: in endpoint",
     "use_ssl": "write http: or https: in endpoint",
 }
-# Fields that are no more -> what holds instead.
+# Fields that are no more -> what to do instead. First of the top level, then of tiers.
 REMOVED: Final = {
+    "tp_sizes": "a `salt` of its own keeps an engine's chunks apart",
+    "max_amplification": "4 holds for all: models that take more bytes for a byte of KV cache do not start",
+    "ready_s": "vLLM waits 3 s for tiers to list what they hold, nixl_tiers.open 10 s; `wait_ready` waits for longer",
+    "store": "every chunk is stored; a request limits that with `store` in its kv_transfer_params",
+}
+_CREDENTIALS: Final = "use the variables of AWS's own chain (AWS_ACCESS_KEY_ID ...), profile or credentials_file"
+REMOVED_OF_TIERS: Final = {
+    "access_key_env": _CREDENTIALS,
+    "secret_key_env": _CREDENTIALS,
+    "session_token_env": _CREDENTIALS,
+    "sse": "set the bucket's default encryption, which its objects get",
+    "sse_key": "set the key in the bucket's default encryption, which its objects get",
+    "list_requests_per_hour": "2000 an hour hold for all",
+    "max_transfers": "how many run follows from what the server is measured to take, at most 64 each way",
+    "replicas": "`replicas` of the top level divides paths, too, among all engines that use them",
     "movers": "one mover serves each directory or prefix; how many threads it has follows from the cores",
 }
 # pydantic's error types. Messages of the first show the value, those of the second only the bound.
@@ -61,13 +76,17 @@ class ConfigError(ValueError):
 
 
 def refuse_removed(raw: Mapping[str, Any], tiers: Sequence[type[BaseModel] | None]) -> None:
-    """Raise ConfigError for a field that is no more. `tiers`: the models of the configuration's tiers."""
+    """Raise ConfigError for a field that is no more. `tiers`: the models of the configuration's tiers, of which a
+    third-party one may have a field of such a name."""
+    for name in raw:
+        if name in REMOVED:
+            raise ConfigError(f"{name}: was removed: {REMOVED[name]}")
     for i, model in enumerate(tiers):
         if model is None:
             continue
         for name in raw["tiers"][i]:
-            if name in REMOVED and name not in model.model_fields:
-                raise ConfigError(f"tiers[{i}].{name}: was removed: {REMOVED[name]}")
+            if name in REMOVED_OF_TIERS and name not in model.model_fields:
+                raise ConfigError(f"tiers[{i}].{name}: was removed: {REMOVED_OF_TIERS[name]}")
 
 
 def refuse_secrets(raw: Mapping[str, Any], pointers: Collection[str]) -> None:
@@ -83,8 +102,8 @@ def refuse_secrets(raw: Mapping[str, Any], pointers: Collection[str]) -> None:
             isinstance(value, str) and _SECRET_VALUE.search(value)
         ):
             raise ConfigError(
-                f"{place}: a secret must not be in the configuration; use the AWS credential chain, profile, "
-                "credentials_file, or access_key_env and secret_key_env"
+                f"{place}: a secret must not be in the configuration; use the AWS credential chain, profile or "
+                "credentials_file"
             )
 
 

@@ -34,12 +34,6 @@ class FileConfig(StorageConfig):
         description="`slabs`: fastest, for a disk of this node; `files`: one file per chunk, for a "
         "directory that several engines share",
     )
-    replicas: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = Field(
-        None,
-        description="how many engines may use `path` at once with `layout: slabs`; each has an equal share of the "
-        "`capacity`",
-        json_schema_extra=when_unset("`replicas` of the top level, else taken from vLLM, else 1"),
-    )
     min_free: Annotated[int | str | None, BeforeValidator(fields.parse_min_free)] = Field(
         None,
         description="how much of the file system must stay free: with less, the tier stops growing, and still serves "
@@ -104,8 +98,6 @@ class FileConfig(StorageConfig):
 
     @model_validator(mode="after")
     def _agree(self) -> FileConfig:
-        if self.replicas is not None and self.layout == "files":
-            raise ValueError("replicas has no use with layout: files, where all engines share all rows")
         if self.write is Write.OFF and self.layout == "slabs":
             raise ValueError("write: off needs layout: files: only the engine that writes slabs reads them")
         if self.backend == "native" and self.layout == "files":
@@ -120,11 +112,6 @@ class FileConfig(StorageConfig):
     @property
     def stored_rows(self) -> str:
         return f"nixl_tiers.tiers.{'slab' if self.layout == 'slabs' else 'rowfile'}.stored:find"
-
-    @property
-    def undivided(self) -> bool:
-        """Whether one engine takes the whole path, because nothing says how many share it."""
-        return self.layout == "slabs" and self.replicas is None
 
     @property
     def place(self) -> str:

@@ -9,9 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from nixl_tiers.config import fields
 from nixl_tiers.config.errors import ConfigError
-from nixl_tiers.config.tier import AbsolutePath, Age, EnvironmentName, Size, StorageConfig, when_unset
-
-Sse = Literal["AES256", "aws:kms", "aws:kms:dsse"]
+from nixl_tiers.config.tier import AbsolutePath, Age, Size, StorageConfig, when_unset
 
 
 class S3Config(StorageConfig):
@@ -40,16 +38,6 @@ class S3Config(StorageConfig):
         description="several engines use this prefix, find each other's chunks and share its `capacity`",
     )
     max_age: Age = None
-    list_requests_per_hour: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = Field(
-        2000,
-        description="maximum number of LIST requests per hour for rows that have expired (`max_age`) below a prefix of "
-        "one engine; the first listing, and those of a shared prefix's janitor, are not limited",
-    )
-    max_transfers: Annotated[int, Field(strict=True, ge=1, le=512)] = Field(
-        64,
-        description="maximum number of concurrent uploads, and of concurrent downloads; how many run depends on the "
-        "server's measured bandwidth and latency; downloads that are running need memory, up to 1 GiB",
-    )
     profile: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
         None,
         description="profile in AWS's configuration files that has the credentials",
@@ -58,27 +46,7 @@ class S3Config(StorageConfig):
         None,
         description="file that has the credentials, in the format of AWS's `credentials` file",
     )
-    access_key_env: EnvironmentName = Field(
-        None,
-        description="name of the environment variable that holds the access key id",
-    )
-    secret_key_env: EnvironmentName = Field(
-        None,
-        description="name of the environment variable that holds the secret key",
-    )
-    session_token_env: EnvironmentName = Field(
-        None,
-        description="name of the environment variable that holds the session token",
-    )
     ca_file: AbsolutePath | None = Field(None, description="certificates (PEM) that verify the endpoint")
-    sse: Sse | None = Field(
-        None,
-        description="default encryption that the bucket must have; the tier is down while it has a different one",
-    )
-    sse_key: Annotated[str, Field(min_length=1, max_length=2048)] | None = Field(
-        None,
-        description="KMS key that this encryption must use: its id, alias or ARN",
-    )
 
     implementation: ClassVar[str] = "nixl_tiers.tiers.s3.tier:S3Tier"
     stored_rows: ClassVar[str] = "nixl_tiers.tiers.s3.stored:find"
@@ -110,16 +78,8 @@ class S3Config(StorageConfig):
 
     @model_validator(mode="after")
     def _agree(self) -> S3Config:
-        if (self.access_key_env is None) != (self.secret_key_env is None):
-            given, missing = ("access", "secret") if self.access_key_env else ("secret", "access")
-            raise ValueError(f"{given}_key_env needs {missing}_key_env beside it")
-        if self.session_token_env and not self.access_key_env:
-            raise ValueError("session_token_env needs access_key_env and secret_key_env beside it")
-        ways = [way for way in ("profile", "credentials_file", "access_key_env") if getattr(self, way) is not None]
-        if len(ways) > 1:
-            raise ValueError(f"{' and '.join(ways)} are different ways to find credentials; give one")
+        if self.profile is not None and self.credentials_file is not None:
+            raise ValueError("profile and credentials_file are different ways to find credentials; give one")
         if self.ca_file and self.endpoint and self.endpoint.startswith("http:"):
             raise ValueError("ca_file has no use with an endpoint that begins with http:")
-        if self.sse_key and self.sse in (None, "AES256"):
-            raise ValueError('sse_key needs sse: "aws:kms" or "aws:kms:dsse" beside it')
         return self

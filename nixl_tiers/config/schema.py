@@ -28,7 +28,7 @@ from nixl_tiers.config.fields import (
 from nixl_tiers.config.file import FileConfig
 from nixl_tiers.config.kinds import BUILT_IN, known_class, read_tier
 from nixl_tiers.config.quotas import Quotas
-from nixl_tiers.config.s3 import S3Config, Sse
+from nixl_tiers.config.s3 import S3Config
 from nixl_tiers.config.tier import (
     AbsolutePath,
     Age,
@@ -55,7 +55,6 @@ __all__ = [
     "S3Config",
     "Seconds",
     "Size",
-    "Sse",
     "StorageConfig",
     "TierConfig",
     "TiersConfig",
@@ -110,16 +109,6 @@ class TiersConfig(Model):
         strict=True,
         description="allows storage tiers with LoRA, although vLLM hashes adapters by name only",
     )
-    tp_sizes: Literal["together", "apart"] = Field(
-        "together",
-        description="whether engines of other tensor-parallel sizes share chunks where these are laid out alike (MLA; "
-        "fewer KV heads than ranks) and differ by rounding only: `together`, or each size `apart`",
-    )
-    max_amplification: Annotated[int, Field(strict=True, ge=1, le=1000)] = Field(
-        4,
-        description="how many bytes may be stored for a byte of KV cache, where a model's KV groups differ in size, so "
-        "that most of each row is padding; with more the engine does not start",
-    )
     on_reset: Literal["new_epoch", "keep"] = Field(
         "new_epoch",
         description="what becomes of stored chunks after a reset (sleep, pause): `new_epoch`: they are never hits "
@@ -139,19 +128,14 @@ class TiersConfig(Model):
         description="maximum time that a request waits for existence checks on a shared prefix; 0 is withdrawn: with "
         "no checks an engine finds only what it stored itself, since it started",
     )
-    ready_s: Annotated[Seconds, Field(ge=0, le=3600)] | None = Field(
-        None,
-        description="maximum time that opening waits for tiers to list what they hold; 0: not at all",
-        json_schema_extra=when_unset("10 s in nixl_tiers.open, 3 s in vLLM"),
-    )
     flush_on_exit_s: Annotated[Seconds, Field(ge=0, le=3600)] = Field(
         0.0,
         description="maximum time that closing waits to write chunks that no tier with `write: on_evict` holds yet",
     )
     replicas: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = Field(
         None,
-        description="number of data-parallel engines of this node that share the `capacity` of the cpu tier, of "
-        "private S3 prefixes, and of file tiers that have no `replicas` of their own",
+        description="number of engines of this node that share the `capacity` of the cpu tier, of private S3 prefixes, "
+        "and of file tiers with `layout: slabs`, whose paths so many may use at once",
         json_schema_extra=when_unset("taken from vLLM"),
     )
 
@@ -176,14 +160,6 @@ class TiersConfig(Model):
                 if isinstance(tier, StorageConfig) and isinstance(other, StorageConfig) and tier.shares_place(other):
                     raise ValueError(f"tiers[{i}]: overlaps tiers[{j}], so neither capacity could be kept")
         return self
-
-    def shared_by(self, replicas: int) -> TiersConfig:
-        """With `replicas` set in each file tier that divides its path and does not say by how many."""
-        divided = [
-            tier.model_copy(update={"replicas": replicas}) if isinstance(tier, FileConfig) and tier.undivided else tier
-            for tier in self.tiers
-        ]
-        return self.model_copy(update={"tiers": tuple(divided)})
 
     @property
     def cpu(self) -> CpuConfig:

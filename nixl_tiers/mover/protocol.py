@@ -42,7 +42,8 @@ class Configure(msgspec.Struct, tag="configure", frozen=True):
     secret_variables: list[str] = []  # environment variables whose values must not be logged
     description: Description | None = None  # StorageTier.describe
     mount_point: _Path = b""  # StorageTier.mount_point, as the last mover that opened it has found it
-    movers: int = 1  # of the tier on this machine, this one included
+    movers: int = 1  # of the tier in this engine, this one included
+    replicas: int = 1  # engines of this machine that share its capacity
     times: Times = PRODUCTION
 
 

@@ -121,8 +121,8 @@ class Coordinator:
         """Start a coordinator over a region that the caller created or attached; it closes the region when it closes.
 
         Waits at most `timeout_s` seconds, by default `times.open_s`, for the tiers to judge their configuration, and
-        for their listings at most `ready_s` of the configuration, else `ready_s`, else `timeout_s` seconds. `device`:
-        what computes prompts, for its speed to be kept between starts; None if that is not learned.
+        for their listings at most `ready_s`, by default `timeout_s`. `device`: what computes prompts, for its speed to
+        be kept between starts; None if that is not learned.
 
         Raises ConfigError if a tier can never work (no such bucket); a tier that is down is retried.
         """
@@ -135,8 +135,7 @@ class Coordinator:
             coordinator.prefill.keep(PrefillCache(namespace, device))
         try:
             timeout_s = times.open_s if timeout_s is None else timeout_s
-            given_s = timeout_s if ready_s is None else ready_s
-            coordinator.start(timeout_s, given_s if config.ready_s is None else config.ready_s)
+            coordinator.start(timeout_s, timeout_s if ready_s is None else ready_s)
         except BaseException as error:
             coordinator._end()
             if isinstance(error, TierRefusedError):

@@ -95,7 +95,14 @@ class MoverLink:
         self._clock = clock
         self._recent_uses = RecentUses(core, changed)
         self.supervisor = Supervisor(
-            _configures([(member, count) for *_, member, count in members], region, engine_id(), description, times),
+            _configures(
+                [(member, count) for *_, member, count in members],
+                region,
+                engine_id(),
+                description,
+                times,
+                replicas=config.replicas or 1,
+            ),
             [name for _, name, *_ in members],
             region.fd,
             self,
@@ -337,9 +344,11 @@ def _configures(
     engine: str,
     description: Description,
     times: Times,
+    *,
+    replicas: int,
 ) -> list[Configure]:
-    """The first message to each mover. `members`: of each its configuration, and how many its tier has. `engine`: see
-    StorageTier.identify."""
+    """The first message to each mover. `members`: of each its configuration, and how many its tier has. `replicas`: how
+    many engines share the tiers' capacity. `engine`: see StorageTier.identify."""
     geometry = region.geometry
     return [
         Configure(
@@ -352,6 +361,7 @@ def _configures(
             secret_variables=member.secret_variables,
             description=description,
             movers=count,
+            replicas=replicas,
             times=times,
         )
         for member, count in members

@@ -124,13 +124,15 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return plain
 
 
-def make_faulty(config: FaultyConfig, geometry: Geometry, region: HostRegion, times: Times = PRODUCTION) -> FaultyTier:
+def make_faulty(
+    config: FaultyConfig, geometry: Geometry, region: HostRegion, replicas: int = 1, times: Times = PRODUCTION
+) -> FaultyTier:
     """The implementation of a FaultyConfig. Raises TierRefused."""
     try:
         plan = msgspec.convert(config.plan, FaultPlan)
     except msgspec.ValidationError as error:
         raise TierRefused(f"plan: {error}") from error
-    return FaultyTier(partial(implement, config.inner, times=times), geometry, region, plan)
+    return FaultyTier(partial(implement, config.inner, replicas=replicas, times=times), geometry, region, plan)
 
 
 HELD_BACK: Final = frozenset({Fault.STALL, Fault.SLOW})  # with their batches, others of which are reported before

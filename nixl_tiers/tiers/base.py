@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, overload
+from typing import Annotated, Any, Final, overload
 
 import msgspec
 import numpy as np
@@ -353,6 +353,7 @@ def make_tier(
     region: HostRegion,
     *,
     movers: int = 1,
+    replicas: int = 1,
     times: Times = PRODUCTION,
 ) -> StorageTier:
     """The tier of a configuration as `tier_to_dict` gives it. Raises TierRefused."""
@@ -364,20 +365,28 @@ def make_tier(
         # The scheduler's process could read it, so its path has something that a mover's has not.
         what = f'type: "{tier.get("type")}" cannot be imported by its mover process, so its package must be installed'
         raise TierRefused(f"{what} ({str(error).removeprefix('type: ')})") from error
-    return implement(config, geometry, region, movers=movers, times=times)
+    return implement(config, geometry, region, movers=movers, replicas=replicas, times=times)
 
 
 def implement(
-    config: StorageConfig, geometry: Geometry, region: HostRegion, *, movers: int = 1, times: Times = PRODUCTION
+    config: StorageConfig,
+    geometry: Geometry,
+    region: HostRegion,
+    *,
+    movers: int = 1,
+    replicas: int = 1,
+    times: Times = PRODUCTION,
 ) -> StorageTier:
     """A tier of the class, or from the function, that `config.implementation` names. One with a parameter `times` is
-    given them, and one with a parameter `movers` how many the tier has on this machine. Raises TierRefused."""
+    given them, one with a parameter `movers` how many the tier has in this engine, and one with a parameter `replicas`
+    how many engines of this machine share its capacity. Raises TierRefused."""
     name = config.implementation
     # One tier a process: the libraries of the others are not loaded.
     try:
         make = import_object(name)
         takes = inspect.signature(make).parameters
-        more = {each: value for each, value in (("movers", movers), ("times", times)) if each in takes}
+        given = {"movers": movers, "replicas": replicas, "times": times}
+        more: dict[str, Any] = {each: value for each, value in given.items() if each in takes}
     except Exception as error:
         where = f'its implementation "{name}" cannot be imported by its mover process'
         raise TierRefused(f'type: "{config.type}": {where} ({in_one_line(error)})') from error

@@ -13,11 +13,12 @@ from typing import Any, Final
 from nixl_tiers.vllm.compat import OffloadingConfig, group_ids
 
 WARN_ABOVE: Final = 1.5
+MOST: Final = 4.0
 log = logging.getLogger(__name__)
 
 
-def refuse_amplification(config: OffloadingConfig, kv_cache_config: Any, at_most: int) -> None:
-    """Raise ValueError if more than `at_most` bytes would be stored for a byte of KV, and warn of a smaller waste.
+def refuse_amplification(config: OffloadingConfig, kv_cache_config: Any) -> None:
+    """Raise ValueError if more than MOST bytes would be stored for a byte of KV, and warn of a smaller waste.
 
     `kv_cache_config`: of vLLM's worker; None if that cannot be found, and then nothing is known.
     """
@@ -25,8 +26,8 @@ def refuse_amplification(config: OffloadingConfig, kv_cache_config: Any, at_most
         return
     found = amplification(config, kv_cache_config)
     said = f"each byte of this model's KV cache takes {found:.1f} bytes in tiers, because its KV groups differ in size"
-    if found > at_most:
-        raise ValueError(f"nixl_tiers: {said}, and max_amplification is {at_most}")
+    if found > MOST:
+        raise ValueError(f"nixl_tiers: {said}, and more than {MOST:g} are refused: most of each row would be padding")
     if found > WARN_ABOVE and config.parallel.rank == 0:
         log.warning("nixl_tiers: %s: count with that when you choose capacities", said)
 

@@ -67,7 +67,7 @@ def fingerprint(
     facts: dict[str, object] = {"weights": weights.digest.hex()}
     if vllm_config is not None:
         facts |= model_facts(vllm_config, tiers)
-    facts |= layout_facts(config, tiers, geometry, kv_caches)
+    facts |= layout_facts(config, geometry, kv_caches)
     note = weights.note or (refusal(vllm_config, tiers) if vllm_config is not None else "")
     return Fingerprint(Namespace.of(facts).digest, note)
 
@@ -148,14 +148,12 @@ def model_facts(vllm_config: Any, tiers: TiersConfig) -> dict[str, object]:
     return facts
 
 
-def layout_facts(
-    config: OffloadingConfig, tiers: TiersConfig, geometry: Geometry, kv_caches: CanonicalKVCaches
-) -> dict[str, object]:
+def layout_facts(config: OffloadingConfig, geometry: Geometry, kv_caches: CanonicalKVCaches) -> dict[str, object]:
     """How the bytes lie: what another engine must agree on to read this engine's rows."""
     version = compat.version()
     parallel = config.parallel
     # Ranks that share a cell count as one: rows of MLA are the same at every tensor-parallel size, but for rounding.
-    copies = 1 if tiers.tp_sizes == "apart" else parallel.world_size // geometry.cells
+    copies = parallel.world_size // geometry.cells
     return {
         "format": FORMAT_VERSION,
         # The bytes inside a page belong to vLLM, which does not number their format.

@@ -56,7 +56,7 @@ class NixlTiersSpec(OffloadingSpec):
         refuse_layout(config)
         tiers = parse(config)
         self._replicas = replicas_of(config, tiers)
-        self.tiers = with_own_prefixes(tiers.shared_by(self._replicas), config)
+        self.tiers = with_own_prefixes(tiers, config).model_copy(update={"replicas": self._replicas})
         self._times_steps = replicated.is_told()  # what vLLM's own connector does not
         self._copies = replicated.copies_of(config)
         self._lay_out(self._copies.ranks)
@@ -110,7 +110,7 @@ class NixlTiersSpec(OffloadingSpec):
         rank = self.config.parallel.rank
         caller = compat.calling_worker()
         runner = getattr(caller, "model_runner", None)
-        refuse_amplification(self.config, getattr(runner, "kv_cache_config", None), self.tiers.max_amplification)
+        refuse_amplification(self.config, getattr(runner, "kv_cache_config", None))
         self._confirm_copies(caller, vllm_config)
         region = self._rendezvous()
         try:
@@ -218,14 +218,16 @@ def replicas_of(config: OffloadingConfig, tiers: TiersConfig) -> int:
     reported = compat.replicas(config)
     index = compat.replica(config)
     if reported == 1 and index > 0:
-        undivided = [
-            f"tiers[{i}].path" for i, tier in enumerate(tiers.tiers) if isinstance(tier, FileConfig) and tier.undivided
+        paths = [
+            f"tiers[{i}].path"
+            for i, tier in enumerate(tiers.tiers)
+            if isinstance(tier, FileConfig) and tier.layout == "slabs"
         ]
         log.warning(
             "nixl_tiers: this engine is data-parallel replica %d, and vLLM does not say how many share this node: "
             "set replicas, or each of them takes the cpu tier's whole capacity%s",
             index,
-            f", and only one of them can use {' and '.join(undivided)}" if undivided else "",
+            f", and only one of them can use {' and '.join(paths)}" if paths else "",
         )
     return reported
 

@@ -46,11 +46,7 @@ def test_valid_configuration_is_summarised(tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "kv").exists(), "a check changes nothing"
 
 
-def test_every_set_field_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("KV_ACCESS", "KV_SECRET", "KV_SESSION"):
-        monkeypatch.setenv(name, "x")
+def test_every_set_field_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ca").write_text("")
     fields: dict[str, dict[str, object]] = {
         "cpu": {"type": "cpu", "capacity": "64GiB", "eviction": "arc"},
@@ -61,13 +57,12 @@ def test_every_set_field_is_shown(
         "s3": {
             "type": "s3", "bucket": "kv-cache", "prefix": "p/q", "endpoint": "https://h:9000", "region": "eu-west-9",
             "capacity": "10TiB", "shared": True, "write": "off", "eviction": "arc", "max_age": "90m",
-            "ca_file": str(tmp_path / "ca"), "sse": "aws:kms", "sse_key": "alias/k", "access_key_env": "KV_ACCESS",
-            "secret_key_env": "KV_SECRET", "session_token_env": "KV_SESSION", "profile": None, "credentials_file": None,
+            "ca_file": str(tmp_path / "ca"), "profile": None, "credentials_file": str(tmp_path / "ca"),
         },
     }  # fmt: skip
     top: dict[str, object] = {
         "model_id": "llama@3", "salt": "pepper", "lora_storage": True, "on_reset": "keep", "wait_s": "2m",
-        "probe_s": "300ms", "flush_on_exit_s": "17s", "ready_s": "7s", "replicas": 5,
+        "probe_s": "300ms", "flush_on_exit_s": "17s", "replicas": 5,
     }  # fmt: skip
     shown = _shown(fields, top, capsys)
     others = {"64GiB": "64 GiB (68719476736 bytes)", "1TiB": "1 TiB (1099511627776 bytes)"}
@@ -126,8 +121,7 @@ def test_file_for_another_machine_is_checked_without_looking_at_this_one(
     (tmp_path / "file").touch()
     s3 = 'type: s3, bucket: kv-cache, endpoint: "https://s3.example", capacity: 1TiB, ca_file: /etc/kv/ca.crt'
     disk = f"type: file, path: {tmp_path}/file/kv, capacity: 1Ei, require_mount: true"
-    keys = "access_key_env: KV_KEY, secret_key_env: KV_SECRET"
-    text = f"tiers: [{{type: cpu, capacity: 64}}, {{{disk}}}, {{{s3}, {keys}}}]"
+    text = f"tiers: [{{type: cpu, capacity: 64}}, {{{disk}}}, {{{s3}, credentials_file: /etc/kv/credentials}}]"
     file = write(tmp_path, text)
     assert cli.main(["config", str(file)]) == cli.BAD_INPUT
     capsys.readouterr()

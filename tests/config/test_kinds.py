@@ -103,6 +103,7 @@ def test_capabilities_have_safe_defaults() -> None:
         (TAPE | {"drives": 4}, 'drives: unknown field; did you mean "drive"?'),
         (TAPE | {"bucket": 4}, 'bucket: unknown field here; it belongs to "s3"'),
         (TAPE | {"password_env": "a" * 40}, "password_env: must be the name of an environment variable"),
+        (TAPE | {"password_env": "wJalrXU/K7MD+bPx"}, "password_env: must be the name of an environment variable"),
         (TAPE | {"token_file": "hunter2"}, 'token_file: must be an absolute path, and "hunter2" is relative'),
         ({"type": "tape_of_tests:KeyConfig", "api_key": "hunter2"},
          "api_key: a secret must not be in the configuration"),

@@ -76,9 +76,10 @@ class MoverProcess:
         engine: str = "",
         *,
         movers: int = 1,
+        replicas: int = 1,
         times: Times = PRODUCTION,
     ) -> None:
-        """`movers`: of the tier."""
+        """`movers`: of the tier; `replicas`: engines that share its capacity."""
         self.geometry = geometry
         self.region = region or HostRegion.create(geometry, rows)
         self._owns_region = region is None
@@ -103,7 +104,7 @@ class MoverProcess:
         self._jobs = 0
         self._ended: dict[int, dict[int, Outcome | None]] = {}  # by job, by row of the region: what was reported
         cells, payload_bytes, blocks = geometry.cells, geometry.cell_payload, geometry.sub_blocks
-        given = {"engine": engine, "movers": movers, "times": times}
+        given = {"engine": engine, "movers": movers, "replicas": replicas, "times": times}
         self.send(Configure(tier, cells, payload_bytes, blocks, self.region.rows, **given))  # type: ignore[arg-type]
 
     def __enter__(self) -> Self:

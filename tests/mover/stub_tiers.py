@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.config.kinds import import_object
@@ -114,8 +114,11 @@ def patient_s3(config: PatientConfig, geometry: Geometry, region: HostRegion) ->
     return s3_tier.S3Tier(config, geometry, region, KEEPS_ITS_LEASE)
 
 
+SHORT_LEASE_UPLOADS: Final = 16
+
+
 class ShortLeaseConfig(S3Config):
-    """An S3 tier whose lease of a private prefix expires soon."""
+    """An S3 tier whose lease of a private prefix expires soon, with at most so many uploads at once."""
 
     type: str
     lease_s: float = 6.0
@@ -124,12 +127,13 @@ class ShortLeaseConfig(S3Config):
 
 
 def s3_with_short_lease(config: ShortLeaseConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
-    from nixl_tiers.tiers.s3 import lease
+    from nixl_tiers.tiers.s3 import lease, transfers
     from nixl_tiers.tiers.s3 import tier as s3_tier
     from nixl_tiers.tiers.s3.lease_state import LeaseTerms
 
     terms = LeaseTerms(config.lease_s, config.lease_s / 3, renew_s=0.3, poll_s=0.1, retry_s=0.1, confirm_s=0.05)
     lease.OWNER_TERMS = terms  # type: ignore[misc]
+    transfers.MOST = SHORT_LEASE_UPLOADS  # type: ignore[misc]
     return s3_tier.S3Tier(config, geometry, region, changed(s3_denial_s=0.1))
 
 

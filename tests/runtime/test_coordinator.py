@@ -7,19 +7,26 @@ from unittest import mock
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.base.clock import COUNTED_S, RunningClock
 from nixl_tiers.config import schema as configuration
+from nixl_tiers.config.tier import EnvironmentName
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
+from nixl_tiers.testing.config import MemoryConfig
 
 CHUNK_BYTES = 60_000
 GEOMETRY = Geometry(1, CHUNK_BYTES)
 HOST_ROWS = 16
 
 
+class SecretConfig(MemoryConfig):
+    user_env: EnvironmentName = None
+    password_env: EnvironmentName = None
+
+
 def test_movers_receive_the_names_of_variables_that_hold_secrets() -> None:
-    s3 = {"type": "s3", "bucket": "kv-cache", "capacity": "1GiB", "access_key_env": "KV_A", "secret_key_env": "KV_B"}
-    inner = {"type": "nixl_tiers.testing.config:FaultyConfig", "inner": s3 | {"prefix": "other"}, "plan": {}}
+    tier = {"type": f"{__name__}:SecretConfig", "capacity": "1GiB", "user_env": "KV_A", "password_env": "KV_B"}
+    inner = {"type": "nixl_tiers.testing.config:FaultyConfig", "inner": tier, "plan": {}}
     cpu = {"type": "cpu", "capacity": HOST_ROWS * GEOMETRY.row_bytes}
-    config = configuration.load({"tiers": [cpu, s3, inner]})
+    config = configuration.load({"tiers": [cpu, tier, inner]})
     with mock.patch("nixl_tiers.runtime.mover_link.Supervisor") as supervisor:
         Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, HOST_ROWS))._end()
     configures = supervisor.call_args.args[0]

@@ -45,8 +45,11 @@ def test_each_mover_is_told_among_how_many_it_is(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in "abc"]
     tiers = [{"type": "cpu", "capacity": "1MiB"}, file_tier(tmp_path, "48MiB") | {"path": paths}]
     tiers.append({"type": "s3", "bucket": "kv-cache", "capacity": "1GiB"})
-    coordinator = Coordinator(configuration.load({"tiers": tiers}), Namespace.of({}), HostRegion.create(GEOMETRY, 4))
-    assert [each.movers for each in coordinator._link.supervisor._configures] == [3, 3, 3, 1]
+    coordinator = Coordinator(
+        configuration.load({"tiers": tiers, "replicas": 2}), Namespace.of({}), HostRegion.create(GEOMETRY, 4)
+    )
+    told = coordinator._link.supervisor._configures
+    assert [(each.movers, each.replicas) for each in told] == [(3, 2), (3, 2), (3, 2), (1, 2)]
     assert [mover.name for mover in coordinator._link.movers] == ["file[0]", "file[1]", "file[2]", "s3"]
     coordinator._end()
 

@@ -42,9 +42,8 @@ def content(number: int) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 256, SIZE, np.uint8)
 
 
-def open_store(tier: Tier) -> TieredStore:
-    config = {"tiers": [{"type": "cpu", "capacity": HOST_ROWS * ROW}, tier], "wait_s": 5.0}
-    return nixl_tiers.open(config, SIZE, "kill-rounds")
+def config_of(tier: Tier, replicas: int) -> dict[str, Any]:
+    return {"tiers": [{"type": "cpu", "capacity": HOST_ROWS * ROW}, tier], "replicas": replicas, "wait_s": 5.0}
 
 
 def name_of(tier: Tier) -> str:
@@ -123,13 +122,13 @@ def _located(store: TieredStore) -> list[str | None]:
     return store.locate([key_of(number) for number in range(KEYS)])
 
 
-def _serve(tier: Tier, env: dict[str, str], seed: int, talk: Connection, shown: Any) -> None:
+def _serve(config: Mapping[str, Any], env: dict[str, str], seed: int, talk: Connection, shown: Any) -> None:
     """The engine's process. Between two steps of the load it answers requests; the load pauses after all but "load".
     `shown`: steps, the mover's process, rows, whether it may write."""
     os.environ.update(env)  # that of the process it was forked from is older
-    draw, name = random.Random(seed), name_of(tier)
+    draw, name = random.Random(seed), name_of(config["tiers"][1])
     try:
-        store = open_store(tier)
+        store = nixl_tiers.open(config, SIZE, "kill-rounds")
         loading = False
         while True:
             numbers = store.stats()[name]
@@ -158,13 +157,13 @@ def _serve(tier: Tier, env: dict[str, str], seed: int, talk: Connection, shown: 
 class Engine:
     """An engine's process and its mover's. It starts when this is made; no load until `load`."""
 
-    def __init__(self, context: Any, tier: Tier, env: Mapping[str, str], seed: int) -> None:
+    def __init__(self, context: Any, config: Mapping[str, Any], env: Mapping[str, str], seed: int) -> None:
         """`context`: of `multiprocessing`."""
         self.mark = uuid.uuid4().hex
         self._talk, theirs = context.Pipe()
         self._shown = context.Array("q", 4, lock=False)
         env = {**env, MARK: self.mark}
-        self._process = context.Process(target=_serve, args=(tier, env, seed, theirs, self._shown), daemon=True)
+        self._process = context.Process(target=_serve, args=(config, env, seed, theirs, self._shown), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -247,7 +246,9 @@ class Engines:
     """Makes engines, forked from a process that has imported everything: most of a round is then the load itself.
     A context manager: all are killed at its end."""
 
-    def __init__(self, temporary: os.PathLike[str]) -> None:
+    def __init__(self, temporary: os.PathLike[str], replicas: int = 1) -> None:
+        """`replicas`: how many of them share a tier's capacity."""
+        self._replicas = replicas
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.support.engines"])
         self._env = {**os.environ, "TMPDIR": os.fspath(temporary)}
@@ -255,7 +256,7 @@ class Engines:
         self._living: list[Engine] = []
 
     def start(self, tier: Tier, seed: int) -> Engine:
-        engine = Engine(self._context, tier, self._env, 1000 * seed + next(self._numbers))
+        engine = Engine(self._context, config_of(tier, self._replicas), self._env, 1000 * seed + next(self._numbers))
         self._living.append(engine)
         return engine
 

@@ -30,7 +30,7 @@ def test_store_finds_in_a_second_process_what_the_first_has_put(tmp_path: Path) 
     config = json.loads((EXAMPLES / "configs/laptop.json").read_text())
     config["tiers"][0]["capacity"] = "32MiB"
     config["tiers"][1] |= {"path": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
-    config |= {"wait_s": 120, "ready_s": 120}
+    config |= {"wait_s": 120}
     (tmp_path / "config.json").write_text(json.dumps(config))
 
     def run() -> str:

@@ -67,31 +67,29 @@ def test_more_than_the_limit_is_refused_and_less_is_said(
 ) -> None:
     config = offloading_config(groups=2, block_bytes=8 * PAGE)
     monkeypatch.setattr(logging.getLogger("nixl_tiers"), "propagate", True)
-    with pytest.raises(ValueError, match=r"takes 8\.0 bytes in tiers.*max_amplification is 4"):
-        refuse_amplification(config, groups(attention(), attention()), 4)
+    with pytest.raises(ValueError, match=r"takes 8\.0 bytes in tiers.*more than 4 are refused"):
+        refuse_amplification(config, groups(attention(), attention()))
     with caplog.at_level(logging.WARNING):
-        refuse_amplification(config, groups(attention(), attention()), 8)
-        assert [record.getMessage() for record in caplog.records if "takes 8.0 bytes" in record.getMessage()]
+        refuse_amplification(config, groups(attention(2), attention(2)))
+        assert [record.getMessage() for record in caplog.records if "takes 4.0 bytes" in record.getMessage()]
         caplog.clear()
-        refuse_amplification(config, groups(attention(8), attention(8)), 4)
-        refuse_amplification(config, None, 1)
+        refuse_amplification(config, groups(attention(8), attention(8)))
+        refuse_amplification(config, None)
     assert not caplog.records
 
 
-@pytest.mark.parametrize("limit", [None, 8])
+@pytest.mark.parametrize("heads", [1, 2])
 def test_an_engine_that_would_waste_more_does_not_start(
-    offloading_config: Build, limit: int | None, monkeypatch: pytest.MonkeyPatch
+    offloading_config: Build, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extra: dict[str, Any] = {"tiers": [{"type": "cpu", "capacity": "8MiB"}]}
-    if limit is not None:
-        extra["max_amplification"] = limit
     made = NixlTiersSpec(offloading_config(extra, groups=2, block_bytes=8 * PAGE))
-    runner = SimpleNamespace(kv_cache_config=groups(attention(), attention()))
+    runner = SimpleNamespace(kv_cache_config=groups(attention(heads), attention(heads)))
     monkeypatch.setattr(spec_module.compat, "calling_worker", lambda: SimpleNamespace(model_runner=runner))
     monkeypatch.setattr(spec_module, "rendezvous", lambda *_, **__: pytest.fail("let pass"))
     with (
-        pytest.raises(ValueError, match="max_amplification")
-        if limit is None
+        pytest.raises(ValueError, match="more than 4 are refused")
+        if heads == 1
         else pytest.raises(BaseException, match="let pass")
     ):
         made.get_worker(SimpleNamespace())

@@ -108,7 +108,6 @@ def test_equal_facts_give_equal_fingerprints(make: Callable[..., Fingerprint]) -
         {"model_config__multimodal_config": SimpleNamespace(video_pruning_method="vidcom2")},
         {"tiers": {"salt": "tenant"}},
         {"tiers": {"model_id": "mine"}},
-        {"tiers": {"tp_sizes": "apart"}, "offloading": {"world_size": 2, "replicated_layout": True}},
         {"offloading": {"world_size": 2, "dcp_size": 2, "replicated_layout": True}},
         {"offloading": {"world_size": 2}},
         {"offloading": {"blocks_per_chunk": 2}},
@@ -129,12 +128,10 @@ def test_tensor_parallel_sizes_with_the_same_rows_share_a_namespace(make: Callab
     """With MLA a row has one cell at every size; with two KV heads it has two, from two ranks on."""
     alone = make()
     assert [make(offloading={"world_size": size, "replicated_layout": True}) for size in (2, 8)] == [alone] * 2
-    assert make(tiers={"tp_sizes": "apart"}) == alone, "rows of one rank are found whatever is set"
     two = make(offloading={"world_size": 2})
     with told(Copies(4, declared=True)):
         assert make(offloading={"world_size": 8}) == two
-        apart = make({"tp_sizes": "apart"}, {"world_size": 8})
-    assert len({alone, two, apart, make(offloading={"world_size": 8})}) == 4
+    assert len({alone, two, make(offloading={"world_size": 8})}) == 3
 
 
 def test_vllm_has_these_options() -> None:

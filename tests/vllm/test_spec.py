@@ -150,8 +150,8 @@ def test_file_tiers_are_divided_by_the_replicas_of_the_node(
 ) -> None:
     tiers = [CPU, file_tier(tmp_path / "kv", "1GiB")]
 
-    def parts(config: Any) -> object:
-        return getattr(NixlTiersSpec(config).tiers.storage[0], "replicas", None)
+    def parts(config: Any) -> int | None:
+        return NixlTiersSpec(config).tiers.replicas
 
     assert parts(offloading_config({"tiers": tiers})) == 1
     assert parts(offloading_config({"tiers": tiers}, replicas=4)) == 4

@@ -100,33 +100,37 @@ class Running:
 
 class Ours(Side):
     limit = "capacity"
+    divides: ClassVar[bool] = False
+    """Whether engines of one place each have a part of it."""
 
     def transfer(self, place: Place, capacity: int | None, engines: int) -> Mapping[str, Any]:
         from tests.support.vllm_cpu import recomputing_transfer
 
-        storage = self.tier(place, engines) | {"capacity": capacity or ROOM_BYTES}
-        tiers = [{"type": "cpu", "capacity": HOST_BYTES}, storage]
-        return recomputing_transfer(tiers)
+        replicas = engines if self.divides else 1
+        storage = self.tier(place) | {"capacity": capacity or ROOM_BYTES}
+        tiers = [{"type": "cpu", "capacity": replicas * HOST_BYTES}, storage]
+        return recomputing_transfer(tiers, replicas=replicas)
 
     @abstractmethod
-    def tier(self, place: Place, engines: int) -> dict[str, Any]: ...
+    def tier(self, place: Place) -> dict[str, Any]: ...
 
 
 class OurSlabs(Ours):
     name, title, on = "slabs", "nixl_tiers, `layout: slabs`", "files"
+    divides = True
 
     def place(self, where: Any) -> Place:
         return where if isinstance(where, Place) else Slabs(where)
 
-    def tier(self, place: Place, engines: int) -> dict[str, Any]:
+    def tier(self, place: Place) -> dict[str, Any]:
         assert isinstance(place, Folder)
-        return {"type": "file", "path": str(place.path), "min_free": 0, "replicas": engines}
+        return {"type": "file", "path": str(place.path), "min_free": 0}
 
 
 class OurFiles(Ours):
     name, title, on = "files", "nixl_tiers, `layout: files`", "files"
 
-    def tier(self, place: Place, engines: int) -> dict[str, Any]:
+    def tier(self, place: Place) -> dict[str, Any]:
         assert isinstance(place, Folder)
         return {"type": "file", "layout": "files", "path": str(place.path), "min_free": 0}
 
@@ -134,7 +138,7 @@ class OurFiles(Ours):
 class OurS3(Ours):
     name, title, on = "s3", "nixl_tiers, S3", "s3"
 
-    def tier(self, place: Place, engines: int) -> dict[str, Any]:
+    def tier(self, place: Place) -> dict[str, Any]:
         assert isinstance(place, Bucket)
         return {"type": "s3", "bucket": place.name, "endpoint": place.endpoint}
 

@@ -81,7 +81,7 @@ def examine(config: S3Config, token: str, geometry: Geometry = ROW) -> Iterator[
     try:
         client = _client(config)
     except (TierDown, TierRefused, BotoCoreError, OSError) as error:
-        yield broken("credentials", problem or str(error), "see `profile`, `credentials_file` and `access_key_env`")
+        yield broken("credentials", problem or str(error), "see `profile` and `credentials_file`")
         return
     say(at=f"listing {config.place}")
     code = _error_of(lambda: client.list_objects_v2(Bucket=config.bucket, Prefix=f"{config.prefix}/", MaxKeys=1))
@@ -211,7 +211,7 @@ def _writing(client: Any, config: S3Config, token: str, geometry: Geometry, *, c
         yield not_tried(NAME, "a request that it needs is denied or fails")
         return
     scratch = f"{config.prefix}/{SCRATCH_PREFIX}{token}"
-    own = config.model_copy(update={"prefix": scratch, "shared": False, "sse": None})
+    own = config.model_copy(update={"prefix": scratch, "shared": False})
     yield write_read_verify(own, rows_of(geometry, ROWS), geometry)
 
 

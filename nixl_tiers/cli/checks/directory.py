@@ -134,14 +134,7 @@ def _trial(config: FileConfig, parent: Path, token: str, geometry: Geometry) -> 
         else:
             change = "a file system that has it (ext4, xfs): rows fill the page cache, and are copied once more"
             yield advise("O_DIRECT", "is refused by this file system", change)
-        own: dict[str, object] = {
-            "path": scratch,
-            "capacity": 2 * rows * geometry.row_bytes,
-            "replicas": None,
-            "require_mount": False,
-        }
-        if config.layout == "slabs":
-            own["replicas"] = 1
+        own = {"path": scratch, "capacity": 2 * rows * geometry.row_bytes, "require_mount": False}
         yield write_read_verify(config.model_copy(update=own), rows, geometry)
     except OSError as error:
         yield broken(NAME, f"{error.strerror or error} ({parent})", "give the engine's user a directory to write to")

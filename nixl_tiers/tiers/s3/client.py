@@ -88,7 +88,7 @@ class Credentials:
 
 def session_of(tier: S3Config) -> Any:
     """A boto3 session for `tier`'s clients. Raises what boto3 raises."""
-    if tier.credentials_file is None and tier.access_key_env is None:
+    if tier.credentials_file is None:
         return _session({} if tier.profile is None else {"profile": (None, None, tier.profile, None)})
     # AWS_PROFILE may name a profile that exists in `credentials_file` only, so it must not be looked up elsewhere.
     return _session({"profile": (None, None, None, None)})
@@ -101,15 +101,11 @@ def _session(variables: Mapping[str, object]) -> Any:
 
 
 def find_credentials(tier: S3Config, source: Any = None) -> tuple[Any, Credentials]:
-    """From the source that `tier` configures: (botocore's credentials object or None, their present value).
+    """From the source that `tier` configures: (botocore's credentials object, their present value).
 
     `source`: the object that an earlier call returned; one that renews itself is used again, not looked up again.
-    Raises TierRefused for an environment variable that is not set (it never will be), TierDown for all that may change.
+    Raises TierDown.
     """
-    if tier.access_key_env is not None:
-        assert tier.secret_key_env is not None
-        access, secret = _variable(tier, "access_key_env"), _variable(tier, "secret_key_env")
-        return None, Credentials(access, secret, _variable(tier, "session_token_env") if tier.session_token_env else "")
     if source is None or not hasattr(source, "refresh_needed"):
         try:
             source = _look_up(tier)
@@ -133,14 +129,6 @@ def _look_up(tier: S3Config) -> Any:
         profile = os.environ.get("AWS_PROFILE", "default")
         return SharedCredentialProvider(creds_filename=str(tier.credentials_file), profile_name=profile).load()
     return boto3.session.Session(profile_name=tier.profile).get_credentials()
-
-
-def _variable(tier: S3Config, field_name: str) -> str:
-    name = getattr(tier, field_name)
-    value = os.environ.get(name, "")
-    if not value:
-        raise TierRefused(f"{field_name}: the environment variable {name} is not set")
-    return value
 
 
 # --- the region that requests are signed for, and on AWS sent to: the same for boto3 and NIXL -------------------------

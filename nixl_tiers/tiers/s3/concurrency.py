@@ -14,6 +14,7 @@ import statistics
 from typing import Final
 
 FIRST: Final = 16  # before anything is known; never fewer, since a server on the same machine did best with as many
+MOST: Final = 64
 PROBE: Final = 4  # while the base is measured
 GAIN: Final = 2.0
 PROBE_AFTER: Final = 64  # transfers, before the base is first measured: a first hit is not slowed down

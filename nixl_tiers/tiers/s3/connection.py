@@ -9,16 +9,16 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 from botocore.exceptions import ClientError
 from botocore.parsers import ResponseParserError
 
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.times import PRODUCTION, Times
-from nixl_tiers.config.schema import S3Config, Sse
+from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown
-from nixl_tiers.tiers.s3.answers import answered_at_s, code_of, down
+from nixl_tiers.tiers.s3.answers import answered_at_s, down
 from nixl_tiers.tiers.s3.client import (
     Credentials,
     configured_region,
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 CONNECTIONS: Final = 24  # existence checks use as many
 VERSIONED: Final = "versioning is on: deleted and overwritten objects stay as old versions, which no capacity bounds"
 REMEDY: Final = "suspend versioning, or have a lifecycle rule delete noncurrent versions"
-_KNOWN: Final = get_args(Sse)
-_NONE: Final = "ServerSideEncryptionConfigurationNotFoundError"
 
 
 class S3Connection:
@@ -79,8 +77,6 @@ class S3Connection:
                 f'region: bucket "{self._tier.bucket}" is in {self.region.name}, which is used, and not in '
                 f"{configured.name}, as {configured.source} says",
             )
-        if (found := encryption_problem(client, self._tier)) is not None:
-            raise self.down(found)
         self._make_clients()
 
     def renew(self) -> None:
@@ -153,53 +149,7 @@ class S3Connection:
                 self._server_time = date_s, time.monotonic()
 
 
-# --- a bucket's defaults ----------------------------------------------------------------------------------------------
-
-
 def is_versioned(client: Any, bucket: str) -> bool:
     """Whether a delete leaves an old version. Raises what boto3 raises: not every server knows versions, and the right
     s3:GetBucketVersioning is needed for nothing else."""
     return bool(client.get_bucket_versioning(Bucket=bucket).get("Status") == "Enabled")
-
-
-def encryption_problem(client: Any, tier: S3Config) -> str | None:
-    """What is wrong with the default encryption of `tier`'s bucket, as text that follows its name; None if nothing is.
-    Raises what boto3 raises when there is no answer.
-
-    NIXL's object backend (1.5.1) cannot send encryption headers, so rows are encrypted as the bucket does by default.
-    All that can be done is to check that default, and not to use a bucket where it is another one.
-    """
-    if tier.sse is None:
-        return None
-    required = f'sse requires "{tier.sse}"'
-    try:
-        answer = client.get_bucket_encryption(Bucket=tier.bucket)
-    except ClientError as error:
-        code = code_of(error)
-        return (
-            f"has no default encryption, and {required}"
-            if code == _NONE
-            else f"does not report its default encryption ({code}), and {required}"
-        )
-    rules = answer.get("ServerSideEncryptionConfiguration", {}).get("Rules", [])
-    default: dict[str, Any] = next(
-        (found for rule in rules if (found := rule.get("ApplyServerSideEncryptionByDefault"))), {}
-    )
-    algorithm = default.get("SSEAlgorithm")
-    if algorithm != tier.sse:
-        shown = f'"{algorithm}"' if algorithm in _KNOWN else "something else"
-        return f"encrypts with {shown} by default, and {required}"
-    if tier.sse_key is not None and not _same_key(tier.sse_key, str(default.get("KMSMasterKeyID", ""))):
-        return "encrypts with another key than sse_key by default"
-    return None
-
-
-def _same_key(one: str, other: str) -> bool:
-    """A KMS key is named by its ID, its alias, or its ARN, which ends with one of them."""
-    if one.startswith("arn:") and other.startswith("arn:"):
-        return one == other
-    return _last_part(one) == _last_part(other)
-
-
-def _last_part(key: str) -> str:
-    return key.rpartition(":")[2].removeprefix("key/")

@@ -29,7 +29,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration, Transfer, TransferState, at_low_priority
 from nixl_tiers.tiers.s3.client import Credentials, trusted_certificates
-from nixl_tiers.tiers.s3.concurrency import FIRST
+from nixl_tiers.tiers.s3.concurrency import FIRST, MOST
 
 LANE_TRANSFERS: Final = 24
 STAGING_BYTES: Final = 1 << 30  # at most, but never fewer than MIN_STAGING_ROWS
@@ -101,7 +101,7 @@ class S3Data:
         self._geometry = geometry
         self._region = region
         self._row_bytes = geometry.row_bytes
-        self._memory = _staging(config.max_transfers, self._row_bytes)
+        self._memory = _staging(self._row_bytes)
         self._staging = np.frombuffer(self._memory, np.uint8).reshape(-1, self._row_bytes)
         self.free_staging = list(range(len(self._staging)))
         """A heap: the lowest rows are used first, so that those which are never needed take no memory."""
@@ -233,9 +233,9 @@ class S3Data:
         return True
 
 
-def _staging(transfers: int, row_bytes: int) -> mmap.mmap:
-    """Rows for this many downloads at once, in private memory."""
-    rows = max(MIN_STAGING_ROWS, min(transfers + SPARE_STAGING_ROWS, STAGING_BYTES // row_bytes))
+def _staging(row_bytes: int) -> mmap.mmap:
+    """Rows for the downloads that may run at once, in private memory."""
+    rows = max(MIN_STAGING_ROWS, min(MOST + SPARE_STAGING_ROWS, STAGING_BYTES // row_bytes))
     memory = zeroed(rows * row_bytes)
     # A core file must not hold prompts. Huge pages make the first use of a row cheaper.
     for flag in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):

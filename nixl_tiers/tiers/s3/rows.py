@@ -24,6 +24,7 @@ from nixl_tiers.tiers.s3.quota import PrefixQuota
 LEASE_CHECK_S: Final = 1.0  # how often a private prefix's tier looks whether it has got the lease
 SWEEP_S: Final = (30.0, 3600.0)  # the shortest and the longest time between two listings for max_age
 SWEEPS_PER_AGE: Final = 8
+LIST_REQUESTS_AN_HOUR: Final = 2000  # of such a listing: 1 million rows take half an hour
 
 
 class Rows(ABC):
@@ -187,7 +188,7 @@ class PrefixRows(Rows):
             deleter = self._control if self._owner.may_write else None
             if deleter is None:
                 self._owner.forgot_rows()
-            served, pause_s = (self._namespace, self._row_bytes), 3600.0 / self._config.list_requests_per_hour
+            served, pause_s = (self._namespace, self._row_bytes), 3600.0 / LIST_REQUESTS_AN_HOUR
             self._start(ExpirySweep(self.quota, self.names, served, max_age_s=age_s, pause_s=pause_s, deleter=deleter))
         yield from self._entries()
 

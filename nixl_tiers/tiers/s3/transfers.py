@@ -24,7 +24,7 @@ from nixl_tiers.tiers.move_queue import MoveQueue, Steps, Unit
 from nixl_tiers.tiers.moves import MovePipeline
 from nixl_tiers.tiers.nixl_agent import TransferState
 from nixl_tiers.tiers.s3.client import Credentials
-from nixl_tiers.tiers.s3.concurrency import PollPace, TransferLimit
+from nixl_tiers.tiers.s3.concurrency import MOST, PollPace, TransferLimit
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.data import ERROR_PAGE_BYTES, ObjectTransfer, S3Data
 from nixl_tiers.tiers.s3.rows import Rows
@@ -47,12 +47,11 @@ class RowTransfers:
         self.data = S3Data(config, geometry, region, times)
         self._sealer: Sealer | None = None
         self.pace = PollPace()
-        most = config.max_transfers
-        self._downloads, self._uploads = TransferLimit(most), TransferLimit(most)
+        self._downloads, self._uploads = TransferLimit(MOST), TransferLimit(MOST)
         self.moves = MovePipeline(
-            MoveQueue(limit=most, admit=self._admit_load, run=self._run_load),
+            MoveQueue(limit=MOST, admit=self._admit_load, run=self._run_load),
             MoveQueue(
-                limit=most,
+                limit=MOST,
                 admit=self._admit_store,
                 run=self._run_store,
                 on_end=lambda move, _: rows.store_ended(move.key),

@@ -43,24 +43,25 @@ class SlabTier(StorageTier):
         clock: Callable[[], float] = time.time,
         *,
         movers: int = 1,
+        replicas: int = 1,
         times: Times = PRODUCTION,
     ) -> None:
-        """`region` stays the caller's; `clock` returns Unix seconds; `movers`: how many the tier has on this machine.
-        Raises TierRefused if the wanted backend cannot be had here."""
+        """`region` stays the caller's; `clock` returns Unix seconds; `movers`: how many the tier has in this engine;
+        `replicas`: how many engines share the path. Raises TierRefused if the wanted backend cannot be had here."""
         self._config = config
         self._clock = clock
         self._times = times
         self._geometry = geometry
         self._region = region
         self._free = FreeSpace(config.path, config.min_free)
-        self._quota = SlabQuota(config.path, config.capacity, config.replicas or 1, self._free)
+        self._quota = SlabQuota(config.path, config.capacity, replicas, self._free)
         self._log_once = LogOnce(logger)
         self._transfers = open_transfers(
             TierSide(
                 config,
                 geometry,
                 region,
-                movers,
+                movers * replicas,
                 served=lambda: self._served,
                 admit_load=self._admit_load,
                 admit_store=self._admit_store,

@@ -42,8 +42,8 @@ _UNITS: Final = 64  # in each direction, within the rows of `in_flight.py`
 
 @dataclass(frozen=True)
 class TierSide:
-    """What the tier brings. `movers`: of the tier on this machine; `served`: the shard that is open; `clock` returns
-    Unix seconds; the others are what `MovePipeline` and its queues ask."""
+    """What the tier brings. `movers`: of the tier, in all engines that share its path; `served`: the shard that is
+    open; `clock` returns Unix seconds; the others are what `MovePipeline` and its queues ask."""
 
     config: FileConfig
     geometry: Geometry

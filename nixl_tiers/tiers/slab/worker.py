@@ -162,13 +162,13 @@ def threads_of(workers: int) -> int:
 
 def open_worker(config: FileConfig, region: HostRegion, geometry: Geometry, movers: int) -> Worker | None:
     """The worker, unless another backend is chosen; None: NIXL moves the rows, as it does where the worker cannot be
-    had, but raises TierRefused where it was chosen. `movers`: of the tier on this machine, in each of its replicas."""
+    had, but raises TierRefused where it was chosen. `movers`: of the tier, in all engines that share its path."""
     if config.backend not in ("auto", "native"):
         return None
     try:
         if not available():
             raise OSError("was not built; install with a C compiler")
-        return Worker(region, geometry, threads_of(movers * (config.replicas or 1)))
+        return Worker(region, geometry, threads_of(movers))
     except OSError as error:
         problem = str(error) if error.errno is None else f"cannot start ({error.strerror})"
     if config.backend == "native":

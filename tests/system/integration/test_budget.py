@@ -54,8 +54,7 @@ def test_ten_times_the_budget_in_three_namespaces_in_turn(tmp_path: Path, layout
     they write and look for what the others have written, so together they may be ahead of each other by a known share.
     """
     ahead = 0 if layout == "slabs" or engines == 1 else engines * max(SCAN_ROWS * SIZE, BUDGET // SCAN_SHARE)
-    parts = {"replicas": engines} if layout == "slabs" else {}
-    setting = config(file_tier(tmp_path / "kv", BUDGET, layout=layout, **parts), host=HOST)
+    setting = config(file_tier(tmp_path / "kv", BUDGET, layout=layout), host=HOST) | {"replicas": engines}
     taken: Callable[[Path], int] = least_disk_bytes
     written = 0
     with ExitStack() as around:

@@ -23,7 +23,10 @@ BEGIN = """
 import gc, os, signal, subprocess, sys, threading, time
 import numpy as np
 import nixl_tiers
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.core.events import Events
+from nixl_tiers.store import open_with
+from tests.support.times import changed
 from tests.support.waiting import serves, until
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a shell's background job
@@ -34,8 +37,8 @@ CPU = {"type": "cpu", "capacity": "4MiB"}
 FILE = {"type": "file", "path": path, "capacity": "64MiB", "min_free": 0}
 S3 = {"type": "s3", "bucket": "bucket", "endpoint": endpoint, "capacity": "64MiB"}
 
-def opened(*tiers, **fields):
-    store = nixl_tiers.open({"tiers": [CPU, *(tiers or (FILE,))], **fields}, 65536, "n")
+def opened(*tiers, times=PRODUCTION):
+    store = open_with(times, {"tiers": [CPU, *(tiers or (FILE,))]}, 65536, "n")
     if not tiers:
         until(lambda: serves(store.stats()["file"]), "the file tier")
     assert store.put(KEYS, ROWS) == 8
@@ -95,7 +98,7 @@ CASES = [
         """
         Events.opened = lambda *_: os.kill(os.getpid(), signal.SIGINT)
         try:
-            opened(FILE, S3, ready_s=100)
+            opened(FILE, S3, times=changed(ready_s=100.0))
         except KeyboardInterrupt:
             until(lambda: state() == before, "everything to be released")
         else:
@@ -107,7 +110,7 @@ CASES = [
         """
         opened().close()  # leaves slabs in that directory
         try:
-            opened({**FILE, "layout": "files"}, {**FILE, "path": path + "-other"}, ready_s=100)
+            opened({**FILE, "layout": "files"}, {**FILE, "path": path + "-other"}, times=changed(ready_s=100.0))
         except nixl_tiers.ConfigError as error:
             assert "slabs" in str(error), error
         else:

@@ -18,10 +18,11 @@ import pytest
 
 import nixl_tiers
 from nixl_tiers.core.types import TierState
+from nixl_tiers.store import open_with
 from tests.support.core import backlog
 from tests.support.file_tier import file_tier
 from tests.support.servers import S3Server, free_ports, moto_server
-from tests.support.times import open_patient
+from tests.support.times import changed, open_patient
 from tests.support.waiting import serves, until, until_up
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -149,13 +150,13 @@ def test_s3_may_be_down_at_the_start_and_recovers(tmp_path: Path, monkeypatch: p
 def test_a_missing_bucket_is_one_clear_sentence(moto: S3Server, s3_credentials: Callable[[S3Server], None]) -> None:
     s3_credentials(moto)
     objects = {"type": "s3", "bucket": "no-such-bucket", "endpoint": moto.endpoint, "capacity": "64MiB"}
-    config = {"tiers": [{"type": "cpu", "capacity": "2MiB"}, objects], "ready_s": 120}
+    config = {"tiers": [{"type": "cpu", "capacity": "2MiB"}, objects]}
     caught: list[str] = []
 
     def refused() -> bool:
         """An answer that comes too late, on a busy machine, refuses nothing: the store opens without the tier."""
         try:
-            nixl_tiers.open(config, SIZE, "n").close()
+            open_with(changed(ready_s=120.0), config, SIZE, "n").close()
         except nixl_tiers.ConfigError as error:
             caught.append(str(error))
         return bool(caught)

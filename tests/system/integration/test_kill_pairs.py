@@ -19,6 +19,7 @@ import pytest
 from nixl_tiers.tiers.s3.janitor import USAGE_NAME
 from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS, Record
 from nixl_tiers.tiers.s3.usage import Usage
+from tests.mover.stub_tiers import SHORT_LEASE_UPLOADS
 from tests.support.disks import assert_never_exceeds, least_disk_bytes
 from tests.support.engines import (
     MOST_ROWS,
@@ -43,7 +44,6 @@ KINDS = ["flushed", "engine", "mover", "both", "crowd"]
 """What is killed: both processes of an engine just after it has written all rows, under load an engine, its mover, both
 at once, both of both engines."""
 WINDOW_SHARE = 4  # of a small shared prefix
-MAX_UPLOADS = 16
 IN_FLIGHT = 8  # rows that a killed engine may have been writing or loading
 
 
@@ -54,6 +54,7 @@ class Medium:
     bound: int
     """In bytes, at every moment."""
     pause_s = 0.01  # between two measurements
+    replicas = 1  # engines that share the capacity of slabs
     steps = 12  # of the load of each engine, at most before a kill
 
     def nbytes(self, _: object = None) -> int:
@@ -86,10 +87,12 @@ class Medium:
 class Parts(Medium):
     """Two parts of one path: each engine has rows of its own."""
 
+    replicas = 2
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bound = 3 << 20
-        self.tier = file_tier(path, self.bound, replicas=2)
+        self.tier = file_tier(path, self.bound)
 
     def nbytes(self, _: object = None) -> int:
         return least_disk_bytes(self.path)
@@ -135,8 +138,7 @@ class PrivatePrefix(Prefix):
     def __init__(self, server: S3Server, place: dict[str, Any]) -> None:
         super().__init__(server, place)
         self.tier |= {"type": "tests.mover.stub_tiers:ShortLeaseConfig", "lease_s": 3.0, "capacity": MOST_ROWS * ROW}
-        self.tier |= {"max_transfers": MAX_UPLOADS}
-        self.bound = (MOST_ROWS + MAX_UPLOADS) * ROW
+        self.bound = (MOST_ROWS + SHORT_LEASE_UPLOADS) * ROW
 
     def owner(self) -> object:
         record = Record.decode(self.read(OWNER_TERMS.name))
@@ -219,7 +221,7 @@ def kill_rounds(medium: Medium, rounds: int, temporary: Path) -> None:
     temporary.mkdir()
     with (
         assert_never_exceeds(Path(), medium.bound, medium.nbytes, medium.pause_s) as samples,
-        Engines(temporary) as engines,
+        Engines(temporary, medium.replicas) as engines,
     ):
         pair = [engines.start(medium.tier, seed), engines.start(medium.tier, seed)]
         for round_ in range(rounds):

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-import nixl_tiers
 from nixl_tiers.base.chunk import Geometry, Key, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime import tier_log
 from nixl_tiers.runtime.coordinator import Coordinator
-from nixl_tiers.store import TieredStore
+from nixl_tiers.store import TieredStore, open_with
 from tests.support.file_tier import file_tier
 from tests.support.load import get, put
 from tests.support.servers import S3Server
+from tests.support.times import changed
 from tests.support.waiting import until
 
 SIZE = 60_000
@@ -32,13 +32,13 @@ def settings(tmp_path: Path, **fields: object) -> dict[str, Any]:
     return {"tiers": [{"type": "cpu", "capacity": 4 << 20}, tier], **fields}
 
 
-@pytest.mark.parametrize("ready_s", [120, 0])
+@pytest.mark.parametrize("ready_s", [120.0, 0.0])
 def test_stored_rows_are_hits_right_after_open(tmp_path: Path, ready_s: float) -> None:
-    with nixl_tiers.open(settings(tmp_path, ready_s=120), SIZE, "n") as store:
+    with open_with(changed(ready_s=120.0), settings(tmp_path), SIZE, "n") as store:
         put(store, KEYS)
         assert store.flush(120)
     for _ in range(3):
-        with nixl_tiers.open(settings(tmp_path, ready_s=ready_s, wait_s=120), SIZE, "n") as store:
+        with open_with(changed(ready_s=ready_s), settings(tmp_path, wait_s=120), SIZE, "n") as store:
             if ready_s:
                 assert store.locate(KEYS) == ["file"] * len(KEYS)
             else:
@@ -52,11 +52,11 @@ def test_rows_of_a_bucket_are_hits_right_after_open(
     s3_credentials(any_s3)
     objects = {"type": "s3", "bucket": s3_bucket(any_s3), "endpoint": any_s3.endpoint, "prefix": s3_prefix}
     tiers = [{"type": "cpu", "capacity": 4 << 20}, {**objects, "capacity": 64 << 20}]
-    with nixl_tiers.open({"tiers": tiers, "ready_s": 120}, SIZE, "n") as store:
+    with open_with(changed(ready_s=120.0), {"tiers": tiers}, SIZE, "n") as store:
         put(store, KEYS)
         assert store.flush(120)
     for _ in range(3):
-        with nixl_tiers.open({"tiers": tiers, "ready_s": 120, "wait_s": 120}, SIZE, "n") as store:
+        with open_with(changed(ready_s=120.0), {"tiers": tiers, "wait_s": 120}, SIZE, "n") as store:
             assert store.locate(KEYS) == ["s3"] * len(KEYS)
             assert get(store, KEYS) == ([True] * len(KEYS), [])
 

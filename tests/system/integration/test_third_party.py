@@ -8,14 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 
-import nixl_tiers
 from nixl_tiers import cli
 from nixl_tiers.config import schema
 from nixl_tiers.config.warnings import warnings_of
+from tests.support.times import open_patient
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/writing-a-tier.md"
@@ -140,6 +139,5 @@ def test_kv_transfer_config_accepts_it(site: Path, file: Path, monkeypatch: pyte
 def test_package_that_is_not_installed_is_refused(site: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(site)  # and not in PYTHONPATH, which its mover inherits
     sentence = r'^tiers\[1\]\.type: "shelf" cannot be imported by its mover process, so its package must be installed'
-    file.write_text(f"{dedent(file.read_text())}ready_s: 120\n")  # its mover may take long to say so
     with pytest.raises(schema.ConfigError, match=sentence):
-        nixl_tiers.open(file, chunk_bytes=60_000, namespace="n")
+        open_patient(file, chunk_bytes=60_000, namespace="n")  # its mover may take long to say so

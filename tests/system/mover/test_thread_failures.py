@@ -20,12 +20,13 @@ import nixl_tiers
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.events import Events
 from nixl_tiers.mover.child import Child, Stderr
-from nixl_tiers.store import TieredStore
+from nixl_tiers.store import TieredStore, open_with
 from tests.mover.stub_tiers import FailingFileConfig, FailingS3Config
 from tests.support.core import backlog
 from tests.support.file_tier import file_tier
 from tests.support.load import get, put
 from tests.support.servers import S3Server
+from tests.support.times import changed
 from tests.support.waiting import until, until_up
 
 SIZE = 60_000
@@ -82,7 +83,7 @@ def test_an_error_on_a_thread_of_a_file_tier_ends_its_mover(
             journal.unlink()
     kind = f"{FailingFileConfig.__module__}:{FailingFileConfig.__name__}"
     tier |= {"type": kind, "fails": method, "failed": str(tmp_path / "failed")}
-    with nixl_tiers.open({"tiers": [CPU, tier], "ready_s": 0}, SIZE, "n") as store:
+    with open_with(changed(ready_s=0.0), {"tiers": [CPU, tier]}, SIZE, "n") as store:
         put(store, KEYS)
         _ends(store, caplog, thread)
 
@@ -118,7 +119,7 @@ def test_an_error_on_the_control_thread_of_an_s3_tier_ends_its_mover(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, objects: dict[str, Any]
 ) -> None:
     tier = failing(objects, "nixl_tiers.tiers.s3.control:S3Control._next", tmp_path / "failed")
-    with nixl_tiers.open({"tiers": [CPU, tier], "ready_s": 0}, SIZE, "n") as store:
+    with open_with(changed(ready_s=0.0), {"tiers": [CPU, tier]}, SIZE, "n") as store:
         _ends(store, caplog, "nixl_tiers-s3-control")
 
 
@@ -128,7 +129,7 @@ def test_lease_thread_of_an_s3_tier_goes_on_after_an_unexpected_error(
 ) -> None:
     tier = failing(objects, LEASE_THREADS[thread], tmp_path / "failed") | {"shared": thread == "janitor"}
     numbers = itertools.count()
-    with nixl_tiers.open({"tiers": [CPU, tier], "ready_s": 0}, SIZE, "n") as store:
+    with open_with(changed(ready_s=0.0), {"tiers": [CPU, tier]}, SIZE, "n") as store:
 
         def stores() -> bool:
             """The tier takes no rows without a lease, and those that it did not take are not offered again."""

@@ -36,13 +36,22 @@ class Clock:
 
 
 def make_tier(
-    layout: str, path: Path, region: HostRegion, capacity: int = CAPACITY, *, times: Times = PRODUCTION, **fields: Any
+    layout: str,
+    path: Path,
+    region: HostRegion,
+    capacity: int = CAPACITY,
+    *,
+    replicas: int = 1,
+    times: Times = PRODUCTION,
+    **fields: Any,
 ) -> FileTier:
-    """`layout`: "slabs", "slabs by NIXL" or "files"."""
+    """`layout`: "slabs", "slabs by NIXL" or "files"; `replicas`: of slabs."""
     layout, _, by = layout.partition(" by ")
     fields = {"backend": "posix", **fields} if by else fields
     config = file_config(path, capacity, layout=layout, **fields)
-    return (SlabTier if layout == "slabs" else RowFileTier)(config, GEOMETRY, region, times=times)
+    if layout == "files":
+        return RowFileTier(config, GEOMETRY, region, times=times)
+    return SlabTier(config, GEOMETRY, region, replicas=replicas, times=times)
 
 
 def run_until(tier: FileTier, condition: Callable[[], bool]) -> None:

@@ -31,7 +31,7 @@ FLEETS: Final[dict[str, dict[str, Any]]] = {
     "bucket": {
         "type": "s3", "bucket": "kv-cache", "prefix": "m", "endpoint": "http://s:1", "shared": True, "capacity": "20TiB"
     },
-    "replicas": {"type": "file", "path": "/mnt/nvme/kv", "capacity": "800GiB", "replicas": 8},
+    "replicas": {"type": "file", "path": "/mnt/nvme/kv", "capacity": "800GiB"},
     "nodes": {"type": "file", "path": "/mnt/nvme/kv", "capacity": "100GiB"},
 }  # fmt: skip
 """By namespace: what each of its eight pods is configured with beside host memory."""

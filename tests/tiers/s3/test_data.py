@@ -8,32 +8,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nixl_tiers.config.schema import S3Config
-from nixl_tiers.tiers.s3.data import MIN_STAGING_ROWS, STAGING_BYTES, _staging
+from nixl_tiers.tiers.s3.concurrency import MOST
+from nixl_tiers.tiers.s3.data import MIN_STAGING_ROWS, SPARE_STAGING_ROWS, STAGING_BYTES, _staging
 from nixl_tiers.tiers.s3.names import RECENT_NAMES
 
 MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("transfers", "row_bytes", "rows"),
-    [(64, 8 * MIB, 68), (512, 64 << 10, 516), (512, 8 * MIB, 128), (2, 512 * MIB, MIN_STAGING_ROWS)],
+    ("row_bytes", "rows"),
+    [(8 * MIB, MOST + SPARE_STAGING_ROWS), (32 * MIB, 32), (512 * MIB, MIN_STAGING_ROWS)],
 )
-def test_as_many_downloads_as_are_allowed_have_room_within_a_bound(transfers: int, row_bytes: int, rows: int) -> None:
-    staging = _staging(transfers, row_bytes)
+def test_as_many_downloads_as_are_allowed_have_room_within_a_bound(row_bytes: int, rows: int) -> None:
+    staging = _staging(row_bytes)
     assert len(staging) == rows * row_bytes
     assert len(staging) <= max(STAGING_BYTES, MIN_STAGING_ROWS * row_bytes)
     staging.close()
 
 
 def test_names_of_all_that_may_run_are_kept() -> None:
-    most = next(each.le for each in S3Config.model_fields["max_transfers"].metadata if hasattr(each, "le"))
-    assert most == 512
-    assert 2 * most <= RECENT_NAMES
+    assert 2 * MOST <= RECENT_NAMES
 
 
 def test_staging_rows_stay_out_of_core_dumps() -> None:
-    staging = _staging(16, 1 << 20)
+    staging = _staging(1 << 20)
     address = np.frombuffer(staging, np.uint8).ctypes.data
     mappings = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
     (flags,) = (

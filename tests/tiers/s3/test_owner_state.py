@@ -25,6 +25,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import GONE, Entry, Move
 from nixl_tiers.tiers.nixl_agent import TransferState
 from nixl_tiers.tiers.s3 import lease as lease_module
+from nixl_tiers.tiers.s3 import transfers
 from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.lease import PrefixLease
 from nixl_tiers.tiers.s3.listing import FullListing
@@ -234,9 +235,9 @@ class Engine:
             endpoint="http://x",
             capacity=CAPACITY_ROWS * ROW,
             max_age=MAX_AGE_S,
-            max_transfers=UPLOADS,
         )
-        self.tier = S3Tier(config, GEOMETRY, self.world.region)
+        with mock.patch.object(transfers, "MOST", UPLOADS):
+            self.tier = S3Tier(config, GEOMETRY, self.world.region)
         self.tier.identify(self.name)
         self.data = Data(bucket, self)
         self.tier._transfers.data = self.data  # type: ignore[assignment]

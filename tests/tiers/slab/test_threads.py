@@ -9,6 +9,7 @@ import pytest
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.slab import worker
+from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.support.file_tier import file_config
 
 
@@ -21,16 +22,22 @@ def test_threads_follow_from_the_cores(monkeypatch: pytest.MonkeyPatch, cores: i
     assert worker.threads_of(workers) == threads
 
 
-@pytest.mark.parametrize(("movers", "replicas", "threads"), [(1, None, 8), (2, None, 8), (4, 1, 4), (2, 4, 2)])
+class Asked(Exception):
+    """For a worker with so many threads."""
+
+
+@pytest.mark.parametrize(("movers", "replicas", "threads"), [(1, 1, 8), (2, 1, 8), (4, 1, 4), (2, 4, 2)])
 def test_directories_and_replicas_share_the_cores(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str], movers: int, replicas: int | None, threads: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str], movers: int, replicas: int, threads: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr(worker, "available", lambda: True)
-    made: list[int] = []
-    monkeypatch.setattr(worker, "Worker", lambda region, geometry, threads: made.append(threads))
+
+    def make(region: HostRegion, geometry: Geometry, threads: int) -> worker.Worker:
+        raise Asked(threads)
+
+    monkeypatch.setattr(worker, "Worker", make)
     geometry = Geometry(1, 4096)
-    region = HostRegion.create(geometry, 1)
-    worker.open_worker(file_config(tmp_path, "1GiB", replicas=replicas), region, geometry, movers)
-    assert made == [threads]
-    region.close()
+    with HostRegion.create(geometry, 1) as region, pytest.raises(Asked) as asked:
+        SlabTier(file_config(tmp_path, "1GiB"), geometry, region, movers=movers, replicas=replicas)
+    assert asked.value.args == (threads,)

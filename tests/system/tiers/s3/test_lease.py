@@ -32,13 +32,13 @@ from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS, LeaseTerms, Record
 from nixl_tiers.tiers.s3.listing import ExpirySweep
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 from tests.mover.harness import MoverProcess, has_exited
+from tests.mover.stub_tiers import SHORT_LEASE_UPLOADS
 from tests.support.servers import MotoServer, S3Server
 from tests.system.tiers.s3.harness import CUT_OFF, FaultyS3, TierDriver, client_of, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ROW = SMALL.row_bytes
 CAPACITY_ROWS = 32
-MAX_UPLOADS = 16
 SHORT = LeaseTerms(
     lease_s=6.0, margin_s=2.0, renew_s=0.4, poll_s=0.1, retry_s=0.1, confirm_s=0.05, doubt_s=0.0, ask_again_s=0.2
 )
@@ -533,7 +533,7 @@ def test_killed_owners_rows_stay_and_the_capacity_is_kept(
     s3_credentials(moto)
     place = {"bucket": s3_bucket(moto), "prefix": s3_prefix}
     config = {"type": "tests.mover.stub_tiers:ShortLeaseConfig", "endpoint": moto.endpoint, **place}
-    tier = {**config, "capacity": CAPACITY_ROWS * ROW, "max_transfers": MAX_UPLOADS}
+    tier = {**config, "capacity": CAPACITY_ROWS * ROW}
     rng = random.Random(7)
     with ExitStack() as stack:
         live: set[int] = set()
@@ -562,7 +562,7 @@ def test_killed_owners_rows_stay_and_the_capacity_is_kept(
             assert set(heir.load(sorted(live))) == {Outcome.OK}
             owner = heir
         owner.store(list(range(2000, 2040)), slots=list(range(40)))
-        assert sum(objects(moto, place).values()) <= (CAPACITY_ROWS + MAX_UPLOADS) * ROW
+        assert sum(objects(moto, place).values()) <= (CAPACITY_ROWS + SHORT_LEASE_UPLOADS) * ROW
         record = moto.client().get_object(Bucket=place["bucket"], Key=f"{s3_prefix}/{OWNER_TERMS.name}")["Body"].read()
         assert Record.decode(record).engine == "engine-2"  # type: ignore[union-attr]
         owner.stop()

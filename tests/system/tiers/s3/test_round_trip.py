@@ -12,6 +12,7 @@ import pytest
 from nixl_tiers.base.chunk import Geometry, Outcome, object_name
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Move
+from nixl_tiers.tiers.s3 import transfers as transfers_module
 from nixl_tiers.tiers.s3.concurrency import FIRST, TransferLimit
 from tests.support.pages import mapped
 from tests.support.servers import S3Server
@@ -274,13 +275,14 @@ def test_s3_tier_starts_no_upload_while_they_are_held(place: dict[str, Any]) -> 
         assert driver.finish(batch) == [[Outcome.OK]]
 
 
-@pytest.mark.parametrize(("most", "limit"), [(3, None), (64, 2)], ids=["configured", "measured"])
-def test_no_more_transfers_run_than_are_configured_and_measured(
+@pytest.mark.parametrize(("most", "limit"), [(3, None), (64, 2)], ids=["allowed", "measured"])
+def test_no_more_transfers_run_than_are_allowed_and_measured(
     place: dict[str, Any], monkeypatch: pytest.MonkeyPatch, most: int, limit: int | None
 ) -> None:
     if limit is not None:
         monkeypatch.setattr(TransferLimit, "limit", limit)
-    with TierDriver(SMALL, 32, max_transfers=most, **place) as driver:
+    monkeypatch.setattr(transfers_module, "MOST", most)
+    with TierDriver(SMALL, 32, **place) as driver:
         driver.open()
         transfers, running = driver.tier._transfers, list[int]()
         data = transfers.data

@@ -51,11 +51,11 @@ def test_namespaces_in_turn_stay_within_the_capacity(tmp_path: Path) -> None:
 def test_two_shards_of_three_namespaces_in_turn_stay_within_the_capacity(tmp_path: Path) -> None:
     """Two replicas fill their parts at once, and reopen."""
     stored = 0
-    tier = file_tier(tmp_path, CAPACITY, replicas=2)
+    tier = file_tier(tmp_path, CAPACITY)
     with (
         assert_never_exceeds(tmp_path, CAPACITY),
-        MoverProcess(tier, GEOMETRY, BATCH) as first,
-        MoverProcess(tier, GEOMETRY, BATCH) as second,
+        MoverProcess(tier, GEOMETRY, BATCH, replicas=2) as first,
+        MoverProcess(tier, GEOMETRY, BATCH, replicas=2) as second,
     ):
         for number in range(3):
             slots = min(mover.open(namespace(number), epoch=number) for mover in (first, second))
@@ -83,7 +83,7 @@ def test_tier_without_room_for_a_journal_is_down_until_there_is_some(tmp_path: P
     with (
         assert_never_exceeds(tmp_path, capacity),
         MoverProcess(file_tier(tmp_path, capacity), GEOMETRY, BATCH) as first,
-        MoverProcess(file_tier(tmp_path, capacity, replicas=2), GEOMETRY, BATCH) as second,
+        MoverProcess(file_tier(tmp_path, capacity), GEOMETRY, BATCH, replicas=2) as second,
     ):
         assert set(fill(first, first.open())) == {Outcome.OK}
         (tmp_path / "rest").write_bytes(bytes(capacity - disk_bytes(tmp_path) - (64 << 10)))

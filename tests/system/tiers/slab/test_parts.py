@@ -39,7 +39,7 @@ BATCH = 32
 
 
 def mover_on(path: Path, replicas: int = 1, capacity: int = CAPACITY) -> MoverProcess:
-    return MoverProcess(file_tier(path, capacity, replicas=replicas), GEOMETRY, BATCH)
+    return MoverProcess(file_tier(path, capacity), GEOMETRY, BATCH, replicas=replicas)
 
 
 def listed(mover: MoverProcess) -> set[int]:
