@@ -31,7 +31,6 @@ def test_directories_and_replicas_share_the_cores(
     monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str], movers: int, replicas: int, threads: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    monkeypatch.setattr(worker, "available", lambda: True)
 
     def make(region: HostRegion, geometry: Geometry, threads: int) -> worker.Worker:
         raise Asked(threads)
