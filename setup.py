@@ -1,11 +1,9 @@
 """Declares what is compiled; everything else about the package stands in pyproject.toml.
 
-Six things, all optional. Four libraries, which ctypes loads, and a module: without a C compiler the wheel is built
-nevertheless, swap.host and memory.hash_copy use numpy, core.row_table holds fewer rows, NIXL moves the rows of slabs,
-and GPUs are refused.
-The libraries contain nothing of Python, and the module keeps to its limited API, so one wheel, tagged with the stable
-ABI, serves every version. The GPU kernels, as one file for all architectures: without nvcc they are compiled at the
-first start on a GPU (swap.kernels), for which the sources go into the wheel.
+Four libraries, which ctypes loads, and a module: nothing does without them, so the build needs a C compiler. The
+libraries contain nothing of Python, and the module keeps to its limited API, so one wheel, tagged with the stable ABI,
+serves every version. The GPU kernels, as one file for all architectures, are optional: without nvcc they are compiled
+at the first start on a GPU (swap.kernels), for which the sources go into the wheel.
 """
 
 import gzip
@@ -14,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.egg_info import egg_info
 from setuptools.command.sdist import sdist
+from setuptools.errors import CCompilerError
 
 HERE = Path(__file__).parent
 KERNELS = ("swap.cu", "swap.h")
@@ -70,7 +70,10 @@ class Build(build_ext):
     def build_extensions(self):
         """Some Pythons link with their own place as a path to search, which is nothing for a wheel."""
         self.compiler.linker_so = [word for word in self.compiler.linker_so if not word.startswith("-Wl,-rpath")]
-        super().build_extensions()
+        try:
+            super().build_extensions()
+        except CCompilerError as error:
+            sys.exit(f"nixl_tiers needs a C compiler (cc, or what CC names) and Python's headers to be built: {error}")
 
     def run(self):
         super().run()
@@ -108,7 +111,6 @@ def native(name, *sources, optimize="-O3"):
         include_dirs=["csrc"],
         libraries=["pthread"],
         extra_compile_args=flags,
-        optional=True,
         py_limited_api=True,
     )
 

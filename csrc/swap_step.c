@@ -2,7 +2,7 @@
  * the bytes. One call plans all jobs of a direction, one marks the rows of all stores.
  *
  * After a forward pass no code is in a processor's cache: what counts for the engine's thread is how much of it is
- * touched. nixl_tiers/swap/step.py says the same in Python, for tests and where this was not built.
+ * touched. tests/support/plain_steps.py says the same in Python.
  */
 #include <stddef.h>
 

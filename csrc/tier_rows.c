@@ -8,6 +8,8 @@
 #define PY_SSIZE_T_CLEAN
 #include "tier_rows.h"
 
+int nixl_tiers_tier_rows_abi(void) { return 1; } /* which build of this interface it is: a stale one must not be used */
+
 static int read_key(Rows *self, PyObject *object, Key *key) { /* 0 with an exception set */
     char *bytes;
     Py_ssize_t length;

@@ -211,6 +211,7 @@ def s3_prefix(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The fake CUDA driver, and csrc/swap_submit.c as it is now; skips the test if there is no C++ compiler."""
+    from nixl_tiers.base import native
     from nixl_tiers.swap import submit
     from tests.swap.fake_gpu import build, build_submit
 
@@ -218,7 +219,7 @@ def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     library = build(folder)
     if library is None:
         pytest.skip("no C++ compiler")
-    submitting = submit._open(str(build_submit(folder)))
+    submitting = submit._open(native.SWAP_SUBMIT._replace(path=str(build_submit(folder))))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(submit, "_library", lambda: submitting)
         yield library

@@ -1,24 +1,53 @@
-"""The package's C libraries, for ctypes: each is optional, and one of another machine or version is not called."""
+"""The package's native libraries (csrc/): nothing else does what they do, so a start without one is refused."""
 
 from __future__ import annotations
 
 import ctypes
-from importlib.util import find_spec
+from pathlib import Path
+from typing import Final, NamedTuple
+
+AGAIN: Final = "install nixl_tiers again, as a wheel or with a C compiler"
 
 
-def location(module: str) -> str | None:
-    """Where the library lies that was built as this module (its full name), or None."""
-    spec = find_spec(module)
-    return spec.origin if spec else None
+class NotBuilt(RuntimeError):
+    """One sentence: `problem`, which names the file, and what to do."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}: {AGAIN}")
+        self.problem = problem
 
 
-def opened(path: str | None, name: str, abi: int, *, keeps_lock: bool = False) -> ctypes.CDLL | None:
-    """The library at `path`, or None where there is none, it cannot be loaded, or its function `name` returns another
-    number than `abi`. Other threads run during a call, unless it `keeps_lock`, the interpreter's."""
-    if not path:
-        return None
+class Library(NamedTuple):
+    path: str
+    function: str  # returns `abi`
+    abi: int
+
+
+def _library(name: str, function: str, abi: int) -> Library:
+    return Library(str(Path(__file__).parents[1] / f"{name}.abi3.so"), f"nixl_tiers_{function}_abi", abi)
+
+
+HASH_COPY: Final = _library("memory/_hash_copy", "hash_copy", 3)
+ROW_WORKER: Final = _library("tiers/slab/_row_worker", "row_worker", 2)
+SWAP_CPU: Final = _library("swap/_swap_cpu", "swap", 4)
+SWAP_SUBMIT: Final = _library("swap/_swap_submit", "submit", 4)
+TIER_ROWS: Final = _library("core/_tier_rows", "tier_rows", 1)
+ALL: Final = (HASH_COPY, ROW_WORKER, SWAP_CPU, SWAP_SUBMIT, TIER_ROWS)
+
+
+def opened(library: Library, *, keeps_lock: bool = False) -> ctypes.CDLL:
+    """Other threads run during a call, unless it `keeps_lock`, the interpreter's. Raises NotBuilt."""
     try:
-        library = ctypes.PyDLL(path) if keeps_lock else ctypes.CDLL(path)
-        return library if library[name]() == abi else None
-    except (OSError, AttributeError):
-        return None
+        found = ctypes.PyDLL(library.path) if keeps_lock else ctypes.CDLL(library.path)
+        abi = found[library.function]()
+    except (OSError, AttributeError) as error:  # both name the file
+        raise NotBuilt(f"a library of nixl_tiers cannot be used ({error})") from None
+    if abi != library.abi:
+        raise NotBuilt(f"{library.path} is of another version of nixl_tiers")
+    return found
+
+
+def require() -> None:
+    """Raise NotBuilt unless all libraries can be used."""
+    for library in ALL:
+        opened(library)

@@ -11,10 +11,9 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import rows_of_share
-from nixl_tiers.core.row_table import make_rows, most_rows
 from nixl_tiers.core.slots import MemberSlots, SlotCount, Slots
 from nixl_tiers.core.stats import Counters, EvictionHistory, Gone, tag_of
-from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, Found
+from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, Found, make_rows
 from nixl_tiers.core.types import Columns, TierSpec, TierState
 
 if TYPE_CHECKING:
@@ -167,8 +166,7 @@ class TierIndex:
 
     def set_limit(self, member: Member, limit: int) -> None:
         """Allocate no slot from `limit` on any more; rows in them stay until they are listed as removed."""
-        most = most_rows()
-        self.slots_of(member).limit = limit if most is None else min(limit, most // len(self._members))
+        self.slots_of(member).limit = limit
 
     def slots_of(self, member: Member) -> SlotCount:
         return self._parts.parts[member.place] if self._divided else self.slots

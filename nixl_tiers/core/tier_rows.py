@@ -1,6 +1,6 @@
 """The rows of a storage tier: which keys it holds, in which slots, and in which order they are evicted.
 
-One structure owns that (`row_table.py`), and this is what it is asked.
+One structure owns that, in C (`csrc/tier_rows.c`, some 115 bytes a row with its key), and this is what it is asked.
 
 The order is (tick of last use, leaf first): the lowest tick goes first, and of one tick, which is one request, the row
 that was added last: the deepest of its prefix. A row that is pinned, being evicted, or not stored yet is in no order;
@@ -9,12 +9,15 @@ it goes back to its place. A tenant that has a quota has an order of its own, wh
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Final, NamedTuple, Protocol
 
+from nixl_tiers.base import native
 from nixl_tiers.base.chunk import Key
 
 ALL_SLOTS: Final = 1 << 63
 NO_ID: Final = 0
+MAX_USES: Final = 16384  # rows whose uses wait to be taken; of more, those used last are not noted
 MOST_TICK: Final = 1 << 39  # a higher one, which only a defect makes, must not be the newest for ever
 
 
@@ -124,3 +127,17 @@ class TierRows(Protocol):
 
     def free(self, count: int, /) -> bool:
         """Release a part of what is not used any more, in so many chunks of some milliseconds; whether any is left."""
+
+
+@cache
+def _table() -> Any:
+    native.opened(native.TIER_ROWS)
+    from nixl_tiers.core import _tier_rows  # type: ignore[attr-defined]
+
+    return _tier_rows.TierRows
+
+
+def make_rows(uses: bool) -> TierRows:
+    """Without rows. `uses`: whether `take_used` is going to be called. Raises NotBuilt."""
+    rows: TierRows = _table()(MAX_USES if uses else 0)
+    return rows

@@ -286,27 +286,17 @@ def _runs(bits: int) -> Iterator[tuple[int, int]]:
         first = last
 
 
-ABI: Final = 3  # HASH_COPY_ABI of csrc/hash_copy.c
-
-
 @cache
-def _library() -> ctypes.CDLL | None:
-    """The compiled function, or None where it was not built, is for another machine, or is older than this file."""
-    return _open(native.location("nixl_tiers.memory._hash_copy"))
+def _library() -> ctypes.CDLL:
+    return _open(native.HASH_COPY)
 
 
-def _open(path: str | None) -> ctypes.CDLL | None:
-    library = native.opened(path, "nixl_tiers_hash_copy_abi", ABI)
-    if library is not None:
-        pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        library.nixl_tiers_hash_copy.argtypes = [pointer, pointer, size, size, pointer]
-        library.nixl_tiers_hash_copy.restype = size
-    return library
-
-
-def compiled() -> bool:
-    """Whether the C function is used in this process."""
-    return _library() is not None
+def _open(library: native.Library) -> ctypes.CDLL:
+    found = native.opened(library)
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    found.nixl_tiers_hash_copy.argtypes = [pointer, pointer, size, size, pointer]
+    found.nixl_tiers_hash_copy.restype = size
+    return found
 
 
 def hash_copy(target: NDArray[np.uint8], source: NDArray[np.uint8], piece_bytes: int) -> bytes:
@@ -317,12 +307,9 @@ def hash_copy(target: NDArray[np.uint8], source: NDArray[np.uint8], piece_bytes:
     """
     nbytes = len(source)
     digests = np.empty(-(-nbytes // piece_bytes), np.uint64)
-    library = _library()
-    done = 0
-    if library is not None:
-        done = library.nixl_tiers_hash_copy(
-            target.ctypes.data, source.ctypes.data, nbytes, piece_bytes, digests.ctypes.data
-        )
+    done = _library().nixl_tiers_hash_copy(
+        target.ctypes.data, source.ctypes.data, nbytes, piece_bytes, digests.ctypes.data
+    )
     whole = -(-done // piece_bytes)
     rest = []
     for at in range(done, nbytes, piece_bytes):

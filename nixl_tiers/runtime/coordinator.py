@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
+from nixl_tiers.base import native
 from nixl_tiers.base.chunk import Key, Namespace, check_keys
 from nixl_tiers.base.clock import RunningClock
 from nixl_tiers.base.lifetime import ForkedLock, finalize_once
@@ -31,7 +32,6 @@ from nixl_tiers.config.schema import ConfigError, TiersConfig, format_size
 from nixl_tiers.config.warnings import warnings_here, warnings_of
 from nixl_tiers.core.copies import LoadPlan, StorePlan
 from nixl_tiers.core.limits import Limits
-from nixl_tiers.core.row_table import most_rows
 from nixl_tiers.core.stats import Load
 from nixl_tiers.runtime.blocking import Waits
 from nixl_tiers.runtime.copies import OpenLoads, bad_rows, ended_rows
@@ -124,12 +124,11 @@ class Coordinator:
         for their listings at most `ready_s` of the configuration, else `ready_s`, else `timeout_s` seconds. `device`:
         what computes prompts, for its speed to be kept between starts; None if nothing does.
 
-        Raises ConfigError if a tier can never work (no such bucket); a tier that is down is retried.
+        Raises ConfigError if a tier can never work (no such bucket), and NotBuilt; a tier that is down is retried.
         """
+        native.require()
         for warning in (*warnings_of(config), *warnings_here(config)):
             log.warning("nixl_tiers: %s", warning)
-        if config.storage and (most := most_rows()) is not None:
-            log.warning("nixl_tiers: was installed without a C compiler: a storage tier holds at most %d chunks", most)
         coordinator = cls(config, namespace, region, description=description, times=times)
         if device is not None and config.prefill_tokens_per_s is None:
             coordinator.prefill.keep(PrefillCache(namespace, device))

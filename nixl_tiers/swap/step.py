@@ -1,5 +1,5 @@
 """What a step's jobs copy, and what became of it, by row and by block: one call of C (csrc/swap_step.c) for all jobs of
-a direction, and one that marks the rows of all stores. Where C was not built, the same in Python."""
+a direction, and one that marks the rows of all stores."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import ctypes
 from array import array
 from collections.abc import Collection, Iterator
 from functools import cache
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.base import native
-from nixl_tiers.swap.plan import CopyPlan, Memory
+from nixl_tiers.swap.plan import CopyPlan
 from nixl_tiers.swap.problems import COPY_FAILED, UNEQUAL
-from nixl_tiers.swap.step_plain import Plain
-
-ABI: Final = 4  # SWAP_ABI of csrc/swap_cpu.c
 
 _P, _U64, _B = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p
 
@@ -45,18 +42,17 @@ class _Plan(ctypes.Structure):
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def _library() -> ctypes.CDLL:
     """Its calls take microseconds, and keep the interpreter's lock: to have it back could take milliseconds."""
-    return _open(native.location("nixl_tiers.swap._swap_cpu"))
+    return _open(native.SWAP_CPU)
 
 
-def _open(path: str | None) -> ctypes.CDLL | None:
-    library = native.opened(path, "nixl_tiers_swap_abi", ABI, keeps_lock=True)
-    if library is not None:
-        library.nixl_tiers_step_plan.restype = ctypes.c_int64
-        library.nixl_tiers_step_plan.argtypes = [_P, _P, ctypes.c_int, _P]
-        library.nixl_tiers_step_mark.argtypes = [_P, _P, _P]
-    return library
+def _open(library: native.Library) -> ctypes.CDLL:
+    found = native.opened(library, keeps_lock=True)
+    found.nixl_tiers_step_plan.restype = ctypes.c_int64
+    found.nixl_tiers_step_plan.argtypes = [_P, _P, ctypes.c_int, _P]
+    found.nixl_tiers_step_mark.argtypes = [_P, _P, _P]
+    return found
 
 
 class Numbers(NamedTuple):
@@ -86,11 +82,6 @@ class Pairs(NamedTuple):
     def of(cls, pairs: NDArray[np.uint32]) -> Pairs:
         pairs = np.ascontiguousarray(pairs)
         return cls(pairs.ctypes.data, len(pairs), pairs)
-
-    def view(self) -> NDArray[np.uint32]:
-        """(number, 2)."""
-        flat: NDArray[np.uint8] = np.asarray(Memory(self.address, (8 * self.number,), (1,)))
-        return flat.view(np.uint32).reshape(-1, 2)
 
 
 class Step:
@@ -136,9 +127,9 @@ class Steps:
     """Plans the steps of one rank. `control`: uint64 (rows, cells), the region's; `close` it before it is unmapped."""
 
     def __init__(self, plan: CopyPlan, control: NDArray[np.uint64], last_block_only: Collection[int] = ()) -> None:
+        """Raises NotBuilt."""
         self._library = _library()
         last = [group in last_block_only for group in range(len(plan.groups))]
-        self._plain = Plain(plan, last)
         self._control: NDArray[np.uint64] | None = control[:, plan.share.cell]
         groups = (_Group * len(plan.groups))(
             *(_Group(group.blocks, group.block_bytes, only) for group, only in zip(plan.groups, last, strict=True))
@@ -158,9 +149,6 @@ class Steps:
         """ValueError where there are not as many rows or blocks as the jobs say; what is wrong with one job only is its
         verdict."""
         step = Step(numbers, len(self._keep))
-        if self._library is None:
-            self._plain.plan(step, to_host=to_host)
-            return step
         out = _Plan(
             step.pairs.buffer_info()[0], step.counts.buffer_info()[0], step.nbytes.buffer_info()[0],
             step.verdicts.buffer_info()[0],
@@ -172,8 +160,5 @@ class Steps:
 
     def mark(self, step: Step) -> None:
         """Say in the control words of the stores' rows what became of them. Nothing once the region is closed."""
-        if self._library is not None:
-            verdicts = step.verdicts.buffer_info()[0]
-            self._library.nixl_tiers_step_mark(self._at, ctypes.byref(step.raw), verdicts)
-        elif self._control is not None:
-            self._plain.mark(step, self._control)
+        verdicts = step.verdicts.buffer_info()[0]
+        self._library.nixl_tiers_step_mark(self._at, ctypes.byref(step.raw), verdicts)

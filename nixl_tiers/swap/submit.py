@@ -21,14 +21,9 @@ from nixl_tiers.swap.kernels import CAPACITIES
 from nixl_tiers.swap.plan import CopyPlan, GroupPlan
 from nixl_tiers.swap.step import Pairs
 
-ABI: Final = 4  # SUBMIT_ABI of csrc/swap_submit.h
 SLOTS: Final = 3  # of the staging buffer; as many parts of transfers are on the GPU's streams at most
 BATCH_COPIES: Final = 256  # descriptors a call of the copy engine: a stream with about a thousand blocks its caller
 COPY_ENGINE, STAGED = range(2)
-NOT_BUILT: Final = (
-    "nixl_tiers was installed without its native library for GPU copies (_swap_submit): install a C compiler, then "
-    "nixl_tiers again"
-)
 _QUEUED, _FAILED = 0, 2
 
 _P, _U64, _U32, _INT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int
@@ -44,10 +39,6 @@ _DRIVER_CALLS: Final = (
     "cuMemcpyAsync",
     "cuLaunchKernel",
 )
-
-
-class NotBuilt(RuntimeError):
-    """The native library is missing. One sentence that says what to do."""
 
 
 class _Rows(ctypes.Structure):
@@ -81,39 +72,26 @@ class _Request(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL:
-    found = _open(native.location("nixl_tiers.swap._swap_submit"))
-    if found is None:
-        raise NotBuilt(NOT_BUILT)
-    return found
+    return _open(native.SWAP_SUBMIT)
 
 
-def built() -> bool:
-    """Whether GPU copies can be submitted by this installation."""
-    try:
-        return bool(_library())
-    except NotBuilt:
-        return False
-
-
-def _open(path: str | None) -> ctypes.CDLL | None:
-    library = native.opened(path, "nixl_tiers_submit_abi", ABI)
-    if library is None:
-        return None
-    library.nixl_tiers_submit_sizes.restype = ctypes.c_size_t
+def _open(library: native.Library) -> ctypes.CDLL:
+    found = native.opened(library)
+    found.nixl_tiers_submit_sizes.restype = ctypes.c_size_t
     for which, structure in enumerate((_Setup, _Request, _Group)):
-        assert library.nixl_tiers_submit_sizes(which) == ctypes.sizeof(structure), structure.__name__
-    library.nixl_tiers_submit_open.restype = _P
-    library.nixl_tiers_submit_open.argtypes = [_P]
-    library.nixl_tiers_submit_put.argtypes = [_P, _P, _P]
-    library.nixl_tiers_submit_ended.argtypes = [_P, _P]
-    library.nixl_tiers_submit_ended.restype = ctypes.c_double
-    library.nixl_tiers_submit_wait.argtypes = [_P, _P]
-    library.nixl_tiers_submit_state.argtypes = [_P]
-    library.nixl_tiers_submit_drain.argtypes = [_P]
-    library.nixl_tiers_submit_close.argtypes = [_P]
-    library.nixl_tiers_submit_drain.restype = None
-    library.nixl_tiers_submit_close.restype = None
-    return library
+        assert found.nixl_tiers_submit_sizes(which) == ctypes.sizeof(structure), structure.__name__
+    found.nixl_tiers_submit_open.restype = _P
+    found.nixl_tiers_submit_open.argtypes = [_P]
+    found.nixl_tiers_submit_put.argtypes = [_P, _P, _P]
+    found.nixl_tiers_submit_ended.argtypes = [_P, _P]
+    found.nixl_tiers_submit_ended.restype = ctypes.c_double
+    found.nixl_tiers_submit_wait.argtypes = [_P, _P]
+    found.nixl_tiers_submit_state.argtypes = [_P]
+    found.nixl_tiers_submit_drain.argtypes = [_P]
+    found.nixl_tiers_submit_close.argtypes = [_P]
+    found.nixl_tiers_submit_drain.restype = None
+    found.nixl_tiers_submit_close.restype = None
+    return found
 
 
 class Request:

@@ -77,10 +77,12 @@ def test_exit_code_is_that_of_the_worst_finding() -> None:
     assert exit_code([warning("c", ""), broken("d", ""), ok("e", "")]) == 2
 
 
-def test_index_that_was_not_compiled_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "most_rows", lambda: 250_000)
-    (finding,) = (each for each in machine._host() if each.name == "index of storage tiers")
-    assert (finding.status, "holds at most 250000 chunks" in finding.text) == (Status.WARNING, True)
+def test_library_that_is_missing_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not [*machine._libraries()]
+    missing = machine.native.ROW_WORKER._replace(path="/nonexistent/_row_worker.abi3.so")
+    monkeypatch.setattr(machine.native, "ALL", (missing,))
+    (found,) = machine._libraries()
+    assert (found.status, missing.path in found.text) == (Status.BROKEN, True)
 
 
 @pytest.mark.usefixtures("quiet_machine")
@@ -107,25 +109,6 @@ def test_advice_on_speed_is_shown_and_is_no_failure(
     found = json.loads(capsys.readouterr().out)
     assert (found["exit_code"], found["verdict"]) == (code, verdict)
     assert [each["status"] for each in found["findings"]] == ["ok", *(each.status for each in findings)]
-
-
-@pytest.mark.parametrize(("gpus", "built", "status"), [(1, False, Status.BROKEN), (1, True, None), (0, False, None)])
-def test_missing_library_for_gpu_copies_is_broken_where_there_is_a_gpu(
-    gpus: int, built: bool, status: Status | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine refuses to start there."""
-    driver = SimpleNamespace(
-        version=13000,
-        batches=True,
-        device_count=lambda: gpus,
-        capability=lambda ordinal: (9, 0),
-        pci_address=lambda ordinal: "0000:00:00.0",
-        device_name=lambda ordinal: "a GPU",
-    )
-    monkeypatch.setattr(machine, "open_driver", lambda: driver)
-    monkeypatch.setattr(machine.submit, "built", lambda: built)
-    found = named(machine._gpus())
-    assert (found["submission"].status if "submission" in found else None) == status
 
 
 def test_cpu_tier_that_does_not_fit_is_broken() -> None:

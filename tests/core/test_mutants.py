@@ -28,12 +28,12 @@ from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.retention import Retention
-from nixl_tiers.core.row_table import PlainTierRows
 from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.slots import MemberSlots, Slots
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Columns, Job, PlannedMove
 from nixl_tiers.core.writeback import WriteBack
+from tests.support.plain_rows import PlainTierRows
 from tests.support.simulation import SimulatedJob, SimulatedMover, Simulation
 from tests.support.stateful import CascadeStateMachine, MemberStateMachine, TenantStateMachine
 

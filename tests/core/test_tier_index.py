@@ -8,14 +8,12 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core import tier_index
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import add_columns, begin_listing, end_listing, take_all
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.row_table import MAX_USES
 from nixl_tiers.core.tier import Tier
-from nixl_tiers.core.tier_rows import MOST_TICK
+from nixl_tiers.core.tier_rows import MAX_USES, MOST_TICK
 from nixl_tiers.core.types import TierSpec, TierState
 from tests.support.columns import PlainColumns
 from tests.support.core import opened, put, rows_of, touched
@@ -168,12 +166,6 @@ def test_a_reset_between_two_steps_ends_the_listing(spec: TierSpec, steps: int) 
     while tier.garbage:
         tier.garbage.drop(1)
     assert len(old) == 0
-
-
-def test_without_the_native_table_a_tier_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_index, "most_rows", lambda: 4)
-    tier = listed(PHYSICAL, *range(3), slots=50)
-    assert (tier.index.slots.limit, tier.index.slots.free) == (4, 1)
 
 
 # --- uses that the medium's journal hears of ----------------------------------------------------------------------

@@ -14,12 +14,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import MOST_TENANTS
-from nixl_tiers.core import row_table
+from nixl_tiers.core import tier_rows
 from nixl_tiers.core.eviction.lru import LeafFirstLru
-from nixl_tiers.core.row_table import PlainTierRows, make_rows
-from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, TierRows
+from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, TierRows, make_rows
+from tests.support.plain_rows import PlainTierRows
 
-needs_native = pytest.mark.skipif(row_table._tier_rows is None, reason="the native table was not compiled")
 KEYS: Final = [bytes([number]) * length for number in range(8) for length in (1, 20, 36, 37, 112)]
 USES: Final = 6
 SLOTS: Final = 64
@@ -46,8 +45,8 @@ class Twins(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.native, self.plain = make_rows(True), PlainTierRows(USES)
-        self.native = row_table._tier_rows.TierRows(USES)
+        self.native: TierRows = tier_rows._table()(USES)
+        self.plain = PlainTierRows(USES)
         self.taken = bytearray(SLOTS), bytearray(SLOTS)
         self.numbers: dict[int, int] = {}  # id of the native row -> id of the other
 
@@ -165,10 +164,10 @@ class Twins(RuleBasedStateMachine):
         assert found[0] == found[1]
 
 
-TestTwins = needs_native(Twins.TestCase)
+TestTwins = Twins.TestCase
 
 
-@pytest.fixture(params=[pytest.param("native", marks=needs_native), "plain"])
+@pytest.fixture(params=["native", "plain"])
 def make(request: pytest.FixtureRequest) -> Callable[[], TierRows]:
     return (lambda: make_rows(True)) if request.param == "native" else (lambda: PlainTierRows(100))
 
@@ -246,7 +245,6 @@ def test_every_row_of_many_is_found_and_freed(make: Callable[[], TierRows]) -> N
     assert parts >= 1
 
 
-@needs_native
 def test_keys_that_are_no_bytes_or_too_long_are_refused() -> None:
     rows = make_rows(True)
     for call in (rows.is_stored, rows.get, rows.pin, lambda key: rows.has_many([key], True)):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from unittest import mock
 
+import pytest
+
+from nixl_tiers.base import native
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.base.clock import COUNTED_S, RunningClock
 from nixl_tiers.config import schema as configuration
@@ -24,6 +27,19 @@ def test_movers_receive_the_names_of_variables_that_hold_secrets() -> None:
         Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, HOST_ROWS))._end()
     configures = supervisor.call_args.args[0]
     assert [configure.secret_variables for configure in configures] == [["KV_A", "KV_B"]] * 2
+
+
+def test_start_without_a_library_is_refused_before_a_mover_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "ALL", (native.ROW_WORKER._replace(path="/nonexistent/_row_worker.abi3.so"),))
+    config = configuration.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
+    region = HostRegion.create(GEOMETRY, HOST_ROWS)
+    with (
+        mock.patch("nixl_tiers.runtime.mover_link.Supervisor") as supervisor,
+        pytest.raises(native.NotBuilt, match="/nonexistent/_row_worker"),
+    ):
+        Coordinator.open(config, Namespace.of({}), region)
+    assert not supervisor.called
+    region.close()
 
 
 def test_what_is_configured_reaches_the_core() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nixl_tiers.base import native
 from nixl_tiers.swap import host
 
 ROOT = Path(__file__).parents[2]
@@ -33,19 +34,16 @@ def library_path(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(scope="session")
 def library(library_path: Path) -> ctypes.CDLL:
     """csrc/swap_cpu.c as it is now, whatever is installed."""
-    opened = host._open(str(library_path))
-    assert opened is not None
-    return opened
+    return host._open(native.SWAP_CPU._replace(path=str(library_path)))
 
 
-@pytest.fixture(params=["numpy", "c-auto", "c-plain", "c-avx2", "c-avx512"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+KERNELS = ["auto", "plain", "avx2", "avx512"]
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every kernel that HostSwap has. One that this processor does not support runs as the best that it supports."""
     name: str = request.param
-    if name == "numpy":
-        monkeypatch.setattr(host, "_library", lambda: None)
-    else:
-        compiled = request.getfixturevalue("library")
-        monkeypatch.setattr(host, "_library", lambda: compiled)
-        monkeypatch.setattr(host, "KERNEL_AUTO", ["c-auto", "c-plain", "c-avx2", "c-avx512"].index(name))
+    monkeypatch.setattr(host, "_library", lambda: library)
+    monkeypatch.setattr(host, "KERNEL_AUTO", KERNELS.index(name))
     return name

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from nixl_tiers.base import native
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap import submit
@@ -40,7 +41,8 @@ class Rank:
         else:
             from tests.swap.fake_gpu import FakeGpu
 
-            submitting = submit._open(str(library.with_name("swap_submit.so")))
+            built = native.SWAP_SUBMIT._replace(path=str(library.with_name("swap_submit.so")))
+            submitting = submit._open(built)
             submit._library = lambda: submitting  # type: ignore[assignment]
             self._tensor = blocks_of(cell)
             self._fake = FakeGpu(library)

@@ -94,17 +94,3 @@ def test_nothing_to_copy(kernel: str) -> None:
     swap.load(1, [1], [2])
     swap.store(1, [1], [2])
     assert_same(scenario.region, expected, "region")
-
-
-def test_a_library_of_another_version_or_machine_is_not_called(
-    tmp_path: pytest.TempPathFactory, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = tmp_path / "broken.so"
-    broken.write_bytes(b"\x7fELF but no more")
-    assert host._open(str(broken)) is None
-    monkeypatch.setattr(host, "ABI", host.ABI + 1)
-    assert host._open(library._name) is None
-
-
-def test_the_backend_is_the_library_beside_the_package() -> None:
-    assert host.backend() == ("c" if host._library() else "numpy")

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nixl_tiers.base import native
 from nixl_tiers.swap import kernels, self_check, submit
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import Device, Driver
@@ -163,12 +164,9 @@ def test_an_installation_without_the_library_is_refused_without_leaks(
     here = scenario()
     fake = start(here)
 
-    def missing() -> None:
-        raise submit.NotBuilt(submit.NOT_BUILT)
-
-    monkeypatch.setattr(submit, "_library", missing)
-    assert not submit.built()
-    with pytest.raises(submit.NotBuilt, match="install a C compiler, then nixl_tiers again"):
+    missing = native.SWAP_SUBMIT._replace(path="/nonexistent/_swap_submit.abi3.so")
+    monkeypatch.setattr(submit, "_library", lambda: submit._open(missing))
+    with pytest.raises(native.NotBuilt, match=r"/nonexistent/_swap_submit\.abi3\.so.*: install nixl_tiers again"):
         CudaSwap(here.plan, compute_stream=lambda: 0, driver=fake.driver)
     assert list(leftovers(fake)) == []
 

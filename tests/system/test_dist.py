@@ -41,7 +41,6 @@ ALONE: Final = {
     "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONPATH": "", "NVCC": "false",
     "SOURCE_DATE_EPOCH": "1700000000",
 }  # fmt: skip
-COMPILER: Final = shutil.which("cc") or shutil.which("gcc")
 ROUND_TRIP: Final = """
 import shutil
 import sys
@@ -50,17 +49,10 @@ from pathlib import Path
 import numpy as np
 
 import nixl_tiers
-from nixl_tiers.core import row_table
-from nixl_tiers.memory import seal
-from nixl_tiers.swap import host, submit
-from nixl_tiers.tiers.slab import worker
 
 home = Path(nixl_tiers.__file__).parent
 assert home.is_relative_to(sys.prefix), home
 assert [name for name in ("cc", "gcc", "clang", "nvcc", "ld") if shutil.which(name)] == []
-if sys.argv[2:]:
-    loaded = submit.built(), seal.compiled(), worker._library() is not None, row_table.most_rows() is None
-    assert (host.backend(), *loaded) == ("c", True, True, True, True), loaded
 keys, rows = [b"a", b"b"], np.arange(10_000).astype(np.uint8).reshape(2, 5000)
 file = {"type": "file", "path": sys.argv[1], "capacity": "64MiB", "min_free": 0}
 config = {"tiers": [{"type": "cpu", "capacity": "1MiB"}, file]}
@@ -173,16 +165,15 @@ def test_wheel_has_the_package_and_nothing_else(wheel: Path, sources: set[str]) 
     assert found - built == package | {"nixl_tiers/swap/csrc/swap.cu", "nixl_tiers/swap/csrc/swap.h"}
     assert [name for name in found if re.search(r"demo|servers|vllm_cpu", name)] == [], "what only a checkout needs"
     assert described >= {"licenses/LICENSE", "entry_points.txt", "METADATA"}
-    if COMPILER:
-        libraries = {name for name in built if name.endswith(".so")}
-        folders = {
-            "memory/_hash_copy",
-            "core/_tier_rows",
-            "swap/_swap_cpu",
-            "swap/_swap_submit",
-            "tiers/slab/_row_worker",
-        }
-        assert libraries == {f"nixl_tiers/{name}.abi3.so" for name in folders}
+    libraries = {name for name in built if name.endswith(".so")}
+    folders = {
+        "memory/_hash_copy",
+        "core/_tier_rows",
+        "swap/_swap_cpu",
+        "swap/_swap_submit",
+        "tiers/slab/_row_worker",
+    }
+    assert libraries == {f"nixl_tiers/{name}.abi3.so" for name in folders}
 
 
 def test_one_wheel_serves_every_python(wheel: Path) -> None:
@@ -245,7 +236,7 @@ def test_wheel_works_without_a_compiler(empty: Path, wheel: Path, tmp_path: Path
     kept = tmp_path / "kv"
     kept.mkdir()
     path = str(empty.parent)
-    version = run(empty, "-c", ROUND_TRIP, kept, *(["native"] if COMPILER else []), cwd=tmp_path, PATH=path).split()[-1]
+    version = run(empty, "-c", ROUND_TRIP, kept, cwd=tmp_path, PATH=path).split()[-1]
     assert Version(version) == parse_wheel_filename(wheel.name)[1]
     assert "usage" in run(empty.parent / "nixl-tiers", "--help", cwd=tmp_path, PATH=path).lower()
 
@@ -296,7 +287,7 @@ def test_image_can_be_built(tree: Path, tmp_path: Path) -> None:
     (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nixl-cu13\nVersion: {nixl}\n")
     given = {**arguments, "VERSION": "1.2.3", "PIP_NO_BUILD_ISOLATION": "0"}
     shutil.copytree(tree / source, copied)
-    with pytest.raises(AssertionError, match="without its native library for GPU copies"):
+    with pytest.raises(AssertionError, match="nixl_tiers needs a C compiler"):
         run("/bin/sh", "-ec", command, cwd=tmp_path, CC="false", **given)
     shutil.copytree(tree / source, copied, dirs_exist_ok=True)
     run("/bin/sh", "-ec", command, cwd=tmp_path, **given)
@@ -306,9 +297,9 @@ def test_image_can_be_built(tree: Path, tmp_path: Path) -> None:
 
 
 def test_tree_without_git_can_be_installed_editable(empty: Path, tree: Path, tmp_path: Path) -> None:
-    """As `make setup` does, without a compiler: what cannot be compiled is left out."""
+    """As `make setup` does."""
     flags = ("--quiet", "--no-deps", "--no-build-isolation", "--target", tmp_path / "site")
-    run(sys.executable, "-m", "pip", "install", *flags, "--editable", tree, cwd=tmp_path, CC="false")
+    run(sys.executable, "-m", "pip", "install", *flags, "--editable", tree, cwd=tmp_path)
     assert list((tmp_path / "site").glob("__editable__*"))
     where = "import site; site.addsitedir('site'); import nixl_tiers as n; print(n.__file__, n.__version__)"
     file, version = run(empty, "-I", "-S", "-c", where, cwd=tmp_path).split()

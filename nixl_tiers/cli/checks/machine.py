@@ -11,20 +11,18 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 from pathlib import Path
 from typing import Final
 
+from nixl_tiers.base import native
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.base.policies import HugePages
 from nixl_tiers.cli.checks.finding import Finding, advise, broken, not_tried, ok, warning
 from nixl_tiers.config.fields import format_size
 from nixl_tiers.config.schema import TiersConfig
-from nixl_tiers.core.row_table import most_rows
 from nixl_tiers.memory import pages
 from nixl_tiers.memory.cgroup import rooms, shortage
 from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, advice, hugetlb_rooms, transparent_bytes, transparent_setting
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.seal import compiled
-from nixl_tiers.swap import kernels, self_check, submit
+from nixl_tiers.swap import kernels, self_check
 from nixl_tiers.swap.driver import CudaError, NoDriver, open_driver
-from nixl_tiers.swap.host import backend
 from nixl_tiers.tiers import staging_trial
 
 OLDEST_VLLM: Final = (0, 26)
@@ -38,7 +36,7 @@ _AIO_ENGINE: Final = 4096  # events that an engine with a few tiers asks for
 def examine(config: TiersConfig | None) -> Iterator[Finding]:
     """Starts nothing on a GPU."""
     yield _vllm()
-    yield from _host()
+    yield from _libraries()
     yield from _pages(config)
     yield from _memory(config)
     yield from _limits()
@@ -68,26 +66,12 @@ def _version(name: str) -> str:
         return ""
 
 
-def _host() -> Iterator[Finding]:
-    if backend() == "c":
-        yield ok("copies in host memory", "compiled")
-    else:
-        change = "install with a C compiler: copies of CPU engines are about twice as fast"
-        yield advise("copies in host memory", "numpy (the library was not built)", change)
-    if (most := most_rows()) is None:
-        yield ok("index of storage tiers", "compiled")
-    else:
-        yield warning(
-            "index of storage tiers",
-            f"in Python (the library was not built): a tier holds at most {most} chunks",
-            "install with a C compiler",
-        )
-    if compiled():
-        yield ok("staging of file tiers", "hash and copy in one pass: compiled")
-    else:
-        yield advise(
-            "staging of file tiers", "hash and copy in two passes: xxhash and numpy", "install with a C compiler"
-        )
+def _libraries() -> Iterator[Finding]:
+    """Nothing if all are there."""
+    try:
+        native.require()
+    except native.NotBuilt as error:
+        yield broken("libraries", f"{error.problem}: no engine would start", native.AGAIN)
 
 
 def _pages(config: TiersConfig | None) -> Iterator[Finding]:
@@ -181,9 +165,6 @@ def _gpus() -> Iterator[Finding]:
         place = "" if node is None else f", NUMA node {node}"
         yield ok(f"GPU {ordinal}", f"{driver.device_name(ordinal)} at {address}{place}; kernels: {found}")
     yield ok("copy strategy", f"{self_check.ENVIRONMENT}={os.environ.get(self_check.ENVIRONMENT, 'auto')}")
-    if count and not submit.built():
-        change = "install a C compiler, then nixl_tiers again: an engine would not start on this GPU"
-        yield broken("submission", submit.NOT_BUILT.partition(":")[0], change)
 
 
 def _driver_version() -> str:

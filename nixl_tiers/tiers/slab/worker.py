@@ -25,7 +25,6 @@ from nixl_tiers.tiers.staging import DirectRows
 
 logger = logging.getLogger(__name__)
 
-ABI: Final = 2  # ROW_WORKER_ABI of csrc/row_worker.h
 CORES_A_THREAD: Final = 4  # the engine needs the others
 LEAST_THREADS: Final = 2  # of a worker; each hashes some 10 GB/s
 MOST_THREADS: Final = 8  # as MAX_THREADS of csrc/row_worker.h
@@ -67,9 +66,7 @@ class Worker(Registrar):
 
     def __init__(self, region: HostRegion, geometry: Geometry, threads: int) -> None:
         """Raises OSError: Linux AIO cannot be had here, or is used up (fs.aio-max-nr)."""
-        library = _library()
-        assert library is not None, "see `available`"
-        self._library = library
+        self._library = library = _library()
         shape = _Shape(
             geometry.row_bytes,
             geometry.cell_payload,
@@ -166,37 +163,28 @@ def open_worker(config: FileConfig, region: HostRegion, geometry: Geometry, move
     if config.backend not in ("auto", "native"):
         return None
     try:
-        if not available():
-            raise OSError("was not built; install with a C compiler")
         return Worker(region, geometry, threads_of(movers * (config.replicas or 1)))
     except OSError as error:
-        problem = str(error) if error.errno is None else f"cannot start ({error.strerror})"
+        problem = f"the native worker cannot start ({error.strerror})"
     if config.backend == "native":
-        raise TierRefused(f"backend: the native worker {problem}, or leave backend out")
-    logger.warning("rows are moved by NIXL: the native worker %s", problem)
+        raise TierRefused(f"backend: {problem}, or leave backend out")
+    logger.warning("rows are moved by NIXL: %s", problem)
     return None
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
-    """The compiled functions, or None where they were not built, are for another machine, or older than this file."""
-    found = native.opened(native.location("nixl_tiers.tiers.slab._row_worker"), "nixl_tiers_row_worker_abi", ABI)
-    if found is not None:
-        pointer, whole, count = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
-        functions: dict[str, tuple[list[Any], Any]] = {
-            "new": ([pointer, pointer, whole, whole, count, pointer], pointer),
-            "fd": ([pointer], ctypes.c_int),
-            "submit": ([pointer, pointer], ctypes.c_int),
-            "take": ([pointer, pointer, pointer, count], count),
-            "close": ([pointer], None),
-        }
-        for name, (arguments, result) in functions.items():
-            function = found[f"nixl_tiers_row_worker_{name}"]
-            function.argtypes, function.restype = arguments, result
-            setattr(found, f"nixl_tiers_row_worker_{name}", function)
+def _library() -> ctypes.CDLL:
+    found = native.opened(native.ROW_WORKER)
+    pointer, whole, count = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
+    functions: dict[str, tuple[list[Any], Any]] = {
+        "new": ([pointer, pointer, whole, whole, count, pointer], pointer),
+        "fd": ([pointer], ctypes.c_int),
+        "submit": ([pointer, pointer], ctypes.c_int),
+        "take": ([pointer, pointer, pointer, count], count),
+        "close": ([pointer], None),
+    }
+    for name, (arguments, result) in functions.items():
+        function = found[f"nixl_tiers_row_worker_{name}"]
+        function.argtypes, function.restype = arguments, result
+        setattr(found, f"nixl_tiers_row_worker_{name}", function)
     return found
-
-
-def available() -> bool:
-    """Whether the worker was built for this machine."""
-    return _library() is not None

@@ -13,7 +13,6 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Key, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.core import row_table
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.memory.region import HostRegion
@@ -104,10 +103,7 @@ def dropped(tmp_path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_all_rows_are_hits(tmp_path: Path, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not compiled:
-        monkeypatch.setattr(row_table, "_tier_rows", None)
+def test_all_rows_are_hits(tmp_path: Path) -> None:
     with coordinator_over_many_rows(tmp_path, slots=2 * ROWS) as coordinator:
         assert coordinator.locate([key(n) for n in (0, MANY, ROWS - 1)]) == ["stub"] * 3
         assert coordinator.locate([b"no row"]) == [None]

@@ -49,8 +49,8 @@ def trap_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked wheel, built from a copy of the files in git, so that the checkout stays unchanged, and without what
-    is compiled: no compiler takes its time."""
+    """The unpacked wheel, built from a copy of the files in git, so that the checkout stays unchanged, and without
+    kernels: nvcc takes long."""
     place = tmp_path_factory.mktemp("wheel")
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False).stdout.split(b"\0")
     if not names[0]:
@@ -60,8 +60,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (place / "source" / name).parent.mkdir(parents=True, exist_ok=True)
             (place / "source" / name).write_bytes((ROOT / name).read_bytes())
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    compilers = {"CC": "false", "NVCC": "false"}
-    subprocess.run([*pip, "--wheel-dir", place, place / "source"], check=True, timeout=300, env=os.environ | compilers)
+    environment = os.environ | {"NVCC": "false"}
+    subprocess.run([*pip, "--wheel-dir", place, place / "source"], check=True, timeout=300, env=environment)
     with zipfile.ZipFile(next(place.glob("*.whl"))) as archive:
         archive.extractall(place / "unpacked")
     return place / "unpacked"

@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-import nixl_tiers
 from nixl_tiers.base.chunk import Key, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.limits import Limits
@@ -142,12 +140,3 @@ def test_a_load_that_fails_late_is_a_miss_and_its_bytes_are_not_used(tmp_path: P
         assert store.stats()["file"]["failed"] == 4
         put(store, keys_of(2000, 2000 + HOST_ROWS // 2))
         assert all(get(store, keys_of(2000, 2000 + HOST_ROWS // 2)))
-
-
-def test_a_start_without_the_native_table_warns_of_its_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("nixl_tiers.core.row_table._tier_rows", None)
-    tiers = [{"type": "cpu", "capacity": "1MiB"}, file_tier(tmp_path, "16MiB")]
-    with nixl_tiers.open({"tiers": tiers}, CHUNK_BYTES, "n"):
-        assert "was installed without a C compiler: a storage tier holds at most 250000 chunks" in caplog.text

@@ -1,4 +1,4 @@
-"""What setup.py promises: the library lands where swap.host looks, and its absence stops nothing."""
+"""What setup.py promises: the libraries land where the package looks, and without a compiler there is no build."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from nixl_tiers.swap import kernels
 from tests.swap.conftest import ROOT
 
-BACKEND = "from nixl_tiers.swap import host; print(host.backend(), host.__file__)"
+REQUIRE = "from nixl_tiers.base import native; native.require(); print(native.__file__)"
 
 
 @pytest.fixture
@@ -43,16 +43,11 @@ def build(folder: Path, *arguments: str, **environment: str) -> subprocess.Compl
     )
 
 
-def backend(folder: Path) -> tuple[str, Path]:
-    ended = subprocess.run([sys.executable, "-c", BACKEND], cwd=folder, capture_output=True, text=True, check=True)
-    name, _, path = ended.stdout.strip().partition(" ")
-    return name, Path(path)
-
-
 def test_a_build_in_place_is_found(copy: Path, compiler: str) -> None:
     built = build(copy)
     assert built.returncode == 0, built.stderr
-    assert backend(copy) == ("c", copy / "nixl_tiers" / "swap" / "host.py")
+    found = subprocess.run([sys.executable, "-c", REQUIRE], cwd=copy, capture_output=True, text=True, check=True)
+    assert Path(found.stdout.strip()) == copy / "nixl_tiers" / "base" / "native.py"
     assert not list(copy.rglob("*.fatbin"))
     assert "the GPU kernels are left out" in built.stdout
     libraries = list((copy / "nixl_tiers").rglob("*.so"))
@@ -63,12 +58,12 @@ def test_a_build_in_place_is_found(copy: Path, compiler: str) -> None:
         assert "runpath" not in listed, "where this machine has its Python"
 
 
-def test_a_wheel_holds_the_sources_of_its_kernels(copy: Path, tmp_path: Path) -> None:
+def test_a_wheel_holds_the_sources_of_its_kernels(copy: Path, compiler: str, tmp_path: Path) -> None:
     """swap.kernels looks for both beside itself, and never takes a fatbin of other sources."""
     tool = tmp_path / "nvcc"
     tool.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made > "$2"\n')
     tool.chmod(0o755)
-    built = build(copy, "--build-lib", "wheel", CC="/nonexistent/cc", NVCC=str(tool))
+    built = build(copy, "--build-lib", "wheel", NVCC=str(tool))
     assert built.returncode == 0, built.stderr
     folder = copy / "wheel" / "nixl_tiers" / "swap"
     texts = {name: (folder / "csrc" / name).read_text() for name in (kernels.SOURCE, *kernels.HEADERS)}
@@ -78,8 +73,9 @@ def test_a_wheel_holds_the_sources_of_its_kernels(copy: Path, tmp_path: Path) ->
     assert kernels.digest_of(texts) != kernels.source_digest()
 
 
-def test_without_a_compiler_the_build_succeeds_and_numpy_copies(copy: Path) -> None:
-    built = build(copy, CC="/nonexistent/cc")
-    assert built.returncode == 0, built.stderr
+@pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false"])
+def test_without_a_compiler_the_build_ends_with_a_sentence(copy: Path, compiler: str) -> None:
+    built = build(copy, CC=compiler)
+    assert built.returncode == 1
+    assert built.stderr.splitlines()[-1].startswith("nixl_tiers needs a C compiler (cc, or what CC names)")
     assert not list(copy.rglob("*.so"))
-    assert backend(copy)[0] == "numpy"

@@ -26,7 +26,6 @@ def test_directories_and_replicas_share_the_cores(
     monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str], movers: int, replicas: int | None, threads: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    monkeypatch.setattr(worker, "available", lambda: True)
     made: list[int] = []
     monkeypatch.setattr(worker, "Worker", lambda region, geometry, threads: made.append(threads))
     geometry = Geometry(1, 4096)

@@ -17,14 +17,11 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.slab import slabs as slabs_module
-from nixl_tiers.tiers.slab import worker
 from nixl_tiers.tiers.slab.journal_file import JournalFile
 from tests.mover.harness import NAMESPACE, key_of, shard_dir
 from tests.support.disks import disk_bytes
 from tests.support.fake_movers import Clock
 from tests.tiers.slab.stepped import GEOMETRY, ROWS, SteppedSlabs, Threads, flip, number_of
-
-pytestmark = pytest.mark.skipif(not worker.available(), reason="the native worker was not built")
 
 OK, CORRUPT, MISSING, FAILED, NO_SPACE = (
     Outcome.OK,

@@ -11,7 +11,7 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.nixl_agent import Agent, Span, Transfer
-from nixl_tiers.tiers.slab import in_flight, transfers, worker
+from nixl_tiers.tiers.slab import in_flight, transfers
 from nixl_tiers.tiers.slab.in_flight import (
     StoreWindow,
     request_bytes,
@@ -20,8 +20,6 @@ from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import NAMESPACE, key_of
 from tests.support.file_tier import file_config
 from tests.system.tiers.file_tiers import CAPACITY, GEOMETRY, load, store
-
-needs_worker = pytest.mark.skipif(not worker.available(), reason="the native worker was not built")
 
 
 def test_rows_are_loaded_by_requests_of_that_size_up_to_so_many_rows_at_a_time(
@@ -57,7 +55,7 @@ def test_rows_are_loaded_by_requests_of_that_size_up_to_so_many_rows_at_a_time(
     tier.close()
 
 
-@pytest.mark.parametrize("backend", ["posix", pytest.param("native", marks=needs_worker)])
+@pytest.mark.parametrize("backend", ["posix", "native"])
 def test_stores_wait_for_each_other_by_what_the_medium_writes(
     backend: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:

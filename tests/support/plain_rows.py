@@ -1,5 +1,4 @@
-"""The table of a storage tier's rows: a native one (`csrc/tier_rows.c`, some 115 bytes a row with its key) where that
-was compiled, else the same in Python, which holds fewer."""
+"""The table of a storage tier's rows (csrc/tier_rows.c) in Python, for tests to compare it with, and to plant bugs."""
 
 from __future__ import annotations
 
@@ -7,29 +6,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.tier_rows import MOST_TICK, NO_ID, TierRows
-
-try:
-    from nixl_tiers.core import _tier_rows  # type: ignore[attr-defined]
-except ImportError:  # there was no C compiler
-    _tier_rows = None
-
-PLAIN_ROWS: Final = 250_000  # of a tier where the native table was not compiled: some 500 bytes each
-MAX_USES: Final = 16384  # rows whose uses wait to be taken; of more, those used last are not noted
-
-
-def make_rows(uses: bool) -> TierRows:
-    """Without rows. `uses`: whether `take_used` is going to be called."""
-    most = MAX_USES if uses else 0
-    return PlainTierRows(most) if _tier_rows is None else cast("TierRows", _tier_rows.TierRows(most))
-
-
-def most_rows() -> int | None:
-    """How many rows a tier may have; None: as many as its medium."""
-    return PLAIN_ROWS if _tier_rows is None else None
+from nixl_tiers.core.tier_rows import MOST_TICK, NO_ID
 
 
 class _Row:
@@ -45,12 +25,13 @@ class _Row:
         self.place = 0  # the number of its entry in the order, if it has one
 
 
+FREED_ROWS: Final = 1000  # by each step of `free`
 _Entry = tuple[int, int, int, _Row]
 _ids: Final = count(1)
 
 
 class PlainTierRows:
-    """In Python, as it is called above: where nothing was compiled, and what tests compare the native table with."""
+    """As `TierRows`. `uses`: how many rows' uses wait to be taken at most."""
 
     def __init__(self, uses: int) -> None:
         self._rows: dict[Key, _Row] = {}
@@ -234,7 +215,7 @@ class PlainTierRows:
         return order[0][0] if order else None
 
     def free(self, count: int, /) -> bool:
-        for _ in range(min(count * PLAIN_ROWS // 256, len(self._rows))):
+        for _ in range(min(count * FREED_ROWS, len(self._rows))):
             self._rows.popitem()
         self._orders.clear()
         self._used.clear()

@@ -1,12 +1,13 @@
-"""csrc/swap_step.c in Python: where that was not built, and for tests to compare it with."""
+"""csrc/swap_step.c in Python, for tests to compare it with."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nixl_tiers.base.control_words import (
     FAILED,
@@ -18,11 +19,7 @@ from nixl_tiers.base.control_words import (
 )
 from nixl_tiers.swap.plan import CopyPlan
 from nixl_tiers.swap.problems import BLOCK_RANGE, GOOD, MISMATCH, NOT_HELD, ROW_RANGE, UNEQUAL
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from nixl_tiers.swap.step import Numbers, Step
+from nixl_tiers.swap.step import Numbers, Step
 
 
 class Part(NamedTuple):
@@ -77,18 +74,23 @@ def jobs_of(numbers: Numbers, groups: int, per_row: int) -> Iterator[Job]:
         raise ValueError(UNEQUAL)
 
 
-class Plain:
-    """As `Steps`, of what it plans and marks."""
+class PlainSteps:
+    """As `Steps`."""
 
-    def __init__(self, plan: CopyPlan, last_block_only: Sequence[bool]) -> None:
+    def __init__(self, plan: CopyPlan, control: NDArray[np.uint64], last_block_only: Collection[int] = ()) -> None:
         self._plan = plan
-        self._last_block_only = last_block_only
+        self._control: NDArray[np.uint64] | None = control[:, plan.share.cell]
+        self._last_block_only = [group in last_block_only for group in range(len(plan.groups))]
         self._per_row = plan.geometry.sub_blocks
+
+    def close(self) -> None:
+        self._control = None
 
     def _jobs(self, step: Step) -> Iterator[Job]:
         return jobs_of(step.numbers, len(self._plan.groups), self._per_row)
 
-    def plan(self, step: Step, *, to_host: bool) -> None:
+    def plan(self, numbers: Numbers, *, to_host: bool) -> Step:
+        step = Step(numbers, len(self._plan.groups))
         groups: list[list[int]] = [[] for _ in self._plan.groups]
         counts: list[int] = []
         nbytes: list[int] = []
@@ -107,9 +109,11 @@ class Plain:
         step.pairs, step.counts, step.nbytes, step.verdicts = (
             array("Q", each) for each in ([pair for group in groups for pair in group], counts, nbytes, verdicts)
         )
+        return step
 
-    def mark(self, step: Step, control: NDArray[np.uint64]) -> None:
-        """`control`: of each row the word of this rank's cell."""
+    def mark(self, step: Step) -> None:
+        if (control := self._control) is None:
+            return
         for job, verdict in zip(self._jobs(step), step.verdicts, strict=True):
             if verdict == MISMATCH:  # there may be no parts
                 continue
