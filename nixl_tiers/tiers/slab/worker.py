@@ -165,10 +165,11 @@ def open_worker(config: FileConfig, region: HostRegion, geometry: Geometry, move
     try:
         return Worker(region, geometry, threads_of(movers))
     except OSError as error:
-        problem = f"the native worker cannot start ({error.strerror})"
-    if config.backend == "native":
-        raise TierRefused(f"backend: {problem}, or leave backend out")
-    logger.warning("rows are moved by NIXL: %s", problem)
+        if config.backend == "native":
+            raise TierRefused(
+                f"backend: the native worker cannot start ({error.strerror}), or leave backend out"
+            ) from error
+        logger.warning("rows are moved by NIXL: the native worker cannot start (%s)", error.strerror)
     return None
 
 

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab import parts
+from nixl_tiers.tiers.slab import quota as quota_module
 from nixl_tiers.tiers.slab.parts import FreePart, preferred
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
 from tests.mover.harness import NAMESPACE
@@ -38,7 +39,8 @@ def test_part_with_most_own_rows_is_preferred_then_an_empty_one_then_the_oldest(
 
 
 class PartsOfAPath(RuleBasedStateMachine):
-    """Engines, as quotas with locks of their own, with files in place of rows."""
+    """Engines, as quotas with locks of their own, with files in place of rows. Which part an engine takes depends on
+    when each was used last: here by a clock that goes on with each write, as a file system has one time for several."""
 
     CAPACITY = 16 * MIB
 
@@ -49,10 +51,16 @@ class PartsOfAPath(RuleBasedStateMachine):
         self.path.mkdir()
         self.engines: list[tuple[SlabQuota, ShardDir]] = []
         self.rows: dict[Path, int] = {}  # bytes in shards that are served
+        self.used: dict[Path, int] = {}
+        self.writes = 0
+        self._patch = pytest.MonkeyPatch()
+        for module in (parts, quota_module):
+            self._patch.setattr(module, "used_ns", lambda shard: self.used.get(shard, 0))
 
     def teardown(self) -> None:
         while self.engines:
             self._end(0)
+        self._patch.undo()
         self._folder.cleanup()
 
     @rule(replicas=st.integers(1, 3), namespace=st.integers(1, 3))
@@ -125,6 +133,8 @@ class PartsOfAPath(RuleBasedStateMachine):
         slab.touch()
         os.truncate(slab, nbytes)
         self.rows[shard.path] = nbytes
+        self.writes += 1
+        self.used[shard.path] = self.writes
 
     @staticmethod
     def _size(shard: Path) -> int:
