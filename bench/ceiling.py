@@ -1,10 +1,10 @@
 """What a mover of a file tier costs: processor seconds a GB and GB/s of real movers, without a disk that limits them.
 
     python -m bench.ceiling [--paths DIR ...] [--loop] [--rows 2097152 65536] [--pages 4k huge] [--movers 1 2]
-        [--staging off on] [--sides native nixl vllm-16 files-16 fio] [--rounds 5] [--megabytes 256] [--quick]
+        [--sides native nixl vllm-16 files-16 fio] [--rounds 5] [--megabytes 256] [--quick]
         [--together] [--out bench-out/ceiling]
 
-Sides: `native`, slabs with `backend: native`; `nixl`, slabs with `backend: posix`; both seal and verify every row.
+Sides: `native`, slabs; `nixl`, slabs with `backend: posix`; both seal and verify every row, and stage none.
 `vllm-16`: vLLM's functions for files on 16 threads; `files-16`: the same in Python's own calls, for machines without
 vLLM. Neither seals nor verifies, and both write new files each round where slabs are overwritten. `fio`: the drives'
 own speed, the best of its engines; seconds as the slowest one tells them, without its start.
@@ -56,10 +56,10 @@ HEAD: Final = (
 class Movers(Side):
     """Real movers that work at the same time."""
 
-    def __init__(self, folders: list[Path], regions: list[HostRegion], staging: str, backend: str) -> None:
+    def __init__(self, folders: list[Path], regions: list[HostRegion], backend: str) -> None:
         self._tiers: list[FileTier] = []
         for folder, region in zip(folders, regions, strict=True):
-            self._tiers.append(FileTier(folder, region, "slabs", staging, len(folders), backend=backend))
+            self._tiers.append(FileTier(folder, region, "slabs", len(folders), direct=True, backend=backend))
         self.pids = [pid for tier in self._tiers for pid in tier.pids]
 
     def store(self) -> Took:
@@ -104,12 +104,12 @@ class Together(Side):
         return Took(max(each.seconds for each in own), sum(each.cpu_s for each in own)) if own else None
 
 
-def make_side(name: str, folders: list[Path], regions: list[HostRegion], staging: str) -> Side:
+def make_side(name: str, folders: list[Path], regions: list[HostRegion]) -> Side:
     """Raises Unavailable."""
     for folder in folders:
         folder.mkdir(parents=True)
     if name in OURS:
-        return Movers(folders, regions, staging, "native" if name == "native" else "posix")
+        return Movers(folders, regions, "auto" if name == "native" else "posix")
     row_bytes, threads = regions[0].geometry.cell_payload, max(1, THREADS // len(regions))
     sides: list[Side] = []
     for folder, region in zip(folders, regions, strict=True):
@@ -140,8 +140,7 @@ def loop_device(folder: Path, nbytes: int) -> Iterator[Path]:
 
 def measure(options: argparse.Namespace, paths: dict[str, list[Path]]) -> Iterator[tuple[str, dict[str, object]]]:
     """Lines of the table, and the numbers in them."""
-    combinations = product(paths, options.pages, options.rows, options.movers, options.staging)
-    for place, pages, row_bytes, movers, staging in combinations:
+    for place, pages, row_bytes, movers in product(paths, options.pages, options.rows, options.movers):
         count = max(1, (options.megabytes << 20) // row_bytes)
         geometry = Geometry(1, row_bytes)
         nbytes = movers * count * row_bytes
@@ -158,7 +157,7 @@ def measure(options: argparse.Namespace, paths: dict[str, list[Path]]) -> Iterat
             for name in options.sides:
                 folders = [roots[number % len(roots)] / name / str(number) for number in range(movers)]
                 try:
-                    sides[name] = make_side(name, folders, regions, staging)
+                    sides[name] = make_side(name, folders, regions)
                 except Unavailable as error:
                     print(f"{name}: unavailable: {error}", flush=True)
                     continue
@@ -173,16 +172,15 @@ def measure(options: argparse.Namespace, paths: dict[str, list[Path]]) -> Iterat
                 what: ratio(taken, turns[direction][other]) if other in sides and name in OURS else None
                 for what, other in (("threads", threads), ("fio", "fio"))
             }
-            label = name if staging == "off" or name not in OURS else f"{name}, staging {staging}"
             shown = " | ".join("" if value is None else f"{value:.2f}" for value in against.values())
             line = (
-                f"| {place} | {pages} | {row_bytes >> 10} KiB | {movers} | {direction} | {label}"
+                f"| {place} | {pages} | {row_bytes >> 10} KiB | {movers} | {direction} | {name}"
                 f" | {gb_s:.2f} ({low:.2f} to {high:.2f}) | {cpu.median:.3f} | {cpu.median * row_bytes / 1e3:.0f}"
                 f" | {shown} |"
             )
             yield line, {
                 "path": place, "pages": pages, "row_bytes": row_bytes, "movers": movers, "direction": direction,
-                "side": name, "staging": staging, "gb_s": (low, gb_s, high), "cpu_s_a_gb": cpu, **against,
+                "side": name, "gb_s": (low, gb_s, high), "cpu_s_a_gb": cpu, **against,
             }  # fmt: skip
 
 
@@ -194,7 +192,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", help="payload sizes, in bytes; multiples of a page")
     parser.add_argument("--pages", choices=list(PAGES), nargs="+", default=["4k", "huge"])
     parser.add_argument("--movers", type=int, nargs="+", default=[1])
-    parser.add_argument("--staging", choices=["off", "on"], nargs="+", default=["off"])
     parser.add_argument("--sides", choices=SIDES, nargs="+", default=SIDES)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--megabytes", type=int, help="of each mover, in each turn")

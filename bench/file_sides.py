@@ -27,7 +27,7 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Load, Store
 from nixl_tiers.tiers.base import Move
-from nixl_tiers.tiers.staging_trial import Measured, all_remembered
+from nixl_tiers.tiers.staging_trial import Measured, all_remembered, remember
 from tests.mover.harness import MoverProcess, key_of
 from tests.support.file_tier import LAYOUTS
 
@@ -40,13 +40,16 @@ class FileTier(Side):
     """Rows through a mover, JOB_ROWS per job, all jobs submitted at once; every row is sealed and verified."""
 
     def __init__(
-        self, folder: Path, region: HostRegion, layout: str, staging: str, movers: int = 1, **fields: str
+        self, folder: Path, region: HostRegion, layout: str, movers: int = 1, *, direct: bool = False, **fields: str
     ) -> None:
-        """`movers`: of the tier, which share the cores; `fields`: more of its configuration."""
+        """`movers`: of the tier, which share the cores; `direct`: no row is staged, as if that had been found to be
+        slower; `fields`: more of its configuration."""
         self.region = region
         self._cache = folder / "cache"  # of its own: what another layout has measured must not decide for this one
-        tier = LAYOUTS[layout](folder / "tier", 2 * region.nbytes + (64 << 20), staging=staging, **fields)
+        tier = LAYOUTS[layout](folder / "tier", 2 * region.nbytes + (64 << 20), **fields)
         with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(self._cache)):
+            for direction in ("loads", "stores") if direct else ():
+                remember(Measured(direction, str(folder), region.geometry.row_bytes, direct=1.0, staged=0.0))
             self._mover = MoverProcess(tier, region.geometry, region.rows, region, movers=movers)
         self.pids = [self._mover.process.pid]
         self._mover.open()
@@ -59,12 +62,12 @@ class FileTier(Side):
         self.wait(self.begin(Load))
 
     def measured(self) -> list[Measured]:
-        """What `staging: auto` has measured so far, of stores and loads."""
+        """What the trial of staging has measured so far, of stores and loads."""
         with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(self._cache)):
             return all_remembered()
 
     def settle(self, patience_s: float) -> list[Measured]:
-        """Move rows until `staging: auto` has measured both directions; returns what it has within this time."""
+        """Move rows until the trial of staging has measured both directions; returns what it has within this time."""
         until_s = time.monotonic() + patience_s
         while len(found := self.measured()) < 2 and time.monotonic() < until_s:
             self.store()

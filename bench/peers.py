@@ -1,13 +1,13 @@
 """Storage engines beside each other: our file and S3 tiers, and what else moves rows between memory, files and S3.
 
     python -m bench.peers [--quick] [--path DIR] [--rows 65536 262144 ...] [--pages 4k scattered huge] [--rounds 7]
-        [--megabytes 256] [--s3-megabytes 128] [--sides slabs-auto vllm-1 ...] [--server weed|memory|moto
+        [--megabytes 256] [--s3-megabytes 128] [--sides slabs vllm-1 ...] [--server weed|memory|moto
         | --endpoint URL --bucket B] [--out bench-out/peers]
 
 Sides on files, all with O_DIRECT, on one region:
 
-- `slabs-off`, `slabs-on`, `slabs-auto`, `files-...`: our file tier in both layouts, by `staging`; every row is sealed
-  and verified. What `auto` measures, it measures before the first round;
+- `slabs`, `files`: our file tier in both layouts; every row is sealed and verified. Whether staging pays, it measures
+  before the first round;
 - `threads`: four threads with one call a row, in one file;
 - `vllm-1`: vLLM's functions as vLLM drives them, all rows of a request in one job on one thread; `vllm-16`: the rows
   split over its 16 threads. Neither seals nor verifies;
@@ -54,7 +54,7 @@ from nixl_tiers.memory.pages import mostly_huge, transparent_setting
 from nixl_tiers.memory.region import HostRegion
 
 ROWS: Final = [64 << 10, 256 << 10, 1 << 20, 2880 << 10, 8 << 20]
-FILE_TIERS: Final = [f"{layout}-{staging}" for layout in ("slabs", "files") for staging in ("off", "on", "auto")]
+FILE_TIERS: Final = ["slabs", "files"]
 SIDES: Final = {
     "files": [*FILE_TIERS, "threads", "vllm-1", "vllm-16", "lmcache", "fio"],
     "S3": ["s3", "boto3", "lmcache-s3"],
@@ -128,7 +128,7 @@ def file_side(folder: Path, name: str, region: HostRegion, payload_bytes: int) -
     own.mkdir()
     kind, _, way = name.partition("-")
     if name in OURS:
-        return FileTier(own, region, kind, way)
+        return FileTier(own, region, name)
     if kind == "vllm":
         return Vllm(own, region, payload_bytes, jobs=int(way))
     if kind == "lmcache":
@@ -194,7 +194,7 @@ class Bench:
                 stack.callback(side.close)
                 sides[name] = side
                 rows.check(name, side)
-                if isinstance(side, FileTier) and name.endswith("-auto"):
+                if isinstance(side, FileTier):
                     self._settle(f"{name}, {pages}", side)
             if not sides:
                 return
@@ -230,7 +230,7 @@ class Bench:
         self.save()
 
     def _settle(self, name: str, side: FileTier) -> None:
-        """Let `staging: auto` measure what it would in its first seconds."""
+        """Let it measure whether staging pays, as it would in its first seconds."""
         if mostly_huge(side.region.nbytes, side.region.huge_bytes or 0):
             return  # it takes the direct way
         found = side.settle(0.0 if self.options.quick else SETTLE_S)

@@ -51,6 +51,7 @@ REMOVED_OF_TIERS: Final = {
     "sse_key": "set the key in the bucket's default encryption, which its objects get",
     "list_requests_per_hour": "2000 an hour hold for all",
     "max_transfers": "how many run follows from what the server is measured to take, at most 64 each way",
+    "staging": "whether rows are staged is measured by the first of them",
     "replicas": "`replicas` of the top level divides paths, too, among all engines that use them",
     "movers": "one mover serves each directory or prefix; how many threads it has follows from the cores",
 }

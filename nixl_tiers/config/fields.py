@@ -231,16 +231,14 @@ def bare_off(value: object) -> object:
     return "off" if value is False else value
 
 
-def no_plain_gds(value: object) -> object:
-    """Raises ValueError for NIXL's batched GDS plugin, with the reason; other values are the field's business."""
+def file_backend(value: object) -> object:
+    """Raises ValueError for NIXL's batched GDS plugin, with the reason, and for what `auto` is; other values are the
+    field's business."""
     if value == "gds":
         raise ValueError('"gds" is refused, because NIXL ends a short read through it as done; use "gds_mt"')
+    if value == "native":
+        raise ValueError('"native" was removed: leave backend out, which is that for slabs')
     return value
-
-
-def bare_on_or_off(value: object) -> object:
-    """YAML reads a bare `on` as True, too."""
-    return "on" if value is True else bare_off(value)
 
 
 def environment_name(value: object) -> str | None:

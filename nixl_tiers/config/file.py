@@ -46,19 +46,11 @@ class FileConfig(StorageConfig):
         description="the tier is down, and creates nothing, while `path` is on the file system of `/`, "
         "because its disk is not mounted",
     )
-    backend: Annotated[Literal["auto", "posix", "native", "gds_mt"], BeforeValidator(fields.no_plain_gds)] = Field(
+    backend: Annotated[Literal["auto", "posix", "gds_mt"], BeforeValidator(fields.file_backend)] = Field(
         "auto",
-        description="what moves rows between host memory and files; `native`: with `layout: slabs`, native threads "
-        "(Linux AIO), which take least processor time; `posix`: NIXL's plugin POSIX (Linux AIO); `gds_mt`: NIXL's "
-        "GDS_MT, which calls cuFile of GPUDirect Storage; `auto`: `native` where that can be had, else `posix`",
-    )
-    staging: Annotated[
-        Literal["auto", "on", "off"],
-        BeforeValidator(fields.bare_on_or_off, json_schema_input_type=Literal["auto", "on", "off"] | bool),
-    ] = Field(
-        "auto",
-        description="whether rows go through a buffer of the mover that has huge pages; `auto`: where the cpu tier has "
-        "4 KiB pages and the first loads, or stores, are at least 10 % faster with it",
+        description="what moves rows between host memory and files; `auto`: with `layout: slabs`, native threads "
+        "(Linux AIO) where they can be had, which take least processor time; else `posix`; `posix`: NIXL's plugin "
+        "POSIX (Linux AIO); `gds_mt`: NIXL's GDS_MT, which calls cuFile of GPUDirect Storage",
     )
     max_age: Age = None
 
@@ -100,8 +92,6 @@ class FileConfig(StorageConfig):
     def _agree(self) -> FileConfig:
         if self.write is Write.OFF and self.layout == "slabs":
             raise ValueError("write: off needs layout: files: only the engine that writes slabs reads them")
-        if self.backend == "native" and self.layout == "files":
-            raise ValueError("backend: native moves rows with layout: slabs only")
         return self
 
     @property

@@ -41,7 +41,7 @@ _THREADS: Final = 4
 _MOSTLY: Final = 0.9
 _GAIN: Final = (
     "file tiers need no staging buffer, and for large rows about a fifth less CPU time per byte, or half of it with "
-    "`backend: native` (with `staging: off`: up to twice the speed)"
+    "native threads"
 )
 
 
@@ -129,7 +129,7 @@ def transparent_setting(root: Path = Path("/")) -> str:
 def advice(root: Path = Path("/")) -> str:
     """What gives shared memory huge pages on this machine, in words; "" where the kernel gives them already.
 
-    With `staging: auto`, the default, they save CPU time: file tiers reach the same speed through a buffer of their own
+    They save CPU time: file tiers reach the same speed through a buffer of their own
     that has huge pages (docs/internals/performance.md).
     """
     setting = transparent_setting(root)

@@ -188,9 +188,7 @@ class Direction:
         self._name = name
         self._buffer_bytes = buffer_bytes
         self._path = config.path
-        self._mode = config.staging
-        if config.backend == "gds_mt" and self._mode == "auto":
-            self._mode = "off"  # cuFile has buffers of its own
+        self._never = config.backend == "gds_mt"  # cuFile has buffers of its own
         self._region = region
         self._agent = agent
         self._buffer: Buffer | None = None
@@ -202,17 +200,16 @@ class Direction:
     def open(self) -> None:
         """The tier's path exists: find out what was measured there before. May wait for the medium."""
         row_bytes = self._region.geometry.row_bytes
-        if self._mode == "off" or self._buffer is not None:
+        if self._never or self._buffer is not None:
             return
         try:
             self._buffer = Buffer(self._agent, row_bytes, self._buffer_bytes)
         except (AgentError, OSError) as error:
             logger.warning("no buffer for staging, %s are direct: %s", self._name, error)
             return
-        if self._mode == "auto":
-            self._measured = recall(self._name, self._path, row_bytes)
-            if self._measured is not None:
-                logger.info("staging, as measured before: %s", self._measured)
+        if self._measured is None and (found := recall(self._name, self._path, row_bytes)) is not None:
+            logger.info("staging, as measured before: %s", found)
+            self._measured = found
         if self._name == "loads" and (self.staged or self._is_tried):  # requests wait for these
             self._buffer.populate()
 
@@ -221,7 +218,7 @@ class Direction:
         """Whether rows are staged, beside those of a trial."""
         if self._buffer is None:
             return False
-        return self._mode == "on" or (self._measured is not None and self._measured.pays and self._pages_are_small)
+        return self._measured is not None and self._measured.pays and self._pages_are_small
 
     def rows(self, moves: Collection[Move]) -> Steps[DirectRows]:
         """Where the rows of a unit lie while they are moved; waits for room in the buffer."""
@@ -242,7 +239,7 @@ class Direction:
     @property
     def _is_tried(self) -> bool:
         """Whether units go both ways in turns, to find out whether staging pays."""
-        return self._mode == "auto" and self._measured is None and self._pages_are_small
+        return self._measured is None and self._pages_are_small
 
     @property
     def _pages_are_small(self) -> bool:

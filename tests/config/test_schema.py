@@ -33,16 +33,14 @@ def with_tier(tier: dict[str, Any], **fields: object) -> dict[str, Any]:
     return {"tiers": [dict(CPU), {**tier, **fields}]}
 
 
-def test_bare_on_and_off_of_yaml_are_words(tmp_path: Path) -> None:
-    """YAML 1.1 reads them as booleans."""
-    text = yaml.safe_dump(with_tier(FILE)).replace(
-        "type: file", "type: file\n  layout: files\n  write: off\n  staging: on"
-    )
+def test_bare_off_of_yaml_is_a_word(tmp_path: Path) -> None:
+    """YAML 1.1 reads it as a boolean."""
+    text = yaml.safe_dump(with_tier(FILE)).replace("type: file", "type: file\n  layout: files\n  write: off")
     (tmp_path / "tiers.yaml").write_text(text.replace("type: cpu", "type: cpu\n  huge_pages: off"))
     read = schema.load(str(tmp_path / "tiers.yaml"))
     tier = read.storage[0]
     assert isinstance(tier, FileConfig)
-    assert (read.cpu.huge_pages, tier.write, tier.staging) == ("off", "off", "on")
+    assert (read.cpu.huge_pages, tier.write) == ("off", "off")
 
 
 def test_dict_json_and_yaml_load_alike(tmp_path: Path) -> None:
@@ -199,15 +197,14 @@ def test_junk_raises_only_config_errors(junk: object) -> None:
         (with_tier(FILE, path="k/" * 17), "tiers[1].path: must be an absolute path, and that value is relative"),
         (with_tier(FILE, path=7), "tiers[1].path: must be an absolute path"),
         (with_tier(FILE, path="/a\0b"), "tiers[1].path: must be an absolute path"),
-        (with_tier(FILE, backend="uring"), 'tiers[1].backend: must be "auto", "posix", "native" or "gds_mt", not "'),
-        (with_tier(FILE, backend="native", layout="files"), "tiers[1]: backend: native moves rows with layout: slabs"),
+        (with_tier(FILE, backend="uring"), 'tiers[1].backend: must be "auto", "posix" or "gds_mt", not "'),
+        (with_tier(FILE, backend="native"), 'tiers[1].backend: "native" was removed: leave backend out'),
         (with_tier(FILE, backend="gds"), 'tiers[1].backend: "gds" is refused, because NIXL ends a short read'),
         (with_tier(FILE, layout="rows"), 'tiers[1].layout: must be "slabs" or "files", not "rows"'),
         (with_tier(FILE, min_free="100%"), 'tiers[1].min_free: "100%" must be less than 100 %'),
         (with_tier(FILE, min_free="5 percent"), 'tiers[1].min_free: "5 percent" is neither a size such as "50GiB" nor'),
         (with_tier(FILE, min_free=-1), "tiers[1].min_free: -1 is neither a size"),
         (with_tier(FILE, min_free=False), "tiers[1].min_free: "),
-        (with_tier(FILE, staging="yes"), 'tiers[1].staging: must be "auto", "on" or "off", not "yes"'),
         (with_tier(FILE, write="back"), 'tiers[1].write: must be "through", "on_evict" or "off", not "back"'),
         (with_tier(S3, bucket="a"), 'tiers[1].bucket: "a" is not a bucket name'),
         (with_tier(S3, bucket="a/b/c"), "tiers[1].bucket: "),

@@ -63,6 +63,27 @@ def paused_listing(config: PausedListingConfig, geometry: Geometry, region: Host
     return PausedListing(config, geometry, region)
 
 
+class DecidedConfig(FileConfig):
+    """A file tier that stages all of its rows, or none, as if that had been measured."""
+
+    type: str
+    staged: bool
+    label: ClassVar[str] = "file"
+    implementation: ClassVar[str] = f"{__name__}:decided"  # type: ignore[misc,assignment]
+
+
+def decided(config: DecidedConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
+    from nixl_tiers.tiers import staging
+    from nixl_tiers.tiers.rowfile.tier import RowFileTier
+    from nixl_tiers.tiers.slab.tier import SlabTier
+    from tests.support.staging import decide
+
+    staging.mostly_huge = lambda *_: False  # type: ignore[assignment]
+    tier = (SlabTier if config.layout == "slabs" else RowFileTier)(config, geometry, region)
+    decide(tier, staged=config.staged)
+    return tier
+
+
 class FastScanConfig(FileConfig):
     """Row files, whose tier looks for the changes of others often."""
 

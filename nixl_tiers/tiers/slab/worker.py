@@ -17,7 +17,7 @@ from nixl_tiers.base.chunk import MAX_KEY_BYTES, NAMESPACE_BYTES, Geometry
 from nixl_tiers.config.file import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.tiers.base import Move, TierRefused
+from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.move_queue import Steps
 from nixl_tiers.tiers.nixl_agent import AgentError, Registrar, Registration
 from nixl_tiers.tiers.slab.in_flight import request_bytes
@@ -159,16 +159,12 @@ def threads_of(workers: int) -> int:
 
 def open_worker(config: FileConfig, region: HostRegion, geometry: Geometry, movers: int) -> Worker | None:
     """The worker, unless another backend is chosen; None: NIXL moves the rows, as it does where the worker cannot be
-    had, but raises TierRefused where it was chosen. `movers`: of the tier, in all engines that share its path."""
-    if config.backend not in ("auto", "native"):
+    had. `movers`: of the tier, in all engines that share its path."""
+    if config.backend != "auto":
         return None
     try:
         return Worker(region, geometry, threads_of(movers))
     except OSError as error:
-        if config.backend == "native":
-            raise TierRefused(
-                f"backend: the native worker cannot start ({error.strerror}), or leave backend out"
-            ) from error
         logger.warning("rows are moved by NIXL: the native worker cannot start (%s)", error.strerror)
     return None
 

@@ -62,7 +62,7 @@ def test_worker_that_is_stuck_is_ended_by_the_deadline_of_its_job(
     file_rig: Callable[..., FaultRig], disk: Interposer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its threads wait in calls that do not return; the mover's loop does not, and goes on sending heartbeats."""
-    rig = file_rig("disk hangs for good", "slabs", fields={"backend": "native"})
+    rig = file_rig("disk hangs for good", "slabs")
     with rig.under_load():
         rig.wait_for_answers()
         old = rig.wait_for_mover()

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Load
 from nixl_tiers.tiers.base import Move, StorageTier
 from tests.mover.harness import TIMEOUT_S, MoverProcess, key_of
+from tests.mover.stub_tiers import DecidedConfig
 from tests.support.file_tier import file_tier
 from tests.support.no_gpu import NoGpu
 from tests.support.servers import MotoServer, S3Server
@@ -34,12 +34,13 @@ CAPACITY = 2 * MANY_ROWS * GEOMETRY.row_bytes
 OBSERVED_S = 0.3  # for so long nothing may change
 KILLS = 12  # under `make faults`
 MOST = 100  # until a planted bug is seen: two of three show it, one of twelve on a machine that is busy otherwise
+DECIDED = f"{DecidedConfig.__module__}:{DecidedConfig.__name__}"
 BACKENDS: Mapping[str, dict[str, Any]] = {
-    "slabs": {"staging": "off", "backend": "native"},
-    "slabs, staged": {"staging": "on", "backend": "native"},
-    "slabs by NIXL": {"staging": "off", "backend": "posix"},
-    "files": {"staging": "off", "layout": "files"},
-    "gds_mt": {"staging": "off", "backend": "gds_mt"},
+    "slabs": {"type": DECIDED, "staged": False},
+    "slabs, staged": {"type": DECIDED, "staged": True},
+    "slabs by NIXL": {"type": DECIDED, "staged": False, "backend": "posix"},
+    "files": {"type": DECIDED, "staged": False, "layout": "files"},
+    "gds_mt": {"backend": "gds_mt"},
     "s3": {},
 }
 """All that a mover can move bytes with."""
@@ -47,11 +48,9 @@ BACKENDS: Mapping[str, dict[str, Any]] = {
 Tier = dict[str, object]
 
 
-class UringConfig(FileConfig):
+class UringConfig(DecidedConfig):
     """A file tier that NIXL moves through io_uring."""
 
-    type: str
-    label: ClassVar[str] = "file"
     implementation: ClassVar[str] = f"{__name__}:uring_tier"
 
 

@@ -223,7 +223,8 @@ def drives(*, cpu: str = "", storage: str = "") -> Callable[[Callable[[Scene], N
     "loads_staged stores_staged missed_excluded missing missed_failed reset",
 )
 def chunks_are_stored_loaded_and_lost(scene: Scene) -> None:
-    engine, keys = scene.engine(files_tier(scene.path, CAPACITY, staging="on")), keys_of(4)
+    tier = files_tier(scene.path, CAPACITY, type="tests.mover.stub_tiers:DecidedConfig", staged=True)
+    engine, keys = scene.engine(tier), keys_of(4)
     engine.computes(SLOW)
     engine.put(keys)
     engine.load("from host memory", keys)

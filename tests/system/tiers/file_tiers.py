@@ -15,6 +15,7 @@ from nixl_tiers.tiers.rowfile.tier import RowFileTier
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import key_of, payload
 from tests.support.file_tier import file_config
+from tests.support.staging import decide
 
 GEOMETRY = Geometry(1, 50_000)
 ROWS = 16
@@ -42,16 +43,23 @@ def make_tier(
     capacity: int = CAPACITY,
     *,
     replicas: int = 1,
+    staged: bool | None = None,
     times: Times = PRODUCTION,
     **fields: Any,
 ) -> FileTier:
-    """`layout`: "slabs", "slabs by NIXL" or "files"; `replicas`: of slabs."""
+    """`layout`: "slabs", "slabs by NIXL" or "files"; `replicas`: of slabs; `staged`: all rows, or none; None: as
+    a trial finds it."""
     layout, _, by = layout.partition(" by ")
     fields = {"backend": "posix", **fields} if by else fields
     config = file_config(path, capacity, layout=layout, **fields)
+    tier: FileTier
     if layout == "files":
-        return RowFileTier(config, GEOMETRY, region, times=times)
-    return SlabTier(config, GEOMETRY, region, replicas=replicas, times=times)
+        tier = RowFileTier(config, GEOMETRY, region, times=times)
+    else:
+        tier = SlabTier(config, GEOMETRY, region, replicas=replicas, times=times)
+    if staged is not None:
+        decide(tier, staged=staged)
+    return tier
 
 
 def run_until(tier: FileTier, condition: Callable[[], bool]) -> None:

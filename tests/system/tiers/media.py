@@ -58,14 +58,13 @@ class SlabFiles(Medium):
     """A directory of the file tier. A slab has no end of a row: what is cut off reads as zeroes, or as a short file."""
 
     path: Path
-    staging: Literal["auto", "on"] = "auto"
     backend: Literal["auto", "posix", "gds_mt"] = "auto"
     erases: ClassVar[bool] = False
     keeps_recency: ClassVar[bool] = True
     exact: ClassVar[bool] = False
 
     def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
-        config = file_config(self.path, capacity_bytes, staging=self.staging, backend=self.backend)
+        config = file_config(self.path, capacity_bytes, backend=self.backend)
         return SlabTier(config, geometry, region)
 
     def read(self, namespace: bytes, slot: int, key: Key) -> bytes:

@@ -27,7 +27,8 @@ def layout(request: pytest.FixtureRequest) -> str:
 
 
 def mover_on(path: Path, layout: str = "slabs") -> MoverProcess:
-    return MoverProcess(LAYOUTS[layout](path, CAPACITY, staging="off"), GEOMETRY, ROWS)
+    tier = LAYOUTS[layout](path, CAPACITY, type="tests.mover.stub_tiers:DecidedConfig", staged=False)
+    return MoverProcess(tier, GEOMETRY, ROWS)
 
 
 def stored(mover: MoverProcess, rows: int = ROWS) -> MoverProcess:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-import nixl_tiers
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory import seal
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict, hash_copy
+from nixl_tiers.store import open_with
 from nixl_tiers.tiers import staging as module
 from nixl_tiers.tiers import staging_trial
 from nixl_tiers.tiers.base import Move
@@ -32,6 +32,7 @@ from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
 from tests.support.file_tier import file_config, file_tier
 from tests.support.load import get, put
 from tests.support.pages import mapped
+from tests.support.times import changed
 from tests.system.tiers.file_tiers import CAPACITY, GEOMETRY, ROWS, FileTier, load, make_tier, outcomes, store
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def short_trial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tier(layout: str, tmp_path: Path, region: HostRegion) -> Iterator[FileTier]:
-    tier = make_tier(layout, tmp_path / "kv", region, staging="on")
+    tier = make_tier(layout, tmp_path / "kv", region, staged=True)
     serve(tier)
     yield tier
     tier.close()
@@ -136,7 +137,7 @@ def test_rows_are_the_same_as_without(tier: FileTier, layout: str, tmp_path: Pat
     sealer = Sealer(GEOMETRY, NAMESPACE, 0)
     assert all(sealer.verify(staged[row], key_of(row)) is Verdict.OK for row in range(ROWS))
     tier.close()
-    direct = make_tier(layout, tmp_path / "kv", region, staging="off")
+    direct = make_tier(layout, tmp_path / "kv", region, staged=False)
     serve(direct)
     assert direct.staged == (False, False)
     assert set(load(direct, region, range(ROWS))) == {Outcome.OK}
@@ -231,7 +232,7 @@ def test_units_wait_for_room_in_the_buffer(
     monkeypatch.setattr("nixl_tiers.tiers.slab.transfers._STAGED_LOADS_BYTES", 3 * GEOMETRY.row_bytes)
     for name in ("slab.transfers._UNIT_ROWS", "slab.transfers._WORKER_UNIT_ROWS", "rowfile.transfers._UNIT_ROWS"):
         monkeypatch.setattr(f"nixl_tiers.tiers.{name}", 2)
-    tier = make_tier(layout, tmp_path / "kv", region, staging="on")
+    tier = make_tier(layout, tmp_path / "kv", region, staged=True)
     serve(tier)
     most = 0
     take = module.Buffer.take
@@ -340,7 +341,7 @@ def test_without_memory_for_the_buffer_rows_are_moved_directly(
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(module, "Buffer", refuse)
-    tier = make_tier(layout, tmp_path / "kv", region, staging="on")
+    tier = make_tier(layout, tmp_path / "kv", region, staged=True)
     serve(tier)
     assert tier.staged == (False, False)
     assert caplog.text.count("no buffer for staging") == 2
@@ -350,24 +351,23 @@ def test_without_memory_for_the_buffer_rows_are_moved_directly(
 
 
 @pytest.mark.usefixtures("small_pages")
-@pytest.mark.parametrize("fields", [{"staging": "off"}, {"backend": "gds_mt"}], ids=["off", "cuFile"])
-def test_no_buffer_where_nothing_can_be_staged(tmp_path: Path, region: HostRegion, fields: dict[str, Any]) -> None:
+def test_no_buffer_where_nothing_can_be_staged(tmp_path: Path, region: HostRegion) -> None:
     """cuFile has buffers of its own."""
-    config = file_config(tmp_path, CAPACITY, **fields)
+    config = file_config(tmp_path, CAPACITY, backend="gds_mt")
     staging = module.Staging(config, region, SimpleNamespace())  # type: ignore[arg-type]
     staging.open()
     assert staging.staged == (False, False)
     assert staging.loads._buffer is staging.stores._buffer is None
 
 
-@pytest.mark.parametrize("staging", ["on", "off"])
-def test_gauges_show_what_is_staged(tmp_path: Path, staging: str) -> None:
-    file = file_tier(tmp_path / "kv", 64 << 20, staging=staging)
-    tiers = [{"type": "cpu", "capacity": 4 << 20}, file]
-    with nixl_tiers.open({"tiers": tiers, "ready_s": 120, "wait_s": 120}, 60_000, "n") as store:
+@pytest.mark.parametrize("staged", [True, False])
+def test_gauges_show_what_is_staged(tmp_path: Path, *, staged: bool) -> None:
+    file = file_tier(tmp_path / "kv", 64 << 20, type="tests.mover.stub_tiers:DecidedConfig", staged=staged)
+    config = {"tiers": [{"type": "cpu", "capacity": 4 << 20}, file], "wait_s": 120}
+    with open_with(changed(ready_s=120.0), config, 60_000, "n") as store:
         put(store, [b"one"])
         assert store.flush(120)
         gauges = store.stats()["file"]
-        assert (gauges["loads_staged"], gauges["stores_staged"]) == ((1, 1) if staging == "on" else (0, 0))
-    with nixl_tiers.open({"tiers": tiers, "ready_s": 120, "wait_s": 120}, 60_000, "n") as store:
+        assert (gauges["loads_staged"], gauges["stores_staged"]) == ((1, 1) if staged else (0, 0))
+    with open_with(changed(ready_s=120.0), config, 60_000, "n") as store:
         assert get(store, [b"one"]) == ([True], [])

@@ -33,7 +33,7 @@ WINDOW_S = 60  # of Prometheus' rates
 NOT_SHOWN = {
     "existence_checks_total": "a shared prefix",
     "huge_page_bytes": "a machine that has huge pages",
-    "staged": "`staging`, which is off",
+    "staged": "rows that are staged",
     "denials": "rights that are missing",
     "unused_chunks_total": "promotions that nobody uses",
     "failures_total": "moves that fail",
@@ -60,7 +60,7 @@ def serve(tmp_path: Path, *more: str, host: str = "128MiB") -> Iterator[VllmServ
     tiers = [
         {"type": "cpu", "capacity": host},
         # What this user has measured before about staging would be lines in the log.
-        file_tier(tmp_path / "kv", "256MiB", staging="off"),
+        file_tier(tmp_path / "kv", "256MiB", type="tests.mover.stub_tiers:DecidedConfig", staged=False),
     ]
     options = [
         "--max-model-len",

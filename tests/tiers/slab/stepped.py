@@ -26,6 +26,7 @@ from tests.mover.harness import NAMESPACE, key_of, payload
 from tests.support.by_hand import HandPool, HandThread
 from tests.support.fake_movers import Clock
 from tests.support.file_tier import file_config
+from tests.support.staging import decide
 
 GEOMETRY = Geometry(2, 30_000, 3)  # both cells and the seal have padding
 ROWS = 16
@@ -65,8 +66,9 @@ class SteppedSlabs:
         self.clock = clock
         self.day_s = DAY_S
         self.region = HostRegion.create(GEOMETRY, ROWS)
-        config = file_config(path, capacity, staging="off", **fields)
+        config = file_config(path, capacity, **fields)
         self.tier = SlabTier(config, GEOMETRY, self.region, lambda: self.day_s)
+        decide(self.tier, staged=False)
         self.on_step: Callable[[], object] = lambda: None
         self.ended: dict[int, Sequence[Outcome]] = {}
         self.slots = 0

@@ -63,9 +63,3 @@ class TestRowFilesThroughCuFile(StorageTierTests):
     @pytest.fixture
     def medium(self, cufile_place: Path) -> Medium:
         return RowFiles(cufile_place, backend=BACKEND)
-
-
-class TestStagedSlabsThroughCuFile(StorageTierTests):
-    @pytest.fixture
-    def medium(self, cufile_place: Path) -> Medium:
-        return SlabFiles(cufile_place, staging="on", backend=BACKEND)

@@ -80,7 +80,7 @@ def test_files_are_made_while_others_are_written(
     """Making one may take long, and then a full buffer would hold rows that are not written."""
     monkeypatch.setattr(transfers, "_UNIT_ROWS", 1)
     monkeypatch.setattr(staging, "BUFFER_BYTES", 2 * region.geometry.row_bytes)
-    tier = make_tier("files", tmp_path / "staged", region, staging="on")
+    tier = make_tier("files", tmp_path / "staged", region, staged=True)
     assert isinstance(tier, RowFileTier)
     with closing(tier):
         tier.open(NAMESPACE, 0)

@@ -18,8 +18,7 @@ from nixl_tiers.tiers.slab.in_flight import (
 )
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import NAMESPACE, key_of
-from tests.support.file_tier import file_config
-from tests.system.tiers.file_tiers import CAPACITY, GEOMETRY, load, store
+from tests.system.tiers.file_tiers import GEOMETRY, load, make_tier, store
 
 
 def test_rows_are_loaded_by_requests_of_that_size_up_to_so_many_rows_at_a_time(
@@ -29,7 +28,7 @@ def test_rows_are_loaded_by_requests_of_that_size_up_to_so_many_rows_at_a_time(
     monkeypatch.setattr(in_flight, "REQUEST_ROOM", 4096)
     monkeypatch.setattr(in_flight, "LOADS_BYTES", 5 * GEOMETRY.row_bytes)
     monkeypatch.setattr(transfers, "_UNIT_ROWS", 2)
-    tier = SlabTier(file_config(tmp_path, CAPACITY, staging="off", backend="posix"), GEOMETRY, region)
+    tier = make_tier("slabs by NIXL", tmp_path, region, staged=False)
     tier.open(NAMESPACE, 0)
     assert set(store(tier, region, range(8))) == {Outcome.OK}
     asked: list[Sequence[Span]] = []
@@ -55,15 +54,16 @@ def test_rows_are_loaded_by_requests_of_that_size_up_to_so_many_rows_at_a_time(
     tier.close()
 
 
-@pytest.mark.parametrize("backend", ["posix", "native"])
+@pytest.mark.parametrize("layout", ["slabs by NIXL", "slabs"])
 def test_stores_wait_for_each_other_by_what_the_medium_writes(
-    backend: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, written = {"slow": 2, "fast": 6}, StoreWindow.written
     monkeypatch.setattr(in_flight, "STORES_BYTES", tuple(each * GEOMETRY.row_bytes for each in rows.values()))
     monkeypatch.setattr(transfers, "_UNIT_ROWS", 1)
     monkeypatch.setattr(transfers, "_WORKER_UNIT_ROWS", 1)
-    tier = SlabTier(file_config(tmp_path, CAPACITY, staging="off", backend=backend), GEOMETRY, region)
+    tier = make_tier(layout, tmp_path, region, staged=False)
+    assert isinstance(tier, SlabTier)
     tier.open(NAMESPACE, 0)
     assert set(store(tier, region, range(8))) == {Outcome.OK}  # so that they need no room next
     stores = tier._moves.stores
