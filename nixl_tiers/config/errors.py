@@ -49,6 +49,7 @@ REMOVED_OF_TIERS: Final = {
     "session_token_env": _CREDENTIALS,
     "sse": "set the bucket's default encryption, which its objects get",
     "sse_key": "set the key in the bucket's default encryption, which its objects get",
+    "eviction": "storage tiers evict what was used least recently, a shared bucket what was written first",
     "list_requests_per_hour": "2000 an hour hold for all",
     "max_transfers": "how many run follows from what the server is measured to take, at most 64 each way",
     "staging": "whether rows are staged is measured by the first of them",

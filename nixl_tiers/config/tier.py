@@ -87,7 +87,6 @@ class StorageConfig(Model):
     type: str = Field(description="kind of the tier")
     capacity: Size = Field(description="budget of everything that the tier stores on its medium")
     write: WriteField = Write.THROUGH
-    eviction: Eviction = Field("lru", description="`lru`; another value is accepted, and means that")
 
     # --- capabilities ---------------------------------------------------------------------------------------------
 

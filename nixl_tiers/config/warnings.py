@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from nixl_tiers.base.mounts import file_systems
 from nixl_tiers.config import source as config_source
-from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, StorageConfig, TiersConfig, Write, format_size
+from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, Write, format_size
 
 # Smaller than a chunk of any model in use.
 LEAST_BYTES: Final = 1 << 20
@@ -147,11 +147,6 @@ def _no_effect(config: TiersConfig) -> Iterator[str]:
             "probe_s: 0 is withdrawn for a shared prefix, which is no longer listed: only what this engine stored "
             "itself, since it started, is found there"
         )
-    for i, tier in enumerate(config.tiers):
-        if isinstance(tier, S3Config) and tier.shared and "eviction" in tier.model_fields_set:
-            yield f"tiers[{i}].eviction: has no effect on a shared prefix, which deletes what was written first"
-        elif isinstance(tier, StorageConfig) and tier.eviction != "lru":
-            yield f"tiers[{i}].eviction: storage tiers evict by lru; {tier.eviction} is a policy of the cpu tier only"
 
 
 # --- on this machine -------------------------------------------------------------------------------------------

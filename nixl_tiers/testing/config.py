@@ -11,7 +11,7 @@ from nixl_tiers.config.kinds import read_tier
 from nixl_tiers.config.schema import TiersConfig
 from nixl_tiers.config.tier import StorageConfig
 
-_OF_INNER: Final = ("capacity", "write", "eviction")
+_OF_INNER: Final = ("capacity", "write")
 
 
 class MemoryConfig(StorageConfig):

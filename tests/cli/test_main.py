@@ -52,11 +52,11 @@ def test_every_set_field_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[
         "cpu": {"type": "cpu", "capacity": "64GiB", "eviction": "arc"},
         "file": {
             "type": "file", "path": str(tmp_path), "capacity": "1TiB", "layout": "files", "backend": "posix",
-            "write": "on_evict", "eviction": "s3fifo", "max_age": "7d", "min_free": "7%",
+            "write": "on_evict", "max_age": "7d", "min_free": "7%",
         },
         "s3": {
             "type": "s3", "bucket": "kv-cache", "prefix": "p/q", "endpoint": "https://h:9000", "region": "eu-west-9",
-            "capacity": "10TiB", "shared": True, "write": "off", "eviction": "arc", "max_age": "90m",
+            "capacity": "10TiB", "shared": True, "write": "off", "max_age": "90m",
             "ca_file": str(tmp_path / "ca"), "profile": None, "credentials_file": str(tmp_path / "ca"),
         },
     }  # fmt: skip

@@ -106,27 +106,10 @@ def test_flush_without_effect_is_warned_about() -> None:
     assert warned(CPU, FILE | {"write": "on_evict"}, flush_on_exit_s="10s") == []
 
 
-def test_eviction_policy_of_a_shared_prefix_is_warned_about() -> None:
-    shared = {"type": "s3", "bucket": "kv-cache", "capacity": "1TiB", "shared": True}
-    assert warned(CPU, shared) == []
-    assert warned(CPU, shared | {"eviction": "s3fifo"}) == [
-        "tiers[1].eviction: has no effect on a shared prefix, which deletes what was written first"
-    ]
-    assert warned(CPU, shared | {"eviction": "lru", "shared": False}) == []
-
-
 def test_shared_prefix_without_checks_is_warned_about() -> None:
     assert warned(CPU, S3 | {"shared": True}) == warned(CPU, S3, probe_s=0) == []
     (line,) = warned(CPU, S3 | {"shared": True}, S3 | {"prefix": "other", "shared": True}, probe_s=0)
     assert line.startswith("probe_s: 0 is withdrawn for a shared prefix")
-
-
-@pytest.mark.parametrize("policy", ["s3fifo", "arc"])
-def test_eviction_policy_of_a_storage_tier_is_accepted_and_warned_about(policy: str) -> None:
-    assert warned(CPU | {"eviction": policy}, FILE) == []
-    assert warned(CPU, FILE | {"eviction": policy}) == [
-        f"tiers[1].eviction: storage tiers evict by lru; {policy} is a policy of the cpu tier only"
-    ]
 
 
 @pytest.fixture
