@@ -90,14 +90,7 @@ def _run(socket_fd: int, region_fd: int, parent: int) -> None:
     region.map_pages()
     try:
         geometry = Geometry(configure.cells, configure.cell_payload, configure.sub_blocks)
-        tier = make_tier(
-            configure.tier,
-            geometry,
-            region,
-            movers=configure.movers,
-            replicas=configure.replicas,
-            times=configure.times,
-        )
+        tier = make_tier(configure.tier, geometry, region, configure.movers, configure.replicas, times=configure.times)
         tier.mount_point = configure.mount_point
         if configure.engine:
             tier.identify(configure.engine)

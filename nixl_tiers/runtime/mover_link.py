@@ -20,7 +20,7 @@ from typing import Final
 from nixl_tiers.base.chunk import Namespace, Outcome
 from nixl_tiers.base.manifest import Description
 from nixl_tiers.base.times import Times
-from nixl_tiers.config.schema import StorageConfig, TiersConfig, tier_to_dict
+from nixl_tiers.config.schema import TiersConfig, tier_to_dict
 from nixl_tiers.core.listing import Steps
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.slots import slots_each
@@ -83,11 +83,11 @@ class MoverLink:
         self.namespace = namespace
         self._log_queue = LogQueue()
         members = [
-            (name, f"{name}[{place}]" if len(tier.members) > 1 else name, member, len(tier.members))
+            (name, f"{name}[{place}]" if len(tier.members) > 1 else name, member)
             for name, tier in zip(config.names, config.storage, strict=True)
             for place, member in enumerate(tier.members)
         ]
-        self.movers = [MoverStatus(tier, name, member, self._log_queue.put) for tier, name, member, _ in members]
+        self.movers = [MoverStatus(tier, name, member, self._log_queue.put) for tier, name, member in members]
         self.changed: threading.Condition = changed
         self.after_tick: Callable[[], None] | None = None  # called without the lock, at least once in IDLE_S
         self._core = core
@@ -95,15 +95,8 @@ class MoverLink:
         self._clock = clock
         self._recent_uses = RecentUses(core, changed)
         self.supervisor = Supervisor(
-            _configures(
-                [(member, count) for *_, member, count in members],
-                region,
-                engine_id(),
-                description,
-                times,
-                replicas=config.replicas or 1,
-            ),
-            [name for _, name, *_ in members],
+            _configures(config, region, engine_id(), description, times),
+            [name for _, name, _ in members],
             region.fd,
             self,
             clock,
@@ -339,16 +332,9 @@ def engine_id() -> str:
 
 
 def _configures(
-    members: Sequence[tuple[StorageConfig, int]],
-    region: HostRegion,
-    engine: str,
-    description: Description,
-    times: Times,
-    *,
-    replicas: int,
+    config: TiersConfig, region: HostRegion, engine: str, description: Description, times: Times
 ) -> list[Configure]:
-    """The first message to each mover. `members`: of each its configuration, and how many its tier has. `replicas`: how
-    many engines share the tiers' capacity. `engine`: see StorageTier.identify."""
+    """The first message to each mover. `engine`: see StorageTier.identify."""
     geometry = region.geometry
     return [
         Configure(
@@ -360,9 +346,10 @@ def _configures(
             engine=engine,
             secret_variables=member.secret_variables,
             description=description,
-            movers=count,
-            replicas=replicas,
+            movers=len(tier.members),
+            replicas=config.replicas or 1,
             times=times,
         )
-        for member, count in members
+        for tier in config.storage
+        for member in tier.members
     ]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, SerializeAsAny, model_validator
 
 from nixl_tiers.config.kinds import read_tier
 from nixl_tiers.config.schema import TiersConfig
 from nixl_tiers.config.tier import StorageConfig
-
-_OF_INNER: Final = ("capacity", "write")
 
 
 class MemoryConfig(StorageConfig):
@@ -35,7 +33,7 @@ class FaultyConfig(StorageConfig):
         if not isinstance(raw, Mapping) or not isinstance(inner := raw.get("inner"), (Mapping, StorageConfig)):
             return raw
         given = inner if isinstance(inner, Mapping) else inner.model_dump()
-        return {name: given[name] for name in _OF_INNER if name in given} | dict(raw)
+        return {name: given[name] for name in ("capacity", "write") if name in given} | dict(raw)
 
     @property
     def label(self) -> str:

@@ -23,7 +23,7 @@ import msgspec
 
 from nixl_tiers.base.chunk import Geometry, Key, Outcome
 from nixl_tiers.base.manifest import Description
-from nixl_tiers.base.times import PRODUCTION, Times
+from nixl_tiers.base.times import Times
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.testing.config import FaultyConfig
@@ -125,7 +125,7 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def make_faulty(
-    config: FaultyConfig, geometry: Geometry, region: HostRegion, replicas: int = 1, times: Times = PRODUCTION
+    config: FaultyConfig, geometry: Geometry, region: HostRegion, replicas: int, times: Times
 ) -> FaultyTier:
     """The implementation of a FaultyConfig. Raises TierRefused."""
     try:

@@ -351,9 +351,9 @@ def make_tier(
     tier: Mapping[str, object],
     geometry: Geometry,
     region: HostRegion,
-    *,
     movers: int = 1,
     replicas: int = 1,
+    *,
     times: Times = PRODUCTION,
 ) -> StorageTier:
     """The tier of a configuration as `tier_to_dict` gives it. Raises TierRefused."""

@@ -100,16 +100,13 @@ class Running:
 
 class Ours(Side):
     limit = "capacity"
-    divides: ClassVar[bool] = False
-    """Whether engines of one place each have a part of it."""
 
     def transfer(self, place: Place, capacity: int | None, engines: int) -> Mapping[str, Any]:
         from tests.support.vllm_cpu import recomputing_transfer
 
-        replicas = engines if self.divides else 1
+        replicas = engines if self.name == "slabs" else 1  # each has a part of the directory
         storage = self.tier(place) | {"capacity": capacity or ROOM_BYTES}
-        tiers = [{"type": "cpu", "capacity": replicas * HOST_BYTES}, storage]
-        return recomputing_transfer(tiers, replicas=replicas)
+        return recomputing_transfer([{"type": "cpu", "capacity": replicas * HOST_BYTES}, storage], replicas=replicas)
 
     @abstractmethod
     def tier(self, place: Place) -> dict[str, Any]: ...
@@ -117,7 +114,6 @@ class Ours(Side):
 
 class OurSlabs(Ours):
     name, title, on = "slabs", "nixl_tiers, `layout: slabs`", "files"
-    divides = True
 
     def place(self, where: Any) -> Place:
         return where if isinstance(where, Place) else Slabs(where)

@@ -20,7 +20,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Load
 from nixl_tiers.tiers.base import Move, StorageTier
 from tests.mover.harness import TIMEOUT_S, MoverProcess, key_of
-from tests.mover.stub_tiers import DecidedConfig
+from tests.mover.stub_tiers import DecidedConfig, decided
 from tests.support.file_tier import file_tier
 from tests.support.no_gpu import NoGpu
 from tests.support.servers import MotoServer, S3Server
@@ -57,11 +57,10 @@ class UringConfig(DecidedConfig):
 def uring_tier(config: UringConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
     from nixl_tiers.tiers.nixl_agent import Agent
     from nixl_tiers.tiers.slab import in_flight
-    from nixl_tiers.tiers.slab.tier import SlabTier
 
     in_flight.LOADS_BYTES = MANY_ROWS * geometry.row_bytes  # all at once
     Agent.posix = classmethod(lambda cls: cls("POSIX", {"use_uring": "true"}, "FILE"))  # type: ignore[method-assign]
-    return SlabTier(config, geometry, region)
+    return decided(config, geometry, region)
 
 
 @pytest.fixture

@@ -22,9 +22,7 @@ from .conftest import ROOT
 METHODS = sum(name.startswith("test_") for name in vars(StorageTierTests))
 
 
-@pytest.mark.parametrize(
-    "name", ["TestSlabsThroughCuFile", "TestStagedSlabsThroughCuFile", "TestRowFilesThroughCuFile"]
-)
+@pytest.mark.parametrize("name", ["TestSlabsThroughCuFile", "TestRowFilesThroughCuFile"])
 def test_contract_is_kept_through_cufile(run: Callable[..., Any], name: str) -> None:
     cases = run(f"conformance_cases.py::{name}")
     assert not cases.failed, cases.output
