@@ -36,6 +36,7 @@ typedef struct {
 
 #define SUBMIT_ABI 4
 
+/* BATCH: descriptors a call of the copy engine; a stream with about a thousand blocks its caller */
 enum { SLOTS = 3, BATCH = 256, WARPS_OF_A_BLOCK = 8, THREADS = 256, CAPACITIES = 2 };
 enum { COPY_ENGINE, STAGED }; /* swap_request.strategy */
 enum { QUEUED, SUBMITTED, FAILED }; /* swap_request.state */

@@ -22,7 +22,6 @@ from nixl_tiers.swap.plan import CopyPlan, GroupPlan
 from nixl_tiers.swap.step import Pairs
 
 SLOTS: Final = 3  # of the staging buffer; as many parts of transfers are on the GPU's streams at most
-BATCH_COPIES: Final = 256  # descriptors a call of the copy engine: a stream with about a thousand blocks its caller
 COPY_ENGINE, STAGED = range(2)
 _QUEUED, _FAILED = 0, 2
 

@@ -144,7 +144,6 @@ class NixlTiersWorker(OffloadingWorker):
         self._plan = plan
         self._swap = swap
         self._copier = Copier(region, plan, swap, last_block_only)
-        self._rank = rank
         self._jobs = jobs
         self._stores: list[Submitted] = []
         self._loads: list[Submitted] = []

@@ -14,7 +14,6 @@ from nixl_tiers.swap import kernels, stream
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import CudaError
 from nixl_tiers.swap.strategies import NAMES
-from nixl_tiers.swap.submit import BATCH_COPIES
 from tests.support.places import places_of
 from tests.swap.fake_gpu import FakeGpu, leftovers
 from tests.swap.scenario import (
@@ -29,6 +28,7 @@ from tests.swap.scenario import (
 
 OUT_OF_MEMORY, LAUNCH_FAILED = 2, 719
 OLD, NEW = 12060, 13000
+BATCH = 256  # descriptors of a call of the copy engine: csrc/swap_submit.h
 STRATEGIES = NAMES
 
 
@@ -239,8 +239,8 @@ def test_batches_are_bounded_and_never_on_the_default_stream(machine: Callable[.
     expected = scenario.store(0, blocks, places)
     swap.store(0, blocks, places).wait()
     assert_same(scenario.region, expected, "region")
-    assert fake.largest_batch() == BATCH_COPIES
-    assert fake.calls("cuMemcpyBatchAsync") == -(-40 * 300 // BATCH_COPIES)
+    assert fake.largest_batch() == BATCH
+    assert fake.calls("cuMemcpyBatchAsync") == -(-40 * 300 // BATCH)
     assert fake.calls("cuMemcpyAsync") == 0
     swap.close()
 
