@@ -31,6 +31,12 @@ ConfigFile = Annotated[
         "--config", metavar="FILE", help="A configuration: its storage tiers, or the credentials for a bucket in it."
     ),
 ]
+
+
+class NothingThere(InputError):
+    """No engine has stored anything at this place yet."""
+
+
 _ANY: Final = 1 << 40  # of a tier that is only looked at
 _WAY: Final = ("endpoint", "region", "profile", "credentials_file", "ca_file")  # to a bucket
 
@@ -68,13 +74,18 @@ def _configured(given: TiersConfig) -> Iterator[StorageConfig]:
         for name, tier in zip(given.names, given.storage, strict=True)
         if not tier.stored_rows
     ]
-    if len(left_out) == len(given.storage):
+    found: list[StorageConfig] = []
+    for tier in (member for each in given.storage for member in each.members):
+        try:
+            if tier.stored_rows:
+                found.append(_directory(tier) if isinstance(tier, FileConfig) else tier)
+        except NothingThere as nothing:
+            left_out.append(str(nothing))
+    if not found:
         raise InputError("; ".join(left_out) or "there is no storage tier in that configuration")
     for sentence in left_out:
         print(f"nixl-tiers: {sentence}", file=sys.stderr)
-    for tier in (member for each in given.storage for member in each.members):
-        if tier.stored_rows:
-            yield _directory(tier) if isinstance(tier, FileConfig) else tier
+    yield from found
 
 
 def _directory(tier: FileConfig) -> FileConfig:
@@ -83,11 +94,11 @@ def _directory(tier: FileConfig) -> FileConfig:
         with os.scandir(tier.path) as entries:
             names = {entry.name for entry in entries if entry.name in (SLAB_LOCK, INCOMING)}
     except FileNotFoundError:
-        raise InputError(f"{tier.path} does not exist: an engine makes it when it starts") from None
+        raise NothingThere(f"{tier.path} does not exist: an engine makes it when it starts") from None
     except OSError as error:
         raise InputError(f"{tier.path} cannot be read ({error.strerror})") from None
     if not names:
-        raise InputError(f"{tier.path} was never a file tier's path: it has neither {SLAB_LOCK} nor {INCOMING}")
+        raise NothingThere(f"{tier.path} was never a file tier's path: it has neither {SLAB_LOCK} nor {INCOMING}")
     return tier.model_copy(update={"layout": "slabs" if SLAB_LOCK in names else "files"})
 
 
