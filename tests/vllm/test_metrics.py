@@ -224,7 +224,7 @@ def test_vllm_accepts_and_exports_every_metric(clean_registry: None) -> None:
     samples = {place: [2.0, 3.0] for place, (_, metric, _) in published(tiers).items() if metric.kind is Kind.HISTOGRAM}
     totals = {tier.name: numbers for tier in tiers}
     reporter = Reporter(tiers, ("1", "2", "3", "4", "5"))
-    metrics.observe(reporter.report(totals, samples).data, 0)
+    metrics.observe(reporter.report(totals, samples, {"cpu": "", "file": "is not mounted"}).data, 0)
     shown = prometheus_client.generate_latest().decode()
     for (tier, _), (name, metric, labels) in published(tiers).items():
         texts = dict(zip(metric.labels, labels, strict=True)) | {"engine": "0"}
@@ -233,6 +233,7 @@ def test_vllm_accepts_and_exports_every_metric(clean_registry: None) -> None:
         assert f"{PREFIX}{name}{end}{{{inside}}} 2.0" in shown, tier
     info = 'nixl_tiers:info{chunk_bytes="3",chunk_tokens="4",engine="0",kv_namespace="2",places="5",version="1"} 1.0'
     assert info in shown
+    assert 'nixl_tiers:problem{engine="0",problem="is not mounted",tier="file"} 1.0' in shown
 
 
 def test_levels_are_all_gauges_of_the_tiers_and_what_runs() -> None:

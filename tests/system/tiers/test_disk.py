@@ -48,7 +48,7 @@ def test_free_space_is_asked_for_once_a_second_and_counted_down_meanwhile(
     assert [bool(free.lacks(nbytes)) for nbytes in (400, 600, 1, 0)] == [False, False, True, False]
     assert len(asked) == 1
     assert free.lacks(1) == free.problem
-    assert f"{tmp_path}: min_free keeps" in free.problem
+    assert f"{tmp_path} is full: min_free keeps" in free.problem
     now[0] += 1
     assert not free.lacks(1000)
     assert not free.problem
