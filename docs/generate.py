@@ -31,7 +31,17 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 import nixl_tiers
-from nixl_tiers.base.metrics import INFO, INFO_LABELS, INFO_TEXT, METRICS, PREFIX, Kind
+from nixl_tiers.base.metrics import (
+    INFO,
+    INFO_LABELS,
+    INFO_TEXT,
+    METRICS,
+    PREFIX,
+    PROBLEM,
+    PROBLEM_LABELS,
+    PROBLEM_TEXT,
+    Kind,
+)
 from nixl_tiers.cli.app import app
 from nixl_tiers.config import fields
 from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, unset
@@ -189,7 +199,9 @@ def metrics(kind: Kind) -> str:
             for number, series in () if single else metric.series.items():
                 value = f'`{metric.labels[-1]}="{series.values[0]}"`'
                 text += f"  - {value}{_number(kind, number)}: {series.meaning}\n"
-    return text + (f"- {_series(INFO, INFO_LABELS)}: {INFO_TEXT}\n" if kind is Kind.GAUGE else "")
+    if kind is Kind.GAUGE:
+        text += f"- {_series(PROBLEM, PROBLEM_LABELS)}: {PROBLEM_TEXT}\n- {_series(INFO, INFO_LABELS)}: {INFO_TEXT}\n"
+    return text
 
 
 def _series(name: str, labels: Iterable[str]) -> str:

@@ -72,6 +72,11 @@ class Outcome(IntEnum):
     FOUND = 5  # a store of a row that the medium has already
 
 
+FULL: Final = "full"
+UNREACHABLE: Final = "unreachable"
+"""Kinds of what a medium does not do now (`StorageTier.denials`). Each other kind is one of requests that it denies."""
+
+
 @dataclass(frozen=True)
 class Geometry:
     """How one row is laid out: `cells` cells of `cell_payload` bytes, each padded to whole pages, then the seal.

@@ -184,12 +184,14 @@ METRICS: Final[Mapping[str, Metric]] = {
     "drops": _reasons(
         "Chunks that were not written to this tier.",
         REASON,
-        dropped_no_room=Series(
-            stored_to, ("no_room",), "every chunk in the tier was in use, or its medium had no room"
+        dropped_full=Series(stored_to, ("full",), "every chunk in the tier was in use, or its medium had no room"),
+        dropped_slow=Series(
+            written, ("slow",), "this tier could not keep up: its queue was full, or the tier above evicted it first"
         ),
-        dropped_behind=Series(written, ("behind",), "this tier could not keep up"),
-        dropped_evicted=Series(written, ("evicted",), "the tier above evicted it before it was written here"),
-        dropped_refused=Series(written, ("refused",), "the tier is down, or its circuit for stores is not closed"),
+        dropped_denied=Series(written, ("denied",), "its medium denies requests: the log says which"),
+        dropped_unreachable=Series(
+            written, ("unreachable",), "the tier was down, or its circuit for stores not closed, or nobody answered"
+        ),
         dropped_failed=Series(written, ("failed",), "the write failed, or one of this chunk did before"),
     ),
     "failures": _reasons(
@@ -269,6 +271,11 @@ METRICS: Final[Mapping[str, Metric]] = {
         storage,
         number="denials",
     ),
+    "full": _gauge(
+        "1 while a directory may not grow although the tier has not reached its capacity: it evicts to store.",
+        storage,
+        number="full",
+    ),
     "quarantined_chunks": _gauge(
         "Chunks of host memory that are not reused while a lost mover of this tier may still write to them.",
         storage,
@@ -299,6 +306,12 @@ INFO_LABELS: Final = ("version", "kv_namespace", "chunk_bytes", "chunk_tokens", 
 INFO_TEXT: Final = (
     "1. The labels say what runs: the version, the tiers' namespace, bytes and tokens of a chunk, where each tier is. "
     "The model is vLLM's own label."
+)
+PROBLEM: Final = "problem"
+PROBLEM_LABELS: Final = ("tier", "problem")
+PROBLEM_TEXT: Final = (
+    "1 while that is wrong with the tier, in the words of the log: why it is down, or what its medium does not do; 0: "
+    "it was."
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import textwrap
 import time
@@ -41,6 +42,9 @@ _MEANINGS: Final = {
     ("on_reset", "keep"): "after sleep or a reset, chunks stored before stay valid",
     ("lora_storage", True): "chunks of LoRA adapters are stored too",
 }
+_LINK: Final = re.compile(
+    r" \(\[[^]]*\]\([^)]*\)\)|\[([^]]*)\]\([^)]*\)"
+)  # of Markdown: the descriptions are docs, too
 _CREDENTIALS: Final = ("profile", "credentials_file")
 _WIDTH: Final = 100
 _INDENT: Final = " " * 6
@@ -243,7 +247,8 @@ def _fields(model: BaseModel) -> dict[str, dict[str, Any]]:
 
 
 def _field(value: str, meaning: str, *, given: bool) -> dict[str, Any]:
-    return {"value": value.replace("`", ""), "given": given, "meaning": meaning.replace("`", "")}
+    plain = _LINK.sub(lambda link: link[1] or "", meaning).replace("`", "")
+    return {"value": value.replace("`", ""), "given": given, "meaning": plain}
 
 
 def _shown(name: str, value: Any, field: FieldInfo) -> str:

@@ -58,6 +58,8 @@ def doctor(
     refused. With --gds it is the verdict's: 0 native, 3 compatibility, 4 unavailable; 2 if DIR cannot be written to.
     """
     if gds:
+        if config is not None:
+            raise InputError("--gds: examines a directory, and no tier: leave CONFIG out, or --gds")
         try:
             return examine_gds(gds, gpu, as_json=as_json)
         except NotUsable as error:

@@ -31,7 +31,14 @@ ConfigFile = Annotated[
         "--config", metavar="FILE", help="A configuration: its storage tiers, or the credentials for a bucket in it."
     ),
 ]
+
+
+class NothingThere(InputError):
+    """No engine has stored anything at this place yet."""
+
+
 _ANY: Final = 1 << 40  # of a tier that is only looked at
+_WAY: Final = ("endpoint", "region", "profile", "credentials_file", "ca_file")  # to a bucket
 
 
 def found_at(
@@ -67,13 +74,18 @@ def _configured(given: TiersConfig) -> Iterator[StorageConfig]:
         for name, tier in zip(given.names, given.storage, strict=True)
         if not tier.stored_rows
     ]
-    if len(left_out) == len(given.storage):
+    found: list[StorageConfig] = []
+    for tier in (member for each in given.storage for member in each.members):
+        try:
+            if tier.stored_rows:
+                found.append(_directory(tier) if isinstance(tier, FileConfig) else tier)
+        except NothingThere as nothing:
+            left_out.append(str(nothing))
+    if not found:
         raise InputError("; ".join(left_out) or "there is no storage tier in that configuration")
     for sentence in left_out:
         print(f"nixl-tiers: {sentence}", file=sys.stderr)
-    for tier in (member for each in given.storage for member in each.members):
-        if tier.stored_rows:
-            yield _directory(tier) if isinstance(tier, FileConfig) else tier
+    yield from found
 
 
 def _directory(tier: FileConfig) -> FileConfig:
@@ -82,24 +94,37 @@ def _directory(tier: FileConfig) -> FileConfig:
         with os.scandir(tier.path) as entries:
             names = {entry.name for entry in entries if entry.name in (SLAB_LOCK, INCOMING)}
     except FileNotFoundError:
-        raise InputError(f"{tier.path} does not exist: an engine makes it when it starts") from None
+        raise NothingThere(f"{tier.path} does not exist: an engine makes it when it starts") from None
     except OSError as error:
         raise InputError(f"{tier.path} cannot be read ({error.strerror})") from None
     if not names:
-        raise InputError(f"{tier.path} was never a file tier's path: it has neither {SLAB_LOCK} nor {INCOMING}")
+        raise NothingThere(f"{tier.path} was never a file tier's path: it has neither {SLAB_LOCK} nor {INCOMING}")
     return tier.model_copy(update={"layout": "slabs" if SLAB_LOCK in names else "files"})
 
 
 def _bucket(place: str, endpoint: str | None, given: TiersConfig | None) -> S3Config:
     bucket, _, prefix = place.removeprefix("s3://").partition("/")
-    known = [tier for tier in given.storage if isinstance(tier, S3Config) and tier.bucket == bucket] if given else []
-    if given is not None and not known:
-        raise InputError(f'--config: no tier in it has the bucket "{bucket}"')
     try:
         tier = S3Config.model_validate({"type": "s3", "bucket": bucket, "endpoint": endpoint, "capacity": _ANY})
     except ValidationError as error:
         reason = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
         raise InputError(f"{place}: {reason}") from None
-    if known:
-        tier = known[0] if endpoint is None else known[0].model_copy(update={"endpoint": tier.endpoint})
-    return tier.model_copy(update={"prefix": prefix.strip("/")})
+    there = tier.model_copy(update={"prefix": prefix.strip("/")})
+    return there if given is None else _as_configured(place, there, given)
+
+
+def _as_configured(place: str, there: S3Config, given: TiersConfig) -> S3Config:
+    """`there` with the server and the credentials of its tier: a bucket of that name may be on several servers."""
+    known = [tier for tier in given.storage if isinstance(tier, S3Config) and tier.bucket == there.bucket]
+    known = [tier for tier in known if there.endpoint in (None, tier.endpoint)]
+    if not known:
+        at = f" at {there.endpoint}" if there.endpoint else ""
+        raise InputError(f'--config: no tier in it has the bucket "{there.bucket}"{at}')
+    own = [tier for tier in known if tier.prefix == there.prefix] or [
+        tier for tier in known if tier.shares_place(there.model_copy(update={"endpoint": tier.endpoint}))
+    ]
+    ways = {tuple(getattr(tier, field) for field in _WAY): tier for tier in own or known}
+    if len(ways) > 1:
+        tiers = " or ".join(tier.place for tier in ways.values())
+        raise InputError(f"{place}: may be of {tiers}; give the --endpoint, or a prefix of one of them")
+    return next(iter(ways.values())).model_copy(update={"prefix": there.prefix})

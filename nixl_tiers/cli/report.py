@@ -16,7 +16,7 @@ from nixl_tiers.base.tier_traits import NO_TIER
 from nixl_tiers.cli import FAILED, OK
 from nixl_tiers.cli.output import InputError, Json, print_json, print_table
 from nixl_tiers.cli.scrape import NoAnswer, address_of, scrape
-from nixl_tiers.cli.tally import NEW, OWN_HITS, PROMPT_TOKENS, Tally, TierState, meaning
+from nixl_tiers.cli.tally import DROPS, NEW, OWN_HITS, PROMPT_TOKENS, Tally, TierState, meaning
 from nixl_tiers.config.fields import format_size
 
 OTHER_NAMESPACES: Final = (
@@ -143,12 +143,21 @@ def _print(now: Scrapes, before: Scrapes | None, title: str, as_json: bool) -> N
         return
     print("\n".join([*_sentences(found, title), *notes]))
     rows = [_use(found, tier) for tier in found.tiers]
-    print_table(["tier", "state", "used", "tokens loaded", "of prompt tokens"], rows)
+    print_table(["tier", "state", "used", "tokens loaded", "of prompt tokens", "movers that exited"], rows)
+    problems: dict[tuple[str, str], list[str]] = {}
+    for state in found.states:
+        if state.problem:
+            problems.setdefault((state.tier, state.problem), []).append(state.server)
+    for (tier, problem), servers in problems.items():
+        print(f"{tier} at {_places(list(dict.fromkeys(servers)))}: {problem}")
     columns = ["tier", "prefill saved", "first token earlier", "lost to slow loads", "waited in vain"]
     print_table(columns, [[tier or "all", *_times(found, tier)] for tier in (*found.tiers, None)])
     if found.misses:
         missed = [(f"{count:,}", tier, meaning(why, tier)) for (why, tier), count in found.misses.most_common()]
         print_table(["missed chunks", "tier", "because"], missed)
+    if found.drops:
+        dropped = [(f"{count:,}", tier, meaning(why, tier, DROPS)) for (why, tier), count in found.drops.most_common()]
+        print_table(["chunks not written", "tier", "because"], dropped)
     if found.misses[NEW] and not found.numbers()["tokens"]:
         print(OTHER_NAMESPACES)
 
@@ -186,13 +195,14 @@ def _sentences(found: Tally, title: str) -> Iterator[str]:
 
 
 def _use(found: Tally, tier: str) -> list[str]:
-    rate, room = found.hit_rate(tier), found.room(tier)
+    rate, room, own = found.hit_rate(tier), found.room(tier), found.numbers(tier)
     return [
         tier,
         _state([state for state in found.states if state.tier == tier]),
         " of ".join(format_size(int(each)) for each in room) if room else "-",
-        f"{found.numbers(tier)['tokens']:,.0f}",
+        f"{own['tokens']:,.0f}",
         "-" if rate is None else f"{rate:.1%}",
+        f"{own['mover_exits']:.0f}" + (f", {own['mover_kills']:.0f} killed" if own["mover_kills"] else ""),
     ]
 
 

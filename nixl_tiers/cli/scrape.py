@@ -16,6 +16,7 @@ from nixl_tiers.cli.output import InputError
 
 TIMEOUT_S: Final = 10.0
 MAX_PAGE_BYTES: Final = 64 << 20
+STARTED: Final = "process_start_time_seconds"  # of one API server; several show none
 
 
 class NoAnswer(Exception):
@@ -36,7 +37,7 @@ def address_of(url: str) -> str:
 
 
 def scrape(url: str) -> list[Sample]:
-    """vLLM's series, and ours, on the page at `url`, or at its /metrics. Raises InputError, NoAnswer."""
+    """vLLM's series, ours, and STARTED, on the page at `url`, or at its /metrics. Raises InputError, NoAnswer."""
     try:
         families = list(text_string_to_metric_families(_fetch(url)))
     except ValueError as error:
@@ -45,7 +46,7 @@ def scrape(url: str) -> list[Sample]:
     known = [sample for sample in samples if sample.name.startswith(("vllm:", PREFIX))]
     if not known:
         raise NoAnswer(f"{url} is no vLLM server: none of its metrics is vLLM's")
-    return known
+    return [*known, *(sample for sample in samples if sample.name == STARTED)]
 
 
 def _fetch(url: str) -> str:

@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from prometheus_client.samples import Sample
 
-from nixl_tiers.base.metrics import METRICS, PREFIX
+from nixl_tiers.base.metrics import METRICS, PREFIX, PROBLEM
 from nixl_tiers.base.tier_traits import CPU, NO_TIER
+from nixl_tiers.cli.scrape import STARTED
 
 Series = tuple[str, str, str]  # name, tier, reason; "" for what it does not have
 
@@ -22,15 +23,18 @@ BY_TIER: Final[Mapping[str, tuple[str, str]]] = {
     "saved_prefill_s": ("saved_prefill_seconds_total", ""),
     "lost_slower_s": ("lost_seconds_total", "slower"),
     "lost_vain_s": ("lost_seconds_total", "vain"),
+    "mover_exits": ("mover_exits_total", ""),
+    "mover_kills": ("mover_kills_total", ""),
 }
 MISSES: Final = "misses_total"
+DROPS: Final = "drops_total"
 PROMPT_TOKENS: Final = "vllm:prompt_tokens_total"
 OWN_HITS: Final = "vllm:prefix_cache_hits_total"  # in tokens, too
 BYTES: Final = ("used_bytes", "capacity_bytes")
-GAUGES: Final = ("up", "listing", "breaker", "denials", *BYTES)
+GAUGES: Final = ("up", "listing", "breaker", "denials", "full", *BYTES)
 NEW: Final = ("never_stored", NO_TIER)
-_OF_ALL: Final = {MISSES, PROMPT_TOKENS, OWN_HITS}
-_COUNTED: Final = {*_OF_ALL, *(name for name, _ in BY_TIER.values())}
+_OF_ALL: Final = {MISSES, PROMPT_TOKENS, OWN_HITS, STARTED}
+_COUNTED: Final = {*_OF_ALL, DROPS, *(name for name, _ in BY_TIER.values())}
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class TierState:
     gauges: Mapping[str, float]
     place: str
     """Of its medium: engines that share one all report all of its bytes."""
+    problem: str = ""
+    """What is wrong with it, in words."""
 
     @property
     def word(self) -> str:
@@ -54,7 +60,9 @@ class TierState:
             return "circuit open" if breaker == 2 else "circuit half-open"
         if now.get("listing", 0):
             return "listing"
-        return "up, requests denied" if now.get("denials", 0) else "up"
+        if now.get("denials", 0):
+            return "up, requests denied"
+        return "up, full: evicts to store" if now.get("full", 0) else "up"
 
 
 @dataclass
@@ -66,7 +74,8 @@ class Tally:
 
     @classmethod
     def of(cls, server: str, page: Iterable[Sample]) -> Tally:
-        found, gauges, places = cls(), dict[tuple[str, str], dict[str, float]](), dict[tuple[str, str], str]()
+        found, gauges = cls(), dict[tuple[str, str], dict[str, float]]()
+        places, problems = dict[tuple[str, str], str](), dict[tuple[str, str], str]()
         for sample in page:
             name, tier = sample.name.removeprefix(PREFIX), sample.labels.get("tier", CPU)
             if name in _COUNTED:
@@ -76,13 +85,19 @@ class Tally:
                 at = sample.labels.get("engine", ""), tier
                 gauges.setdefault(at, {})[name] = sample.value
                 places[at] = sample.labels.get("place") or places.get(at) or f"{server} {at[0]}"
-        found.states = [TierState(server, *at, levels, places[at]) for at, levels in gauges.items()]
+            elif name == PROBLEM and sample.value:
+                problems[sample.labels.get("engine", ""), tier] = sample.labels.get("problem", "")
+        found.states = [
+            TierState(server, *at, levels, places[at], problems.get(at, "")) for at, levels in gauges.items()
+        ]
         return found
 
     def since(self, before: Tally) -> Tally | None:
         """What was counted after that; None if the server has started since."""
-        if any(self.counts.get(series, 0.0) < count for series, count in before.counts.items()):
-            return None
+        for series, count in before.counts.items():
+            now = self.counts.get(series, 0.0)
+            if now < count or (series[0] == STARTED and now > count):
+                return None
         return Tally({each: count - before.counts.get(each, 0.0) for each, count in self.counts.items()}, self.states)
 
     def plus(self, other: Tally) -> Tally:
@@ -126,8 +141,15 @@ class Tally:
     @property
     def misses(self) -> Counter[tuple[str, str]]:
         """Chunks by (reason, tier)."""
-        missed = {(why, at): int(count) for (name, at, why), count in self.counts.items() if name == MISSES}
-        return +Counter(missed)
+        return self._by_reason(MISSES)
+
+    @property
+    def drops(self) -> Counter[tuple[str, str]]:
+        """Chunks that were not written, by (reason, tier)."""
+        return self._by_reason(DROPS)
+
+    def _by_reason(self, name: str) -> Counter[tuple[str, str]]:
+        return +Counter({(why, at): int(count) for (its, at, why), count in self.counts.items() if its == name})
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -137,16 +159,24 @@ class Tally:
             "total": self.numbers(),
             "tiers": {tier: {**self.numbers(tier), "hit_rate": self.hit_rate(tier)} for tier in self.tiers},
             "misses": [{"reason": r, "tier": t, "chunks": count} for (r, t), count in self.misses.most_common()],
+            "not_written": [{"reason": r, "tier": t, "chunks": count} for (r, t), count in self.drops.most_common()],
             "state": [
-                {"server": each.server, "engine": each.engine, "tier": each.tier, "state": each.word, **each.gauges}
+                {
+                    "server": each.server,
+                    "engine": each.engine,
+                    "tier": each.tier,
+                    "state": each.word,
+                    "problem": each.problem,
+                    **each.gauges,
+                }
                 for each in self.states
             ],
         }
 
 
-def meaning(reason: str, tier: str) -> str:
-    """Of a miss, for people."""
+def meaning(reason: str, tier: str, metric: str = MISSES) -> str:
+    """Of a miss, or of a chunk that was not written (DROPS), for people."""
     if (reason, tier) == NEW:
         return "new prompts: no tier is known to have held them"
-    series = METRICS["misses"].series.values()
+    series = METRICS[metric.removesuffix("_total")].series.values()
     return next((one.meaning for one in series if one.values == (reason,)), reason)

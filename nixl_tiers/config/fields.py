@@ -104,18 +104,22 @@ def format_size(size_bytes: int) -> str:
 
 
 def parse_age(value: object) -> float | None:
-    """Convert `value` to seconds: a number of seconds, or text such as "7d", "12h", "90m", "30s"; None stays None.
-
-    Raises ValueError.
+    """Convert `value` to seconds: text with a unit, such as "7d", "12h", "90m", "30s", or a number of seconds; None
+    stays None. What a user writes is text: see `has_unit`. Raises ValueError.
     """
     if value is None:
         return None
     age_s = _seconds(value)
-    if age_s is None:
-        raise ValueError(f'{shown(value)} is not an age; write a number of seconds, or "7d", "12h", "90m"')
+    if age_s is None or (isinstance(value, str) and not has_unit(value)):
+        raise ValueError(f'{shown(value)} is not an age; write it with its unit, as "7d", "12h", "90m"')
     if not 1 <= age_s <= MAX_AGE_S:  # NaN too
         raise ValueError(f"{shown(value)} is not an age between one second and 100 years")
     return age_s
+
+
+def has_unit(value: object) -> bool:
+    """Whether this is a time that nobody can take for another one: 7 may be meant as days."""
+    return isinstance(value, str) and value.strip()[-1:] in _MILLISECONDS.keys() - {""}
 
 
 def parse_seconds(value: object) -> float:

@@ -38,6 +38,7 @@ from nixl_tiers.config.tier import (
     Seconds,
     Size,
     StorageConfig,
+    age_fields,
     pointer_fields,
     unset,
     when_unset,
@@ -221,6 +222,10 @@ def _checked(raw: object) -> TiersConfig:
     tiers = raw.get("tiers")
     classes = [known_class(tier) for tier in tiers] if isinstance(tiers, (list, tuple)) else []
     refuse_removed(raw, classes)
+    for i, model in enumerate(classes):
+        for name in age_fields(model) if model is not None else ():
+            if isinstance(age := raw["tiers"][i].get(name), (int, float)):
+                raise ConfigError(f'tiers[{i}].{name}: {age} has no unit; write it as "7d", "12h" or "90m"')
     try:
         refuse_secrets(raw, _pointers(classes))
         return TiersConfig.model_validate(dict(raw))

@@ -47,7 +47,7 @@ WriteField = Annotated[
 ]
 Age = Annotated[
     float | None,
-    BeforeValidator(fields.parse_age, json_schema_input_type=float | str | None),
+    BeforeValidator(fields.parse_age, json_schema_input_type=str | None),
     Field(
         description="time to live: older chunks are misses, and are deleted",
         json_schema_extra=when_unset("none: chunks stay as long as they fit"),
@@ -175,6 +175,11 @@ class StorageConfig(Model):
 
     def prepare_here(self) -> None:
         """Make what the tier needs on this machine, once all tiers are checked. Raises ConfigError as check_here."""
+
+
+def age_fields(model: type[BaseModel]) -> list[str]:
+    """The fields of type Age."""
+    return [name for name, field in model.model_fields.items() if _checked_by(field, fields.parse_age)]
 
 
 def variable_fields(model: type[BaseModel]) -> list[str]:

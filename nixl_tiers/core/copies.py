@@ -166,7 +166,7 @@ class Copies:
             row.host_only = name in self._requests.host_only
             row.store_seq = self._store_seq
             plan.rows.append(row.index)
-        self._host.counters.dropped_no_room += len(fresh) - room
+        self._host.counters.dropped_full += len(fresh) - room
         return plan
 
     def rows_being_filled(self, keys: Iterable[Key]) -> list[Row]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
@@ -40,6 +40,7 @@ class Member:
     )  # of movers that were killed or have died, the oldest first
     quarantined: int = 0  # host rows of abandoned loads, until the mover is done with them or reaped
     send_credits: int = UNLIMITED  # how many more messages its mover takes now
+    refusal: Literal["", "denied", "unreachable"] = ""  # why the medium takes no rows, as its mover says
     to_delete: deque[tuple[int, Key]] = field(default_factory=deque)  # (slot by the medium's number, key)
 
     def __post_init__(self) -> None:

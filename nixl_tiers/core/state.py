@@ -219,7 +219,7 @@ class CascadeState:
         if below is not None:
             for row in victims:
                 below.to_store.pop(row.key, None)
-                below.counters.dropped_evicted += not row.host_only and row.key not in below.index
+                below.unwritten(not row.host_only and row.key not in below.index)
 
     def start_jobs(
         self, tier: Tier, direction: Direction, moves: list[PlannedMove], now: float, soon: int = 0

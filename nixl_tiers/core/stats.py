@@ -44,10 +44,10 @@ class Counters:
     removed: int = 0  # the medium lists them as removed: expired, deleted by others, without a slot
     reset: int = 0  # the weights have changed
     # Are not written:
-    dropped_no_room: int = 0  # every row is in use, or the medium has no room
-    dropped_behind: int = 0  # the queue is full
-    dropped_evicted: int = 0  # the tier above has evicted them first
-    dropped_refused: int = 0  # the tier is down, or its circuit is not closed
+    dropped_full: int = 0  # every row is in use, or the medium has no room
+    dropped_slow: int = 0  # the queue is full, or the tier above has evicted them first
+    dropped_denied: int = 0  # the medium denies requests
+    dropped_unreachable: int = 0  # the tier is down, or its circuit is not closed
     dropped_failed: int = 0  # the write has failed, or a move did before
     # Are moved in vain:
     failed_loads: int = 0
@@ -78,11 +78,7 @@ class Counters:
     @property
     def dropped(self) -> int:
         return (
-            self.dropped_no_room
-            + self.dropped_behind
-            + self.dropped_evicted
-            + self.dropped_refused
-            + self.dropped_failed
+            self.dropped_full + self.dropped_slow + self.dropped_denied + self.dropped_unreachable + self.dropped_failed
         )
 
     @property

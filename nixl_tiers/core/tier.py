@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter
-from typing import Final
+from typing import Final, Literal
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.breaker import BreakerState, Denylist
@@ -90,6 +90,23 @@ class Tier:
     def refuses_stores(self) -> bool:
         """Whether what is queued to be written is dropped."""
         return all(map(_REFUSES_STORES, self.members))
+
+    def unwritten(self, count: int) -> None:
+        """So many chunks had no time to be written here, or no place in the queue."""
+        if self.refuses_stores:
+            self.refused("unreachable", count)
+        else:
+            self.counters.dropped_slow += count
+
+    def refused(self, why: Literal["full", "unreachable"], count: int = 1) -> None:
+        """So many chunks are not written here; what the medium itself says explains it better."""
+        said = next((each.refusal for each in self.members if each.refusal and each.state is not _DOWN), why)
+        if said == "full":
+            self.counters.dropped_full += count
+        elif said == "denied":
+            self.counters.dropped_denied += count
+        else:
+            self.counters.dropped_unreachable += count
 
     @property
     def circuit(self) -> BreakerState:

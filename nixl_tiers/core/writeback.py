@@ -44,10 +44,7 @@ class WriteBack:
                 lacking = [row for row in rows if not row.host_only and row.key not in tier.index]
                 room = 0 if tier.refuses_stores else max(0, self._host.rows - len(tier.to_store))
                 dropped = max(0, len(lacking) - room)
-                if tier.refuses_stores:
-                    tier.counters.dropped_refused += dropped
-                else:
-                    tier.counters.dropped_behind += dropped
+                tier.unwritten(dropped)
                 tier.to_store.update((row.key, row.tick) for row in lacking[:room])
 
     def allow(self, row: Row) -> None:
@@ -130,7 +127,7 @@ class WriteBack:
             if key in tier.index:
                 self._finish_eviction_above(tier, key, written=True)
             elif row is None or row.state is not _READY or row.host_only:
-                tier.counters.dropped_evicted += 1
+                tier.counters.dropped_slow += 1
                 self._give_up(tier, key)
             elif tier.denylist.is_suspect(key):
                 if not suspect and not tier.trials_running and tier.denylist.trial_due(key, now):
@@ -164,7 +161,7 @@ class WriteBack:
             tick = max(listed, last_used)  # its request may have begun before the listing ended
             reserved = tier.index.reserve(row.key, tick, row.tenant, rooms)
             if reserved is None:
-                tier.counters.dropped_no_room += 1
+                tier.refused("full")
                 self._give_up(tier, row.key)
                 continue
             move = PlannedMove(row, *reserved, row.key, tick, not row.sealed)
@@ -253,8 +250,8 @@ class WriteBack:
                 full = outcome is Outcome.NO_SPACE
                 counters.failed_stores += not full
                 if tier.index.invalidate(key, move.id):
-                    counters.dropped_no_room += full
                     counters.dropped_failed += not full
+                    tier.refused("full", int(full))
                     self._give_up(tier, key)
             reclaim(row)
         self._seals_ended(moves)
@@ -278,7 +275,7 @@ class WriteBack:
     def drop_stores(self, tier: Tier) -> None:
         """Nothing can be written to this tier now: drop its queue, as much as the slice has room for."""
         while (queue := tier.to_store or tier.waiting_for_seal) and self._state.take():
-            tier.counters.dropped_refused += 1
+            tier.refused("unreachable")
             self._give_up(tier, queue.popitem()[0])
 
     def drop_demotions(self, tier: Tier) -> None:
@@ -302,7 +299,7 @@ class WriteBack:
             if fit:
                 within.append((row, tick))
             else:
-                tier.counters.dropped_no_room += 1
+                tier.counters.dropped_full += 1
                 self._give_up(tier, row.key)
         return within
 
@@ -382,6 +379,4 @@ class WriteBack:
         below = self._state.below(tier)
         if below is not None:
             waiting = (below.to_store, below.waiting_for_seal)
-            below.counters.dropped_evicted += sum(
-                key not in below.index and not any(key in keys for keys in waiting) for key in evicted
-            )
+            below.unwritten(sum(key not in below.index and not any(key in keys for keys in waiting) for key in evicted))

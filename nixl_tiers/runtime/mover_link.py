@@ -256,6 +256,7 @@ class MoverLink:
                     self._core.checks.answered(check.tier, check.id, (), now)
             for status, member in zip(self.movers, members, strict=True):
                 status.log.watch(member.breakers, now)
+                member.refusal = status.log.refusal
             overdue = self._core.health.overdue(received_s)
             unfinished, pause_s = self._core.events.unfinished, self._core.urgency.pause_s
             unfinished |= any(member.to_delete and member.send_credits > 0 for member in members)

@@ -26,6 +26,7 @@ def counters(
         "capacity_bytes": config.cpu.capacity,
         "retained_rows": float(core.host.retained),
         "denials": 0.0,
+        "full": 0.0,
         "huge_page_bytes": float(region.huge_bytes or 0),
         "listed_rows": 0.0,
         "waiting_requests": float(core.waiting_requests),

@@ -13,8 +13,9 @@ import contextlib
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, Literal
 
+from nixl_tiers.base.chunk import FULL, UNREACHABLE
 from nixl_tiers.core.breaker import Breaker
 from nixl_tiers.core.types import Direction
 
@@ -26,6 +27,7 @@ REASONS: Final = 3  # further reasons that are logged in one outage
 LINES: Final = 64  # lines of a mover that are remembered, so that its successors do not repeat them
 LISTING_S: Final = 10.0  # between two lines about a listing that is still running
 
+_OVER: Final = {FULL: "what it stores may grow again", UNREACHABLE: "rows are stored again"}
 _DIRECTIONS: Final = {Direction.LOAD: "loads from", Direction.STORE: "stores to"}
 
 
@@ -105,7 +107,7 @@ class TierLog:
         self._episodes = dict.fromkeys(Direction, 0)
         self._reason = ""  # why the tier is down
         self.denials: Mapping[str, str] = {}
-        """What the medium denies now: kind of request -> a sentence."""
+        """What the medium does not do now: kind (FULL, UNREACHABLE, or of requests that are denied) -> a sentence."""
         self._listed = False
         self._listing_at = 0.0
         self._lines: OrderedDict[str, None] = OrderedDict()
@@ -114,6 +116,13 @@ class TierLog:
     def problem(self) -> str:
         """Why the tier is down or what its medium denies, in words; empty if nothing is known to be wrong."""
         return "; ".join([*filter(None, [self._reason]), *self.denials.values()])
+
+    @property
+    def refusal(self) -> Literal["", "denied", "unreachable"]:
+        """Why the medium takes no rows now, as far as it says."""
+        if self.denials.keys() - {FULL, UNREACHABLE}:
+            return "denied"
+        return "unreachable" if UNREACHABLE in self.denials else ""
 
     def listed(self, rows: int | None) -> None:
         """The tier is up and all its `rows` are listed; None: it is asked. Only the first time is logged."""
@@ -138,7 +147,8 @@ class TierLog:
         for kind in [kind for kind in denials if kind not in before]:
             self._write(logging.WARNING, f"nixl_tiers: the {self._name} tier: {denials[kind]}")
         for kind in [kind for kind in before if kind not in denials]:
-            self._write(logging.WARNING, f"nixl_tiers: the {self._name} tier: {kind} is no longer denied")
+            said = _OVER.get(kind, f"{kind} is no longer denied")
+            self._write(logging.WARNING, f"nixl_tiers: the {self._name} tier: {said}")
 
     def mover_lost(self) -> None:
         """The tier's mover is dead: the next one finds out again what is denied."""

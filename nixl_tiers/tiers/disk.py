@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers.base.chunk import PAGE, align
+from nixl_tiers.base.chunk import FULL, PAGE, align
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.mounts import is_mount, make_private, not_mounted
 from nixl_tiers.base.times import PRODUCTION
@@ -219,10 +219,15 @@ class FreeSpace:
         self.problem = ""
         if nbytes > 0 and self.spare_bytes < nbytes:
             least = format_size(self._least_bytes)
-            self.problem = f"no more is stored at {self._path}: min_free keeps {least} of its file system free"
+            self.problem = f"{self._path} is full: min_free keeps {least} of its file system free"
         else:
             self.spare_bytes -= nbytes
         return self.problem
+
+    @property
+    def denials(self) -> Mapping[str, str]:
+        """For `StorageTier.denials`."""
+        return {FULL: f"{self.problem}, so rows are evicted to store others"} if self.problem else {}
 
     def measure_again(self) -> None:
         """Files were deleted: ask the file system anew at the next call."""

@@ -9,7 +9,18 @@ from functools import partial
 from typing import Final
 
 import nixl_tiers
-from nixl_tiers.base.metrics import INFO, INFO_LABELS, INFO_TEXT, METRICS, PREFIX, Kind, published
+from nixl_tiers.base.metrics import (
+    INFO,
+    INFO_LABELS,
+    INFO_TEXT,
+    METRICS,
+    PREFIX,
+    PROBLEM,
+    PROBLEM_LABELS,
+    PROBLEM_TEXT,
+    Kind,
+    published,
+)
 from nixl_tiers.base.tier_traits import CPU, TierTraits
 from nixl_tiers.config.schema import TiersConfig, Write
 from nixl_tiers.vllm.compat import (
@@ -23,12 +34,14 @@ from nixl_tiers.vllm.compat import (
 from nixl_tiers.vllm.live import Level
 
 MAX_LABEL: Final = 1024  # characters
+MAX_PROBLEMS: Final = 32  # series of an engine: sentences may name what changes
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
     """The metrics to declare to vLLM, which appends `_total` to counters and refuses undeclared names."""
     declared: dict[str, OffloadingMetricMetadata] = {
-        PREFIX + INFO: OffloadingGaugeMetadata(documentation=INFO_TEXT, labelnames=INFO_LABELS)
+        PREFIX + INFO: OffloadingGaugeMetadata(documentation=INFO_TEXT, labelnames=INFO_LABELS),
+        PREFIX + PROBLEM: OffloadingGaugeMetadata(documentation=PROBLEM_TEXT, labelnames=PROBLEM_LABELS),
     }
     for name, metric in METRICS.items():
         make: Callable[..., OffloadingMetricMetadata] = {
@@ -78,10 +91,15 @@ class Reporter:
         self._info = info
         self._gauges = gauges
         self._info_is_due = gauges and bool(info)
+        self._problems: dict[tuple[str, ...], float] = {}
 
-    def levels(self, totals: Mapping[str, Mapping[str, float]]) -> Iterator[Level]:
-        """All gauges at once. `totals`: as in `report`."""
+    def levels(
+        self, totals: Mapping[str, Mapping[str, float]], problems: Mapping[str, str] | None = None
+    ) -> Iterator[Level]:
+        """All gauges at once. `totals`, `problems`: as in `report`."""
         yield PREFIX + INFO, INFO_TEXT, tuple(zip(INFO_LABELS, self._info, strict=True)), 1.0
+        for labels, value in self._told(problems or {}).items():
+            yield PREFIX + PROBLEM, PROBLEM_TEXT, tuple(zip(PROBLEM_LABELS, labels, strict=True)), value
         for (tier, number), (name, metric, labels) in self._series.items():
             if metric.kind is Kind.GAUGE and number in totals.get(tier, ()):
                 own = tuple(zip(metric.labels, labels, strict=True))
@@ -91,13 +109,19 @@ class Reporter:
         self,
         totals: Mapping[str, Mapping[str, float]],
         samples: Mapping[tuple[str, str], Sequence[float]] | None = None,
+        problems: Mapping[str, str] | None = None,
     ) -> OffloadingConnectorStats | None:
-        """`totals`: tier -> number -> running total or level; `samples`: those since the last report. None if nothing
-        has changed. Numbers that are no series of the tier are left out."""
+        """`totals`: tier -> number -> running total or level; `samples`: those since the last report; `problems`: tier
+        -> what is wrong, in words, or "". None if nothing has changed. Numbers that are no series of the tier are left
+        out."""
         stats = OffloadingConnectorStats()
         if self._info_is_due:
             stats.set_gauge(PREFIX + INFO, 1, self._info)
             self._info_is_due = False
+        before = self._problems
+        for labels, value in self._told(problems or {}).items() if self._gauges else ():
+            if value != before.get(labels):
+                stats.set_gauge(PREFIX + PROBLEM, value, labels)
         for tier, numbers in totals.items():
             if tier not in self._last:
                 self._declare_histograms(stats, tier)
@@ -111,6 +135,16 @@ class Reporter:
                 for sample in observed:
                     stats.observe_histogram(PREFIX + name, sample, labels)
         return None if stats.is_empty() else stats
+
+    def _told(self, problems: Mapping[str, str]) -> dict[tuple[str, ...], float]:
+        """By label values: 1 for what is wrong, 0 for what was."""
+        told = dict.fromkeys(self._problems, 0.0)
+        for tier, text in problems.items():
+            if text:
+                labels = tier, text[:MAX_LABEL]
+                told[labels if labels in told or len(told) < MAX_PROBLEMS else (tier, "the log has it")] = 1.0
+        self._problems = told
+        return told
 
     def _declare_histograms(self, stats: OffloadingConnectorStats, tier: str) -> None:
         """Prometheus sees no increase in a series that begins with its first sample: so they all begin without one."""

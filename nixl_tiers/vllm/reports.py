@@ -51,15 +51,18 @@ class Reports:
         self._next_s = now_s + self._period_s
         totals = self._coordinator.counters()
         totals["cpu"] |= self._own()
+        problems = self._coordinator.problems()
         with self._coordinator.core() as core:
             samples = core.take_samples()
         if self._live is not None:  # no supervisor, and nothing changes between steps
-            self._live.publish(lambda: self._reporter.levels(totals))
-        return self._reporter.report(totals, samples)
+            self._live.publish(lambda: self._reporter.levels(totals, problems))
+        return self._reporter.report(totals, samples, problems)
 
     def gauges(self) -> Iterable[Level]:
         """All that there are, with their values now. On the supervisor's thread, which goes on in an idle engine."""
-        return () if self._closed else self._reporter.levels(self._coordinator.counters())
+        if self._closed:
+            return ()
+        return self._reporter.levels(self._coordinator.counters(), self._coordinator.problems())
 
     def close(self) -> None:
         self._closed = True

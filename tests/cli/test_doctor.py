@@ -276,6 +276,52 @@ def test_bucket_that_keeps_deleted_rows_is_a_warning(
     assert ("suspend versioning" in found.change) is (status is Status.WARNING)
 
 
+class Pages:
+    """A server that lists so many objects, a few a page, as one that knows only small pages."""
+
+    def __init__(self, names: list[str], denied: str = "") -> None:
+        self.names, self.denied = names, denied
+
+    def list_objects_v2(self, *, Prefix: str, ContinuationToken: str = "", **_: Any) -> dict[str, Any]:  # noqa: N803
+        left = sorted(name for name in self.names if name.startswith(Prefix) and name > ContinuationToken)
+        page = {"Contents": [{"Key": name, "LastModified": datetime.now(UTC)} for name in left[:3]]}
+        return page | ({"NextContinuationToken": left[2]} if len(left) > 3 else {})
+
+    def delete_objects(self, *, Delete: dict[str, Any], **_: Any) -> dict[str, Any]:  # noqa: N803
+        (found,) = Delete["Objects"]
+        if self.denied:
+            return {"Errors": [{"Key": found["Key"], "Code": self.denied}]}
+        self.names.remove(found["Key"])
+        return {}
+
+
+def test_all_objects_of_a_trial_are_deleted_and_only_those() -> None:
+    """Of small rows there are more than a page has; what follows it stayed in the bucket."""
+    scratch, others = f"p/{bucket.SCRATCH_PREFIX}{'a' * 16}/", [f"p/{bucket.SCRATCH_PREFIX}{'b' * 16}/x", "p/row"]
+    server = Pages([*others, *(f"{scratch}{number}" for number in range(10))])
+    config = s3_tier("http://127.0.0.1:1", "kv-cache", "p")
+    assert bucket._clean(server, config, "a" * 16) == ""
+    assert server.names == others
+    assert bucket._clean(Pages([f"{scratch}1"], "AccessDenied"), config, "a" * 16) == "AccessDenied"
+
+
+def test_directory_that_takes_too_long_to_measure_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found of it so far seemed to leave room for a trial."""
+    monkeypatch.setattr(directory, "used_bytes", lambda path: (0, False))
+    monkeypatch.setattr(directory, "_trial", lambda *_: pytest.fail("it may be full"))
+    found = named(directory.examine(file_config(tmp_path, "1GiB"), "token"))
+    assert found[NAME].status is Status.NOT_TRIED
+    assert "might exceed the capacity" in found[NAME].text
+
+
+def test_gpu_direct_storage_is_examined_without_a_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was ignored, and an operator believed that its tiers were examined."""
+    assert main(["doctor", "--gds", str(tmp_path), "tiers.yaml"]) == BAD_INPUT
+    assert capsys.readouterr().err.startswith("nixl-tiers: --gds: examines a directory, and no tier")
+
+
 def test_delete_that_is_denied_in_an_answer_of_success_is_an_error() -> None:
     """AWS denies the delete of an object so."""
 

@@ -88,6 +88,7 @@ def test_every_relevant_default_is_shown(tmp_path: Path, capsys: pytest.CaptureF
         "s3": {"type": "s3", "bucket": "kv-cache", "capacity": "10TiB"},
     }
     shown = _shown(tiers, {}, capsys)
+    assert "](" not in str(shown), "a link for the docs"
     for kind, model in (("cpu", CpuConfig), ("file", FileConfig), ("s3", S3Config), ("all", TiersConfig)):
         for name, field in model.model_fields.items():
             if not field.is_required():

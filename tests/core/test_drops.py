@@ -22,6 +22,13 @@ def cascade(slots: int = 100, rows: int = 4) -> TierManager:
     return core
 
 
+def saying(refusal: str) -> TierManager:
+    """Whose medium says why it takes no rows."""
+    core = cascade()
+    core.tiers[0].members[0].refusal = refusal  # type: ignore[assignment]
+    return core
+
+
 def settle(core: TierManager, outcome: Outcome = Outcome.OK) -> None:
     for job in core.events.plan(0.0):
         core.events.finished(0, job.id, [outcome] * len(job.moves), 0.0)
@@ -49,8 +56,16 @@ def evicted() -> TierManager:
     return core
 
 
-def refused() -> TierManager:
-    core = cascade()
+def evicted_above_a_tier_that_is_down() -> TierManager:
+    core = TierManager(4, 4096, [TierSpec("file", Write.ON_EVICT, physical_slots=True)], Limits())
+    put(core, [b"one"])
+    core._state.make_room(4)
+    return core
+
+
+def refused(said: str = "") -> TierManager:
+    """It is down, whatever it said before."""
+    core = saying(said)
     put(core, [b"one"])
     core.events.down(0, 0.0)
     return core
@@ -63,8 +78,9 @@ def failed() -> TierManager:
     return core
 
 
-def full() -> TierManager:
-    core = cascade()
+def full(said: str = "") -> TierManager:
+    """A shared prefix whose budget is not known is refused as a full one is: an outage is no lack of room."""
+    core = saying(said)
     put(core, [b"one"])
     settle(core, Outcome.NO_SPACE)
     return core
@@ -78,8 +94,8 @@ def suspected() -> TierManager:
     return core
 
 
-def circuit_open() -> TierManager:
-    core = cascade()
+def circuit_open(said: str = "") -> TierManager:
+    core = saying(said)
     core.tiers[0].members[0].breakers[Direction.STORE].trip(0.0)
     put(core, [b"one"])
     return core
@@ -88,12 +104,17 @@ def circuit_open() -> TierManager:
 @pytest.mark.parametrize(
     ("drop", "reason"),
     [
-        (no_room, "no_room"),
-        (full, "no_room"),
-        (behind, "behind"),
-        (evicted, "evicted"),
-        (refused, "refused"),
-        (circuit_open, "refused"),
+        (no_room, "full"),
+        (full, "full"),
+        (lambda: full("denied"), "denied"),
+        (lambda: full("unreachable"), "unreachable"),
+        (behind, "slow"),
+        (evicted, "slow"),
+        (refused, "unreachable"),
+        (evicted_above_a_tier_that_is_down, "unreachable"),
+        (lambda: refused("denied"), "unreachable"),
+        (circuit_open, "unreachable"),
+        (lambda: circuit_open("denied"), "denied"),
         (failed, "failed"),
         (suspected, "failed"),
     ],
@@ -108,4 +129,4 @@ def test_a_chunk_without_room_in_the_host_is_counted_there() -> None:
     core = cascade()
     put(core, [b"%d" % number for number in range(6)])
     counters = core.counters()["cpu"].counters
-    assert counters.dropped_no_room == counters.dropped == 2
+    assert counters.dropped_full == counters.dropped == 2

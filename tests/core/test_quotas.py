@@ -50,7 +50,7 @@ def test_a_tenant_at_its_quota_evicts_its_own_least_recently_used_rows_and_no_ot
 def test_a_chain_longer_than_the_quota_is_stored_as_far_as_that() -> None:
     core = TierManager(ROWS, 4096, [], quotas=(QUOTA / ROWS,))
     assert stored(core, 1, "long", 8) == keys_of("long", 8)[:QUOTA]
-    assert core.host.counters.dropped_no_room == 8 - QUOTA
+    assert core.host.counters.dropped_full == 8 - QUOTA
 
 
 def test_rows_in_use_are_not_evicted_for_their_tenant_and_nothing_else_is() -> None:

@@ -14,7 +14,7 @@ from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.rows import Row
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Down, Opened, decode_to_mover, packet_of
+from nixl_tiers.mover.protocol import Down, Heartbeat, Opened, decode_to_mover, packet_of
 from nixl_tiers.runtime.coordinator import Coordinator
 from tests.support.file_tier import file_tier
 from tests.support.times import PATIENT
@@ -39,6 +39,26 @@ def test_next_mover_is_told_the_mount_point(coordinator: Coordinator) -> None:
     supervisor = link.supervisor
     assert isinstance(supervisor, mock.Mock)
     supervisor.expect_mount.assert_called_with(0, b"/mnt/kv")
+
+
+@pytest.mark.parametrize(
+    ("kind", "refusal", "denials", "full"),
+    [("unreachable", "unreachable", 0, 0), ("full", "", 0, 1), ("put", "denied", 1, 0)],
+)
+def test_core_is_told_why_a_medium_takes_no_rows(
+    coordinator: Coordinator, kind: str, refusal: str, denials: int, full: int
+) -> None:
+    link = coordinator._link
+    link.on_message(0, Opened(0, 10))
+    link.on_message(0, Heartbeat(0, {kind: "what is wrong"}))
+    link.on_tick(0.0, [0])
+    assert link._core.movers[0].refusal == refusal
+    found = coordinator.counters()["file"]
+    assert (found["denials"], found["full"]) == (denials, full)
+    assert coordinator.problems()["file"] == "what is wrong"
+    link.on_reaped(0)
+    link.on_tick(0.0, [0])
+    assert link._core.movers[0].refusal == "", "the next mover finds out again"
 
 
 def test_each_mover_is_told_among_how_many_it_is(tmp_path: Path) -> None:

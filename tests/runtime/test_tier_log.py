@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
+from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.core.breaker import Breaker
 from nixl_tiers.core.types import Direction
+from nixl_tiers.runtime.mover_status import MoverStatus, gauges
 from nixl_tiers.runtime.tier_log import LINES, REASONS, STEADY_S, TierLog
 
 
@@ -119,6 +122,29 @@ def test_circuits_opened_by_a_dead_mover_are_not_logged(tier: TierLog, caplog_in
         tier.watch(breakers, now)
     assert len(caplog_info.records) == 3
     assert "stores to the s3 tier fail" in caplog_info.messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "refusal", "shown", "over"),
+    [
+        ({"full"}, "", (0, 1), "what it stores may grow again"),
+        ({"put"}, "denied", (1, 0), "put is no longer denied"),
+        ({"unreachable"}, "unreachable", (0, 0), "rows are stored again"),
+        ({"put", "unreachable", "full"}, "denied", (1, 1), "put is no longer denied"),
+    ],
+)
+def test_full_denied_and_unreachable_are_three_things(
+    kinds: set[str], refusal: str, shown: tuple[int, int], over: str, caplog_info: pytest.LogCaptureFixture
+) -> None:
+    """A disk that is full was one of "requests denied", with a line that it is no longer denied."""
+    config = FileConfig(type="file", path=Path("/kv"), capacity="1GiB")
+    status = MoverStatus("file", "file", config, logging.getLogger("nixl_tiers.runtime.tier_log").log)
+    status.log.denied({kind: f"it is {kind}" for kind in kinds})
+    assert status.log.refusal == refusal
+    assert (gauges([status])["denials"], gauges([status])["full"]) == shown
+    status.log.denied({})
+    assert f"nixl_tiers: the file tier: {over}" in caplog_info.messages
+    assert status.log.refusal == ""
 
 
 def test_a_restart_loop_does_not_repeat_log_lines(tier: TierLog, caplog_info: pytest.LogCaptureFixture) -> None:

@@ -65,12 +65,12 @@ def test_tier_that_goes_down_again_and_again_is_no_secret(tmp_path: Path) -> Non
     assert firing(tmp_path, *flapping, at="15m") == ["NixlTiersCircuitOpen"]
 
 
-@pytest.mark.parametrize("reason", ["no_room", "failed"])
+@pytest.mark.parametrize("reason", ["full", "failed"])
 def test_medium_without_room_is_no_failing_one(reason: str, tmp_path: Path) -> None:
     """A shared prefix's upload window that is used up, or a new pod that must not upload yet."""
     drops = series("drops_total", "0+60x40", reason=reason), series("added_chunks_total", "0+60x40", reason="stored")
     full = firing(tmp_path, *drops, at="35m")
-    assert full == (["NixlTiersNotWritten"] if reason == "no_room" else [])
+    assert full == (["NixlTiersNotWritten"] if reason == "full" else [])
     failures = series("failures_total", "0+60x40", reason="store")
     assert firing(tmp_path, *drops, failures, at="35m") == ["NixlTiersMovesFail", *full]
 

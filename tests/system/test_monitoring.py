@@ -52,7 +52,8 @@ PLANTED: Final = {
     (TIER, "loads_staged"): 1.0,
     (TIER, "probes"): 100.0,
     (TIER, "missed_evicted"): 1e6,
-    (TIER, "dropped_behind"): 1e6,
+    (TIER, "dropped_slow"): 1e6,
+    (TIER, "full"): 1.0,
     (TIER, "kills"): 1.0,
     (TIER, "deaths"): 5.0,  # besides the one that is killed
     (TIER, "used_bytes"): 1e12,

@@ -43,7 +43,7 @@ def test_ten_seconds_are_one_sentence(lines: Any) -> None:
     before = {"cpu": {"hit_tokens": 0, "stored": 0, "missed_never_stored": 0}, "file": {"hit_tokens": 640}}
     after = {
         "cpu": {"hit_tokens": 64, "stored": 13, "missed_never_stored": 25, "used_bytes": 1 << 30},
-        "file": {"hit_tokens": 1664 + 640, "missed_slower": 1, "failed_loads": 2, "corrupt": 1, "dropped_behind": 1},
+        "file": {"hit_tokens": 1664 + 640, "missed_slower": 1, "failed_loads": 2, "corrupt": 1, "dropped_slow": 1},
         "samples": {("file", "wait_loaded"): [0.04, 0.06]},
     }
     (line,) = lines(before, after)

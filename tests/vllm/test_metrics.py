@@ -17,7 +17,7 @@ from nixl_tiers.base.tier_traits import TierTraits
 from nixl_tiers.config import schema
 from nixl_tiers.config.tier import StorageConfig
 from nixl_tiers.core.stats import Counters
-from nixl_tiers.vllm.metrics import Reporter, definitions, place_label, traits
+from nixl_tiers.vllm.metrics import MAX_PROBLEMS, Reporter, definitions, place_label, traits
 
 CPU = TierTraits("cpu")
 FILE = TierTraits("file", disk=True, place="p")
@@ -65,8 +65,8 @@ def test_a_histogram_exists_before_its_first_sample(clean_registry: None) -> Non
 
 
 def test_numbers_of_one_kind_are_one_counter_by_reason() -> None:
-    stats = Reporter([FILE]).report({"file": {"dropped_behind": 2, "dropped_failed": 1}})
-    assert values(stats) == {"nixl_tiers:drops": {("file", "behind"): 2, ("file", "failed"): 1}}
+    stats = Reporter([FILE]).report({"file": {"dropped_slow": 2, "dropped_failed": 1}})
+    assert values(stats) == {"nixl_tiers:drops": {("file", "slow"): 2, ("file", "failed"): 1}}
 
 
 def test_samples_are_handed_over_as_a_list_and_once() -> None:
@@ -83,6 +83,30 @@ def test_the_info_gauge_is_reported_once() -> None:
     reporter = Reporter([CPU], ("1.2", "abc", "4096", "128", "file: /kv"))
     assert values(reporter.report({})) == {"nixl_tiers:info": {("1.2", "abc", "4096", "128", "file: /kv"): 1}}
     assert reporter.report({}) is None
+
+
+def test_what_is_wrong_with_a_tier_is_a_gauge_while_it_is() -> None:
+    reporter, levels = Reporter([FILE]), Reporter([FILE], ("1", "2", "3", "4", "5"))
+
+    def shown(**problems: str) -> dict[tuple[str, ...], object]:
+        own = {(tier, text): value for name, _, ((_, tier), (_, text), *_), value in levels.levels({}, problems)
+               if name == "nixl_tiers:problem"}  # fmt: skip
+        stats = reporter.report({}, {}, problems)
+        changed = {} if stats is None else values(stats)["nixl_tiers:problem"]
+        assert changed.items() <= own.items(), "live, or by vLLM's reports"
+        return changed
+
+    assert shown(cpu="", file="") == {}
+    assert shown(cpu="", file="is not mounted") == {("file", "is not mounted"): 1}
+    assert shown(cpu="", file="is not mounted") == {}
+    assert shown(cpu="", file="other") == {("file", "is not mounted"): 0, ("file", "other"): 1}
+    assert shown(cpu="", file="") == {("file", "other"): 0}
+
+
+def test_sentences_that_always_differ_make_few_series() -> None:
+    reporter = Reporter([FILE])
+    shown = {labels for number in range(1000) for labels in reporter._told({"file": f"after {number} s"})}
+    assert len(shown) <= MAX_PROBLEMS + 1
 
 
 def places(*tiers: dict[str, object]) -> list[str]:
@@ -200,7 +224,7 @@ def test_vllm_accepts_and_exports_every_metric(clean_registry: None) -> None:
     samples = {place: [2.0, 3.0] for place, (_, metric, _) in published(tiers).items() if metric.kind is Kind.HISTOGRAM}
     totals = {tier.name: numbers for tier in tiers}
     reporter = Reporter(tiers, ("1", "2", "3", "4", "5"))
-    metrics.observe(reporter.report(totals, samples).data, 0)
+    metrics.observe(reporter.report(totals, samples, {"cpu": "", "file": "is not mounted"}).data, 0)
     shown = prometheus_client.generate_latest().decode()
     for (tier, _), (name, metric, labels) in published(tiers).items():
         texts = dict(zip(metric.labels, labels, strict=True)) | {"engine": "0"}
@@ -209,6 +233,7 @@ def test_vllm_accepts_and_exports_every_metric(clean_registry: None) -> None:
         assert f"{PREFIX}{name}{end}{{{inside}}} 2.0" in shown, tier
     info = 'nixl_tiers:info{chunk_bytes="3",chunk_tokens="4",engine="0",kv_namespace="2",places="5",version="1"} 1.0'
     assert info in shown
+    assert 'nixl_tiers:problem{engine="0",problem="is not mounted",tier="file"} 1.0' in shown
 
 
 def test_levels_are_all_gauges_of_the_tiers_and_what_runs() -> None:

@@ -104,7 +104,13 @@ def examine(config: S3Config, token: str, geometry: Geometry = ROW) -> Iterator[
     try:
         yield from _writing(client, config, token, geometry, connected=not problem and not code)
     finally:
-        _clean(client, config, token)
+        left = _clean(client, config, token)
+    if left:
+        yield warning(
+            "clean-up",
+            f"objects of the trial may be left ({left})",
+            f"delete those below {config.prefix}/{SCRATCH_PREFIX}",
+        )
 
 
 def clean(config: S3Config, token: str) -> None:
@@ -112,19 +118,25 @@ def clean(config: S3Config, token: str) -> None:
     _clean(_client(config), config, token)
 
 
-def _clean(client: Any, config: S3Config, token: str) -> None:
+def _clean(client: Any, config: S3Config, token: str) -> str:
+    """The error code of a request that failed, so that something may be left, or ""."""
     request = {"Bucket": config.bucket, "Prefix": f"{config.prefix}/{SCRATCH_PREFIX}"}
-    try:
-        answer = client.list_objects_v2(**request)
-        for found in answer.get("Contents", ()):
+    problem = ""
+    while True:  # a page has 1000 names at most, and a trial may have more objects
+        try:
+            page = client.list_objects_v2(**request)
+        except REQUEST_ERRORS as error:
+            return code_of(error)
+        for found in page.get("Contents", ()):
             name = str(found["Key"])
             folder, slash, _ = name.removeprefix(f"{config.prefix}/").partition("/")
             scratch = bool(slash) and SCRATCH.fullmatch(folder) is not None
             old = scratch and time.time() - found["LastModified"].timestamp() > STALE_S
             if old or name.startswith(f"{config.prefix}/{SCRATCH_PREFIX}{token}/"):
-                client.delete_objects(Bucket=config.bucket, Delete={"Objects": [{"Key": name}], "Quiet": True})
-    except REQUEST_ERRORS:
-        return
+                problem = _error_of(partial(_delete, client, config.bucket, name)) or problem
+        if not page.get("NextContinuationToken"):
+            return problem
+        request["ContinuationToken"] = page["NextContinuationToken"]
 
 
 def _connection_problem(config: S3Config) -> str:

@@ -59,7 +59,10 @@ def examine(config: FileConfig, token: str, geometry: Geometry = ROW) -> Iterato
             "for a trial stop the engine, or name another path on this disk",
         )
         return
-    used, _ = used_bytes(config.path)
+    used, all_of_it = used_bytes(config.path)
+    if not all_of_it:
+        yield not_tried(NAME, f"{config.path} holds so much that a trial might exceed the capacity")
+        return
     if used + rows_of(geometry, ROWS) * geometry.row_bytes > config.capacity:
         yield not_tried(NAME, f"{format_size(used)} of {format_size(config.capacity)} are used, too much for a trial")
         return

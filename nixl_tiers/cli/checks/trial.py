@@ -8,6 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Final
 
 import numpy as np
@@ -30,6 +31,8 @@ MOST_BYTES: Final = 256 << 20
 SLOW: Final = 100e6  # bytes a second: below it a hit is slower than computing for almost any model on a GPU
 OPEN_S: Final = 10.0
 MOVE_S: Final = 40.0
+READS: Final = 5  # of all rows: how far apart they are says how well the median is known
+READS_S: Final = 5.0  # no more of them after so long
 _POLL_S: Final = 0.0003  # as a mover does
 _DELETE_S: Final = 5.0
 
@@ -71,25 +74,33 @@ def _run(tier: StorageTier, region: HostRegion, rows: int, geometry: Geometry) -
     moves = [Move(row, row, b"doctor-%d" % row, row + 1, seal=True) for row in range(rows)]
     say(at="writing")
     write_s = _timed(tier, lambda: tier.store(moves), "written")
-    region.rows_view[:] = 0
     say(at="reading")
-    read_s = _timed(tier, lambda: tier.load(moves), "read and verified")
-    payload = geometry.payload_bytes
-    if not np.array_equal(_payload(region.rows_view, geometry), _payload(content, geometry)):
-        raise Failed("bytes that were read differ from those that were written")
+    payload, reads_s = geometry.payload_bytes, list[float]()
+    while len(reads_s) < READS and sum(reads_s) < READS_S:
+        region.rows_view[:] = 0
+        reads_s.append(_timed(tier, lambda: tier.load(moves), "read and verified"))
+        if not np.array_equal(_payload(region.rows_view, geometry), _payload(content, geometry)):
+            raise Failed("bytes that were read differ from those that were written")
     say(at="deleting")
     tier.delete([(move.slot, move.key) for move in moves])
     until_s = time.monotonic() + _DELETE_S
     while tier.busy and time.monotonic() < until_s:
         tier.poll()
         time.sleep(_POLL_S)
-    write, read = (rows * payload / seconds for seconds in (write_s, read_s))
+    write, read = (rows * payload / seconds for seconds in (write_s, median(reads_s)))
     rates = f"written at {write / 1e9:.2f} GB/s, read at {read / 1e9:.2f} GB/s"
     text = f"{rows} rows of {format_size(payload)} {rates}, every byte compared"
-    speeds = {"write_bytes_per_s": round(write), "read_bytes_per_s": round(read), "bytes": rows * payload}
+    reads = [round(rows * payload / seconds) for seconds in reads_s]
+    speeds = {"write_bytes_per_s": round(write), "read_bytes_per_s": round(read), "reads_bytes_per_s": reads}
     if read >= SLOW:
-        return ok(NAME, text, **speeds)
-    return advise(NAME, text, "so slow that a GPU computes most prompts sooner: use faster storage", **speeds)
+        return ok(NAME, text, bytes=rows * payload, **speeds)
+    return advise(
+        NAME,
+        text,
+        "so slow that a GPU computes most prompts sooner: use faster storage",
+        bytes=rows * payload,
+        **speeds,
+    )
 
 
 def _payload(rows: NDArray[np.uint8], geometry: Geometry) -> NDArray[np.uint8]:

@@ -199,7 +199,7 @@ class RowFileTier(StorageTier):
 
     @property
     def denials(self) -> Mapping[str, str]:
-        return {"growth": self._free.problem} if self._free.problem else {}
+        return self._free.denials
 
     @property
     def relist_s(self) -> float | None:

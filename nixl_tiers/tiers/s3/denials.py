@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from botocore.exceptions import HTTPClientError
 
+from nixl_tiers.base.chunk import UNREACHABLE
 from nixl_tiers.base.times import PRODUCTION
 
 _OPERATIONS: Final = {
@@ -54,6 +55,7 @@ _DENIED: Final = {
 class _Denial:
     sentence: str
     denied_at_s: float
+    unreachable: bool
     succeeded_at_s: float = float("-inf")
 
 
@@ -85,11 +87,12 @@ class Denials:
         what, right, so = _EFFECTS[kind]
         self.report(kind, f"{what} are denied ({_NO_CODE.sub('', why)[:64]}; the right is {right}): {so}")
 
-    def report(self, kind: str, text: str) -> None:
-        """Report a denial of any kind; `text` follows the place."""
+    def report(self, kind: str, text: str, *, unreachable: bool = False) -> None:
+        """Report a denial of any kind; `text` follows the place. `unreachable`: nobody denies it, answers are
+        missing."""
         sentence = f"{self._place}: {text}"
         with self._lock:
-            self._denials[kind] = _Denial(sentence, self._clock())
+            self._denials[kind] = _Denial(sentence, self._clock(), unreachable)
 
     def failed(self, kind: str) -> None:
         """A request of this kind has failed for an unknown reason, which prolongs a denial that is known."""
@@ -117,7 +120,9 @@ class Denials:
             ]
             for kind in cleared:
                 del self._denials[kind]
-            return {kind: denial.sentence for kind, denial in self._denials.items()}
+            return {
+                UNREACHABLE if denial.unreachable else kind: denial.sentence for kind, denial in self._denials.items()
+            }
 
     def _on_response(self, kind: str, http_response: Any, parsed: Mapping[str, Any], **_: object) -> None:
         """Called by botocore with each answer."""

@@ -182,8 +182,9 @@ class Janitor:
             return
         self._denials.report(
             "shared prefix",
-            f'the usage record of the shared prefix "{self._prefix}" was not renewed for {since_s:.0f} s, so nothing '
-            "is written there until a janitor has listed it",
+            f'the usage record of the shared prefix "{self._prefix}" was not renewed for '
+            f"{self._intervals.usage_timeout_s:g} s, so nothing is written there until a janitor has listed it",
+            unreachable=True,
         )
 
     def _forget(self) -> None:

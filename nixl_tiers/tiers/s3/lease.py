@@ -246,6 +246,7 @@ class PrefixLease(Lease):
             self.denials.report(
                 KIND,
                 f'the lease of the private prefix "{self.prefix}" {why}, so nothing is stored or deleted there',
+                unreachable=True,
             )
 
     def _await(self, other: Record) -> None:

@@ -82,7 +82,6 @@ class StoredShard(StoredNamespace):
             return found
         if before_s is not None and holder:
             found.refused = f"{found.place} is held by {holder}, so nothing in it is deleted"
-            return found
         found.nbytes = _taken_bytes(folder)
         try:
             with _Slots(folder) as slots:

@@ -152,7 +152,7 @@ class SlabTier(StorageTier):
 
     @property
     def denials(self) -> Mapping[str, str]:
-        return {"growth": self._free.problem} if self._free.problem else {}
+        return self._free.denials
 
     def list_rows(self) -> Iterator[Sequence[Entry]]:
         return self._served.list_rows()
@@ -291,7 +291,10 @@ class SlabTier(StorageTier):
             growth.result()
         except (NoSpace, OSError) as error:
             if not self._full_until_s and not self._free.problem:  # which is logged as a denial
-                logger.warning("no room for more rows: %s", describe(error) if isinstance(error, OSError) else error)
+                logger.warning(
+                    "no room for more rows, so rows are evicted to store others: %s",
+                    describe(error) if isinstance(error, OSError) else error,
+                )
             self._served.health.check_soon()
             self._full_until_s = time.monotonic() + _FULL_S
             if self._slots is not None:

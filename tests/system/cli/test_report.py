@@ -18,7 +18,7 @@ from nixl_tiers.cli.tally import BY_TIER, GAUGES, NEW
 
 Serve = Callable[..., str]
 LABELS = 'engine="0",model_name="m"'
-GAUGES_OF_S3 = {"up": 1, "listing": 0, "breaker": 0, "denials": 0}
+GAUGES_OF_S3 = {"up": 1, "listing": 0, "breaker": 0, "denials": 0, "full": 0}
 
 
 def page(scale: int = 1) -> str:
@@ -95,8 +95,8 @@ def test_report_says_what_was_saved_lost_and_missed(serve: Serve, capsys: pytest
         "since start: 34,000 tokens and 100.5 s of prefill saved, first tokens 82.0 s earlier, 3.5 s lost",
         f"missed: 25 chunks of new prompts, 75 others, all because: {evicted}",
     ]
-    assert "cpu up 3 GiB of 4 GiB 30,000 44.1%" in lines
-    assert "s3 up 1 TiB of 2 TiB 4,000 5.9%" in lines
+    assert "cpu up 3 GiB of 4 GiB 30,000 44.1% 0" in lines
+    assert "s3 up 1 TiB of 2 TiB 4,000 5.9% 0" in lines
     assert "cpu 90.5 s 80.0 s 0.0 s 0.0 s" in lines
     assert "s3 10.0 s 2.0 s 1.0 s 2.5 s" in lines
     assert "all 100.5 s 82.0 s 1.0 s 2.5 s" in lines
@@ -115,7 +115,8 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
         ({"breaker": 1}, "circuit half-open"),
         ({"breaker": 2}, "circuit open"),
         ({"listing": 1}, "listing"),
-        ({"denials": 2}, "up, requests denied"),
+        ({"denials": 2, "full": 1}, "up, requests denied"),
+        ({"full": 1}, "up, full: evicts to store"),
     ],
 )
 def test_state_of_a_tier_is_said(
@@ -126,12 +127,41 @@ def test_state_of_a_tier_is_said(
         monkeypatch.setitem(GAUGES_OF_S3, name, value)
     url = serve(page())
     assert main(["report", url]) == OK
-    assert f"s3 {word} 1 TiB of 2 TiB 4,000 5.9%" in said(capsys)
+    assert f"s3 {word} 1 TiB of 2 TiB 4,000 5.9% 0" in said(capsys)
     assert main(["report", healthy, url]) == OK
     both = f"up on 1; {word} at {url}" if gauges else "up"
     lines = said(capsys)
-    assert f"s3 {both} 1 TiB of 2 TiB 8,000 5.9%" in lines, "a bucket that both use counts once"
-    assert "cpu up 6 GiB of 8 GiB 60,000 44.1%" in lines
+    assert f"s3 {both} 1 TiB of 2 TiB 8,000 5.9% 0" in lines, "a bucket that both use counts once"
+    assert "cpu up 6 GiB of 8 GiB 60,000 44.1% 0" in lines
+
+
+def test_report_says_what_was_not_written_which_movers_exited_and_what_is_wrong(
+    serve: Serve, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers what the log does: nobody who runs eight engines reads eight logs."""
+    monkeypatch.setitem(GAUGES_OF_S3, "up", 0)
+    s3 = f'{LABELS},tier="s3"'
+    more = [
+        f'nixl_tiers:drops_total{{{s3},reason="unreachable"}} 7000',
+        f'nixl_tiers:drops_total{{{s3},reason="slow"}} 0',
+        f"nixl_tiers:mover_exits_total{{{s3}}} 3",
+        f"nixl_tiers:mover_kills_total{{{s3}}} 1",
+        f'nixl_tiers:problem{{{s3},problem="http://s:1 does not answer"}} 1',
+        f'nixl_tiers:problem{{{s3},problem="there is no bucket"}} 0',
+    ]
+    urls = [serve(page() + "\n".join(more) + "\n") for _ in range(2)]
+    assert main(["report", *urls]) == OK
+    lines = said(capsys)
+    assert "s3 down 1 TiB of 2 TiB 8,000 5.9% 6, 2 killed" in lines
+    assert f"s3 at {urls[0]}, {urls[1]}: http://s:1 does not answer" in lines
+    assert not any("there is no bucket" in line for line in lines), "it was, and is no more"
+    meant = "the tier was down, or its circuit for stores not closed, or nobody answered"
+    assert lines[-2:] == ["chunks not written tier because", f"14,000 s3 {meant}"]
+    assert main(["report", "--json", *urls]) == OK
+    found = json.loads(capsys.readouterr().out)
+    assert found["not_written"] == [{"reason": "unreachable", "tier": "s3", "chunks": 14_000}]
+    assert found["tiers"]["s3"]["mover_exits"] == 6
+    assert {each["problem"] for each in found["state"] if each["tier"] == "s3"} == {"http://s:1 does not answer"}
 
 
 def test_other_namespaces_are_mentioned_only_where_they_may_explain_misses(
@@ -157,6 +187,8 @@ def test_servers_are_added_up_and_an_address_may_be_short(serve: Serve, capsys: 
         "saved_prefill_s": 60.0,
         "lost_slower_s": 6.0,
         "lost_vain_s": 15.0,
+        "mover_exits": 0.0,
+        "mover_kills": 0.0,
         "hit_rate": 24_000 / (6 * 68_000),
     }
     assert (found["hit_rate"], found["prompt_tokens"], found["own_hit_tokens"]) == (0.5, 6 * 68_000, 6 * 6_800)
@@ -197,7 +229,7 @@ def test_report_since_an_earlier_one(serve: Serve, capsys: pytest.CaptureFixture
     lines = said(capsys)
     assert lines[0] == "hit rate: 50.0% of 204,000 prompt tokens came from tiers, 10.0% from vLLM's own cache"
     assert re.fullmatch(r"since 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC: 102,000 tokens and 301.5 s of .*", lines[1])
-    assert "cpu up 3 GiB of 4 GiB 90,000 44.1%" in lines, "what is now is no difference"
+    assert "cpu up 3 GiB of 4 GiB 90,000 44.1% 0" in lines, "what is now is no difference"
     assert main(["report", "--since", str(saved), "--json", grown, new, restarted]) == OK
     found = json.loads(capsys.readouterr().out)
     assert found["prompt_tokens"] == (3 + 2 + 2) * 68_000

@@ -356,6 +356,7 @@ def test_purge_refuses_slabs_that_an_engine_holds_and_deletes_free_parts(
         assert by_name[OTHER.hex()]["left"] == 0
         assert not by_name[OTHER.hex()]["refused"]
         refusal = by_name[NAMESPACE.hex()]["refused"]
+        assert by_name[NAMESPACE.hex()]["rows"] == by_name[NAMESPACE.hex()]["left"] == ROWS, "what stays is told"
         assert "is held by process" in refusal
         assert str(os.getpid()) in refusal
         assert not list(tmp_path.glob(f"part-*/{OTHER.hex()}"))

@@ -47,6 +47,9 @@ DECLARED: Final = set(
 
 HINTS: Final = "tests/vllm/test_hints.py"
 ELSEWHERE: Final[Mapping[Series, tuple[str, str]]] = {
+    # A server must deny requests.
+    ("storage", "denials"): ("tests/system/faults/test_s3.py", "test_missing_permission"),
+    ("storage", "dropped_denied"): ("tests/core/test_drops.py", "test_a_drop_is_counted_once_and_by_its_reason"),
     # Only vLLM's requests carry hints; its face counts them.
     (CPU, "kv_hints"): (HINTS, "test_hints_of_vllm_are_acted_on_and_counted"),
     (CPU, "hints_accepted"): (HINTS, "test_hints_of_vllm_are_acted_on_and_counted"),
@@ -249,7 +252,7 @@ def chunks_are_stored_loaded_and_lost(scene: Scene) -> None:
 
 
 @drives(
-    cpu="failed_stores incomplete failed_loads unreadable missed_failed lost_vain_s dropped_no_room missed_evicted",
+    cpu="failed_stores incomplete failed_loads unreadable missed_failed lost_vain_s dropped_full missed_evicted",
 )
 def workers_fail_and_host_memory_is_full(scene: Scene) -> None:
     engine, (one, two, *_) = scene.engine(), keys_of(2)
@@ -287,7 +290,7 @@ def more_is_stored_and_asked_for_than_there_is_room(scene: Scene) -> None:
     engine.miss("evicted", keys[:1])
 
 
-@drives(storage="listing found listed_rows missed_listing dropped_behind dropped_evicted queued_stores")
+@drives(storage="listing found listed_rows missed_listing dropped_slow queued_stores")
 def a_tier_is_listed_while_chunks_are_stored(scene: Scene) -> None:
     tier, listed = file_tier(scene.path / "kv", CAPACITY), scene.path / "listed"
     with Engine(set(), tier) as before:
@@ -301,12 +304,12 @@ def a_tier_is_listed_while_chunks_are_stored(scene: Scene) -> None:
         engine.put(keys_of(ROWS, name), flush=False)
         engine.look()
     listed.touch()
-    engine.until_shown("dropped_evicted")
+    engine.until_shown("dropped_slow")
 
 
 @drives(
     storage="queued_loads loading storing wait_partial wait_vain lost_vain_s missed_late late quarantined kills deaths "
-    "missed_down dropped_no_room",
+    "missed_down dropped_full",
 )
 def a_medium_hangs(scene: Scene) -> None:
     good, hanging = keys_of(2), keys_of(8, "hanging")
@@ -334,10 +337,10 @@ def a_medium_hangs(scene: Scene) -> None:
     engine.ask("both", good)
     engine.until_shown("loading")
     engine.put(keys_of(ROWS // 2, "more"), flush=False)  # too many to be held up by loads
-    engine.until_shown("dropped_no_room")
+    engine.until_shown("dropped_full")
 
 
-@drives(storage="failed_loads failed_stores dropped_failed dropped_refused corrupt breaker missed_open")
+@drives(storage="failed_loads failed_stores dropped_failed dropped_unreachable corrupt breaker missed_open")
 def a_medium_fails(scene: Scene) -> None:
     keys, bad = keys_of(8), keys_of(8, "bad")
     rules = [
@@ -367,9 +370,9 @@ def another_engine_deletes_chunks(scene: Scene) -> None:
     engine.miss("expired", keys)
 
 
-@drives(storage="denials")
+@drives(storage="full")
 def a_file_system_is_full(scene: Scene) -> None:
-    scene.engine(files_tier(scene.path, CAPACITY, min_free="99.999%")).until_shown("denials")
+    scene.engine(files_tier(scene.path, CAPACITY, min_free="99.999%")).until_shown("full")
 
 
 @drives(storage="probes")

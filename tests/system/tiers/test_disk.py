@@ -48,7 +48,7 @@ def test_free_space_is_asked_for_once_a_second_and_counted_down_meanwhile(
     assert [bool(free.lacks(nbytes)) for nbytes in (400, 600, 1, 0)] == [False, False, True, False]
     assert len(asked) == 1
     assert free.lacks(1) == free.problem
-    assert f"{tmp_path}: min_free keeps" in free.problem
+    assert f"{tmp_path} is full: min_free keeps" in free.problem
     now[0] += 1
     assert not free.lacks(1000)
     assert not free.problem
@@ -129,8 +129,10 @@ def test_below_min_free_row_files_are_only_replaced(tmp_path: Path) -> None:
         foreign.write_bytes(bytes(30 << 20))
         heartbeat = mover.expect(lambda m: isinstance(m, Heartbeat) and bool(m.denials))
         assert isinstance(heartbeat, Heartbeat)
-        sentence = f"no more is stored at {tmp_path}: min_free keeps 32 MiB of its file system free"
-        assert heartbeat.denials == {"growth": sentence}
+        sentence = (
+            f"{tmp_path} is full: min_free keeps 32 MiB of its file system free, so rows are evicted to store others"
+        )
+        assert heartbeat.denials == {"full": sentence}
         held = volume_bytes(tmp_path)
         with assert_never_exceeds(tmp_path, held + (1 << 20), volume_bytes):
             for first in range(batch, 4 * batch, batch):

@@ -35,6 +35,7 @@ NOT_SHOWN = {
     "huge_page_bytes": "a machine that has huge pages",
     "staged": "rows that are staged",
     "denials": "rights that are missing",
+    "nixl_tiers:full": "a disk that is full",
     "unused_chunks_total": "promotions that nobody uses",
     "failures_total": "moves that fail",
     "mover_kills_total": "a mover that hangs",

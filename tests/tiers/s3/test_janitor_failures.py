@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from nixl_tiers.base.chunk import UNREACHABLE
 from nixl_tiers.tiers.s3 import janitor as janitor_module
 from nixl_tiers.tiers.s3 import lease as lease_module
 from nixl_tiers.tiers.s3 import usage as usage_module
@@ -201,6 +202,7 @@ class TestRequestsThatAlwaysFail:
         janitor.step()
         (problem,) = janitor._denials.current().values()
         assert "was not renewed for 6" in problem
+        assert UNREACHABLE in janitor._denials.current(), "an outage is no lack of room, and nobody denies it"
         assert uploads(quota, bucket, range(1)) == 0
         bucket.before = lambda _: None
         bucket.now_s += 5.0

@@ -260,7 +260,7 @@ class TestDenials:
             tier.store(next(numbers))
             tier.ask(next(numbers))
             tier.pass_time(120.0)
-            return {kind: text for kind, text in tier.tier.denials.items() if kind != "shared prefix"}
+            return {kind: text for kind, text in tier.tier.denials.items() if kind != "unreachable"}
 
         assert use() == {}
         bucket.fault = lambda request: (403, "AccessDenied") if matches(request) else None

@@ -21,7 +21,7 @@ from unittest.mock import Mock
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
 
-from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import UNREACHABLE, Geometry, Outcome
 from nixl_tiers.tiers.base import GONE
 from nixl_tiers.tiers.s3 import conditional
 from nixl_tiers.tiers.s3 import lease as lease_module
@@ -237,7 +237,7 @@ class TestTwoEngines:
             heir.listed_rows()
         assert owner.store([10]) == [Outcome.NO_SPACE]
         sentence = "cannot be renewed, so nothing is stored or deleted there"
-        assert wait_until(lambda: sentence in owner.tier.denials.get(KIND, ""))
+        assert wait_until(lambda: sentence in owner.tier.denials.get(UNREACHABLE, ""))
         owner.delete(1)
         assert stored(heir, 20)
         assert set(heir.load([1, *owned])) == {Outcome.OK}
@@ -272,7 +272,7 @@ class TestTwoEngines:
         owner.tier._owner.lease.client = lambda: 1 // 0
         assert wait_until(lambda: not owner.tier._owner.may_write)
         assert owner.store([2]) == [Outcome.NO_SPACE]
-        assert wait_until(lambda: "cannot be renewed" in owner.tier.denials.get(KIND, ""))
+        assert wait_until(lambda: "cannot be renewed" in owner.tier.denials.get(UNREACHABLE, ""))
         owner.tier._owner.lease.client = connect
         assert stored(owner, 2)
         lines = [r.getMessage() for r in caplog.records if "unexpected error" in r.getMessage()]
@@ -358,7 +358,7 @@ class TestWithoutALease:
         terms = replace(SHORT, lease_s=0.2, margin_s=0.1)
         lease = PrefixLease(lambda: client, "kv", "p", "one", Denials("here"), time.time, terms)
         lease.start(60.0)
-        assert wait_until(lambda: "cannot be acquired" in lease.denials.current().get(KIND, ""))
+        assert wait_until(lambda: "cannot be acquired" in lease.denials.current().get(UNREACHABLE, ""))
         lease.close(120.0, release=False)
 
     def test_lease_that_is_no_record_is_of_an_unknown_engine(self, s3_server: S3Server, place: dict[str, Any]) -> None:

@@ -145,8 +145,11 @@ def test_min_free_stops_growth_and_rows_are_served_and_replaced(tmp_path: Path) 
             assert set(mover.store(kept)) == {Outcome.OK}  # in slots that are allocated
             heartbeat = mover.expect(lambda m: isinstance(m, Heartbeat) and bool(m.denials))
             assert isinstance(heartbeat, Heartbeat)
-            sentence = f"no more is stored at {tmp_path}: min_free keeps 16 MiB of its file system free"
-            assert heartbeat.denials == {"growth": sentence}
+            sentence = (
+                f"{tmp_path} is full: min_free keeps 16 MiB of its file system free, so rows are evicted to store"
+            )
+            sentence += " others"
+            assert heartbeat.denials == {"full": sentence}
             assert run("mount", "-o", "remount,size=64m", tmp_path)
             wanted = range(len(kept), len(kept) + BATCH)
             assert wait_until(lambda: set(mover.store(wanted)) == {Outcome.OK})
