@@ -204,7 +204,8 @@ def serve_command(source: str, model: str = "") -> str:
         extra = {"spec_name": config_source.SPEC, "config": str(Path(source).absolute())}
         whole = {**_CONNECTOR, "kv_connector_extra_config": extra}
     else:
-        whole = {**_CONNECTOR, "kv_connector_extra_config": {"spec_name": config_source.SPEC, **ours}}
+        given = raw if "spec_name" in raw else ours  # with vLLM's own fields, as the size of chunks
+        whole = {**_CONNECTOR, "kv_connector_extra_config": {"spec_name": config_source.SPEC, **given}}
     return f"vllm serve {shlex.quote(model) if model else 'MODEL'} {_OPTION} {shlex.quote(json.dumps(whole))}"
 
 

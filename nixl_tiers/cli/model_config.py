@@ -36,9 +36,11 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _snapshot(model: str) -> Path:
     """Of the default branch, or the only one."""
-    caches = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    hub = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or Path(caches, "huggingface"), "hub")
-    folder = Path(hub, f"models--{model.replace('/', '--')}")
+    env = os.environ.get
+    home = env("HF_HOME") or Path(env("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    given = env("HF_HUB_CACHE") or env("HUGGINGFACE_HUB_CACHE") or Path(home, "hub")
+    hub = Path(os.path.expandvars(given)).expanduser()
+    folder = hub / f"models--{model.replace('/', '--')}"
     try:
         return folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
     except (OSError, ValueError):

@@ -4,8 +4,9 @@ A header page (identity, sizes, what pages there are, the times of the last step
 ranks and one for the model's names, one control word per (row, cell), and from a 2 MiB boundary on the rows. Ranks that
 hold the same bytes share a cell (swap/plan.py), so that there may be more ranks than cells.
 
-`RankRecords`: a rank's record holds the fingerprint of its layout and weights, the NUMA node of its GPU, and how often
-its weights have been changed since. The record for all holds what only one rank has to find out.
+`RankRecords`: a rank's record holds the fingerprint of its layout and weights, the digest of its layers, the NUMA node
+of its GPU, and how often its weights have been changed since. The record for all holds what only one rank has to find
+out.
 """
 
 from __future__ import annotations
@@ -88,12 +89,14 @@ def checked(fd: int) -> Header:
     return Header(geometry, rows, ranks, transparent, identity)
 
 
-# Of a record: check word, length of the note, digest, note; how often the weights changed; and a NUMA node.
+# Of a record: check word, length of the note, digest, note; the layers' digest; how often the weights changed; and a
+# NUMA node.
 _RECORD: Final = struct.Struct("<H16s")
 _NODE: Final = struct.Struct("<H")  # 0: not published, 1: not known, else the node's number + 2
 _NODE_AT: Final = RECORD_BYTES - _NODE.size
 _WEIGHTS: Final = struct.Struct("Q")  # counts the beginnings and the ends of changes: odd while one runs
 _WEIGHTS_AT: Final = RECORD_BYTES - 16
+_LAYERS_AT: Final = _WEIGHTS_AT - NAMESPACE_BYTES
 MAX_NOTE_BYTES: Final = 400
 
 
@@ -115,6 +118,17 @@ class RankRecords:
     def published(self) -> list[tuple[bytes, str] | None]:
         """(fingerprint, note) of each rank, None where it has not published yet."""
         return [self._read_record(self._record(rank)) for rank in range(self.count)]
+
+    def publish_layers(self, rank: int, digest: bytes) -> None:
+        """Publish what this rank's layers compute with (16 bytes), before its fingerprint."""
+        at = self._record(rank) + _LAYERS_AT
+        self._map[at : at + NAMESPACE_BYTES] = digest
+
+    @property
+    def layers(self) -> list[bytes]:
+        """The digest of each rank's layers that has published its fingerprint; zeros if it has none."""
+        starts = (self._record(rank) + _LAYERS_AT for rank in range(self.count))
+        return [self._map[at : at + NAMESPACE_BYTES] for at in starts]
 
     def publish_node(self, rank: int, node: int | None) -> None:
         """Publish the NUMA node of this rank's GPU to the other ranks; None: not known."""

@@ -17,6 +17,8 @@ from typing import Any
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from nixl_tiers.config.schema import load
+from nixl_tiers.config.source import without_vllm
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.chains import Arrivals, chain_at_arrival
 from nixl_tiers.vllm.chunk_size import with_chunks
@@ -103,6 +105,14 @@ class NixlTiersConnector(OffloadingConnector):
         return results
 
     # --- in the API server -------------------------------------------------------------------------------------
+
+    @classmethod
+    @override
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Not. What vLLM asks here, before it starts a process, is where it first hands over the configuration."""
+        refuse(extra_config)
+        load(without_vllm(extra_config))  # without a look at this machine, which need not be the engine's
+        return False
 
     @classmethod
     @override

@@ -123,11 +123,12 @@ def refusal(vllm_config: Any, tiers: TiersConfig) -> str:
 
 
 def model_facts(vllm_config: Any, tiers: TiersConfig) -> dict[str, object]:
-    """Everything about the model, its weights aside, and the engine's options that changes the KV bytes."""
+    """Everything about the model and the engine's options that changes the KV bytes, but for the weights and for what
+    only the layers show (`layers.py`)."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
-    facts: dict[str, object] = {
+    return {
         "model_config": _digest(_plain(getattr(model, "hf_config", None))),
         "dtype": model.dtype,
         "quantization": model.quantization,
@@ -142,10 +143,6 @@ def model_facts(vllm_config: Any, tiers: TiersConfig) -> dict[str, object]:
         "interleave": parallel.cp_kv_cache_interleave_size,
         "salt": tiers.salt,
     }
-    if "longrope" in json.dumps(_plain(getattr(model, "hf_config", None)), default=str):
-        # Long RoPE takes its factors from the longest context that the engine was started for.
-        facts["max_model_len"] = model.max_model_len
-    return facts
 
 
 def layout_facts(config: OffloadingConfig, geometry: Geometry, kv_caches: CanonicalKVCaches) -> dict[str, object]:

@@ -102,6 +102,7 @@ class NixlTiersSpec(OffloadingSpec):
 
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         from nixl_tiers.vllm.fingerprint import Fingerprint, current_vllm_config, fingerprint, names_of, weights_of
+        from nixl_tiers.vllm.layers import digest_of_layers
         from nixl_tiers.vllm.weight_changes import watch_weights
         from nixl_tiers.vllm.worker import worker_over
 
@@ -120,6 +121,12 @@ class NixlTiersSpec(OffloadingSpec):
             if rank == 0:
                 region.ranks.publish_model(*names_of(vllm_config))
             watch_weights(region, rank, caller)
+            if self.tiers.storage and not note:
+                if caller is None:
+                    note = "storage tiers are refused, because this vLLM does not show its worker's layers"
+                else:
+                    context = vllm_config.compilation_config.static_forward_context
+                    region.ranks.publish_layers(rank, digest_of_layers(compat.models_of(caller), context))
             region.ranks.publish(rank, digest, note)
         except BaseException:
             region.close()
@@ -338,7 +345,8 @@ def description_of(config: OffloadingConfig, revision: str) -> Description:
 
 def agreed_namespace(region: HostRegion, tiers: TiersConfig, timeout_s: float, *, stages: int = 1) -> Namespace:
     """The namespace that all workers publish: of a pipeline, those of its stages in their order, since each has other
-    layers. ValueError if the workers of a stage differ, do not join in time, or refuse storage."""
+    layers. Ranks of a stage that compute with other things than each other have a namespace of their own. ValueError if
+    the workers of a stage differ otherwise, do not join in time, or refuse storage."""
     deadline = time.monotonic() + timeout_s
     while None in (published := region.ranks.published()):
         if time.monotonic() > deadline:
@@ -353,11 +361,15 @@ def agreed_namespace(region: HostRegion, tiers: TiersConfig, timeout_s: float, *
             raise ValueError(note)
         log.warning("nixl_tiers: host memory only; %s", note)
     size = len(known) // stages  # vLLM numbers its ranks stage by stage
-    by_stage = [{digest.hex() for digest, _ in known[begin : begin + size]} for begin in range(0, len(known), size)]
+    stage_of_ranks = [slice(begin, begin + size) for begin in range(0, len(known), size)]
+    by_stage = [{digest.hex() for digest, _ in known[ranks]} for ranks in stage_of_ranks]
     if any(len(digests) > 1 for digests in by_stage):
         raise ValueError("the workers of this engine do not run the same model with the same options")
     worker, *others = (digests.pop() for digests in by_stage)
-    return Namespace.of({"worker": worker} | ({"stages": others} if others else {}))
+    layers = [region.ranks.layers[ranks] for ranks in stage_of_ranks]
+    # One for ranks that are alike: tensor-parallel sizes with the same rows share them.
+    computed = [stage if len(set(stage)) > 1 else stage[0] for stage in layers]
+    return Namespace.of({"worker": worker, "layers": computed} | ({"stages": others} if others else {}))
 
 
 def log_as_vllm() -> None:

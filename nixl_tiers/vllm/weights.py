@@ -147,7 +147,7 @@ def _checksums(file: Path) -> bytes:
 def _extents(places: Iterable[int]) -> Iterator[tuple[int, int]]:
     """What to read of pieces that follow each other: (start, end), none longer than READ_BYTES."""
     begun = end = 0  # neighbours are read together: a file may have a hundred thousand small tensors
-    for start, stop in _wanted(places):
+    for start, stop in sampled(places):
         if start > end or stop - begun > READ_BYTES:
             if end > begun:
                 yield begun, end
@@ -157,7 +157,7 @@ def _extents(places: Iterable[int]) -> Iterator[tuple[int, int]]:
         yield begun, end
 
 
-def _wanted(places: Iterable[int]) -> Iterator[tuple[int, int]]:
+def sampled(places: Iterable[int]) -> Iterator[tuple[int, int]]:
     for start, stop in pairwise(places):
         if stop - start <= WHOLE_BYTES:
             yield start, stop

@@ -16,8 +16,8 @@ from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfi
 from tests.support.file_tier import file_config
 
 
-def write(folder: Path, text: str) -> Path:
-    path = folder / "tiers.yaml"
+def write(folder: Path, text: str, name: str = "tiers.yaml") -> Path:
+    path = folder / name
     path.write_text(text)
     return path
 
@@ -203,14 +203,18 @@ WHOLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("given", ["file", "text", "whole", "option", "command line", "one text"])
+@pytest.mark.parametrize(
+    "given", ["file", "text", "extra", "extra file", "whole", "option", "command line", "one text"]
+)
 def test_command_that_starts_vllm_has_the_same_configuration(
     given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    value = json.dumps(WHOLE)
+    value, extra = json.dumps(WHOLE), json.dumps(WHOLE["kv_connector_extra_config"])
     forms = {
         "file": [str(write(tmp_path, json.dumps(TIERS)))],
         "text": [json.dumps(TIERS)],
+        "extra": [extra],
+        "extra file": [str(write(tmp_path, extra, "extra.json"))],
         "whole": [value],
         "option": ["--", "vllm", "serve", "my/model", f"--kv-transfer-config={value}", "--dtype", "float32"],
         "command line": ["--", "python", "-m", "api_server", "--model", "my/model", "--kv-transfer-config", value],
@@ -219,10 +223,13 @@ def test_command_that_starts_vllm_has_the_same_configuration(
     assert cli.main(["config", "--json", *forms[given]]) == 0
     words = shlex.split(json.loads(capsys.readouterr().out)["command"])
     assert words[:2] == ["vllm", "serve"]
-    assert words[2] == ("MODEL" if given in ("file", "text", "whole") else "my/model")
+    assert words[2] == ("my/model" if given in ("option", "command line", "one text") else "MODEL")
     assert words[3] == "--kv-transfer-config"
     assert load(words[4]) == load(TIERS)
-    assert json.loads(words[4])["kv_role"] == "kv_both"
+    printed = json.loads(words[4])
+    assert printed["kv_role"] == "kv_both"
+    if given not in ("file", "text"):
+        assert printed["kv_connector_extra_config"] == json.loads(extra), "other chunks would find nothing stored"
 
 
 @pytest.mark.parametrize("words", [["vllm", "serve", "m"], ["--kv-transfer-config 'unbalanced"]])

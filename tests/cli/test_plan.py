@@ -174,6 +174,30 @@ def test_hub_model_is_the_only_one_there(hub: Path, capsys: pytest.CaptureFixtur
     assert "nothing is downloaded" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "below"),
+    [
+        ("HF_HOME", "~/hf", "hf/hub"),
+        ("HF_HOME", "$SCRATCH/hf", "scratch/hf/hub"),
+        ("HF_HUB_CACHE", "~/hub", "hub"),
+        ("HUGGINGFACE_HUB_CACHE", "${SCRATCH}/hub", "scratch/hub"),
+        ("XDG_CACHE_HOME", "~/cache", "cache/huggingface/hub"),
+        (None, None, ".cache/huggingface/hub"),
+    ],
+)
+def test_hubs_cache_is_where_the_hub_keeps_it(
+    name: str | None, value: str, below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
+    if name is not None:
+        monkeypatch.setenv(name, value)
+    saved(tmp_path / below / "models--an-owner--a-model" / "snapshots", LLAMA_8B, "only")
+    assert main(["plan", "an-owner/a-model"]) == OK
+
+
 def test_model_that_is_nowhere_is_not_downloaded(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "an-owner/a-model"]) == BAD_INPUT
     sentence = f"an-owner/a-model is no directory with a config.json, and not in {hub.parent}; nothing is downloaded"

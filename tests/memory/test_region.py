@@ -286,6 +286,16 @@ def test_fingerprints_may_be_republished_and_notes_are_cut_at_a_character(made: 
             made.ranks.publish(cell, bytes(16))
 
 
+def test_the_digest_of_a_ranks_layers_is_seen_beside_all_else_that_it_publishes(made: HostRegion) -> None:
+    assert made.ranks.layers == [bytes(16)] * 3
+    made.ranks.publish(1, b"a" * 16, "x" * 400)
+    made.ranks.publish_weights(1, changing=True)
+    made.ranks.publish_layers(1, b"l" * 16)
+    made.ranks.publish_node(1, 2)
+    assert made.ranks.layers == [bytes(16), b"l" * 16, bytes(16)]
+    assert (made.ranks.published()[1], made.ranks.weights) == ((b"a" * 16, "x" * 400), (0, 1, 0))
+
+
 def test_the_models_names_are_kept_apart_from_the_fingerprints(made: HostRegion) -> None:
     assert made.ranks.model == ("", "")
     made.ranks.publish_model("served", "0123abcd")

@@ -10,13 +10,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.config import set_current_vllm_config
+from vllm.config import CompilationConfig, KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.platforms import current_platform
 
 from nixl_tiers.vllm import plugin, replicated
 from nixl_tiers.vllm.chains import Arrivals
 from nixl_tiers.vllm.connector import NixlTiersConnector, refuse
 from nixl_tiers.vllm.replicated import Copies
+from tests.support.file_tier import file_tier
 
 
 def test_the_scheduler_is_told_at_once_what_vllms_own_connector_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +180,41 @@ def test_failed_requests_are_reported_once_in_the_step_in_which_they_ended() -> 
 def test_configurations_that_cannot_recompute_are_refused(extra: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         refuse(extra)
+
+
+BAD = {"spec_name": "NixlTiersSpec", "tiers": [{"type": "cpu", "capacity": "64GiB", "capasity": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        (BAD, r"tiers\[0\].capasity: unknown field"),
+        ({"spec_name": "NixlTiersSpec", "config": "/no/tiers.yaml"}, "/no/tiers.yaml: cannot be read"),
+        ({"spec_name": "CPUOffloadingSpec"}, "spec_name: NixlTiersConnector needs NixlTiersSpec"),
+    ],
+)
+@pytest.mark.parametrize("multi", [False, True])
+def test_a_bad_configuration_is_refused_while_vllm_makes_its_own(
+    extra: dict[str, Any], sentence: str, multi: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any process is started, let alone the weights loaded: where vLLM asks which CUDA graphs a connector can
+    do with, as it does wherever it makes full ones."""
+    plugin.register()
+    mine = {"kv_connector": "NixlTiersConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    whole = {**mine, "kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [mine]}}
+    monkeypatch.setattr(type(current_platform), "support_static_graph_mode", lambda *_: True)
+    with pytest.raises(ValueError, match=sentence):
+        VllmConfig(
+            kv_transfer_config=KVTransferConfig(**whole if multi else mine),
+            compilation_config=CompilationConfig(cudagraph_mode="FULL", mode=0),
+        )
+
+
+def test_a_good_configuration_may_have_all_cuda_graphs() -> None:
+    """Nor does the process that takes requests look at paths: it may be on another machine than the engine."""
+    tiers = [{"type": "cpu", "capacity": "64GiB"}, file_tier("/proc/no/such", "1MiB")]
+    extra = {"spec_name": "NixlTiersSpec", "blocks_per_chunk": 2, "tiers": tiers}
+    assert NixlTiersConnector.requires_piecewise_for_cudagraph(extra) is False
 
 
 def test_the_plugin_registers_the_connector() -> None:

@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 
 from tests.support import vllm_cpu
 from tests.support.file_tier import files_tier
+from tests.support.models import save_random
 from tests.support.servers import MotoServer
 from tests.support.waiting import until
 
@@ -116,6 +117,26 @@ def test_another_revision_of_the_weights_misses_everything(
     answer, stats = engine(tiers, ask(0), ["stats"], **{**options, "path": revision})
     assert answer[0]["cached"] == 0
     assert stats["file"]["hits"] == stats["file"]["corrupt"] == 0
+
+
+def test_long_rope_that_was_made_for_a_longer_context_is_not_shared(engine: Engine, tmp_path: Path) -> None:
+    """vllm#56311: the layers of the first engine have the long factors, since it was asked for the longest context that
+    fits; then it has the context of the second, whose layers have the short ones."""
+    factors = {"rope_theta": 1e4, "short_factor": [1.0] * 32, "long_factor": [4.0] * 32}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 256, **factors}
+    model = save_random("LlamaForCausalLM", tmp_path / "long", rope_scaling=rope, initializer_range=0.2)
+    tiers = {"tiers": [CPU, files_tier(tmp_path / "kv", "64MiB")]}
+    room = 256 * 2 * 2 * 2 * 64 * 4  # for keys and values of two layers with two heads, in float32
+    options = {"path": model, "skip_tokenizer_init": True, "dtype": "float32", "kv_cache_memory_bytes": room}
+    ask = ["generate", [prompt(0)[:200]], 4]
+    (alone,) = engine(None, ask, max_model_len=256, **options)
+    long, _ = engine(tiers, ask, ["flush"], max_model_len=-1, **options)
+    short, _, stats = engine(tiers, ask, ["flush"], ["stats"], max_model_len=256, **options)
+    assert (short[0]["cached"], stats["file"]["hits"]) == (0, 0)
+    assert short[0]["tokens"] == alone[0]["tokens"] != long[0]["tokens"]
+    shorter, _ = engine(tiers, ask, ["stats"], max_model_len=224, **options)
+    assert shorter[0]["cached"] == 200 // BLOCK * BLOCK, "the same factors"
+    assert shorter[0]["tokens"] == alone[0]["tokens"]
 
 
 @pytest.mark.parametrize("medium", ["files", "bucket"])

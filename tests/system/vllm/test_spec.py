@@ -29,6 +29,7 @@ from nixl_tiers.vllm import compat, fingerprint, replicated
 from nixl_tiers.vllm.spec import NixlTiersSpec, agreed_namespace
 from tests.support.file_tier import file_tier
 from tests.support.times import PATIENT
+from tests.vllm.test_layers import LONG, Attention, model, rotary
 from tests.vllm.test_spec import CPU, Build
 
 
@@ -94,6 +95,40 @@ def test_two_workers_and_a_scheduler_in_one_process(
     manager.shutdown()
     for worker in workers:
         worker.shutdown()
+
+
+def test_what_the_layers_were_made_with_is_in_the_namespace(
+    offloading_config: Build, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """vLLM makes them, and may then shorten the longest context: the configuration is as if they were made for it."""
+    parallel = SimpleNamespace(nnodes_within_dp=1, world_size=1)
+    engine = SimpleNamespace(
+        parallel_config=parallel, compilation_config=SimpleNamespace(static_forward_context={}), model_config=None
+    )
+    monkeypatch.setattr(fingerprint, "model_facts", lambda *_: {"dtype": "bfloat16"})
+    monkeypatch.setattr(fingerprint, "weights_of", lambda *_: fingerprint.Fingerprint(b"w" * 16, ""))
+    monkeypatch.setattr(fingerprint, "refusal", lambda *_: "")
+    monkeypatch.setattr(fingerprint, "current_vllm_config", lambda: engine)
+    config = offloading_config({"tiers": [CPU, {"type": "s3", "bucket": "bucket", "capacity": "1MiB"}]})
+
+    def namespace(number: int, layers: Any) -> bytes:
+        named = replace(config, engine_id=f"{request.node.name}-{id(request)}-{number}")
+        runner = SimpleNamespace(get_model=lambda: layers, get_draft_model=lambda: None)
+        worker = None if layers is None else SimpleNamespace(model_runner=runner)
+        monkeypatch.setattr(compat, "calling_worker", lambda: worker)
+        spec = NixlTiersSpec(named)
+        made = spec.get_worker(caches())
+        try:
+            with spec._rendezvous() as region:
+                return agreed_namespace(region, spec.tiers, 5).digest
+        finally:
+            made.shutdown()
+
+    long, short, again = (namespace(number, model(Attention(rotary(512 >> number % 2, **LONG)))) for number in range(3))
+    assert long != short
+    assert again == long
+    with pytest.raises(ValueError, match="does not show its worker's layers"):
+        namespace(3, None)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -193,6 +228,20 @@ class TestAgreement:
                 agreed_namespace(region, self.tiers, 5, stages=2)
             region.ranks.publish(3, b"b" * 16)
             agreed_namespace(region, self.tiers, 5, stages=2)
+
+    def test_ranks_whose_layers_differ_are_a_namespace_of_their_own(self) -> None:
+        def namespace(*layers: bytes, stages: int = 1) -> bytes:
+            with HostRegion.create(Geometry(len(layers), 4096), 1) as region:
+                for rank, layer in enumerate(layers):
+                    region.ranks.publish_layers(rank, layer * 16)
+                    region.ranks.publish(rank, b"a" * 16)
+                return agreed_namespace(region, self.with_storage, 5, stages=stages).digest
+
+        alike = namespace(b"a")
+        assert namespace(b"a", b"a") == namespace(b"a", b"a", b"a", b"a") == alike, "at every tensor-parallel size"
+        others = [namespace(b"b"), namespace(b"a", b"b"), namespace(b"b", b"a"), namespace(b"a", b"b", stages=2)]
+        others += [namespace(b"a", b"b", b"a"), namespace(b"a", b"b", b"b")]
+        assert len({alike, *others}) == 7
 
     def test_a_missing_worker_is_named(self, region: HostRegion) -> None:
         region.ranks.publish(0, b"a" * 16)
