@@ -257,6 +257,8 @@ class Supervisor:
         except OSError as error:
             self._kill(tier, mover, f"its socket failed ({error})")
             return
+        if why is None and mover.hung_up(now):
+            why = "it has closed its socket"
         if why is None and mover.heartbeat_timed_out(now):
             why = "heartbeat timeout" if mover.started else "it did not start in time"
         if why is None and mover.send_timed_out(now):
