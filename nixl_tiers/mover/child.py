@@ -44,8 +44,8 @@ class Child:
     """Nothing here waits for the process. After `kill` nothing is sent to it or read from it: its messages would be
     about jobs that have failed, and they may come for as long as it cannot be reaped."""
 
-    def __init__(self, configure: Configure, region_fd: int, clock: Callable[[], float]) -> None:
-        """Raises OSError if it cannot be started."""
+    def __init__(self, name: str, configure: Configure, region_fd: int, clock: Callable[[], float]) -> None:
+        """`name`: of its tier. Raises OSError if it cannot be started."""
         self._clock = clock
         self._times = configure.times
         self.memory = AddressSpace()
@@ -62,6 +62,7 @@ class Child:
                 self.process = subprocess.Popen(
                     [
                         *(sys.executable, *options(), str(Path(__file__).absolute().with_name("__main__.py"))),
+                        *("--tier", name),
                         *("--socket", str(theirs.fileno())),
                         *("--region", str(region_fd)),
                         *("--mark", str(self.memory.fd)),

@@ -273,7 +273,7 @@ class Supervisor:
         if self._stopping or self._open is None:
             return
         try:
-            mover = Child(self._configures[tier], self._region_fd, self._clock)
+            mover = Child(self._names[tier], self._configures[tier], self._region_fd, self._clock)
         except Exception as error:  # noqa: BLE001 (whatever it is: the tier must not stay without a mover for ever)
             self._spawn_at[tier] = self._backoff[tier].died(self._clock())
             self._handler.on_problem(tier, f"its mover cannot be started: {error}")

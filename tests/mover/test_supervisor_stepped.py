@@ -421,6 +421,13 @@ class TestRestarts:
         rig.step_on(2.0)
         assert len(rig.movers.started) == KILLS_AN_HOUR + 1
 
+    def test_the_command_of_each_says_which_tier_it_serves(self, two: Rig) -> None:
+        two.alive[1].exit(1)
+        two.step()
+        two.step(BACKOFF_S[0])
+        named = ["--tier tier0 ", "--tier tier1 ", "--tier tier1 "]
+        assert [name in command for name, command in zip(named, two.movers.commands, strict=True)] == [True] * 3
+
     def test_one_that_cannot_be_started_is_tried_again(self, rig: Rig) -> None:
         rig.alive[0].exit(1)
         rig.movers.cannot_start = OSError(11, "Resource temporarily unavailable")
