@@ -209,12 +209,22 @@ static void release(struct queue *queue) {
         free(pop(queue));
 }
 
+/* Drop the rows that no thread has taken. A unit of which others still move is freed when these have ended. */
+static void drop(struct queue *queue) {
+    while (queue->first) {
+        struct unit *unit = pop(queue);
+        unit->left -= unit->order.count - unit->taken;
+        if (!unit->left)
+            free(unit);
+    }
+}
+
 /* Let what runs end, then stop the threads. What no thread has taken is dropped. */
 void nixl_tiers_row_worker_close(struct worker *worker) {
     pthread_mutex_lock(&worker->lock);
     worker->stopped = true;
-    release(&worker->queues[0]);
-    release(&worker->queues[1]);
+    drop(&worker->queues[0]);
+    drop(&worker->queues[1]);
     pthread_mutex_unlock(&worker->lock);
     for (uint32_t i = 0; i < worker->count; i++)
         signal_fd(worker->threads[i].kick);

@@ -10,6 +10,8 @@
 
 int nixl_tiers_tier_rows_abi(void) { return 1; } /* which build of this interface it is: a stale one must not be used */
 
+static hashfunc hash_bytes; /* that of bytes, seeded and kept by the object: a subclass's own may be code of Python */
+
 static int read_key(Rows *self, PyObject *object, Key *key) { /* 0 with an exception set */
     char *bytes;
     Py_ssize_t length;
@@ -18,7 +20,7 @@ static int read_key(Rows *self, PyObject *object, Key *key) { /* 0 with an excep
         PyErr_SetString(PyExc_ValueError, "a key of more than 255 bytes");
         return 0;
     }
-    uint64_t hash = (uint64_t)PyObject_Hash(object); /* seeded, and kept by the object */
+    uint64_t hash = (uint64_t)hash_bytes(object);
     *key = (Key){bytes, (uint32_t)length, (uint32_t)hash, &self->shards[hash >> 54]};
     return 1;
 }
@@ -59,7 +61,17 @@ static int arity(Py_ssize_t given, Py_ssize_t wanted) {
     PyErr_Format(PyExc_TypeError, "%zd arguments instead of %zd", given, wanted);
     return 0;
 }
-#define METHOD(name) static PyObject *rows_##name(Rows *self, PyObject *const *args, Py_ssize_t nargs)
+/* The collector does not run within a call, as it may wherever an object is made: what it finalizes may call this table,
+ * and the rows that a call works on would be others afterwards. */
+#define METHOD(name)                                                                                  \
+    static PyObject *do_##name(Rows *self, PyObject *const *args, Py_ssize_t nargs);                  \
+    static PyObject *rows_##name(Rows *self, PyObject *const *args, Py_ssize_t nargs) {               \
+        int collects = PyGC_Disable();                                                                \
+        PyObject *answer = do_##name(self, args, nargs);                                              \
+        if (collects) PyGC_Enable();                                                                  \
+        return answer;                                                                                \
+    }                                                                                                 \
+    static PyObject *do_##name(Rows *self, PyObject *const *args, Py_ssize_t nargs)
 #define NEED(n) \
     if (!arity(nargs, n)) return NULL
 #define KEY(i) \
@@ -509,6 +521,7 @@ static PyType_Slot slots[] = {
 static PyType_Spec spec = {"nixl_tiers.core._tier_rows.TierRows", sizeof(Rows), 0, Py_TPFLAGS_DEFAULT, slots};
 
 static int execute(PyObject *module) {
+    hash_bytes = (hashfunc)PyType_GetSlot(&PyBytes_Type, Py_tp_hash);
     PyObject *type = PyType_FromSpec(&spec);
     if (!type) return -1;
     int added = PyModule_AddObjectRef(module, "TierRows", type);

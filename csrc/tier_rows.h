@@ -227,7 +227,8 @@ static uint32_t take_row(Rows *self, const Key *key, uint32_t slot, uint64_t tic
         self->free_row = r->slot;
     else
         self->next_row++;
-    *r = (Row){.tick = tick, .seq = ++self->seq, .tag = key->tag, .slot = slot, .place = NONE, .id = ++last_id,
+    last_id += 1 + (last_id == UINT32_MAX); /* 0 is no row's */
+    *r = (Row){.tick = tick, .seq = ++self->seq, .tag = key->tag, .slot = slot, .place = NONE, .id = last_id,
                .flags = flags | LIVE, .listing = self->listing, .length = (uint8_t)key->length, .tenant = tenant};
     heap->rows++;
     if (tenant >= self->tenants) self->tenants = tenant + 1;

@@ -67,14 +67,16 @@ class Events:
         """Rows that the medium holds: (slot, key, tick), or removed ones: a negative slot. They are verified when they
         are loaded. `last`: the listing is complete."""
         member = self._state.movers[mover]
-        listed, first = member.tier, member.first_slot
+        listed, (first, end) = member.tier, member.slot_range
         for slot, key, tick in entries:
+            used = min(tick, MOST_TICK)
             if slot >= 0:
-                listed.index.add_listed(slot + first, key, tick)
+                if slot + first < end:  # else a defect's: it is no slot of this member
+                    listed.index.add_listed(slot + first, key, used)
             elif listed.index.place_of(key) == member.place:  # another member's row of the same key stays
-                listed.index.add_listed(slot, key, tick)
+                listed.index.add_listed(slot, key, used)
             if not listed.spec.asked:
-                listed.index.newest_listed = max(listed.index.newest_listed, min(tick, MOST_TICK))
+                listed.index.newest_listed = max(listed.index.newest_listed, used)
         self._go_on_from(listed)
         if last:
             take_all(self.listing_ends(mover))

@@ -279,7 +279,8 @@ class TierIndex:
         self._counters.found += added
         if taken is not None:
             for slot, key in left_out:
-                self.queue_delete(slot, key)
+                if self.place_of_slot(slot) == member.place:  # else a defect's: it is no slot of this member
+                    self.queue_delete(slot, key)
 
     def forget(self, key: Key) -> None:
         """The medium does not hold this row any more; if it is being moved, the end of that tells."""

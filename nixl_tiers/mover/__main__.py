@@ -16,6 +16,7 @@ from pathlib import Path
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m nixl_tiers.mover", description=__doc__)
+    parser.add_argument("--tier", required=True, help="which tier it serves, for who looks at processes")
     parser.add_argument("--socket", type=int, required=True, help="descriptor of the mover's end of the socketpair")
     parser.add_argument("--region", type=int, required=True, help="descriptor of the host region's memfd")
     parser.add_argument("--mark", type=int, required=True, help="descriptor that marks the mover's address space")

@@ -37,14 +37,15 @@ RESERVED_UNSENT: Final = 16  # of these, for messages that cannot wait: existenc
 MAX_RECEIVED: Final = 4096  # messages in one call of `receive`; more than a socket's buffer has room for
 FD_SPACE: Final = socket.CMSG_SPACE(array("i").itemsize)  # for one descriptor
 SOCKET_BYTES: Final = 1 << 20
+HANG_UP_S: Final = 1.0  # a process that exits has closed its socket before; no longer before
 
 
 class Child:
     """Nothing here waits for the process. After `kill` nothing is sent to it or read from it: its messages would be
     about jobs that have failed, and they may come for as long as it cannot be reaped."""
 
-    def __init__(self, configure: Configure, region_fd: int, clock: Callable[[], float]) -> None:
-        """Raises OSError if it cannot be started."""
+    def __init__(self, name: str, configure: Configure, region_fd: int, clock: Callable[[], float]) -> None:
+        """`name`: of its tier. Raises OSError if it cannot be started."""
         self._clock = clock
         self._times = configure.times
         self.memory = AddressSpace()
@@ -61,6 +62,7 @@ class Child:
                 self.process = subprocess.Popen(
                     [
                         *(sys.executable, *options(), str(Path(__file__).absolute().with_name("__main__.py"))),
+                        *("--tier", name),
                         *("--socket", str(theirs.fileno())),
                         *("--region", str(region_fd)),
                         *("--mark", str(self.memory.fd)),
@@ -90,6 +92,7 @@ class Child:
         self._buffer = bytearray(MAX_PACKET)
         self.congested = False  # its socket has not taken all
         self.eof = False  # nothing more will be read from its socket
+        self.closed_s = float("inf")  # when it had closed its end of that
         self.stopping = False
         self.lingers = False  # it has exited, but its memory is not gone
         self.started = False  # has sent a message
@@ -113,6 +116,10 @@ class Child:
 
     def send_timed_out(self, now: float) -> bool:
         return bool(self._unsent) and now - self._sent_s > self._times.send_timeout_s
+
+    def hung_up(self, now: float) -> bool:
+        """Whether it has closed its socket, and goes on."""
+        return now - self.closed_s > HANG_UP_S and not self.lingers
 
     def heartbeat_timed_out(self, now: float) -> bool:
         times = self._times
@@ -164,13 +171,14 @@ class Child:
             except OSError:
                 received = 0, [], 0, None
             nbytes, ancillary, _, _ = received
-            if not nbytes:
-                self.eof = True
+            fds = _descriptors(ancillary) if ancillary else []
+            if not nbytes:  # also an empty packet, which nobody sends
+                _close(fds)
+                self.eof, self.closed_s = True, self._clock()
                 return
             self.received_s = self._clock()
             self.started = True
-            packet, fds = memoryview(self._buffer)[:nbytes], _descriptors(ancillary) if ancillary else []
-            message, rows = _read(packet, fds)
+            message, rows = _read(memoryview(self._buffer)[:nbytes], fds)
             yield _redacted(message, self._redact), rows
 
     def kill(self) -> None:
@@ -229,8 +237,12 @@ def _read(packet: memoryview, fds: list[int]) -> tuple[ToCoordinator, columns.Li
             raise columns.ColumnsError("a listing was announced, and no descriptor came with it")
         return message, columns.ListedColumns.attach(fds.pop())
     finally:
-        for fd in fds:
-            os.close(fd)
+        _close(fds)
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 # --- its standard error -----------------------------------------------------------------------------------------------

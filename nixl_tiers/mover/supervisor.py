@@ -257,6 +257,8 @@ class Supervisor:
         except OSError as error:
             self._kill(tier, mover, f"its socket failed ({error})")
             return
+        if why is None and mover.hung_up(now):
+            why = "it has closed its socket"
         if why is None and mover.heartbeat_timed_out(now):
             why = "heartbeat timeout" if mover.started else "it did not start in time"
         if why is None and mover.send_timed_out(now):
@@ -271,7 +273,7 @@ class Supervisor:
         if self._stopping or self._open is None:
             return
         try:
-            mover = Child(self._configures[tier], self._region_fd, self._clock)
+            mover = Child(self._names[tier], self._configures[tier], self._region_fd, self._clock)
         except Exception as error:  # noqa: BLE001 (whatever it is: the tier must not stay without a mover for ever)
             self._spawn_at[tier] = self._backoff[tier].died(self._clock())
             self._handler.on_problem(tier, f"its mover cannot be started: {error}")

@@ -89,7 +89,7 @@ class Outage:
         if self.lasts and self._works_since is not None and now - self._works_since >= self._steady_s:
             self.lasts, self._ended_at = False, now
             lasted_s = self._works_since - self._since
-            self._write(logging.WARNING, f"nixl_tiers: {self._works} after {lasted_s:.0f} s")
+            self._write(logging.INFO, f"nixl_tiers: {self._works} after {lasted_s:.0f} s")
 
 
 class TierLog:
@@ -148,7 +148,7 @@ class TierLog:
             self._write(logging.WARNING, f"nixl_tiers: the {self._name} tier: {denials[kind]}")
         for kind in [kind for kind in before if kind not in denials]:
             said = _OVER.get(kind, f"{kind} is no longer denied")
-            self._write(logging.WARNING, f"nixl_tiers: the {self._name} tier: {said}")
+            self._write(logging.INFO, f"nixl_tiers: the {self._name} tier: {said}")
 
     def mover_lost(self) -> None:
         """The tier's mover is dead: the next one finds out again what is denied."""

@@ -8,6 +8,7 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.listing import take_all
+from nixl_tiers.core.slots import slots_each
 from nixl_tiers.core.types import Direction, TierState
 from tests.support.columns import PlainColumns
 from tests.support.core import opened, put, rows_of
@@ -135,6 +136,24 @@ def test_each_member_is_sent_as_many_messages_as_it_takes() -> None:
     jobs = machine.core.turn(0.1, 0.1)
     assert {job.mover for job in jobs} == {1, 2, 3}
     assert sum(len(job.moves) for job in jobs) == len(PROMPT), "the others take its share"
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_a_slot_that_no_member_has_is_nobodys(machine: Machine, single: bool) -> None:
+    """A defect of a mover lists them: beyond all members, and another member's, where that has this very key."""
+    span, free = slots_each(MEMBERS), machine.tier.index.slots.free
+    known = PROMPT[machine.first_at(1)]
+    garbage = [(span + SLOTS - 1, known, 1), (span + SLOTS - 2, b"new", 1), ((1 << 32) - 1, b"far", 1)]
+    machine.deleted.clear()
+    for mover in (0, 3):
+        if single:
+            machine.core.events.listed(mover, garbage, last=False)
+        else:
+            take_all(machine.core.events.columns_listed(mover, PlainColumns(garbage)))
+    machine.turn()
+    assert machine.deleted == []
+    assert machine.tier.index.slots.free == free
+    assert len(machine.tier.index) == len(PROMPT)
 
 
 def test_a_row_that_one_member_reports_gone_stays_at_another(machine: Machine) -> None:

@@ -247,6 +247,8 @@ def test_tick_that_no_counter_reaches_does_not_use_up_the_numbers(single: bool) 
     else:
         take_all(core.events.columns_listed(0, PlainColumns([(50, b"defect", 1 << 60)])))
     assert core._state.tick == MOST_TICK + 1
+    row = rows_of(core.tiers[0])[b"defect"]
+    assert row.tick == MOST_TICK, "nor is its row never evicted"
 
 
 def test_reset_forgets_uses_and_tiers_without_places_keep_none() -> None:

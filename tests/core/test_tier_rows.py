@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -259,6 +261,65 @@ def test_keys_that_are_no_bytes_or_too_long_are_refused() -> None:
     with pytest.raises(TypeError, match="1 arguments instead of 2"):
         rows.has_many([])  # type: ignore[call-arg]
     assert len(rows) == 0
+
+
+class _Cycle:
+    """Garbage that only the collector finds; it calls the table when it is finalized."""
+
+    def __init__(self, calls: Callable[[], object]) -> None:
+        self.calls, self.me = calls, self
+
+    def __del__(self) -> None:
+        self.calls()
+
+
+@pytest.fixture
+def collector() -> Iterator[None]:
+    """Runs wherever it may."""
+    before = gc.get_threshold()
+    gc.disable()
+    yield
+    gc.set_threshold(*before)
+    gc.enable()
+
+
+@pytest.mark.usefixtures("collector")
+@pytest.mark.parametrize("call", ["evict", "evict_of", "sweep", "take_used", "list_columns"])
+def test_a_finalizer_that_calls_the_table_never_runs_within_a_call(call: str) -> None:
+    """It would take away the row that the call works on."""
+    rows, count = make_rows(True), 8_000  # more pairs than Python keeps tuples for
+    names = [b"%d" % number for number in range(count)]
+    for slot, name in enumerate(names):
+        rows.add(name, slot, slot, True)
+    rows.touch_many(names, count)
+    listed = columns([(slot + 1, name, 0) for slot, name in enumerate(names)], 40)
+    calls = {
+        "evict": partial(rows.evict, count),
+        "evict_of": partial(rows.evict_of, 0, count),
+        "sweep": partial(rows.sweep, 0, count, 0, 0, count),
+        "take_used": partial(rows.take_used, count),
+        "list_columns": partial(rows.list_columns, *listed, 40, 0, count, bytearray(count), ALL_SLOTS),
+    }
+    asked, ended, seen = calls[call], [], list[bool]()
+    _Cycle(lambda: seen.append(not ended))
+    gc.set_threshold(1, 1, 1)
+    gc.enable()
+    answer = asked()
+    ended.append(answer)
+    assert len(answer[-1] if isinstance(answer, tuple) else answer) == count
+    assert seen != [True]
+    assert gc.isenabled()
+
+
+def test_a_key_whose_own_hash_is_code_is_found_by_its_bytes() -> None:
+    class Odd(bytes):
+        def __hash__(self) -> int:
+            raise ZeroDivisionError
+
+    rows = make_rows(True)
+    added = rows.add(Odd(b"key"), 1, 5, True)
+    assert rows.has_many([b"key", Odd(b"key"), Odd(b"other")], True) == [True, True, False]
+    assert rows.remove(b"key", added) == 1
 
 
 def trace() -> list[list[Key]]:

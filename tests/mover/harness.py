@@ -89,7 +89,7 @@ class MoverProcess:
         with theirs:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "nixl_tiers.mover", "--socket", str(theirs.fileno())),
+                    *(sys.executable, "-m", "nixl_tiers.mover", "--tier", "one", "--socket", str(theirs.fileno())),
                     *("--region", str(self.region.fd), "--mark", str(self.memory.fd), "--parent", str(os.getpid())),
                 ],
                 pass_fds=(theirs.fileno(), self.region.fd, self.memory.fd),

@@ -6,6 +6,7 @@ No process, no thread: movers are fakes behind a socket pair, and time passes wh
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -221,12 +222,32 @@ class TestWhatGetsAMoverKilled:
         assert (bad.kills, good.kills) == (1, 0)
         assert (0, Heartbeat(7)) not in two.handler.received, "nothing behind it is applied"
 
-    def test_a_socket_that_it_has_closed(self, two: Rig) -> None:
-        """There are no heartbeats any more."""
+    @pytest.mark.parametrize("how", ["closed", "empty packet", "empty packet with a descriptor"])
+    def test_a_socket_that_it_has_closed(self, two: Rig, how: str) -> None:
+        """Nothing is heard of it any more, so that nobody waits for its heartbeat; an empty packet looks the same."""
         deaf, other = two.alive
-        deaf.hang_up()
-        two.step_on(TIMES.heartbeat_timeout_s + 0.5, but_for=deaf)
+        before = set(Path("/proc/self/fd").iterdir())
+        if how == "closed":
+            deaf.hang_up()
+        elif how == "empty packet":
+            deaf.send(b"")
+        else:
+            with Path("/dev/null").open("rb") as stray:
+                socket.send_fds(deaf._socket, [b""], [stray.fileno()])
+        two.step()
+        assert set(Path("/proc/self/fd").iterdir()) <= before, "a descriptor that came with it is closed"
+        two.step_on(child.HANG_UP_S, but_for=deaf)
+        assert two.handler.ends == [], "one that exits has closed it too"
+        two.step_on(0.5, but_for=deaf)
         assert (deaf.kills, other.kills) == (1, 0)
+        assert two.handler.problems == [(0, "its mover is killed: it has closed its socket")]
+
+    def test_no_socket_that_it_has_closed_as_it_exited(self, two: Rig) -> None:
+        """Its memory may be there for longer."""
+        two.alive[0].exit(1, memory_gone=False)
+        two.step()
+        two.step_on(5 * child.HANG_UP_S, but_for=two.alive[0])
+        assert two.handler.ends == []
 
     def test_a_message_that_cannot_be_applied(self, two: Rig) -> None:
         two.handler.fails.append("message")
@@ -399,6 +420,13 @@ class TestRestarts:
         assert len(rig.movers.started) == KILLS_AN_HOUR
         rig.step_on(2.0)
         assert len(rig.movers.started) == KILLS_AN_HOUR + 1
+
+    def test_the_command_of_each_says_which_tier_it_serves(self, two: Rig) -> None:
+        two.alive[1].exit(1)
+        two.step()
+        two.step(BACKOFF_S[0])
+        named = ["--tier tier0 ", "--tier tier1 ", "--tier tier1 "]
+        assert [name in command for name, command in zip(named, two.movers.commands, strict=True)] == [True] * 3
 
     def test_one_that_cannot_be_started_is_tried_again(self, rig: Rig) -> None:
         rig.alive[0].exit(1)

@@ -43,6 +43,16 @@ def test_an_outage_is_logged_when_it_begins_and_when_it_ends(
         "nixl_tiers: the s3 tier (s3://bucket/prefix, 10TiB) is down: no route",
         "nixl_tiers: the s3 tier is up again after 100 s",
     ]
+    assert [record.levelname for record in caplog_info.records] == ["WARNING", "INFO"], "good news is no warning"
+
+
+def test_what_is_no_longer_denied_is_no_warning(tier: TierLog, caplog_info: pytest.LogCaptureFixture) -> None:
+    tier.denied({"put": "uploads are denied"})
+    tier.denied({})
+    assert [(record.levelname, record.message) for record in caplog_info.records] == [
+        ("WARNING", "nixl_tiers: the s3 tier: uploads are denied"),
+        ("INFO", "nixl_tiers: the s3 tier: put is no longer denied"),
+    ]
 
 
 def test_further_reasons_are_few_and_less_severe(tier: TierLog, caplog_info: pytest.LogCaptureFixture) -> None:

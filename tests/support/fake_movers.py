@@ -103,15 +103,17 @@ class FakeProcess:
 
 
 class FakeMovers:
-    """All that were started, in order. `cannot_start`: what starting one raises."""
+    """All that were started, in order, and by which commands. `cannot_start`: what starting one raises."""
 
     def __init__(self) -> None:
         self.started: list[FakeProcess] = []
+        self.commands: list[str] = []
         self.cannot_start: OSError | None = None
 
     def start(self, command: Sequence[str], *, pass_fds: Sequence[int], stderr: int, **_: Any) -> FakeProcess:
         if self.cannot_start is not None:
             raise self.cannot_start
+        self.commands.append(" ".join(command))
         self.started.append(FakeProcess(len(self.started), pass_fds, stderr))
         return self.started[-1]
 

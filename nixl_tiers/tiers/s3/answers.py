@@ -5,6 +5,7 @@ No sentence contains a server's text or a credential: error codes and class name
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 import time
@@ -20,7 +21,7 @@ from botocore import handlers
 from botocore.exceptions import BotoCoreError, ClientError, ConnectionClosedError, HTTPClientError, SSLError
 from botocore.exceptions import ConnectionError as BotoConnectionError
 from botocore.parsers import ResponseParserError, ResponseParserFactory, RestXMLParser
-from botocore.utils import parse_timestamp
+from botocore.utils import parse_timestamp, should_bypass_proxies
 from urllib3.exceptions import HTTPError
 
 from nixl_tiers.config.schema import S3Config
@@ -38,6 +39,7 @@ _MEANINGS: Final = {
 }
 # Errors of several OpenSSL versions for an answer that is not TLS.
 _PLAIN_HTTP: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
+PROXIES: Final = {"http_proxy", "https_proxy"}
 TLS_S: Final = 0.5
 SKEW_S: Final = 300.0  # of an answer's Date to a Last-Modified: who reads a record once has no clock but those
 PIECE_BYTES: Final = 1 << 15
@@ -102,8 +104,16 @@ def _reason(tier: S3Config, error: Exception) -> str:
         plain = any(sign in str(error).upper().replace(" ", "_") for sign in _PLAIN_HTTP)
         return "speaks http, not https (see endpoint)" if plain else "has no usable TLS (see endpoint)"
     if isinstance(error, (BotoConnectionError, HTTPClientError, OSError)):
-        return f"does not answer ({type(error).__name__})"
+        return no_answer(tier, f"({type(error).__name__})")
     return f"cannot be used ({type(error).__name__})"
+
+
+def no_answer(tier: S3Config, how: str) -> str:
+    """Names the environment's proxy for this server, if there is one."""
+    proxies = [name for name, value in os.environ.items() if name.lower() in PROXIES and value]
+    if not proxies or (tier.endpoint is not None and should_bypass_proxies(tier.endpoint)):
+        return f"does not answer {how}"
+    return f"does not answer {how}; it is asked directly, in spite of {' and '.join(sorted(proxies))}"
 
 
 def _address(tier: S3Config, region: str) -> str:

@@ -55,6 +55,7 @@ def make_client(
             s3={"addressing_style": "auto" if tier.endpoint is None else "path"},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
+            proxies={},  # nor does NIXL use one, whatever the environment says: its backend has no parameter for it
             **options,
         ),
     )

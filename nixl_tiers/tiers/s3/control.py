@@ -22,7 +22,7 @@ from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
-from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, tier_error
+from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, no_answer, tier_error
 from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.connection import REMEDY, VERSIONED, S3Connection
 from nixl_tiers.tiers.s3.listing import EndlessListing, Listing
@@ -86,7 +86,7 @@ class S3Control:
         try:
             connecting.result(timeout_s)
         except FutureTimeout:
-            raise self.connection.down(f"does not answer within {timeout_s:g} s") from None
+            raise self.connection.down(no_answer(self._tier, f"within {timeout_s:g} s")) from None
         with self._wake:
             self._connecting = None
         if self.connection.credentials is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -89,6 +90,7 @@ def test_missing_permission(
     kind: str,
 ) -> None:
     """It is logged once, shown in `problem` while it lasts, and heals."""
+    caplog.set_level(logging.INFO, "nixl_tiers")
     # Small, so that objects are evicted.
     rig = s3_rig(f"{kind} denied (403)", fields={"capacity": 4 << 20}, **patient)
     assert isinstance(rig.tier, S3Config)

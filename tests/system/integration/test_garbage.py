@@ -65,6 +65,7 @@ FROM_MOVERS = {
     "rows with such an outcome": encode(RowsEnded(1, [0], b"\xee")),
     "more slots than the capacity has": encode(Opened(0, 2**31)),
     "columns without a descriptor": encode(ListedColumns(0)),
+    "nothing, and a descriptor": b"",
 }
 TO_MOVERS = {
     "noise": NOISE(300),

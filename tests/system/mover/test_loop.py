@@ -318,7 +318,7 @@ def test_it_exits_at_start_if_the_parent_is_dead() -> None:
     parent.wait()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, HostRegion.create(GEOMETRY, 2) as region:
-        command = [sys.executable, "-m", "nixl_tiers.mover", "--parent", str(parent.pid)]
+        command = [sys.executable, "-m", "nixl_tiers.mover", "--tier", "one", "--parent", str(parent.pid)]
         memory = AddressSpace()
         command += ["--socket", str(theirs.fileno()), "--region", str(region.fd), "--mark", str(memory.fd)]
         root = Path(__file__).parents[3]

@@ -137,9 +137,13 @@ class TestAws:
 def test_rows_go_where_boto3_is_sent(
     source: str, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """NIXL's AWS library reads neither boto3's profiles nor `endpoint_url` in them."""
+    """NIXL's AWS library reads neither boto3's profiles nor `endpoint_url` in them. And neither of the two goes through
+    a proxy of the environment."""
     monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # AWS is not to be reached, whatever fails
+    for variable in ("HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")  # where nobody answers
+    for variable in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(variable, raising=False)
     fields = {}
     if source == "profile":
         config, credentials = tmp_path / "config", tmp_path / "credentials"

@@ -1,5 +1,5 @@
 /* Moves many units of random rows with csrc/row_worker.c, for the sanitizers: driver FILE SEED. */
-#include "../../../csrc/row_worker.c"
+#include "row_worker.c"
 
 #include <fcntl.h>
 #include <poll.h>
@@ -13,6 +13,25 @@ static void must(int good, const char *what) {
         perror(what);
         exit(1);
     }
+}
+
+/* Close while some rows of a unit move and others wait. */
+static void close_early(const struct shape *shape, uint8_t *region, int fd, int round) {
+    int error;
+    struct worker *worker = nixl_tiers_row_worker_new(shape, region, ROWS, 2 << 20, 2, &error);
+    must(worker != NULL, "worker");
+    struct row rows[ROWS];
+    for (uint32_t row = 0; row < ROWS; row++)
+        rows[row] = (struct row){.offset = row * shape->row_bytes, .fd = fd, .row = row, .seal = 1, .key_bytes = 1};
+    struct order order = {.id = 1, .now = 5, .rows = rows, .count = ROWS, .write = (uint32_t)round % 2};
+    must(nixl_tiers_row_worker_submit(worker, &order) == 0, "submit");
+    for (uint32_t taken = 0; !taken;) {
+        pthread_mutex_lock(&worker->lock);
+        struct unit *unit = worker->queues[order.write].first;
+        taken = unit ? unit->taken : ROWS;
+        pthread_mutex_unlock(&worker->lock);
+    }
+    nixl_tiers_row_worker_close(worker);
 }
 
 int main(int count, char **words) {
@@ -73,6 +92,8 @@ int main(int count, char **words) {
         }
     }
     nixl_tiers_row_worker_close(worker);
+    for (int round = 0; round < 20; round++)
+        close_early(&shape, region, fd, round);
     free(region);
     free(stage);
     puts("done");
