@@ -30,8 +30,8 @@ from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, answered_at_s
 from nixl_tiers.tiers.s3.conditional import get_object, put_if
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.lease import Lease, lease_clock
-from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, LeaseTerms
+from nixl_tiers.tiers.s3.lease import Lease, OtherKind, lease_clock
+from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, OWNER_TERMS, LeaseTerms
 from nixl_tiers.tiers.s3.listing import EmptyPages, limited
 from nixl_tiers.tiers.s3.names import RowNames
 from nixl_tiers.tiers.s3.usage import Account, UploadQuota, Usage, Victims
@@ -99,6 +99,7 @@ class Janitor:
         self._close_s = close_s
         self._id = quota.mover
         self._lease = Lease(client, bucket, prefix, quota.mover, denials, time.time, intervals.lease)
+        self.other = OtherKind(client, bucket, prefix, OWNER_TERMS)
         self._others = 0  # of the lease, when what was listed was last forgotten
         self._usage_etag: str | None = None  # the usage record's ETag
         self._usage: Usage | None = None  # the record with that ETag
@@ -120,8 +121,8 @@ class Janitor:
 
     @property
     def holds_lease(self) -> bool:
-        """Whether this mover holds the lease, as far as it knows."""
-        return self._lease.tenure() != 0
+        """Whether this mover holds the lease, as far as it knows, and may work."""
+        return self._lease.tenure() != 0 and not self.other.lives
 
     def start(self) -> None:
         self._thread.start()
@@ -176,6 +177,9 @@ class Janitor:
 
     def _report_usage(self) -> None:
         """Say so if nothing may be uploaded for long."""
+        if self.other.lives:
+            self._denials.report("shared prefix", "; ".join(self.other.problem))
+            return
         since_s = time.monotonic() - self._valid_at
         if since_s <= self._intervals.usage_timeout_s:
             self._denials.succeeded("shared prefix")
@@ -193,6 +197,13 @@ class Janitor:
 
     def _renew(self) -> None:
         """Publish the counter, renew the lease or try to acquire it, renew the usage record, and read it."""
+        self.other.look()
+        if self.other.lives:
+            self._quota.stop()
+            self._forget()
+            if self._lease.tenure():  # of two kinds that began at once, the shared one goes on
+                self._lease.keep(self._stop)
+            return
         self._publish()
         self._lease.keep(self._stop)
         if self._lease.state.others != self._others:  # one of them may have been the janitor since the last sweep
