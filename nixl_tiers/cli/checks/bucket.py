@@ -26,6 +26,7 @@ from nixl_tiers.tiers.s3.client import client_of
 from nixl_tiers.tiers.s3.conditional import RACERS, conditional_writes_work, most_winners, put_if
 from nixl_tiers.tiers.s3.connection import REMEDY, VERSIONED, is_versioned
 from nixl_tiers.tiers.s3.control import S3Control
+from nixl_tiers.tiers.s3.deletes import delete_objects
 from nixl_tiers.tiers.s3.lease import OtherKind, holder_now
 from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, OWNER_TERMS
 
@@ -125,7 +126,7 @@ def _clean(client: Any, config: S3Config, token: str) -> None:
             scratch = bool(slash) and SCRATCH.fullmatch(folder) is not None
             old = scratch and time.time() - found["LastModified"].timestamp() > STALE_S
             if old or name.startswith(f"{config.prefix}/{SCRATCH_PREFIX}{token}/"):
-                client.delete_objects(Bucket=config.bucket, Delete={"Objects": [{"Key": name}], "Quiet": True})
+                delete_objects(client, config.bucket, [{"Key": name}])
     except REQUEST_ERRORS:
         return
 
@@ -230,7 +231,7 @@ def _writing(client: Any, config: S3Config, token: str, geometry: Geometry, *, c
 
 def _delete(client: Any, bucket: str, name: str) -> None:
     """As the tier deletes. An answer may be 200 and hold the error."""
-    answer = client.delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": name}]})
+    answer = delete_objects(client, bucket, [{"Key": name}])
     for error in answer.get("Errors", ()):
         raise ClientError({"Error": {"Code": str(error.get("Code"))}}, "DeleteObjects")
 

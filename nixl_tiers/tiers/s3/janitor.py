@@ -18,7 +18,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -29,10 +29,11 @@ from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, answered_at_s
 from nixl_tiers.tiers.s3.conditional import get_object, put_if
+from nixl_tiers.tiers.s3.deletes import delete_objects, most_names
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.lease import Lease, OtherKind, lease_clock
 from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, OWNER_TERMS, LeaseTerms
-from nixl_tiers.tiers.s3.listing import EmptyPages, limited
+from nixl_tiers.tiers.s3.listing import EmptyPages, limited, whole_listing
 from nixl_tiers.tiers.s3.names import RowNames
 from nixl_tiers.tiers.s3.usage import Account, UploadQuota, Usage, Victims
 
@@ -42,7 +43,6 @@ USAGE_NAME: Final = ".usage"
 COUNTER_NAME: Final = ".landed-"  # and the mover's ID
 COUNTER_REWRITE_S: Final = 3600.0  # a counter that does not change is written again, to show that its mover lives
 COUNTER_TIMEOUT_S: Final = 3 * COUNTER_REWRITE_S  # one that was not, for this long, is deleted
-MAX_DELETES: Final = 1000  # names in one DeleteObjects request
 LEAST_AHEAD_S: Final = 5.0  # both times are in whole seconds, and answers take time
 
 
@@ -177,6 +177,8 @@ class Janitor:
 
     def _report_usage(self) -> None:
         """Say so if nothing may be uploaded for long."""
+        if not self._lease.tenure():
+            self._denials.lists_nothing()
         if self.other.lives:
             self._denials.report("shared prefix", "; ".join(self.other.problem))
             return
@@ -246,8 +248,7 @@ class Janitor:
     def _read_counters(self) -> dict[str, int]:
         """The counters of all movers; those of movers that are long gone are deleted."""
         counters: dict[str, tuple[str, int]] = {}
-        pages = self._client().get_paginator("list_objects_v2")
-        for page in limited(pages.paginate(Bucket=self._bucket, Prefix=self._name(COUNTER_NAME))):
+        for page in limited(self._pages(self._name(COUNTER_NAME))):
             for each in page.get("Contents", ()):
                 mover = each["Key"][len(self._name(COUNTER_NAME)) :]
                 if _date(page) - each["LastModified"].timestamp() > COUNTER_TIMEOUT_S:
@@ -282,10 +283,8 @@ class Janitor:
         if self._sweeping is None:
             self._sweeping = _Sweep(Account(self._read_counters()), Victims(self._rows), time.monotonic())
         sweep = self._sweeping
-        position = {"StartAfter": sweep.last} if sweep.last else {}
-        pages = self._client().get_paginator("list_objects_v2")
         empty = EmptyPages()
-        for page in pages.paginate(Bucket=self._bucket, Prefix=self._names.root, **position):
+        for page in self._pages(self._names.root, sweep.last):
             if empty.too_many(page):  # a failure would begin again in front of them
                 self._report_usage()
                 self._stop.wait(self._intervals.renew_s)
@@ -311,6 +310,16 @@ class Janitor:
         self._write_usage()
         self._read_usage()
 
+    def _pages(self, prefix: str, after: str = "") -> Iterator[dict[str, Any]]:
+        """Of a whole listing, behind this name."""
+        try:
+            for page in whole_listing(self._client(), self._bucket, prefix, after):
+                self._denials.page_listed(prefix)
+                yield page
+        except REQUEST_ERRORS as error:
+            self._denials.page_failed(prefix, error, "rows are not deleted, and so before long none is written")
+            raise
+
     def _make_room(self) -> None:
         """Delete expired rows, and if less than a window is free the oldest others until two are."""
         window, capacity = self._quota.window_bytes, self._quota.capacity_bytes
@@ -322,7 +331,7 @@ class Janitor:
         excess = total - max(0, capacity - 2 * window) if total + window > capacity else 0
         freed = 0
         while self.holds_lease and self._account is account and not self._stop.is_set():
-            names = self._victims.take(excess - freed, self._server_s - self._max_age_s, MAX_DELETES)
+            names = self._victims.take(excess - freed, self._server_s - self._max_age_s, most_names())
             if not names:
                 break
             try:
@@ -348,8 +357,7 @@ class Janitor:
         return self._names.name(packed[:NAMESPACE_BYTES].hex(), packed[NAMESPACE_BYTES:])
 
     def _delete(self, victims: dict[str, int]) -> int:
-        request = {"Objects": [{"Key": name} for name in victims], "Quiet": True}
-        answer = self._client().delete_objects(Bucket=self._bucket, Delete=request)
+        answer = delete_objects(self._client(), self._bucket, [{"Key": name} for name in victims])
         failed = {error.get("Key") for error in answer.get("Errors", ()) if error.get("Code") != "NoSuchKey"}
         if not failed <= victims.keys():
             raise ResponseParserError("an error in the answer to a delete request names no object of the request")
