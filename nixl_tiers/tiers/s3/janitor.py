@@ -248,9 +248,11 @@ class Janitor:
     def _read_counters(self) -> dict[str, int]:
         """The counters of all movers; those of movers that are long gone are deleted."""
         counters: dict[str, tuple[str, int]] = {}
-        for page in limited(self._pages(self._name(COUNTER_NAME))):
+        names = self._name(COUNTER_NAME)
+        pages = self._client().get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=names)
+        for page in self._told(names, limited(pages)):
             for each in page.get("Contents", ()):
-                mover = each["Key"][len(self._name(COUNTER_NAME)) :]
+                mover = each["Key"].removeprefix(names)
                 if _date(page) - each["LastModified"].timestamp() > COUNTER_TIMEOUT_S:
                     self._client().delete_object(Bucket=self._bucket, Key=each["Key"])
                 elif mover in self._counters and self._counters[mover][0] == each["ETag"]:
@@ -284,7 +286,8 @@ class Janitor:
             self._sweeping = _Sweep(Account(self._read_counters()), Victims(self._rows), time.monotonic())
         sweep = self._sweeping
         empty = EmptyPages()
-        for page in self._pages(self._names.root, sweep.last):
+        pages = whole_listing(self._client(), self._bucket, self._names.root, sweep.last)
+        for page in self._told(self._names.root, pages):
             if empty.too_many(page):  # a failure would begin again in front of them
                 self._report_usage()
                 self._stop.wait(self._intervals.renew_s)
@@ -310,10 +313,10 @@ class Janitor:
         self._write_usage()
         self._read_usage()
 
-    def _pages(self, prefix: str, after: str = "") -> Iterator[dict[str, Any]]:
-        """Of a whole listing, behind this name."""
+    def _told(self, prefix: str, pages: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The pages of a listing. If they keep failing, that is told."""
         try:
-            for page in whole_listing(self._client(), self._bucket, prefix, after):
+            for page in pages:
                 self._denials.page_listed(prefix)
                 yield page
         except REQUEST_ERRORS as error:

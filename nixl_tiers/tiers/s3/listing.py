@@ -70,7 +70,7 @@ def whole_listing(
         asked_behind = after
         behind = {position: after} if after else {}
         for page in client.get_paginator(request).paginate(Bucket=bucket, Prefix=prefix, **behind):
-            found = [each for each in page.get(content, ()) if each["Key"] != asked_behind]
+            found = [each for each in page.get(content, ()) if each["Key"] > asked_behind]
             after = max([after, *(each["Key"] for each in found[-1:])])
             yield page | {content: found}
 
