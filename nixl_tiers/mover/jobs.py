@@ -44,6 +44,11 @@ class RunningJobs:
     def __len__(self) -> int:
         return len(self._jobs)
 
+    @property
+    def storing(self) -> bool:
+        """Whether a job of stores runs."""
+        return any(isinstance(job.message, Store) for job in self._jobs.values())
+
     def begin(self, message: Store | Load, now: float) -> None:
         """Raises ValueError for rows that are not in the region."""
         if any(move.row >= self._region.rows for move in message.moves):

@@ -94,6 +94,11 @@ class Mover:
         """Whether transfers run, so that `step` should be called every `poll_s`."""
         return bool(self._jobs) or (self._served is not None and self._tier.busy)
 
+    @property
+    def may_close(self) -> bool:
+        """Whether what runs leaves the tier free to be closed."""
+        return not (self._jobs.storing if self._tier.closes_beside_loads else self.busy)
+
     def poll_s(self, now: float) -> float:
         """If `busy`: how long to wait for a message before the next `step`, in seconds."""
         return max(POLL_S, min(self._tier.poll_s, self.wait_s(now)))
@@ -123,7 +128,7 @@ class Mover:
                 self._send_heartbeat()
 
     def abandon(self) -> None:
-        """The coordinator is gone: nobody reads results, and nothing more is begun."""
+        """Nobody reads results any more: nothing is begun."""
         self.send_queue.close()
         self._received.clear()
         if self._served is not None:
@@ -147,12 +152,13 @@ class Mover:
     # --- opening --------------------------------------------------------------------------------------------------
 
     def _handle_messages(self, now: float) -> None:
-        """In order. Open and Stop wait until every job before them has ended."""
+        """In order. Open and Stop wait until every job before them has ended; Stop not for loads that may be left."""
         if self._retry is not None and now >= self._retry[0] and self._opening is None:
             self._begin_open(self._retry[1])
         while self._received and len(self.send_queue) < MAX_QUEUED:
             message = self._received[0]
-            if isinstance(message, (Open, Stop)) and (self._jobs or self._opening is not None):
+            waits = bool(self._jobs) and not (isinstance(message, Stop) and self.may_close)
+            if isinstance(message, (Open, Stop)) and (waits or self._opening is not None):
                 return
             self._received.popleft()
             if isinstance(message, Open):

@@ -36,6 +36,7 @@ from nixl_tiers.tiers.base import TierRefused, make_tier
 logger = logging.getLogger(__name__)
 
 SOCKET_BYTES: Final = 1 << 20
+STOP_S: Final = 2.0  # after Stop: for what still runs
 SWITCH_S: Final = 0.001  # how long a thread waits at most for another one that runs Python code
 
 
@@ -127,17 +128,16 @@ def _receive_configure(end: socket.socket, events: select.poll, ends: set[int]) 
 
 
 def _exit(mover: Mover, *, orphaned: bool) -> None:
-    """Finish what runs and write the journal; without a coordinator, only as far as that is quick."""
+    """Finish what runs, as far as that is quick, and write the journal."""
     times = mover.times
     limit_exit(times.orphan_exit_s if orphaned else times.stop_exit_s)
-    if orphaned:
-        mover.abandon()
-        # The results are not read any more, but rows that are written now are found after a restart.
-        deadline = time.monotonic() + times.orphan_exit_s / 5
-        while mover.busy and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-            mover.step(time.monotonic())
-    if not mover.busy:
+    mover.abandon()
+    # The results are not read any more, but rows that are written now are found after a restart.
+    deadline = time.monotonic() + (times.orphan_exit_s / 5 if orphaned else STOP_S)
+    while not mover.may_close and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        mover.step(time.monotonic())
+    if mover.may_close:
         mover.close()
 
 

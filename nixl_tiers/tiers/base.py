@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, overload
+from typing import Annotated, Any, ClassVar, Final, overload
 
 import msgspec
 import numpy as np
@@ -180,7 +180,8 @@ class StorageTier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is pending and release everything. Nothing is in flight. May be called twice, or before open."""
+        """Write what is pending and release everything. Nothing is in flight, but loads with
+        `closes_beside_loads`. May be called twice, or before open."""
 
     # --- rows in and out ----------------------------------------------------------------------------------------------
 
@@ -223,6 +224,9 @@ class StorageTier(ABC):
     def give_up_waiting(self) -> None:  # noqa: B027 (optional)
         """The engine is gone, and this process ends within seconds: start nothing more. Moves that have not been
         started may end as FAILED; it matters where another engine waits for what this one holds."""
+
+    closes_beside_loads: ClassVar[bool] = False
+    """Whether `close` may be called while loads are in flight, the end of which nobody waits for."""
 
     @property
     @abstractmethod

@@ -346,3 +346,26 @@ def test_owner_is_alive_to_a_date_that_is_minutes_ahead(ahead_s: float, alive: b
     }
     owner = bucket._owner(client, s3_tier("http://127.0.0.1:1", "bucket", "p"))
     assert ("engine-7" in owner) == alive
+
+
+@pytest.mark.parametrize(("age_s", "lives"), [(240, True), (600, False)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_engines_with_another_shared_are_an_error(shared: bool, age_s: float, lives: bool) -> None:
+    written = datetime(2026, 1, 1, tzinfo=UTC)
+    date = format_datetime(written + timedelta(seconds=age_s))
+    asked: list[str] = []
+
+    class Server:
+        def get_object(self, **request: Any) -> dict[str, Any]:
+            asked.append(request["Key"])
+            headers = {"ResponseMetadata": {"HTTPHeaders": {"date": date}}}
+            return {"ETag": "1", "Body": io.BytesIO(b"any"), "LastModified": written, **headers}
+
+    config = s3_tier("http://127.0.0.1:1", "bucket", "p").model_copy(update={"shared": shared})
+    problem = bucket._other_kind(Server(), config)
+    assert asked == ["p/.owner" if shared else "p/.janitor"]
+    assert (problem is not None) == lives
+    if problem is not None:
+        what, change = problem
+        assert ("without shared: true" in what) == shared
+        assert "set shared: true" in change

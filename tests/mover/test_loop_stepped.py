@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -340,6 +341,19 @@ class TestWhatEndsTheLoop:
         assert rig.turn() is True
         assert seconds(rig.received()) == [Finished(1, OK, 0.0)]
 
+    @pytest.mark.parametrize("beside_loads", [False, True])
+    @pytest.mark.parametrize("job", [Store(1, moves(0)), Load(1, moves(0))], ids=["store", "load"])
+    def test_stop_waits_for_no_load_that_the_tier_may_be_closed_beside(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch, job: Store | Load, beside_loads: bool
+    ) -> None:
+        """It may take longer than the coordinator waits, and `close` gives back what others wait for."""
+        monkeypatch.setattr(Tier, "closes_beside_loads", beside_loads)
+        rig.open()
+        rig.tier.holds_back = True
+        rig.send(job, Stop())
+        ends = [rig.turn(0.1) for _ in range(3)]
+        assert (True in ends) == (beside_loads and isinstance(job, Load))
+
     def test_stop_waits_for_a_coordinator_that_is_behind(self, rig: Rig) -> None:
         rig.open()
         rig.send(CheckExistence(0, [b"key"], chain=False))
@@ -477,6 +491,30 @@ class TestItsExit:
         process_module._exit(rig.mover, orphaned=False)
         assert rig.closed.exists()
         assert limits == [TIMES.stop_exit_s]
+
+    @pytest.mark.parametrize("beside_loads", [False, True])
+    @pytest.mark.parametrize("orphaned", [False, True])
+    @pytest.mark.usefixtures("limits", "clock")
+    def test_it_closes_a_tier_that_may_be_closed_beside_a_load_that_does_not_end(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch, orphaned: bool, beside_loads: bool
+    ) -> None:
+        monkeypatch.setattr(Tier, "closes_beside_loads", beside_loads)
+        rig.open()
+        rig.tier.holds_back = True
+        rig.send(Load(1, moves(0)))
+        rig.turn()
+        process_module._exit(rig.mover, orphaned=orphaned)
+        assert rig.closed.exists() == beside_loads
+
+    def test_after_stop_what_ends_soon_is_waited_for(self, rig: Rig, limits: list[float], clock: Clock) -> None:
+        """As the deletes of a tier, which belong to no job."""
+        rig.open()
+        began_s = clock.now
+        busy_until_s = began_s + 1.5
+        with mock.patch.object(Tier, "busy", property(lambda _: clock.now < busy_until_s)):
+            process_module._exit(rig.mover, orphaned=False)
+        assert rig.closed.exists()
+        assert 1.5 <= clock.now - began_s < 2.0
 
     def test_an_orphan_finishes_what_ends_soon_and_writes_what_is_pending(
         self, rig: Rig, limits: list[float], clock: Clock

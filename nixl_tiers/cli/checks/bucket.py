@@ -1,7 +1,7 @@
 """What the doctor looks at in an S3 tier's prefix: the connection, each right, conditional writes, a trial.
 
-Nothing is written beside an engine that owns a private prefix, or with `write: off`. Otherwise everything that is
-written goes below a scratch name in the prefix, where it is no row of any engine, and is deleted.
+Nothing is written beside an engine that owns a private prefix, or has another `shared`, or with `write: off`. Otherwise
+everything that is written goes below a scratch name in the prefix, where it is no row of any engine, and is deleted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from nixl_tiers.tiers.s3.client import client_of
 from nixl_tiers.tiers.s3.conditional import RACERS, conditional_writes_work, most_winners, put_if
 from nixl_tiers.tiers.s3.connection import REMEDY, VERSIONED, is_versioned
 from nixl_tiers.tiers.s3.control import S3Control
-from nixl_tiers.tiers.s3.lease import holder_now
-from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS
+from nixl_tiers.tiers.s3.deletes import delete_objects
+from nixl_tiers.tiers.s3.lease import OtherKind, holder_now
+from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, OWNER_TERMS
 
 ROWS: Final = 16
 ATTEMPTS: Final = 3
@@ -95,6 +96,9 @@ def examine(config: S3Config, token: str, geometry: Geometry = ROW) -> Iterator[
     yield LIST.denied(config, code) if code else ok("list", "allowed")
     yield _versioning(client, config)
     owner = _owner(client, config)
+    if config.write != "off" and (mixed := _other_kind(client, config)):
+        owner = "engines with another `shared` use this prefix"
+        yield broken("shared", *mixed)
     if config.write == "off" or owner:
         yield from _reading(client, config)
         why = owner or "`write` is off"
@@ -183,6 +187,16 @@ def _owner(client: Any, config: S3Config) -> str:
     return f"engine {owner.engine} owns this private prefix, or has crashed less than {owner.lease_s + SKEW_S:g} s ago"
 
 
+def _other_kind(client: Any, config: S3Config) -> tuple[str, str] | None:
+    """What is wrong, and what to change, if engines that have another `shared` use the prefix."""
+    other = OtherKind(lambda: client, config.bucket, config.prefix, OWNER_TERMS if config.shared else JANITOR_TERMS)
+    try:
+        other.look()
+    except (*REQUEST_ERRORS, KeyError):
+        return None
+    return other.problem if other.lives else None
+
+
 def _versioning(client: Any, config: S3Config) -> Finding:
     try:
         versioned = is_versioned(client, config.bucket)
@@ -229,7 +243,7 @@ def _writing(client: Any, config: S3Config, token: str, geometry: Geometry, *, c
 
 def _delete(client: Any, bucket: str, name: str) -> None:
     """As the tier deletes. An answer may be 200 and hold the error."""
-    answer = client.delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": name}]})
+    answer = delete_objects(client, bucket, [{"Key": name}])
     for error in answer.get("Errors", ()):
         raise ClientError({"Error": {"Code": str(error.get("Code"))}}, "DeleteObjects")
 

@@ -20,7 +20,7 @@ from botocore.httpsession import where
 
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
-from nixl_tiers.tiers.s3 import answers
+from nixl_tiers.tiers.s3 import answers, deletes
 
 DEFAULT_REGION: Final = "us-east-1"
 """For the first request to a bucket of unknown region, and the default of self-hosted servers."""
@@ -40,7 +40,7 @@ def make_client(
     **options: Any,
 ) -> Any:
     """A client with these credentials. `attempts`: of a request, in all; `options`: more of botocore's Config."""
-    return session.client(
+    client = session.client(
         "s3",
         region_name=region,
         endpoint_url=tier.endpoint,
@@ -59,6 +59,8 @@ def make_client(
             **options,
         ),
     )
+    client.meta.events.register("before-call.s3.DeleteObjects", deletes.add_md5)
+    return client
 
 
 def endpoint_of(client: Any) -> str | None:

@@ -25,14 +25,14 @@ from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, no_answer, tier_error
 from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.connection import REMEDY, VERSIONED, S3Connection
+from nixl_tiers.tiers.s3.deletes import delete_objects, most_names
 from nixl_tiers.tiers.s3.listing import EndlessListing, Listing
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 
 logger = logging.getLogger(__name__)
 
 PERMISSION_CHECK_S: Final = 1.0  # while deletes are queued that may not be sent now
-MAX_DELETES: Final = 1000  # names in one DeleteObjects request
-MAX_EXPIRED: Final = 20 * MAX_DELETES  # names that wait for their delete, before sweeps add no more
+MAX_EXPIRED: Final = 20_000  # names that wait for their delete, before sweeps add no more
 
 
 class S3Control:
@@ -252,15 +252,15 @@ class S3Control:
     def _delete_some(self) -> None:
         self._deletes_turn = False
         with self._wake:
-            names = list(itertools.islice(self._delete_queue, MAX_DELETES))
+            names = list(itertools.islice(self._delete_queue, most_names()))
             for name in names:
                 del self._delete_queue[name]
             self._in_flight_deletes = frozenset(names)
             self._retry_in_flight = True
-        request = {"Objects": [{"Key": name} for name in names], "Quiet": True}
         failed: Sequence[str]
         try:
-            answer = self.connection.delete_client.delete_objects(Bucket=self._tier.bucket, Delete=request)
+            objects = [{"Key": name} for name in names]
+            answer = delete_objects(self.connection.delete_client, self._tier.bucket, objects)
             errors = {error.get("Key") for error in answer.get("Errors", ()) if error.get("Code") != "NoSuchKey"}
             # An error of an unknown object may be that of any of these, and that object is not ours to delete.
             failed = [name for name in names if name in errors] if errors.issubset(names) else names
@@ -288,7 +288,10 @@ class S3Control:
             self._request_failed("listing", error)
             if isinstance(error, EndlessListing):
                 self.denials.report("list", str(error))
+            self.denials.page_failed(self._tier.prefix, error)
             failed = True
+        else:
+            self.denials.page_listed(self._tier.prefix)
         with self._wake:
             self._set_backoff("list", failed)
             if listing.done.is_set() and self._listing is listing:

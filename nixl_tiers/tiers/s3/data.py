@@ -26,7 +26,7 @@ from nixl_tiers.base.zeroed import zeroed
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.pages import populate
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers.base import TierDown, TierRefused
+from nixl_tiers.tiers.base import TierRefused
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration, Transfer, TransferState, at_low_priority
 from nixl_tiers.tiers.s3.client import Credentials, trusted_certificates
 from nixl_tiers.tiers.s3.concurrency import FIRST, MOST
@@ -37,6 +37,7 @@ MIN_STAGING_ROWS: Final = 4
 POPULATED_BYTES: Final = 64 << 20  # of the staging rows, before the first download
 SPARE_STAGING_ROWS: Final = 4  # which are verified while as many downloads as are allowed run
 SLOWEST_BYTES_PER_S: Final = 4e6  # of a download
+LATE: Final = 8.0  # times as long as others take
 ERROR_PAGE_BYTES: Final = 1024
 
 
@@ -92,11 +93,12 @@ class S3Data:
 
     def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion, times: Times = PRODUCTION) -> None:
         """Without an agent until `connect`."""
-        self._download_s = times.s3_download_s
+        self._download_s, self._late_s = times.s3_download_s, times.s3_late_download_s
         self.credentials: Credentials | None = None
         """Those that the agents were made for; None: there is none."""
         self._server: tuple[str, str | None] = ("", None)  # AWS region and endpoint
         self._lanes: list[_Lane] = []
+        self._retired: list[_Lane] = []  # with other credentials, on which something runs that was begun before
         self._config = config
         self._geometry = geometry
         self._region = region
@@ -128,14 +130,14 @@ class S3Data:
         return over
 
     def connect(self, credentials: Credentials, aws_region: str, endpoint: str | None) -> None:
-        """Work with these credentials, in this region, at this server (None: AWS) from now on. Nothing may run. Raises
-        TierDown, TierRefused."""
+        """Work with these credentials, in this region, at this server (None: AWS) from now on. What runs goes on with
+        the old ones. Raises TierRefused."""
         server = aws_region, endpoint
         if self._lanes and (self.credentials, self._server) == (credentials, server):
             return
-        if self._abandoned:
-            raise TierDown(f's3 bucket "{self._config.bucket}": a download that was given up has not ended yet')
-        self.close()
+        self._retired += self._lanes
+        self._lanes = []
+        self.reap()
         self.credentials, self._server = credentials, server
         try:
             self._add_lane(uploads=False)
@@ -154,11 +156,15 @@ class S3Data:
         upload = ObjectTransfer(time.monotonic(), self._free_lane(uploads=True))
         return self._start(upload, name, self._region.address + row * self._row_bytes)
 
-    def download(self, name: str) -> ObjectTransfer:
-        """Start reading the object `name` into a staging row; there must be a free one."""
+    def download(self, name: str, typical_s: float = 0.0) -> ObjectTransfer:
+        """Start reading the object `name` into a staging row; there must be a free one. `typical_s`: how long others
+        took lately; 0.0: not known."""
         now = time.monotonic()
         download = ObjectTransfer(now, self._free_lane(uploads=False), staging=heapq.heappop(self.free_staging))
-        download.deadline_s = now + self._download_s + self._row_bytes / SLOWEST_BYTES_PER_S
+        longest_s = self._download_s + self._row_bytes / SLOWEST_BYTES_PER_S
+        if typical_s:
+            longest_s = min(longest_s, max(self._late_s, LATE * typical_s))
+        download.deadline_s = now + longest_s
         row = self.staged(download)
         # Neither an old error page nor an old seal may be taken for what comes now.
         row[:ERROR_PAGE_BYTES] = 0
@@ -177,16 +183,21 @@ class S3Data:
         self.reap()
 
     def reap(self) -> None:
-        """Give back what abandoned downloads hold that have ended by now."""
+        """Give back what abandoned downloads hold that have ended by now, and lanes that were retired."""
         if self._abandoned:
             self._abandoned = [transfer for transfer in self._abandoned if not self._released(transfer)]
+        if self._retired:
+            for lane in self._retired:
+                if not lane.running:
+                    lane.close()
+            self._retired = [lane for lane in self._retired if lane.running]
 
     def close(self) -> None:
         """Release the agents. While anything runs, they are left to the end of the process."""
         if not self.busy:
             for lane in self._lanes:
                 lane.close()
-        self._lanes = []
+        self._lanes, self._retired = [], []
         self.credentials = None
 
     def _free_lane(self, *, uploads: bool) -> _Lane:

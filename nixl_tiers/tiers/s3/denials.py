@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +20,14 @@ from botocore.exceptions import HTTPClientError
 
 from nixl_tiers.base.chunk import UNREACHABLE
 from nixl_tiers.base.times import PRODUCTION
+from nixl_tiers.tiers.s3.answers import code_of
+from nixl_tiers.tiers.s3.deletes import REFUSED
 
 _OPERATIONS: Final = {
     "PutObject": "put",
     "GetObject": "get",
     "DeleteObjects": "delete",
+    "DeleteObject": "delete",
     "ListObjectsV2": "list",
     "HeadObject": "head",
 }
@@ -41,6 +45,7 @@ _NOT_ABOUT_RIGHTS: Final = {408, 409, 416, 429}
 """Statuses from 400 to 499 that are not denials: too slow, too many requests, a condition that does not hold."""
 _SERVED: Final = {404, 412}
 """Statuses that imply the right to make the request. A missing bucket is another 404."""
+LISTING_TRIES: Final = 3  # a listing that fails so often in a row is a problem, whatever the error
 _CODE: Final = re.compile(rb"<Code>([A-Za-z0-9._-]{1,64})</Code>")
 _NO_CODE: Final = re.compile(r"[^A-Za-z0-9._-]")
 # An error page in place of a row has no status, and most codes are not denials.
@@ -71,6 +76,7 @@ class Denials:
         self._clock = clock
         self._lock = threading.Lock()
         self._denials: dict[str, _Denial] = {}
+        self._failed_pages = Counter[str]()  # in a row, by the prefix of the listing
 
     def watch(self, client: Any) -> None:
         """Learn from every answer to this boto3 client. An answer that is not S3's raises HTTPClientError."""
@@ -100,6 +106,25 @@ class Denials:
             if (denial := self._denials.get(kind)) is not None:
                 denial.denied_at_s = self._clock()
 
+    def page_failed(self, prefix: str, error: Exception, so: str = _EFFECTS["list"][2]) -> None:
+        """A page of a listing, which is asked for again. `so`: what follows from that."""
+        self._failed_pages[prefix] += 1
+        if "list" in self._denials:
+            self.failed("list")  # its sentence says more
+        elif self._failed_pages[prefix] >= LISTING_TRIES:
+            self.report("list", f"listings fail again and again ({_NO_CODE.sub('', code_of(error))[:64]}): {so}")
+
+    def page_listed(self, prefix: str) -> None:
+        """One has come."""
+        self._failed_pages[prefix] = 0
+        if not any(self._failed_pages.values()):
+            self.succeeded("list")
+
+    def lists_nothing(self) -> None:
+        """It is another one's to list."""
+        self._failed_pages.clear()
+        self.succeeded("list")
+
     def succeeded(self, kind: str) -> None:
         """A request of this kind has succeeded."""
         if kind not in self._denials:  # without the lock: this is called for every row
@@ -124,7 +149,7 @@ class Denials:
                 UNREACHABLE if denial.unreachable else kind: denial.sentence for kind, denial in self._denials.items()
             }
 
-    def _on_response(self, kind: str, http_response: Any, parsed: Mapping[str, Any], **_: object) -> None:
+    def _on_response(self, kind: str, http_response: Any, parsed: Mapping[str, Any], model: Any, **_: object) -> None:
         """Called by botocore with each answer."""
         status = int(http_response.status_code)
         if status < 300:
@@ -143,6 +168,8 @@ class Denials:
         code = str(parsed.get("Error", {}).get("Code", status))
         if status in _SERVED and code != "NoSuchBucket":
             self.succeeded(kind)
+        elif status in REFUSED and model.name == "DeleteObjects":
+            pass  # another form is tried
         elif 400 <= status < 500 and status not in _NOT_ABOUT_RIGHTS:
             self.denied(kind, code)
 

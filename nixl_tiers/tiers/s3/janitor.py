@@ -18,7 +18,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -29,10 +29,11 @@ from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, answered_at_s
 from nixl_tiers.tiers.s3.conditional import get_object, put_if
+from nixl_tiers.tiers.s3.deletes import delete_objects, most_names
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.lease import Lease, lease_clock
-from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, LeaseTerms
-from nixl_tiers.tiers.s3.listing import EmptyPages, limited
+from nixl_tiers.tiers.s3.lease import Lease, OtherKind, lease_clock
+from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, OWNER_TERMS, LeaseTerms
+from nixl_tiers.tiers.s3.listing import EmptyPages, limited, whole_listing
 from nixl_tiers.tiers.s3.names import RowNames
 from nixl_tiers.tiers.s3.usage import Account, UploadQuota, Usage, Victims
 
@@ -42,7 +43,6 @@ USAGE_NAME: Final = ".usage"
 COUNTER_NAME: Final = ".landed-"  # and the mover's ID
 COUNTER_REWRITE_S: Final = 3600.0  # a counter that does not change is written again, to show that its mover lives
 COUNTER_TIMEOUT_S: Final = 3 * COUNTER_REWRITE_S  # one that was not, for this long, is deleted
-MAX_DELETES: Final = 1000  # names in one DeleteObjects request
 LEAST_AHEAD_S: Final = 5.0  # both times are in whole seconds, and answers take time
 
 
@@ -99,6 +99,7 @@ class Janitor:
         self._close_s = close_s
         self._id = quota.mover
         self._lease = Lease(client, bucket, prefix, quota.mover, denials, time.time, intervals.lease)
+        self.other = OtherKind(client, bucket, prefix, OWNER_TERMS)
         self._others = 0  # of the lease, when what was listed was last forgotten
         self._usage_etag: str | None = None  # the usage record's ETag
         self._usage: Usage | None = None  # the record with that ETag
@@ -120,8 +121,8 @@ class Janitor:
 
     @property
     def holds_lease(self) -> bool:
-        """Whether this mover holds the lease, as far as it knows."""
-        return self._lease.tenure() != 0
+        """Whether this mover holds the lease, as far as it knows, and may work."""
+        return self._lease.tenure() != 0 and not self.other.lives
 
     def start(self) -> None:
         self._thread.start()
@@ -176,6 +177,11 @@ class Janitor:
 
     def _report_usage(self) -> None:
         """Say so if nothing may be uploaded for long."""
+        if not self._lease.tenure():
+            self._denials.lists_nothing()
+        if self.other.lives:
+            self._denials.report("shared prefix", "; ".join(self.other.problem))
+            return
         since_s = time.monotonic() - self._valid_at
         if since_s <= self._intervals.usage_timeout_s:
             self._denials.succeeded("shared prefix")
@@ -194,6 +200,13 @@ class Janitor:
 
     def _renew(self) -> None:
         """Publish the counter, renew the lease or try to acquire it, renew the usage record, and read it."""
+        self.other.look()
+        if self.other.lives:
+            self._quota.stop()
+            self._forget()
+            if self._lease.tenure():  # of two kinds that began at once, the shared one goes on
+                self._lease.keep(self._stop)
+            return
         self._publish()
         self._lease.keep(self._stop)
         if self._lease.state.others != self._others:  # one of them may have been the janitor since the last sweep
@@ -236,10 +249,11 @@ class Janitor:
     def _read_counters(self) -> dict[str, int]:
         """The counters of all movers; those of movers that are long gone are deleted."""
         counters: dict[str, tuple[str, int]] = {}
-        pages = self._client().get_paginator("list_objects_v2")
-        for page in limited(pages.paginate(Bucket=self._bucket, Prefix=self._name(COUNTER_NAME))):
+        names = self._name(COUNTER_NAME)
+        pages = self._client().get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=names)
+        for page in self._told(names, limited(pages)):
             for each in page.get("Contents", ()):
-                mover = each["Key"][len(self._name(COUNTER_NAME)) :]
+                mover = each["Key"].removeprefix(names)
                 if _date(page) - each["LastModified"].timestamp() > COUNTER_TIMEOUT_S:
                     self._client().delete_object(Bucket=self._bucket, Key=each["Key"])
                 elif mover in self._counters and self._counters[mover][0] == each["ETag"]:
@@ -272,10 +286,9 @@ class Janitor:
         if self._sweeping is None:
             self._sweeping = _Sweep(Account(self._read_counters()), Victims(self._rows), time.monotonic())
         sweep = self._sweeping
-        position = {"StartAfter": sweep.last} if sweep.last else {}
-        pages = self._client().get_paginator("list_objects_v2")
         empty = EmptyPages()
-        for page in pages.paginate(Bucket=self._bucket, Prefix=self._names.root, **position):
+        pages = whole_listing(self._client(), self._bucket, self._names.root, sweep.last)
+        for page in self._told(self._names.root, pages):
             if empty.too_many(page):  # a failure would begin again in front of them
                 self._report_usage()
                 self._stop.wait(self._intervals.renew_s)
@@ -301,6 +314,16 @@ class Janitor:
         self._write_usage()
         self._read_usage()
 
+    def _told(self, prefix: str, pages: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The pages of a listing. If they keep failing, that is told."""
+        try:
+            for page in pages:
+                self._denials.page_listed(prefix)
+                yield page
+        except REQUEST_ERRORS as error:
+            self._denials.page_failed(prefix, error, "rows are not deleted, and so before long none is written")
+            raise
+
     def _make_room(self) -> None:
         """Delete expired rows, and if less than a window is free the oldest others until two are."""
         window, capacity = self._quota.window_bytes, self._quota.capacity_bytes
@@ -312,7 +335,7 @@ class Janitor:
         excess = total - max(0, capacity - 2 * window) if total + window > capacity else 0
         freed = 0
         while self.holds_lease and self._account is account and not self._stop.is_set():
-            names = self._victims.take(excess - freed, self._server_s - self._max_age_s, MAX_DELETES)
+            names = self._victims.take(excess - freed, self._server_s - self._max_age_s, most_names())
             if not names:
                 break
             try:
@@ -338,8 +361,7 @@ class Janitor:
         return self._names.name(packed[:NAMESPACE_BYTES].hex(), packed[NAMESPACE_BYTES:])
 
     def _delete(self, victims: dict[str, int]) -> int:
-        request = {"Objects": [{"Key": name} for name in victims], "Quiet": True}
-        answer = self._client().delete_objects(Bucket=self._bucket, Delete=request)
+        answer = delete_objects(self._client(), self._bucket, [{"Key": name} for name in victims])
         failed = {error.get("Key") for error in answer.get("Errors", ()) if error.get("Code") != "NoSuchKey"}
         if not failed <= victims.keys():
             raise ResponseParserError("an error in the answer to a delete request names no object of the request")

@@ -1,5 +1,6 @@
 """Holding a lease (lease_state.py): the requests for it (`Lease`); a private prefix's, on a thread of its own
-(`PrefixLease`), and what follows from that, whether a tier may store and delete there now (`Ownership`)."""
+(`PrefixLease`), and what follows from that, whether a tier may store and delete there now (`Ownership`). Whether the
+other kind of engines uses the prefix (`OtherKind`)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from nixl_tiers.tiers.s3.conditional import (
 )
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS, LeaseState, LeaseTerms, Read, Record
+from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, OWNER_TERMS, LeaseState, LeaseTerms, Read, Record
 from nixl_tiers.tiers.s3.names import below
 
 logger = logging.getLogger(__name__)
@@ -160,11 +161,47 @@ class Lease:
         return None if answer is None else str(answer["ETag"])
 
 
+@dataclass
+class OtherKind:
+    """Whether engines of the other kind use a prefix: a private one's owner, or the janitor of a shared one. They would
+    delete what this one stores, and it what they store. A record, released or not, counts as theirs until it was not
+    renewed for the time of its terms."""
+
+    client: Callable[[], Any]
+    bucket: str
+    prefix: str
+    terms: LeaseTerms
+    """Of the other kind's lease."""
+    lives: bool = False
+    _etag: str | None = None
+    _seen_s: float = 0.0  # when the object was first seen with this ETag
+
+    def look(self) -> None:
+        """Before anything is written that says that this engine may store. Raises what boto3 raises."""
+        found, now = get_object(self.client(), self.bucket, below(self.prefix, self.terms.name)), lease_clock()
+        if found is None:
+            self.lives, self._etag = False, None
+            return
+        if found["ETag"] != self._etag:
+            self._etag, self._seen_s = found["ETag"], now
+        self.lives = now - self._seen_s < self.terms.lease_s and age_s(found) <= self.terms.lease_s + SKEW_S
+
+    @property
+    def problem(self) -> tuple[str, str]:
+        """While they do: what is wrong, and what to change."""
+        which, change = "engines with shared: true use", "set shared: true in this one too, or another prefix"
+        if self.terms.name == OWNER_TERMS.name:
+            which, change = "an engine without shared: true uses", "set shared: true in it too, or another prefix"
+        seen = f'the prefix "{self.prefix}" ("{self.terms.name}" below it is renewed, or was lately)'
+        return f"{which} {seen}, so rows are only read there, not stored or deleted", change
+
+
 class PrefixLease(Lease):
     """Holds or awaits a private prefix's lease on a thread of its own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.other = OtherKind(self.client, self.bucket, self.prefix, JANITOR_TERMS)
         self._started_s = lease_clock()
         self._awaited: Record | None = None  # whose lease is waited for, as was logged
         self._log_once = LogOnce(logger)
@@ -186,6 +223,13 @@ class PrefixLease(Lease):
             self._thread.join(timeout_s)
 
     # The thread
+
+    def _send(self, now: float) -> None:
+        self.other.look()
+        if self.other.lives:
+            self.state.lost(now)  # not renewed either: of two that began at once, the shared ones go on
+        else:
+            super()._send(lease_clock())
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -221,7 +265,9 @@ class PrefixLease(Lease):
         if self._conditions.work is None:
             so = f"and is asked again for {self.terms.doubt_s:g} s, in which nothing is stored below {where}"
         self.report_conditions(so)
-        if state.tenure(now):
+        if self.other.lives:
+            self.denials.report(KIND, "; ".join(self.other.problem))
+        elif state.tenure(now):
             self.denials.succeeded(KIND)
         elif (other := state.other) is not None:
             if other.engine and not state.other_lives:

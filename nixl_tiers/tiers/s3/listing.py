@@ -13,7 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 import numpy as np
 from botocore.exceptions import BotoCoreError
@@ -57,6 +57,24 @@ def limited(pages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield page
 
 
+def whole_listing(
+    client: Any, bucket: str, prefix: str, after: str = "", *, versions: bool = False
+) -> Iterator[dict[str, Any]]:
+    """The pages of a listing behind the name `after`. Some servers end a listing too early, so that each is asked once
+    more behind its last name; and some begin with that name again."""
+    request, content, position = "list_objects_v2", "Contents", "StartAfter"
+    if versions:
+        request, content, position = "list_object_versions", "Versions", "KeyMarker"
+    asked_behind: str | None = None
+    while asked_behind != after:
+        asked_behind = after
+        behind = {position: after} if after else {}
+        for page in client.get_paginator(request).paginate(Bucket=bucket, Prefix=prefix, **behind):
+            found = [each for each in page.get(content, ()) if each["Key"] > asked_behind]
+            after = max([after, *(each["Key"] for each in found[-1:])])
+            yield page | {content: found}
+
+
 class Deleter(Protocol):
     """Deletes objects in the background."""
 
@@ -89,6 +107,9 @@ class Listing(ABC):
     An object's age is its Last-Modified compared with the Date of the answer, both by the server's clock. The seal in
     it may be older than that; then a load finds the row expired.
     """
+
+    asks_on: ClassVar[bool] = False
+    """Whether it ends with a page without rows, since some servers end a listing too early."""
 
     def __init__(self, quota: PrefixQuota, names: RowNames, *, max_age_s: float | None, pause_s: float = 0.0) -> None:
         """`pause_s`: at least this long between the requests of two pages."""
@@ -161,7 +182,7 @@ class Listing(ABC):
         oldest_s = float("-inf")
         if self._max_age_s is not None and (now_s := answered_at_s(answer)) is not None:
             oldest_s = now_s - self._max_age_s
-        found = answer.get("Contents", ())
+        found = [each for each in answer.get("Contents", ()) if each["Key"] != self._after]  # some include that name
         rows = []
         before = self._after if self._names.parse(self._after) else ""
         for each in found:
@@ -172,7 +193,7 @@ class Listing(ABC):
                 before = each["Key"]
                 modified_s = each["LastModified"].timestamp()
                 rows.append(ListedRow(*row, each["Size"], modified_s, modified_s < oldest_s))
-        if not (found and answer.get("IsTruncated")):
+        if not (found and answer.get("IsTruncated")) and not (rows and self.asks_on):
             return Page(rows, None)
         # From the last row on, not from an object behind it: a name that was damaged would skip rows, or repeat them.
         return Page(rows, before if rows else found[-1]["Key"])
@@ -181,6 +202,8 @@ class Listing(ABC):
 class FullListing(Listing):
     """After an open: the rows of one namespace, oldest first; what else is below the prefix is counted. Expired rows
     are deleted at once, or left out."""
+
+    asks_on = True
 
     def __init__(
         self,

@@ -148,7 +148,7 @@ class SharedRows(Rows):
     def is_unusable(self, key: Key) -> None:
         """Delete it, so that nobody else loads it, and have it written again."""
         self._note_absent([key])
-        if not self._reads_only:
+        if not (self._reads_only or self.beside_others):
             self._control.delete([self.name(key)])
 
     def poll(self) -> None:
@@ -163,7 +163,12 @@ class SharedRows(Rows):
 
     @property
     def has_rows(self) -> bool:
-        return self._has_rows
+        return self._has_rows and not self.beside_others
+
+    @property
+    def beside_others(self) -> bool:
+        """Whether a private engine uses the prefix: nothing is written or deleted there."""
+        return self._janitor is not None and self._janitor.other.lives
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

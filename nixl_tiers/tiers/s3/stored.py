@@ -21,13 +21,14 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, code_of, status_of, tier_error
 from nixl_tiers.tiers.s3.client import client_of, configured_region
+from nixl_tiers.tiers.s3.deletes import delete_objects, most_names
 from nixl_tiers.tiers.s3.lease import holder_now
 from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, OWNER_TERMS
+from nixl_tiers.tiers.s3.listing import whole_listing
 from nixl_tiers.tiers.s3.names import below
 from nixl_tiers.tiers.stored import NamespaceByKey, Problems, Step, StoredRow, reason
 
 _NAME: Final = re.compile(r"(?:(?P<root>.*)/)?(?P<namespace>[0-9a-f]{32})/(?P<rest>[^/]+/[^/]+|about\.json)")
-_MAX_DELETES: Final = 1000  # names in one request
 _DENIED: Final = {"AccessDenied", "InvalidObjectState"}  # of one object: others may be readable
 _KEPT: Final = "the bucket has versioning, so older versions may still be there"
 
@@ -129,12 +130,9 @@ class _Bucket:
 
     def objects(self, prefix: str) -> Iterator[_Object]:
         """Rows and manifests below a prefix."""
-        request, content = "list_objects_v2", "Contents"
-        if self.old_versions:
-            request, content = "list_object_versions", "Versions"
-        pages = iter(self._client.get_paginator(request).paginate(Bucket=self._config.bucket, Prefix=prefix))
+        pages = whole_listing(self._client, self._config.bucket, prefix, versions=self.old_versions)
         while (page := self._asked(lambda: next(pages, None))) is not None:
-            yield from filter(None, map(self._parse, page.get(content, ())))
+            yield from filter(None, map(self._parse, page["Versions" if self.old_versions else "Contents"]))
 
     def _parse(self, found: dict[str, Any]) -> _Object | None:
         """None: the object is foreign."""
@@ -173,9 +171,7 @@ class _Bucket:
 
     def delete(self, batch: Sequence[_Object], problems: Problems) -> None:
         objects = [each.request for each in batch]
-        answer = self._asked(
-            lambda: self._client.delete_objects(Bucket=self._config.bucket, Delete={"Objects": objects})
-        )
+        answer = self._asked(lambda: delete_objects(self._client, self._config.bucket, objects, quiet=False))
         for error in answer.get("Errors", ()):
             problems.add(f"s3://{self._config.bucket}/{error.get('Key')}", str(error.get("Code")), "deleted")
         if not self.old_versions and any(each.get("DeleteMarker") for each in answer.get("Deleted", ())):
@@ -215,5 +211,5 @@ class _Bucket:
 
 
 def _batches(objects: Iterator[_Object]) -> Iterator[list[_Object]]:
-    while batch := list(itertools.islice(objects, _MAX_DELETES)):
+    while batch := list(itertools.islice(objects, most_names())):
         yield batch

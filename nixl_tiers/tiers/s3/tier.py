@@ -39,6 +39,8 @@ from nixl_tiers.tiers.s3.transfers import RowTransfers
 class S3Tier(StorageTier):
     """Rows as objects of one bucket. Slots are only a count: an object is found by its key."""
 
+    closes_beside_loads = True
+
     def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion, times: Times = PRODUCTION) -> None:
         """Uses neither NIXL nor the network; `open` does."""
         self._config = config
@@ -140,7 +142,7 @@ class S3Tier(StorageTier):
         self._control.close()
         self._transfers.data.close()
         self._manifests.stop(last=True)
-        self._owner.close(release=self._control.idle and not self._transfers.data.busy)
+        self._owner.close(release=self._control.idle and not self._transfers.uploading)
 
 
 class _Manifests(ManifestMedium):

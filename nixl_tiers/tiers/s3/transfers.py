@@ -103,14 +103,12 @@ class RowTransfers:
     # --- moving rows ------------------------------------------------------------------------------------------------
 
     def _may_start(self) -> bool:
-        """New credentials need a new agent; the old one is released when nothing of it runs, and starts nothing."""
+        """New credentials need a new agent; the old one starts nothing more."""
         if self.data.credentials is None:
             self.moves.give_up()
             return False
         credentials = self._connection.credentials
         if credentials is not None and credentials != self.data.credentials:
-            if self.data.busy:
-                return False
             self.data.connect(credentials, self._connection.region.name, self._connection.endpoint)
         return True
 
@@ -120,7 +118,7 @@ class RowTransfers:
     def _run_load(self, unit: Unit) -> Steps[None]:
         """Download the object into a staging row, verify it and copy it into the region in one pass."""
         (move,) = unit.moves
-        download = self.data.download(self._rows.name(move.key))
+        download = self.data.download(self._rows.name(move.key), self._downloads.typical_s)
         yield download.over
         if download.state is TransferState.DONE:
             self._downloads.ended(download.started_s, time.monotonic(), waiting=bool(self.moves.loads.waiting))

@@ -116,6 +116,11 @@ class UploadQuota:
                 self._usage = usage
                 self._valid_until = time.monotonic() + valid_for_s
 
+    def stop(self) -> None:
+        """No upload begins before the next `refresh`."""
+        with self._lock:
+            self._valid_until = 0.0
+
 
 class Account:
     """The janitor's, of one listing."""

@@ -33,7 +33,8 @@ def lost() -> EndpointConnectionError:
 
 @dataclass
 class Bucket:
-    """A boto3 client and its bucket. Each request is noted, as "PUT .usage" or "LIST p/"."""
+    """A boto3 client and its bucket. Each request is noted, as "PUT .usage" or "LIST p/"; as "LOOK p/" one for a page
+    behind the last name."""
 
     objects: dict[str, tuple[bytes, str, float]] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
@@ -105,7 +106,8 @@ class Bucket:
 
     def paginate(self, *, Bucket: str, Prefix: str, StartAfter: str = "") -> Iterator[dict[str, Any]]:  # noqa: N803
         while True:
-            with self._request("LIST", Prefix):
+            names = sorted(name for name in self.objects if name.startswith(Prefix) and name > StartAfter)
+            with self._request("LIST" if names or not StartAfter else "LOOK", Prefix):  # whether it was whole
                 names = sorted(name for name in self.objects if name.startswith(Prefix) and name > StartAfter)
             some = names[: self.page_names]
             contents = [

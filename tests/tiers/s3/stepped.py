@@ -6,7 +6,9 @@ Nothing is sent anywhere, no thread runs, and time passes when the test says so.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import re
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -30,7 +32,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Entry, Move
 from nixl_tiers.tiers.nixl_agent import Registration, Span, TransferState
-from nixl_tiers.tiers.s3 import connection, control, data, janitor, lease, shared, transfers, usage
+from nixl_tiers.tiers.s3 import connection, control, data, deletes, janitor, lease, shared, transfers, usage
 from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.shared import SharedRows
 from nixl_tiers.tiers.s3.tier import S3Tier
@@ -75,7 +77,12 @@ class Bucket:
     requests: list[Request] = field(default_factory=list)
     fault: Callable[[Request], Fault] = lambda _: None
     denied_deletes: set[str] = field(default_factory=set)  # in answers that are good otherwise
+    deletes: str = "any"  # which it takes: any form, DeleteObjects with "Content-MD5" only, or "one by one" only
+    page_names: int = 1000
+    ends_early: bool = False  # a page of a listing says that it is the last
+    repeats_name: bool = False  # a listing begins with the name that it is to begin behind
     on_their_way: list[Transfer] = field(default_factory=list)  # by NIXL
+    agents: list[Agent] = field(default_factory=list)  # NIXL's
 
     def put(self, name: str, body: bytes) -> None:
         self.objects[name] = body, self.clock.now
@@ -121,12 +128,18 @@ class Bucket:
             headers["ETag"] = _etag(found[0])
             headers["Last-Modified"] = formatdate(found[1], usegmt=True)
         if "list-type" in query:
-            return 200, self._page(query["prefix"][0], query.get("start-after", [""])[0])
+            (after,) = query.get("continuation-token") or query.get("start-after", [""])
+            return 200, self._page(query["prefix"][0], after, repeats=self.repeats_name and "start-after" in query)
         if "versioning" in query:
             return 200, b"<VersioningConfiguration/>"
         match asked.method:
             case "POST":
-                return 200, self._delete(_body(request))
+                md5 = request.headers.get("Content-MD5")
+                if self.deletes == "one by one" or (self.deletes == "Content-MD5" and not md5):
+                    return 400, b"<Error><Code>InvalidRequest</Code><Message>Content-MD5</Message></Error>"
+                body = _body(request)
+                assert not md5 or md5 == b64encode(hashlib.md5(body).digest())
+                return 200, self._delete(body)
             case "PUT":
                 expected = request.headers.get("If-Match")
                 none = request.headers.get("If-None-Match")
@@ -145,14 +158,23 @@ class Bucket:
             return 200, b""
         return (404, NO_KEY) if found is None else (200, found[0])
 
-    def _page(self, prefix: str, after: str) -> bytes:
+    def _page(self, prefix: str, after: str, *, repeats: bool) -> bytes:
+        found = [
+            (name, *self.objects[name])
+            for name in sorted(self.objects)
+            if name.startswith(prefix) and (name > after or (repeats and name == after))
+        ]
+        page = found[: self.page_names]
+        more = ""
+        if len(found) > len(page) and not self.ends_early:
+            more = f"<NextContinuationToken>{page[-1][0]}</NextContinuationToken>"
         rows = "".join(
             f"<Contents><Key>{name}</Key><LastModified>{_iso(at)}</LastModified><ETag>{_etag(body)}</ETag>"
             f"<Size>{len(body)}</Size></Contents>"
-            for name, (body, at) in sorted(self.objects.items())
-            if name.startswith(prefix) and name > after
+            for name, body, at in page
         )
-        return f"<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>".encode()
+        truncated = f"<IsTruncated>{'true' if more else 'false'}</IsTruncated>"
+        return f"<ListBucketResult>{truncated}{more}{rows}</ListBucketResult>".encode()
 
     def _delete(self, body: bytes) -> bytes:
         errors = ""
@@ -228,22 +250,27 @@ class Transfer:
 class Agent:
     """In place of NIXL's."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, parameters: dict[str, str]) -> None:
         self.bucket = bucket
+        self.access_key = parameters["access_key"]
         self.names: list[str] = []
+        self.memory: list[Registration] = []  # that is registered: none any more once it was released
+        bucket.agents.append(self)
 
     def register_dram(self, address: int, nbytes: int) -> Registration:
-        return Registration(None, (0,))
+        self.memory.append(Registration(None, (0,)))
+        return self.memory[-1]
 
     def register_region(self, region: HostRegion) -> Registration:
-        return Registration(None, (0,))
+        return self.register_dram(0, 0)
 
     def register_objects(self, names: Sequence[str], nbytes: int) -> Registration:
         self.names += names
         return Registration(None, tuple(range(len(self.names) - len(names), len(self.names))))
 
     def deregister(self, registration: Registration) -> None:
-        pass
+        if any(each is registration for each in self.memory):
+            self.memory = [each for each in self.memory if each is not registration]
 
     def read(self, spans: Sequence[Span]) -> Transfer:
         return self._begin("GET", spans)
@@ -391,10 +418,11 @@ def install(monkeypatch: pytest.MonkeyPatch, bucket: Bucket) -> None:
     monkeypatch.setattr(endpoint, "time", time)  # botocore's, between two attempts
     monkeypatch.setattr(lease, "lease_clock", clock)
     monkeypatch.setattr(janitor, "lease_clock", clock)
+    monkeypatch.setattr(deletes, "_works", deletes._FORMS[0])
     monkeypatch.setattr(janitor.Janitor, "start", lambda _: None)
     intervals = janitor.JanitorIntervals(lease=janitor.replace(janitor.JANITOR_TERMS, confirm_s=0.0))
     monkeypatch.setattr(shared, "INTERVALS", intervals)
-    monkeypatch.setattr(data, "Agent", SimpleNamespace(obj=lambda _: Agent(bucket)))
+    monkeypatch.setattr(data, "Agent", SimpleNamespace(obj=lambda parameters: Agent(bucket, parameters)))
     monkeypatch.setattr(data, "at_low_priority", lambda start: start())
     make = connection.make_client
 

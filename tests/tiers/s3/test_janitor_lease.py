@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from nixl_tiers.tiers.s3 import janitor as janitor_module
+from nixl_tiers.tiers.s3 import deletes
 from nixl_tiers.tiers.s3 import lease as lease_module
 from nixl_tiers.tiers.s3.answers import age_s
 from nixl_tiers.tiers.s3.conditional import get_object, put_if, write_test_name
@@ -125,7 +125,7 @@ class TestEndOfATenure:
         assert bucket.usage == Usage(5 * ROW, {"one": 0})
 
     def test_deletes_end_with_it(self, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(janitor_module, "MAX_DELETES", 2)
+        monkeypatch.setattr(deletes, "MAX_DELETES", 2)
         one = janitor(bucket, "one")
         for number in range(CAPACITY_ROWS):
             bucket.store(row(number))

@@ -16,8 +16,9 @@ import pytest
 from nixl_tiers.tiers.s3 import janitor as janitor_module
 from nixl_tiers.tiers.s3 import lease as lease_module
 from nixl_tiers.tiers.s3 import usage as usage_module
+from nixl_tiers.tiers.s3.deletes import MAX_DELETES
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.janitor import COUNTER_NAME, MAX_DELETES, USAGE_NAME, Janitor, JanitorIntervals
+from nixl_tiers.tiers.s3.janitor import COUNTER_NAME, USAGE_NAME, Janitor, JanitorIntervals
 from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS
 from nixl_tiers.tiers.s3.usage import Account, UploadQuota, Usage
 from tests.tiers.s3.memory_bucket import LISTING, NAMES, ROW, Bucket, failed, lost

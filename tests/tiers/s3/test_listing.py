@@ -147,6 +147,7 @@ def test_empty_page_is_not_the_end_of_the_listing() -> None:
     client.list_objects_v2.side_effect = [
         {"IsTruncated": True, "NextContinuationToken": "t"} | headers,
         {"IsTruncated": False, "Contents": [found]} | headers,
+        {"IsTruncated": False} | headers,
     ]
     quota = new_quota()
     listing = full(quota)
@@ -163,6 +164,7 @@ def test_listing_of_endless_empty_pages_fails_and_goes_on_when_the_server_does(m
     client.list_objects_v2.side_effect = [
         *({"IsTruncated": True, "NextContinuationToken": f"{number}"} | headers for number in range(5)),
         {"IsTruncated": False, "Contents": [found]} | headers,
+        {"IsTruncated": False} | headers,
     ]
     control = S3Control(S3Config(type="s3", bucket="kv-control", endpoint="http://127.0.0.1:1", capacity="1GiB"))
     control.connection.client = client
@@ -176,6 +178,7 @@ def test_listing_of_endless_empty_pages_fails_and_goes_on_when_the_server_does(m
     assert "empty pages without an end" in control.denials.current()["list"]
     control._list_page()
     assert client.list_objects_v2.call_args.kwargs["ContinuationToken"] == "4"
+    control._list_page()
     assert listing.done.is_set()
     assert b"k" in quota
 

@@ -15,6 +15,7 @@ import pytest
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.tiers.base import ExistenceAnswer, TierDown, TierRefused
+from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.data import SLOWEST_BYTES_PER_S
 from tests.support.fake_movers import Clock
 from tests.support.times import changed
@@ -156,6 +157,21 @@ class TestRowsThatAreNotTheExpectedOnes:
         bucket.fault = lambda request: 500 if get(request) else None
         assert tier.load(0) == [FAILED]
 
+    @pytest.mark.parametrize("typical_s", [0.05, 1.5, 60.0])
+    def test_one_that_takes_far_longer_than_others_is_given_up_sooner(
+        self, tier: SteppedTier, bucket: Bucket, typical_s: float
+    ) -> None:
+        """The row of host memory that waits for it is one of few, perhaps."""
+        tier.tier._transfers._downloads.typical_s = typical_s
+        batch = tier.tier.load(tier.moves([0]))
+        longest_s = PRODUCTION.s3_download_s + ROW / SLOWEST_BYTES_PER_S
+        given_up_s = min(longest_s, max(PRODUCTION.late_job_s, 8 * typical_s))
+        for late_s in (-0.1, 0.2):
+            bucket.clock.now += (given_up_s if late_s < 0 else 0.0) + late_s
+            for _ in range(2):
+                tier.round(moves=False)
+            assert tier.finished.get(batch) == ([FAILED] if late_s > 0 else None)
+
     def test_a_download_that_does_not_end_is_given_up_and_its_row_is_used_again_when_it_has(
         self, tier: SteppedTier, bucket: Bucket
     ) -> None:
@@ -172,6 +188,34 @@ class TestRowsThatAreNotTheExpectedOnes:
         tier.round()
         assert len(tier.tier._transfers.data.free_staging) == free + 1
         assert not tier.tier.busy
+
+
+class TestNewCredentials:
+    def test_a_download_that_drips_over_their_change_holds_up_nothing(
+        self, make_tier: Callable[..., SteppedTier], bucket: Bucket
+    ) -> None:
+        """Those of a role change every hour."""
+        tier = make_tier(times=changed(stores_held_s=0.0))
+        tier.open()
+        assert tier.store(0, 1, 2) == [OK] * 3
+        slow = tier.tier.load(tier.moves([0]))
+        dripping = bucket.on_their_way.pop()
+        (first, _) = made_with(tier)
+        for number in range(3):
+            tier.control.connection.credentials = Credentials(f"key-{number}", "secret")
+            assert tier.load(1, 2) == [OK, OK]
+            assert tier.store(10 + number) == [OK]
+            assert made_with(tier) == [first] + [f"key-{number}"] * 2, "one agent for each direction, and its own"
+        dripping.end()
+        assert tier.end(slow) == [OK], "it goes on"
+        tier.round()
+        assert made_with(tier) == ["key-2"] * 2, "the old ones end with what they had begun"
+        assert not tier.tier.busy
+
+
+def made_with(tier: SteppedTier) -> list[str]:
+    """The access keys of the agents that there are."""
+    return [each.access_key for each in tier.bucket.agents if each.memory]
 
 
 class TestQuestions:
@@ -380,6 +424,24 @@ class TestOpening:
 
 
 class TestClose:
+    @pytest.mark.parametrize("direction", ["load", "store"])
+    def test_the_lease_is_handed_over_beside_downloads_and_not_beside_uploads(
+        self, tier: SteppedTier, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, direction: str
+    ) -> None:
+        """Of a private prefix: an upload may still arrive, when another engine has listed."""
+        if direction == "load":
+            tier.tier.load(tier.moves([0]))
+        else:
+            tier.begin_store(1)
+            tier.questions.run()
+            tier.tier.poll()
+        assert tier.tier.busy
+        handed_over: list[bool] = []
+        monkeypatch.setattr(tier.rows, "close", lambda: None)
+        monkeypatch.setattr(tier.tier._owner, "close", lambda *, release: handed_over.append(release))
+        tier.tier.close()
+        assert handed_over == [direction == "load"]
+
     def test_no_thread_is_waited_for_longer_than_its_time(self, make_tier: Callable[..., SteppedTier]) -> None:
         """However the server hangs."""
         tier = make_tier(times=changed(s3_close_s=7.0))

@@ -212,7 +212,7 @@ def test_versions_of_many_pages_are_deleted(
 
     with monkeypatch.context() as patch:
         patch.setattr(BaseClient, "_make_api_call", call)
-        patch.setattr("nixl_tiers.tiers.s3.stored._MAX_DELETES", 5)
+        patch.setattr("nixl_tiers.tiers.s3.deletes.MAX_DELETES", 5)
         code = main(["purge", f"s3://{bucket}/p", "--endpoint", place["endpoint"], "--all", "--yes", "--json"])
     (report,) = json.loads(capsys.readouterr().out)["namespaces"]
     assert (code, report["rows"], report["left"], report["problem"]) == (OK, 12, 0, None)

@@ -208,18 +208,16 @@ class TestCredentials:
             assert driver.store(range(6)) == [Outcome.OK] * 6
             faulty.hold = threading.Event()
             in_flight = driver.tier.load(driver.moves([0, 1]))  # these begin with the first token
-            assert wait_until(lambda: sum(each.method == "GET" and each.name != "" for each in faulty.requests) >= 2)
+            names = {driver.name(0), driver.name(1)}
+            assert wait_until(lambda: names <= {each.name for each in faulty.requests if each.method == "GET"})
             valid[:] = ["second-token"]
             path.write_text(_credentials_file("role", token="second-token"))
             renewed = Credentials("role", SECRET_KEY, "second-token")
             assert wait_until(lambda: driver.tier._control.connection.credentials == renewed)
-            behind = driver.begin_store([6, 7])
-            assert [done.batch_id for done in driver.tier.poll()] == []
-            assert driver.tier._transfers.data.credentials is not None
-            assert driver.tier._transfers.data.credentials.session_token == "first-token", "released while it works"
-            assert len(driver.tier._transfers.moves.stores.waiting) == 2, "nothing more starts with the old credentials"
+            assert driver.store([6, 7]) == [Outcome.OK] * 2, "they wait for nothing that was begun with the old ones"
+            assert driver.tier.busy
             faulty.hold.set()
-            assert driver.finish(in_flight, behind) == [[Outcome.OK] * 2] * 2
+            assert driver.finish(in_flight) == [[Outcome.OK] * 2]
             assert driver.load(range(8)) == [Outcome.OK] * 8
             driver.delete(7)
             assert driver.settled(7)
