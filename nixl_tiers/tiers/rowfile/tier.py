@@ -49,6 +49,7 @@ from nixl_tiers.tiers.disk import (
     open_agent,
     open_error,
     prepare_path,
+    try_out,
 )
 from nixl_tiers.tiers.manifests import ManifestKeeper, ManifestMedium
 from nixl_tiers.tiers.nixl_agent import Registration
@@ -159,6 +160,7 @@ class RowFileTier(StorageTier):
             if self._directory.writes:
                 with self._directory.incoming() as incoming:
                     self._files.direct = direct_works(incoming)
+                    try_out(incoming, direct=self._files.direct, in_place=False)
                     check_registration(self._agent, incoming)
             identity = FileIdentity(path)
             self._measure_free_space()
@@ -199,7 +201,8 @@ class RowFileTier(StorageTier):
 
     @property
     def denials(self) -> Mapping[str, str]:
-        return {"growth": self._free.problem} if self._free.problem else {}
+        denied = {"growth": self._free.problem, "writing": self._files.problem}
+        return {kind: problem for kind, problem in denied.items() if problem}
 
     @property
     def relist_s(self) -> float | None:
