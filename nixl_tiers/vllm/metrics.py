@@ -11,6 +11,7 @@ from typing import Final
 import nixl_tiers
 from nixl_tiers.base.metrics import INFO, INFO_LABELS, INFO_TEXT, METRICS, PREFIX, Kind, published
 from nixl_tiers.base.tier_traits import CPU, TierTraits
+from nixl_tiers.config.here import Here
 from nixl_tiers.config.schema import TiersConfig, Write
 from nixl_tiers.vllm.compat import (
     OffloadingConnectorStats,
@@ -40,8 +41,9 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
     return declared
 
 
-def traits(config: TiersConfig) -> list[TierTraits]:
-    """Of the host and of each storage tier."""
+def traits(config: TiersConfig, here: Here | None = None) -> list[TierTraits]:
+    """Of the host and of each storage tier. `here`: what was found at the start."""
+    places = dict.fromkeys(here.silent, "") | here.identities if here is not None else {}
     quotas = tuple(config.quotas)
     storage = [
         TierTraits(
@@ -50,7 +52,7 @@ def traits(config: TiersConfig) -> list[TierTraits]:
             checked=tier.asked,
             disk=tier.on_disk,
             quotas=quotas if tier.own and tier.write is not Write.OFF else (),
-            place=place_label(tier.identity),
+            place=place_label(places[name] if name in places else tier.identity),  # noqa: SIM401 - it may hang
         )
         for name, tier in zip(config.names, config.storage, strict=True)
     ]
