@@ -23,6 +23,7 @@ from nixl_tiers.config.schema import ConfigError, TiersConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.blocking import Interrupts, StallTimeout
 from nixl_tiers.runtime.coordinator import Coordinator
+from nixl_tiers.runtime.here import ask
 from nixl_tiers.store_get import StoreGet
 
 if TYPE_CHECKING:
@@ -63,14 +64,17 @@ def open_with(times: Times, config: Any, chunk_bytes: int, namespace: str, descr
         raise ConfigError(f"description: must be a text, not {shown(description)}")
     geometry = Geometry(cells=1, cell_payload=chunk_bytes)
     configuration.check_rows(checked, geometry.row_bytes)
-    configuration.check_paths(checked)
+    began_s = time.monotonic()
+    here = ask(checked, starting=True, deadline_s=times.ready_s)
     facts = {"api": "nixl_tiers.open", "name": namespace, "chunk_bytes": chunk_bytes, "salt": checked.salt}
     region = HostRegion.create(geometry, checked.cpu.capacity // geometry.row_bytes, huge_pages=checked.cpu.huge_pages)
     region.prefault()
     try:
         about = Description(model=namespace, note=description)
-        name, ready_s = Namespace.of(facts), times.ready_s
-        return TieredStore(Coordinator.open(checked, name, region, ready_s=ready_s, description=about, times=times))
+        ready_s = max(0.0, began_s + times.ready_s - time.monotonic())
+        known: dict[str, Any]
+        name, known = Namespace.of(facts), {"description": about, "here": here, "times": times}
+        return TieredStore(Coordinator.open(checked, name, region, ready_s=ready_s, **known))
     except BaseException:
         region.close()
         raise

@@ -15,6 +15,7 @@ from typing import Final
 import pytest
 import yaml
 
+from nixl_tiers.base import mounts
 from nixl_tiers.cli import main
 from nixl_tiers.config import schema
 from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig
@@ -92,9 +93,10 @@ def test_examples_are_found() -> None:
 
 
 def test_output_of_config_in_the_first_run_is_what_it_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine whose disk is smaller has a warning too."""
+    """On a machine with a disk there; one whose disk is smaller has a warning too."""
+    monkeypatch.setattr(mounts, "ROOT", Path("/proc"))
     page = (GUIDE / "first-run.md").read_text()
     (shown,) = re.findall(r"\$ nixl-tiers config (?:\S+)\n(.*?)```", page, re.DOTALL)
     (tiers,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)

@@ -73,6 +73,7 @@ class Outcome(IntEnum):
 
 
 FULL: Final = "full"
+FAILING: Final = "writing"
 UNREACHABLE: Final = "unreachable"
 """Kinds of what a medium does not do now (`StorageTier.denials`). Each other kind is one of requests that it denies."""
 

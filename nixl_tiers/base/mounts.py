@@ -71,11 +71,16 @@ def nearest(path: Path) -> Path:
     return next(each for each in (path, *path.parents) if os.path.lexists(each))
 
 
+def is_on_root(path: Path) -> bool:
+    """Whether the path is on the file system of `/`, or will be. May wait for the medium. Raises OSError."""
+    real = path.resolve()  # the target of a symbolic link, whether it exists or not
+    return nearest(real).stat().st_dev == ROOT.stat().st_dev
+
+
 def not_mounted(path: Path) -> str:
     """Why `require_mount` is not met, in one sentence, or "". Creates nothing; may wait for the medium. Raises
     OSError."""
-    real = path.resolve()  # the target of a symbolic link, whether it exists or not
-    if nearest(real).stat().st_dev != ROOT.stat().st_dev:
+    if not is_on_root(path):
         return ""
     return f"{path} lies on the file system of {ROOT}, and require_mount wants another: mount it"
 

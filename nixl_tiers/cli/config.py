@@ -23,6 +23,7 @@ from nixl_tiers.cli.disk_room import DiskRoom
 from nixl_tiers.cli.output import Json, print_json
 from nixl_tiers.config import schema
 from nixl_tiers.config import source as config_source
+from nixl_tiers.config.here import Here
 from nixl_tiers.config.schema import (
     ConfigError,
     CpuConfig,
@@ -31,7 +32,8 @@ from nixl_tiers.config.schema import (
     TiersConfig,
     format_size,
 )
-from nixl_tiers.config.warnings import warnings_given, warnings_here, warnings_of
+from nixl_tiers.config.warnings import warnings_given, warnings_of
+from nixl_tiers.runtime.here import ask
 
 _MEANINGS: Final = {
     ("write", "through"): "every chunk is written",
@@ -46,6 +48,7 @@ _LINK: Final = re.compile(
     r" \(\[[^]]*\]\([^)]*\)\)|\[([^]]*)\]\([^)]*\)"
 )  # of Markdown: the descriptions are docs, too
 _CREDENTIALS: Final = ("profile", "credentials_file")
+_DEADLINE_S: Final = 3.0
 _WIDTH: Final = 100
 _INDENT: Final = " " * 6
 _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
@@ -108,19 +111,22 @@ def config(
     Exit code: 0 if it is valid, with or without warnings; 2 if it is not, with an error message on stderr.
     """
     source, model = _source_of(given)
+    here = Here()
     try:
         read = schema.load(source)
         if not elsewhere:
-            schema.check_paths(read, create=False)
+            here = ask(read, starting=False, deadline_s=_DEADLINE_S)
     except ConfigError as error:
         raise ConfigError(f"not valid: {error}") from None
     found = [*warnings_of(read), *warnings_given(read, source)]
     release = installed_vllm() if vllm is None else vllm
     there: list[Stored] = []
     if not elsewhere:
-        found += [*warnings_here(read), *_beyond_the_disk(read)]
+        found += [*here.warnings, *(f"{name} tier: {why}" for name, why in here.silent.items())]
+    if not (elsewhere or here.silent):
+        found += _beyond_the_disk(read)
         there += stored(read, release)
-    command, blocks = serve_command(source, model), _blocks(read)
+    command, blocks = serve_command(source, model), _blocks(read, here)
     if as_json:
         answer = {
             "valid": True,
@@ -222,12 +228,14 @@ def _summary(blocks: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def _blocks(read: TiersConfig) -> list[tuple[str, dict[str, Any]]]:
+def _blocks(read: TiersConfig, here: Here) -> list[tuple[str, dict[str, Any]]]:
     """For each tier, and for all of them: a title, and every field with its value and meaning."""
     blocks: list[tuple[str, dict[str, Any]]] = []
     for i, (name, tier) in enumerate(zip(("cpu", *read.names), read.tiers, strict=True)):
         place = "host memory of this node" if isinstance(tier, CpuConfig) else tier.place
         title = f"tiers[{i}] {name}: {schema.format_size(tier.capacity)}, {place}"
+        if isinstance(tier, FileConfig) and here.on_root & {str(member.path) for member in tier.members}:
+            title += ", on the root file system"
         blocks.append((title, {"tier": name, "place": place, "fields": _fields(tier)}))
     return [*blocks, ("all tiers", {"tier": None, "place": None, "fields": _fields(read)})]
 

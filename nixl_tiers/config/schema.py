@@ -8,7 +8,9 @@ secret is kept.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -259,23 +261,38 @@ def tier_from_dict(raw: Mapping[str, Any]) -> StorageConfig:
     return tier
 
 
-def check_paths(config: TiersConfig, create: bool = True) -> None:
+AllOf = Callable[[Sequence[Callable[[], Any]]], list[Any]]
+"""Makes these calls: what each returned, None for those that did not answer in time."""
+
+
+def in_turn(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    return [call() for call in calls]
+
+
+def check_paths(config: TiersConfig, create: bool = True, all_of: AllOf = in_turn) -> list[bool]:
     """Refuse directories that cannot be written, files that cannot be read and environment variables that are unset.
+    Returns which storage tiers answered.
 
     With `create`, a missing directory of a file tier is made (mode 0700) and written to once, if all else is well;
     without it nothing is changed, and the nearest existing parent is checked instead. Where `require_mount` is set
     and nothing is mounted, nothing is made: the tier is down until something is. Raises ConfigError.
     """
-    for i, tier in enumerate(config.storage, 1):
-        try:
-            tier.check_here(starting=create)
-        except ConfigError as error:
-            raise ConfigError(f"tiers[{i}].{error}") from None
-    for i, tier in enumerate(config.storage if create else (), 1):
-        try:
-            tier.prepare_here()
-        except ConfigError as error:
-            raise ConfigError(f"tiers[{i}].{error}") from None
+    found: list[str | None] = [""] * len(config.storage)
+    for step in (methodcaller("check_here", starting=create), methodcaller("prepare_here"))[: 1 + create]:
+        left = [i for i, problem in enumerate(found) if problem == ""]
+        for i, problem in zip(left, all_of([partial(_problem, step, config.storage[i]) for i in left]), strict=True):
+            if problem:
+                raise ConfigError(f"tiers[{i + 1}].{problem}")
+            found[i] = problem
+    return [problem is not None for problem in found]
+
+
+def _problem(step: Callable[[StorageConfig], None], tier: StorageConfig) -> str:
+    try:
+        step(tier)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def check_rows(config: TiersConfig, row_bytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -171,7 +172,7 @@ class Health:
     def _plan_load_probe(self, member: Member, now: float) -> list[Job]:
         tier, loads = member.tier, member.loads
         suspects = (key for key in tier.trials if tier.member_of(key) is member and tier.denylist.trial_due(key, now))
-        candidate = row_to_load(member) or next(suspects, None)
+        candidate = row_to_load(member, now) or next(suspects, None)
         if candidate is not None and tier.index.rows.is_stored(candidate):
             jobs = self._start_trial_load(tier, candidate, now)
             for job in jobs:
@@ -243,9 +244,12 @@ class Health:
 
     def _record(self, job: Job, good: bool, now: float) -> None:
         """Record it in the breaker. The failure of a suspect that was tried alone says nothing about its tier."""
-        breaker = self._state.movers[job.mover].breakers[job.direction]
+        member = self._state.movers[job.mover]
+        breaker = member.breakers[job.direction]
         if job.probe_episode is not None:
             breaker.end_probe(job.probe_episode, good, now)
+            if job.direction is Direction.STORE and breaker.closed:  # it was the medium, and not these slots
+                member.tier.index.slots_of(member).restore()
         elif good or not job.is_trial:
             breaker.record(good, now)
 
@@ -268,16 +272,16 @@ MAX_SOUGHT: Final = 1024  # rows of a tier that are looked at; the first of them
 MAX_SAMPLED: Final = 64  # rows of the host
 
 
-def row_to_load(member: Member) -> Key | None:
-    """A stored row that is no suspect: the one asked for last while the circuit was not closed, or any other. Each
-    call goes on from where the last one ended."""
+def row_to_load(member: Member, now: float) -> Key | None:
+    """A stored row that is no suspect, nor has just failed, which would say nothing of its medium: the one asked for
+    last while the circuit was not closed, or any other. Each call goes on from where the last one ended."""
     tier = member.tier
-    is_suspect, place_of = tier.denylist.is_suspect, tier.index.place_of_slot
+    is_denied, place_of = partial(tier.denylist.is_denied, now=now), tier.index.place_of_slot
     last = tier.last_refused
-    if last is not None and tier.index.place_of(last) == member.place and not is_suspect(last):
+    if last is not None and tier.index.place_of(last) == member.place and not is_denied(last):
         return last
     tier.looked_at, keys = tier.index.rows.some(tier.looked_at, min(MAX_SOUGHT, len(tier.index)))
-    rows = ((key, tier.index.rows.get(key)) for key in keys if not is_suspect(key))
+    rows = ((key, tier.index.rows.get(key)) for key in keys if not is_denied(key))
     found = ((key, Found(*row)) for key, row in rows if row is not None and place_of(row[0]) == member.place)
     return next((key for key, row in found if row.stored and not row.evicting), None)
 

@@ -58,6 +58,13 @@ class SlotCount:
         assert self._used, "a free slot is released"
         self._used -= 1
 
+    def retire(self, slot: int) -> None:
+        """Free a slot whose write failed."""
+        self.release(slot)
+
+    def restore(self) -> None:
+        """What was retired may be tried again: the medium is listed anew, or can be written again."""
+
     def claimed(self, count: int, end: int) -> None:
         """So many slots were allocated for rows that the medium lists, all below `end`. This may pass the limit."""
         self._used += count
@@ -79,6 +86,10 @@ class Slots(SlotCount):
         self._end = 0
         self._searched = 0  # each free slot below this one is in `_freed`
         self._freed: list[int] = []  # a heap of slots that were freed; those that are taken by now are dropped when met
+        self._retired: list[int] = []  # those whose write failed: allocated to nobody
+
+    def __len__(self) -> int:
+        return self._used - len(self._retired)
 
     @property
     def limit(self) -> int:
@@ -97,6 +108,8 @@ class Slots(SlotCount):
         return self._end
 
     def allocate(self) -> int | None:
+        if self._used >= self._limit and not len(self):  # no write went well
+            self.restore()
         if self._used >= self._limit:
             return None
         while self._freed:
@@ -131,6 +144,15 @@ class Slots(SlotCount):
         if slot < self._searched:
             heappush(self._freed, slot)
 
+    def retire(self, slot: int) -> None:
+        """It is the lowest free one, and would be handed out, and fail, again and again."""
+        self._retired.append(slot)
+
+    def restore(self) -> None:
+        retired, self._retired = self._retired, []
+        for slot in retired:
+            self.release(slot)
+
     @property
     def map(self) -> memoryview:
         """A byte a slot, 1 if it is allocated, for who marks many slots at a time and says so (`claimed`)."""
@@ -144,6 +166,7 @@ class Slots(SlotCount):
         super().clear(garbage)
         garbage.add(self._map)
         self._map = zeroed(0)
+        self._retired = []
         self._end = 0
         self._search_from(0)
 
@@ -198,6 +221,10 @@ class MemberSlots(SlotCount):
     def release(self, slot: int) -> None:
         place, slot = divmod(slot, self.span)
         self.parts[place].release(slot)
+
+    def retire(self, slot: int) -> None:
+        place, slot = divmod(slot, self.span)
+        self.parts[place].retire(slot)
 
     def clear(self, garbage: DeferredFree) -> None:
         for part in self.parts:

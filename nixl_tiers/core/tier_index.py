@@ -232,11 +232,12 @@ class TierIndex:
             self.former.append(self.evicting)
             self.evicting = {}
 
-    def invalidate(self, key: Key, row: int) -> bool:
-        """This row cannot be used. Does nothing, and returns False, if the key has another one by now."""
+    def invalidate(self, key: Key, row: int, *, unwritten: bool = False) -> bool:
+        """This row cannot be used; `unwritten`: nor its slot, whose write failed. Does nothing, and returns False, if
+        the key has another one by now."""
         slot = self.rows.remove(key, row)
         if slot >= 0:
-            self._removed(key, slot)
+            self._removed(key, slot, unwritten=unwritten)
         return slot >= 0
 
     # --- what the medium lists -----------------------------------------------------------------------------------
@@ -369,9 +370,9 @@ class TierIndex:
         self._gone.note(key, self._evicted)
         self._counters.evictions += 1
 
-    def _removed(self, key: Key, slot: int) -> None:
+    def _removed(self, key: Key, slot: int, *, unwritten: bool = False) -> None:
         self.evicting.pop(key, None)
-        self.slots.release(slot)
+        (self.slots.retire if unwritten else self.slots.release)(slot)
         self.queue_delete(slot, key)
         if self.changed is not None:
             self.changed(key)

@@ -15,7 +15,7 @@ from nixl_tiers.core.state import CascadeState, within_quotas
 from nixl_tiers.core.store_throttle import StoreThrottle
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import Found
-from nixl_tiers.core.types import Direction, Job, PlannedMove
+from nixl_tiers.core.types import Direction, Job, PlannedMove, TierState
 
 MAX_VICTIMS_PER_PASS: Final = 256
 _READY: Final = RowState.READY  # members of an enum are found by a slow attribute look-up before Python 3.12
@@ -249,7 +249,8 @@ class WriteBack:
             else:
                 full = outcome is Outcome.NO_SPACE
                 counters.failed_stores += not full
-                if tier.index.invalidate(key, move.id):
+                # Of a mover that has died it is not known, and the next one lists.
+                if tier.index.invalidate(key, move.id, unwritten=not full and tier.state is TierState.UP):
                     counters.dropped_failed += not full
                     tier.refused("full", int(full))
                     self._give_up(tier, key)

@@ -13,8 +13,15 @@ import signal
 import sys
 from pathlib import Path
 
+LOOK = "--look"
+"""Be the child that looks at what this machine has for a configuration (`runtime/here.py`)."""
+
 
 def main() -> None:
+    if sys.argv[1:] == [LOOK]:
+        from nixl_tiers.config import here
+
+        here.main()
     parser = argparse.ArgumentParser(prog="python -m nixl_tiers.mover", description=__doc__)
     parser.add_argument("--tier", required=True, help="which tier it serves, for who looks at processes")
     parser.add_argument("--socket", type=int, required=True, help="descriptor of the mover's end of the socketpair")

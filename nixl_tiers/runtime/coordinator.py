@@ -27,9 +27,10 @@ from nixl_tiers.base.clock import RunningClock
 from nixl_tiers.base.lifetime import ForkedLock, finalize_once
 from nixl_tiers.base.manifest import Description
 from nixl_tiers.base.times import PRODUCTION, Times
+from nixl_tiers.config.here import Here
 from nixl_tiers.config.quotas import Tenants
 from nixl_tiers.config.schema import ConfigError, TiersConfig, format_size
-from nixl_tiers.config.warnings import warnings_here, warnings_of
+from nixl_tiers.config.warnings import warnings_of
 from nixl_tiers.core.copies import LoadPlan, StorePlan
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.stats import Load
@@ -75,9 +76,11 @@ class Coordinator:
         limits: Limits | None = None,
         clock: Callable[[], float] | None = None,
         description: Description | None = None,
+        here: Here | None = None,
         times: Times = PRODUCTION,
     ) -> None:
-        """`description`: of the rows, for the manifests beside them."""
+        """`description`: of the rows, for the manifests beside them. `here`: as of `open`."""
+        self.here = here or Here()
         self.times = times
         self.tenants = Tenants(config.quotas)
         core = make_core(config, self.tenants, region, limits, times)
@@ -116,20 +119,22 @@ class Coordinator:
         *,
         device: str | None = None,
         description: Description | None = None,
+        here: Here | None = None,
         times: Times = PRODUCTION,
     ) -> Self:
         """Start a coordinator over a region that the caller created or attached; it closes the region when it closes.
 
         Waits at most `timeout_s` seconds, by default `times.open_s`, for the tiers to judge their configuration, and
         for their listings at most `ready_s`, by default `timeout_s`. `device`: what computes prompts, for its speed to
-        be kept between starts; None if that is not learned.
+        be kept between starts; None if that is not learned. `here`: what was found on this machine; tiers that did not
+        answer then are down until they do, and not waited for.
 
         Raises ConfigError if a tier can never work (no such bucket), and NotBuilt; a tier that is down is retried.
         """
         native.require()
-        for warning in (*warnings_of(config), *warnings_here(config)):
+        coordinator = cls(config, namespace, region, description=description, here=here, times=times)
+        for warning in (*warnings_of(config), *coordinator.here.warnings):
             log.warning("nixl_tiers: %s", warning)
-        coordinator = cls(config, namespace, region, description=description, times=times)
         if device is not None and config.prefill_tokens_per_s is None:
             coordinator.prefill.keep(PrefillCache(namespace, device))
         try:
@@ -160,6 +165,7 @@ class Coordinator:
         if not self.config.storage:
             return
         began_s = time.monotonic()
+        self._link.without(self.here.silent)
         self._link.start()
         movers, names = self._link.movers, self.config.names
         with self.changed:

@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -101,6 +101,14 @@ class MoverLink:
             self,
             clock,
         )
+
+    def without(self, silent: Mapping[str, str]) -> None:
+        """These tiers are down until they answer, and why, by their names."""
+        with self._locked():
+            for mover in self.movers:
+                if mover.tier in silent:
+                    mover.answered = True
+                    mover.log.down(silent[mover.tier], self._clock())
 
     def start(self) -> None:
         """Start the movers; each opens the namespace."""

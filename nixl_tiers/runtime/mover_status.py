@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nixl_tiers.base.chunk import FULL, UNREACHABLE
+from nixl_tiers.base.chunk import FAILING, FULL, UNREACHABLE
 from nixl_tiers.config.schema import StorageConfig, format_size
 from nixl_tiers.runtime.tier_log import TierLog, Write
 
@@ -32,7 +32,7 @@ def gauges(movers: Sequence[MoverStatus]) -> dict[str, float]:
     return {
         "used_bytes": sum(each.used_bytes for each in movers),
         "capacity_bytes": sum(each.capacity for each in movers),
-        "denials": float(sum(len(each.log.denials.keys() - {FULL, UNREACHABLE}) for each in movers)),
+        "denials": float(sum(len(each.log.denials.keys() - {FAILING, FULL, UNREACHABLE}) for each in movers)),
         "full": float(any(FULL in each.log.denials for each in movers)),
         "listed_rows": float(sum(each.listed_rows for each in movers)),
         "loads_staged": float(any(each.staged[0] for each in movers)),

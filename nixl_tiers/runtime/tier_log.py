@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
-from nixl_tiers.base.chunk import FULL, UNREACHABLE
+from nixl_tiers.base.chunk import FAILING, FULL, UNREACHABLE
 from nixl_tiers.core.breaker import Breaker
 from nixl_tiers.core.types import Direction
 
@@ -27,7 +27,11 @@ REASONS: Final = 3  # further reasons that are logged in one outage
 LINES: Final = 64  # lines of a mover that are remembered, so that its successors do not repeat them
 LISTING_S: Final = 10.0  # between two lines about a listing that is still running
 
-_OVER: Final = {FULL: "what it stores may grow again", UNREACHABLE: "rows are stored again"}
+_OVER: Final = {
+    FULL: "what it stores may grow again",
+    UNREACHABLE: "rows are stored again",
+    FAILING: "rows are stored again",
+}
 _DIRECTIONS: Final = {Direction.LOAD: "loads from", Direction.STORE: "stores to"}
 
 
@@ -107,7 +111,7 @@ class TierLog:
         self._episodes = dict.fromkeys(Direction, 0)
         self._reason = ""  # why the tier is down
         self.denials: Mapping[str, str] = {}
-        """What the medium does not do now: kind (FULL, UNREACHABLE, or of requests that are denied) -> a sentence."""
+        """What the medium does not do now: kind (FULL, UNREACHABLE, FAILING, or of requests that are denied) -> a sentence."""
         self._listed = False
         self._listing_at = 0.0
         self._lines: OrderedDict[str, None] = OrderedDict()
@@ -120,7 +124,7 @@ class TierLog:
     @property
     def refusal(self) -> Literal["", "denied", "unreachable"]:
         """Why the medium takes no rows now, as far as it says."""
-        if self.denials.keys() - {FULL, UNREACHABLE}:
+        if self.denials.keys() - {FAILING, FULL, UNREACHABLE}:
             return "denied"
         return "unreachable" if UNREACHABLE in self.denials else ""
 

@@ -44,6 +44,8 @@ shows which layout the path has. The names are part of the formats on disk."""
 PROBE: Final = re.compile(r"probe-[0-9a-f]{16}\.tmp")
 """The name of a file that is made for a moment, to learn what the file system can do."""
 
+FULL_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT)
+"""No other error means that there is no room."""
 MEASURE_S: Final = 1.0  # between two looks at a file system's room
 _PERMANENT: Final = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -321,6 +323,54 @@ def _read(folder: Folder, name: str, offset: int, nbytes: int, flags: int) -> ND
         os.close(descriptor)
 
 
+def try_out(folder: Folder, *, direct: bool, in_place: bool) -> None:
+    """Do with one small file all that a layout does with its own, since a mount that is no disk may take some of it and
+    keep nothing: create, allocate, write, `in_place` in the middle too, rename, read back, delete. A full disk must
+    still serve its rows, and is not tried further. Raises TierDown."""
+    name, new, doing = probe_name(), probe_name(), "created"
+    flags = os.O_DIRECT if direct else 0
+    try:
+        with mmap.mmap(-1, 3 * PAGE) as pages:
+            descriptor = folder.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags)
+            try:
+                doing = "allocated"
+                failed = fallocate(descriptor, 0, len(pages))
+                if failed and failed != errno.EOPNOTSUPP:
+                    raise OSError(failed, os.strerror(failed))
+                doing = "written"
+                pages[:] = bytes([1]) * len(pages)
+                _write(descriptor, pages, 0)
+                if in_place:
+                    doing = "written in the middle"
+                    pages[PAGE : 2 * PAGE] = bytes([2]) * PAGE
+                    with memoryview(pages) as view, view[PAGE : 2 * PAGE] as page:
+                        _write(descriptor, page, PAGE)
+            finally:
+                os.close(descriptor)
+            doing = "renamed"
+            folder.rename(name, folder, new)
+            doing = "read back"
+            if bytes(_read(folder, new, 0, len(pages), flags)) != pages[:]:
+                raise OSError(errno.EIO, "it holds something else")
+            doing = "deleted"
+            folder.unlink(new)
+    except OSError as error:
+        if error.errno not in FULL_ERRORS:
+            why = error.strerror or str(error)
+            raise TierDown(
+                f"{folder.path} is on a mount that does not work as a disk: no file can be {doing} ({why})"
+            ) from error
+    finally:
+        for left in (name, new):
+            with suppress(OSError):
+                folder.unlink(left)
+
+
+def _write(descriptor: int, data: mmap.mmap | memoryview, offset: int) -> None:
+    if os.pwritev(descriptor, [data], offset) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # only a full disk cuts a write short
+
+
 def direct_works(folder: Folder) -> bool:
     """Whether one page can be written and read with O_DIRECT: some file systems accept the flag and then refuse every
     transfer. Raises OSError."""
@@ -338,6 +388,6 @@ def direct_works(folder: Folder) -> bool:
         try:
             return os.pwritev(descriptor, [page], 0) == PAGE and os.preadv(descriptor, [page], 0) == PAGE
         except OSError as error:
-            return error.errno == errno.ENOSPC  # inconclusive, and a full disk must still serve its rows
+            return error.errno in FULL_ERRORS  # inconclusive, and a full disk must still serve its rows
         finally:
             os.close(descriptor)

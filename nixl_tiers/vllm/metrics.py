@@ -22,6 +22,7 @@ from nixl_tiers.base.metrics import (
     published,
 )
 from nixl_tiers.base.tier_traits import CPU, TierTraits
+from nixl_tiers.config.here import Here
 from nixl_tiers.config.schema import TiersConfig, Write
 from nixl_tiers.vllm.compat import (
     OffloadingConnectorStats,
@@ -53,8 +54,9 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
     return declared
 
 
-def traits(config: TiersConfig) -> list[TierTraits]:
-    """Of the host and of each storage tier."""
+def traits(config: TiersConfig, here: Here | None = None) -> list[TierTraits]:
+    """Of the host and of each storage tier. `here`: what was found at the start."""
+    places = dict.fromkeys(here.silent, "") | here.identities if here is not None else {}
     quotas = tuple(config.quotas)
     storage = [
         TierTraits(
@@ -63,7 +65,7 @@ def traits(config: TiersConfig) -> list[TierTraits]:
             checked=tier.asked,
             disk=tier.on_disk,
             quotas=quotas if tier.own and tier.write is not Write.OFF else (),
-            place=place_label(tier.identity),
+            place=place_label(places[name] if name in places else tier.identity),  # noqa: SIM401 - it may hang
         )
         for name, tier in zip(config.names, config.storage, strict=True)
     ]

@@ -35,7 +35,9 @@ class Reports:
         self._own = own
         row_bytes = coordinator.region.geometry.row_bytes
         info = info_labels(config, coordinator.namespace.digest.hex(), row_bytes, chunk_tokens)
-        self._reporter = Reporter(traits(config), info, gauges=live is None or not live.replaces_reports)
+        self._reporter = Reporter(
+            traits(config, coordinator.here), info, gauges=live is None or not live.replaces_reports
+        )
         self._period_s = period_s
         self._next_s = 0.0
         self._closed = False

@@ -22,6 +22,7 @@ from nixl_tiers.config.source import without_vllm
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
 from nixl_tiers.memory.rendezvous import OtherSizes, rendezvous
+from nixl_tiers.runtime.here import ask
 from nixl_tiers.vllm import compat, contract, live, metrics, replicated
 from nixl_tiers.vllm.amplification import refuse_amplification
 from nixl_tiers.vllm.compat import (
@@ -54,7 +55,8 @@ class NixlTiersSpec(OffloadingSpec):
         log_as_vllm()
         contract.check_newer(compat.version())
         refuse_layout(config)
-        tiers = parse(config)
+        tiers = tiers_config.load(without_vllm(config.extra_config))
+        self._here = ask(tiers, starting=True, deadline_s=self.times.open_s)
         self._replicas = replicas_of(config, tiers)
         self.tiers = with_own_prefixes(tiers, config).model_copy(update={"replicas": self._replicas})
         self._times_steps = replicated.is_told()  # what vLLM's own connector does not
@@ -174,7 +176,7 @@ class NixlTiersSpec(OffloadingSpec):
             description = description_of(self.config, revision)
             device = compat.device_name() if self._times_steps else None
             coordinator = Coordinator.open(
-                self.tiers, namespace, region, device=device, description=description, times=times
+                self.tiers, namespace, region, device=device, description=description, here=self._here, times=times
             )
         except BaseException:
             region.close()
@@ -196,13 +198,6 @@ class NixlTiersSpec(OffloadingSpec):
             chunk_tokens=chunk_tokens,
             live=LiveGauges(model, compat.replica(self.config)) if model else None,
         )
-
-
-def parse(config: OffloadingConfig) -> TiersConfig:
-    """The tiers' configuration out of kv_connector_extra_config. Raises ConfigError, a ValueError."""
-    tiers = tiers_config.load(without_vllm(config.extra_config))
-    tiers_config.check_paths(tiers)
-    return tiers
 
 
 def geometry_of(config: OffloadingConfig, copies: int) -> Geometry:

@@ -18,6 +18,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 import nixl_tiers
+from nixl_tiers.base import mounts
 from nixl_tiers.cli import BAD_INPUT, disk_room, main
 from nixl_tiers.cli.checks import bucket, directory, machine, probe, tiers
 from nixl_tiers.cli.checks.finding import Finding, Status, advise, broken, exit_code, not_tried, ok, warning
@@ -199,6 +200,13 @@ def test_capacity_beyond_the_file_system_is_a_warning(tmp_path: Path) -> None:
     found = named(directory.examine(file_config(tmp_path, "1EiB", layout="files", write="off"), "token"))
     assert found["file system"].status is Status.WARNING
     assert found["file system"].change
+
+
+def test_directory_on_the_root_file_system_is_said_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for root, said in ((tmp_path, True), (Path("/proc"), False)):
+        monkeypatch.setattr(mounts, "ROOT", root)
+        found = named(directory.examine(file_config(tmp_path, "1MiB", layout="files", write="off"), "token"))
+        assert ("on the root file system" in found["file system"].text) is said
 
 
 def test_capacity_beyond_what_others_leave_is_a_warning_with_the_room_that_is_left(

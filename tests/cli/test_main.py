@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers import cli
+from nixl_tiers.base import mounts
 from nixl_tiers.cli.checks import directory
 from nixl_tiers.cli.checks.finding import Status
 from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, Write, load
@@ -131,6 +132,20 @@ def test_file_for_another_machine_is_checked_without_looking_at_this_one(
     assert re.findall(r"^warning: (\S+)", shown, re.MULTILINE) == ["tiers[0].capacity:"]
     file.write_text(text.replace("1TiB", "1TB/s"))
     assert cli.main(["config", "--elsewhere", str(file)]) == cli.BAD_INPUT
+
+
+def test_directory_on_the_root_file_system_is_said_to_be_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its disk may not be mounted."""
+    file = write(tmp_path, f"tiers: [{{type: cpu, capacity: 1Gi}}, {{type: file, path: {tmp_path}/kv, capacity: 2Gi}}]")
+    heads = []
+    for root in (tmp_path, Path("/proc")):
+        monkeypatch.setattr(mounts, "ROOT", root)
+        assert cli.main(["config", str(file)]) == 0
+        heads += re.findall(r"^tiers\[1\].*", capsys.readouterr().out, re.MULTILINE)
+    head = f"tiers[1] file: 2 GiB, {tmp_path}/kv"
+    assert heads == [f"{head}, on the root file system", head]
 
 
 def test_verdict_and_warnings_come_first_and_exit_code_is_zero(

@@ -187,3 +187,65 @@ def test_rows_looked_at_for_a_probe_are_as_cold_as_before() -> None:
     core = killed_by(KEYS[:100], physical_slots=False)
     turns_until_closed(core, 5)
     assert core.tiers[0].index.select_victims(len(KEYS)) == KEYS
+
+
+def of_a_disk(slots: int) -> TierManager:
+    core = TierManager(1, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)])
+    opened(core, 0, slots)
+    core.events.listed(0, [], last=True)
+    return core
+
+
+def store(core: TierManager, key: Key, bad: Sequence[int], now: float) -> None:
+    """Of a disk that cannot write these slots."""
+    put(core, [key])
+    for job in core.turn(now, now):
+        outcomes = [Outcome.FAILED if move.slot in bad else Outcome.OK for move in job.moves]
+        core.events.finished(0, job.id, outcomes, now)
+
+
+def test_one_bad_block_costs_one_row_of_five_hundred() -> None:
+    """Its slot would be the next to be handed out, until the circuit opens, and be what each probe of that writes."""
+    core = of_a_disk(600)
+    for number, key in enumerate(KEYS[:500]):
+        store(core, key, [15], number / 100)
+    tier = core.tiers[0]
+    assert (tier.counters.stored, tier.counters.failed_stores) == (499, 1)
+    assert tier.circuit is BreakerState.CLOSED
+    assert len(tier.index.slots) == 499
+    opened(core, 0, 600)
+    core.events.listed(0, [(slot, key, 1) for slot, key in enumerate(KEYS[:15])], last=True)
+    store(core, b"again", [], 6.0)
+    assert tier.index.rows.get(b"again")[0] == 15, "after a listing it may be tried again"  # type: ignore[index]
+
+
+def test_disk_on_which_every_write_failed_is_used_again() -> None:
+    core = of_a_disk(4)
+    for number in range(8):
+        store(core, KEYS[number], range(4), number)
+    now = 100.0
+    for number in range(8, 16):
+        now += 61.0
+        store(core, KEYS[number], [], now)
+    assert core.tiers[0].circuit is BreakerState.CLOSED
+    assert len(core.tiers[0].index.slots) == 4
+
+
+def test_row_that_has_just_failed_is_no_probe() -> None:
+    """It is what requests ask for: an unreadable block would keep the circuit of all others open."""
+    core = of_a_disk(8)
+    rows = list(enumerate(KEYS[:3]))
+    opened(core, 0, 8)
+    core.events.listed(0, [(slot, key, 1) for slot, key in rows], last=True)
+    core.events.killed(0, 0.0)
+    core.events.lost(0, 0.0)
+    opened(core, 0, 8)
+    core.events.listed(0, [(slot, key, 1) for slot, key in rows], last=True)
+    tier, now = core.tiers[0], 1.0
+    tier.denylist.record_failure(KEYS[0], now)
+    for _ in range(PROBES):
+        assert core.lookup(KEYS[0], "request", None, now) is Lookup.MISS
+        (job,) = core.turn(now, now)
+        assert KEYS[0] not in [move.key for move in job.moves]
+        core.events.finished(0, job.id, [Outcome.OK], now)
+    assert tier.readable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -148,3 +149,21 @@ def ext4(folder: Path) -> Iterator[Ext4]:
     finally:
         while disk.unmount():
             pass
+
+
+@contextmanager
+def hung_mount(place: Path) -> Iterator[Path]:
+    """A mount whose server never answers: every call below `place` waits, until its process is killed. Skips the test
+    where FUSE cannot be mounted."""
+    try:
+        server = os.open("/dev/fuse", os.O_RDWR)
+    except OSError:
+        pytest.skip("needs FUSE")
+    options = f"fd={server},rootmode=40000,user_id=0,group_id=0,allow_other".encode()
+    try:
+        if ctypes.CDLL(None).mount(b"hung", os.fsencode(place), b"fuse", 0, options):
+            pytest.skip("needs to mount FUSE")
+        yield place
+    finally:
+        os.close(server)  # what waits ends with an error
+        run("umount", "-l", place)

@@ -418,6 +418,7 @@ class ScriptedCoordinator:
         self.answer, self.where = answer, source
         self.changed = self.copies = self
         self.entered = 0
+        self.here = None
         self.prefill = SimpleNamespace(observe=lambda *_: None)
         self.region = SimpleNamespace(
             geometry=Geometry(cells=1, cell_payload=8192),

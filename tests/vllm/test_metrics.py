@@ -15,6 +15,7 @@ import prometheus_client
 from nixl_tiers.base.metrics import METRICS, PREFIX, Kind, number_of_quota, published
 from nixl_tiers.base.tier_traits import TierTraits
 from nixl_tiers.config import schema
+from nixl_tiers.config.here import Here
 from nixl_tiers.config.tier import StorageConfig
 from nixl_tiers.core.stats import Counters
 from nixl_tiers.vllm.metrics import MAX_PROBLEMS, Reporter, definitions, place_label, traits
@@ -109,9 +110,12 @@ def test_sentences_that_always_differ_make_few_series() -> None:
     assert len(shown) <= MAX_PROBLEMS + 1
 
 
+CPU_TIER = {"type": "cpu", "capacity": "1GiB"}
+
+
 def places(*tiers: dict[str, object]) -> list[str]:
     """Of the cpu tier and of these, as one more engine has them."""
-    config = schema.load({"tiers": [{"type": "cpu", "capacity": "1GiB"}, *tiers]})
+    config = schema.load({"tiers": [CPU_TIER, *tiers]})
     return [tier.place for tier in traits(config)]
 
 
@@ -132,6 +136,9 @@ def test_engines_of_one_directory_have_one_place(tmp_path: Path) -> None:
 
     (tmp_path / "link").symlink_to("a")
     assert place("a") == place("link") == place("a", layout="files")
+    disk = {"type": "file", "path": str(tmp_path / "a"), "capacity": "1GiB", "min_free": 0}
+    config = schema.load({"tiers": [CPU_TIER, disk]})
+    assert traits(config, Here(silent={"file": "it does not answer"}))[1].place != place("a"), "it is not asked"
     assert place("a", "b") == place("b", "a")
     assert len({place("a"), place("b"), place("a", "b")}) == 3
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from nixl_tiers.base.chunk import Geometry
-from nixl_tiers.base.mounts import file_systems, nearest
+from nixl_tiers.base.mounts import file_systems, is_on_root, nearest
 from nixl_tiers.cli.checks.finding import Finding, advise, broken, not_tried, ok, warning
 from nixl_tiers.cli.checks.trial import NAME, ROW, SCRATCH, SCRATCH_PREFIX, STALE_S, rows_of, write_read_verify
 from nixl_tiers.cli.children import say
@@ -102,7 +102,8 @@ def parts_in_use(path: Path) -> str:
 def _file_system(config: FileConfig, parent: Path) -> Iterator[Finding]:
     disk = DiskRoom.of(config)
     kind = file_systems().get(device_of(parent), "unknown")
-    made = "" if config.path == parent else f"; {config.path} is created at startup"
+    made = ", on the root file system" if is_on_root(config.path) else ""
+    made += "" if config.path == parent else f"; {config.path} is created at startup"
     text = f"{kind}, {format_size(disk.size)}, {format_size(disk.free)} free"
     facts = {
         "file_system": kind, "size_bytes": disk.size, "free_bytes": disk.free, "min_free_bytes": disk.min_free,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, ParamSpec, TypeVar
 
-from nixl_tiers.base.chunk import PAGE, Geometry, Key
+from nixl_tiers.base.chunk import FAILING, PAGE, Geometry, Key
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.manifest import Description
 from nixl_tiers.base.times import PRODUCTION, Times
@@ -49,6 +49,7 @@ from nixl_tiers.tiers.disk import (
     open_agent,
     open_error,
     prepare_path,
+    try_out,
 )
 from nixl_tiers.tiers.manifests import ManifestKeeper, ManifestMedium
 from nixl_tiers.tiers.nixl_agent import Registration
@@ -159,6 +160,7 @@ class RowFileTier(StorageTier):
             if self._directory.writes:
                 with self._directory.incoming() as incoming:
                     self._files.direct = direct_works(incoming)
+                    try_out(incoming, direct=self._files.direct, in_place=False)
                     check_registration(self._agent, incoming)
             identity = FileIdentity(path)
             self._measure_free_space()
@@ -199,7 +201,7 @@ class RowFileTier(StorageTier):
 
     @property
     def denials(self) -> Mapping[str, str]:
-        return self._free.denials
+        return {**self._free.denials, **({FAILING: problem} if (problem := self._files.problem) else {})}
 
     @property
     def relist_s(self) -> float | None:

@@ -17,7 +17,7 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move, has_expired
-from nixl_tiers.tiers.disk import describe, direct_reads, fallocate
+from nixl_tiers.tiers.disk import FULL_ERRORS, describe, direct_reads, fallocate
 from nixl_tiers.tiers.folder import fd_path
 from nixl_tiers.tiers.move_queue import MoveQueue, Steps, Unit
 from nixl_tiers.tiers.moves import MovePipeline, finished
@@ -29,7 +29,6 @@ from nixl_tiers.tiers.rowfile.quota import DirQuota, Reservation, age_from
 from nixl_tiers.tiers.staging import DirectRows, Staging
 
 TOUCH_S: Final = 60.0  # a row that was used more recently is not touched again
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _RUNNING_BYTES: Final = 32 << 20  # in each direction, within these numbers of rows
 _RUNNING_ROWS: Final = (16, 64)
 _UNIT_ROWS: Final = 8  # that are stored together, within these bytes
@@ -86,6 +85,8 @@ class RowFileIo:
         self._log_once = log_once
         self._on_failure = on_failure
         self._is_hidden = is_hidden
+        self.problem = ""
+        """Why rows cannot be stored now, unless the disk is full."""
         self.direct: bool | None = True  # whether files are opened with O_DIRECT; None: as the first one can be read
 
     # --- stores -----------------------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ class RowFileIo:
                 self._quota.release()
             else:
                 self._discard(temporary)
-            return Outcome.NO_SPACE if isinstance(error, OSError) and error.errno in _FULL else Outcome.FAILED
+            return Outcome.NO_SPACE if isinstance(error, OSError) and error.errno in FULL_ERRORS else Outcome.FAILED
 
     def end_stores(self, rows: Sequence[Written]) -> list[Outcome]:
         """`end_store` for each of these."""
@@ -128,12 +129,15 @@ class RowFileIo:
                 self._directory.publish(file.temporary, row.path, row.sealed_at)
                 file.temporary.close()
                 self._quota.release()
+                self.problem = ""
                 return Outcome.OK
             status = os.statvfs(self._directory.path)
-            full = status.f_bavail * status.f_frsize < self._row_bytes
+            full = status.f_blocks > 0 and status.f_bavail * status.f_frsize < self._row_bytes  # some report no size
+            if not full:
+                self._failed("written", AgentError("the kernel's log may tell why"))
         except OSError as error:
             self._failed("put in their places", error)
-            full = error.errno in _FULL
+            full = error.errno in FULL_ERRORS
         self._discard(file.temporary)
         return Outcome.NO_SPACE if full else Outcome.FAILED
 
@@ -196,7 +200,10 @@ class RowFileIo:
 
     def _failed(self, what: str, error: OSError | AgentError) -> None:
         reason = describe(error) if isinstance(error, OSError) else error
-        self._log_once.report(what, f"{self._directory.path}: rows cannot be {what} ({reason})")
+        sentence = f"{self._directory.path}: rows cannot be {what} ({reason})"
+        if what != "read" and not (isinstance(error, OSError) and error.errno in FULL_ERRORS):
+            self.problem = sentence
+        self._log_once.report(what, sentence)
         self._on_failure()
 
     def _register(self, descriptor: int, access: Literal["rw", "ro"]) -> Registration:

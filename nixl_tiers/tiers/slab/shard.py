@@ -72,6 +72,8 @@ class Shard:
         self._scan: SealScan | None = None
         self._log_once = LogOnce(logger)
         self._store_failed = False
+        self.store_problem = ""
+        """Why rows cannot be stored now, unless the disk is full."""
         self.health = HealthMonitor(self._check, times.disk_check_s)
 
     def _layout(self, slots: int) -> SlabLayout:
@@ -271,7 +273,8 @@ class Shard:
         if self._store_failed and not problem:
             self._store_failed = False
             reason = _write_error(self._directory.folder)
-            self._log_once.report("store", f"{self.path}: rows cannot be written ({reason})")
+            self.store_problem = f"{self.path}: rows cannot be written ({reason})"
+            self._log_once.report("store", self.store_problem)
         return problem
 
     def close(self) -> None:

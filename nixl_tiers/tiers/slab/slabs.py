@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.memory.seal import MAGIC, Sealer, read
-from nixl_tiers.tiers.disk import FileIdentity, check_registration, direct_works, fallocate
+from nixl_tiers.tiers.disk import FileIdentity, check_registration, direct_works, fallocate, try_out
 from nixl_tiers.tiers.folder import Folder, fd_path
 from nixl_tiers.tiers.nixl_agent import Registrar, Registration
 from nixl_tiers.tiers.slab.layout import SlabLayout, slab_name, slab_number
@@ -60,6 +60,7 @@ class Slabs:
             if (slab := slab_number(name)) is not None:
                 self._open_existing(slab)
         self._direct = direct_works(folder)
+        try_out(folder, direct=self._direct, in_place=True)
         check_registration(agent, folder)
         if not self._direct:
             logger.warning("%s does not support O_DIRECT: rows go through the page cache", folder.path)
@@ -120,7 +121,8 @@ class Slabs:
             status = os.fstatvfs(self._folder.descriptor)
         except OSError:  # it has gone
             return False
-        return status.f_bavail * status.f_frsize < self.layout.row_bytes
+        # Some network file systems report no size.
+        return status.f_blocks > 0 and status.f_bavail * status.f_frsize < self.layout.row_bytes
 
     @property
     def end(self) -> int:

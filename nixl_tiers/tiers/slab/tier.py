@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
-from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import FAILING, Geometry, Outcome
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.manifest import Description
 from nixl_tiers.base.times import PRODUCTION, Times
@@ -18,7 +18,7 @@ from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import EndedMoves, Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused, sweep_s
-from nixl_tiers.tiers.disk import SLAB_LOCK, FreeSpace, MountGuard, describe, open_error, prepare_path
+from nixl_tiers.tiers.disk import FULL_ERRORS, SLAB_LOCK, FreeSpace, MountGuard, describe, open_error, prepare_path
 from nixl_tiers.tiers.manifests import ManifestKeeper
 from nixl_tiers.tiers.move_queue import Unit
 from nixl_tiers.tiers.slab.growth import GROWTH_S, Growth
@@ -152,7 +152,8 @@ class SlabTier(StorageTier):
 
     @property
     def denials(self) -> Mapping[str, str]:
-        return self._free.denials
+        problem = self._open.store_problem if self._open is not None else ""
+        return {**self._free.denials, **({FAILING: problem} if problem else {})}
 
     def list_rows(self) -> Iterator[Sequence[Entry]]:
         return self._served.list_rows()
@@ -290,14 +291,16 @@ class SlabTier(StorageTier):
         try:
             growth.result()
         except (NoSpace, OSError) as error:
-            if not self._full_until_s and not self._free.problem:  # which is logged as a denial
-                logger.warning(
-                    "no room for more rows, so rows are evicted to store others: %s",
-                    describe(error) if isinstance(error, OSError) else error,
-                )
-            self._served.health.check_soon()
+            served, reason = self._served, describe(error) if isinstance(error, OSError) else str(error)
+            full = isinstance(error, NoSpace) or error.errno in FULL_ERRORS
+            if not full:
+                served.store_problem = f"{served.path}: no slab can be made longer ({reason})"
+                self._log_once.report("longer", served.store_problem)
+            elif not self._full_until_s and not self._free.problem:  # which is logged as a denial
+                logger.warning("no room for more rows, so rows are evicted to store others: %s", reason)
+            served.health.check_soon()
             self._full_until_s = time.monotonic() + _FULL_S
-            if self._slots is not None:
+            if self._slots is not None and (full or served.slabs.end):
                 self._slots.refused()
             self._full_outcome = Outcome.NO_SPACE if isinstance(error, NoSpace) else Outcome.FAILED
         else:

@@ -126,6 +126,8 @@ class Transfers(ABC):
 
     def _stored(self, moved: Sequence[tuple[Move, int]], rows: DirectRows) -> None:
         """These were written, and sealed then. Once a unit: the journal takes many rows as quickly as few."""
+        if moved:
+            self._served().store_problem = ""
         self._served().journal.put_all([(move.slot, move.key, move.tick, sealed_at) for move, sealed_at in moved])
         rows.moved(len(moved))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.mover.protocol import Down, Open, Opened, Refused
+from nixl_tiers.mover.protocol import Down, Heartbeat, Open, Opened, Refused
 from tests.mover.harness import NAMESPACE, MoverProcess, shard_dir, wait_until
 from tests.support.disks import disk_bytes
 from tests.support.file_tier import LAYOUTS
@@ -153,12 +153,18 @@ def test_file_size_limit_fails_only_stores(tmp_path: Path, layout: str) -> None:
         pid, most = mover.process.pid, GEOMETRY.row_bytes // 2
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
         assert set(mover.store(range(100, 100 + ROWS))) == {Outcome.FAILED}
+        denied(mover, lambda denials: "File too large" in denials.get("writing", ""))
         assert set(mover.load(range(ROWS // 2))) == {Outcome.OK}
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         assert wait_until(lambda: set(mover.store(range(100, 100 + ROWS))) == {Outcome.OK})
+        denied(mover, lambda denials: not denials)
         assert set(mover.load(range(ROWS // 2))) == {Outcome.OK}
         mover.stop()
         assert lines(mover, "File too large") == 1
+
+
+def denied(mover: MoverProcess, what: Callable[[Mapping[str, str]], bool]) -> None:
+    mover.expect(lambda message: isinstance(message, Heartbeat) and what(message.denials))
 
 
 @pytest.mark.parametrize("there", list(LAYOUTS))

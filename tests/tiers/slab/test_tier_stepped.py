@@ -335,6 +335,21 @@ class TestAFullDisk:
         assert one.tier.slots == one.slots
         assert one.store([allocated + 1]) == [OK]
 
+    def test_an_error_that_is_no_lack_of_room_is_a_problem_and_costs_no_slots(
+        self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one = make(capacity=64 << 20)
+        one.open()
+        with monkeypatch.context() as patch:
+            patch.setattr(slabs_module, "fallocate", lambda *_: errno.EIO)
+            assert one.store(range(4)) == [FAILED] * 4
+            assert "no slab can be made longer" in one.tier.denials["writing"]
+            assert one.tier.denials["writing"].endswith("Input/output error)")
+            assert one.tier.slots == one.slots, "else the core has no room for any row"
+        one.clock.now += PRODUCTION.growth_retry_s + 0.1
+        assert one.store(range(4)) == [OK] * 4
+        assert one.tier.denials == {}
+
     def test_a_growth_that_hangs_holds_up_only_what_needs_it_and_not_for_ever(
         self, make: Callable[..., SteppedSlabs], threads: Threads
     ) -> None:

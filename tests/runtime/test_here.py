@@ -1,0 +1,58 @@
+"""What an engine asks of its machine before it starts: a mount that does not answer costs its tier, and no time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nixl_tiers.config import here as child
+from nixl_tiers.config.schema import ConfigError, load
+from nixl_tiers.runtime import here
+
+CPU = {"type": "cpu", "capacity": "1MiB"}
+
+
+def file(path: Path, **more: object) -> dict[str, object]:
+    return {"type": "file", "path": str(path), "capacity": "64MiB", "min_free": 0, **more}
+
+
+def all_but(place: int) -> Callable[[Sequence[Callable[[], Any]]], list[Any]]:
+    """Of several calls this one never returns."""
+    return lambda calls: [None if i == place and len(calls) > 1 else call() for i, call in enumerate(calls)]
+
+
+def test_mount_that_does_not_answer_holds_up_no_other_tier(tmp_path: Path) -> None:
+    config = load({"tiers": [CPU, file(tmp_path / "hung"), file(tmp_path / "deep" / "kv")]})
+    found = child.look(config, starting=True, all_of=all_but(0))
+    assert [*found.silent] == ["file"]
+    assert [*found.identities] == ["file2"]
+    assert (tmp_path / "deep" / "kv").is_dir()
+    assert not (tmp_path / "hung").exists()
+
+
+def test_answer_in_time_refuses(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    config = load({"tiers": [CPU, file(tmp_path / "hung"), file(tmp_path / "taken")]})
+    assert child.look(config, starting=True, all_of=all_but(0)).error.startswith("tiers[2].path: cannot write to")
+    with pytest.raises(ConfigError, match=r"^tiers\[2\]\.path: cannot write to"):
+        here.ask(config, starting=True, deadline_s=3.0)
+    assert not (tmp_path / "hung").exists(), "nothing is made of a configuration that is refused"
+
+
+@pytest.mark.parametrize("answer", [b"", b'{"warnings":'])
+def test_child_without_an_answer_costs_the_tiers_that_it_was_to_look_at(
+    answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(here, "run", lambda raw, deadline_s: answer)
+    found = here.ask(load({"tiers": [CPU, file(tmp_path)]}), starting=True, deadline_s=3.0)
+    assert found.silent == {"file": "it has not answered within 3 s, and was not checked"}
+
+
+def test_every_directory_of_a_tier_is_looked_at(tmp_path: Path) -> None:
+    config = load({"tiers": [CPU, file(tmp_path) | {"path": [str(tmp_path / "a"), str(tmp_path / "b")]}]})
+    found = here.ask(config, starting=True, deadline_s=3.0)
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+    assert found.identities == {"file": config.storage[0].identity}
