@@ -111,7 +111,7 @@ class TierLog:
         self._episodes = dict.fromkeys(Direction, 0)
         self._reason = ""  # why the tier is down
         self.denials: Mapping[str, str] = {}
-        """What the medium does not do now: kind (FULL, UNREACHABLE, FAILING, or of requests that are denied) -> a sentence."""
+        """What the medium does not do now: kind (FULL, UNREACHABLE, FAILING, or of denied requests) -> a sentence."""
         self._listed = False
         self._listing_at = 0.0
         self._lines: OrderedDict[str, None] = OrderedDict()
