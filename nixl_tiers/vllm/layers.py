@@ -32,6 +32,8 @@ _LEFT_OUT: Final = {
     *("num_kv_heads_per_partition", "num_kv_heads_per_rank", "q_size_per_rank", "kv_size_per_rank"),
     *("num_queries_per_kv", "head_per_group", "tp_heads", "tp_kv_heads", "tp_hidden", "tped_conv_size"),
     *("tped_intermediate_size", "tped_dt_size", "local_projection_size", "projection_size_per_partition"),
+    # Which kernels compute the same: with CUDA graphs others than without.
+    *("use_aiter", "use_fused_qk_norm_rope_gate"),
     # How long a request may be, or has been so far.
     *("max_model_len", "max_seq_len_cached", "_seq_len_cached"),
 }

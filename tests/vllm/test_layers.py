@@ -43,12 +43,12 @@ class Norm(nn.Module):
     eps = 1e-5
 
 
-def rotary(max_model_len: int, **parameters: Any) -> nn.Module:
+def rotary(max_model_len: int, ops: str = "all", **parameters: Any) -> nn.Module:
     """vLLM's own, as it is made for a model with 512 positions."""
     rotary_embedding._ROPE_DICT.clear()  # a process that starts two engines gets the layers of the first one
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=max_model_len),
-        compilation_config=CompilationConfig(custom_ops=["all"]),
+        compilation_config=CompilationConfig(custom_ops=[ops]),
     )
     with set_current_vllm_config(config):
         made: nn.Module = rotary_embedding.get_rope(32, 512, rope_parameters=parameters, dtype=torch.bfloat16)
@@ -85,6 +85,12 @@ def test_kinds_and_factors_of_rope_share_nothing() -> None:
     kinds = [{}, LINEAR, {**LINEAR, "factor": 4.0}, YARN, {**YARN, "factor": 4.0}, {**YARN, "beta_fast": 16}]
     assert len({of_rope(512, **kind) for kind in kinds}) == len(kinds)
     assert of_rope(512, **LONG) != of_rope(512, **LONG | {"long_factor": [4.0] * 15 + [5.0]})
+
+
+def test_engines_with_cuda_graphs_and_without_share() -> None:
+    """The first have vLLM's own kernels only where it compiles none."""
+    for parameters in ({}, YARN, LINEAR, LONG):
+        assert len({digest(rotary(512, ops, **parameters)) for ops in ("all", "none")}) == 1
 
 
 def test_each_position_of_a_rotary_table_counts() -> None:
