@@ -11,6 +11,7 @@ import pytest
 from nixl_tiers.cli.output import InputError
 from nixl_tiers.cli.places import _tiers
 from nixl_tiers.config.schema import S3Config
+from tests.support.file_tier import file_tier
 
 A, B = "http://a.example:9000", "http://b.example:9000"
 
@@ -64,7 +65,7 @@ def test_tiers_that_have_stored_nothing_yet_are_named_and_the_others_looked_at(
     """One that has not been started hid all that stand behind it."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "used" / ".incoming").mkdir(parents=True)
-    tiers = [{"type": "file", "path": str(tmp_path / name), "capacity": "1GiB"} for name in ("none", "empty", "used")]
+    tiers = [file_tier(tmp_path / name, "1GiB") for name in ("none", "empty", "used")]
     config = json.dumps({"tiers": [{"type": "cpu", "capacity": "64MiB"}, *tiers]})
     assert [tier.path for tier in _tiers(None, None, config)] == [tmp_path / "used"]  # type: ignore[attr-defined]
     none, empty = capsys.readouterr().err.splitlines()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 
-from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.core.breaker import Breaker
 from nixl_tiers.core.types import Direction
 from nixl_tiers.runtime.mover_status import MoverStatus, gauges
 from nixl_tiers.runtime.tier_log import LINES, REASONS, STEADY_S, TierLog
+from tests.support.file_tier import file_config
 
 
 @pytest.fixture
@@ -147,7 +146,7 @@ def test_full_denied_and_unreachable_are_three_things(
     kinds: set[str], refusal: str, shown: tuple[int, int], over: str, caplog_info: pytest.LogCaptureFixture
 ) -> None:
     """A disk that is full was one of "requests denied", with a line that it is no longer denied."""
-    config = FileConfig(type="file", path=Path("/kv"), capacity="1GiB")
+    config = file_config("/kv", "1GiB")
     status = MoverStatus("file", "file", config, logging.getLogger("nixl_tiers.runtime.tier_log").log)
     status.log.denied({kind: f"it is {kind}" for kind in kinds})
     assert status.log.refusal == refusal
