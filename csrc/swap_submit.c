@@ -99,27 +99,28 @@ void *nixl_tiers_submit_open(const swap_setup *setup) {
     return self;
 }
 
-/* Queues a request behind what the stream `compute` has to do so far, and returns. After an error, of the call that the
- * request names, it is not queued. */
-CUresult nixl_tiers_submit_put(submitter *self, swap_request *request, CUstream compute) {
+/* Records `event` behind what the stream `compute` has to do so far. After an error `call` names the driver's. */
+CUresult nixl_tiers_submit_record(submitter *self, CUevent event, CUstream compute, const char **call) {
     const swap_driver *driver = &self->setup.driver;
     CUcontext ignored;
-    request->call = "cuCtxPushCurrent_v2";
+    *call = "cuCtxPushCurrent_v2";
     CUresult code = driver->ctx_push(self->setup.context);
     if (code)
         return code;
-    request->call = "cuEventRecord";
-    code = driver->event_record(request->computed, compute);
+    *call = "cuEventRecord";
+    code = driver->event_record(event, compute);
     driver->ctx_pop(&ignored);
-    if (code)
-        return code;
+    return code;
+}
+
+/* Queues a request behind its event `computed`, which is recorded, and returns. */
+void nixl_tiers_submit_put(submitter *self, swap_request *request) {
     request->next = NULL;
     pthread_mutex_lock(&self->lock);
     *self->last = request;
     self->last = &request->next;
     pthread_cond_signal(&self->queued);
     pthread_mutex_unlock(&self->lock);
-    return 0;
 }
 
 int nixl_tiers_submit_state(const swap_request *request) { return __atomic_load_n(&request->state, __ATOMIC_ACQUIRE); }

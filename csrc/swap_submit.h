@@ -34,7 +34,7 @@ typedef struct {
 } CUmemcpyAttributes;
 #endif
 
-#define SUBMIT_ABI 4
+#define SUBMIT_ABI 5
 
 /* BATCH: descriptors a call of the copy engine; a stream with about a thousand blocks its caller */
 enum { SLOTS = 3, BATCH = 256, WARPS_OF_A_BLOCK = 8, THREADS = 256, CAPACITIES = 2 };

@@ -20,6 +20,7 @@ from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.fields import shown
 from nixl_tiers.config.schema import ConfigError, TiersConfig
+from nixl_tiers.memory.backing import Backing
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.blocking import Interrupts, StallTimeout
 from nixl_tiers.runtime.coordinator import Coordinator
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PUT_KEYS: Final = 1024  # whose rows are allocated in one hold of the lock
+MEMORY_POLL_S: Final = 0.01
 
 
 def open(  # noqa: A001 - nixl_tiers.open is what it is called
@@ -68,8 +70,10 @@ def open_with(times: Times, config: Any, chunk_bytes: int, namespace: str, descr
     here = ask(checked, starting=True, deadline_s=times.ready_s)
     facts = {"api": "nixl_tiers.open", "name": namespace, "chunk_bytes": chunk_bytes, "salt": checked.salt}
     region = HostRegion.create(geometry, checked.cpu.capacity // geometry.row_bytes, huge_pages=checked.cpu.huge_pages)
-    region.prefault()
     try:
+        backing = Backing(region)
+        backing.back_first(0.0)
+        backing.go_on()
         about = Description(model=namespace, note=description)
         ready_s = max(0.0, began_s + times.ready_s - time.monotonic())
         known: dict[str, Any]
@@ -295,11 +299,14 @@ class TieredStore:
             raise RuntimeError("this store is closed")
 
     def _wait_for_room(self, stall: StallTimeout, interrupts: Interrupts) -> None:
-        """Back-pressure: hold up a put that is faster than the tiers."""
+        """Back-pressure: hold up a put that is faster than the tiers, or than the memory of the first minutes."""
+        until_s = time.monotonic() + self._wait_s
         with self.coordinator.core() as core:
+            while not self.coordinator.has_memory(self._batch) and time.monotonic() < until_s:
+                self.coordinator.changed.wait(MEMORY_POLL_S)
+                self._point(interrupts)
             if core.pressure() <= self._most_waiting:
                 return
-        until_s = time.monotonic() + self._wait_s
         with self.coordinator.awaiting_writes(), self.coordinator.core() as core:
             stall.restart()
             while (backlog := core.pressure()) > self._most_waiting and time.monotonic() < until_s:

@@ -15,6 +15,9 @@ from functools import cached_property
 from typing import Final
 
 PAGE: Final = 4096
+PIECE_BYTES: Final = 1 << 30
+"""How much of the host region is allocated and page-locked at once: some kernels from 6.11 on lock less than 2 GiB
+(TensorRT-LLM, PR 17773)."""
 MAX_KEY_BYTES: Final = 112
 NAMESPACE_BYTES: Final = 16
 NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
@@ -27,6 +30,12 @@ _KEY_SIZES: Final = range(1, MAX_KEY_BYTES + 1)
 def align(size: int, to: int = PAGE) -> int:
     """`size` rounded up to a multiple of `to`, in bytes."""
     return -(-size // to) * to
+
+
+def pieces_of(rows: int, row_bytes: int, piece_bytes: int) -> list[tuple[int, int]]:
+    """The rows in pieces that end on row boundaries: from which row on, and before which."""
+    step = max(1, piece_bytes // row_bytes)
+    return [(begin, min(rows, begin + step)) for begin in range(0, rows, step)]
 
 
 def check_key(key: Key) -> None:

@@ -242,6 +242,11 @@ METRICS: Final[Mapping[str, Metric]] = {
         labels=PLACE,
     ),
     "capacity_bytes": _gauge("Bytes that they may use there.", number="capacity_bytes", labels=PLACE),
+    "ready_bytes": _gauge(
+        "Bytes of the host tier whose memory is allocated, and page-locked for a GPU: others are not used yet.",
+        host,
+        number="ready_bytes",
+    ),
     "huge_page_bytes": _gauge("Bytes of the host tier's memory in pages of 2 MiB.", host, number="huge_page_bytes"),
     "listed_chunks": _gauge(
         "Chunks listed by the tier's medium since it was opened: the progress of a long listing.",

@@ -68,6 +68,15 @@ class HostTier:
         return self._slots.free
 
     @property
+    def limit(self) -> int:
+        """How many of the rows may be used: those whose memory is there (memory/backing.py)."""
+        return self._slots.limit
+
+    @limit.setter
+    def limit(self, rows: int) -> None:
+        self._slots.limit = rows
+
+    @property
     def retained(self) -> int:
         """How many rows `retain` keeps from eviction."""
         return sum(self.retained_of)

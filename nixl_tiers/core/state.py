@@ -137,7 +137,7 @@ class CascadeState:
             return 0, 0
         source, share = self.above(target), self.limits.reserve_share
         if source is None:
-            return self.host.free, max(1, int(self.host.rows * share))
+            return self.host.free, max(1, int(self.host.limit * share))
         if source.state is not TierState.UP or not source.readable:
             return 0, 0
         # Demotion goes through the host: more than all of it cannot be brought up at once.

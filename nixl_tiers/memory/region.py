@@ -22,13 +22,13 @@ import numpy as np
 
 from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.base.policies import HugePages
+from nixl_tiers.memory.backing import Backing, Mapping
 from nixl_tiers.memory.cgroup import Room, shortage
 from nixl_tiers.memory.cgroup import rooms as rooms_of_this_process
 from nixl_tiers.memory.control import ControlWords
 from nixl_tiers.memory.memfd import SIZE_SEALS, memfd
 from nixl_tiers.memory.pages import (
     HUGE_PAGE_BYTES,
-    Prefault,
     advice,
     found,
     hugetlb_memfd,
@@ -209,23 +209,24 @@ class HostRegion(ControlWords):
         """How many ranks share each cell."""
         return self.ranks.count // self.geometry.cells
 
-    def prefault(self, threads: int = 4, rank: int = 0) -> Prefault:
-        """Allocate and map all rows' pages now, in the background. Each rank begins with its own share of them; the
-        first logs at the end which pages they are. Ends early when the region is closed."""
-        begin = self.nbytes * rank // self.ranks.count
-        prefault = Prefault(self.address, self.nbytes, threads, None if rank else self._note_pages, begin)
-        self.at_close(prefault.stop)
-        return prefault
+    def prefault(self, threads: int = 4, rank: int = 0) -> Backing:
+        """Allocate all rows' memory from now on, in the background; ends early when the region is closed."""
+        backing = Backing(self, rank, threads=threads)
+        backing.go_on()
+        return backing
 
-    def map_pages(self) -> Prefault:
-        """In a process that did not allocate the rows' pages: map them once another has (`prefault`), in the
-        background. Ends early when the region is closed.
+    def map_pages(self) -> Mapping:
+        """In a process that did not allocate the rows' pages: map them when others have, in the background. Ends early
+        when the region is closed.
 
         Otherwise the first move of each row does: with 4 KiB pages that takes twice as long as to copy the row.
         """
-        mapping = Prefault(self.address, self.nbytes, 1, allocated=self._is_prefaulted)
-        self.at_close(mapping.stop)
-        return mapping
+        return Mapping(self)
+
+    @property
+    def wants_huge_pages(self) -> bool:
+        """Whether its pages may be of 2 MiB."""
+        return self.hugetlb or self._transparent
 
     @property
     def huge_bytes(self) -> int | None:
@@ -241,12 +242,13 @@ class HostRegion(ControlWords):
             return 0, 0
         return nbytes, state
 
-    def _is_prefaulted(self) -> bool | None:
-        """Whether a process has; None: it has failed."""
-        _, state = self._pages()
-        return None if state == _NOT_PREFAULTED else state == _PREFAULTED
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether a process has failed to allocate pages ahead of use."""
+        return self._pages()[1] == _NOT_PREFAULTED
 
-    def _note_pages(self, prefaulted: bool) -> None:
+    def note_pages(self, *, prefaulted: bool) -> None:
+        """All pages are allocated, or will not be ahead of use: of which kind they are, for all processes."""
         if not prefaulted:
             _HUGE_BYTES.pack_into(self._map, HUGE_BYTES_AT, 0, _NOT_PREFAULTED)
             return

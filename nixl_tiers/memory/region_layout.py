@@ -4,9 +4,9 @@ A header page (identity, sizes, what pages there are, the times of the last step
 ranks and one for the model's names, one control word per (row, cell), and from a 2 MiB boundary on the rows. Ranks that
 hold the same bytes share a cell (swap/plan.py), so that there may be more ranks than cells.
 
-`RankRecords`: a rank's record holds the fingerprint of its layout and weights, the digest of its layers, the NUMA node
-of its GPU, and how often its weights have been changed since. The record for all holds what only one rank has to find
-out.
+`RankRecords`: a rank's record holds the fingerprint of its layout and weights, the digest of its layers, how many rows
+it has the memory of, and how often its weights have been changed since. The record for all holds what only one rank has
+to find out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nixl_tiers.memory.memfd import CHECK, header_of
 from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, is_hugetlb
 
 _MAGIC: Final = b"nixlregn"
-_VERSION: Final = 4
+_VERSION: Final = 5
 # magic, version, cells, cell_payload, sub_blocks, rows, ranks, whether transparent huge pages are wanted, identity
 HEADER: Final = struct.Struct("<8sQQQQQQ?16s")
 # Of the header page:
@@ -89,14 +89,16 @@ def checked(fd: int) -> Header:
     return Header(geometry, rows, ranks, transparent, identity)
 
 
-# Of a record: check word, length of the note, digest, note; the layers' digest; how often the weights changed; and a
-# NUMA node.
+# Of a record: check word, length of the note, digest, note; the layers' digest; how much of the rows' memory is there
+# (backing.py); and how often the weights changed.
 _RECORD: Final = struct.Struct("<H16s")
-_NODE: Final = struct.Struct("<H")  # 0: not published, 1: not known, else the node's number + 2
-_NODE_AT: Final = RECORD_BYTES - _NODE.size
 _WEIGHTS: Final = struct.Struct("Q")  # counts the beginnings and the ends of changes: odd while one runs
 _WEIGHTS_AT: Final = RECORD_BYTES - 16
-_LAYERS_AT: Final = _WEIGHTS_AT - NAMESPACE_BYTES
+_READY: Final = struct.Struct("Q")  # how many rows have their memory, plus one; 0: nobody sees to that
+_READY_AT: Final = RECORD_BYTES - 24
+_TOUCHED: Final = struct.Struct("Q")  # of how many pieces of the rows this rank has allocated its own cells
+_TOUCHED_AT: Final = RECORD_BYTES - 32
+_LAYERS_AT: Final = _TOUCHED_AT - NAMESPACE_BYTES
 MAX_NOTE_BYTES: Final = 400
 
 
@@ -119,6 +121,10 @@ class RankRecords:
         """(fingerprint, note) of each rank, None where it has not published yet."""
         return [self._read_record(self._record(rank)) for rank in range(self.count)]
 
+    def publish_ready(self, rank: int, rows: int) -> None:
+        """Publish to all processes that this rank has the memory of the first `rows` rows."""
+        self._put(_READY, self._record(rank) + _READY_AT, rows + 1)
+
     def publish_layers(self, rank: int, digest: bytes) -> None:
         """Publish what this rank's layers compute with (16 bytes), before its fingerprint."""
         at = self._record(rank) + _LAYERS_AT
@@ -130,19 +136,21 @@ class RankRecords:
         starts = (self._record(rank) + _LAYERS_AT for rank in range(self.count))
         return [self._map[at : at + NAMESPACE_BYTES] for at in starts]
 
-    def publish_node(self, rank: int, node: int | None) -> None:
-        """Publish the NUMA node of this rank's GPU to the other ranks; None: not known."""
-        _NODE.pack_into(self._map, self._record(rank) + _NODE_AT, 1 if node is None else node + 2)
+    @property
+    def ready_rows(self) -> int | None:
+        """Of how many rows, from the first, every rank has the memory; None where none of them sees to that, and when
+        the region is closed."""
+        words = self._words(_READY, _READY_AT)
+        return min(words) - 1 if words and all(words) else 0 if any(words) else None
 
-    def wait_for_nodes(self, timeout_s: float) -> set[int]:
-        """The NUMA nodes of all ranks' GPUs, as far as they are known; after `timeout_s` those of some."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            at = (self._record(rank) + _NODE_AT for rank in range(self.count))
-            words = [_NODE.unpack_from(self._map, place)[0] for place in at]
-            if all(words) or time.monotonic() >= deadline:
-                return {word - 2 for word in words if word >= 2}
-            time.sleep(0.005)
+    def publish_touched(self, rank: int, pieces: int) -> None:
+        """Publish to the other ranks that this one's own cells of so many pieces are allocated."""
+        self._put(_TOUCHED, self._record(rank) + _TOUCHED_AT, pieces)
+
+    @property
+    def fewest_touched(self) -> int:
+        """What the rank that has come least far has published."""
+        return min(self._words(_TOUCHED, _TOUCHED_AT), default=0)
 
     def publish_weights(self, rank: int, *, changing: bool) -> None:
         """Publish to the scheduler that this rank's weights begin to change, or that this change has ended."""
@@ -191,6 +199,17 @@ class RankRecords:
         return (name if whole else ""), revision
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _put(self, word: struct.Struct, at: int, value: int) -> None:
+        with contextlib.suppress(ValueError):  # unmapped: nobody reads it any more
+            word.pack_into(self._map, at, value)
+
+    def _words(self, word: struct.Struct, at: int) -> list[int]:
+        """Of each rank; none when the region is closed."""
+        try:
+            return [word.unpack_from(self._map, self._record(rank) + at)[0] for rank in range(self.count)]
+        except ValueError:
+            return []
 
     def _record(self, rank: int) -> int:
         if not 0 <= rank < self.count:

@@ -75,7 +75,7 @@ class Child:
                     # Ctrl-C is the engine's. Not a session of its own: there the nice values of its threads would not
                     # count beside the engine's, where Linux groups processes by session (sched_autogroup).
                     process_group=0,
-                    env=environment(),
+                    env=environment(configure.tier),
                 )
             self.pidfd = os.pidfd_open(self.process.pid)
             os.close(pipe[1])
@@ -200,10 +200,15 @@ def options() -> list[str]:
     return ["-P", *(option for option, given in ignored if given)]
 
 
-def environment() -> dict[str, str]:
+def environment(tier: Mapping[str, object]) -> dict[str, str]:
     """This process's environment, without those entries of PYTHONPATH that depend on the working directory: code that
-    others put there would run with this process's credentials. (-P removes only the entry that Python itself adds.)"""
+    others put there would run with this process's credentials. (-P removes only the entry that Python itself adds.)
+
+    And without GPUs: a library that opens one takes its memory, and would hang with it. cuFile gets the first, which is
+    a worker's."""
     variables = dict(os.environ)
+    gpu = variables.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    variables["CUDA_VISIBLE_DEVICES"] = gpu if tier.get("backend") == "gds_mt" else ""
     paths = [path for path in variables.pop("PYTHONPATH", "").split(os.pathsep) if Path(path).is_absolute()]
     if paths:
         variables["PYTHONPATH"] = os.pathsep.join(paths)

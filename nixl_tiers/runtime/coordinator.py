@@ -35,7 +35,7 @@ from nixl_tiers.core.copies import LoadPlan, StorePlan
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.stats import Load
 from nixl_tiers.runtime.blocking import Waits
-from nixl_tiers.runtime.copies import OpenLoads, bad_rows, ended_rows
+from nixl_tiers.runtime.copies import OpenLoads, bad_rows, ended_rows, take_memory
 from nixl_tiers.runtime.hold import Hold
 from nixl_tiers.runtime.make_core import make_core
 from nixl_tiers.runtime.mover_link import MoverLink
@@ -84,6 +84,8 @@ class Coordinator:
         self.times = times
         self.tenants = Tenants(config.quotas)
         core = make_core(config, self.tenants, region, limits, times)
+        if (ready := region.ranks.ready_rows) is not None:
+            core.host.limit = ready
         lock = threading.RLock()
         self.config = config
         self.region = region
@@ -279,12 +281,19 @@ class Coordinator:
         check_keys(keys)
         with self._hold as core:
             host = core.host
+            take_memory(core, self.region)
             if host.free < len(keys):
                 # After a reset vLLM may never complete the old store jobs, and no new one could end for them either:
                 # take back the rows of those that the workers have ended by their control words.
                 most = max(LOCATE_BATCH, len(keys))
                 host.release_unflushed(ended_rows(self.region, host.unflushed_stores(most)))
             return core.copies.prepare_store(keys, request, call=call)
+
+    def has_memory(self, count: int) -> bool:
+        """Whether so many rows are free, or all rows that there will be may be used: memory comes no more."""
+        with self._hold as core:
+            take_memory(core, self.region)
+            return core.host.limit == core.host.rows or core.host.free >= count
 
     def complete_store(self, keys: Collection[Key]) -> None:
         """Every worker has ended the store job of `keys`; the region's control words say which rows are good."""

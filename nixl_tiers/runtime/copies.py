@@ -11,6 +11,7 @@ import numpy as np
 from nixl_tiers.base.chunk import Key
 
 if TYPE_CHECKING:
+    from nixl_tiers.core.manager import TierManager
     from nixl_tiers.core.rows import Row
     from nixl_tiers.memory.region import HostRegion
 
@@ -55,6 +56,13 @@ class OpenLoads:
     def _release(self) -> None:
         if not (self._requests or self._calls):
             self._region.stores_held_until_s = 0.0
+
+
+def take_memory(core: TierManager, region: HostRegion) -> None:
+    """Rows whose memory has come since the last call may be used. With the lock held."""
+    host = core.host
+    if host.limit < host.rows and (ready := region.ranks.ready_rows) is not None:
+        host.limit = max(host.limit, ready)
 
 
 def bad_rows(region: HostRegion, rows: Sequence[Row]) -> tuple[set[Key], set[Key]]:

@@ -49,6 +49,7 @@ from nixl_tiers.mover.protocol import (
     packet_of,
 )
 from nixl_tiers.mover.supervisor import IDLE_S, TICK_S, Supervisor
+from nixl_tiers.runtime.copies import take_memory
 from nixl_tiers.runtime.mover_status import MoverStatus
 from nixl_tiers.runtime.recent_uses import RecentUses
 from nixl_tiers.runtime.tier_log import LogQueue
@@ -91,6 +92,7 @@ class MoverLink:
         self.changed: threading.Condition = changed
         self.after_tick: Callable[[], None] | None = None  # called without the lock, at least once in IDLE_S
         self._core = core
+        self._region = region
         self._row_bytes = region.geometry.row_bytes
         self._clock = clock
         self._recent_uses = RecentUses(core, changed)
@@ -248,6 +250,7 @@ class MoverLink:
             members = self._core.movers
             for member, free in zip(members, send_credits, strict=True):
                 member.send_credits = free
+            take_memory(self._core, self._region)
             jobs = self._core.turn(received_s, now)
             moves = [(job, packet) for job in jobs if (packet := self._packet_of(job, now)) is not None]
             messages: list[tuple[int, ToMover | bytes]] = []

@@ -28,6 +28,7 @@ def counters(
         "denials": 0.0,
         "full": 0.0,
         "huge_page_bytes": float(region.huge_bytes or 0),
+        "ready_bytes": float(core.host.limit * region.geometry.row_bytes),
         "listed_rows": 0.0,
         "waiting_requests": float(core.waiting_requests),
         "prefill_tokens_per_s": core.prefill.tokens_per_s or 0.0,

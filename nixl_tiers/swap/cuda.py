@@ -42,9 +42,11 @@ class CudaSwap:
         *,
         driver: Driver | None = None,
         strategies: tuple[str, ...] | None = None,
+        rows: int | None = None,
     ) -> None:
         """`device`: the GPU's ordinal. `compute_stream`: vLLM's current stream; None asks torch. `strategies`: of
-        each group; None chooses and checks them (self_check.choose). Raises NoDriver, CudaError, NotBuilt."""
+        each group; None chooses and checks them (self_check.choose). `rows`: so many, from the first, are page-locked
+        now, by default all; `lock` does others. Raises NoDriver, CudaError, NotBuilt."""
         self.plan = plan
         self._compute_stream = compute_stream or _torch_stream(device)
         self._closing = threading.Lock()
@@ -56,12 +58,13 @@ class CudaSwap:
                 undo.callback(self._unload, self.kernels)
             self._pinned = PinnedRegion(self._device, plan)
             undo.callback(self._pinned.release)
+            self._pinned.lock_first(plan.rows if rows is None else rows)
             self._tables = DeviceTables(self._device, plan)
             undo.callback(self._tables.close)
             events = Events(self._device)
             undo.callback(events.close)
             parts = (self._device, self._tables, self._pinned, self.kernels, events)
-            self._strategies = strategies or choose(self._device, plan, self._pinned, self.kernels)
+            self._strategies = strategies or choose(self._device, plan, self._pinned, self.kernels, rows or plan.rows)
             staged = "staged" in self._strategies
             self._stores = CopyStream(*parts, staged=staged, to_host=True)
             undo.callback(self._stores.close)
@@ -71,8 +74,12 @@ class CudaSwap:
 
     @property
     def pinned(self) -> bool:
-        """Whether the region is page-locked; if not, copies are correct and slow."""
+        """Whether the rows are page-locked; if not, copies are correct and slow."""
         return self._pinned.complete
+
+    def lock(self, begin: int, end: int) -> bool:
+        """Page-lock rows `begin` to `end`, of which none is used yet; whether they are."""
+        return self._pinned.lock(begin, end)
 
     def store(self, group: int, blocks: ArrayLike, places: ArrayLike) -> Transfer:
         """GPU -> region: blocks[i] to places[i]; what the group does not cover of a sub-block becomes zero.
@@ -90,6 +97,15 @@ class CudaSwap:
         """As store or load, of pairs that are checked."""
         stream = self._stores if to_host else self._loads
         return stream.start(self._strategies[group], group, pairs, self._compute_stream())
+
+    def mark_loads(self) -> None:
+        """Loads from now on, until `unmark_loads`, begin behind what vLLM's stream has to do now, and not behind what
+        it is given until they are submitted. Raises CudaError."""
+        self._loads.mark(self._compute_stream())
+
+    def unmark_loads(self) -> None:
+        """Loads begin behind what vLLM's stream has to do when they are submitted."""
+        self._loads.unmark()
 
     def drain(self) -> None:
         """Return when nothing is queued or in flight: vLLM's memory may be unmapped."""

@@ -25,6 +25,7 @@ _BLOCKING: Final = 1
 _NO_TIMING: Final = 2
 _CAPABILITY: Final = (75, 76)
 _PORTABLE_AND_MAPPED: Final = 0x1 | 0x2
+_RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _MEMORY_TYPE, _HOST_MEMORY = 2, 1  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_HOST
 
 _P, _U64, _SIZE, _INT, _UINT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint
@@ -60,6 +61,7 @@ _CALLS: Final[dict[str, tuple[Any, ...]]] = {
     "cuMemHostRegister_v2": (_P, _SIZE, _UINT),
     "cuMemHostUnregister": (_P,),
     "cuPointerGetAttribute": (_P, _INT, _U64),
+    "cuThreadExchangeStreamCaptureMode": (_P,),
     "cuModuleLoadData": (_P, _P),
     "cuModuleUnload": (_P,),
     "cuModuleGetFunction": (_P, _P, ctypes.c_char_p),
@@ -219,7 +221,13 @@ class Driver:
 
     def register(self, address: int, nbytes: int) -> None:
         """Page-lock host memory for every context, and map it for kernels."""
-        self._call("cuMemHostRegister_v2", address, nbytes, _PORTABLE_AND_MAPPED)
+        # Else a graph that another thread captures, in the mode that vLLM uses, would be invalid.
+        mode = ctypes.c_int(_RELAXED)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        try:
+            self._call("cuMemHostRegister_v2", address, nbytes, _PORTABLE_AND_MAPPED)
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def unregister(self, address: int) -> None:
         self._call("cuMemHostUnregister", address)

@@ -52,6 +52,11 @@ class HostSwap:
         """Region -> vLLM: places[i] to blocks[i] (integers, same length). ValueError as for store."""
         self.copy(group, Pairs.of(self.plan.pairs(group, blocks, places)), to_host=False)
 
+    def mark_loads(self) -> None:
+        """What a load overwrites is not read any more when it is called: a step's forward has ended by then."""
+
+    def unmark_loads(self) -> None: ...
+
     def copy(self, group: int, pairs: Pairs, *, to_host: bool) -> None:
         """As store or load, of pairs that are checked."""
         if not pairs.number:

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from contextlib import ExitStack
+from copy import copy
 from typing import Final, Self
 
 import numpy as np
@@ -38,14 +39,17 @@ class WrongBytes(RuntimeError):
     """A copy strategy delivered other bytes than it was given."""
 
 
-def choose(device: Device, plan: CopyPlan, pinned: PinnedRegion, kernels: Kernels | None) -> tuple[str, ...]:
-    """The strategy of each group: what the environment sets, else by GPU and page size; checked.
+def choose(device: Device, plan: CopyPlan, pinned: PinnedRegion, kernels: Kernels | None, rows: int) -> tuple[str, ...]:
+    """The strategy of each group: what the environment sets, else by GPU and page size; checked with some of the first
+    `rows`.
 
     Raises ValueError if the environment names no strategy; WrongBytes if even the copy engine delivers wrong bytes.
     """
     wanted = os.environ.get(ENVIRONMENT, "auto")
     if wanted not in {"auto", *NAMES}:
         raise ValueError(f"{ENVIRONMENT} is {wanted!r}; it can be auto, {', '.join(NAMES)}")
+    tried = copy(plan)
+    tried.rows = rows
     by_default = _default(device, plan, kernels)
     names = by_default if wanted == "auto" else (wanted,) * len(by_default)
     checked: dict[tuple[object, ...], str] = {}  # identical groups once
@@ -53,7 +57,7 @@ def choose(device: Device, plan: CopyPlan, pinned: PinnedRegion, kernels: Kernel
     for group, name in enumerate(names):
         layout = tuple((s.nbytes, s.block_stride, s.offset, s.address % 256) for s in plan.groups[group].segments)
         if layout not in checked:
-            checked[layout] = _checked(device, plan, pinned, kernels, group=group, name=name)
+            checked[layout] = _checked(device, tried, pinned, kernels, group=group, name=name)
         found.append(checked[layout])
     return tuple(found)
 
@@ -69,6 +73,9 @@ def _checked(
     device: Device, plan: CopyPlan, pinned: PinnedRegion, kernels: Kernels | None, *, group: int, name: str
 ) -> str:
     """`name`, or the copy engine where that one is not to be had or delivers wrong bytes."""
+    rows = np.arange(plan.rows)
+    if not len(rows[plan.share.writes(rows)]):  # fewer rows than ranks that share a cell: none is this rank's to try
+        return "copy_engine"
     try:
         with _Trial(device, plan, pinned, kernels, group) as trial:
             for to_host in (True, False):

@@ -19,10 +19,18 @@ from nixl_tiers.swap.submit import COPY_ENGINE, SLOTS, STAGED, DeviceTables, Req
 log = logging.getLogger(__name__)
 
 
-class Marks(NamedTuple):
-    """A transfer's events: `computed` behind the compute before it; `begin` and `end`, timed, around it."""
+class Fence:
+    """An event behind the compute that transfers wait for. It is recorded anew as soon as they are submitted: a stream
+    that was told to wait for it waits for what it stood for then."""
 
-    computed: int
+    def __init__(self, event: int) -> None:
+        self.event = event
+        self.last: Request | None = None  # that was queued behind it
+
+
+class Marks(NamedTuple):
+    """A transfer's events around it."""
+
     begin: int
     end: int
 
@@ -42,9 +50,8 @@ class Events:
         with self._lock:
             if not self._free:
                 with self._device.current() as driver:
-                    for timed in (False, True, True):
-                        self._all.append(driver.event(timed=timed))
-                self._free.append(Marks(*self._all[-3:]))
+                    self._all += (driver.event(timed=True), driver.event(timed=True))
+                self._free.append(Marks(*self._all[-2:]))
             return self._free.pop()
 
     def give_back(self, marks: Marks) -> None:
@@ -154,6 +161,8 @@ class CopyStream:
         self._staging = self._slot_pairs = 0
         self._submitter: Submitter | None = None
         self._kept: deque[Request] = deque()  # in the order of submission: the thread reads those that are queued
+        self._fences: deque[Fence] = deque()  # in the order of their use
+        self._marked: Fence | None = None
         try:
             with device.current() as driver:
                 for _ in range(2):
@@ -197,8 +206,34 @@ class CopyStream:
         """Whether the strategy can be had here; else the copy engine replaces it."""
         return name == "copy_engine" or self._staging != 0
 
+    def mark(self, compute_stream: int) -> None:
+        """Transfers from now on, until `unmark`, begin behind what `compute_stream` has to do now. Raises CudaError."""
+        with self._lock:
+            self._marked = None
+            self._marked = self._recorded(compute_stream)
+
+    def unmark(self) -> None:
+        """Transfers begin behind what their stream has to do when they are queued."""
+        self._marked = None
+
+    def _recorded(self, compute_stream: int) -> Fence:
+        """A fence behind what `compute_stream` has to do so far."""
+        assert self._submitter is not None
+        first = self._fences[0] if self._fences else None
+        if first is None or first is self._marked or (first.last and self._submitter.queued(first.last)):
+            with self._device.current() as driver:
+                self._own_events.append(driver.event())
+            fence = Fence(self._own_events[-1])
+        else:
+            fence = self._fences.popleft()
+        fence.last = None
+        self._fences.append(fence)
+        self._submitter.record(fence.event, compute_stream)
+        return fence
+
     def start(self, name: str, group: int, pairs: Pairs, compute_stream: int) -> Transfer:
-        """Queue a transfer, behind what `compute_stream` has to do so far and behind this direction's last transfer.
+        """Queue a transfer, behind the `mark` or what `compute_stream` has to do so far, and behind this direction's
+        last transfer.
 
         Takes the same short time whatever is to be copied. Raises CudaError; later errors are raised by the transfer,
         after everything that was submitted of it has ended: its rows may be reused.
@@ -206,17 +241,19 @@ class CopyStream:
         assert self._submitter is not None
         strategy = STAGED if name == "staged" and self._staging else COPY_ENGINE
         with self._lock:
+            fence = self._marked or self._recorded(compute_stream)
             marks = self._events.take()
-            request = Request(pairs, group, strategy, marks)
+            request = Request(pairs, group, strategy, (fence.event, *marks))
             while self._kept and not self._submitter.queued(self._kept[0]):
                 self._kept.popleft()
             self._kept.append(request)
             try:
-                self._submitter.put(request, compute_stream)
+                self._submitter.put(request)
             except BaseException:
                 self._kept.pop()
                 self._events.give_back(marks)
                 raise
+            fence.last = request
         return Transfer(self._device, self._events, marks, self._submitter, request)
 
     def drain(self) -> None:

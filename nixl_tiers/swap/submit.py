@@ -81,7 +81,9 @@ def _open(library: native.Library) -> ctypes.CDLL:
         assert found.nixl_tiers_submit_sizes(which) == ctypes.sizeof(structure), structure.__name__
     found.nixl_tiers_submit_open.restype = _P
     found.nixl_tiers_submit_open.argtypes = [_P]
-    found.nixl_tiers_submit_put.argtypes = [_P, _P, _P]
+    found.nixl_tiers_submit_record.argtypes = [_P, _P, _P, ctypes.POINTER(ctypes.c_char_p)]
+    found.nixl_tiers_submit_put.argtypes = [_P, _P]
+    found.nixl_tiers_submit_put.restype = None
     found.nixl_tiers_submit_ended.argtypes = [_P, _P]
     found.nixl_tiers_submit_ended.restype = ctypes.c_double
     found.nixl_tiers_submit_wait.argtypes = [_P, _P]
@@ -103,7 +105,7 @@ class Request:
         strategy: int,
         events: tuple[int, int, int],
     ) -> None:
-        """`events`: recorded behind the compute to wait for; to record when it begins, and when it has ended."""
+        """`events`: one behind the compute to wait for; to record when it begins, and when it has ended."""
         self._pairs = pairs
         computed, begin, end = events
         self.raw = _Request(
@@ -182,14 +184,22 @@ class Submitter:
             table.n_tiles,
         )
 
-    def put(self, request: Request, compute_stream: int) -> None:
-        """Queue a request behind what `compute_stream` has to do so far; it must be kept until it is not queued any
-        more. Waits for nothing. CudaError where it is not queued, RuntimeError after `close`."""
+    def record(self, event: int, compute_stream: int) -> None:
+        """Record an event behind what `compute_stream` has to do so far. Waits for nothing. CudaError, or RuntimeError
+        after `close`."""
         if not self._thread:
             raise RuntimeError("this swap is closed")
-        code = self._library.nixl_tiers_submit_put(self._thread, ctypes.byref(request.raw), compute_stream)
+        call = ctypes.c_char_p()
+        code = self._library.nixl_tiers_submit_record(self._thread, event, compute_stream, ctypes.byref(call))
         if code:
-            raise self._driver.error(request.raw.call.decode(), code)
+            raise self._driver.error((call.value or b"").decode(), code)
+
+    def put(self, request: Request) -> None:
+        """Queue a request behind its event; it must be kept until it is not queued any more. Waits for nothing.
+        RuntimeError after `close`."""
+        if not self._thread:
+            raise RuntimeError("this swap is closed")
+        self._library.nixl_tiers_submit_put(self._thread, ctypes.byref(request.raw))
 
     def ended_s(self, request: Request) -> float | None:
         """How long it took on the GPU, once all of it has arrived; None until then. Waits for nothing. Raises CudaError

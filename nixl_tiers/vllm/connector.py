@@ -82,6 +82,20 @@ class NixlTiersConnector(OffloadingConnector):
             self._worker.step_clock.begin(step)
 
     @override
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Behind this point a step reads no block that was freed when it was scheduled, or vLLM itself could not use
+        it again in that step. So its loads need not wait for its forward pass, behind whose launch vLLM submits them.
+        Not earlier: before it the runner zeroes blocks, copies them and moves recurrent state."""
+        super().bind_connector_metadata(connector_metadata)
+        if connector_metadata.load_jobs:
+            self._worker.mark_loads()
+
+    @override
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self._worker.unmark_loads()
+
+    @override
     def wait_for_save(self) -> None:
         self._worker.step_clock.end()
         super().wait_for_save()
@@ -92,6 +106,7 @@ class NixlTiersConnector(OffloadingConnector):
             self._loading[job_id] = job.req_id
         super().start_load_kv(forward_context, **kwargs)
         self._worker.flush()
+        self._worker.unmark_loads()
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

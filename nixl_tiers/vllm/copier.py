@@ -27,6 +27,11 @@ class Swap(Protocol):
 
     def copy(self, group: int, pairs: Pairs, *, to_host: bool) -> Transfer | None: ...
 
+    def mark_loads(self) -> None:
+        """Loads until `unmark_loads` begin behind the compute that has been launched by now."""
+
+    def unmark_loads(self) -> None: ...
+
 
 class Submitted(NamedTuple):
     """One job of vLLM."""

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from nixl_tiers.base.lifetime import finalize_once
 from nixl_tiers.base.times import PRODUCTION, Times
-from nixl_tiers.memory.pages import place
+from nixl_tiers.memory.backing import Backing
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.host import HostSwap
 from nixl_tiers.swap.plan import CopyPlan, Segment, Share
@@ -61,21 +61,32 @@ def worker_over(
     device = kv_caches.tensors[0].tensor.device
     if device.type == "cpu":
         region.prefault(rank=rank)
-        jobs = ThreadedJobs(times.copies_end_s)
-        return NixlTiersWorker(region, plan, HostSwap(plan), rank, last_block_only, jobs=jobs)
+        threads = ThreadedJobs(times.copies_end_s)
+        return NixlTiersWorker(region, plan, HostSwap(plan), rank, last_block_only, jobs=threads)
     if device.type != "cuda" or torch.version.hip:
         raise ValueError(f"nixl_tiers copies KV blocks of CUDA GPUs and CPUs, not of {device.type} devices")
-    from nixl_tiers.memory.pages import node_of
+    from nixl_tiers.memory.pages import cpus_of, node_of
     from nixl_tiers.swap.cuda import CudaSwap
     from nixl_tiers.swap.driver import open_driver
 
     ordinal = torch.cuda.current_device() if device.index is None else device.index
-    place_region(region, rank, node_of(open_driver().pci_address(ordinal)), times.nodes_s)
-    region.prefault(rank=rank).wait()  # pinning would allocate the same pages, on one thread
-    swap = CudaSwap(plan, ordinal)
+    node = node_of(open_driver().pci_address(ordinal))
+    cpus = cpus_of(node)
+    if node is not None:
+        log.info(
+            "nixl_tiers: rank %d allocates its part of the host region on NUMA node %d, its GPU's%s",
+            rank,
+            node,
+            "" if cpus else ", if that is where it runs: it may not use a processor there",
+        )
+    backing = Backing(region, rank, cpus)
+    swap = CudaSwap(plan, ordinal, rows=backing.back_first(times.nodes_s))
     region.at_close(swap.close)
     drain_before_sleep(swap)
-    return NixlTiersWorker(region, plan, swap, rank, last_block_only, jobs=PolledJobs(times.copies_end_s))
+    jobs = PolledJobs(times.copies_end_s)
+    worker = NixlTiersWorker(region, plan, swap, rank, last_block_only, jobs=jobs, backing=backing)
+    backing.go_on(swap.lock if swap.pinned else None, at_first_step=True)
+    return worker
 
 
 def step_clock_of(region: HostRegion, jobs: CopyJobs, rank: int) -> StepClock:
@@ -85,23 +96,6 @@ def step_clock_of(region: HostRegion, jobs: CopyJobs, rank: int) -> StepClock:
     if rank:
         return NoClock()
     return EventClock(region.publish_step) if isinstance(jobs, PolledJobs) else HostClock(region.publish_step)
-
-
-def place_region(region: HostRegion, rank: int, node: int | None, timeout_s: float = PRODUCTION.nodes_s) -> None:
-    """Before the region's pages are allocated: request them on the NUMA node of the ranks' GPUs, or interleaved over
-    their nodes, since every row holds a part of every rank. `node`: of this rank's GPU, None if not known; those of
-    the others are waited for."""
-    if region.hugetlb:  # its pages are where they are
-        return
-    region.ranks.publish_node(rank, node)
-    nodes = region.ranks.wait_for_nodes(timeout_s)
-    if nodes:
-        accepted = place(region.address, region.nbytes, nodes)
-        log.info(
-            "nixl_tiers: the host region's pages are allocated on NUMA %s%s",
-            f"node {min(nodes)}, the GPU's" if len(nodes) == 1 else f"nodes {sorted(nodes)} in turns, the GPUs'",
-            "" if accepted else ", but the kernel refuses (a container may need SYS_NICE): copies may cross sockets",
-        )
 
 
 def segments_of(kv_caches: CanonicalKVCaches, sub_block_bytes: int) -> list[list[Segment]]:
@@ -139,8 +133,11 @@ class NixlTiersWorker(OffloadingWorker):
         last_block_only: Collection[int] = (),
         *,
         jobs: CopyJobs,
+        backing: Backing | None = None,
     ) -> None:
+        """`backing`: what goes on locking the region from the first step on."""
         self._region = region
+        self._backing = backing
         self._plan = plan
         self._swap = swap
         self._copier = Copier(region, plan, swap, last_block_only)
@@ -175,6 +172,17 @@ class NixlTiersWorker(OffloadingWorker):
         calls this calls `flush` before the engine may write to the blocks."""
         self._collects = True
 
+    def mark_loads(self) -> None:
+        """The loads of this step may begin behind the compute that has been launched by now, before its own."""
+        try:
+            self._swap.mark_loads()
+        except Exception:
+            log.exception("nixl_tiers: the loads of a step begin behind its compute")
+
+    def unmark_loads(self) -> None:
+        """Loads begin behind the compute that has been launched when they are submitted."""
+        self._swap.unmark_loads()
+
     def flush(self) -> None:
         """Begin what was collected."""
         if self._stores:
@@ -195,6 +203,9 @@ class NixlTiersWorker(OffloadingWorker):
     def get_finished(self) -> list[TransferResult]:
         if self._stores or self._loads:
             self.flush()
+        if self._backing is not None:  # vLLM asks in a step, and none ran before
+            self._backing.allow_locking()
+            self._backing = None
         if not self._jobs.open:  # as in most steps
             return []
         return [self._reported(result) for result in self._jobs.finished()]

@@ -89,10 +89,12 @@ def test_ranks_that_share_cells_have_records_of_their_own() -> None:
         assert (made.ranks.count, made.copies, other.ranks.count, other.copies) == (6, 3, 6, 3)
         for rank in range(6):
             made.ranks.publish(rank, bytes([rank]) * 16)
-            made.ranks.publish_node(rank, rank)
+            made.ranks.publish_ready(rank, 7 - rank)
+            made.ranks.publish_touched(rank, 3 + rank)
         made.ranks.publish_weights(5, changing=True)
         assert other.ranks.published() == [(bytes([rank]) * 16, "") for rank in range(6)]
-        assert (other.ranks.wait_for_nodes(0), other.ranks.weights) == (set(range(6)), (0, 0, 0, 0, 0, 1))
+        assert (other.ranks.ready_rows, other.ranks.fewest_touched) == (2, 3), "the fewest of all"
+        assert other.ranks.weights == (0, 0, 0, 0, 0, 1)
         with pytest.raises(ValueError, match="rank 6 is not one of the region's 6"):
             made.ranks.publish(6, bytes(16))
         made.mark([1], 0, 7, ok=True)
@@ -291,7 +293,8 @@ def test_the_digest_of_a_ranks_layers_is_seen_beside_all_else_that_it_publishes(
     made.ranks.publish(1, b"a" * 16, "x" * 400)
     made.ranks.publish_weights(1, changing=True)
     made.ranks.publish_layers(1, b"l" * 16)
-    made.ranks.publish_node(1, 2)
+    made.ranks.publish_ready(1, 5)
+    made.ranks.publish_touched(1, 2)
     assert made.ranks.layers == [bytes(16), b"l" * 16, bytes(16)]
     assert (made.ranks.published()[1], made.ranks.weights) == ((b"a" * 16, "x" * 400), (0, 1, 0))
 

@@ -77,3 +77,19 @@ def test_copies_during_which_the_machine_was_stopped_took_no_time_meanwhile() ->
         price = core._state.price_of_copies(now)
         assert 0.0 < price.seconds(1) < 2 * COUNTED_S
         coordinator.close(0.0)
+
+
+def test_rows_are_used_as_far_as_their_memory_is_there() -> None:
+    config = configuration.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
+    region = HostRegion.create(GEOMETRY, 8)
+    region.ranks.publish_ready(0, 0)
+    coordinator = Coordinator(config, Namespace.of({}), region)
+    given: list[int] = []
+    for number, ready in enumerate((0, 3, 3, 8)):
+        region.ranks.publish_ready(0, ready)
+        request, keys = f"r{number}", [b"%d-%d" % (number, n) for n in range(3)]
+        given += coordinator.prepare_store(keys, request).rows
+        assert len(given) <= ready
+        assert coordinator.counters()["cpu"]["ready_bytes"] == ready * GEOMETRY.row_bytes
+    assert sorted(given) == list(range(6)), "the lowest first"
+    coordinator.close(0.0)

@@ -553,3 +553,17 @@ class TestClose:
         assert rig.stopped == [rig.mover]
         assert rig.mover.kills == 0
         assert rig.clock.now - began_s < 3.0
+
+
+class TestMemoryThatComes:
+    def test_rows_are_read_into_memory_as_it_comes(self, rig: Rig) -> None:
+        rig.open(KEYS)
+        rig.core.host.limit = 2
+        rig.region.ranks.publish_ready(0, 2)
+        assert set(rig.begin_load(KEYS[:2])) == {0, 1}
+        assert rig.look_up(KEYS[2], "other") is Lookup.PENDING
+        rig.steps()
+        assert len(rig.open_jobs) == 1, "no row is left for it"
+        rig.region.ranks.publish_ready(0, ROWS)
+        rig.steps()
+        assert [move.row for move in rig.open_jobs[1][1].moves] == [2]

@@ -510,8 +510,17 @@ int cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t, int
     return *out = (void *)fake_batch, OK;
 }
 
+static thread_local int capture_mode; /* CU_STREAM_CAPTURE_MODE_GLOBAL */
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    ENTER(false)
+    std::swap(*mode, capture_mode);
+    return OK;
+}
+
 int cuMemHostRegister_v2(void *address, size_t n, unsigned flags) {
     ENTER(true)
+    if (capture_mode != 2)
+        violation("host memory locked in a mode that breaks other threads' captures");
     if (flags != 3)
         violation("host memory not mapped for all");
     if ((uint64_t)address % 4096 || touches(now->registered, (uint64_t)address, n))

@@ -74,7 +74,6 @@ class Rank:
 def main() -> None:
     fd, cell, *library = sys.argv[1:]
     region = HostRegion.attach(int(fd))
-    region.prefault(rank=int(cell)).wait()
     rank = Rank(region, int(cell), Path(library[0]) if library else None)
     print("locked" if rank.swap.pinned else "not locked", flush=True)
     for line in sys.stdin:

@@ -481,6 +481,7 @@ def test_events_are_reused(machine: Callable[..., FakeGpu]) -> None:
     fake = machine()
     swap = swap_of(fake, scenario_of(np.random.default_rng(3), [[512]], blocks=8, rows=2), "copy_engine")
     swap.store(0, [1], [1]).wait()
+    swap.load(0, [1], [1]).wait()
     made = fake.calls("cuEventCreate")
     for _ in range(20):
         swap.store(0, [1], [1]).wait()

@@ -1,91 +1,124 @@
+"""Page-locking, piece by piece, on the fake driver; and where memory lies."""
+
 from __future__ import annotations
 
-import ctypes
-import logging
 import mmap
 import os
-import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from nixl_tiers.base.chunk import Geometry
-from nixl_tiers.memory.pages import node_of, place
+from nixl_tiers.base.chunk import PIECE_BYTES, Geometry
+from nixl_tiers.memory.pages import cpus_of, node_of
+from nixl_tiers.swap import pinned as pinned_module
 from nixl_tiers.swap.driver import Device
 from nixl_tiers.swap.pinned import PinnedRegion
 from nixl_tiers.swap.plan import CopyPlan, Share
 from tests.swap.fake_gpu import FakeGpu
 
 ROWS = 10
+OUT_OF_MEMORY = 2
+Pin = tuple[FakeGpu, CopyPlan, Callable[[], PinnedRegion]]
 
 
 @pytest.fixture
-def pin(fake_library: Path) -> Iterator[tuple[FakeGpu, CopyPlan, Callable[..., PinnedRegion]]]:
+def pin(fake_library: Path) -> Iterator[Pin]:
     geometry = Geometry(1, 3 * 4096)
     memory = np.frombuffer(mmap.mmap(-1, ROWS * geometry.row_bytes), np.uint8)
     plan = CopyPlan([[]], geometry, Share(0), memory.ctypes.data, ROWS)
     fake = FakeGpu(fake_library)
     device = Device(fake.driver, 0)
-    yield fake, plan, lambda **how: PinnedRegion(device, plan, **how)
+    yield fake, plan, lambda: PinnedRegion(device, plan)
     device.close()
     assert fake.live()["registrations"] == 0
     fake.check()
 
 
-def test_the_region_is_pinned_in_chunks_of_whole_rows(
-    pin: tuple[FakeGpu, CopyPlan, Callable[..., PinnedRegion]],
-) -> None:
-    fake, plan, make = pin
-    pinned = make(chunk_bytes=4 * plan.geometry.row_bytes - 1)
+def test_rows_are_locked_piece_by_piece(pin: Pin) -> None:
+    fake, _, make = pin
+    pinned = make()
+    assert not pinned.complete
+    assert pinned.lock(0, 4)
     assert pinned.complete
+    assert pinned.lock(4, ROWS)
+    assert fake.live()["registrations"] == 2
+    pinned.release()
+    pinned.release()
+    assert not pinned.complete
+    assert not pinned.lock(0, 4), "the region is about to be unmapped"
+
+
+def test_no_piece_is_larger_than_what_kernels_lock_at_once(pin: Pin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux 6.11 to 6.13: less than 2 GiB."""
+    assert PIECE_BYTES < 2 << 30
+    fake, plan, make = pin
+    monkeypatch.setattr(pinned_module, "PIECE_BYTES", 4 * plan.geometry.row_bytes - 1)
+    pinned = make()
+    pinned.lock_first(ROWS)
     assert fake.live()["registrations"] == 4
     pinned.release()
-    pinned.release()
+
+
+def test_a_first_piece_that_fails_leaves_copies_slow_and_says_why(pin: Pin, caplog: pytest.LogCaptureFixture) -> None:
+    fake, _, make = pin
+    fake.fail("cuMemHostRegister_v2", OUT_OF_MEMORY)
+    pinned = make()
+    assert not pinned.lock(0, 4)
     assert not pinned.complete
-    pinned = make(chunk_bytes=1)  # never less than a row
-    assert fake.live()["registrations"] == ROWS
-    pinned.release()
+    assert not pinned.lock(4, ROWS), "no row may be locked where others are not"
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "CUDA_ERROR_OUT_OF_MEMORY (2), for 0.0 GiB at 0.0 of 0.0 GiB" in said
+    assert f"Linux {os.uname().release}), so that copies to and from the GPU will be slow" in said
+    assert "a memory limit of this process that does not hold the whole cpu tier; a kernel, from 6.11 on" in said
 
 
-def test_failed_pinning_is_rolled_back_with_advice(
-    pin: tuple[FakeGpu, CopyPlan, Callable[..., PinnedRegion]], caplog: pytest.LogCaptureFixture
-) -> None:
-    fake, plan, make = pin
-    fake.fail("cuMemHostRegister_v2", 2, after=2)
-    with caplog.at_level(logging.WARNING):
-        pinned = make(chunk_bytes=3 * plan.geometry.row_bytes)
-    assert not pinned.complete
-    assert fake.live()["registrations"] == 0
-    assert len(caplog.records) == 1
-    assert "CUDA_ERROR_OUT_OF_MEMORY (2)" in caplog.text
-    assert "the memory limit of this process must hold the whole cpu tier" in caplog.text
-
-
-def test_rows_pinned_by_others_are_not_unpinned(
-    pin: tuple[FakeGpu, CopyPlan, Callable[..., PinnedRegion]],
+def test_a_later_piece_that_fails_ends_the_rows_and_keeps_those_before(
+    pin: Pin, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake, _, make = pin
-    theirs = make()
-    ours = make()
+    pinned = make()
+    assert pinned.lock(0, 4)
+    fake.fail("cuMemHostRegister_v2", OUT_OF_MEMORY)
+    assert not pinned.lock(4, 8)
+    assert pinned.complete, "of the rows that are used"
+    assert fake.live()["registrations"] == 1
+    assert "the cpu tier ends there, with 4 of 10 rows" in caplog.text
+    pinned.release()
+
+
+def test_of_rows_that_are_locked_at_once_all_are_or_none(pin: Pin, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, plan, make = pin
+    monkeypatch.setattr(pinned_module, "PIECE_BYTES", 3 * plan.geometry.row_bytes)
+    fake.fail("cuMemHostRegister_v2", OUT_OF_MEMORY, after=2)
+    pinned = make()
+    pinned.lock_first(ROWS)
+    assert not pinned.complete
+    assert fake.live()["registrations"] == 0
+
+
+def test_rows_locked_by_others_count_and_are_not_unlocked(pin: Pin) -> None:
+    fake, _, make = pin
+    theirs, ours = make(), make()
+    assert theirs.lock(0, ROWS)
+    assert ours.lock(0, ROWS)
     assert ours.complete
     ours.release()
     assert fake.live()["registrations"] == 1
     theirs.release()
 
 
-def test_partly_pinned_rows_do_not_count_as_pinned(
-    pin: tuple[FakeGpu, CopyPlan, Callable[..., PinnedRegion]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_partly_locked_rows_do_not_count(pin: Pin, caplog: pytest.LogCaptureFixture) -> None:
     """The driver reports "already registered" for a part too; a batch would refuse the rest, at every transfer."""
     fake, plan, make = pin
     row, device = plan.geometry.row_bytes, Device(fake.driver, 0)
     for first, nbytes in ((0, 4096), (2 * row, row), (0, ROWS * row - 4096)):
         with device.current() as driver:
             driver.register(plan.region_address + first, nbytes)
-        pinned = make(chunk_bytes=3 * row)
-        assert not pinned.complete
+        pinned = make()
+        assert not pinned.lock(0, ROWS)
         assert "cuMemHostRegister_v2 failed: unknown error (712)" in caplog.text
         assert fake.live()["registrations"] == 1
         with device.current() as driver:
@@ -101,32 +134,11 @@ def test_the_node_of_a_device_is_what_sysfs_says(tmp_path: Path) -> None:
     assert [node_of(name, tmp_path) for name in names] == [1, None, None, None]
 
 
-def test_numa_placement_changes_no_byte_and_may_be_refused() -> None:
-    memory = np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)
-    memory[:] = 7
-    place(memory.ctypes.data, memory.size, {0})
-    assert (memory == 7).all()
-    assert not place(memory.ctypes.data + 1, memory.size, {0})
-    assert not place(memory.ctypes.data, memory.size, {0, 5000})
-    assert not place(memory.ctypes.data, memory.size, set())
-
-
-GET_MEMPOLICY = 239
-MPOL_F_ADDR = 2
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")
-@pytest.mark.parametrize(("nodes", "mode"), [({0}, 1), ({0, 1}, 3)], ids=["preferred", "interleaved"])
-def test_numa_placement_of_shared_memory_holds_for_all_processes(nodes: set[int], mode: int) -> None:
-    fd = os.memfd_create("test")
-    os.ftruncate(fd, 1 << 20)
-    ours, theirs = (np.frombuffer(mmap.mmap(fd, 1 << 20), np.uint8) for _ in range(2))
-    os.close(fd)
-    if not place(ours.ctypes.data, ours.size, nodes):
-        pytest.skip("the kernel refuses: no NUMA, or a container without SYS_NICE")
-    found, mask = ctypes.c_int(-1), (ctypes.c_ulong * 16)()
-    syscall = ctypes.CDLL(None).syscall
-    arguments = (ctypes.byref(found), mask, ctypes.c_ulong(1024), ctypes.c_void_p(theirs.ctypes.data))
-    assert syscall(ctypes.c_long(GET_MEMPOLICY), *arguments, ctypes.c_ulong(MPOL_F_ADDR)) == 0
-    assert found.value == mode
-    assert mask[0] & 1, "a node that the machine lacks is left out"
+def test_the_processors_of_a_node_are_those_that_this_process_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 9, 40})
+    for node, text in ((0, "0-2,9\n"), (1, "50-60\n"), (2, "?\n")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(text)
+    assert [cpus_of(node, tmp_path) for node in (0, 1, 2, 3, None)] == [{1, 2, 9}, set(), set(), set(), set()]

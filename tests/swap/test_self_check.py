@@ -16,6 +16,7 @@ from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import Device, Driver
 from nixl_tiers.swap.kernels import Kernels
 from nixl_tiers.swap.pinned import PinnedRegion
+from nixl_tiers.swap.plan import Share
 from nixl_tiers.swap.self_check import choose
 from nixl_tiers.swap.strategies import BATCHES, NAMES
 from tests.swap.fake_gpu import FakeGpu, leftovers
@@ -33,6 +34,7 @@ def parts(fake: FakeGpu, here: CopyScenario) -> Iterator[tuple[Device, PinnedReg
         undo.callback(device.close)
         loaded = kernels.load(device)
         pinned = PinnedRegion(device, here.plan)
+        pinned.lock_first(here.plan.rows)
         undo.callback(pinned.release)
         yield device, pinned, loaded
         undo.close()
@@ -58,11 +60,23 @@ def test_the_strategy_is_checked_and_the_region_restored(start: Callable[..., Fa
     fake = start(here)
     region, memory = here.region.copy(), [tensor.copy() for tensor in here.memory]
     with parts(fake, here) as (device, pinned, loaded):
-        assert choose(device, here.plan, pinned, loaded) == ("staged", "staged")
+        assert choose(device, here.plan, pinned, loaded, here.plan.rows) == ("staged", "staged")
     assert fake.calls("cuLaunchKernel") == 4, "each group, both ways"
     assert_same(here.region, region, "region")
     for tensor, wanted in zip(here.memory, memory, strict=True):
         assert_same(tensor, wanted, "the engine's memory")
+    fake.check()
+
+
+def test_a_rank_without_a_row_to_try_starts_with_the_copy_engine(start: Callable[..., FakeGpu]) -> None:
+    """There are fewer rows than ranks that share a cell; it writes none, and may not touch the others'."""
+    here = scenario_of(np.random.default_rng(1), [[2048] * 4], blocks=40, rows=3)
+    here.plan.share = Share.of(3, 4)
+    fake = start(here)
+    before = here.region.copy()
+    with parts(fake, here) as (device, pinned, loaded):
+        assert choose(device, here.plan, pinned, loaded, here.plan.rows) == ("copy_engine",)
+    assert_same(here.region, before, "region")
     fake.check()
 
 
@@ -74,7 +88,7 @@ def test_a_strategy_that_copies_wrong_bytes_is_not_used(
     here = scenario()
     fake = start(here)
     with caplog.at_level(logging.WARNING), parts(fake, here) as (device, pinned, loaded):
-        chosen = choose(device, here.plan, pinned, loaded)
+        chosen = choose(device, here.plan, pinned, loaded, here.plan.rows)
     assert chosen == ("copy_engine", "copy_engine")
     assert "the copy strategy staged is not used: stores of 60 blocks by staged moved wrong bytes" in caplog.text
 
@@ -83,7 +97,7 @@ def test_identical_groups_are_checked_once(start: Callable[..., FakeGpu]) -> Non
     here = scenario_of(np.random.default_rng(1), [[2048] * 2] * 3, blocks=20, rows=10, sub_blocks=2)
     fake = start(here)
     with parts(fake, here) as (device, pinned, loaded):
-        assert choose(device, here.plan, pinned, loaded) == ("staged",) * 3
+        assert choose(device, here.plan, pinned, loaded, here.plan.rows) == ("staged",) * 3
     assert fake.calls("cuLaunchKernel") == 2
 
 
@@ -91,8 +105,8 @@ def test_large_pages_are_for_the_copy_engine(start: Callable[..., FakeGpu]) -> N
     here = scenario_of(np.random.default_rng(1), [[512 << 10], [4096] * 2], blocks=4, rows=4)
     fake = start(here)
     with parts(fake, here) as (device, pinned, loaded):
-        assert choose(device, here.plan, pinned, loaded) == ("copy_engine", "staged")
-        assert choose(device, here.plan, pinned, None) == ("copy_engine", "copy_engine")
+        assert choose(device, here.plan, pinned, loaded, here.plan.rows) == ("copy_engine", "staged")
+        assert choose(device, here.plan, pinned, None, here.plan.rows) == ("copy_engine", "copy_engine")
 
 
 def test_blackwell_copies_all_pages_staged_and_without_batches(
@@ -103,7 +117,7 @@ def test_blackwell_copies_all_pages_staged_and_without_batches(
     fake = start(here)
     monkeypatch.setattr(Driver, "capability", lambda *_: (10, 0))
     with parts(fake, here) as (device, pinned, loaded):
-        assert choose(device, here.plan, pinned, loaded) == ("staged", "staged")
+        assert choose(device, here.plan, pinned, loaded, here.plan.rows) == ("staged", "staged")
     assert fake.calls("cuMemcpyBatchAsync") == 0
     assert fake.calls("cuMemcpyAsync") > 0
 
@@ -121,7 +135,7 @@ def test_the_environment_turns_batches_off_and_on(
     monkeypatch.setattr(Driver, "capability", lambda *_: capability)
     monkeypatch.setenv(BATCHES, setting)
     with parts(fake, here) as (device, pinned, loaded):
-        choose(device, here.plan, pinned, loaded)
+        choose(device, here.plan, pinned, loaded, here.plan.rows)
     assert (fake.calls("cuMemcpyBatchAsync") > 0) is batches
 
 
@@ -144,7 +158,7 @@ def test_the_environment_sets_the_strategy(
     fake = start(here)
     monkeypatch.setenv(self_check.ENVIRONMENT, name)
     with parts(fake, here) as (device, pinned, loaded):
-        assert choose(device, here.plan, pinned, loaded) == (name, name)
+        assert choose(device, here.plan, pinned, loaded, here.plan.rows) == (name, name)
 
 
 def test_an_unknown_strategy_in_the_environment_is_refused_without_leaks(
@@ -188,7 +202,7 @@ def test_memory_that_is_not_pinned_is_checked_too(start: Callable[..., FakeGpu])
     fake = start(here)
     fake.fail("cuMemHostRegister_v2", 2)
     with parts(fake, here) as (device, pinned, loaded):
-        assert choose(device, here.plan, pinned, loaded) == ("staged", "staged")
+        assert choose(device, here.plan, pinned, loaded, here.plan.rows) == ("staged", "staged")
 
 
 def test_without_gpu_memory_the_copy_engine_copies(
@@ -198,7 +212,7 @@ def test_without_gpu_memory_the_copy_engine_copies(
     fake = start(here)
     with parts(fake, here) as (device, pinned, loaded):
         fake.fail("cuMemAlloc_v2", 2)
-        assert choose(device, here.plan, pinned, loaded) == ("copy_engine", "staged")
+        assert choose(device, here.plan, pinned, loaded, here.plan.rows) == ("copy_engine", "staged")
     assert "staged could not be checked, the copy engine replaces it: cuMemAlloc_v2 failed" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Prefaulting by the ranks of one engine: each allocates its own share of the region's pages, at the same time."""
+"""Memory behind the rows: each rank allocates its own cells, and no row is handed out before all have."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from nixl_tiers.base.chunk import PAGE, Geometry
+from nixl_tiers.base.chunk import PAGE, Geometry, pieces_of
 from nixl_tiers.base.policies import HugePages
-from nixl_tiers.memory import pages
+from nixl_tiers.memory import backing
+from nixl_tiers.memory.backing import Backing, own_spans
 from nixl_tiers.memory.region import HostRegion
 from tests.support.pages import mapped
 from tests.support.waiting import until
@@ -25,7 +28,22 @@ MiB = 1 << 20
 RANKS = 2
 ROWS = 8
 GEOMETRY = Geometry(RANKS, MiB - PAGE // 2)  # a row, with its seal, has 2 MiB
+CELL = GEOMETRY.cell_bytes
 PROCESS = Path(__file__).with_name("prefault_process.py")
+
+
+@pytest.fixture(autouse=True)
+def two_rows_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backing, "PIECE_BYTES", 2 * GEOMETRY.row_bytes)
+    monkeypatch.setattr(backing, "POLL_S", 0.001)
+    monkeypatch.setattr(backing, "LOOK_S", 0.001)
+    monkeypatch.setattr(backing, "PAUSE_S", 0.0)
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    with HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.OFF) as made:
+        yield made
 
 
 def resident(of: HostRegion) -> list[bool]:
@@ -36,115 +54,194 @@ def resident(of: HostRegion) -> list[bool]:
     return [bool(byte & 1) for byte in found]
 
 
+def cells_resident(of: HostRegion) -> list[list[bool]]:
+    """Of each row, which cells lie in pages that are allocated, but for the one that two cells share."""
+    pages, row, cell = resident(of), GEOMETRY.row_bytes // PAGE, CELL // PAGE
+    return [
+        [all(pages[at * row + n * cell + 1 : at * row + (n + 1) * cell]) for n in range(RANKS)] for at in range(ROWS)
+    ]
+
+
 def start(region: HostRegion, rank: int, stack: ExitStack) -> subprocess.Popen[str]:
-    """A process that has allocated its own share."""
+    """A process that is one rank."""
     command = [sys.executable, str(PROCESS), str(region.fd), str(rank)]
     process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, pass_fds=[region.fd])
     stack.callback(process.wait)
     stack.callback(process.kill)
-    assert answer(process) == "share"
     return process
 
 
-def answer(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def go_on(process: subprocess.Popen[str]) -> str:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-    return answer(process)
-
-
-def test_each_rank_allocates_its_own_share_first_and_waits_for_no_other() -> None:
-    with ExitStack() as stack, HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.OFF) as region:
-        half = region.nbytes // mmap.PAGESIZE // RANKS
-        assert not any(resident(region))
-        second = start(region, 1, stack)
-        assert resident(region) == [False] * half + [True] * half
+def test_each_rank_allocates_its_own_cells_and_maps_the_others(region: HostRegion) -> None:
+    with ExitStack() as stack:
+        start(region, 1, stack)
+        until(lambda: region.ranks.fewest_touched == 0 and cells_resident(region)[1][1], "its first piece")
+        assert cells_resident(region)[0] == [False, True]
+        assert region.ranks.ready_rows == 0
         first = start(region, 0, stack)
+        assert first.wait(120) == 0
         assert all(resident(region))
-        assert go_on(second) == "done"
-        first.kill()
+        until(lambda: region.ranks.ready_rows == ROWS, "both to have all rows")
         assert not region.rows_view.any()
 
 
-def test_rank_allocates_the_share_of_one_that_died() -> None:
-    with ExitStack() as stack, HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.OFF) as region:
-        second = start(region, 1, stack)
-        assert go_on(second) == "done"
-        assert all(resident(region))
+def test_no_row_is_ready_before_every_rank_has_its_memory(region: HostRegion) -> None:
+    first = Backing(region, 0)
+    assert region.ranks.ready_rows == 0
+    first.go_on()
+    until(lambda: cells_resident(region)[1][0], "the first rank to touch a piece")
+    assert region.ranks.ready_rows == 0
+    other = Backing(region, 1)
+    other.go_on()
+    assert first.wait(120)
+    assert other.wait(120)
+    assert (first.ready, other.ready, region.ranks.ready_rows) == (ROWS, ROWS, ROWS)
 
 
-def test_other_process_maps_pages_once_they_are_allocated_and_allocates_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_ALLOCATED_POLL_S", 0.001)
-    looked = 0
+def test_a_region_that_nobody_allocates_ahead_may_be_used(region: HostRegion) -> None:
+    assert region.ranks.ready_rows is None
 
-    def is_prefaulted(self: HostRegion) -> bool | None:
-        nonlocal looked
-        looked += self is other
-        return original(self)
 
-    original = HostRegion._is_prefaulted
-    with (
-        HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.OFF) as region,
-        HostRegion.attach(os.dup(region.fd)) as other,
-    ):
-        monkeypatch.setattr(HostRegion, "_is_prefaulted", is_prefaulted)
+class Locks:
+    """What a rank page-locks, in order."""
+
+    def __init__(self, region: HostRegion, fails_at: int = ROWS) -> None:
+        self.region, self.fails_at = region, fails_at
+        self.pieces: list[tuple[int, int]] = []
+
+    def __call__(self, begin: int, end: int) -> bool:
+        assert self.region.ranks.fewest_touched * 2 >= end, "others' cells would be placed by this lock"
+        assert all(all(row) for row in cells_resident(self.region)[begin:end])
+        self.pieces.append((begin, end))
+        return begin < self.fails_at
+
+
+def of_one_rank() -> HostRegion:
+    return HostRegion.create(Geometry(1, 2 * MiB - PAGE // 2), ROWS, huge_pages=HugePages.OFF)
+
+
+def test_pieces_are_locked_from_the_first_step_on_and_touched_before() -> None:
+    with of_one_rank() as region:
+        ranks, locked = region.ranks, list[tuple[int, int]]()
+        mine = Backing(region)
+        assert mine.back_first(0.0) == 2
+        mine.go_on(lambda *piece: locked.append(piece) is None, at_first_step=True)
+        until(lambda: ranks.fewest_touched == 4, "all pieces to be touched")
+        assert (ranks.ready_rows, locked) == (2, [])
+        mine.allow_locking()
+        assert mine.wait(120)
+        assert (ranks.ready_rows, locked) == (ROWS, [(2, 4), (4, 6), (6, 8)])
+
+
+def test_a_piece_is_locked_when_all_ranks_have_touched_theirs(region: HostRegion) -> None:
+    locks = [Locks(region), Locks(region)]
+    ranks = [Backing(region, rank) for rank in range(RANKS)]
+    for rank, lock in zip(ranks, locks, strict=True):
+        rank.go_on(lock)
+    assert all(rank.wait(120) for rank in ranks)
+    assert [lock.pieces for lock in locks] == [[(0, 2), (2, 4), (4, 6), (6, 8)]] * 2
+
+
+def test_rows_end_where_a_piece_cannot_be_locked(caplog: pytest.LogCaptureFixture) -> None:
+    with of_one_rank() as region, HostRegion.attach(os.dup(region.fd)) as other:
         mapping = other.map_pages()
-        until(lambda: looked > 2, "it has looked whether pages are allocated")
-        assert not any(resident(region))
-        assert region.prefault(1).wait(120)
+        mine = Backing(region)
+        mine.go_on(lambda begin, _: begin < 4)
+        assert mine.wait(120)
+        assert region.ranks.ready_rows == 4
+        until(lambda: mapping.mapped_bytes == 4 * region.geometry.row_bytes, "a mover to map them")
+
+
+def test_without_memory_for_a_page_all_rows_are_used_as_they_come(
+    region: HostRegion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with HostRegion.attach(os.dup(region.fd)) as other:
+        waiting = other.map_pages()
+        with monkeypatch.context() as patch:
+            patch.setattr(backing, "populate_part", lambda *_: errno.ENOMEM)
+            assert region.prefault(2).wait(120)
+            assert region.prefault(2, rank=1).wait(120), "a rank that cannot holds up no other"
+        for mapping in (waiting, other.map_pages()):
+            assert mapping.wait(120)
+            assert mapping.mapped_bytes == 0
+    assert region.ranks.ready_rows == ROWS
+    assert region.huge_bytes is None
+    assert not any(resident(region))
+    assert "prefaulting ends at 0 of 8 rows: Cannot allocate memory" in caplog.text
+    sentences = [record.getMessage() for record in caplog.records]
+    assert sum("mapped at first use" in sentence for sentence in sentences) == 2, "one a process"
+
+
+def test_other_process_maps_pages_once_they_are_ready_and_allocates_none(region: HostRegion) -> None:
+    with HostRegion.attach(os.dup(region.fd)) as other:
+        mapping = other.map_pages()
+        first = Backing(region, 0)
+        first.go_on()
+        until(lambda: cells_resident(region)[1][0], "one rank to touch a piece")
+        assert not any(cell[1] for cell in cells_resident(region))
+        assert mapping.mapped_bytes == 0
+        assert region.prefault(1, rank=1).wait(120)
         assert mapping.wait(120)
         assert all(mapped(other.address, other.nbytes))
         assert not region.rows_view.any()
 
 
-def test_other_process_stops_to_wait_for_pages_whose_allocation_has_failed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_region_closes_while_its_pages_are_not_allocated(region: HostRegion) -> None:
+    other = HostRegion.attach(os.dup(region.fd))
+    mapping = other.map_pages()
+    waiting = Backing(region, 0)
+    waiting.go_on()
+    other.close()
+    assert mapping.wait(0)
+    region.close()
+    assert waiting.wait(0)
+
+
+@pytest.mark.parametrize(
+    "geometry", [GEOMETRY, Geometry(3, 700_000), Geometry(4, 1000), Geometry(1, 3 * MiB), Geometry(8, 8 * MiB)]
+)
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("huge", [True, False])
+def test_spans_of_ranks_are_whole_pages_of_their_own(
+    geometry: Geometry, copies: int, huge: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looked five times a second for as long as the engine lived."""
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(pages, "_ALLOCATED_POLL_S", 0.001)
-    with (
-        HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.OFF) as region,
-        HostRegion.attach(os.dup(region.fd)) as other,
-        HostRegion.attach(os.dup(region.fd)) as later,
-    ):
-        waiting = other.map_pages()
-        with monkeypatch.context() as patch:
-            patch.setattr(pages.Prefault, "_populate_part", lambda *_: errno.ENOMEM)
-            region.prefault(2).wait(120)
-        for mapping in (waiting, later.map_pages()):
-            assert mapping.wait(120)
-            assert mapping.populated_bytes == 0
-        assert region.huge_bytes is None
-        assert not any(resident(region))
-    sentences = [record.getMessage() for record in caplog.records]
-    assert sum("mapped at their first use" in sentence for sentence in sentences) == 2, "one a process"
+    policy = HugePages.AUTO if huge else HugePages.OFF
+    with HostRegion.create(geometry, 5, huge_pages=policy, copies=copies) as region:
+        owner: dict[int, int] = {}
+        for rank in range(region.ranks.count):
+            for begin, end in own_spans(region, rank, 0, 5):
+                assert begin % PAGE == 0
+                assert 0 <= begin < end <= region.nbytes
+                for page in range(begin // PAGE, -(-end // PAGE)):
+                    owner.setdefault(page, rank)
+        for page, rank in owner.items():
+            cell = page * PAGE % geometry.row_bytes // geometry.cell_bytes
+            large = geometry.cell_bytes >= (2 * MiB if huge else PAGE)
+            if copies == 1 and geometry.cells > 1 and large:
+                assert cell == rank
+        share = len(owner) * PAGE / region.nbytes
+        assert share > (0.5 if huge else 0.97), "the rest is mapped by whoever comes"
 
 
-def test_region_closes_while_its_pages_are_not_allocated() -> None:
-    with HostRegion.create(GEOMETRY, ROWS) as region:
-        other = HostRegion.attach(os.dup(region.fd))
-        mapping = other.map_pages()
-        other.close()
-        assert mapping.wait(0)
+def test_pieces_end_on_rows() -> None:
+    assert pieces_of(10, 3, 10) == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert pieces_of(2, 100, 10) == [(0, 1), (1, 2)], "never less than a row"
+    assert pieces_of(3, 1, 10) == [(0, 3)]
 
 
-@pytest.mark.parametrize("rank", range(6))
-def test_every_part_is_populated_once_whatever_the_sizes(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts: list[tuple[int, int]] = []
-    monkeypatch.setattr(pages, "_CHUNK_BYTES", MiB)
-    monkeypatch.setattr(pages.Prefault, "_populate_part", lambda _, address, size: parts.append((address, size)) or 0)
-    with HostRegion.create(Geometry(3, 700_000), 5, copies=2) as region:
-        assert region.prefault(1, rank=rank).wait(120)
-        begin = region.address + region.nbytes * rank // 6
-        assert parts[0][0] <= begin < parts[0][0] + parts[0][1]
-        end = region.address
-        for address, size in sorted(parts):
-            assert address == end
-            end += size
-        assert end == region.address + region.nbytes
+def test_threads_that_touch_run_near_the_gpu(region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[set[int]] = []
+    near = set(list(os.sched_getaffinity(0))[:1])
+    populate = backing.populate_part
+    monkeypatch.setattr(
+        backing, "populate_part", lambda *part: (seen.append(os.sched_getaffinity(0)), populate(*part))[1]
+    )
+    here = os.sched_getaffinity(0)
+    first, other = Backing(region, 0, near), Backing(region, 1, near)
+    helper = threading.Thread(target=other.back_first, args=(60.0,))
+    helper.start()
+    first.back_first(60.0)
+    helper.join()
+    assert seen
+    assert all(cpus == near for cpus in seen)
+    assert os.sched_getaffinity(0) == here, "the engine's own thread stays where it is"

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import nixl_tiers
-from nixl_tiers.base.chunk import PAGE, Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.base.policies import HugePages
-from nixl_tiers.memory import pages
+from nixl_tiers.memory import backing, pages
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
 from tests.memory.test_region import MiB, made
@@ -87,14 +87,14 @@ def resident_bytes(of: HostRegion) -> int:
 def test_prefaulting_allocates_all_pages_and_changes_no_byte(old_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if old_kernel:
         monkeypatch.setattr(pages, "_MADV_POPULATE_WRITE", 0xFFFF)
-    monkeypatch.setattr(pages, "_CHUNK_BYTES", MiB)
+    monkeypatch.setattr(backing, "PART_BYTES", MiB)
     # In small pages: tests beside this one change for a moment what the machine gives to all shared memory.
     with HostRegion.create(Geometry(1, MiB), 33, huge_pages=HugePages.OFF) as made:
         made.rows_view[7, 5] = 123
         assert resident_bytes(made) < MiB
         running = made.prefault(3)
         assert running.wait(120)
-        assert running.populated_bytes == made.nbytes
+        assert running.ready == made.rows
         assert resident_bytes(made) >= made.nbytes
         assert made.rows_view[7, 5] == 123
         made.rows_view[7, 5] = 0
@@ -102,21 +102,18 @@ def test_prefaulting_allocates_all_pages_and_changes_no_byte(old_kernel: bool, m
 
 
 def test_closing_ends_prefaulting_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(self: pages.Prefault, address: int, size: int) -> int:
-        assert self._stopping.wait(120)
+    parts: list[int] = []
+
+    def slow(address: int, _: int) -> int:
+        parts.append(address)
+        assert running._stopping.wait(120)
         return 0
 
-    monkeypatch.setattr(pages, "_CHUNK_BYTES", MiB)
-    monkeypatch.setattr(pages.Prefault, "_populate_part", slow)
+    monkeypatch.setattr(backing, "PART_BYTES", MiB)
+    monkeypatch.setattr(backing, "populate_part", slow)
     made = HostRegion.create(Geometry(1, MiB), 64)
-    running = made.prefault(2)
+    running = backing.Backing(made, threads=2)
+    running.go_on()
     made.close()
     assert running.wait(0)
-    assert running.populated_bytes <= 2 * MiB
-
-
-def test_a_failed_prefault_ends_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    running = pages.Prefault(PAGE, 4 * PAGE, 2)  # where no kernel maps anything
-    assert running.wait(120)
-    assert running.populated_bytes == 0
-    assert "prefaulting ends at 0 bytes" in caplog.text
+    assert len(parts) <= 2

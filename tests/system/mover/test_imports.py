@@ -152,6 +152,17 @@ def test_movers_of_an_isolated_interpreter_are_isolated(python: Callable[..., Pa
 
 def test_only_absolute_entries_of_pythonpath_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f":/one:relative:.:{os.pathsep}/two:")
-    assert child.environment()["PYTHONPATH"] == "/one:/two"
+    assert child.environment({})["PYTHONPATH"] == "/one:/two"
     monkeypatch.setenv("PYTHONPATH", ":")
-    assert "PYTHONPATH" not in child.environment()
+    assert "PYTHONPATH" not in child.environment({})
+
+
+@pytest.mark.parametrize(("inherited", "first"), [(None, "0"), ("3,5", "3"), ("GPU-1234", "GPU-1234"), ("", "")])
+def test_only_cufile_gets_a_gpu(monkeypatch: pytest.MonkeyPatch, inherited: str | None, first: str) -> None:
+    if inherited is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", inherited)
+    assert child.environment({"type": "file", "backend": "auto"})["CUDA_VISIBLE_DEVICES"] == ""
+    assert child.environment({"type": "s3"})["CUDA_VISIBLE_DEVICES"] == ""
+    assert child.environment({"type": "file", "backend": "gds_mt"})["CUDA_VISIBLE_DEVICES"] == first

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,10 +16,10 @@ from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap import kernels
 from nixl_tiers.swap.cuda import CudaSwap
+from nixl_tiers.swap.driver import Device
 from nixl_tiers.swap.plan import CopyPlan, Segment, Share
-from nixl_tiers.vllm import worker as worker_module
 from nixl_tiers.vllm.copy_jobs import PolledJobs, RowsSpec
-from nixl_tiers.vllm.worker import NixlTiersWorker, place_region
+from nixl_tiers.vllm.worker import NixlTiersWorker
 from tests.swap.fake_gpu import FakeGpu
 
 BLOCKS, ROWS, PAGE, LAYERS, SUB_BLOCKS = 12, 6, 2048, 3, 2
@@ -33,8 +30,13 @@ STRATEGIES = ("copy_engine", "staged")
 class Rank:
     """One rank with LAYERS tensors of BLOCKS pages, all in the fake GPU's memory."""
 
-    def __init__(self, library: Path, strategy: str) -> None:
+    def __init__(self, library: Path, strategy: str, *, own_stream: bool = False) -> None:
+        """`own_stream`: the engine computes on `compute`, and not on the default stream."""
         self.fake = FakeGpu(library, 5)
+        self.compute = 0
+        if own_stream:
+            with Device(self.fake.driver, 0).current() as driver:
+                self.compute = driver.stream(urgent=False)
         rng = np.random.default_rng(5)
         self.caches = [rng.integers(0, 256, (BLOCKS, PAGE), dtype=np.uint8) for _ in range(LAYERS)]
         for cache in self.caches:
@@ -45,7 +47,7 @@ class Rank:
         geometry = Geometry(1, LAYERS * PAGE * SUB_BLOCKS, SUB_BLOCKS)
         self.region = HostRegion.create(geometry, ROWS)
         plan = CopyPlan([segments], geometry, Share(0), self.region.address, ROWS)
-        swap = CudaSwap(plan, compute_stream=lambda: 0, driver=self.fake.driver, strategies=(strategy,))
+        swap = CudaSwap(plan, compute_stream=lambda: self.compute, driver=self.fake.driver, strategies=(strategy,))
         self.region.at_close(swap.close)
         self.worker = NixlTiersWorker(self.region, plan, swap, 0, jobs=PolledJobs())
         self.worker.keep_failed_loads()
@@ -177,51 +179,3 @@ def test_no_failure_of_a_store_is_reported_to_vllm(
     assert "cannot be planned" in caplog.text
     assert rank.load([0], [0, 1]).success
     assert rank.worker.take_failed_loads() == {2}
-
-
-@pytest.mark.parametrize("accepted", [True, False])
-def test_the_numa_node_of_the_region_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, accepted: bool
-) -> None:
-    """Many containers may not place memory, and nothing else would show why copies are slow."""
-    asked = []
-    monkeypatch.setattr(worker_module, "place", lambda *how: asked.append(how) or accepted)
-    with HostRegion.create(Geometry(1, 4096), 2) as region, caplog.at_level(logging.INFO, "nixl_tiers"):
-        place_region(region, 0, 1)
-        assert asked == [(region.address, region.nbytes, {1})]
-    assert "allocated on NUMA node 1, the GPU's" in caplog.text
-    assert ("the kernel refuses" in caplog.text) is not accepted
-
-
-def test_pages_are_interleaved_over_the_nodes_of_all_ranks(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each rank asks for the same, however late the others say where their GPUs are."""
-    asked = []
-    monkeypatch.setattr(worker_module, "place", lambda *how: asked.append(how[2]) or True)
-    with HostRegion.create(Geometry(3, 4096), 2) as region, caplog.at_level(logging.INFO, "nixl_tiers"):
-        ranks = [
-            threading.Thread(target=place_region, args=(region, cell, (0, None, 2)[cell], 120.0)) for cell in range(3)
-        ]
-        for rank in ranks[:2]:
-            rank.start()
-        time.sleep(0.1)
-        assert asked == [], "the third is missing"
-        ranks[2].start()
-        for rank in ranks:
-            rank.join(120)
-        assert asked == [{0, 2}] * 3
-    assert "allocated on NUMA nodes [0, 2] in turns, the GPUs'" in caplog.text
-
-
-def test_unknown_and_missing_nodes_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(worker_module, "place", lambda *how: asked.append(how[2]) or True)
-    with HostRegion.create(Geometry(3, 4096), 2) as region:
-        place_region(region, 0, None, 0.0)
-        assert asked == [], "the kernel's default stays"
-        place_region(region, 1, 4, 0.0)
-        assert asked == [{4}]
-        monkeypatch.setattr(region, "hugetlb", True)
-        place_region(region, 2, 1, 0.0)
-        assert asked == [{4}], "the pages of a pool are allocated already"
