@@ -39,7 +39,8 @@ def run(raw: bytes, deadline_s: float) -> bytes:
     """The child's answer; empty if there is none."""
     command = [sys.executable, *options(), str(Path(program.__file__).absolute()), program.LOOK]
     # Its errors are the engine's to show. Ctrl-C is the engine's; it ends by itself.
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0, env=environment({}))
+    pipe, env = subprocess.PIPE, environment({})
+    child = subprocess.Popen(command, stdin=pipe, stdout=pipe, process_group=0, env=env)
     try:
         return child.communicate(raw, timeout=deadline_s)[0]
     except subprocess.TimeoutExpired as late:  # it may have answered, and not end: a thread of it waits in the kernel

@@ -146,7 +146,9 @@ def test_failed_requests_are_reported_once_in_the_step_in_which_they_ended() -> 
     ended: list[set[str]] = [{"five"}, set(), {"four", "six"}]
     failed = [{5}, set(), {4}]
     flushed: list[None] = []
-    worker = SimpleNamespace(take_failed_loads=lambda: failed.pop(0), flush=lambda: flushed.append(None), unmark_loads=lambda: None)
+    worker = SimpleNamespace(
+        take_failed_loads=lambda: failed.pop(0), flush=lambda: flushed.append(None), unmark_loads=lambda: None
+    )
     connector._worker = worker
     connector.connector_worker = SimpleNamespace(
         start_kv_transfers=lambda metadata: None, get_finished=lambda finished: (set(), ended.pop(0))
