@@ -91,6 +91,7 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/lint-imports --no-logo
 	$(PY) docs/check.py
 	$(PY) tools/size.py
+	@$(PY) -m tools.gpu_age
 
 format: $(VENV)/.ready
 	$(PY) -m ruff check --fix .

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import ctypes
+import datetime as dt
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,8 +11,37 @@ import pytest
 
 from nixl_tiers.base import native
 from nixl_tiers.swap import host
+from tools import gpu_age
 
 ROOT = Path(__file__).parents[2]
+_passed_on_gpu: set[str] = set()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and report.passed and "gpu" in report.keywords:
+        _passed_on_gpu.add(report.nodeid)
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    """Once all tests that need a GPU have passed on one: note which code, where and when."""
+    commit = gpu_age.git("rev-parse", "HEAD")
+    if exitstatus == 0 and commit and len(_passed_on_gpu) >= gpu_age.WHOLE:
+        gpu_age.LAST_RUN.write_text(json.dumps(last_run(commit), indent=2) + "\n")
+
+
+def last_run(commit: str) -> dict[str, object]:
+    import torch
+
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")[0]
+    return {
+        "title": "The last run of the tests that need a GPU",
+        "machine": f"{torch.cuda.get_device_name()}, driver {driver}",
+        "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
+        "commit": commit,
+        "passed": len(_passed_on_gpu),
+        "tables": [],
+    }
 
 
 @pytest.fixture(scope="session")
