@@ -163,6 +163,6 @@ def test_only_cufile_gets_a_gpu(monkeypatch: pytest.MonkeyPatch, inherited: str 
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", inherited)
-    assert child.environment({"type": "file", "backend": "auto"})["CUDA_VISIBLE_DEVICES"] == ""
+    assert child.environment({"backend": "auto"})["CUDA_VISIBLE_DEVICES"] == ""
     assert child.environment({"type": "s3"})["CUDA_VISIBLE_DEVICES"] == ""
-    assert child.environment({"type": "file", "backend": "gds_mt"})["CUDA_VISIBLE_DEVICES"] == first
+    assert child.environment({"backend": "gds_mt"})["CUDA_VISIBLE_DEVICES"] == first
