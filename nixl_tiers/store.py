@@ -139,8 +139,8 @@ class TieredStore:
             stall = StallTimeout(self._wait_s)
             try:
                 for start in range(0, len(keys), self._batch):
-                    self._wait_for_room(stall, interrupts)
                     part = slice(start, start + self._batch)
+                    self._wait_for_room(len(keys[part]), stall, interrupts)
                     if not self._put_part(keys[part], chunks[part], whole, interrupts):
                         break
                 places = self.coordinator.locate(keys)
@@ -298,15 +298,16 @@ class TieredStore:
         if self.coordinator.closed:
             raise RuntimeError("this store is closed")
 
-    def _wait_for_room(self, stall: StallTimeout, interrupts: Interrupts) -> None:
+    def _wait_for_room(self, count: int, stall: StallTimeout, interrupts: Interrupts) -> None:
         """Back-pressure: hold up a put that is faster than the tiers, or than the memory of the first minutes."""
         until_s = time.monotonic() + self._wait_s
         with self.coordinator.core() as core:
-            while not self.coordinator.has_memory(self._batch) and time.monotonic() < until_s:
+            while not self.coordinator.has_memory(count) and time.monotonic() < until_s:
                 self.coordinator.changed.wait(MEMORY_POLL_S)
                 self._point(interrupts)
             if core.pressure() <= self._most_waiting:
                 return
+        until_s = time.monotonic() + self._wait_s
         with self.coordinator.awaiting_writes(), self.coordinator.core() as core:
             stall.restart()
             while (backlog := core.pressure()) > self._most_waiting and time.monotonic() < until_s:

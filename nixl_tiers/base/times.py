@@ -20,7 +20,7 @@ class Times(msgspec.Struct, frozen=True):
     copies_end_s: float = 2.0  # for a worker's copies, at its end
     rendezvous_s: float = 60.0  # for scheduler and workers to meet
     rendezvous_answer_s: float = 2.0  # for one of them to answer: a stopped one must not block the rest
-    nodes_s: float = 2.0  # for the other ranks to say on which NUMA nodes their GPUs are
+    nodes_s: float = 2.0  # for the other ranks to allocate their cells of the first piece of host memory
 
     # --- the core (core/limits.py)
     late_job_s: float = 5.0  # at least, from a job's start to its soft deadline

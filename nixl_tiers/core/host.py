@@ -47,6 +47,8 @@ class HostTier:
         self.retained_of = array("q", [0] * (1 + len(quotas)))
         """How many rows `retain` keeps from eviction, by tenant; 0: those of none."""
         self.step = 0
+        self.grows = False
+        """Whether more rows are about to be usable: their memory is being allocated."""
         self._make_policy = policy
         self._policy = policy()
         self._slots = Slots(rows)

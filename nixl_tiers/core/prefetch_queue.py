@@ -67,7 +67,11 @@ class PrefetchQueue:
         self._holding: list[QueuedPrefetch] = []  # those that hold rows, in the same order
         self._of: dict[str, QueuedPrefetch] = {}
         self._joined = 0
-        self._share = int(state.host.rows * state.limits.line_share)  # rows that all of them may hold
+
+    @property
+    def _share(self) -> int:
+        """How many rows all of them may hold."""
+        return int(self._host.limit * self._state.limits.line_share)
 
     @property
     def busy(self) -> bool:

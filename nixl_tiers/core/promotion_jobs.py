@@ -330,7 +330,7 @@ class PromotionJobs:
         """Whether some rows of the full host may turn out not to be pinned, or will be unpinned though no request that
         waits for room gives up: those of loads and stores under way, and those of requests that have all they asked
         for. Loading more after them is quicker than computing, and their requests end it by their deadlines. O(1)."""
-        if self._host.searching or any(tier.rows_loading for tier in self._state.tiers):
+        if self._host.grows or self._host.searching or any(tier.rows_loading for tier in self._state.tiers):
             return True
         return self._host.generation.pinned_by_waiting + self._host.retained < self._host.used
 

@@ -24,7 +24,6 @@ class Retention:
         self._state = state
         self._host = state.host
         self._prefetch_queue = prefetch_queue
-        self._most = int(state.host.rows * state.limits.retain_share)
         self._most_of = [int(quota * state.limits.retain_share) for quota in state.host.quotas]
         self._until = UpwardBatches()  # retained keys by the second at which that ends, those of a prefix in its order
         self._ending = (0, 0)  # such a second, and the tick of use that its keys have in the tiers below
@@ -94,4 +93,4 @@ class Retention:
 
     def _is_full(self, tenant: int, retained: int) -> bool:
         of_tenant = tenant and self._host.retained_of[tenant] >= self._most_of[tenant - 1]
-        return bool(of_tenant or retained >= self._most)
+        return bool(of_tenant or retained >= int(self._host.limit * self._state.limits.retain_share))

@@ -56,7 +56,7 @@ class StoreThrottle:
 
     def _holds(self, tier: Tier) -> bool:
         limits = self._state.limits
-        far_behind = tier.rows_to_write > limits.hold_share * self._state.host.rows
+        far_behind = tier.rows_to_write > limits.hold_share * self._state.host.limit
         if self.closing or not self._promoting or far_behind:
             return False
         free, reserve = self._state.room_above(tier)

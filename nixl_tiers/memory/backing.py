@@ -34,7 +34,7 @@ POLL_S: Final = 0.05
 LOOK_S: Final = 0.2  # between two looks of a mover at how far the ranks have come, for as long as they have not
 MAP_PAUSE_S: Final = 0.004  # after each part that is only mapped, which takes 2 ms
 PROGRESS_S: Final = 10.0
-NICE: Final = 19  # of the threads that allocate what the start does not wait for
+NICE: Final = 10  # of the threads that allocate what the start does not wait for
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Backing:
         self._lock = lock
         if not at_first_step:
             self._may_lock.set()
-        if self._touched and not self._region.lacks_memory:
+        if self._touched and (lock is not None or not self._region.lacks_memory):
             self._backed = 1
             self._publish(self._pieces[0][1])
         self._thread.start()
@@ -103,6 +103,13 @@ class Backing:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except Exception:
+            log.exception("nixl_tiers: the memory of the host region is not allocated any further")
+            self._end_for_all()
+
+    def _work(self) -> None:
         while self._backed < len(self._pieces) and not (self._stopping.is_set() or self._region.lacks_memory):
             waits = self._lock is not None and not self._may_lock.is_set()
             if self._touched < len(self._pieces) and (waits or self._touched == self._backed):
@@ -127,16 +134,19 @@ class Backing:
         begin, end = self._pieces[self._touched]
         if error := self._populate(own_spans(self._region, self._rank, begin, end)):
             return self._give_up(error)
+        if self._stopping.is_set():
+            return False
         self._touched += 1
         self._region.ranks.publish_touched(self._rank, self._touched)
         return True
 
     def _back_next(self) -> bool:
         begin, end = self._pieces[self._backed]
-        if not self._map(self._backed):
+        if not self._map(self._backed) or self._stopping.is_set():
             return False
         if self._lock is not None and not self._lock(begin, end):
-            return False  # the rows end here
+            self._end_for_all()
+            return False
         self._backed += 1
         self._publish(end)
         return True
@@ -162,13 +172,17 @@ class Backing:
             self._region.rows,
             os.strerror(error),
         )
-        self._region.note_pages(prefaulted=False)
-        self._end_early()
+        self._end_for_all()
         return False
 
+    def _end_for_all(self) -> None:
+        """No rank goes on, and nobody waits for what is missing."""
+        self._region.note_pages(prefaulted=False)
+        self._end_early()
+
     def _end_early(self) -> None:
-        self._region.ranks.publish_touched(self._rank, len(self._pieces))  # nobody waits for this rank
-        if self._lock is None or not self._backed:  # else no row may be used that is not locked as those before are
+        self._region.ranks.publish_touched(self._rank, len(self._pieces))
+        if self._lock is None:  # else no row may be used that is not locked as those before are
             self._publish(self._region.rows)
 
     def _populate(self, spans: Sequence[tuple[int, int]]) -> int:
@@ -178,10 +192,11 @@ class Backing:
             parts.put(part)
 
         def work() -> None:
-            if self._cpus:
-                os.sched_setaffinity(0, self._cpus)  # of this thread
-            if self._touched:  # requests come first
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+            with contextlib.suppress(OSError):
+                if self._cpus:
+                    os.sched_setaffinity(0, self._cpus)  # of this thread
+                if self._touched:  # requests come first
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
             with contextlib.suppress(Empty):
                 while not (errors or self._stopping.is_set()):
                     begin, end = parts.get_nowait()

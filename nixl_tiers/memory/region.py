@@ -225,8 +225,8 @@ class HostRegion(ControlWords):
 
     @property
     def wants_huge_pages(self) -> bool:
-        """Whether its pages may be of 2 MiB."""
-        return self.hugetlb or self._transparent
+        """Whether the kernel gives it pages of 2 MiB, as far as it finds free memory in one piece."""
+        return self.hugetlb or (self._transparent and not advice())
 
     @property
     def huge_bytes(self) -> int | None:

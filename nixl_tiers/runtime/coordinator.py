@@ -85,7 +85,7 @@ class Coordinator:
         self.tenants = Tenants(config.quotas)
         core = make_core(config, self.tenants, region, limits, times)
         if (ready := region.ranks.ready_rows) is not None:
-            core.host.limit = ready
+            core.host.limit, core.host.grows = ready, ready < core.host.rows
         lock = threading.RLock()
         self.config = config
         self.region = region
@@ -290,10 +290,10 @@ class Coordinator:
             return core.copies.prepare_store(keys, request, call=call)
 
     def has_memory(self, count: int) -> bool:
-        """Whether so many rows are free, or all rows that there will be may be used: memory comes no more."""
+        """Whether so many rows are free, or no more rows are about to come."""
         with self._hold as core:
             take_memory(core, self.region)
-            return core.host.limit == core.host.rows or core.host.free >= count
+            return not core.host.grows or core.host.free >= count
 
     def complete_store(self, keys: Collection[Key]) -> None:
         """Every worker has ended the store job of `keys`; the region's control words say which rows are good."""
@@ -366,6 +366,7 @@ class Coordinator:
         """By tier: monotonic counters (rows, or bytes where the name says so) and gauges. What they are called as
         metrics, and which of them a tier has: `nixl_tiers/base/metrics.py`."""
         with self._hold as core:
+            take_memory(core, self.region)
             return counters(core, self._link, self.config, self.region, self.tenants)
 
     def after_tick(self, callback: Callable[[], None]) -> None:

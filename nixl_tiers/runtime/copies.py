@@ -61,8 +61,9 @@ class OpenLoads:
 def take_memory(core: TierManager, region: HostRegion) -> None:
     """Rows whose memory has come since the last call may be used. With the lock held."""
     host = core.host
-    if host.limit < host.rows and (ready := region.ranks.ready_rows) is not None:
-        host.limit = max(host.limit, ready)
+    if host.limit < host.rows:
+        host.limit = max(host.limit, region.ranks.ready_rows or 0)
+        host.grows = host.limit < host.rows and not region.lacks_memory
 
 
 def bad_rows(region: HostRegion, rows: Sequence[Row]) -> tuple[set[Key], set[Key]]:

@@ -72,7 +72,7 @@ def worker_over(
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     node = node_of(open_driver().pci_address(ordinal))
     cpus = cpus_of(node)
-    if node is not None:
+    if node is not None and not region.hugetlb:  # whose pages are where they are
         log.info(
             "nixl_tiers: rank %d allocates its part of the host region on NUMA node %d, its GPU's%s",
             rank,

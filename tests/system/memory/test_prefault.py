@@ -19,6 +19,7 @@ import pytest
 from nixl_tiers.base.chunk import PAGE, Geometry, pieces_of
 from nixl_tiers.base.policies import HugePages
 from nixl_tiers.memory import backing
+from nixl_tiers.memory import region as region_module
 from nixl_tiers.memory.backing import Backing, own_spans
 from nixl_tiers.memory.region import HostRegion
 from tests.support.pages import mapped
@@ -148,7 +149,50 @@ def test_rows_end_where_a_piece_cannot_be_locked(caplog: pytest.LogCaptureFixtur
         mine.go_on(lambda begin, _: begin < 4)
         assert mine.wait(120)
         assert region.ranks.ready_rows == 4
-        until(lambda: mapping.mapped_bytes == 4 * region.geometry.row_bytes, "a mover to map them")
+        assert mapping.wait(120), "nobody waits for the rest"
+
+
+def test_a_rank_that_cannot_go_on_ends_the_rows_for_all(region: HostRegion) -> None:
+    """Behind a lock that fails, nobody locks, allocates or waits for what no rank may use."""
+    locks = [Locks(region, fails_at=2), Locks(region)]
+    ranks = [Backing(region, rank) for rank in range(RANKS)]
+    for rank, lock in zip(ranks, locks, strict=True):
+        rank.go_on(lock)
+    assert all(rank.wait(120) for rank in ranks)
+    assert region.ranks.ready_rows == 2
+    assert locks[0].pieces == [(0, 2), (2, 4)]
+
+
+def test_rows_that_are_not_locked_are_given_out_by_nobody_once_others_are(
+    region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank is late, and finds no memory; another has locked its first piece, and copies in batches by now."""
+    other = Backing(region, 1)
+    assert other.back_first(0.0) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(backing, "populate_part", lambda *_: errno.ENOMEM)
+        late = Backing(region, 0)
+        assert late.back_first(0.0) == 0
+        late.go_on()
+        assert late.wait(120)
+    other.go_on(Locks(region))
+    assert other.wait(120)
+    assert region.ranks.ready_rows == 2
+
+
+def test_an_error_that_nobody_expects_ends_the_rows_and_no_other_rank_waits(
+    region: HostRegion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> bool:
+        raise RuntimeError("can't start new thread")
+
+    first, other = Backing(region, 0), Backing(region, 1)
+    first.go_on(broken)
+    other.go_on(Locks(region))
+    assert first.wait(120)
+    assert other.wait(120)
+    assert region.ranks.ready_rows == 0
+    assert "is not allocated any further" in caplog.text
 
 
 def test_without_memory_for_a_page_all_rows_are_used_as_they_come(
@@ -205,8 +249,8 @@ def test_region_closes_while_its_pages_are_not_allocated(region: HostRegion) -> 
 def test_spans_of_ranks_are_whole_pages_of_their_own(
     geometry: Geometry, copies: int, huge: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = HugePages.AUTO if huge else HugePages.OFF
-    with HostRegion.create(geometry, 5, huge_pages=policy, copies=copies) as region:
+    monkeypatch.setattr(region_module, "advice", lambda: "" if huge else "the kernel gives it no huge pages")
+    with HostRegion.create(geometry, 5, huge_pages=HugePages.AUTO, copies=copies) as region:
         owner: dict[int, int] = {}
         for rank in range(region.ranks.count):
             for begin, end in own_spans(region, rank, 0, 5):
