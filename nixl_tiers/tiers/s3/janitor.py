@@ -82,6 +82,7 @@ class Janitor:
         max_age_s: float | None = None,
         reads_only: bool = False,
         close_s: float = PRODUCTION.s3_close_s,
+        other_kind_s: float = PRODUCTION.s3_other_kind_s,
     ) -> None:
         """`client`: returns the present boto3 client. `denials`: where it reports what the server does not support.
         `max_age_s`: rows that were last written longer ago are deleted even if there is room. `reads_only`: it only
@@ -99,7 +100,7 @@ class Janitor:
         self._close_s = close_s
         self._id = quota.mover
         self._lease = Lease(client, bucket, prefix, quota.mover, denials, time.time, intervals.lease)
-        self.other = OtherKind(client, bucket, prefix, OWNER_TERMS)
+        self.other = OtherKind(client, bucket, prefix, OWNER_TERMS, other_kind_s)
         self._others = 0  # of the lease, when what was listed was last forgotten
         self._usage_etag: str | None = None  # the usage record's ETag
         self._usage: Usage | None = None  # the record with that ETag

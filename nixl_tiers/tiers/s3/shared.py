@@ -58,6 +58,7 @@ class SharedRows(Rows):
                 max_age_s=self._config.max_age,
                 reads_only=self._reads_only,
                 close_s=self._times.s3_close_s,
+                other_kind_s=self._times.s3_other_kind_s,
             )
             self._janitor.start()
 

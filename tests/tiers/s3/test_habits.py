@@ -3,6 +3,7 @@ deletes copes with them: the janitor, the delete queue, the commands, a private 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -127,6 +128,21 @@ class TestDeletes:
         assert bucket.count("POST") == 3 - (form == "one by one")
         assert bucket.count("DELETE") == deletes + (form == "one by one")
         assert tier.tier.denials == {}, "no right is missing"
+
+    def test_the_janitor_keeps_its_lease_while_it_finds_out(self, tier: SteppedTier) -> None:
+        """Also where each delete takes its time."""
+        bucket, renewed_s = tier.bucket, []
+        fill(tier, 400)
+
+        def slow(request: Any) -> None:
+            bucket.clock.now += 0.1 * (request.method == "DELETE")
+            renewed_s.extend([bucket.clock.now] * (request.name == "p/.janitor" and request.method == "PUT"))
+
+        bucket.fault = slow
+        tier.open()
+        assert len(bucket.rows()) == CAPACITY_ROWS - 2
+        renewed_s.append(bucket.clock.now)
+        assert max(after - before for before, after in itertools.pairwise(renewed_s)) < 20.0
 
     def test_what_is_denied_is_told(self, tier: SteppedTier, form: str) -> None:
         """Of one object, and of all: in the last form that was tried."""
