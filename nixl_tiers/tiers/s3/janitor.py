@@ -151,6 +151,7 @@ class Janitor:
             can_be_held = self._lease.can_be_held()
             self._lease.report_conditions(f'so nothing is written below the shared prefix "{self._prefix}"')
             if not can_be_held:
+                self.other.look()  # bad rows are deleted nevertheless
                 return
             self._renew()
             if self.holds_lease and time.monotonic() >= self._sweep_at:

@@ -183,14 +183,20 @@ class OtherKind:
     def look(self) -> None:
         """Before anything is written that says that this engine may store. Raises what boto3 raises."""
         found, now = get_object(self.client(), self.bucket, below(self.prefix, self.terms.name)), lease_clock()
+        looked_s, self._looked_s = self._looked_s, now
         if found is None:
             self.lives, self._etag = False, None
             return
         if self._etag is None and age_s(found) > OLD * self.gone_s:  # by the server's clocks, which may be two
             self._etag, self._seen_s = found["ETag"], NEVER_S
-        elif found["ETag"] != self._etag or (self.lives and now - self._looked_s > UNSEEN_S):
+        elif found["ETag"] != self._etag or (self.lives and now - looked_s > UNSEEN_S):
             self._etag, self._seen_s = found["ETag"], now  # who could not look cannot tell: nor could they renew it
-        self.lives, self._looked_s = now - self._seen_s < self.gone_s, now
+        self.lives = now - self._seen_s < self.gone_s
+
+    @property
+    def may_live(self) -> bool:
+        """Also before the first look."""
+        return self.lives or self._looked_s == NEVER_S
 
     @property
     def problem(self) -> tuple[str, str]:

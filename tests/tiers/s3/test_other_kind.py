@@ -15,7 +15,7 @@ from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.lease import PrefixLease
 from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, OWNER_TERMS
 from tests.support.fake_movers import Clock
-from tests.tiers.s3.stepped import UNREACHABLE, Bucket, SteppedTier, install
+from tests.tiers.s3.stepped import NAMESPACE, UNREACHABLE, Bucket, SteppedTier, install
 
 OK, NO_SPACE = Outcome.OK, Outcome.NO_SPACE
 GONE_S = PRODUCTION.s3_other_kind_s
@@ -148,6 +148,28 @@ def test_those_that_were_there_first_have_time_to_restart(pair: Pair, first: str
     pair.pass_time(120.0, shared=True, private=True)
     assert pair.private_stores == (first == "private")
     assert pair.shared.store(0) == [NO_SPACE if first == "private" else OK]
+
+
+@pytest.mark.parametrize("conditions", [True, False])
+def test_a_shared_engine_deletes_no_row_before_it_has_looked(
+    pair: Pair, conditions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor a private one's on a server that has no conditional writes."""
+    pair.pass_time(5.0, private=True)
+    name = pair.shared.name(1)
+    pair.bucket.put(name, b"bad")
+    pair.shared.tier.open(NAMESPACE, 0)
+    janitor = pair.shared.rows._janitor
+    assert janitor is not None
+    for step in range(3):
+        pair.shared.load(1)
+        pair.shared.round()
+        assert (name in pair.bucket.objects) == (step < 2)
+        if not conditions:
+            monkeypatch.setattr(janitor._lease, "can_be_held", lambda: False)
+        if step == 1:
+            pair.bucket.objects.pop("p/.owner")
+        janitor.step()
 
 
 @pytest.mark.parametrize("days", [1, -1])
