@@ -252,8 +252,7 @@ class Janitor:
         """The counters of all movers; those of movers that are long gone are deleted."""
         counters: dict[str, tuple[str, int]] = {}
         names = self._name(COUNTER_NAME)
-        pages = self._client().get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=names)
-        for page in self._told(names, limited(pages)):
+        for page in self._told(names, limited(whole_listing(self._client(), self._bucket, names))):
             for each in page.get("Contents", ()):
                 mover = each["Key"].removeprefix(names)
                 if _date(page) - each["LastModified"].timestamp() > COUNTER_TIMEOUT_S:
