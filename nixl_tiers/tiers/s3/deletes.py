@@ -24,7 +24,7 @@ _works = ""  # of these forms; not known yet
 
 def most_names() -> int:
     """For one call, which takes its time where each name is a request, as may turn out."""
-    return MAX_DELETES if _works in _FORMS[:-1] else 100
+    return MAX_DELETES if _works in _FORMS[:-1] else min(100, MAX_DELETES)
 
 
 def delete_objects(
