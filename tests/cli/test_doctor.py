@@ -356,7 +356,7 @@ def test_owner_is_alive_to_a_date_that_is_minutes_ahead(ahead_s: float, alive: b
     assert ("engine-7" in owner) == alive
 
 
-@pytest.mark.parametrize(("age_s", "lives"), [(240, True), (600, False)])
+@pytest.mark.parametrize(("age_s", "lives"), [(3500, True), (3700, False)])
 @pytest.mark.parametrize("shared", [False, True])
 def test_engines_with_another_shared_are_an_error(shared: bool, age_s: float, lives: bool) -> None:
     written = datetime(2026, 1, 1, tzinfo=UTC)

@@ -61,6 +61,12 @@ class TransferLimit:
         if started_s >= self._changed_s:
             self._change(max(self._least, self._limit // 2), now, probing=False)
 
+    def timed_out(self, started_s: float, now: float) -> None:
+        """Those of a whole burst do if they share a path on which each was fast alone: the next may take longer."""
+        self.failed(started_s, now)
+        self.typical_s *= 2
+        self._begin_window()
+
     def _end_window(self, now: float) -> None:
         took_s = max(statistics.median(self._times), 1e-9)
         self.typical_s = took_s

@@ -19,12 +19,12 @@ _FORMS: Final = ("checksum", "Content-MD5", "one by one")
 _OF_ONE_OBJECT: Final = {403, 404, 409}
 _tried = threading.local()
 MAX_DELETES: Final = 1000  # names in one DeleteObjects request
-_works = _FORMS[0]  # as far as this process knows
+_works = ""  # of these forms; not known yet
 
 
 def most_names() -> int:
-    """For one call, which takes its time where each name is a request."""
-    return 100 if _works == _FORMS[-1] else MAX_DELETES
+    """For one call, which takes its time where each name is a request, as may turn out."""
+    return MAX_DELETES if _works in _FORMS[:-1] else min(100, MAX_DELETES)
 
 
 def delete_objects(
@@ -33,7 +33,7 @@ def delete_objects(
     """Delete these (Key, and perhaps VersionId). Returns boto3's answer to DeleteObjects, or one like it. Raises what
     boto3 raises."""
     global _works  # noqa: PLW0603
-    for form in _FORMS[_FORMS.index(_works) :]:
+    for form in _FORMS[_FORMS.index(_works or _FORMS[0]) :]:
         _tried.form = form
         try:
             if form == _FORMS[-1]:

@@ -82,6 +82,7 @@ class Janitor:
         max_age_s: float | None = None,
         reads_only: bool = False,
         close_s: float = PRODUCTION.s3_close_s,
+        other_kind_s: float = PRODUCTION.s3_other_kind_s,
     ) -> None:
         """`client`: returns the present boto3 client. `denials`: where it reports what the server does not support.
         `max_age_s`: rows that were last written longer ago are deleted even if there is room. `reads_only`: it only
@@ -99,7 +100,7 @@ class Janitor:
         self._close_s = close_s
         self._id = quota.mover
         self._lease = Lease(client, bucket, prefix, quota.mover, denials, time.time, intervals.lease)
-        self.other = OtherKind(client, bucket, prefix, OWNER_TERMS)
+        self.other = OtherKind(client, bucket, prefix, OWNER_TERMS, other_kind_s)
         self._others = 0  # of the lease, when what was listed was last forgotten
         self._usage_etag: str | None = None  # the usage record's ETag
         self._usage: Usage | None = None  # the record with that ETag
@@ -150,6 +151,7 @@ class Janitor:
             can_be_held = self._lease.can_be_held()
             self._lease.report_conditions(f'so nothing is written below the shared prefix "{self._prefix}"')
             if not can_be_held:
+                self.other.look()  # bad rows are deleted nevertheless
                 return
             self._renew()
             if self.holds_lease and time.monotonic() >= self._sweep_at:
@@ -250,8 +252,7 @@ class Janitor:
         """The counters of all movers; those of movers that are long gone are deleted."""
         counters: dict[str, tuple[str, int]] = {}
         names = self._name(COUNTER_NAME)
-        pages = self._client().get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=names)
-        for page in self._told(names, limited(pages)):
+        for page in self._told(names, limited(whole_listing(self._client(), self._bucket, names))):
             for each in page.get("Contents", ()):
                 mover = each["Key"].removeprefix(names)
                 if _date(page) - each["LastModified"].timestamp() > COUNTER_TIMEOUT_S:

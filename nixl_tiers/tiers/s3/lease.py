@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from nixl_tiers.base.log_once import LogOnce
-from nixl_tiers.base.times import Times
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, SKEW_S, age_s
 from nixl_tiers.tiers.s3.conditional import (
@@ -28,12 +28,14 @@ from nixl_tiers.tiers.s3.conditional import (
 )
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, OWNER_TERMS, LeaseState, LeaseTerms, Read, Record
+from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, NEVER_S, OWNER_TERMS, LeaseState, LeaseTerms, Read, Record
 from nixl_tiers.tiers.s3.names import below
 
 logger = logging.getLogger(__name__)
 
 KIND: Final = "private prefix"
+UNSEEN_S: Final = 60.0  # between two looks, after which it counts as a first one: the server was not reached meanwhile
+OLD: Final = 4.0  # times as long as they are waited for: it is not waited at all
 
 
 def lease_clock() -> float:
@@ -164,27 +166,37 @@ class Lease:
 @dataclass
 class OtherKind:
     """Whether engines of the other kind use a prefix: a private one's owner, or the janitor of a shared one. They would
-    delete what this one stores, and it what they store. A record, released or not, counts as theirs until it was not
-    renewed for the time of its terms."""
+    delete what this one stores, and it what they store. A record, released or not, counts as theirs for `gone_s` after
+    it was last seen to change, far longer than a lease: they may be restarted meanwhile, and no condition guards it."""
 
     client: Callable[[], Any]
     bucket: str
     prefix: str
     terms: LeaseTerms
     """Of the other kind's lease."""
+    gone_s: float = PRODUCTION.s3_other_kind_s
     lives: bool = False
     _etag: str | None = None
-    _seen_s: float = 0.0  # when the object was first seen with this ETag
+    _seen_s: float = 0.0  # when the object was first seen with this ETag, or again after a time without a look
+    _looked_s: float = NEVER_S
 
     def look(self) -> None:
         """Before anything is written that says that this engine may store. Raises what boto3 raises."""
         found, now = get_object(self.client(), self.bucket, below(self.prefix, self.terms.name)), lease_clock()
+        looked_s, self._looked_s = self._looked_s, now
         if found is None:
             self.lives, self._etag = False, None
             return
-        if found["ETag"] != self._etag:
-            self._etag, self._seen_s = found["ETag"], now
-        self.lives = now - self._seen_s < self.terms.lease_s and age_s(found) <= self.terms.lease_s + SKEW_S
+        if self._etag is None and age_s(found) > OLD * self.gone_s:  # by the server's clocks, which may be two
+            self._etag, self._seen_s = found["ETag"], NEVER_S
+        elif found["ETag"] != self._etag or (self.lives and now - looked_s > UNSEEN_S):
+            self._etag, self._seen_s = found["ETag"], now  # who could not look cannot tell: nor could they renew it
+        self.lives = now - self._seen_s < self.gone_s
+
+    @property
+    def may_live(self) -> bool:
+        """Also before the first look."""
+        return self.lives or self._looked_s == NEVER_S
 
     @property
     def problem(self) -> tuple[str, str]:
@@ -196,12 +208,15 @@ class OtherKind:
         return f"{which} {seen}, so rows are only read there, not stored or deleted", change
 
 
+@dataclass
 class PrefixLease(Lease):
     """Holds or awaits a private prefix's lease on a thread of its own."""
 
+    other_kind_s: float = PRODUCTION.s3_other_kind_s
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.other = OtherKind(self.client, self.bucket, self.prefix, JANITOR_TERMS)
+        self.other = OtherKind(self.client, self.bucket, self.prefix, JANITOR_TERMS, self.other_kind_s)
         self._started_s = lease_clock()
         self._awaited: Record | None = None  # whose lease is waited for, as was logged
         self._log_once = LogOnce(logger)
@@ -343,6 +358,7 @@ class Ownership:
             control.denials,
             control.connection.server_time_s,
             replace(OWNER_TERMS, claim_s=self._times.s3_claim_s),
+            self._times.s3_other_kind_s,
         )
         self.lease.start(self._times.s3_lease_s)
 

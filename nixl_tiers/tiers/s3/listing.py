@@ -193,7 +193,8 @@ class Listing(ABC):
                 before = each["Key"]
                 modified_s = each["LastModified"].timestamp()
                 rows.append(ListedRow(*row, each["Size"], modified_s, modified_s < oldest_s))
-        if not (found and answer.get("IsTruncated")) and not (rows and self.asks_on):
+        goes_on = bool(found) and found[-1]["Key"] > self._after
+        if not (found and answer.get("IsTruncated")) and not (goes_on and self.asks_on):
             return Page(rows, None)
         # From the last row on, not from an object behind it: a name that was damaged would skip rows, or repeat them.
         return Page(rows, before if rows else found[-1]["Key"])

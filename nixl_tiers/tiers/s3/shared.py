@@ -58,6 +58,7 @@ class SharedRows(Rows):
                 max_age_s=self._config.max_age,
                 reads_only=self._reads_only,
                 close_s=self._times.s3_close_s,
+                other_kind_s=self._times.s3_other_kind_s,
             )
             self._janitor.start()
 
@@ -167,8 +168,8 @@ class SharedRows(Rows):
 
     @property
     def beside_others(self) -> bool:
-        """Whether a private engine uses the prefix: nothing is written or deleted there."""
-        return self._janitor is not None and self._janitor.other.lives
+        """Whether a private engine uses the prefix, as far as is known: nothing is written or deleted there."""
+        return self._janitor is None or self._janitor.other.may_live
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

@@ -133,8 +133,8 @@ class RowTransfers:
         assert self._sealer is not None
         state, row = download.state, self.data.staged(download)
         if state is TransferState.PENDING:
-            self._downloads.failed(download.started_s, time.monotonic())
-            return Outcome.FAILED  # it timed out
+            self._downloads.timed_out(download.started_s, time.monotonic())
+            return Outcome.FAILED
         if state is TransferState.FAILED:
             self._control.transfer_failed()
             page = row[:ERROR_PAGE_BYTES].tobytes()

@@ -148,6 +148,23 @@ def test_failures_halve_it_once_for_all_that_were_under_way() -> None:
     assert client.limit.limit == 32
 
 
+def test_a_burst_that_was_too_late_is_not_expected_to_be_as_fast_as_those_before() -> None:
+    """They were learned one at a time, and 16 at once take 16 times as long: the next burst has that time."""
+    limit, now = TransferLimit(64), 0.0
+    for _ in range(2 * FIRST - 1):
+        now += 0.4
+        limit.ended(now - 0.4, now, waiting=False)
+    limit.timed_out(now, now + 5.0)
+    assert 0.4 < limit.typical_s < 1.0, "a single one that hangs says little"
+    for _ in range(FIRST):
+        limit.timed_out(now, now + 5.0)
+    limit.ended(now + 5.0, now + 5.4, waiting=False)
+    assert limit.typical_s > FIRST * 0.4, "one that was tried alone changes nothing"
+    for _ in range(FIRST):
+        limit.ended(now + 6.0, now + 6.0 + FIRST * 0.4, waiting=False)
+    assert limit.typical_s == pytest.approx(FIRST * 0.4)
+
+
 def test_polls_follow_how_long_transfers_take_and_how_many_run() -> None:
     pace = PollPace()
     assert pace.wait_s(10.0) <= 0, "at first it is due"

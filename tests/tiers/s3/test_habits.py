@@ -3,6 +3,7 @@ deletes copes with them: the janitor, the delete queue, the commands, a private 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -73,6 +74,17 @@ class TestListings:
         tier.pass_time(60.0)
         assert tier.tier.denials == {}
 
+    def test_the_janitor_finds_all_movers(self, tier: SteppedTier, bucket: Bucket) -> None:
+        """One that is not counted uploads nothing, for ever."""
+        for number in range(120):
+            bucket.put(f"p/.landed-{number:03}", b"7")
+        tier.open()
+        tier.pass_time(10.0)
+        janitor = tier.rows._janitor
+        assert janitor is not None
+        assert janitor._usage is not None
+        assert {f"{number:03}" for number in range(120)} <= janitor._usage.counted.keys()
+
     def test_a_sweep_that_was_interrupted_goes_on_behind_its_last_row(self, tier: SteppedTier, bucket: Bucket) -> None:
         fill(tier, 60)
         tier.open()
@@ -95,8 +107,12 @@ class TestListings:
         assert not namespace.problem
         assert tier.bucket.rows() == set()
 
-    def test_a_private_prefix_is_listed_as_a_whole(self, tier: SteppedTier) -> None:
+    @pytest.mark.parametrize("foreign", [0, 50, 51])
+    def test_a_private_prefix_is_listed_as_a_whole(self, tier: SteppedTier, foreign: int) -> None:
+        """Also where the first page holds foreign names only."""
         tier.open()
+        for number in range(foreign):
+            tier.bucket.put(f"{tier.rows.names.root}-{number:03}", b"")
         fill(tier, 400)
         quota = PrefixQuota(tier.rows.names, ROW, 10**9)
         listing = FullListing(quota, tier.rows.names, (NAMESPACE.hex(), ROW), max_age_s=None, deleter=None)
@@ -127,6 +143,21 @@ class TestDeletes:
         assert bucket.count("POST") == 3 - (form == "one by one")
         assert bucket.count("DELETE") == deletes + (form == "one by one")
         assert tier.tier.denials == {}, "no right is missing"
+
+    def test_the_janitor_keeps_its_lease_while_it_finds_out(self, tier: SteppedTier) -> None:
+        """Also where each delete takes its time."""
+        bucket, renewed_s = tier.bucket, []
+        fill(tier, 400)
+
+        def slow(request: Any) -> None:
+            bucket.clock.now += 0.1 * (request.method == "DELETE")
+            renewed_s.extend([bucket.clock.now] * (request.name == "p/.janitor" and request.method == "PUT"))
+
+        bucket.fault = slow
+        tier.open()
+        assert len(bucket.rows()) == CAPACITY_ROWS - 2
+        renewed_s.append(bucket.clock.now)
+        assert max(after - before for before, after in itertools.pairwise(renewed_s)) < 20.0
 
     def test_what_is_denied_is_told(self, tier: SteppedTier, form: str) -> None:
         """Of one object, and of all: in the last form that was tried."""

@@ -172,6 +172,21 @@ class TestRowsThatAreNotTheExpectedOnes:
                 tier.round(moves=False)
             assert tier.finished.get(batch) == ([FAILED] if late_s > 0 else None)
 
+    def test_bursts_that_take_longer_than_single_downloads_do_not_fail_for_ever(
+        self, tier: SteppedTier, bucket: Bucket
+    ) -> None:
+        numbers = list(range(8))
+        tier.tier._transfers._downloads.typical_s = 0.4
+        tier.store(*numbers)
+        outcomes = []
+        for _ in range(2):
+            batch = tier.tier.load(tier.moves(numbers))
+            bucket.clock.now += 5.5
+            for _ in range(2):
+                tier.round(moves=False)
+            outcomes.append(tier.end(batch))
+        assert outcomes == [[FAILED] * 8, [OK] * 8]
+
     def test_a_download_that_does_not_end_is_given_up_and_its_row_is_used_again_when_it_has(
         self, tier: SteppedTier, bucket: Bucket
     ) -> None:
