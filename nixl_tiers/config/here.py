@@ -34,9 +34,10 @@ class Here(msgspec.Struct):
 
 
 class Asked(msgspec.Struct):
-    """What the child reads. `until_s`: by the monotonic clock, which is the machine's."""
+    """What the child reads. `tiers`: the storage tiers by name, in order; `until_s`: by the monotonic clock, which is
+    the machine's."""
 
-    tiers: list[dict[str, Any]]
+    tiers: dict[str, dict[str, Any]]
     starting: bool
     until_s: float
 
@@ -79,11 +80,17 @@ def _beside(until_s: float, calls: Sequence[Callable[[], Any]]) -> list[Any]:
 def answer(raw: bytes, all_of: Callable[[float], AllOf] = lambda _: schema.in_turn) -> bytes:
     """To `Asked`, a `Here`, both as JSON."""
     asked = msgspec.json.decode(raw, type=Asked)
-    try:
-        config = schema.load({"tiers": asked.tiers})
-    except ConfigError:  # a tier's package is not found from here: its mover says so
-        return msgspec.json.encode(Here())
+    cpu = {"type": "cpu", "capacity": 1}  # there is nothing to look at
+    config = TiersConfig.model_validate({"tiers": [cpu, *(_loaded(name, raw) for name, raw in asked.tiers.items())]})
     return msgspec.json.encode(look(config, starting=asked.starting, all_of=all_of(asked.until_s)))
+
+
+def _loaded(name: str, raw: dict[str, Any]) -> StorageConfig:
+    """As its mover loads it."""
+    try:
+        return schema.tier_from_dict(raw)
+    except ConfigError:  # its package is not found from here, which its mover says: it keeps its place and its name
+        return StorageConfig(type=name, capacity=1)
 
 
 def main() -> NoReturn:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from nixl_tiers.config.here import SILENT, Asked, Here
-from nixl_tiers.config.schema import ConfigError, FileConfig, TierConfig, TiersConfig
+from nixl_tiers.config.schema import ConfigError, FileConfig, StorageConfig, TiersConfig, tier_to_dict
 from nixl_tiers.mover import __main__ as program
 from nixl_tiers.mover.child import environment, options
 
@@ -25,7 +25,8 @@ def ask(config: TiersConfig, *, starting: bool, deadline_s: float) -> Here:
     if not config.storage:
         return Here()
     until_s = time.monotonic() + deadline_s
-    raw = msgspec.json.encode(Asked([_given(tier) for tier in config.tiers], starting, until_s - _MARGIN_S))
+    tiers = dict(zip(config.names, map(_given, config.storage), strict=True))
+    raw = msgspec.json.encode(Asked(tiers, starting, until_s - _MARGIN_S))
     here = Here(silent=dict.fromkeys(config.names, SILENT))
     with suppress(msgspec.DecodeError):
         here = msgspec.json.decode(run(raw, deadline_s), type=Here)
@@ -48,8 +49,8 @@ def run(raw: bytes, deadline_s: float) -> bytes:
         return late.output or b""
 
 
-def _given(tier: TierConfig) -> dict[str, Any]:
-    raw: dict[str, Any] = tier.model_dump(mode="json")
+def _given(tier: StorageConfig) -> dict[str, Any]:
+    raw = tier_to_dict(tier)
     if isinstance(tier, FileConfig) and len(tier.members) > 1:
         raw["path"] = [str(member.path) for member in tier.members]
     return raw

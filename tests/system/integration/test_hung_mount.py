@@ -29,7 +29,7 @@ PLENTY_S = 60.0  # the product's own limits are 3 and 10 s
 def config(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "mnt").mkdir()
     with hung_mount(tmp_path / "mnt") as place:
-        disk = {"type": "file", "path": str(place / "kv"), "capacity": "64MiB", "min_free": 0}
+        disk = {"type": "file", "path": str(place / "kv"), "capacity": "64MiB", "min_free": 0, "max_age": "7d"}
         yield json.dumps({"tiers": [{"type": "cpu", "capacity": "1MiB"}, disk]})
 
 
