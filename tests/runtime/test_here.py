@@ -46,13 +46,13 @@ def test_answer_in_time_refuses(tmp_path: Path) -> None:
     assert not (tmp_path / "hung").exists(), "nothing is made of a configuration that is refused"
 
 
-@pytest.mark.parametrize("answer", [b"", b'{"warnings":'])
+@pytest.mark.parametrize(("answer", "within"), [(b"", "10 s"), (b" ", "3 s"), (b' {"warnings":', "3 s")])
 def test_child_without_an_answer_costs_the_tiers_that_it_was_to_look_at(
-    answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answer: bytes, within: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(here, "run", lambda raw, deadline_s: answer)
-    found = here.ask(load({"tiers": [CPU, file(tmp_path)]}), starting=True, deadline_s=3.0)
-    assert found.silent == {"file": "it has not answered within 3 s, and was not checked"}
+    monkeypatch.setattr(here, "run", lambda *_: answer)
+    found = here.ask(load({"tiers": [CPU, file(tmp_path)]}), starting=True, deadline_s=3.0, in_all_s=10.0)
+    assert found.silent == {"file": f"it has not answered within {within}, and was not checked"}
 
 
 def test_every_directory_of_a_tier_is_looked_at(tmp_path: Path) -> None:
