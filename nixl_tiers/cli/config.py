@@ -123,7 +123,8 @@ def config(
     there: list[Stored] = []
     if not elsewhere:
         found += [*here.warnings, *(f"{name} tier: {why}" for name, why in here.silent.items())]
-    if not (elsewhere or here.silent):
+    files = [name for name, tier in zip(read.names, read.storage, strict=True) if isinstance(tier, FileConfig)]
+    if not elsewhere and here.identities.keys() >= {*files}:  # another look at a mount that hangs would not return
         found += _beyond_the_disk(read)
         there += stored(read, release)
     command, blocks = serve_command(source, model), _blocks(read, here)

@@ -34,10 +34,12 @@ class Here(msgspec.Struct):
 
 
 class Asked(msgspec.Struct):
-    """What the child reads. `until_s`: by the monotonic clock, which is the machine's."""
+    """What the child reads. `tiers`: the storage tiers by name, in order; `deadline_s`: from when they are loaded;
+    `until_s`: in any case, by the monotonic clock, which is the machine's."""
 
-    tiers: list[dict[str, Any]]
+    tiers: dict[str, dict[str, Any]]
     starting: bool
+    deadline_s: float
     until_s: float
 
 
@@ -76,16 +78,29 @@ def _beside(until_s: float, calls: Sequence[Callable[[], Any]]) -> list[Any]:
     return [future.result() if future.done() else None for future in futures]
 
 
-def answer(raw: bytes, all_of: Callable[[float], AllOf] = lambda _: schema.in_turn) -> bytes:
+def answer(raw: bytes, all_of: Callable[[Asked], AllOf] = lambda _: schema.in_turn) -> bytes:
     """To `Asked`, a `Here`, both as JSON."""
     asked = msgspec.json.decode(raw, type=Asked)
+    cpu = {"type": "cpu", "capacity": 1}  # there is nothing to look at
+    config = TiersConfig.model_validate({"tiers": [cpu, *(_loaded(name, raw) for name, raw in asked.tiers.items())]})
+    return msgspec.json.encode(look(config, starting=asked.starting, all_of=all_of(asked)))
+
+
+def _loaded(name: str, raw: dict[str, Any]) -> StorageConfig:
+    """As its mover loads it."""
     try:
-        config = schema.load({"tiers": asked.tiers})
-    except ConfigError:  # a tier's package is not found from here: its mover says so
-        return msgspec.json.encode(Here())
-    return msgspec.json.encode(look(config, starting=asked.starting, all_of=all_of(asked.until_s)))
+        return schema.tier_from_dict(raw)
+    except ConfigError:  # its package is not found from here, which its mover says: it keeps its place and its name
+        return StorageConfig(type=name, capacity=1)
 
 
 def main() -> NoReturn:
-    os.write(1, answer(sys.stdin.buffer.read(), lambda until_s: partial(_beside, until_s)))
+    answers = os.dup(1)
+    os.dup2(2, 1)  # where the package of a tier may print
+
+    def loaded(asked: Asked) -> AllOf:
+        os.write(answers, b" ")  # before the answer, which is JSON
+        return partial(_beside, min(asked.until_s, time.monotonic() + asked.deadline_s))
+
+    os.write(answers, answer(sys.stdin.buffer.read(), loaded))
     os._exit(0)  # a thread may wait for ever

@@ -55,8 +55,9 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 def traits(config: TiersConfig, here: Here | None = None) -> list[TierTraits]:
-    """Of the host and of each storage tier. `here`: what was found at the start."""
-    places = dict.fromkeys(here.silent, "") | here.identities if here is not None else {}
+    """Of the host and of each storage tier. `here`: what was found at the start: a disk that did not answer then may
+    hang whoever asks it again."""
+    disks = None if here is None else here.identities
     quotas = tuple(config.quotas)
     storage = [
         TierTraits(
@@ -65,7 +66,7 @@ def traits(config: TiersConfig, here: Here | None = None) -> list[TierTraits]:
             checked=tier.asked,
             disk=tier.on_disk,
             quotas=quotas if tier.own and tier.write is not Write.OFF else (),
-            place=place_label(places[name] if name in places else tier.identity),  # noqa: SIM401 - it may hang
+            place=place_label(tier.identity if disks is None or not tier.on_disk else disks.get(name, "")),
         )
         for name, tier in zip(config.names, config.storage, strict=True)
     ]

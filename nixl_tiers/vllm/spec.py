@@ -56,7 +56,7 @@ class NixlTiersSpec(OffloadingSpec):
         contract.check_newer(compat.version())
         refuse_layout(config)
         tiers = tiers_config.load(without_vllm(config.extra_config))
-        self._here = ask(tiers, starting=True, deadline_s=self.times.open_s)
+        self._here = ask(tiers, starting=True, deadline_s=self.times.open_s, in_all_s=self.times.look_s)
         self._replicas = replicas_of(config, tiers)
         self.tiers = with_own_prefixes(tiers, config).model_copy(update={"replicas": self._replicas})
         self._times_steps = replicated.is_told()  # what vLLM's own connector does not

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 
 from nixl_tiers.config import here as child
-from nixl_tiers.config.schema import ConfigError, load
+from nixl_tiers.config.file import FileConfig
+from nixl_tiers.config.s3 import S3Config
+from nixl_tiers.config.schema import ConfigError, TiersConfig, load
 from nixl_tiers.runtime import here
+from nixl_tiers.testing.config import MemoryConfig
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
 CPU = {"type": "cpu", "capacity": "1MiB"}
 
 
@@ -42,13 +46,13 @@ def test_answer_in_time_refuses(tmp_path: Path) -> None:
     assert not (tmp_path / "hung").exists(), "nothing is made of a configuration that is refused"
 
 
-@pytest.mark.parametrize("answer", [b"", b'{"warnings":'])
+@pytest.mark.parametrize(("answer", "within"), [(b"", "10 s"), (b" ", "3 s"), (b' {"warnings":', "3 s")])
 def test_child_without_an_answer_costs_the_tiers_that_it_was_to_look_at(
-    answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answer: bytes, within: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(here, "run", lambda raw, deadline_s: answer)
-    found = here.ask(load({"tiers": [CPU, file(tmp_path)]}), starting=True, deadline_s=3.0)
-    assert found.silent == {"file": "it has not answered within 3 s, and was not checked"}
+    monkeypatch.setattr(here, "run", lambda *_: answer)
+    found = here.ask(load({"tiers": [CPU, file(tmp_path)]}), starting=True, deadline_s=3.0, in_all_s=10.0)
+    assert found.silent == {"file": f"it has not answered within {within}, and was not checked"}
 
 
 def test_every_directory_of_a_tier_is_looked_at(tmp_path: Path) -> None:
@@ -56,3 +60,43 @@ def test_every_directory_of_a_tier_is_looked_at(tmp_path: Path) -> None:
     found = here.ask(config, starting=True, deadline_s=3.0)
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
     assert found.identities == {"file": config.storage[0].identity}
+
+
+COMMON = {"write": "on_evict", "capacity": "3GiB", "max_age": "90m"}
+FILE = {"path": ["/a", "/b"], "layout": "slabs", "min_free": "7%", "require_mount": True, "backend": "posix"}
+S3 = {"bucket": "kv-cache", "prefix": "p", "endpoint": "https://s:1", "region": "r", "shared": True, "ca_file": "/c"}
+EVERY_FIELD: list[dict[str, Any]] = [
+    {"type": "file", **FILE, **COMMON},
+    {"type": "s3", **S3, "credentials_file": "/d", **COMMON},
+    {"type": "s3", **S3, "prefix": "q", "profile": "prod", **COMMON},
+]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [load({"tiers": [CPU, *EVERY_FIELD]}), *map(load, sorted(EXAMPLES.glob("*.json")))],
+    ids=["every field", *(path.stem for path in sorted(EXAMPLES.glob("*.json")))],
+)
+def test_child_looks_at_what_the_engine_has(config: TiersConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[TiersConfig] = []
+    monkeypatch.setattr(child, "look", lambda config, **_: seen.append(config) or child.Here())
+    here.ask(config, starting=True, deadline_s=3.0)
+    assert [(each.storage, each.names) for each in seen] == [(config.storage, config.names)]
+
+
+def test_every_field_is_sent_to_the_child_above() -> None:
+    for model, kind in ((FileConfig, "file"), (S3Config, "s3")):
+        given = {name for tier in EVERY_FIELD if tier["type"] == kind for name in tier}
+        assert given == set(model.model_fields), "whoever adds a field adds it there"
+
+
+def test_tier_that_the_child_cannot_load_harms_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = {"type": f"{MemoryConfig.__module__}:MemoryConfig", "capacity": "1MiB"}
+    config = load({"tiers": [CPU, memory, memory, file(tmp_path / "a", max_age="7d"), file(tmp_path / "b")]})
+    (tmp_path / "b").touch()
+    monkeypatch.delattr("nixl_tiers.testing.config.MemoryConfig")
+    with pytest.raises(ConfigError, match=r"^tiers\[4\]\.path: cannot write to"):
+        here.ask(config, starting=True, deadline_s=3.0)
+    (tmp_path / "b").unlink()
+    found = here.ask(config, starting=True, deadline_s=3.0)
+    assert (found.silent, [*found.identities]) == ({}, ["file", "file2"])

@@ -116,4 +116,4 @@ def look_without_a_child(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
         from nixl_tiers.config.here import answer
         from nixl_tiers.runtime import here
 
-        monkeypatch.setattr(here, "run", lambda raw, deadline_s: answer(raw))
+        monkeypatch.setattr(here, "run", lambda raw, deadline_s, in_all_s: answer(raw))

@@ -16,7 +16,7 @@ from nixl_tiers.store import open_with
 
 PATIENCE_S: Final = 300.0  # below pytest's own limit
 WAITS_LONG: Final = (
-    *("open_s", "ready_s", "close_s", "finalizer_s", "shutdown_s", "copies_end_s"),
+    *("open_s", "look_s", "ready_s", "close_s", "finalizer_s", "shutdown_s", "copies_end_s"),
     *("rendezvous_s", "rendezvous_answer_s", "nodes_s", "late_job_s", "clean_wait_s"),
     *("heartbeat_timeout_s", "start_timeout_s", "send_timeout_s", "watchdog_s", "orphan_exit_s", "stop_exit_s"),
     *("lock_wait_s", "growth_overdue_s"),
