@@ -231,6 +231,35 @@ def test_disk_on_which_every_write_failed_is_used_again() -> None:
     assert len(core.tiers[0].index.slots) == 4
 
 
+def test_writes_that_fail_now_and_then_shrink_a_full_disk_by_one_in_a_hundred() -> None:
+    """Its circuit stays closed, so none of these slots would be tried again before it is opened again."""
+    core = of_a_disk(500)
+    for number, key in enumerate(KEYS[:1500]):
+        store(core, key, range(500) if number % 20 == 0 else [], number)
+    tier = core.tiers[0]
+    assert tier.circuit is BreakerState.CLOSED
+    assert tier.counters.failed_stores == 75
+    assert len(tier.index.slots) == 495
+
+
+def test_slots_above_a_lowered_limit_that_failed_cost_no_row() -> None:
+    """As where a disk has no room for more: its rows are to fill what it has."""
+    core = of_a_disk(400)
+    for number in range(100):
+        store(core, KEYS[number], [], number / 100)
+    tier = core.tiers[0]
+    store(core, b"before", range(100, 400), 2.0)
+    put(core, [b"meanwhile"])
+    (job,) = core.turn(3.0, 3.0)
+    core.events.resized(0, 100)
+    core.events.finished(0, job.id, [Outcome.FAILED], 3.0)
+    assert tier.index.slots.free == 0
+    for number in range(100, 110):
+        store(core, KEYS[number], [], 4.0)
+    assert tier.counters.evictions == 10
+    assert len(tier.index.slots) == 100
+
+
 def test_row_that_has_just_failed_is_no_probe() -> None:
     """It is what requests ask for: an unreadable block would keep the circuit of all others open."""
     core = of_a_disk(8)
