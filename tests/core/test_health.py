@@ -231,6 +231,42 @@ def test_disk_on_which_every_write_failed_is_used_again() -> None:
     assert len(core.tiers[0].index.slots) == 4
 
 
+def test_probes_of_a_full_disk_that_cannot_be_written_cost_one_row_each_outage() -> None:
+    """The slot that failed first is tried again, before a row that can be read is evicted for another."""
+    core = of_a_disk(600)
+    for number in range(600):
+        store(core, KEYS[number], [], number / 100)
+    tier, now = core.tiers[0], 1.0
+    for number in range(600, 608):
+        now += 0.1
+        store(core, KEYS[number], range(600), now)
+    assert tier.circuit is BreakerState.OPEN
+    kept = len(tier.index.slots)
+    for number in range(700, 800):
+        now += 61.0
+        store(core, KEYS[number], range(600), now)
+    assert len(tier.index.slots) >= kept - 1
+    for number in range(800, 840):
+        now += 61.0
+        store(core, KEYS[number], [], now)
+    assert tier.circuit is BreakerState.CLOSED
+    assert len(tier.index.slots) == 600
+
+
+def test_circuit_of_a_full_disk_with_a_bad_block_closes() -> None:
+    """The probes do not try that slot again and again."""
+    core = of_a_disk(40)
+    for number in range(41):
+        store(core, KEYS[number], [15], number / 100)
+    core.tiers[0].members[0].breakers[Direction.STORE].trip(1.0)
+    now = 1.0
+    for number in range(41, 60):
+        now += 61.0
+        store(core, KEYS[number], range(40) if number < 46 else [15], now)
+    assert core.tiers[0].circuit is BreakerState.CLOSED
+    assert len(core.tiers[0].index.slots) == 39
+
+
 def test_writes_that_fail_now_and_then_shrink_a_full_disk_by_one_in_a_hundred() -> None:
     """Its circuit stays closed, so none of these slots would be tried again before it is opened again."""
     core = of_a_disk(500)
