@@ -248,8 +248,12 @@ class Health:
         breaker = member.breakers[job.direction]
         if job.probe_episode is not None:
             breaker.end_probe(job.probe_episode, good, now)
-            if job.direction is Direction.STORE and breaker.closed:  # it was the medium, and not these slots
-                member.tier.index.slots_of(member).restore()
+            if job.direction is Direction.STORE:
+                slots = member.tier.index.slots_of(member)
+                if breaker.closed:  # it was the medium, and not these slots
+                    slots.restore()
+                elif not good:  # the next probe tries it, rather than evict a row for another one
+                    slots.restore(1)
         elif good or not job.is_trial:
             breaker.record(good, now)
 

@@ -43,7 +43,6 @@ def _begin(member: Member, limit: int, clears: int) -> Steps:
         yield None
     if index.clears != clears:
         return
-    slots.restore()
     index.set_limit(member, limit)
     if isinstance(slots, Slots) and slots.end > limit:
         yield from _sweep(member, clears, limit)

@@ -3,6 +3,7 @@ start."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Final
@@ -11,6 +12,7 @@ from nixl_tiers.base.zeroed import zeroed
 from nixl_tiers.core.deferred_free import DeferredFree
 
 SLOT_NUMBERS: Final = (1 << 32) - 1  # the index of a tier has 32 bits for a slot
+RETIRED_ONE_IN: Final = 100  # slots; never all
 
 
 def slots_each(members: int) -> int:
@@ -62,8 +64,8 @@ class SlotCount:
         """Free a slot whose write failed."""
         self.release(slot)
 
-    def restore(self) -> None:
-        """What was retired may be tried again: the medium is listed anew, or can be written again."""
+    def restore(self, most: int = SLOT_NUMBERS) -> None:
+        """What was retired may be tried again, the first of it first: the medium is listed anew, or can be written."""
 
     def claimed(self, count: int, end: int) -> None:
         """So many slots were allocated for rows that the medium lists, all below `end`. This may pass the limit."""
@@ -86,7 +88,7 @@ class Slots(SlotCount):
         self._end = 0
         self._searched = 0  # each free slot below this one is in `_freed`
         self._freed: list[int] = []  # a heap of slots that were freed; those that are taken by now are dropped when met
-        self._retired: list[int] = []  # those whose write failed: allocated to nobody
+        self._retired: deque[int] = deque()  # those whose write failed: allocated to nobody
 
     def __len__(self) -> int:
         return self._used - len(self._retired)
@@ -100,6 +102,7 @@ class Slots(SlotCount):
         if limit > len(self._map):
             self._map.resize(limit)  # moves pages, and copies none
         self._limit = limit
+        self.restore()  # none beyond a smaller limit counts as used
         self._search_from(0)  # slots beyond a smaller limit have been dropped
 
     @property
@@ -108,8 +111,6 @@ class Slots(SlotCount):
         return self._end
 
     def allocate(self) -> int | None:
-        if self._used >= self._limit and not len(self):  # no write went well
-            self.restore()
         if self._used >= self._limit:
             return None
         while self._freed:
@@ -145,13 +146,17 @@ class Slots(SlotCount):
             heappush(self._freed, slot)
 
     def retire(self, slot: int) -> None:
-        """It is the lowest free one, and would be handed out, and fail, again and again."""
-        self._retired.append(slot)
-
-    def restore(self) -> None:
-        retired, self._retired = self._retired, []
-        for slot in retired:
+        """It is the lowest free one, and would be handed out, and fail, again and again. One in RETIRED_ONE_IN at most,
+        lest failures shrink the tier: beyond that the one that was retired first may be tried again."""
+        if slot >= self._limit:
             self.release(slot)
+            return
+        self._retired.append(slot)
+        self.restore(len(self._retired) - -(-(self._limit - 1) // RETIRED_ONE_IN))
+
+    def restore(self, most: int = SLOT_NUMBERS) -> None:
+        for _ in range(min(most, len(self._retired))):
+            self.release(self._retired.popleft())
 
     @property
     def map(self) -> memoryview:
@@ -166,7 +171,7 @@ class Slots(SlotCount):
         super().clear(garbage)
         garbage.add(self._map)
         self._map = zeroed(0)
-        self._retired = []
+        self._retired.clear()
         self._end = 0
         self._search_from(0)
 

@@ -231,6 +231,71 @@ def test_disk_on_which_every_write_failed_is_used_again() -> None:
     assert len(core.tiers[0].index.slots) == 4
 
 
+def test_probes_of_a_full_disk_that_cannot_be_written_cost_one_row_each_outage() -> None:
+    """The slot that failed first is tried again, before a row that can be read is evicted for another."""
+    core = of_a_disk(600)
+    for number in range(600):
+        store(core, KEYS[number], [], number / 100)
+    tier, now = core.tiers[0], 1.0
+    for number in range(600, 608):
+        now += 0.1
+        store(core, KEYS[number], range(600), now)
+    assert tier.circuit is BreakerState.OPEN
+    kept = len(tier.index.slots)
+    for number in range(700, 800):
+        now += 61.0
+        store(core, KEYS[number], range(600), now)
+    assert len(tier.index.slots) >= kept - 1
+    for number in range(800, 840):
+        now += 61.0
+        store(core, KEYS[number], [], now)
+    assert tier.circuit is BreakerState.CLOSED
+    assert len(tier.index.slots) == 600
+
+
+def test_circuit_of_a_full_disk_with_a_bad_block_closes() -> None:
+    """The probes do not try that slot again and again."""
+    core = of_a_disk(40)
+    for number in range(41):
+        store(core, KEYS[number], [15], number / 100)
+    core.tiers[0].members[0].breakers[Direction.STORE].trip(1.0)
+    now = 1.0
+    for number in range(41, 60):
+        now += 61.0
+        store(core, KEYS[number], range(40) if number < 46 else [15], now)
+    assert core.tiers[0].circuit is BreakerState.CLOSED
+    assert len(core.tiers[0].index.slots) == 39
+
+
+def test_writes_that_fail_now_and_then_shrink_a_full_disk_by_one_in_a_hundred() -> None:
+    """Its circuit stays closed, so none of these slots would be tried again before it is opened again."""
+    core = of_a_disk(500)
+    for number, key in enumerate(KEYS[:1500]):
+        store(core, key, range(500) if number % 20 == 0 else [], number)
+    tier = core.tiers[0]
+    assert tier.circuit is BreakerState.CLOSED
+    assert tier.counters.failed_stores == 75
+    assert len(tier.index.slots) == 495
+
+
+def test_slots_above_a_lowered_limit_that_failed_cost_no_row() -> None:
+    """As where a disk has no room for more: its rows are to fill what it has."""
+    core = of_a_disk(400)
+    for number in range(100):
+        store(core, KEYS[number], [], number / 100)
+    tier = core.tiers[0]
+    store(core, b"before", range(100, 400), 2.0)
+    put(core, [b"meanwhile"])
+    (job,) = core.turn(3.0, 3.0)
+    core.events.resized(0, 100)
+    core.events.finished(0, job.id, [Outcome.FAILED], 3.0)
+    assert tier.index.slots.free == 0
+    for number in range(100, 110):
+        store(core, KEYS[number], [], 4.0)
+    assert tier.counters.evictions == 10
+    assert len(tier.index.slots) == 100
+
+
 def test_row_that_has_just_failed_is_no_probe() -> None:
     """It is what requests ask for: an unreadable block would keep the circuit of all others open."""
     core = of_a_disk(8)

@@ -300,9 +300,11 @@ class SlabTier(StorageTier):
                 logger.warning("no room for more rows, so rows are evicted to store others: %s", reason)
             served.health.check_soon()
             self._full_until_s = time.monotonic() + _FULL_S
-            if self._slots is not None and (full or served.slabs.end):
+            # Where the core evicts to store more, no write has failed.
+            lowered = full or served.slabs.end > 0
+            if self._slots is not None and lowered:
                 self._slots.refused()
-            self._full_outcome = Outcome.NO_SPACE if isinstance(error, NoSpace) else Outcome.FAILED
+            self._full_outcome = Outcome.NO_SPACE if lowered else Outcome.FAILED
         else:
             self._full_until_s = 0.0
 

@@ -350,6 +350,20 @@ class TestAFullDisk:
         assert one.store(range(4)) == [OK] * 4
         assert one.tier.denials == {}
 
+    def test_an_error_of_growth_that_lowers_the_slots_fails_no_store(
+        self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else the core counts failures of a medium that takes rows, and retires slots that were never written."""
+        one = make(capacity=64 << 20)
+        one.open()
+        assert one.store(range(4)) == [OK] * 4
+        allocated = one.tier._open.slabs.end  # type: ignore[union-attr]
+        monkeypatch.setattr(slabs_module, "fallocate", lambda *_: errno.EIO)
+        assert one.store([allocated + 1]) == [NO_SPACE]
+        assert one.tier.slots == allocated
+        assert one.tier.denials["writing"].endswith("Input/output error)"), "it is shown all the same"
+        assert one.store([50], [2]) == [OK]
+
     def test_a_growth_that_hangs_holds_up_only_what_needs_it_and_not_for_ever(
         self, make: Callable[..., SteppedSlabs], threads: Threads
     ) -> None:
