@@ -55,6 +55,11 @@ class Engine:
         """Give the engine's stream a block to read."""
         self.rank.fake.read(self.rank.compute, self.rank.caches[1][block], self.read)
 
+    def hold_compute(self) -> None:
+        """What was launched before has ended; what is launched from now on waits."""
+        self.rank.fake.finish()
+        self.rank.fake.hold(self.rank.compute, held=True)
+
     def let_compute_go(self) -> None:
         """Once all has run that may run while it is held: a load that began too early has ended."""
         self.rank.worker._swap._loads._submitter.drain()  # type: ignore[attr-defined]
@@ -128,8 +133,7 @@ def test_a_hit_does_not_wait_for_the_forward_pass_of_its_step(machine: Engine, s
     rank = machine.rank
 
     def forward() -> None:
-        rank.fake.finish()
-        rank.fake.hold(rank.compute, held=True)
+        machine.hold_compute()
         machine.read_in_step(OTHER)
 
     step(machine, machine.loads(), nothing, forward)
@@ -144,7 +148,7 @@ def test_what_the_last_step_reads_is_overwritten_behind_it(machine: Engine, step
     the asynchronous scheduler knew."""
     rank = machine.rank
     before = of_target(machine).copy()
-    rank.fake.hold(rank.compute, held=True)
+    machine.hold_compute()
     machine.read_in_step(TARGETS[0])
     step(machine, machine.loads(), nothing, nothing)
     machine.let_compute_go()
@@ -160,7 +164,7 @@ def test_a_block_copy_whose_source_is_loaded_reads_what_was_there(machine: Engin
     before = of_target(machine).copy()
 
     def prepare() -> None:
-        rank.fake.hold(rank.compute, held=True)
+        machine.hold_compute()
         machine.read_in_step(TARGETS[0])
 
     step(machine, machine.loads(), prepare, nothing)
@@ -175,7 +179,7 @@ def test_a_block_that_is_zeroed_and_loaded_holds_what_was_loaded(machine: Engine
     rank = machine.rank
 
     def prepare() -> None:
-        rank.fake.hold(rank.compute, held=True)
+        machine.hold_compute()
         rank.fake.write(rank.compute, of_target(machine), 0)
 
     step(machine, machine.loads(), prepare, nothing)
@@ -192,7 +196,7 @@ def test_a_mark_is_of_its_own_step_only(machine: Engine) -> None:
     machine.connector.bind_connector_metadata(machine.loads())
     machine.connector.clear_connector_metadata()
     before = of_target(machine).copy()
-    rank.fake.hold(rank.compute, held=True)
+    machine.hold_compute()
     machine.read_in_step(TARGETS[0])
     rank.worker.submit_load(1, RowsSpec(np.array([ROW]), (1,)), engine(TARGETS))
     rank.worker.flush()
