@@ -130,8 +130,6 @@ def of_target(machine: Engine) -> NDArray[np.uint8]:
 
 @runners
 def test_a_hit_does_not_wait_for_the_forward_pass_of_its_step(machine: Engine, step: Step) -> None:
-    rank = machine.rank
-
     def forward() -> None:
         machine.hold_compute()
         machine.read_in_step(OTHER)
