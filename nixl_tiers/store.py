@@ -67,7 +67,7 @@ def open_with(times: Times, config: Any, chunk_bytes: int, namespace: str, descr
     geometry = Geometry(cells=1, cell_payload=chunk_bytes)
     configuration.check_rows(checked, geometry.row_bytes)
     began_s = time.monotonic()
-    here = ask(checked, starting=True, deadline_s=times.ready_s, in_all_s=times.ready_s)
+    here = ask(checked, starting=True, deadline_s=times.open_s, in_all_s=times.open_look_s)
     facts = {"api": "nixl_tiers.open", "name": namespace, "chunk_bytes": chunk_bytes, "salt": checked.salt}
     region = HostRegion.create(geometry, checked.cpu.capacity // geometry.row_bytes, huge_pages=checked.cpu.huge_pages)
     try:

@@ -10,6 +10,7 @@ OPENS_NONE = (
     HERE / "config",
     HERE / "cli/test_config_schema.py",
     HERE / "cli/test_main.py",
+    HERE / "runtime/test_here.py",
     HERE / "system/vllm/test_fleet_numbers.py",
     Path(__file__),
 )

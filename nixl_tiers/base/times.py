@@ -14,6 +14,7 @@ class Times(msgspec.Struct, frozen=True):
     # --- an engine: from open to close
     open_s: float = 3.0  # for tiers to judge their configuration
     look_s: float = 30.0  # for the child that looks at the machine, with its imports
+    open_look_s: float = 8.0  # the same, in nixl_tiers.open, which has promised to return soon
     ready_s: float = 10.0  # for tiers to list what they hold, in nixl_tiers.open
     close_s: float = 10.0  # for movers to exit, which are killed then
     finalizer_s: float = 1.0  # of a coordinator that was not closed: its process may be about to end

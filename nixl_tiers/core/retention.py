@@ -33,6 +33,11 @@ class Retention:
         self.waiting = False
         """Whether time brings work."""
 
+    @property
+    def _most(self) -> int:
+        """How many rows may be kept, of those that may be used now."""
+        return int(self._host.limit * self._state.limits.retain_share)
+
     def retain(self, keys: Sequence[Key], until_s: float) -> bool:
         """Evict those of `keys`, in prefix order, that the host has not before `until_s`; of one that is retained for
         longer already that stays. False if the share of the host, or of the tenant's quota, is full: then the front of
@@ -93,4 +98,4 @@ class Retention:
 
     def _is_full(self, tenant: int, retained: int) -> bool:
         of_tenant = tenant and self._host.retained_of[tenant] >= self._most_of[tenant - 1]
-        return bool(of_tenant or retained >= int(self._host.limit * self._state.limits.retain_share))
+        return bool(of_tenant or retained >= self._most)

@@ -199,6 +199,10 @@ class FaultyTier(StorageTier):
         return self._inner.list_rows()
 
     @property
+    def closes_beside_loads(self) -> bool:
+        return self._inner.closes_beside_loads
+
+    @property
     def relist_s(self) -> float | None:
         return self._inner.relist_s
 

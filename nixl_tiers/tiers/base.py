@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, overload
+from typing import Annotated, Any, Final, overload
 
 import msgspec
 import numpy as np
@@ -225,8 +225,10 @@ class StorageTier(ABC):
         """The engine is gone, and this process ends within seconds: start nothing more. Moves that have not been
         started may end as FAILED; it matters where another engine waits for what this one holds."""
 
-    closes_beside_loads: ClassVar[bool] = False
-    """Whether `close` may be called while loads are in flight, the end of which nobody waits for."""
+    @property
+    def closes_beside_loads(self) -> bool:
+        """Whether `close` may be called while loads are in flight, the end of which nobody waits for."""
+        return False
 
     @property
     @abstractmethod

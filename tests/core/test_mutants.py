@@ -631,9 +631,9 @@ class MeasurementWithoutRoomIsWorkLeft(PromotionJobs):
 
 
 class RetainsBeyondItsShare(Retention):
-    def retain(self, keys: Sequence[Key], until_s: float) -> bool:
-        self._most = 100
-        return super().retain(keys, until_s)
+    @property
+    def _most(self) -> int:
+        return 100
 
 
 class RetentionEndsEarly(Retention):

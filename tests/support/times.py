@@ -21,7 +21,7 @@ WAITS_LONG: Final = (
     *("heartbeat_timeout_s", "start_timeout_s", "send_timeout_s", "watchdog_s", "orphan_exit_s", "stop_exit_s"),
     *("lock_wait_s", "growth_overdue_s"),
     *("s3_open_s", "s3_quick_s", "s3_check_s", "s3_upload_check_s", "s3_download_s"),
-    *("s3_late_download_s", "s3_other_kind_s"),
+    *("s3_late_download_s", "open_look_s", "s3_other_kind_s"),
     *("s3_lease_s", "s3_claim_s", "s3_close_s"),
 )
 PAIRS: Final = ("overdue_job_s", "s3_open_request_s", "s3_request_s")

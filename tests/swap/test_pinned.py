@@ -33,6 +33,7 @@ def pin(fake_library: Path) -> Iterator[Pin]:
     yield fake, plan, lambda: PinnedRegion(device, plan)
     device.close()
     assert fake.live()["registrations"] == 0
+    assert fake.calls("a capture broken") == 0
     fake.check()
 
 

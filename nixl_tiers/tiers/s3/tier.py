@@ -39,8 +39,6 @@ from nixl_tiers.tiers.s3.transfers import RowTransfers
 class S3Tier(StorageTier):
     """Rows as objects of one bucket. Slots are only a count: an object is found by its key."""
 
-    closes_beside_loads = True
-
     def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion, times: Times = PRODUCTION) -> None:
         """Uses neither NIXL nor the network; `open` does."""
         self._config = config
@@ -120,6 +118,10 @@ class S3Tier(StorageTier):
 
     def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         self._rows.delete([key for _, key in entries], self._transfers.uploading)
+
+    @property
+    def closes_beside_loads(self) -> bool:
+        return True
 
     @property
     def busy(self) -> bool:
