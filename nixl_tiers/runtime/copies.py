@@ -62,7 +62,8 @@ def take_memory(core: TierManager, region: HostRegion) -> None:
     """Rows whose memory has come since the last call may be used. With the lock held."""
     host = core.host
     if host.limit < host.rows:
-        host.limit = max(host.limit, region.ranks.ready_rows or 0)
+        if (ready := region.ranks.ready_rows or 0) > host.limit:
+            host.limit = ready
         host.grows = host.limit < host.rows and not region.lacks_memory
 
 

@@ -93,3 +93,17 @@ def test_rows_are_used_as_far_as_their_memory_is_there() -> None:
         assert coordinator.counters()["cpu"]["ready_bytes"] == ready * GEOMETRY.row_bytes
     assert sorted(given) == list(range(6)), "the lowest first"
     coordinator.close(0.0)
+
+
+def test_memory_that_has_not_come_since_costs_no_search_for_free_rows() -> None:
+    """To set the limit of the rows begins that search anew, under the lock that the engine's step waits for."""
+    config = configuration.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
+    region = HostRegion.create(GEOMETRY, 8)
+    region.ranks.publish_ready(0, 4)
+    coordinator = Coordinator(config, Namespace.of({}), region)
+    coordinator.prepare_store([b"a", b"b"], "r")
+    slots = coordinator._core.host._slots
+    assert slots._searched == 2
+    assert not coordinator.has_memory(3)
+    assert slots._searched == 2
+    coordinator.close(0.0)
