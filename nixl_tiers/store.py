@@ -20,7 +20,6 @@ from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.fields import shown
 from nixl_tiers.config.schema import ConfigError, TiersConfig
-from nixl_tiers.memory.backing import Backing
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.blocking import Interrupts, StallTimeout
 from nixl_tiers.runtime.coordinator import Coordinator
@@ -71,9 +70,7 @@ def open_with(times: Times, config: Any, chunk_bytes: int, namespace: str, descr
     facts = {"api": "nixl_tiers.open", "name": namespace, "chunk_bytes": chunk_bytes, "salt": checked.salt}
     region = HostRegion.create(geometry, checked.cpu.capacity // geometry.row_bytes, huge_pages=checked.cpu.huge_pages)
     try:
-        backing = Backing(region)
-        backing.back_first(0.0)
-        backing.go_on()
+        region.prefault()
         about = Description(model=namespace, note=description)
         ready_s = max(0.0, began_s + times.ready_s - time.monotonic())
         known: dict[str, Any]

@@ -67,11 +67,11 @@ class Backing:
     def back_first(self, timeout_s: float) -> int:
         """Allocate the first piece now, after waiting for other ranks to touch theirs, at most `timeout_s`; how many
         rows have their memory: none if there is none for them."""
-        self._touch_next()
-        until_s = time.monotonic() + timeout_s
-        while not self._all_touched(0) and time.monotonic() < until_s and not self._stopping.wait(0.001):
-            pass
-        self._map(0)
+        if self._touch_next():
+            until_s = time.monotonic() + timeout_s
+            while not self._all_touched(0) and time.monotonic() < until_s and not self._stopping.wait(0.001):
+                pass
+            self._map(0)
         return 0 if self._region.lacks_memory else self._pieces[0][1]
 
     def go_on(self, lock: Lock | None = None, *, at_first_step: bool = False) -> None:
@@ -153,6 +153,8 @@ class Backing:
 
     def _map(self, piece: int) -> bool:
         """All cells of a piece: what other ranks have allocated is only mapped, which is fast."""
+        if self._region.ranks.count == 1:  # it has touched all of it
+            return True
         begin, end = (row * self._region.geometry.row_bytes for row in self._pieces[piece])
         error = self._populate([(begin, end)])
         return not error or self._give_up(error)
@@ -266,18 +268,14 @@ def own_spans(region: HostRegion, rank: int, begin: int, end: int) -> list[tuple
     row, cell = geometry.row_bytes, geometry.cell_bytes
     if region.copies > 1 or geometry.cells == 1 or cell < page:
         first, size = begin * row, (end - begin) * row
-        share = (first + size * rank // region.ranks.count, first + size * (rank + 1) // region.ranks.count)
-        return [_outward(*share, region.nbytes)]
+        share_begin, share_end = (first + size * part // region.ranks.count for part in (rank, rank + 1))
+        return [(share_begin // PAGE * PAGE, min(region.nbytes, align(share_end)))]
     spans = []
     for at in range(begin * row + rank * cell, end * row, row):
         inside = align(at, page), (at + cell) // page * page
         if inside[0] < inside[1]:
             spans.append(inside)
     return spans
-
-
-def _outward(begin: int, end: int, size: int) -> tuple[int, int]:
-    return begin // PAGE * PAGE, min(size, align(end))
 
 
 def _cut(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -210,8 +210,10 @@ class HostRegion(ControlWords):
         return self.ranks.count // self.geometry.cells
 
     def prefault(self, threads: int = 4, rank: int = 0) -> Backing:
-        """Allocate all rows' memory from now on, in the background; ends early when the region is closed."""
+        """Allocate all rows' memory: of the first piece now, so that what comes first has a place, and the rest in the
+        background; ends early when the region is closed. No rank waits for another."""
         backing = Backing(self, rank, threads=threads)
+        backing.back_first(0.0)
         backing.go_on()
         return backing
 

@@ -84,8 +84,9 @@ class Coordinator:
         self.times = times
         self.tenants = Tenants(config.quotas)
         core = make_core(config, self.tenants, region, limits, times)
-        if (ready := region.ranks.ready_rows) is not None:
-            core.host.limit, core.host.grows = ready, ready < core.host.rows
+        if region.ranks.ready_rows is not None:
+            core.host.limit = 0
+            take_memory(core, region)
         lock = threading.RLock()
         self.config = config
         self.region = region

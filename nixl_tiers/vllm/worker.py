@@ -60,9 +60,7 @@ def worker_over(
     plan = CopyPlan(segments, geometry, share, region.address, region.rows)
     device = kv_caches.tensors[0].tensor.device
     if device.type == "cpu":
-        backing = Backing(region, rank)
-        backing.back_first(0.0)  # what the first prompts store has a place
-        backing.go_on()
+        region.prefault(rank=rank)
         threads = ThreadedJobs(times.copies_end_s)
         return NixlTiersWorker(region, plan, HostSwap(plan), rank, last_block_only, jobs=threads)
     if device.type != "cuda" or torch.version.hip:

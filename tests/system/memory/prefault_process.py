@@ -11,7 +11,9 @@ from nixl_tiers.memory.region import HostRegion
 def main() -> None:
     backing.PIECE_BYTES = 4 << 20
     region = HostRegion.attach(int(sys.argv[1]))
-    assert region.prefault(1, rank=int(sys.argv[2])).wait()
+    rank = backing.Backing(region, int(sys.argv[2]), threads=1)
+    rank.go_on()
+    assert rank.wait()
     region.close()
 
 

@@ -66,6 +66,12 @@ class Engine:
         self.rank.fake.finish()
         self.rank.fake.hold(self.rank.compute, held=False)
 
+    def finish(self) -> None:
+        """Let the step and its load end."""
+        self.let_compute_go()
+        self.wait()
+        self.rank.fake.finish()
+
     def loads(self) -> OffloadingConnectorMetadata:
         """Of a step that loads ROW into TARGETS."""
         self.jobs += 1
@@ -144,21 +150,17 @@ def test_a_hit_does_not_wait_for_the_forward_pass_of_its_step(machine: Engine, s
 def test_what_the_last_step_reads_is_overwritten_behind_it(machine: Engine, step: Step) -> None:
     """A block that is freed while the step that reads it runs: preemption, or a request that ended one step before
     the asynchronous scheduler knew."""
-    rank = machine.rank
     before = of_target(machine).copy()
     machine.hold_compute()
     machine.read_in_step(TARGETS[0])
     step(machine, machine.loads(), nothing, nothing)
-    machine.let_compute_go()
-    machine.wait()
-    rank.fake.finish()
+    machine.finish()
     assert np.array_equal(machine.read, before)
     assert (of_target(machine) == 77).all()
 
 
 @runners
 def test_a_block_copy_whose_source_is_loaded_reads_what_was_there(machine: Engine, step: Step) -> None:
-    rank = machine.rank
     before = of_target(machine).copy()
 
     def prepare() -> None:
@@ -166,9 +168,7 @@ def test_a_block_copy_whose_source_is_loaded_reads_what_was_there(machine: Engin
         machine.read_in_step(TARGETS[0])
 
     step(machine, machine.loads(), prepare, nothing)
-    machine.let_compute_go()
-    machine.wait()
-    rank.fake.finish()
+    machine.finish()
     assert np.array_equal(machine.read, before)
 
 
@@ -181,9 +181,7 @@ def test_a_block_that_is_zeroed_and_loaded_holds_what_was_loaded(machine: Engine
         rank.fake.write(rank.compute, of_target(machine), 0)
 
     step(machine, machine.loads(), prepare, nothing)
-    machine.let_compute_go()
-    machine.wait()
-    rank.fake.finish()
+    machine.finish()
     assert (of_target(machine) == 77).all()
 
 
