@@ -63,8 +63,9 @@ class CascadeState:
         self.slice_left = limits.rows_per_slice
         """How many more rows the slice has room for (`begin_slice`); zero or less: it is used up."""
         few = max(1, min(4, host.rows // 4))  # so that a small host tier still moves
+        two = min(2, host.rows // 2)  # one slow download stops no other load
         tier_count = max(1, len(self.tiers))
-        self.load_window = max(few, int(host.rows * limits.load_share) // tier_count)
+        self.load_window = max(few, two, int(host.rows * limits.load_share) // tier_count)
         self.store_window = max(few, int(host.rows * limits.store_share) // tier_count)
         # Rows that come up only to be written further down keep their host rows until they are written, however slow
         # that is. So they have a small window of their own.

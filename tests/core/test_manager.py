@@ -181,6 +181,18 @@ def test_requests_whose_rows_fill_the_host_do_not_wait_for_each_other() -> None:
     assert len(hits) == 2
 
 
+@pytest.mark.parametrize("rows", [4, 5, 7, 8, 100])
+def test_one_slow_download_stops_no_other_load(rows: int) -> None:
+    core = TierManager(rows, 4096, [TierSpec("s3", Write.THROUGH, physical_slots=False)])
+    opened(core, 0, 100)
+    core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(CHAIN)], last=True)
+    assert scan(core, CHAIN[:1], "slow") == [PENDING]
+    assert len(core.events.plan(0.0)) == 1  # which never ends
+    assert scan(core, CHAIN[1:2], "other") == [PENDING]
+    run(core, core.events.plan(0.1))
+    assert scan(core, CHAIN[1:2], "other", now=0.1) == [HIT]
+
+
 def test_waiting_for_room_is_no_failure_of_a_tier() -> None:
     core = only_stored(CHAIN, rows=4)
     others = [f"other-{number}" for number in range(30)]
