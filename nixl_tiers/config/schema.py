@@ -292,6 +292,8 @@ def _problem(step: Callable[[StorageConfig], None], tier: StorageConfig) -> str:
         step(tier)
     except ConfigError as error:
         return str(error)
+    except Exception as error:  # noqa: BLE001 (of a tier of others; no other tier is at fault)
+        return f"type: {tier.type!r} cannot be checked, {type(error).__name__}: {error}"
     return ""
 
 

@@ -100,3 +100,13 @@ def test_tier_that_the_child_cannot_load_harms_no_other(tmp_path: Path, monkeypa
     (tmp_path / "b").unlink()
     found = here.ask(config, starting=True, deadline_s=3.0)
     assert (found.silent, [*found.identities]) == ({}, ["file", "file2"])
+
+
+def test_check_of_others_that_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(self: MemoryConfig, *, starting: bool) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(MemoryConfig, "check_here", check)
+    memory = {"type": f"{MemoryConfig.__module__}:MemoryConfig", "capacity": "1MiB"}
+    found = child.look(load({"tiers": [CPU, memory]}), starting=True)
+    assert found.error == f"tiers[1].type: '{memory['type']}' cannot be checked, RuntimeError: no such device"
