@@ -60,7 +60,10 @@ class Shard:
         self._max_age_s = max_age_s
         self._clock = clock
         layout = self._layout(slots)
-        self.slabs = Slabs(directory.folder, layout, agent, quota)
+        self.slabs = Slabs(directory.folder, layout, agent, quota)  # tries the disk out before anything is renamed
+        description = describe_layout(sealer.geometry, layout)
+        if directory.description != description:  # not written needlessly: a full disk must still serve its rows
+            directory.describe(description)
         self.journal = Journal(directory.folder, layout.slots, self.slabs.allocated())
         self.listed = False
         """Whether `list_rows` has ended: the journal knows all rows, as far as that is possible."""
@@ -100,9 +103,6 @@ class Shard:
             # It holds no row of ours: rows of another shape, or files without a description or a valid seal.
             directory.folder.unlink_matching(ROWS)
             layout = SlabLayout.of(sealer.geometry.row_bytes, slots)
-        description = describe_layout(sealer.geometry, layout)
-        if directory.description != description:  # not written needlessly: a full disk must still serve its rows
-            directory.describe(description)
         return layout
 
     # --- listing ----------------------------------------------------------------------------------------------------

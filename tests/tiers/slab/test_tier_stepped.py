@@ -350,6 +350,20 @@ class TestAFullDisk:
         assert one.store(range(4)) == [OK] * 4
         assert one.tier.denials == {}
 
+    def test_where_nothing_can_be_renamed_it_is_down_and_leaves_nothing(
+        self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def rename(*_: object, **__: object) -> None:
+            raise OSError(errno.ENOSYS, "not here")
+
+        one = make()
+        with monkeypatch.context() as patch:
+            patch.setattr("os.rename", rename)
+            with pytest.raises(TierDown, match=r"no file can be renamed \(not here\)$"):
+                one.open()
+        assert [*one.path.rglob("*")] == [one.path / ".ledger"]
+        assert one.open() == []
+
     def test_an_error_of_growth_that_lowers_the_slots_fails_no_store(
         self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
     ) -> None:
