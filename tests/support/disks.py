@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -167,3 +170,29 @@ def hung_mount(place: Path) -> Iterator[Path]:
     finally:
         os.close(server)  # what waits ends with an error
         run("umount", "-l", place)
+
+
+class RefusingMount(NamedTuple):
+    """A folder, and where it is seen through FUSE."""
+
+    behind: Path
+    place: Path
+
+
+@contextmanager
+def refusing_mount(folder: Path, refused: Mapping[str, int]) -> Iterator[RefusingMount]:
+    """A mount below `folder` that refuses these things, each with an errno: see fuse_mount.py. Skips the test where
+    FUSE cannot be mounted."""
+    mount = RefusingMount(folder / "behind", folder / "mounted")
+    for made in mount:
+        made.mkdir()
+    command = [sys.executable, "-m", "tests.support.fuse_mount", *mount, json.dumps(dict(refused))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], text=True) as server:
+        assert server.stdout is not None
+        try:
+            if (said := server.stdout.readline().strip()) != "mounted":
+                pytest.skip(f"needs to mount FUSE: {said}")
+            yield mount
+        finally:
+            server.kill()  # what waits ends with an error
+            run("umount", "-l", mount.place)
