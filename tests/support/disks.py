@@ -186,7 +186,7 @@ def refusing_mount(folder: Path, refused: Mapping[str, int]) -> Iterator[Refusin
     mount = RefusingMount(folder / "behind", folder / "mounted")
     for made in mount:
         made.mkdir()
-    command = [sys.executable, "-m", "tests.support.fuse_mount", *mount, json.dumps(dict(refused))]
+    command = [sys.executable, "-m", "tests.support.fuse_mount", *map(str, mount), json.dumps(dict(refused))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], text=True) as server:
         assert server.stdout is not None
         try:

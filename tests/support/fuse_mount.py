@@ -55,20 +55,20 @@ class Server:
         self._nodes = {_ROOT: os.open(folder, os.O_PATH)}
         self._lookups: dict[int, int] = {}
         self._listings: dict[int, list[tuple[int, bool, bytes]]] = {}  # by handle
-        self._calls: dict[int, Callable[[int, bytes], bytes]] = {
+        self._calls: dict[int, Callable[[int, bytes], bytes | None]] = {
             1: self._lookup,
             3: lambda node, body: struct.pack("<QII", _VALID_S, 0, 0) + _attributes(self._path(node).stat()),
             4: self._set_attributes,
             9: self._mkdir,
-            10: lambda node, body: os.unlink(body[:-1], dir_fd=self._nodes[node]) or b"",
-            11: lambda node, body: os.rmdir(body[:-1], dir_fd=self._nodes[node]) or b"",
+            10: lambda node, body: os.unlink(body[:-1], dir_fd=self._nodes[node]),
+            11: lambda node, body: os.rmdir(body[:-1], dir_fd=self._nodes[node]),
             12: self._rename,
             14: self._open,
             15: self._read,
             16: self._write,
             17: self._statfs,
             18: self._close,
-            20: lambda node, body: os.fsync(*struct.unpack_from("<Q", body)) or b"",
+            20: lambda node, body: os.fsync(*struct.unpack_from("<Q", body)),
             25: lambda node, body: b"",  # flush
             _INIT: self._init,
             27: self._open,  # a directory
@@ -99,7 +99,7 @@ class Server:
             try:
                 if opcode not in self._calls:
                     raise _failed(errno.ENOSYS)
-                answer = self._calls[opcode](node, body)
+                answer = self._calls[opcode](node, body) or b""
             except OSError as error:
                 code = -(error.errno or errno.EIO)
             with contextlib.suppress(FileNotFoundError):  # nobody waits for it any more
