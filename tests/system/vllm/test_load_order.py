@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Final, Protocol
 
 import numpy as np
 import pytest
@@ -14,28 +16,60 @@ from numpy.typing import NDArray
 
 pytest.importorskip("vllm")
 
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
     TransferJob,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.forward_context import override_forward_context
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
+from vllm.v1.worker.gpu import kv_connector as of_v2
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from nixl_tiers.swap import kernels
+from nixl_tiers.swap.cuda import CudaSwap
+from nixl_tiers.swap.driver import Device
+from nixl_tiers.swap.stream import CopyStream, Fence
+from nixl_tiers.vllm.compat import KVConnectorTransferResults
 from nixl_tiers.vllm.connector import NixlTiersConnector
 from nixl_tiers.vllm.copy_jobs import RowsSpec
-from tests.system.vllm.test_worker_cuda import Rank, engine
+from tests.system.vllm.test_worker_cuda import LAYERS, PAGE, SUB_BLOCKS, Rank
 
-ROW, TARGETS, OTHER = 2, [4, 5], 9
-Launch = Callable[[], None]
+ROW, LOADED, COMPUTED = 2, 77, 5
+Launch = Callable[[], object]
+
+
+def nothing() -> None: ...
+
+
+class Sibling:
+    """Another connector of a MultiConnector: what it launches on the engine's stream, by the call it does so in."""
+
+    def __init__(self) -> None:
+        self.launches: dict[str, Launch] = {}
+
+    def get_transfer_results(self, _: object) -> KVConnectorTransferResults:
+        return KVConnectorTransferResults()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: (self.launches.get(name, nothing)(), None)[1]
 
 
 class Engine:
-    """A connector over one rank, and a model runner's calls of it, in the order of vLLM 0.32."""
+    """One rank behind the connector that its model runner calls, and what the runner gives the GPU."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, *, multi: bool) -> None:
+        """`multi`: the connector is one of MultiConnector's."""
         self.rank = rank
         rank.worker.collect()
+        self.groups = len(rank.worker._plan.groups)
         parts = object.__new__(OffloadingConnectorWorker)
         vars(parts).update(
             worker=rank.worker,
@@ -44,169 +78,505 @@ class Engine:
             _connector_worker_meta=OffloadingWorkerMetadata(),
             _is_store_writer=True,
         )
-        self.connector = object.__new__(NixlTiersConnector)
-        vars(self.connector).update(
-            connector_worker=parts, connector_scheduler=None, _connector_metadata=None, _loading={}
+        self.own = object.__new__(NixlTiersConnector)
+        vars(self.own).update(connector_worker=parts, connector_scheduler=None, _connector_metadata=None, _loading={})
+        self.sibling, self.connector = Sibling(), self.own
+        if multi:
+            self.connector = object.__new__(MultiConnector)
+            children = [self.own, self.sibling]
+            vars(self.connector).update(_connectors=children, _extra_async_saves={}, _connector_metadata=None)
+        self.of_v2 = object.__new__(of_v2.ActiveKVConnector)
+        vars(self.of_v2).update(
+            kv_connector=self.connector, vllm_config=None, _pending_load_kwargs=None, _disabled=False
         )
+        self.without_forward = False
+        self.patience_s = 60.0  # which stands for never
+        self.loading: set[str] = set()
         self.jobs = 100
-        self.read = np.zeros_like(rank.caches[1][OTHER])  # what a step has read of a block
+        self.read = [np.zeros_like(memory) for memory in self.targets(0)]  # what the engine has read of them
+        self._ends: list[Launch] = []
 
-    def read_in_step(self, block: int) -> None:
-        """Give the engine's stream a block to read."""
-        self.rank.fake.read(self.rank.compute, self.rank.caches[1][block], self.read)
+    # --- what the scheduler asks for
 
-    def hold_compute(self) -> None:
-        """What was launched before has ended; what is launched from now on waits."""
-        self.rank.fake.finish()
-        self.rank.fake.hold(self.rank.compute, held=True)
+    def blocks(self, place: int) -> GPULoadStoreSpec:
+        """Those of a load or store, one chunk of each group; two places have none in common."""
+        first = place * self.groups * SUB_BLOCKS
+        blocks = list(range(first, first + self.groups * SUB_BLOCKS))
+        return GPULoadStoreSpec(blocks, [SUB_BLOCKS] * self.groups, [0] * self.groups)
 
-    def let_compute_go(self) -> None:
-        """Once all has run that may run while it is held: a load that began too early has ended."""
+    def targets(self, place: int) -> list[NDArray[np.uint8]]:
+        """The memory of these blocks."""
+        blocks = self.blocks(place).block_ids
+        return [cache[blocks[0] : blocks[-1] + 1] for cache in self.rank.caches]
+
+    def rows(self, first: int, store_seq: int = 0) -> RowsSpec:
+        return RowsSpec(np.arange(first, first + self.groups), (1,) * self.groups, store_seq)
+
+    def loads(self, *places: int) -> OffloadingConnectorMetadata:
+        """Of a step with a load into each of these places."""
+        meta = OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=set())
+        for place in places:
+            self.jobs += 1
+            request = f"r{self.jobs}"
+            meta.load_jobs[self.jobs] = TransferJob(request, src_spec=self.rows(ROW), dst_spec=self.blocks(place))
+            self.loading.add(request)
+        return meta
+
+    def with_store(self, meta: OffloadingConnectorMetadata, place: int) -> int:
+        """The step stores this place to the first rows too; returns the job."""
+        self.jobs += 1
+        meta.store_jobs[self.jobs] = TransferJob(f"r{self.jobs}", self.blocks(place), self.rows(0, store_seq=1))
+        return self.jobs
+
+    def scheduled(self, meta: OffloadingConnectorMetadata, *, sync: bool = False) -> Any:
+        """`sync`: another connector loads in this step what its forward pass reads."""
+        whole: Any = meta
+        if isinstance(self.connector, MultiConnector):
+            whole = MultiKVConnectorMetadata(
+                tuple(meta if each is self.own else None for each in self.connector._connectors)  # type: ignore[misc]
+            )
+        return SimpleNamespace(kv_connector_metadata=whole, has_sync_kv_loads=sync, finished_req_ids=set())
+
+    # --- what the GPU has to do
+
+    def kernel(self) -> Launch:
+        """Give the engine's stream a kernel that runs until the returned call."""
+        rank, submitter = self.rank, self.rank.worker._swap._loads._submitter  # type: ignore[attr-defined]
+        with Device(rank.fake.driver, 0).current() as driver:
+            aside, event = driver.stream(urgent=False), driver.event()
+            rank.fake.hold(aside, held=True)
+            submitter.record(event, aside)
+            driver.wait_event(rank.compute, event)
+        self._ends.append(partial(rank.fake.hold, aside, held=False))
+        return self._ends[-1]
+
+    def use(self, place: int) -> None:
+        """Have the engine's stream read blocks, and then write to them."""
+        for memory, out in zip(self.targets(place), self.read, strict=True):
+            self.rank.fake.read(self.rank.compute, memory, out)
+            self.rank.fake.write(self.rank.compute, memory, COMPUTED)
+
+    def settle(self) -> None:
+        """All has run that may: a load that begins too early has ended."""
         self.rank.worker._swap._loads._submitter.drain()  # type: ignore[attr-defined]
         self.rank.fake.finish()
-        self.rank.fake.hold(self.rank.compute, held=False)
-
-    def finish(self) -> None:
-        """Let the step and its load end."""
-        self.let_compute_go()
-        self.wait()
-        self.rank.fake.finish()
-
-    def loads(self) -> OffloadingConnectorMetadata:
-        """Of a step that loads ROW into TARGETS."""
-        self.jobs += 1
-        job = TransferJob(req_id="r", src_spec=RowsSpec(np.array([ROW]), (1,)), dst_spec=engine(TARGETS))
-        return OffloadingConnectorMetadata(load_jobs={self.jobs: job}, store_jobs={}, jobs_to_flush=set())
-
-    def step_of_v1(self, meta: Any, prepare: Launch, forward: Launch) -> None:
-        """`gpu_model_runner.py`: blocks are zeroed and copied, and recurrent state is moved, between the two calls."""
-        self.connector.handle_preemptions(meta)
-        prepare()
-        self.connector.bind_connector_metadata(meta)
-        forward()
-        self._end()
-
-    def step_of_v2(self, meta: Any, prepare: Launch, forward: Launch) -> None:
-        """`gpu/model_runner.py` and `gpu/kv_connector.py`."""
-        prepare()
-        self.connector.handle_preemptions(meta)
-        self.connector.bind_connector_metadata(meta)
-        forward()
-        self._end()
-
-    def _end(self) -> None:
-        self.connector.start_load_kv(None)
-        self.connector.wait_for_save()
-        self.connector.clear_connector_metadata()
-
-    def ended(self) -> bool:
-        return "r" in self.connector.connector_worker.get_finished(set())[1]
 
     def wait(self) -> None:
-        """Until the load has ended; a minute stands for never."""
-        until_s = time.monotonic() + 60
-        while not self.ended():
+        """Until all loads have ended."""
+        until_s = time.monotonic() + self.patience_s
+        while self.loading:
+            self.loading -= self.own.connector_worker.get_finished(set())[1]  # type: ignore[union-attr]
             assert time.monotonic() < until_s, "the load waits for the step"
             time.sleep(0.001)
 
+    def finish(self) -> None:
+        """Let everything end."""
+        for end in self._ends:
+            end()
+        self.rank.fake.finish()
 
-@pytest.fixture(params=["copy_engine", "staged"])
+    def note(self, output: Any) -> None:
+        if output is not None:
+            self.loading -= output.finished_recving or set()
+
+
+# --- the order of both runners, with the parts of vLLM that call connectors ---
+
+
+class Step(Protocol):
+    def __call__(
+        self,
+        machine: Engine,
+        meta: OffloadingConnectorMetadata,
+        *,
+        prepare: Launch = nothing,
+        forward: Launch | None = nothing,
+        after: Launch = nothing,
+    ) -> None:
+        """`prepare`: blocks are zeroed and copied, and recurrent state is moved. `forward`: None in a step of which
+        nothing is computed. `after`: sampling, drafts, and recurrent state again."""
+
+
+CONTEXT: Any = SimpleNamespace()
+
+
+def v1(
+    machine: Engine,
+    meta: OffloadingConnectorMetadata,
+    *,
+    prepare: Launch = nothing,
+    forward: Launch | None = nothing,
+    after: Launch = nothing,
+    drafts: bool = False,
+    sync: bool = False,
+) -> None:
+    """`gpu_model_runner.py`. `drafts`: the connector's step ends behind them."""
+    scheduled, machine.without_forward = machine.scheduled(meta, sync=sync), forward is None
+    machine.connector.handle_preemptions(scheduled.kv_connector_metadata)
+    prepare()
+    drafts = drafts and forward is not None
+    with (
+        override_forward_context(CONTEXT),
+        KVConnectorModelRunnerMixin._get_kv_connector_output(scheduled, defer_finalize=drafts) as output,
+    ):
+        (forward or nothing)()
+    if forward is not None:
+        after()
+    if drafts:
+        KVConnectorModelRunnerMixin.finalize_kv_connector()
+    machine.note(output)
+
+
+def v2(
+    machine: Engine,
+    meta: OffloadingConnectorMetadata,
+    *,
+    prepare: Launch = nothing,
+    forward: Launch | None = nothing,
+    after: Launch = nothing,
+    graph: bool = False,
+    sync: bool = False,
+) -> None:
+    """`gpu/model_runner.py`. `graph`: the forward pass is one, and has no context."""
+    scheduled, machine.without_forward = machine.scheduled(meta, sync=sync), forward is None
+    prepare()
+    if forward is None:
+        machine.note(machine.of_v2.no_forward(scheduled).kv_connector_output)
+        return
+    with override_forward_context(None if graph else CONTEXT):
+        machine.of_v2.pre_forward(scheduled)
+        forward()
+    machine.of_v2.finish_forward()
+    after()
+    machine.note(machine.of_v2.post_forward(set()))
+
+
+RUNNERS: Final[dict[str, Step]] = {
+    "v1": v1,
+    "v1 with drafts": partial(v1, drafts=True),
+    "v1 with synchronous loads": partial(v1, sync=True),
+    "v2": v2,
+    "v2 with graphs": partial(v2, graph=True),
+    "v2 with synchronous loads": partial(v2, sync=True),
+}
+runners = pytest.mark.parametrize("step", RUNNERS.values(), ids=RUNNERS)
+MACHINES: Final = {
+    "copy_engine": ["copy_engine"],
+    "staged": ["staged"],
+    "two groups": ["copy_engine", "staged"],
+    "MultiConnector": ["copy_engine"],
+}
+
+
+@pytest.fixture(params=MACHINES)
 def machine(fake_library: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setattr(kernels, "images", lambda *_: iter([("here", lambda: b"image\0")]))
-    rank = Rank(fake_library, request.param, own_stream=True)
-    rank.region.rows_view[ROW] = 77
-    yield Engine(rank)
-    rank.fake.hold(rank.compute, held=False)
-    rank.fake.finish()
+    monkeypatch.setattr(of_v2, "set_forward_context", lambda *_: override_forward_context(CONTEXT))
+    rank = Rank(fake_library, *MACHINES[request.param], own_stream=True)
+    rank.region.rows_view[ROW : ROW + 2] = LOADED
+    machine = Engine(rank, multi=request.param == "MultiConnector")
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", machine.connector)
+    yield machine
+    machine.finish()
     rank.worker.shutdown()
     rank.fake.check()
 
 
-RUNNERS = [Engine.step_of_v1, Engine.step_of_v2]
-runners = pytest.mark.parametrize("step", RUNNERS, ids=["v1", "v2"])
-Step = Callable[[Engine, Any, Launch, Launch], None]
+def holds(memory: list[NDArray[np.uint8]], value: int) -> bool:
+    return all((each == value).all() for each in memory)
 
 
-def nothing() -> None: ...
+# --- what must hold ---
 
 
-def of_target(machine: Engine) -> NDArray[np.uint8]:
-    return machine.rank.caches[1][TARGETS[0]]
+def loads_of_two_steps(machine: Engine, step: Step, used: str, *, has_forward: bool = True) -> None:
+    """The scheduler is ahead of the GPU: two steps with loads are launched while the first one's forward pass runs.
+    `used`: by what the second one's blocks are read and written to before they are loaded."""
+    before = [memory.copy() for memory in machine.targets(0)]
+    ends: list[Launch] = []
 
+    def compute() -> None:
+        ends.append(machine.kernel())
 
-@runners
-def test_a_hit_does_not_wait_for_the_forward_pass_of_its_step(machine: Engine, step: Step) -> None:
-    def forward() -> None:
-        machine.hold_compute()
-        machine.read_in_step(OTHER)
+    def use_behind_a_kernel() -> None:
+        compute()
+        machine.use(0)
 
-    step(machine, machine.loads(), nothing, forward)
+    def use(where: str) -> Launch:
+        return use_behind_a_kernel if where == used else nothing
+
+    def first_forward() -> None:
+        compute()
+        use("forward")()
+
+    step(machine, machine.loads(1), forward=first_forward, after=use("after"))
     machine.wait()
-    assert not machine.read.any(), "the step runs still"
-    assert (of_target(machine) == 77).all()
+    assert holds(machine.targets(1), LOADED), "its step runs still"
+
+    if used == "sibling":
+        machine.sibling.launches = {"handle_preemptions": use("sibling"), "start_load_kv": compute}
+    step(machine, machine.loads(0), prepare=use("prepare"), forward=compute if has_forward else None)
+    machine.sibling.launches = {}
+    step(machine, machine.loads(), forward=compute)
+    for end in ends[:2]:  # of the first forward pass, and of what uses the blocks
+        machine.settle()
+        for memory, was in zip(machine.targets(0), before, strict=True):
+            assert np.array_equal(memory, was), "what is launched before it runs still"
+        end()
+
+    machine.wait()
+    for read, was in zip(machine.read, before, strict=True):
+        assert np.array_equal(read, was)
+    assert holds(machine.targets(0), LOADED), "what is launched behind it runs still"
 
 
 @runners
-def test_what_the_last_step_reads_is_overwritten_behind_it(machine: Engine, step: Step) -> None:
-    """A block that is freed while the step that reads it runs: preemption, or a request that ended one step before
-    the asynchronous scheduler knew."""
-    before = of_target(machine).copy()
-    machine.hold_compute()
-    machine.read_in_step(TARGETS[0])
-    step(machine, machine.loads(), nothing, nothing)
-    machine.finish()
-    assert np.array_equal(machine.read, before)
-    assert (of_target(machine) == 77).all()
+@pytest.mark.parametrize("has_forward", [True, False], ids=["", "no forward"])
+@pytest.mark.parametrize("used", ["forward", "after", "prepare"])
+def test_a_load_begins_behind_the_step_before_and_not_behind_its_own(
+    machine: Engine, step: Step, used: str, has_forward: bool
+) -> None:
+    """The last step reads blocks that are freed while it runs: of a request that was preempted, or that ended one step
+    before the scheduler knew; state moves out of blocks that its own request gives up."""
+    loads_of_two_steps(machine, step, used, has_forward=has_forward)
 
 
 @runners
-def test_a_block_copy_whose_source_is_loaded_reads_what_was_there(machine: Engine, step: Step) -> None:
-    before = of_target(machine).copy()
-
-    def prepare() -> None:
-        machine.hold_compute()
-        machine.read_in_step(TARGETS[0])
-
-    step(machine, machine.loads(), prepare, nothing)
-    machine.finish()
-    assert np.array_equal(machine.read, before)
+@pytest.mark.parametrize("has_forward", [True, False], ids=["", "no forward"])
+@pytest.mark.parametrize("first", ["own", "sibling"])
+@pytest.mark.parametrize("machine", ["MultiConnector"], indirect=True)
+def test_a_load_is_ordered_with_what_another_connector_launches(
+    machine: Engine, step: Step, first: str, has_forward: bool
+) -> None:
+    """MultiConnector has all its connectors handle preemptions before it binds the metadata of any."""
+    if first == "sibling":
+        machine.connector._connectors.reverse()  # type: ignore[attr-defined]
+    loads_of_two_steps(machine, step, "sibling", has_forward=has_forward)
 
 
 @runners
-def test_a_block_that_is_zeroed_and_loaded_holds_what_was_loaded(machine: Engine, step: Step) -> None:
-    rank = machine.rank
+def test_a_block_that_is_stored_at_its_preemption_may_be_loaded_in_the_same_step(machine: Engine, step: Step) -> None:
+    step(machine, machine.loads(), forward=partial(machine.use, 0))
+    meta = machine.loads(0)
+    meta.jobs_to_flush = {machine.with_store(meta, 0)}
+    step(machine, meta)
+    machine.wait()
+    rows = machine.rank.region.rows_view[: machine.groups, : SUB_BLOCKS * LAYERS * PAGE]
+    assert holds([rows], COMPUTED)
+    assert holds(machine.targets(0), LOADED)
 
-    def prepare() -> None:
-        machine.hold_compute()
-        rank.fake.write(rank.compute, of_target(machine), 0)
 
-    step(machine, machine.loads(), prepare, nothing)
-    machine.finish()
-    assert (of_target(machine) == 77).all()
+@runners
+def test_a_store_of_a_step_with_loads_reads_what_that_step_computed(machine: Engine, step: Step) -> None:
+    ends: list[Launch] = []
+
+    def forward() -> None:
+        ends.append(machine.kernel())
+        machine.use(1)
+
+    meta = machine.loads(0)
+    job = machine.with_store(meta, 1)
+    step(machine, meta, forward=forward)
+    step(machine, machine.loads())
+    machine.rank.worker._swap._stores._submitter.drain()  # type: ignore[attr-defined]
+    machine.settle()
+    ends[0]()
+    machine.rank.worker.wait({job})
+    rows = machine.rank.region.rows_view[: machine.groups, : SUB_BLOCKS * LAYERS * PAGE]
+    assert holds([rows], COMPUTED)
+
+
+@runners
+def test_an_event_is_not_recorded_anew_while_copies_behind_it_are_queued(machine: Engine, step: Step) -> None:
+    """Few copies are handed to the GPU at once. The others are to begin behind what their event stood for when they
+    were queued."""
+    end_first = machine.kernel()
+    step(machine, machine.loads(*[0] * 8))
+    step(machine, machine.loads(1), forward=machine.kernel)
+    waiting, machine.loading = machine.loading, set()
+    step(machine, machine.loads(1))
+    machine.loading = waiting
+    end_first()
+    machine.wait()
 
 
 def test_a_mark_is_of_its_own_step_only(machine: Engine) -> None:
     """A step whose loads were never submitted leaves none behind; what is loaded without one, as by vLLM's own
     connector, begins behind all that was launched when it is submitted."""
     rank = machine.rank
-    machine.connector.bind_connector_metadata(machine.loads())
-    machine.connector.clear_connector_metadata()
-    before = of_target(machine).copy()
-    machine.hold_compute()
-    machine.read_in_step(TARGETS[0])
-    rank.worker.submit_load(1, RowsSpec(np.array([ROW]), (1,)), engine(TARGETS))
+    machine.own.bind_connector_metadata(machine.loads(0))
+    machine.own.clear_connector_metadata()
+    before = [memory.copy() for memory in machine.targets(0)]
+    end = machine.kernel()
+    machine.use(0)
+    rank.worker.submit_load(1, machine.rows(ROW), machine.blocks(0))
     rank.worker.flush()
-    machine.let_compute_go()
+    machine.settle()
+    end()
     rank.worker.wait({1})
-    rank.fake.finish()
-    assert np.array_equal(machine.read, before)
+    for read, was in zip(machine.read, before, strict=True):
+        assert np.array_equal(read, was)
 
 
 def test_a_step_without_loads_marks_nothing(machine: Engine) -> None:
-    empty = OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=set())
-    machine.step_of_v2(machine.loads(), nothing, nothing)
+    v2(machine, machine.loads(0))
     machine.wait()
     before = machine.rank.fake.calls("cuEventRecord")
-    machine.step_of_v2(empty, nothing, nothing)
+    v2(machine, machine.loads())
     assert machine.rank.fake.calls("cuEventRecord") == before
     assert machine.rank.worker._swap._loads._marked is None  # type: ignore[attr-defined]
+
+
+def test_the_capture_of_graphs_gives_the_gpu_nothing_to_do(machine: Engine) -> None:
+    """An event that is recorded on a stream that captures would be the graph's."""
+    fake, names = machine.rank.fake, ("cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernel", "cuMemcpyBatchAsync")
+    before = [fake.calls(name) for name in names]
+    machine.of_v2.set_disabled(True)
+    machine.of_v2.pre_forward(SimpleNamespace(kv_connector_metadata=None))  # type: ignore[arg-type]
+    machine.connector.wait_for_layer_load("layer")
+    machine.connector.save_kv_layer("layer", None, None)  # type: ignore[arg-type]
+    machine.of_v2.finish_forward()
+    assert machine.of_v2.post_forward(set()) is None
+    machine.of_v2.set_disabled(False)
+    machine.of_v2.reset_capture_state()
+    assert [fake.calls(name) for name in names] == before
+    loads_of_two_steps(machine, RUNNERS["v2 with graphs"], "prepare")
+
+
+# --- planted mistakes ---
+
+Patch = pytest.MonkeyPatch
+
+
+def at_submission(patch: Patch, _: Engine) -> None:
+    patch.setattr(CudaSwap, "mark_loads", nothing)
+
+
+def of_an_older_step(patch: Patch, machine: Engine) -> None:
+    """Recorded at the end of the step before."""
+
+    def clear(self: NixlTiersConnector) -> None:
+        super(NixlTiersConnector, self).clear_connector_metadata()
+        self._worker.mark_loads()
+
+    _not_at_binding(patch)
+    patch.setattr(NixlTiersConnector, "clear_connector_metadata", clear)
+    machine.own._worker.mark_loads()
+
+
+def before_preemptions(patch: Patch, _: Engine) -> None:
+    def handle(self: NixlTiersConnector, meta: Any) -> None:
+        if meta.load_jobs:
+            self._worker.mark_loads()
+        honest(self, meta)
+
+    honest = NixlTiersConnector.handle_preemptions
+    _not_at_binding(patch)
+    patch.setattr(NixlTiersConnector, "handle_preemptions", handle)
+
+
+def behind_preemptions(patch: Patch, _: Engine) -> None:
+    def handle(self: NixlTiersConnector, meta: Any) -> None:
+        honest(self, meta)
+        if meta.load_jobs:
+            self._worker.mark_loads()
+
+    honest = NixlTiersConnector.handle_preemptions
+    _not_at_binding(patch)
+    patch.setattr(NixlTiersConnector, "handle_preemptions", handle)
+
+
+def kept_for_the_next_step(patch: Patch, _: Engine) -> None:
+    def mark(self: CopyStream, compute: int) -> None:
+        if self._marked is None:
+            honest(self, compute)
+
+    honest = CopyStream.mark
+    patch.setattr(CopyStream, "mark", mark)
+    patch.setattr(CopyStream, "unmark", lambda _: None)
+
+
+def used_without_a_step(patch: Patch, _: Engine) -> None:
+    patch.setattr(CopyStream, "unmark", lambda _: None)
+
+
+def for_one_copy_only(patch: Patch, _: Engine) -> None:
+    def start(self: CopyStream, *how: Any) -> Any:
+        transfer = honest(self, *how)
+        self.unmark()
+        return transfer
+
+    honest = CopyStream.start
+    patch.setattr(CopyStream, "start", start)
+
+
+def for_stores_too(patch: Patch, _: Engine) -> None:
+    def mark(self: CudaSwap) -> None:
+        honest(self)
+        self._stores._marked = self._loads._marked
+
+    honest = CudaSwap.mark_loads
+    patch.setattr(CudaSwap, "mark_loads", mark)
+
+
+def not_without_a_forward(patch: Patch, machine: Engine) -> None:
+    def bind(self: NixlTiersConnector, meta: Any) -> None:
+        (OffloadingConnector.bind_connector_metadata if machine.without_forward else honest)(self, meta)
+
+    honest = NixlTiersConnector.bind_connector_metadata
+    patch.setattr(NixlTiersConnector, "bind_connector_metadata", bind)
+
+
+def in_use_still(patch: Patch, _: Engine) -> None:
+    """The event is recorded anew whoever is still to wait for it."""
+
+    def recorded(self: CopyStream, compute: int) -> Fence:
+        if not self._fences:
+            return honest(self, compute)
+        assert self._submitter is not None
+        self._submitter.record(self._fences[0].event, compute)
+        return self._fences[0]
+
+    honest = CopyStream._recorded
+    patch.setattr(CopyStream, "_recorded", recorded)
+
+
+def _not_at_binding(patch: Patch) -> None:
+    patch.setattr(NixlTiersConnector, "bind_connector_metadata", OffloadingConnector.bind_connector_metadata)
+
+
+Mistake = Callable[[Patch, Engine], None]
+Shown = Callable[[Engine, Step], None]
+DURING_FORWARD: Final = partial(loads_of_two_steps, used="forward")
+IN_PREPARATION: Final = partial(loads_of_two_steps, used="prepare")
+BESIDE_ANOTHER: Final = test_a_load_is_ordered_with_what_another_connector_launches
+BOTH: Final = ("v1", "v1 with drafts", "v2", "v2 with graphs")
+CAUGHT: Final[list[tuple[Mistake, Shown, str, tuple[str, ...]]]] = [
+    (at_submission, DURING_FORWARD, "copy_engine", BOTH),
+    (of_an_older_step, IN_PREPARATION, "copy_engine", BOTH),
+    (before_preemptions, IN_PREPARATION, "copy_engine", BOTH[:2]),
+    (before_preemptions, partial(BESIDE_ANOTHER, first="own", has_forward=True), "MultiConnector", BOTH),
+    (behind_preemptions, IN_PREPARATION, "staged", BOTH[:2]),
+    (behind_preemptions, partial(BESIDE_ANOTHER, first="own", has_forward=True), "MultiConnector", BOTH),
+    (kept_for_the_next_step, DURING_FORWARD, "copy_engine", BOTH),
+    (used_without_a_step, lambda machine, _: test_a_mark_is_of_its_own_step_only(machine), "staged", BOTH[:1]),
+    (for_one_copy_only, DURING_FORWARD, "two groups", BOTH),
+    (for_stores_too, test_a_store_of_a_step_with_loads_reads_what_that_step_computed, "copy_engine", BOTH),
+    (not_without_a_forward, partial(BESIDE_ANOTHER, first="sibling", has_forward=False), "MultiConnector", BOTH),
+    (in_use_still, test_an_event_is_not_recorded_anew_while_copies_behind_it_are_queued, "copy_engine", BOTH),
+]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "shown", "machine", "runner"),
+    [(mistake, shown, kind, runner) for mistake, shown, kind, each in CAUGHT for runner in each],
+    indirect=["machine"],
+    ids=[f"{mistake.__name__}-{kind}-{runner}" for mistake, _, kind, each in CAUGHT for runner in each],
+)
+def test_planted_mistake_in_the_order_is_caught(
+    machine: Engine, mistake: Mistake, shown: Shown, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.patience_s = 0.3
+    mistake(monkeypatch, machine)
+    with pytest.raises(AssertionError):
+        shown(machine, RUNNERS[runner])

@@ -30,8 +30,9 @@ STRATEGIES = ("copy_engine", "staged")
 class Rank:
     """One rank with LAYERS tensors of BLOCKS pages, all in the fake GPU's memory."""
 
-    def __init__(self, library: Path, strategy: str, *, own_stream: bool = False) -> None:
-        """`own_stream`: the engine computes on `compute`, and not on the default stream."""
+    def __init__(self, library: Path, *strategies: str, own_stream: bool = False) -> None:
+        """`strategies`: of each KV group; all are over the same tensors. `own_stream`: the engine computes on
+        `compute`, and not on the default stream."""
         self.fake = FakeGpu(library, 5)
         self.compute = 0
         if own_stream:
@@ -46,8 +47,8 @@ class Rank:
         ]
         geometry = Geometry(1, LAYERS * PAGE * SUB_BLOCKS, SUB_BLOCKS)
         self.region = HostRegion.create(geometry, ROWS)
-        plan = CopyPlan([segments], geometry, Share(0), self.region.address, ROWS)
-        swap = CudaSwap(plan, compute_stream=lambda: self.compute, driver=self.fake.driver, strategies=(strategy,))
+        plan = CopyPlan([segments] * len(strategies), geometry, Share(0), self.region.address, ROWS)
+        swap = CudaSwap(plan, compute_stream=lambda: self.compute, driver=self.fake.driver, strategies=strategies)
         self.region.at_close(swap.close)
         self.worker = NixlTiersWorker(self.region, plan, swap, 0, jobs=PolledJobs())
         self.worker.keep_failed_loads()
