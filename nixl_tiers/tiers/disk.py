@@ -56,12 +56,14 @@ logger = logging.getLogger(__name__)
 # --- opening a tier's path ----------------------------------------------------------------------------------------
 
 
-def open_agent(config: FileConfig, region: HostRegion) -> tuple[Agent, Registration]:
-    """An agent with the configured backend, and the region registered with it. Raises TierRefused."""
+def open_agent(config: FileConfig, region: HostRegion) -> tuple[Agent, Registration | None]:
+    """An agent with the configured backend, and the region registered with it, but for cuFile (`staging.py`). Raises
+    TierRefused."""
     try:
         if config.backend == "gds_mt":
             logger.info("opening cuFile")  # the last line of a mover that hangs there
-        agent = Agent.gds_mt() if config.backend == "gds_mt" else Agent.posix()
+            return Agent.gds_mt(), None
+        agent = Agent.posix()
         return agent, agent.register_region(region)
     except AgentError as error:
         raise TierRefused(f"backend: {error}") from error

@@ -23,7 +23,7 @@ from nixl_tiers.config.file import FileConfig
 from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, advice, mostly_huge, populate
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
-from nixl_tiers.tiers.base import Move, seal_row
+from nixl_tiers.tiers.base import Move, TierDown, seal_row
 from nixl_tiers.tiers.move_queue import Steps
 from nixl_tiers.tiers.nixl_agent import AgentError, Registrar, Registration
 from nixl_tiers.tiers.staging_trial import Measured, Trial, recall, remember
@@ -188,7 +188,8 @@ class Direction:
         self._name = name
         self._buffer_bytes = buffer_bytes
         self._path = config.path
-        self._never = config.backend == "gds_mt"  # cuFile has buffers of its own
+        # cuFile moves only what is registered with it, and a region may have terabytes.
+        self._always = config.backend == "gds_mt"
         self._region = region
         self._agent = agent
         self._buffer: Buffer | None = None
@@ -198,26 +199,30 @@ class Direction:
         self._advice = advice()
 
     def open(self) -> None:
-        """The tier's path exists: find out what was measured there before. May wait for the medium."""
+        """The tier's path exists: find out what was measured there before. May wait for the medium. Raises TierDown if
+        rows can go no other way, and there is no buffer."""
         row_bytes = self._region.geometry.row_bytes
-        if self._never or self._buffer is not None:
+        if self._buffer is not None:
             return
         try:
             self._buffer = Buffer(self._agent, row_bytes, self._buffer_bytes)
         except (AgentError, OSError) as error:
+            if self._always:
+                raise TierDown(f"no buffer for staging: {error}") from error
             logger.warning("no buffer for staging, %s are direct: %s", self._name, error)
             return
-        if self._measured is None and (found := recall(self._name, self._path, row_bytes)) is not None:
-            logger.info("staging, as measured before: %s", found)
-            self._measured = found
+        if not self._always and self._measured is None:
+            self._measured = recall(self._name, self._path, row_bytes)
+            if self._measured is not None:
+                logger.info("staging, as measured before: %s", self._measured)
         if self._name == "loads" and (self.staged or self._is_tried):  # requests wait for these
             self._buffer.populate()
 
     @property
     def staged(self) -> bool:
         """Whether rows are staged, beside those of a trial."""
-        if self._buffer is None:
-            return False
+        if self._buffer is None or self._always:
+            return self._buffer is not None
         return self._measured is not None and self._measured.pays and self._pages_are_small
 
     def rows(self, moves: Collection[Move]) -> Steps[DirectRows]:
@@ -239,7 +244,7 @@ class Direction:
     @property
     def _is_tried(self) -> bool:
         """Whether units go both ways in turns, to find out whether staging pays."""
-        return self._measured is None and self._pages_are_small
+        return self._measured is None and self._pages_are_small and not self._always
 
     @property
     def _pages_are_small(self) -> bool:

@@ -52,7 +52,6 @@ from nixl_tiers.tiers.disk import (
     try_out,
 )
 from nixl_tiers.tiers.manifests import ManifestKeeper, ManifestMedium
-from nixl_tiers.tiers.nixl_agent import Registration
 from nixl_tiers.tiers.rowfile.directory import RowDirectory, ServerTime
 from nixl_tiers.tiers.rowfile.eviction import Evictor
 from nixl_tiers.tiers.rowfile.names import RowPath
@@ -97,7 +96,6 @@ class RowFileTier(StorageTier):
         self._geometry = geometry
         self._row_bytes = geometry.row_bytes
         self._region = region
-        self._memory: Registration | None
         self._agent, self._memory = open_agent(config, region)
         self._staging = Staging(config, region, self._agent)
         self._log_once = LogOnce(logger)
@@ -171,13 +169,13 @@ class RowFileTier(StorageTier):
             raise open_error(error) from error
         if self._files.direct is False:
             self._log_once.report("direct", f"{path} does not support O_DIRECT: rows go through the page cache")
+        self._staging.open()
         before = self._open
         self._open = NamespaceRows(
             namespace.hex(), Sealer(self._geometry, namespace, epoch), slots, health, self._quota, self._hidden_until
         )
         if before is not None:
             before.health.close()
-        self._staging.open()
         again = before is not None and (before.name, before.sealer.epoch) == (namespace.hex(), epoch)
         self._lister.submit(self._open.begin, again=again).result()  # after a listing that is under way
         self._scanner.served = namespace.hex()

@@ -192,15 +192,15 @@ class WorkerTransfers(Transfers):
 class NixlTransfers(Transfers):
     """By NIXL, whose transfers go on while they are polled; rows are sealed and verified on the tier's thread."""
 
-    def __init__(self, tier: TierSide, agent: Agent, memory: Registration) -> None:
-        """`memory`: the region."""
+    def __init__(self, tier: TierSide, agent: Agent, memory: Registration | None) -> None:
+        """`memory`: the region, if it is registered."""
         size = {"unit_bytes": _UNIT_BYTES, "unit_rows": _UNIT_ROWS}
         super().__init__(tier, agent, **size, ahead=_UNITS_SEALED, wake_fd=None)
         # cuFile cuts rows by itself, on threads that take one request each.
         row_bytes = tier.geometry.row_bytes
         self._request_bytes = row_bytes if tier.config.backend == "gds_mt" else request_bytes(row_bytes)
         self.agent = agent
-        self._memory: Registration | None = memory
+        self._memory = memory
 
     def poll(self) -> None:
         self.moves.poll()

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,11 +28,11 @@ from nixl_tiers.tiers.slab.worker import Moved, Worker
 from nixl_tiers.tiers.staging import DirectRows
 from nixl_tiers.tiers.staging_trial import Measured
 from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
-from tests.support.file_tier import file_config, file_tier
+from tests.support.file_tier import file_tier
 from tests.support.load import get, put
 from tests.support.pages import mapped
 from tests.support.times import changed
-from tests.system.tiers.file_tiers import CAPACITY, GEOMETRY, ROWS, FileTier, load, make_tier, outcomes, store
+from tests.system.tiers.file_tiers import GEOMETRY, ROWS, FileTier, load, make_tier, outcomes, store
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -348,16 +347,6 @@ def test_without_memory_for_the_buffer_rows_are_moved_directly(
     assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
     assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
     tier.close()
-
-
-@pytest.mark.usefixtures("small_pages")
-def test_no_buffer_where_nothing_can_be_staged(tmp_path: Path, region: HostRegion) -> None:
-    """cuFile has buffers of its own."""
-    config = file_config(tmp_path, CAPACITY, backend="gds_mt")
-    staging = module.Staging(config, region, SimpleNamespace())  # type: ignore[arg-type]
-    staging.open()
-    assert staging.staged == (False, False)
-    assert staging.loads._buffer is staging.stores._buffer is None
 
 
 @pytest.mark.parametrize("staged", [True, False])
