@@ -36,7 +36,8 @@ class HostTier:
     ) -> None:
         """`quotas`: which share of the rows each tenant may have, from number 1 on."""
         self.rows = rows
-        self.quotas = tuple(rows_of_share(share, rows) for share in quotas)
+        self._shares = quotas
+        self.fit(rows)
         self._own = [LeafFirstLru() for _ in quotas]  # the rows of each tenant, by their last use
         self.generation = Generation()
         self.index: dict[Key, Row] = {}
@@ -59,6 +60,10 @@ class HostTier:
         self._unseen = 0  # rows that a search for victims has not looked at
         self.no_victims = False  # a search through all rows has just ended without any: do not begin the next at once
         self._gave_up = False  # whether the last one looked at some of the rows only
+
+    def fit(self, rows: int) -> None:
+        """So many rows there are, or will be: the quotas are shares of them."""
+        self.quotas = tuple(rows_of_share(share, rows) for share in self._shares)
 
     @property
     def used(self) -> int:

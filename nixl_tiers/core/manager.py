@@ -347,6 +347,10 @@ class TierManager:
             return CPU
         return next((tier.spec.name for tier in self.tiers if tier.can_load(key, now)), None)
 
+    def fit(self, rows: int) -> None:
+        """So many rows the host has, or will have when all memory is there."""
+        self._state.fit(rows)
+
     def counters(self) -> Mapping[str, TierStats]:
         """By tier, including the host's."""
         host = self.host.counters

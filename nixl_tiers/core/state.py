@@ -62,14 +62,7 @@ class CascadeState:
         self.turn_due = False  # whether something was done since that a turn should follow, if it brings work
         self.slice_left = limits.rows_per_slice
         """How many more rows the slice has room for (`begin_slice`); zero or less: it is used up."""
-        few = max(1, min(4, host.rows // 4))  # so that a small host tier still moves
-        two = min(2, host.rows // 2)  # one slow download stops no other load
-        tier_count = max(1, len(self.tiers))
-        self.load_window = max(few, two, int(host.rows * limits.load_share) // tier_count)
-        self.store_window = max(few, int(host.rows * limits.store_share) // tier_count)
-        # Rows that come up only to be written further down keep their host rows until they are written, however slow
-        # that is. So they have a small window of their own.
-        self.demote_window = max(1, min(self.store_window, self.load_window // 2))
+        self.fit(host.rows)
         self.rows_per_job = max(1, min(limits.moves_per_job, limits.job_bytes // row_bytes))
         self.movers = [member for tier in self.tiers for member in tier.members]
         self.below_host: Tier | None = None  # the tier that is written when the host evicts
@@ -85,6 +78,18 @@ class CascadeState:
                     self._below[above.number] = tier
             if tier.spec.write is not Write.OFF:
                 above = tier
+
+    def fit(self, rows: int) -> None:
+        """So many rows the host has, or will have: windows and quotas are shares of them."""
+        self.host.fit(rows)
+        few = max(1, min(4, rows // 4))  # so that a small host tier still moves
+        two = min(2, rows // 2)  # one slow download stops no other load
+        tier_count = max(1, len(self.tiers))
+        self.load_window = max(few, two, int(rows * self.limits.load_share) // tier_count)
+        self.store_window = max(few, int(rows * self.limits.store_share) // tier_count)
+        # Rows that come up only to be written further down keep their host rows until they are written, however slow
+        # that is. So they have a small window of their own.
+        self.demote_window = max(1, min(self.store_window, self.load_window // 2))
 
     def counters_of(self, name: str) -> Counters:
         """Of the storage tier of this name, or of the host."""

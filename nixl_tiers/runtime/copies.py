@@ -59,12 +59,14 @@ class OpenLoads:
 
 
 def take_memory(core: TierManager, region: HostRegion) -> None:
-    """Rows whose memory has come since the last call may be used. With the lock held."""
+    """Rows whose memory has come since the last call may be used; where it ends early, windows and quotas are shares of
+    those. With the lock held."""
     host = core.host
     if host.limit < host.rows:
         if (ready := region.ranks.ready_rows or 0) > host.limit:
             host.limit = ready
         host.grows = host.limit < host.rows and not region.lacks_memory
+        core.fit(host.rows if host.grows or not host.limit else host.limit)
 
 
 def bad_rows(region: HostRegion, rows: Sequence[Row]) -> tuple[set[Key], set[Key]]:
