@@ -54,6 +54,8 @@ class Children:
         self._module = module
         self._scratch = scratch
         self._deadline_s = deadline_s
+        self.environment: dict[str, str] = {}
+        """Variables of all children."""
 
     def run(
         self, *arguments: str, environment: Mapping[str, str] | None = None, deadline_s: float | None = None
@@ -62,7 +64,8 @@ class Children:
         out, errors, log = (self._scratch / name for name in ("out", "errors", "cufile.log"))
         log.unlink(missing_ok=True)
         path = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH"))))
-        settings = {**os.environ, "CUFILE_LOGFILE_PATH": str(log), **(environment or {}), "PYTHONPATH": path}
+        given = self.environment | dict(environment or {})
+        settings = {**os.environ, "CUFILE_LOGFILE_PATH": str(log), **given, "PYTHONPATH": path}
         limit_s = self._deadline_s if deadline_s is None else deadline_s
         began = time.monotonic()
         with out.open("wb") as stdout, errors.open("wb") as stderr:

@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from nixl_tiers.base.gpus import gpu_for
 from nixl_tiers.memory import columns
 from nixl_tiers.memory.address_space import AddressSpace
 from nixl_tiers.mover.protocol import (
@@ -204,11 +205,8 @@ def environment(tier: Mapping[str, object]) -> dict[str, str]:
     """This process's environment, without those entries of PYTHONPATH that depend on the working directory: code that
     others put there would run with this process's credentials. (-P removes only the entry that Python itself adds.)
 
-    And without GPUs: a library that opens one takes its memory, and would hang with it. cuFile gets the first, which is
-    a worker's."""
-    variables = dict(os.environ)
-    gpu = variables.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    variables["CUDA_VISIBLE_DEVICES"] = gpu if tier.get("backend") == "gds_mt" else ""
+    And without GPUs that it does not need."""
+    variables = os.environ | gpu_for(tier.get("backend"))
     paths = [path for path in variables.pop("PYTHONPATH", "").split(os.pathsep) if Path(path).is_absolute()]
     if paths:
         variables["PYTHONPATH"] = os.pathsep.join(paths)

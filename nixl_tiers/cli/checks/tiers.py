@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from nixl_tiers.base.chunk import Geometry
+from nixl_tiers.base.gpus import gpu_for
 from nixl_tiers.cli.checks.finding import Finding, Status, broken, not_tried, ok, warning
 from nixl_tiers.cli.children import Children, Step
 from nixl_tiers.config.schema import FileConfig, S3Config, StorageConfig, TiersConfig, tier_to_dict
@@ -26,7 +27,7 @@ def plugins(scratch: Path, config: TiersConfig | None) -> Iterator[Finding]:
     """Which plugins of NIXL open. One that the configuration needs must."""
     children = Children(scratch, _PROBE, _PLUGIN_S)
     for name, what in _PLUGINS.items():
-        step = children.run("plugin", name)
+        step = children.run("plugin", name, environment=gpu_for(name.lower()))
         if not step.error:
             yield ok(f"NIXL {name}", "opens", seconds=round(step.seconds, 2))
         elif _needed(name, config):
@@ -65,6 +66,7 @@ def examine(
     """Everything about one tier, in at most `deadline_s`, and what it takes to end a child that hangs. `geometry`: of
     the rows of its trial."""
     children = Children(scratch, _PROBE, deadline_s)
+    children.environment |= gpu_for(getattr(tier, "backend", ""))
     given, token = json.dumps(tier_to_dict(tier)), secrets.token_hex(8)
     cells = (str(geometry.cells), str(geometry.cell_payload)) if geometry else ()
     step = children.run("tier", given, token, *cells)

@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from nixl_tiers.base.gpus import only_gpu
 from nixl_tiers.cli.children import Children, Step
 from nixl_tiers.cli.gds.probe import FILE_BYTES
 from nixl_tiers.cli.gds.verdict import EXIT_CODES, INSTALL, Probes, Verdict, claimed_way, decide, not_direct
@@ -108,13 +109,16 @@ def inspect(directory: Path, gpu: int = 0, deadline_s: float = DEADLINE_S) -> Re
 
 
 def _probe(children: Children, file: Path, gpu: int) -> Probes:
-    """Each step only if what it needs has worked: one open that hangs is enough."""
+    """Each step only if what it needs has worked: one open that hangs is enough. cuFile sees this GPU alone, as a mover
+    does."""
     gpus = children.run("gpus")
+    found = gpu in gpus.all("gpu")
+    at = "0" if found else "-1"
+    children.environment |= only_gpu(gpu if found else None)
     library = children.run("library", _LOADER_NAME, *map(str, libraries(_LOADER_NAME)))
     path = library.get("library")
     if path is None:
         return Probes(gpus, library, plugin=children.run("plugin"))
-    at = str(gpu) if gpu in gpus.all("gpu") else "-1"
     driver = children.run("driver", path, at)
     if driver.error:
         return Probes(gpus, library, driver)
