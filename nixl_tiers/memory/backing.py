@@ -57,6 +57,7 @@ class Backing:
         self._lock: Lock | None = None
         self._stopping = threading.Event()
         self._may_lock = threading.Event()
+        self._under_way = threading.Lock()  # held while a piece is allocated or locked
         self._threads = max(1, min(threads, len(os.sched_getaffinity(0))))
         self._thread = threading.Thread(target=self._run, name="nixl_tiers memory", daemon=True)
         self._told_s = time.monotonic()
@@ -94,6 +95,11 @@ class Backing:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def drain(self) -> None:
+        """Return when the piece that is under way now has ended."""
+        with self._under_way:
+            pass
+
     def stop(self) -> None:
         """End after the piece under way. When this returns, no thread touches the memory any more."""
         self._stopping.set()
@@ -112,13 +118,12 @@ class Backing:
     def _work(self) -> None:
         while self._backed < len(self._pieces) and not (self._stopping.is_set() or self._region.lacks_memory):
             waits = self._lock is not None and not self._may_lock.is_set()
-            if self._touched < len(self._pieces) and (waits or self._touched == self._backed):
-                good = self._touch_next()
-            elif waits or not self._all_touched(self._backed):
+            touches = self._touched < len(self._pieces) and (waits or self._touched == self._backed)
+            if not touches and (waits or not self._all_touched(self._backed)):
                 self._stopping.wait(POLL_S)
                 continue
-            else:
-                good = self._back_next()
+            with self._under_way:
+                good = self._touch_next() if touches else self._back_next()
             if not good:
                 return
             self._tell()

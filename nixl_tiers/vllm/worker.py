@@ -82,6 +82,7 @@ def worker_over(
     backing = Backing(region, rank, cpus)
     swap = CudaSwap(plan, ordinal, rows=backing.back_first(times.nodes_s))
     region.at_close(swap.close)
+    drain_before_sleep(backing)  # the driver's locks are free then
     drain_before_sleep(swap)
     jobs = PolledJobs(times.copies_end_s)
     worker = NixlTiersWorker(region, plan, swap, rank, last_block_only, jobs=jobs, backing=backing)

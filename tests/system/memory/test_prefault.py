@@ -133,6 +133,28 @@ def test_pieces_are_locked_from_the_first_step_on_and_touched_before() -> None:
         assert (ranks.ready_rows, locked) == (ROWS, [(2, 4), (4, 6), (6, 8)])
 
 
+def test_drain_waits_for_the_piece_under_way() -> None:
+    """vLLM's worker goes to sleep while the driver locks pages."""
+    with of_one_rank() as region:
+        locking, go_on, seen = threading.Event(), threading.Event(), list[str]()
+
+        def lock(*_: int) -> bool:
+            locking.set()
+            assert go_on.wait(120)
+            seen.append("locked")
+            return False
+
+        mine = Backing(region)
+        mine.go_on(lock)
+        assert locking.wait(120)
+        sleeps = threading.Thread(target=lambda: (mine.drain(), seen.append("asleep")))
+        sleeps.start()
+        sleeps.join(0.05)
+        go_on.set()
+        sleeps.join(120)
+        assert seen == ["locked", "asleep"]
+
+
 def test_a_piece_is_locked_when_all_ranks_have_touched_theirs(region: HostRegion) -> None:
     locks = [Locks(region), Locks(region)]
     ranks = [Backing(region, rank) for rank in range(RANKS)]
