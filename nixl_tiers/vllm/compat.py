@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
@@ -234,6 +234,25 @@ def windows(scheduler: Any) -> dict[int, int | None]:
     return {group.group_idx: group.sliding_window_size_in_chunks for group in scheduler.config.kv_group_configs}
 
 
+def prepares_first(vllm_config: Any) -> bool:
+    """Whether a step zeroes blocks and copies them before it waits for the stores that still read them. The V2 model
+    runner does (`update_requests`, then `pre_forward`)."""
+    return bool(getattr(vllm_config, "use_v2_model_runner", False))
+
+
+def prepares_blocks(output: Any) -> bool:
+    """Whether this step zeroes blocks or copies to them. V1 and V2 model runners do, with recurrent state, or where KV
+    has several precisions (`needs_kv_cache_zeroing`)."""
+    return bool(output.new_block_ids_to_zero or output.kv_cache_block_copies)
+
+
+def stored_by(scheduler: Any, jobs: Iterable[int]) -> Iterator[OffloadKey]:
+    """The keys of the stores among these open jobs of vLLM's OffloadingConnectorScheduler."""
+    for job in map(scheduler._jobs.__getitem__, jobs):  # noqa: SLF001 - no vLLM shows it in another way
+        if job.is_store:
+            yield from job.keys
+
+
 def models_of(worker: Any) -> list[Any]:
     """The model and its draft model, if there is one, of vLLM's worker."""
     runner = worker.model_runner
@@ -294,11 +313,14 @@ __all__ = [
     "passing_events",
     "position_of",
     "positions_of",
+    "prepares_blocks",
+    "prepares_first",
     "replica",
     "replicas",
     "scheduled_tokens",
     "step_tokens",
     "storage_event",
+    "stored_by",
     "version",
     "windows",
 ]

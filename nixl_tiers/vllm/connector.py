@@ -49,6 +49,7 @@ class NixlTiersConnector(OffloadingConnector):
         if self.connector_scheduler is not None:
             self._manager.times_are_published(compat.step_tokens(vllm_config.scheduler_config))
             self._manager.windows_are_known(compat.windows(self.connector_scheduler))
+        self._prepares_first = compat.prepares_first(vllm_config)
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         # Groups that are not offloaded bound a load, which vLLM finds out at the request's turn.
         self._anticipates = not self._bounding_group_ids
@@ -63,6 +64,8 @@ class NixlTiersConnector(OffloadingConnector):
                     "set it to recompute to have it recomputed (under MultiConnector: beside its name)",
                     policy,
                 )
+
+    _prepares_first = False
 
     # --- on workers --------------------------------------------------------------------------------------------
 
@@ -159,6 +162,8 @@ class NixlTiersConnector(OffloadingConnector):
         if (new or cached.resumed_req_ids) and manager.in_doubt:
             manager.began(beginning(scheduler_output))
         meta = super().build_connector_meta(scheduler_output)
+        if self._prepares_first and meta.jobs_to_flush and compat.prepares_blocks(scheduler_output):
+            manager.spoil(compat.stored_by(self.scheduler, meta.jobs_to_flush))
         if self._arrivals.waiting:
             self._fill_line()
         meta.step = manager.scheduled(scheduled_tokens(scheduler_output))  # which workers publish its time by

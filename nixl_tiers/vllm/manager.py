@@ -244,12 +244,18 @@ class NixlTiersManager(OffloadingManager):
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """`success` is ignored: the region's control words record which rows every worker wrote."""
         self._look_at_weights()
-        self._stores.completed(keys)
+        spoiled = self._stores.completed(keys)
         if self.weights.closed:  # what was copied may be of either weights
+            spoiled = keys
+        if spoiled:
             with self._coordinator.core() as core:
-                core.copies.drop_store(keys)
-            return
+                core.copies.drop_store(spoiled)
+            keys = [key for key in keys if key not in spoiled]
         self._coordinator.complete_store(keys)
+
+    def spoil(self, keys: Iterable[OffloadKey]) -> None:
+        """Of these open stores the engine may write to the blocks before they are copied: their rows are dropped."""
+        self._stores.spoil(keys)
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:

@@ -114,6 +114,8 @@ class NixlTiersSpec(OffloadingSpec):
         caller = compat.calling_worker()
         runner = getattr(caller, "model_runner", None)
         refuse_amplification(self.config, getattr(runner, "kv_cache_config", None))
+        if not self._times_steps:
+            refuse_spoiled_stores(vllm_config, getattr(runner, "kv_cache_config", None))
         self._confirm_copies(caller, vllm_config)
         region = self._rendezvous()
         try:
@@ -309,6 +311,17 @@ def refuse_nodes(vllm_config: Any) -> None:
         )
     if nodes > 1:
         raise ValueError(f"nixl_tiers needs all workers of an engine on one node, and this engine has {nodes} nodes")
+
+
+def refuse_spoiled_stores(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise ValueError if a step of this engine may write to blocks before the stores from them have ended: vLLM's own
+    connector does not show which."""
+    if compat.prepares_first(vllm_config) and getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+        raise ValueError(
+            "nixl_tiers: with recurrent layers, or KV of several precisions, the V2 model runner may zero a block "
+            "before OffloadingConnector has stored it: use kv_connector NixlTiersConnector, or set "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
 
 
 def last_block_only(config: OffloadingConfig, vllm_config: Any) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -19,6 +19,7 @@ class Stores:
         self._coordinator = coordinator
         self._groups = groups
         self._open: set[OffloadKey] = set()
+        self._spoiled: set[OffloadKey] = set()
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -41,9 +42,18 @@ class Stores:
             evicted_keys=[],  # vLLM does not look at them
         )
 
-    def completed(self, keys: Iterable[OffloadKey]) -> None:
+    def spoil(self, keys: Iterable[OffloadKey]) -> None:
+        """What the open ones of these copy is not known."""
+        self._spoiled.update(self._open.intersection(keys))
+
+    def completed(self, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
+        """Returns those of them that were spoiled."""
         self._open.difference_update(keys)
+        if spoiled := self._spoiled.intersection(keys):
+            self._spoiled -= spoiled
+        return spoiled
 
     def reset(self) -> None:
         """vLLM completes no job of before a reset."""
         self._open.clear()
+        self._spoiled.clear()

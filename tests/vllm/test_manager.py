@@ -696,6 +696,22 @@ def test_a_root_that_only_vllms_own_cache_hits_outlives_its_leaves(rig: ManagerR
     assert [rig.manager.lookup(key, late) for key in chain] == [LookupResult.HIT] * 3 + [LookupResult.MISS]
 
 
+def test_rows_whose_blocks_may_be_written_to_before_the_copy_are_no_hits(rig: ManagerRig) -> None:
+    one, two, three = keys_of(3)
+    context = rig.request("r", one, two, three)
+    output = rig.manager.prepare_store([one, two], context)
+    rig.manager.spoil([two, three])
+    for cell in (0, 1):
+        rig.region.mark(output.store_spec.rows, cell, output.store_spec.store_seq, True)
+    rig.manager.complete_store({one, two}, context)
+    rig.manager.on_schedule_end(STEP)
+    later = rig.request("later", one, two, three)
+    assert [rig.manager.lookup(key, later) for key in (one, two)] == [LookupResult.HIT, LookupResult.MISS]
+    assert rig.store(later, two, three) == [two, three]
+    again = rig.request("again", two, three)
+    assert [rig.manager.lookup(key, again) for key in (two, three)] == [LookupResult.HIT, LookupResult.HIT]
+
+
 def test_chunks_of_a_failed_load_are_dropped(rig: ManagerRig) -> None:
     one, two = keys_of(2)
     context = rig.request("r", one, two)

@@ -19,7 +19,7 @@ from nixl_tiers.base.policies import HugePages
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.vllm import fingerprint
 from nixl_tiers.vllm.replicated import Copies, told
-from nixl_tiers.vllm.spec import NixlTiersSpec, description_of, refuse_nodes
+from nixl_tiers.vllm.spec import NixlTiersSpec, description_of, refuse_nodes, refuse_spoiled_stores
 from tests.support.file_tier import file_tier
 
 CPU = {"type": "cpu", "capacity": "1MiB"}
@@ -85,6 +85,13 @@ def test_workers_that_cannot_share_a_region_are_refused(parallel: dict[str, Any]
     config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel))
     with nullcontext() if sentence is None else pytest.raises(ValueError, match=sentence):
         refuse_nodes(config)
+
+
+@pytest.mark.parametrize(("v2", "zeroed"), [(True, True), (True, False), (False, True)])
+def test_a_runner_that_may_zero_what_is_to_be_stored_needs_our_connector(v2: bool, zeroed: bool) -> None:
+    config, cache = SimpleNamespace(use_v2_model_runner=v2), SimpleNamespace(needs_kv_cache_zeroing=zeroed)
+    with pytest.raises(ValueError, match="use kv_connector NixlTiersConnector") if v2 and zeroed else nullcontext():
+        refuse_spoiled_stores(config, cache)
 
 
 def test_the_cpu_tiers_capacity_is_divided_by_the_replicas_of_the_node(

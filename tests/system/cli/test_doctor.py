@@ -240,6 +240,7 @@ def test_corrupted_rows_are_broken(proxied: tuple[S3Config, FaultProxy]) -> None
     config, proxy = proxied
     proxy.inject(
         ProxyFault(FaultKind.BIT_FLIP, target=OWNER_TERMS.name, probability=0.0),
+        ProxyFault(FaultKind.BIT_FLIP, target="list-type", probability=0.0),
         ProxyFault(FaultKind.BIT_FLIP, methods=frozenset({"GET"}), target=SCRATCH),
     )
     found = named(bucket.examine(config, "token"))

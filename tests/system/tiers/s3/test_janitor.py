@@ -162,6 +162,7 @@ class TestRowsOfOtherMovers:
         assert stored(one, 2)
         two.open()
         s3_server.client().put_object(Bucket=place["bucket"], Key=one.name(1), Body=bytes(ROW))
+        assert wait_until(lambda: not two.tier._rows.beside_others)  # it has looked whose prefix this is
         assert two.load([1, 2]) == [Outcome.CORRUPT, Outcome.OK]
         assert wait_until(lambda: rows_in(s3_server, place) == [one.name(2)])
 
