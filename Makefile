@@ -18,6 +18,9 @@
 #   make soak MINUTES=10            random load and random faults, every byte verified
 #   make test-gds DIR=/mnt/nvme     is GPUDirect Storage worth having with these drives? Writes gds-report/report.md;
 #                                   PY=python for the environment that has torch for the GPU, BENCH_ARGS=--quick
+#   make gpu-day                    the first ten minutes on a GPU machine that has Python, torch and numpy only; writes
+#                                   gpu-day/report.json: docs/internals/gpu.md. OUT=folder, PY=python, COMMIT=, REHEARSE=1
+#   make gpu-day-wheels FOR=3.12    before that, where there is a registry: packs what it needs into .gpu-day, 15 MB
 #   make bench-server PATHS='/mnt/a /mnt/b'   what file tiers reach on a machine with many cores and drives, beside vLLM's
 #                                   functions and fio; writes bench-out/server/ceiling.md
 #   make test PYTHON=python3.12     with another Python (3.11 or newer)
@@ -52,7 +55,7 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # Where it is set, as in many container images, each process that a test starts compiles all of our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: all setup compiled lint format docs archives dist check-dist test t test-all faults stress torture matrix fuzz soak test-gds demo bench bench-server prometheus clean distclean
+.PHONY: all setup compiled lint format docs archives dist check-dist test t test-all faults stress torture matrix fuzz soak test-gds gpu-day gpu-day-wheels demo bench bench-server prometheus clean distclean
 all: lint test
 
 setup: $(VENV)/.ready
@@ -214,6 +217,18 @@ test-gds: $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
 	NIXL_TIERS_GDS_DIR="$(DIR)" $(PY) -m pytest -m gds tests/hardware $(PYTEST_ARGS); tests=$$?; \
 	    $(PY) -m bench.gds --path "$(DIR)" $(BENCH_ARGS) && exit $$tests
 
+# With the machine's own Python and nothing else; REHEARSE=1 runs everything over the fake driver, with tiny sizes.
+COMMIT :=
+REHEARSE :=
+gpu-day: PY := $(PYTHON)
+gpu-day:
+	NIXL_TIERS_COMMIT="$(or $(COMMIT),$(NIXL_TIERS_COMMIT))" $(PY) -m tools.gpu_day --out "$(or $(OUT),gpu-day)" $(if $(REHEARSE),--rehearse)
+
+# For a Python of that version on another machine.
+FOR := 3.12
+gpu-day-wheels: $(VENV)/.ready
+	$(PY) -m tools.gpu_day.carried $(FOR)
+
 demo: $(VENV)/.ready
 	$(PY) -m demo $(if $(S3),--s3 '$(S3)') $(if $(OUT),--out '$(OUT)') $(if $(PROMPT_TOKENS),--prompt-tokens '$(PROMPT_TOKENS)')
 
@@ -235,7 +250,7 @@ bench-server: $(VENV)/.ready
 	    --megabytes 1024 --out bench-out/server $(BENCH_ARGS)
 
 clean:
-	rm -rf build dist docs/_build demo-out bench-out test-out gds-report *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis nixl_tiers/*/*.so nixl_tiers/*/*/*.so nixl_tiers/swap/*.fatbin
+	rm -rf build dist docs/_build demo-out bench-out test-out gds-report gpu-day .gpu-day *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis nixl_tiers/*/*.so nixl_tiers/*/*/*.so nixl_tiers/swap/*.fatbin
 	find nixl_tiers tests bench demo -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean

@@ -6,6 +6,7 @@ The last run is what the GPU tests write at their end (tests/swap/conftest.py).
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +21,9 @@ CODE: Final = (
 
 
 def git(*arguments: str) -> str:
-    """Its output; empty where it fails, as outside of a clone with all commits."""
+    """Its output; empty where it fails, as outside of a clone with all commits, or without git."""
+    if shutil.which("git") is None:
+        return ""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
 

@@ -30,15 +30,13 @@ def build(folder: Path) -> Path | None:
     return library
 
 
-def as_cuda(library: Path, folder: Path) -> Path:
-    """`folder`, with the fake driver as libcuda.so.1, and with the calls of NIXL's GDS plugins as libcudart.so.12."""
+def as_cuda(library: Path, folder: Path, runtime: str = "libcudart.so.12") -> Path:
+    """`folder`, with the fake driver as libcuda.so.1, and with the calls of NIXL's GDS plugins as `runtime`."""
     (folder / "libcuda.so.1").symlink_to(library)
-    # NIXL asks for symbols of the version libcudart.so.12, the library's own name.
-    flags = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcudart.so.12", "-Wl,--default-symver"]
+    # NIXL asks for symbols whose version is the library's own name.
+    flags = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{runtime}", "-Wl,--default-symver"]
     compiler = shutil.which("gcc") or shutil.which("clang") or "cc"
-    subprocess.run(
-        [compiler, *flags, "-o", str(folder / "libcudart.so.12"), str(HERE / "fake_cudart.c"), "-ldl"], check=True
-    )
+    subprocess.run([compiler, *flags, "-o", str(folder / runtime), str(HERE / "fake_cudart.c"), "-ldl"], check=True)
     return folder
 
 

@@ -126,7 +126,7 @@ def scenario_of(
         for group in layers
     ]
     for group in segments:
-        rng.shuffle(group)  # type: ignore[arg-type]
+        rng.shuffle(group)
     plan = CopyPlan(
         [[Segment(*s) for s in group] for group in segments], geometry, Share(cell), region.ctypes.data, rows
     )
