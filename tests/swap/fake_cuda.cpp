@@ -40,6 +40,7 @@ struct op {
     uint64_t generation = 0;
     std::function<void()> run;
     size_t weight = 1;
+    bool moves = true; /* bytes: neither a record of an event nor a wait for one */
 };
 
 struct stream {
@@ -199,7 +200,7 @@ void push(stream *s, std::function<void()> run, size_t weight = 1) {
     now->deepest = std::max(now->deepest, pending);
     if (pending > now->queue_limit)
         until([&] { return s->ops.empty(); });
-    s->ops.push_back({nullptr, 0, std::move(run), weight});
+    s->ops.push_back({nullptr, 0, std::move(run), weight, true});
 }
 
 template <int N>
@@ -337,7 +338,7 @@ int cuStreamWaitEvent(void *s, void *e, unsigned) {
     if (!ev->alive)
         return INVALID_HANDLE;
     if (ev->recorded)
-        stream_of(s)->ops.push_back({ev, ev->recorded, nullptr, 1});
+        stream_of(s)->ops.push_back({ev, ev->recorded, nullptr, 1, false});
     return OK;
 }
 
@@ -366,6 +367,7 @@ int cuEventRecord(void *e, void *s) {
         ev->happened = std::max(ev->happened, generation);
         ev->time_ms = now->clock_ms;
     });
+    stream_of(s)->ops.back().moves = false;
     return OK;
 }
 int cuEventQuery(void *e) {
@@ -531,7 +533,7 @@ int cuMemHostRegister_v2(void *address, size_t n, unsigned flags) {
 int cuMemHostUnregister(void *address) {
     std::lock_guard<std::recursive_mutex> hold(guard);
     for (stream *s : now->streams)
-        if (!s->ops.empty() && now->sticky == OK)
+        if (now->sticky == OK && std::any_of(s->ops.begin(), s->ops.end(), [](op &o) { return o.moves; }))
             violation("host memory unlocked while work is left");
     return now->registered.erase((uint64_t)address) ? now->sticky : NOT_REGISTERED;
 }
