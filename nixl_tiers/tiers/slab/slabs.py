@@ -53,7 +53,8 @@ class Slabs:
         self._agent = agent
         self._quota = quota
         self._sparse = False  # whether some files could not be allocated ahead
-        self._allocated: dict[int, int] = {}  # slab -> slots that its file has room for
+        # Slab -> slots that its file has room for. Growth adds to it meanwhile, so it is iterated over as a copy.
+        self._allocated: dict[int, int] = {}
         self._files: dict[int, Registration] = {}
         self._identities: dict[int, FileIdentity] = {}
         for name in folder.names():
@@ -102,12 +103,12 @@ class Slabs:
 
     def allocated(self) -> NDArray[np.bool_]:
         """By slot of the layout: whether it is allocated."""
-        return self.layout.with_room(self._allocated)
+        return self.layout.with_room(self._allocated.copy())
 
     def select(self, wanted: NDArray[np.bool_]) -> Iterator[SlabSlots]:
         """The allocated ones of the wanted slots, by slab. `wanted`: one flag per slot of the layout. The result may be
         iterated over on any thread."""
-        for slab, slots in sorted(self._allocated.items()):
+        for slab, slots in sorted(self._allocated.copy().items()):
             first = slab * self.layout.slots_per_slab
             indexes = np.flatnonzero(wanted[first : first + slots])
             if len(indexes):
@@ -127,14 +128,14 @@ class Slabs:
     @property
     def end(self) -> int:
         """One past the last allocated slot."""
-        ends = [slab * self.layout.slots_per_slab + slots for slab, slots in self._allocated.items() if slots]
+        ends = [slab * self.layout.slots_per_slab + slots for slab, slots in self._allocated.copy().items() if slots]
         return max(ends, default=0)
 
     def truncate(self, end: int) -> list[tuple[int, int]]:
         """Slots from `end` on are not allocated from now on: none of them holds a row or is in use by a job. Returns
         what `free` has to cut: (slab, slots to keep)."""
         cuts = []
-        for slab, slots in list(self._allocated.items()):
+        for slab, slots in self._allocated.copy().items():
             keep = min(max(0, end - slab * self.layout.slots_per_slab), slots)
             if keep < slots:
                 cuts.append((slab, keep))

@@ -99,11 +99,13 @@ class Transfers(ABC):
         self.staging.close()
 
     def _timed(self, steps: Steps[T]) -> Steps[T]:
-        """Write a unit; how long that takes decides how many rows of stores may be in flight."""
+        """Write a unit; how long that takes decides how many rows of stores may be in flight. One that could not begin,
+        whose steps return nothing, says nothing of the medium."""
         rows, began_s = self.moves.stores.rows_moving, time.monotonic()
         result = yield from steps
-        self._window.written(rows, time.monotonic() - began_s)
-        self.moves.stores.limit_rows = self._window.rows
+        if result:
+            self._window.written(rows, time.monotonic() - began_s)
+            self.moves.stores.limit_rows = self._window.rows
         return result
 
     # --- what becomes of a row --------------------------------------------------------------------------------------

@@ -416,3 +416,65 @@ def test_a_clean_close_leaves_all_rows_in_the_order_of_their_use(
     stored.close = lambda: None  # type: ignore[method-assign]
     entries = make().open()
     assert [number_of(entry) for entry in entries] == [*(n for n in range(ROWS) if n != 3), 3]
+
+
+class Filled(dict[int, int]):
+    """Another thread adds to it while it is iterated over."""
+
+    def items(self) -> Any:
+        for item in super().items():
+            yield item
+            self[len(self) + 100] = 0
+
+
+@pytest.mark.parametrize("ask", ["allocated", "select", "end", "truncate"])
+def test_slots_are_asked_for_while_growth_adds_a_slab(
+    stored: SteppedSlabs, monkeypatch: pytest.MonkeyPatch, ask: str
+) -> None:
+    slabs = stored.tier._open.slabs  # type: ignore[union-attr]
+    monkeypatch.setattr(slabs, "_allocated", Filled(slabs._allocated))
+    end = slabs.layout.extent_slots * -(-ROWS // slabs.layout.extent_slots)
+    match ask:
+        case "allocated":
+            assert np.flatnonzero(slabs.allocated()).tolist() == [*range(end)]
+        case "select":
+            (found,) = slabs.select(np.ones(slabs.layout.slots, np.bool_))
+            assert found.indexes.tolist() == [*range(end)]
+        case "end":
+            assert slabs.end == end
+        case "truncate":
+            assert slabs.truncate(end) == []
+
+
+@pytest.mark.parametrize("what", ["tail", "namespace"])
+def test_a_hard_linked_copy_of_what_is_deleted_stays_whole(stored: SteppedSlabs, tmp_path: Path, what: str) -> None:
+    """As `cp -al` makes it: only names are deleted, no file of another name is cut."""
+    copy = tmp_path / "copy"
+    shutil.copytree(stored.path / "part-0", copy / "part-0", copy_function=lambda at, to: Path(to).hardlink_to(at))
+    before = slab(copy).read_bytes()
+    if what == "tail":
+        stored.tier.delete([(number, key_of(number)) for number in range(ROWS)])
+        slabs = stored.tier._open.slabs  # type: ignore[union-attr]
+        slabs.free(slabs.truncate(0))
+    else:
+        stored.open(bytes(16))
+        with stored.tier._quota.locked():
+            assert stored.tier._quota.delete_oldest()
+    assert not slab(stored.path).exists()
+    assert slab(copy).read_bytes() == before
+
+
+def test_a_unit_that_could_not_begin_says_nothing_of_the_medium(
+    stored: SteppedSlabs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took no time: counted as written, it would let 64 MiB of stores in before the next load."""
+    rows = stored.tier._transfers._window.rows
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(stored.tier._open.slabs), "locate", fail)  # type: ignore[union-attr]
+        assert stored.store(range(4)) == [FAILED] * 4
+    assert stored.tier._transfers._window.rows == rows
+    assert stored.tier._moves.stores.limit_rows == rows
