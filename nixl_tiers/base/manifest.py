@@ -19,7 +19,6 @@ FORMAT: Final = 1
 
 MAX_TEXT_BYTES: Final = 256  # of one field
 MAX_MANIFEST_BYTES: Final = 8 << 10  # of a manifest that this program writes
-REFRESH_S: Final = 3600.0  # between two writes that only say that it is still used
 RETRY_S: Final = 60.0  # after a write that has failed, or for which there was no room
 SALT_DIGEST_BYTES: Final = 4
 MAX_TIME_S: Final = 253402300799  # the last second of the year 9999: no calendar here goes on after that
@@ -59,7 +58,7 @@ class Manifest(msgspec.Struct, frozen=True):
     epoch: int = 0  # not 0: the weights were replaced since the engine began, and the rows are never used again
     engine: str = ""  # which was the last to serve it: HOST/PID/RANDOM
     created: int = 0
-    last_used: int = 0  # at most REFRESH_S and a little before its last use
+    last_used: int = 0  # when an engine last began or ended to serve it
 
     def encode(self) -> bytes:
         """At most MAX_MANIFEST_BYTES, if its description was checked."""
@@ -98,15 +97,12 @@ def minor_release(release: str) -> str:
     return match[1] if match else ""
 
 
-def refreshed(found: Manifest | None, wanted: Manifest, refresh_s: float = REFRESH_S) -> Manifest | None:
-    """The manifest to write now; None if the one that was `found` says the same, and that less than `refresh_s` ago.
-    `wanted`: as it would be if it were new, its description checked."""
-    if found is None or found.namespace != wanted.namespace:
+def renewed(found: Manifest | None, wanted: Manifest) -> Manifest:
+    """The manifest to write in place of the one that was `found`, whose rows may be older. `wanted`: as it would be if
+    it were new."""
+    if found is None or found.namespace != wanted.namespace or found.created <= 0:
         return wanted
-    now = wanted.last_used
-    wanted = msgspec.structs.replace(wanted, created=min(found.created, now) if found.created > 0 else now)
-    same = msgspec.structs.replace(wanted, last_used=found.last_used) == found
-    return None if same and 0 <= now - found.last_used < refresh_s else wanted
+    return msgspec.structs.replace(wanted, created=min(found.created, wanted.last_used))
 
 
 def _own_version() -> str:

@@ -28,7 +28,7 @@ class FileConfig(StorageConfig):
         "list of directories, as a rule one a drive: one tier over all of them, each with a mover of its own and an "
         "equal part of the `capacity`"
     )
-    capacity: Size = Field(description="budget of everything under `path`, of all namespaces ever stored there")
+    capacity: Size = Field(description="budget of all rows under `path`, of all namespaces ever stored there")
     layout: Literal["slabs", "files"] = Field(
         "slabs",
         description="`slabs`: fastest, for a disk of this node; `files`: one file per chunk, for a "

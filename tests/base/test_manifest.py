@@ -12,10 +12,9 @@ from nixl_tiers.base.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_TEXT_BYTES,
     MAX_TIME_S,
-    REFRESH_S,
     Description,
     Manifest,
-    refreshed,
+    renewed,
     salt_digest,
 )
 
@@ -102,26 +101,16 @@ def _wanted(now: int, **changes: object) -> Manifest:
     return msgspec.structs.replace(manifest, **changes)
 
 
-def test_manifest_is_written_when_there_is_none_or_another() -> None:
-    assert refreshed(None, _wanted(NOW)) == _wanted(NOW)
-    assert refreshed(_wanted(NOW - 9, namespace="11" * 16), _wanted(NOW)) == _wanted(NOW)
+def test_a_new_manifest_is_as_wanted_where_there_is_none_or_another() -> None:
+    assert renewed(None, _wanted(NOW)) == _wanted(NOW)
+    assert renewed(_wanted(NOW - 9, namespace="11" * 16), _wanted(NOW)) == _wanted(NOW)
 
 
-def test_last_use_is_refreshed_at_most_once_an_hour() -> None:
-    found = _wanted(NOW)
-    assert refreshed(found, _wanted(NOW + int(REFRESH_S) - 1)) is None
-    again = refreshed(found, _wanted(NOW + int(REFRESH_S)))
-    assert again is not None
-    assert (again.created, again.last_used) == (NOW, NOW + REFRESH_S)
-
-
-def test_manifest_is_written_at_once_when_it_would_say_something_else() -> None:
-    changed = refreshed(_wanted(NOW), _wanted(NOW + 5, description=Description(model="m", vllm="0.40.0")))
-    assert changed is not None
+def test_a_manifest_that_is_written_again_keeps_when_it_was_made() -> None:
+    changed = renewed(_wanted(NOW), _wanted(NOW + 5, description=Description(model="m", vllm="0.40.0")))
     assert (changed.created, changed.description.vllm) == (NOW, "0.40.0")
 
 
 def test_times_ahead_of_the_clock_are_corrected() -> None:
-    corrected = refreshed(_wanted(NOW + 1_000_000), _wanted(NOW))
-    assert corrected is not None
+    corrected = renewed(_wanted(NOW + 1_000_000), _wanted(NOW))
     assert (corrected.created, corrected.last_used) == (NOW, NOW)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from types import SimpleNamespace
 
 import pytest
 
-from nixl_tiers.base.manifest import REFRESH_S, RETRY_S, Description, Manifest
+from nixl_tiers.base.manifest import RETRY_S, Description, Manifest
 from nixl_tiers.tiers import manifests
 from nixl_tiers.tiers.manifests import CHECK_S, CLOSE_S, ManifestKeeper, ManifestMedium
 from tests.support.fake_movers import Clock
@@ -35,9 +34,9 @@ class Medium(ManifestMedium):
         self._called()
         return self.rows
 
-    def read(self, namespace: str) -> bytes | None:
+    def read(self) -> bytes | None:
         self._called()
-        return self.raw if namespace == NAMESPACE else None
+        return self.raw
 
     def write(self, raw: bytes) -> bool:
         self._called()
@@ -46,9 +45,6 @@ class Medium(ManifestMedium):
             self.writes += 1
         return self.room
 
-    def other_bytes(self) -> Mapping[str, int] | None:
-        return {}
-
 
 class Rig:
     def __init__(self) -> None:
@@ -56,13 +52,11 @@ class Rig:
         self.clock = Clock(1_800_000_000.0)
         self.keeper = ManifestKeeper(4096, "node/1/abcd")
         self.own = Manifest(NAMESPACE, ABOUT.checked(), 4096, 0, "node/1/abcd")
-        self.used_s = 0.0
 
-    def step(self, after_s: float = 0.0, *, last: bool = False) -> float:
+    def step(self, after_s: float = 0.0) -> float | None:
         """The pause that it asks for."""
         self.clock.now += after_s
-        self.used_s, pause_s = self.keeper.step(self.own, self.medium, self.clock, self.used_s, last=last)
-        return pause_s
+        return self.keeper.step(self.own, self.medium, self.clock)
 
     @property
     def written(self) -> Manifest:
@@ -82,24 +76,17 @@ def test_it_is_written_as_soon_as_there_are_rows(rig: Rig) -> None:
     assert rig.step() == CHECK_S
     assert rig.medium.raw is None
     rig.medium.rows = True
-    rig.step(CHECK_S)
+    assert rig.step(CHECK_S) is None, "it is not written again before the close"
     assert (rig.written.namespace, rig.written.description) == (NAMESPACE, ABOUT)
     assert (rig.written.engine, rig.written.row_bytes) == ("node/1/abcd", 4096)
     assert rig.written.last_used == int(rig.clock.now)
 
 
-def test_its_last_use_is_written_each_hour_and_at_the_end(rig: Rig) -> None:
-    """By the clock of the day, also if that was set, or the machine slept."""
+def test_its_last_use_is_written_at_open_and_at_the_end(rig: Rig) -> None:
     rig.step()
     began_s = rig.written.created
-    for hours in (1, 2):
-        rig.step(REFRESH_S - RETRY_S)
-        assert rig.medium.writes == hours
-        rig.step(RETRY_S)
-        assert rig.medium.writes == hours + 1
-        assert rig.written.last_used == began_s + hours * REFRESH_S
-    rig.step(60.0, last=True)
-    assert rig.written.last_used == began_s + 2 * REFRESH_S + 60
+    rig.step(7200.0)
+    assert rig.written.last_used == began_s + 7200
     assert rig.written.created == began_s
 
 

@@ -13,8 +13,9 @@ import numpy as np
 
 from nixl_tiers.base.chunk import MAX_KEY_BYTES, NAMESPACE_NAME
 from nixl_tiers.base.log_once import LogOnce
+from nixl_tiers.base.manifest import MANIFEST_NAME
 from nixl_tiers.tiers.disk import INCOMING
-from nixl_tiers.tiers.folder import Folder, ForeignTrees, NotOwned, fd_path
+from nixl_tiers.tiers.folder import Folder, NotOwned, fd_path
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
 from nixl_tiers.tiers.rowfile.names import FANOUT_NAME, RowPath, TempNames, fanout_of
@@ -51,7 +52,6 @@ class DirScanner:
         self._log_once = log_once
         self._thread: threading.Thread | None = None
         self._seen: dict[str, tuple[int, set[tuple[str, str]]]] = {}  # what the last scan of each namespace returned
-        self._foreign = ForeignTrees()
         self._turn = 0
         self._credits: dict[str, int] = {}  # how many rows may be read by distrust, less those that were read
         self.served = ""
@@ -98,8 +98,6 @@ class DirScanner:
                     elif entry.name == INCOMING:
                         self._directory.refresh_time()
                         overhead_bytes += self._delete_orphans(base)
-                    else:  # foreign files, also directories that others can write to
-                        overhead_bytes += self._foreign_bytes(entry)
                 skipped = set() if everything else self._skipped(namespaces)
                 seen = {name: self._seen[name] for name in skipped}
                 seen |= {name: self._scan_namespace(base, name) for name in namespaces if name not in skipped}
@@ -113,14 +111,6 @@ class DirScanner:
         self._evictor.drop_candidates()
         if number > 1:
             self.cpu_s = time.thread_time() - began_s
-
-    def _foreign_bytes(self, entry: os.DirEntry[str]) -> int:
-        """0 if it cannot be measured."""
-        try:
-            return self._foreign.nbytes(entry)
-        except OSError as error:
-            self._unreadable(error)
-            return 0
 
     def _unreadable(self, error: OSError) -> None:
         path = error.filename or self._directory.path
@@ -148,8 +138,8 @@ class DirScanner:
                         if nbytes is not None:
                             found.add(name)
                             overhead_bytes += nbytes
-                            continue
-                    overhead_bytes += self._foreign_bytes(entry)
+                    elif entry.name == MANIFEST_NAME:
+                        overhead_bytes += allocated_bytes(entry.stat(follow_symlinks=False))
         except (FileNotFoundError, NotOwned):
             pass
         except OSError as error:
@@ -178,11 +168,7 @@ class DirScanner:
             return directory.overhead_bytes
         overhead_bytes = allocated_bytes(status)
         try:
-            keys, foreign = _keys_of(fanout.names())
-            if foreign:
-                entries = os.scandir(fd_path(fanout.descriptor))
-                overhead_bytes += sum(self._foreign_bytes(entry) for entry in entries if entry.name in foreign)
-            found = key_array(keys)
+            found = key_array(_keys_of(fanout.names()))
             new, foreign_bytes, unreadable = self._stat_rows(name, fanout, found[without(found, known)])
         except FileNotFoundError:
             self._quota.fail_dir(name)
@@ -256,17 +242,12 @@ def _may_be_folder(base: Folder, name: str) -> bool:
         return True
 
 
-def _keys_of(names: list[str]) -> tuple[list[bytes], set[str]]:
-    """The encoded keys of files that have a row's name, and the other names."""
-    keys, foreign = list[bytes](), set[str]()
+def _keys_of(names: list[str]) -> list[bytes]:
+    """The encoded keys of files that have a row's name."""
+    keys = list[bytes]()
     for name in names:
-        try:
+        with suppress(ValueError):
             key = bytes.fromhex(name[:-4])
-        except ValueError:
-            foreign.add(name)
-            continue
-        if name == f"{key.hex()}.row" and 0 < len(key) <= MAX_KEY_BYTES:
-            keys.append(encoded(key))
-        else:
-            foreign.add(name)
-    return keys, foreign
+            if name == f"{key.hex()}.row" and 0 < len(key) <= MAX_KEY_BYTES:
+                keys.append(encoded(key))
+    return keys

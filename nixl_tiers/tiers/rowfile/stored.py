@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.base.chunk import NAMESPACE_NAME, PAGE
-from nixl_tiers.base.manifest import MANIFEST_NAME, REFRESH_S, Manifest
+from nixl_tiers.base.manifest import MANIFEST_NAME, Manifest
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.disk import read_past_cache
@@ -24,6 +24,8 @@ from nixl_tiers.tiers.folder import Folder, NotOwned, taken_bytes
 from nixl_tiers.tiers.manifests import read_manifest
 from nixl_tiers.tiers.rowfile.names import FANOUT_NAME, RowPath
 from nixl_tiers.tiers.stored import NamespaceByKey, Problems, Step, StoredRow, reason
+
+_LATELY_S: Final = 7200.0
 
 
 def find(config: FileConfig, before_s: float | None) -> Iterator[FileNamespace]:
@@ -54,9 +56,9 @@ class FileNamespace(NamespaceByKey[_File]):
         with problems.reading(path / name / MANIFEST_NAME), found._opened() as home:
             raw = read_manifest(home)
         found.manifest = None if raw is None else Manifest.decode(raw)
-        found.holder = _user(found.manifest)
         found.problem = str(problems)
         found.tell_last_use()
+        found.holder = _user(found.manifest, found.last_used_s or 0.0)
         return found
 
     @contextmanager
@@ -117,7 +119,7 @@ class FileNamespace(NamespaceByKey[_File]):
             base.rmdir(self.name)
 
 
-def _user(manifest: Manifest | None) -> str:
+def _user(manifest: Manifest | None, last_used_s: float) -> str:
     """Nothing is locked: what can be known is which engine has served it last, and whether that was lately."""
     if manifest is None or not manifest.engine:
         return ""
@@ -125,5 +127,5 @@ def _user(manifest: Manifest | None) -> str:
     pid = rest.partition("/")[0]
     if host == socket.gethostname() and pid.isdigit():
         return f"process {pid} on {host}" if Path("/proc", pid).exists() else ""
-    lately = time.time() - manifest.last_used < 2 * REFRESH_S
+    lately = time.time() - last_used_s < _LATELY_S
     return f"process {pid} on {host}, less than two hours ago" if lately else ""

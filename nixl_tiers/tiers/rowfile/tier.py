@@ -384,14 +384,10 @@ class _Manifests(ManifestMedium):
         rows = self._quota.bytes_by_namespace() or Counter()
         return self._directory.writes and rows[self._served.name] > 0 and not self._served.health.problem
 
-    def read(self, namespace: str) -> bytes | None:
-        return self._directory.read_manifest(namespace)
+    def read(self) -> bytes | None:
+        return self._directory.read_manifest(self._served.name)
 
     def write(self, raw: bytes) -> bool:
         if fits := self._quota.add_manifest():
             self._directory.write_manifest(self._served.name, raw)
         return fits
-
-    def other_bytes(self) -> Mapping[str, int] | None:
-        rows = self._quota.bytes_by_namespace()
-        return None if rows is None else {name: rows[name] for name in rows if name != self._served.name}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -76,15 +75,6 @@ class PrefixQuota:
     def used_bytes(self) -> int:
         with self._lock:
             return self._group_bytes + self._pending_bytes
-
-    def other_bytes(self) -> dict[str, int] | None:
-        """By namespace, of the other rows; None before a listing was adopted."""
-        nbytes: Counter[str] = Counter()
-        with self._lock:
-            for (namespace, size), group in self._groups.items():
-                nbytes[namespace] += size * len(group.keys)
-            del nbytes[self._served[0]]
-            return dict(nbytes) if self._complete else None
 
     def __contains__(self, key: Key) -> bool:
         """Whether this row is held."""

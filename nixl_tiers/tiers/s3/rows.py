@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from nixl_tiers.base.chunk import Key, Outcome
@@ -125,11 +125,6 @@ class Rows(ABC):
     @abstractmethod
     def has_rows(self) -> bool:
         """Whether any row of the namespace is known."""
-
-    @property
-    def other_bytes(self) -> Mapping[str, int] | None:
-        """Of the rows of each other namespace, if that is known."""
-        return None
 
     def close(self) -> None:  # noqa: B027 (optional)
         """Ask nothing any more."""
@@ -305,10 +300,6 @@ class PrefixRows(Rows):
     @property
     def has_rows(self) -> bool:
         return len(self.quota) > 0
-
-    @property
-    def other_bytes(self) -> Mapping[str, int] | None:
-        return self.quota.other_bytes()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

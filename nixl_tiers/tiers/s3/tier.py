@@ -160,13 +160,13 @@ class _Manifests(ManifestMedium):
     def is_wanted(self) -> bool:
         return self._owner.may_write and self._rows.has_rows
 
-    def read(self, namespace: str) -> bytes | None:
-        return small_object(self._control.connection.client, self._bucket, self._rows.names.manifest(namespace))
+    def read(self) -> bytes | None:
+        return small_object(self._control.connection.client, self._bucket, self._name)
 
     def write(self, raw: bytes) -> bool:
-        name = self._rows.names.manifest(self._namespace)
-        self._control.connection.client.put_object(Bucket=self._bucket, Key=name, Body=raw)
+        self._control.connection.client.put_object(Bucket=self._bucket, Key=self._name, Body=raw)
         return True
 
-    def other_bytes(self) -> Mapping[str, int] | None:
-        return self._rows.other_bytes
+    @property
+    def _name(self) -> str:
+        return self._rows.names.manifest(self._namespace)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final
 
@@ -47,16 +47,13 @@ class Growth:
         self._retry_at_s = time.monotonic() + self._retry_s
 
     def maintain(self, in_use: Callable[[], set[int]], growing: Callable[[], bool]) -> Iterator[list[Entry]]:
-        """Try again to grow, and free an empty tail; see StorageTier.maintain.
-
-        `in_use`: slots that jobs read or write; `growing`: whether the slabs are growing now.
-        """
+        """Try again to grow, and free an empty tail; see StorageTier.maintain. `in_use`: slots that jobs read or write;
+        `growing`: whether the slabs are growing now."""
         slabs, layout = self._shard.slabs, self._shard.slabs.layout
         if self.slots < layout.slots and time.monotonic() >= self._retry_at_s and not growing():
             self._retry_at_s = time.monotonic() + self._retry_s
             trying = self._allocator.submit(slabs.grow, slabs.end)
-            while not trying.done():
-                yield []
+            yield from until(trying)
             with suppress(NoSpace, OSError):
                 trying.result()
                 self.slots = layout.slots
@@ -73,12 +70,17 @@ class Growth:
         if slabs.end - end >= _SPARE_EXTENTS * extent:
             journal.sealed_at[end:] = 0
             freeing = self._allocator.submit(slabs.free, slabs.truncate(end))
-            while not freeing.done():
-                yield []
+            yield from until(freeing)
             try:
                 freeing.result()
             except OSError as error:
                 self._log_once.report("free", f"{self._shard.path}: empty slabs cannot be freed ({describe(error)})")
+
+
+def until(work: Future[None]) -> Iterator[list[Entry]]:
+    """As a step of upkeep, wait until this is done."""
+    while not work.done():
+        yield []
 
 
 def _last_held(tags: NDArray[np.uint64], end: int) -> int:

@@ -23,17 +23,12 @@ from typing import Final
 
 from nixl_tiers.base.chunk import NAMESPACE_NAME
 from nixl_tiers.tiers.base import TierDown
-from nixl_tiers.tiers.disk import PROBE, SLAB_LOCK, FileIdentity
+from nixl_tiers.tiers.disk import SLAB_LOCK, FileIdentity
 from nixl_tiers.tiers.folder import Folder
+from nixl_tiers.tiers.slab.shards import used_ns
 
 # Names on disk: part of the format.
-DESCRIPTION: Final = "namespace.json"
 LOCK: Final = ".lock"
-FIRST_SEEN: Final = ".first-seen"  # others than its engine write it
-JOURNAL: Final = re.compile(r"manifest\.journal")
-ROWS: Final = re.compile(rf"slab-\d{{5}}\.kv|{JOURNAL.pattern}")
-SHARD: Final = re.compile(rf"{ROWS.pattern}|(namespace|about)\.json(\.new)?|\.first-seen|{PROBE.pattern}")
-"""The names of a shard's journal, of that and its slabs, and of all files that are made in it. Others are foreign."""
 _PART: Final = re.compile(r"part-(0|[1-9]\d{0,3})")
 DELETING: Final = re.compile(rf"\.gone-(?P<part>{_PART.pattern})-(?P<namespace>{NAMESPACE_NAME.pattern})")
 """A shard that is being deleted: see `deleting_name`."""
@@ -184,12 +179,6 @@ def part_number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def is_shard(directory: Path) -> bool:
-    """Whether it has files of a shard, or nothing at all; else what is in it is foreign. Raises OSError."""
-    entries = list(os.scandir(directory))
-    return not entries or any(SHARD.fullmatch(each.name) and not each.is_dir(follow_symlinks=False) for each in entries)
-
-
 def try_lock(folder: Folder) -> int | None:
     """Lock a part: the descriptor of the lock file, or None if another process holds it."""
     descriptor = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
@@ -201,23 +190,6 @@ def try_lock(folder: Folder) -> int | None:
             return None
         raise
     return descriptor
-
-
-def written_ns(shard: Path) -> int:
-    """When an engine last wrote a file of a shard, as it does when it ends; in ns since the epoch. Raises OSError."""
-    last_ns = 0
-    for file in shard.iterdir():
-        if file.name != FIRST_SEEN and SHARD.fullmatch(file.name):
-            with suppress(FileNotFoundError):  # replaced meanwhile
-                last_ns = max(last_ns, file.lstat().st_mtime_ns)
-    return last_ns
-
-
-def used_ns(shard: Path) -> int:
-    """`written_ns`, to rank shards by it; 0 if that is not known."""
-    with suppress(OSError):
-        return written_ns(shard)
-    return 0
 
 
 def _free_part(number: int, path: Path, namespace: bytes) -> FreePart:

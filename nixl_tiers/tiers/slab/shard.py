@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.base.log_once import LogOnce
-from nixl_tiers.base.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
+from nixl_tiers.base.manifest import MANIFEST_NAME
 from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, MAX_SLOTS, Entry, TierDown, expired, has_expired, sweep_s
@@ -27,8 +27,8 @@ from nixl_tiers.tiers.nixl_agent import Registrar
 from nixl_tiers.tiers.slab.journal import Journal
 from nixl_tiers.tiers.slab.journal_file import journal_bytes
 from nixl_tiers.tiers.slab.layout import SlabLayout, describe_layout, described
-from nixl_tiers.tiers.slab.parts import JOURNAL, ROWS
-from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
+from nixl_tiers.tiers.slab.quota import DELETE_WAIT_S, SlabQuota
+from nixl_tiers.tiers.slab.shards import JOURNAL, ROWS, ShardDir
 from nixl_tiers.tiers.slab.slabs import SealedRow, SealScan, Slabs, detect_layout, read_seals
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _MARGIN_BYTES: Final = 256 << 10  # directories, locks, extent trees: what is on
 
 
 class Shard:
-    """Made inside the quota's lock. Methods are for the mover's own thread unless they say otherwise."""
+    """Methods are for the mover's own thread unless they say otherwise."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class Shard:
         return None
 
     def _delete_expired_shards(self, max_age_s: float) -> None:
-        with suppress(OSError), self._quota.locked():
+        with suppress(OSError, TierDown), self._quota.locked(DELETE_WAIT_S):
             self._quota.delete_expired(max_age_s, self._clock())
 
     # --- failures ---------------------------------------------------------------------------------------------------
@@ -295,31 +295,21 @@ class Shard:
 
 
 class ShardManifests(ManifestMedium):
-    """For one open shard."""
+    """For one open shard, whose margin has room for it."""
 
-    def __init__(self, shard: Shard, directory: ShardDir, quota: SlabQuota) -> None:
+    def __init__(self, shard: Shard, directory: ShardDir) -> None:
         self._shard = shard
         self._directory = directory
-        self._quota = quota
 
     def is_wanted(self) -> bool:
         return not self._shard.health.problem
 
-    def read(self, namespace: str) -> bytes | None:
-        if namespace == self._directory.path.name:
-            return read_manifest(self._directory.folder)
-        with self._quota.locked():
-            return self._quota.manifest_of(namespace)
+    def read(self) -> bytes | None:
+        return read_manifest(self._directory.folder)
 
     def write(self, raw: bytes) -> bool:
-        with self._quota.locked():  # nobody allocates what is measured as free
-            if fits := self._quota.fits(MAX_MANIFEST_BYTES + PAGE):
-                self._directory.write(MANIFEST_NAME, raw)
-            return fits
-
-    def other_bytes(self) -> Mapping[str, int]:
-        with self._quota.locked():
-            return self._quota.other_bytes()
+        self._directory.write(MANIFEST_NAME, raw)
+        return True
 
 
 def slots_within(capacity_bytes: int, row_bytes: int) -> int:

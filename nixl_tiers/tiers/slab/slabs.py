@@ -38,7 +38,7 @@ _ZERO_RANGE: Final = 0x10  # FALLOC_FL_ZERO_RANGE
 
 
 class NoSpace(Exception):
-    """Neither the quota nor the file system has room for more rows. One sentence."""
+    """Neither the part nor the file system has room for more rows. One sentence."""
 
 
 class Slabs:
@@ -86,19 +86,18 @@ class Slabs:
         return file.devices[0], index * self.layout.row_bytes
 
     def grow(self, slot: int) -> None:
-        """Allocate the extent of the slot, if the quota has room. Raises NoSpace, OSError."""
+        """Allocate the extent of the slot, if there is room. Raises NoSpace, OSError."""
         slab, index = divmod(slot, self.layout.slots_per_slab)
         problem = ""
-        with self._quota.locked():
-            have = self._allocated.get(slab, 0)
-            extent = self.layout.extent_slots
-            wanted = min(-(-(index + 1) // extent) * extent, self.layout.slots_in(slab))
-            for end in dict.fromkeys((wanted, index + 1)):
-                if end <= have:
-                    return
-                if not (problem := self._quota.make_room((end - have) * self.layout.row_bytes)):
-                    self._allocate(slab, end)
-                    return
+        have = self._allocated.get(slab, 0)
+        extent = self.layout.extent_slots
+        wanted = min(-(-(index + 1) // extent) * extent, self.layout.slots_in(slab))
+        for end in dict.fromkeys((wanted, index + 1)):
+            if end <= have:
+                return
+            if not (problem := self._quota.make_room((end - have) * self.layout.row_bytes)):
+                self._allocate(slab, end)
+                return
         raise NoSpace(problem)
 
     def allocated(self) -> NDArray[np.bool_]:
@@ -150,14 +149,13 @@ class Slabs:
         """Return to the file system what `truncate` returned. On the thread that `grow` is called on. Raises the last
         OSError, after all were tried; what could not be cut goes on counting as used."""
         failed: OSError | None = None
-        with self._quota.locked():
-            for slab, keep in cuts:
-                try:
-                    freed_bytes = self._shorten(slab, keep * self.layout.row_bytes)
-                except OSError as error:
-                    failed = error
-                else:  # which may not have been measured yet
-                    self._quota.used_bytes = max(0, self._quota.used_bytes - freed_bytes)
+        for slab, keep in cuts:
+            try:
+                freed_bytes = self._shorten(slab, keep * self.layout.row_bytes)
+            except OSError as error:
+                failed = error
+            else:  # which may not have been measured yet
+                self._quota.used_bytes = max(0, self._quota.used_bytes - freed_bytes)
         if failed is not None:
             raise failed
 

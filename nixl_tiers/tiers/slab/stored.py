@@ -24,8 +24,9 @@ from nixl_tiers.tiers.folder import Folder, NotOwned
 from nixl_tiers.tiers.manifests import read_manifest
 from nixl_tiers.tiers.slab.journal_file import CHUNK_RECORDS, RECORD, JournalFile, Records, decode
 from nixl_tiers.tiers.slab.layout import SlabLayout, described, slab_name, slab_number
-from nixl_tiers.tiers.slab.parts import DELETING, DESCRIPTION, holder_now, is_shard, part_number, written_ns
+from nixl_tiers.tiers.slab.parts import DELETING, holder_now, part_number
 from nixl_tiers.tiers.slab.quota import SlabQuota
+from nixl_tiers.tiers.slab.shards import DESCRIPTION, is_shard, written_ns
 from nixl_tiers.tiers.stored import CheckedRow, Problems, Step, StoredNamespace, defect, reason
 
 _TRIES: Final = 4  # a row that an engine is replacing looks damaged for a moment

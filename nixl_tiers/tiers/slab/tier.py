@@ -18,10 +18,10 @@ from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import EndedMoves, Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused, sweep_s
-from nixl_tiers.tiers.disk import FULL_ERRORS, SLAB_LOCK, FreeSpace, MountGuard, describe, open_error, prepare_path
+from nixl_tiers.tiers.disk import FULL_ERRORS, FreeSpace, MountGuard, describe, open_error, prepare_path
 from nixl_tiers.tiers.manifests import ManifestKeeper
 from nixl_tiers.tiers.move_queue import Unit
-from nixl_tiers.tiers.slab.growth import GROWTH_S, Growth
+from nixl_tiers.tiers.slab.growth import GROWTH_S, Growth, until
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.slab.shard import Shard, ShardManifests, slots_within
 from nixl_tiers.tiers.slab.slabs import NoSpace
@@ -122,28 +122,27 @@ class SlabTier(StorageTier):
         self._quota.forget_path()
         with self._quota.locked(self._times.lock_wait_s):
             directory = self._quota.acquire_shard(namespace)
-            shard = None
-            try:
-                self._mount.remember(self._config.path)
-                shard = Shard(
-                    directory,
-                    slots,
-                    Sealer(self._geometry, namespace, epoch),
-                    self._transfers.registrar,
-                    self._quota,
-                    max_age_s=self._config.max_age,
-                    clock=self._clock,
-                    times=self._times,
-                )
-                assert shard.slabs.layout.slots <= slots, "a part has more slots than its share"
-                self._quota.make_room(0)  # the capacity may be smaller than last time
-            except BaseException:
-                if shard is not None:
-                    shard.close()
-                self._quota.discard(directory)
-                raise
-        medium = ShardManifests(shard, directory, self._quota)
-        self._manifests.serve(namespace.hex(), epoch, medium, self._clock)
+        shard = None
+        try:
+            self._mount.remember(self._config.path)
+            shard = Shard(
+                directory,
+                slots,
+                Sealer(self._geometry, namespace, epoch),
+                self._transfers.registrar,
+                self._quota,
+                max_age_s=self._config.max_age,
+                clock=self._clock,
+                times=self._times,
+            )
+            assert shard.slabs.layout.slots <= slots, "a part has more slots than its share"
+            self._quota.make_room(0)  # the capacity may be smaller than last time
+        except BaseException:
+            if shard is not None:
+                shard.close()
+            self._quota.discard(directory)
+            raise
+        self._manifests.serve(namespace.hex(), epoch, ShardManifests(shard, directory), self._clock)
         return shard
 
     @property
@@ -159,10 +158,12 @@ class SlabTier(StorageTier):
         return self._served.list_rows()
 
     def maintain(self) -> Iterator[list[Entry]]:
-        """Erase what is too old, then try again to grow, and free what is empty."""
+        """Erase what is too old, delete parts that are no more, try again to grow, and free what is empty."""
         served, slots = self._served, self._slots
         assert slots is not None, "it is open"
         yield from served.expire(self._slots_in_use)
+        if self._quota.surplus:
+            yield from until(self._allocator.submit(self._quota.trim_again))
         yield from slots.maintain(self._slots_in_use, lambda: self._growth is not None)
 
     @property
@@ -279,8 +280,7 @@ class SlabTier(StorageTier):
             return False
         if self._slots is not None:
             self._slots.refused()
-        lock = self._config.path / SLAB_LOCK
-        self._log_once.report("growth", f"room for more rows takes long: has a process stopped that holds {lock}?")
+        self._log_once.report("growth", f"{self._config.path}: room for more rows takes long, as of a disk that hangs")
         return True
 
     def _slots_in_use(self) -> set[int]:

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from nixl_tiers.base.chunk import Outcome
-from nixl_tiers.base.manifest import MANIFEST_NAME, REFRESH_S, Description, Manifest
+from nixl_tiers.base.manifest import MANIFEST_NAME, Description, Manifest
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers import manifests
 from nixl_tiers.tiers.manifests import ManifestKeeper
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.quota import MANIFEST_BYTES, MARGIN_BYTES, DirQuota
-from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
+from nixl_tiers.tiers.slab.shard import ShardManifests
+from nixl_tiers.tiers.slab.shards import ShardDir
 from tests.support.disks import assert_never_exceeds
 from tests.support.times import changed
 from tests.system.tiers.file_tiers import Clock, FileTier, load, make_tier, run_until, store
@@ -43,16 +44,17 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Grows each time that a tier has decided whether to write its manifest, and written it."""
+    """Grows each time that a tier has written its manifest."""
     found: list[bool] = []
-    update = ManifestKeeper._update
+    step = ManifestKeeper.step
 
-    def judge(self: ManifestKeeper, *given: Any) -> int:
-        used_s = update(self, *given)
-        found.append(True)
-        return used_s
+    def judge(self: ManifestKeeper, *given: Any) -> float | None:
+        pause_s = step(self, *given)
+        if pause_s is None:
+            found.append(True)
+        return pause_s
 
-    monkeypatch.setattr(ManifestKeeper, "_update", judge)
+    monkeypatch.setattr(ManifestKeeper, "step", judge)
     return found
 
 
@@ -105,7 +107,7 @@ def test_manifest_of_an_engine_that_ran_for_seconds_is_written_at_close(
     monkeypatch.setattr(manifests, "RETRY_S", 1e6)
     refused: list[bool] = []
     with monkeypatch.context() as patch:
-        patch.setattr(SlabQuota, "fits", lambda *_: bool(refused.append(True)))
+        patch.setattr(ShardManifests, "write", lambda *_: bool(refused.append(True)))
         tier, about = start(layout, tmp_path, region), manifest_path(layout, tmp_path)
         assert store(tier, region, range(3)) == [OK] * 3
         run_until(tier, lambda: bool(refused) or layout == "files")
@@ -130,7 +132,7 @@ def test_medium_that_hangs_does_not_hang_the_close(
         hangs.set()
         goes_on.wait(300)
 
-    monkeypatch.setattr(ManifestKeeper, "_update", hang)
+    monkeypatch.setattr(manifests, "renewed", hang)
     tier = start(layout, tmp_path, region)
     assert store(tier, region, range(3)) == [OK] * 3
     closing = threading.Thread(target=tier.close, daemon=True)
@@ -144,20 +146,11 @@ def test_medium_that_hangs_does_not_hang_the_close(
     assert read(manifest_path(layout, tmp_path)) is None
 
 
-class CountingClock(Clock):
-    calls = 0
-
-    def __call__(self) -> float:
-        self.calls += 1
-        return super().__call__()
-
-
 @LAYOUTS
-def test_last_use_is_written_at_start_and_close_and_each_hour(
+def test_last_use_is_written_at_start_and_close(
     layout: str, tmp_path: Path, region: HostRegion, judged: list[bool]
 ) -> None:
-    """By the clock of the day, also if that was set, or the machine slept."""
-    clock = CountingClock()
+    clock = Clock()
     about, began = manifest_path(layout, tmp_path), int(clock.now)
 
     def last_use() -> float:
@@ -170,18 +163,10 @@ def test_last_use_is_written_at_start_and_close_and_each_hour(
     store(tier, region, range(1))
     run_until(tier, lambda: bool(judged))
     assert last_use() == 0
-    clock.now += REFRESH_S - 1
-    looked = len(judged)
-    for hours in (1, 2, 3):
-        clock.now = began + hours * REFRESH_S
-        run_until(tier, lambda hours=hours: len(judged) >= looked + hours)  # type: ignore[misc]
-        assert last_use() == hours * REFRESH_S
-    calls = clock.calls
-    run_until(tier, lambda: clock.calls > calls + 3)
-    assert len(judged) == looked + 3, "the medium is asked each time that it may be due"
-    clock.now += 60
+    clock.now += 7200
     tier.close()
-    assert last_use() == 3 * REFRESH_S + 60
+    assert len(judged) == 2
+    assert last_use() == 7200
 
 
 @LAYOUTS
@@ -264,24 +249,6 @@ def test_manifest_keeps_within_the_capacity_of_a_full_tier(layout: str, tmp_path
             store(tier, region, range(first, first + 16))
         run_until(tier, manifest_path(layout, tmp_path).exists)
         tier.close()
-
-
-def test_manifest_waits_until_others_leave_room_for_it(
-    tmp_path: Path, region: HostRegion, clock: Clock, judged: list[bool]
-) -> None:
-    """Of slabs: a part has room for it, unless foreign files fill the path."""
-    capacity, foreign = 2 << 20, tmp_path / "foreign"
-    about = manifest_path("slabs", tmp_path)
-    tier = start("slabs", tmp_path, region, clock, capacity=capacity)
-    run_until(tier, lambda: bool(judged))
-    foreign.write_bytes(bytes(capacity - tier._quota.used_bytes - 8192))
-    about.unlink()
-    clock.now += REFRESH_S
-    run_until(tier, lambda: len(judged) > 3)
-    assert not about.exists()
-    foreign.unlink()
-    run_until(tier, about.exists)
-    tier.close()
 
 
 def test_row_files_grant_a_manifest_only_below_the_capacity() -> None:

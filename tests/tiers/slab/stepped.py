@@ -59,15 +59,13 @@ class Threads:
 class SteppedSlabs:
     """`on_step`: what is looked at after each step."""
 
-    def __init__(
-        self, path: Path, clock: Clock, *, capacity: int = CAPACITY, namespace: bytes = NAMESPACE, **fields: Any
-    ):
+    def __init__(self, path: Path, clock: Clock, *, capacity: int = CAPACITY, replicas: int = 1, **fields: Any) -> None:
         self.path = path
         self.clock = clock
         self.day_s = DAY_S
         self.region = HostRegion.create(GEOMETRY, ROWS)
         config = file_config(path, capacity, **fields)
-        self.tier = SlabTier(config, GEOMETRY, self.region, lambda: self.day_s)
+        self.tier = SlabTier(config, GEOMETRY, self.region, lambda: self.day_s, replicas=replicas)
         decide(self.tier, staged=False)
         self.on_step: Callable[[], object] = lambda: None
         self.ended: dict[int, Sequence[Outcome]] = {}

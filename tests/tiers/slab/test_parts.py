@@ -42,8 +42,6 @@ class PartsOfAPath(RuleBasedStateMachine):
     """Engines, as quotas with locks of their own, with files in place of rows. Which part an engine takes depends on
     when each was used last: here by a clock that goes on with each write, as a file system has one time for several."""
 
-    CAPACITY = 16 * MIB
-
     def __init__(self) -> None:
         super().__init__()
         self._folder = tempfile.TemporaryDirectory()
@@ -53,6 +51,7 @@ class PartsOfAPath(RuleBasedStateMachine):
         self.rows: dict[Path, int] = {}  # bytes in shards that are served
         self.used: dict[Path, int] = {}
         self.writes = 0
+        self.replicas, self.capacity = 1, 16 * MIB
         self._patch = pytest.MonkeyPatch()
         for module in (parts, quota_module):
             self._patch.setattr(module, "used_ns", lambda shard: self.used.get(shard, 0))
@@ -63,13 +62,20 @@ class PartsOfAPath(RuleBasedStateMachine):
         self._patch.undo()
         self._folder.cleanup()
 
-    @rule(replicas=st.integers(1, 3), namespace=st.integers(1, 3))
-    def start(self, replicas: int, namespace: int) -> None:
+    @precondition(lambda self: not self.engines)
+    @rule(replicas=st.integers(1, 3), mib=st.sampled_from([8, 16]))
+    def configure(self, replicas: int, mib: int) -> None:
+        """All engines of a path have the same settings."""
+        self.replicas, self.capacity = replicas, mib * MIB
+
+    @rule(namespace=st.integers(1, 3))
+    def start(self, namespace: int) -> None:
+        replicas = self.replicas
         held = {shard.path.parent.name for _, shard in self.engines}
         free = [f"part-{number}" for number in range(replicas) if f"part-{number}" not in held]
         own = {name: self._size(self.path / name / self._name(namespace)) for name in free}
         empty = [name for name in free if not list((self.path / name).glob("0*"))]
-        quota = SlabQuota(self.path, self.CAPACITY, replicas)
+        quota = SlabQuota(self.path, self.capacity, replicas)
         with quota.locked():
             if not free:
                 with pytest.raises(TierDown, match=f"in use: .*process {os.getpid()} "):
@@ -79,16 +85,15 @@ class PartsOfAPath(RuleBasedStateMachine):
             part = shard.path.parent.name
             assert own[part] == max(own.values())
             assert own[part] or not empty or part in empty
-            self._serve(quota, shard)
+        self._serve(quota, shard)
         self.engines.append((quota, shard))
 
     @precondition(lambda self: self.engines)
     @rule(which=st.integers(0, 2), mib=st.integers(1, 8))
     def grow(self, which: int, mib: int) -> None:
         quota, shard = self.engines[which % len(self.engines)]
-        with quota.locked():
-            if not quota.make_room(mib * MIB):
-                self._resize(shard, self._size(shard.path) + mib * MIB)
+        if not quota.make_room(mib * MIB):
+            self._resize(shard, self._size(shard.path) + mib * MIB)
 
     @precondition(lambda self: self.engines)
     @rule(which=st.integers(0, 2), namespace=st.integers(1, 3))
@@ -100,7 +105,7 @@ class PartsOfAPath(RuleBasedStateMachine):
         with quota.locked():
             again = quota.acquire_shard(namespace.to_bytes(16, "big"))
             assert again.path.parent == shard.path.parent
-            self._serve(quota, again)
+        self._serve(quota, again)
         self.engines[number] = quota, again
 
     @precondition(lambda self: self.engines)
@@ -111,7 +116,7 @@ class PartsOfAPath(RuleBasedStateMachine):
     @invariant()
     def bounds_are_kept_and_live_rows_are_there(self) -> None:
         sizes = [file.stat().st_size for file in self.path.rglob("slab-*")]
-        assert sum(sizes) + disk_bytes(self.path) <= self.CAPACITY
+        assert not self.engines or sum(sizes) + disk_bytes(self.path) <= self.capacity
         assert {path: self._size(path) for path in self.rows} == self.rows
         parts = [shard.path.parent for _, shard in self.engines]
         assert len(set(parts)) == len(parts)

@@ -1,4 +1,4 @@
-"""The quota of one path: what counts, and which shards are deleted."""
+"""The quota of one path: each part is bounded by itself; which shards are deleted for that."""
 
 from __future__ import annotations
 
@@ -43,13 +43,17 @@ def serve(quota: SlabQuota, number: int) -> Path:
 
 
 def room(quota: SlabQuota, nbytes: int) -> bool:
-    with quota.locked():
-        return not quota.make_room(nbytes)
+    return not quota.make_room(nbytes)
+
+
+def slab_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("slab-*"))
 
 
 def test_least_recently_used_shards_are_deleted_and_no_more_than_needed(tmp_path: Path) -> None:
     quota = SlabQuota(tmp_path, 16 * MIB)
     shards = [leave_shard(tmp_path, number, 2 * MIB, age_s) for number, age_s in ((1, 100), (2, 300), (3, 200))]
+    serve(quota, 4)
     assert room(quota, 6 * MIB)
     assert [shard.exists() for shard in shards] == [True, True, True]
     assert room(quota, 8 * MIB)
@@ -62,15 +66,12 @@ def test_shard_that_is_served_is_not_deleted(tmp_path: Path) -> None:
     quota, other = (SlabQuota(tmp_path, 32 * MIB, 2) for _ in range(2))
     assert serve(quota, 1) == shards[0]
     assert serve(other, 3).parent.name == "part-1"
-    with other.locked():
-        assert not other.delete_oldest()
+    assert not other.delete_oldest()
     assert room(quota, 8 * MIB)
     assert [shard.exists() for shard in shards] == [True, False]
-    with quota.locked():
-        assert not quota.delete_oldest()
+    assert not quota.delete_oldest()
     quota.release()
-    with other.locked():
-        assert other.delete_oldest()
+    assert other.delete_oldest()
     assert not shards[0].parent.exists()
     other.release()
 
@@ -88,51 +89,116 @@ def test_part_is_bounded_though_the_path_has_room(tmp_path: Path) -> None:
     quota.release()
 
 
-def test_shards_of_parts_beyond_the_replicas_are_deleted_first_and_those_that_a_replica_may_adopt_last(
-    tmp_path: Path,
-) -> None:
-    leave_shard(tmp_path, 1, MIB)
-    ages = {"own": (1, 400, 1), "other": (2, 300, 1), "beyond": (1, 10, 5), "beyond, old": (2, 20, 5)}
+def test_for_room_on_the_disk_what_a_replica_may_adopt_is_deleted_last(tmp_path: Path) -> None:
+    leave_shard(tmp_path, 1, 2 * MIB)
+    ages = {"another": (2, 300, 1), "the same": (1, 400, 1)}
     shards = {name: leave_shard(tmp_path, n, MIB, age_s, part) for name, (n, age_s, part) in ages.items()}
     quota = SlabQuota(tmp_path, 64 * MIB, 2)
-    leave_shard(tmp_path, 1, 2 * MIB)
     assert serve(quota, 1).parent.name == "part-0"
     gone = []
-    with quota.locked():
-        while quota.delete_oldest():
-            gone += [name for name, shard in shards.items() if not shard.exists() and name not in gone]
-    assert gone == ["beyond, old", "beyond", "other", "own"]
+    while quota.delete_oldest():
+        gone += [name for name, shard in shards.items() if not shard.exists() and name not in gone]
+    assert gone == ["another", "the same"]
     quota.release()
 
 
-def test_process_that_holds_more_than_its_part_by_other_settings_is_counted(tmp_path: Path) -> None:
-    """One without replicas fills the path; with two replicas there is no room for the second one beside it."""
-    old = SlabQuota(tmp_path, 16 * MIB)
-    leave_shard(tmp_path, 1, 12 * MIB)
-    serve(old, 1)
-    new = SlabQuota(tmp_path, 16 * MIB, 2)
-    assert serve(new, 1).parent.name == "part-1"
-    assert not room(new, 4 * MIB)
-    assert room(new, 2 * MIB)
-    old.release()
-    assert room(new, 6 * MIB)
-    new.release()
+class TestTheBudgetOfAll:
+    """Parts of engines with the same settings never take more than the capacity, whatever the settings were before."""
+
+    def test_a_lower_capacity_holds_from_the_first_open(self, tmp_path: Path) -> None:
+        old = [leave_shard(tmp_path, number, 3 * MIB, 100 * number, part) for number, part in ((1, 0), (2, 0), (3, 1))]
+        young = leave_shard(tmp_path, 4, 3 * MIB, part=1)
+        quota = SlabQuota(tmp_path, 12 * MIB, 2)
+        served = serve(quota, 4)
+        assert served == young, "whose rows are there"
+        assert [shard.exists() for shard in old] == [True, False, True]
+        assert room(quota, 0)
+        assert [shard.exists() for shard in old] == [True, False, False]
+        assert slab_bytes(tmp_path) + 2 * MIB <= 12 * MIB
+        quota.release()
+
+    def test_fewer_replicas_leave_no_parts_beyond_them(self, tmp_path: Path) -> None:
+        for part in range(4):
+            leave_shard(tmp_path, part % 2, MIB, part=part)
+        quota = SlabQuota(tmp_path, 16 * MIB, 2)
+        serve(quota, 0)
+        assert sorted(each.name for each in tmp_path.iterdir()) == [".ledger", "part-0", "part-1"]
+        assert not quota.surplus
+        quota.release()
+
+    def test_a_part_beyond_them_that_is_held_goes_once_it_is_not(self, tmp_path: Path) -> None:
+        """As while replicas are restarted one by one with fewer of them."""
+        before = [SlabQuota(tmp_path, 16 * MIB, 2) for _ in range(2)]
+        for number, each in enumerate(before):
+            assert (serve(each, number) / "namespace.json").write_text("{}")
+        before[0].release()
+        quota = SlabQuota(tmp_path, 16 * MIB)
+        assert serve(quota, 0).parent.name == "part-0"
+        assert quota.surplus
+        quota.trim_again()
+        assert (tmp_path / "part-1").exists()
+        before[1].release()
+        quota.trim_again()
+        assert not (tmp_path / "part-1").exists()
+        assert not quota.surplus
+        quota.release()
+
+    def test_more_replicas_have_smaller_parts(self, tmp_path: Path) -> None:
+        for number, part in ((1, 0), (2, 1)):
+            leave_shard(tmp_path, number, 7 * MIB, part=part)
+        quota = SlabQuota(tmp_path, 16 * MIB, 4)
+        assert serve(quota, 1).parent.name == "part-0"
+        assert not (tmp_path / "part-1").exists()
+        quota.release()
+
+    def test_what_a_failed_deletion_left_goes_before_anything_grows(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It counts nowhere else: else each failure would take as much again."""
+        leave_shard(tmp_path, 1, 8 * MIB, 100)
+        quota = SlabQuota(tmp_path, 16 * MIB)
+        serve(quota, 2)
+
+        def fail(*_: object, **__: object) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", fail)
+            for _ in range(2):
+                with pytest.raises(OSError, match="Input/output error"):
+                    quota.make_room(12 * MIB)
+        assert slab_bytes(tmp_path) == 8 * MIB
+        assert room(quota, 12 * MIB)
+        assert slab_bytes(tmp_path) == 0
+        quota.release()
+
+    def test_foreign_things_in_a_part_beyond_them_stay(self, tmp_path: Path) -> None:
+        foreign = leave_shard(tmp_path, 1, MIB, part=3) / "thesis.txt"
+        foreign.write_text("precious")
+        quota = SlabQuota(tmp_path, 16 * MIB)
+        serve(quota, 1)
+        assert [each.name for each in foreign.parent.iterdir()] == ["thesis.txt"]
+        assert not quota.surplus
+        quota.release()
 
 
 def test_discarded_new_shard_leaves_nothing_behind(tmp_path: Path) -> None:
     quota = SlabQuota(tmp_path, 16 * MIB)
     with quota.locked():
-        quota.discard(quota.acquire_shard(namespace(1)))
+        shard = quota.acquire_shard(namespace(1))
+    quota.discard(shard)
     assert [entry.name for entry in tmp_path.iterdir()] == [".ledger"]
     kept = leave_shard(tmp_path, 2, MIB)
     with quota.locked():
-        quota.discard(quota.acquire_shard(namespace(1)))
+        shard = quota.acquire_shard(namespace(1))
+    quota.discard(shard)
     assert kept.exists()
 
 
 def test_journals_count_with_their_maximum_size(tmp_path: Path) -> None:
     quota = SlabQuota(tmp_path, 16 * MIB)
     shard = leave_shard(tmp_path, 1, 2 * MIB)
+    serve(quota, 1)
     assert room(quota, 0)
     assert 3 * MIB <= quota.used_bytes < 3 * MIB + 100_000
     (shard / "manifest.journal").write_bytes(b"x" * (3 * MIB))
@@ -140,14 +206,16 @@ def test_journals_count_with_their_maximum_size(tmp_path: Path) -> None:
     assert 5 * MIB <= quota.used_bytes < 5 * MIB + 100_000
 
 
-def test_foreign_files_count_and_are_never_touched(tmp_path: Path) -> None:
+def test_foreign_files_do_not_count_and_are_never_touched(tmp_path: Path) -> None:
     quota = SlabQuota(tmp_path, 4 * MIB)
     foreign = tmp_path / "photos"
     foreign.mkdir()
     (foreign / "cat").write_bytes(b"x" * (3 * MIB))
     (tmp_path / "part-01").mkdir()  # nearly a part
     (tmp_path / "part-0" / ("a" * 31)).mkdir(parents=True)  # nearly a namespace
-    assert not room(quota, 2 * MIB)
+    serve(quota, 1)
+    assert room(quota, 3 * MIB)
+    assert not room(quota, 4 * MIB)
     assert (foreign / "cat").exists()
     assert (tmp_path / "part-01").exists()
     assert (tmp_path / "part-0" / ("a" * 31)).exists()
@@ -155,24 +223,22 @@ def test_foreign_files_count_and_are_never_touched(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO, errno.EACCES])
 @pytest.mark.parametrize("call", ["scandir", "read_bytes"])
-def test_what_cannot_be_measured_does_not_count_as_empty(
+def test_what_cannot_be_measured_is_an_error_and_no_lack_of_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, call: str
 ) -> None:
     served = leave_shard(tmp_path, 1, 6 * MIB)
-    other, quota = SlabQuota(tmp_path, 16 * MIB, 2), SlabQuota(tmp_path, 16 * MIB, 2)
-    assert serve(other, 1) == served
-    assert serve(quota, 2).parent.name == "part-1"
+    quota = SlabQuota(tmp_path, 16 * MIB)
+    assert serve(quota, 1) == served
     assert room(quota, MIB)
     used_bytes = quota.used_bytes
     with monkeypatch.context() as patch:
         refuse(patch, call, served, error)
-        with quota.locked():
-            problem = quota.make_room(MIB)
-    assert str(served) in problem
-    assert os.strerror(error) in problem
+        with pytest.raises(OSError, match=os.strerror(error)) as raised:
+            quota.make_room(MIB)
+    assert raised.value.errno == error
+    assert str(served) in str(raised.value)
     assert quota.used_bytes == used_bytes
     assert room(quota, MIB)
-    other.release()
     quota.release()
 
 
@@ -188,16 +254,6 @@ def refuse(patch: pytest.MonkeyPatch, call: str, directory: Path, error: int) ->
         return real(path)
 
     patch.setattr(owner, call, call_or_fail)
-
-
-@pytest.mark.parametrize(("error", "fits"), [(errno.EACCES, True), (errno.EPERM, True), (errno.EIO, False)])
-def test_foreign_directory_that_is_closed_to_this_process_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, fits: bool
-) -> None:
-    """As lost+found is; one whose disk fails may hold anything."""
-    (tmp_path / "lost+found").mkdir()
-    refuse(monkeypatch, "scandir", tmp_path / "lost+found", error)
-    assert room(SlabQuota(tmp_path, 16 * MIB), MIB) is fits
 
 
 def test_orphan_of_a_crashed_deletion_is_deleted(tmp_path: Path) -> None:
@@ -221,6 +277,7 @@ def test_shard_is_as_young_as_what_its_engine_wrote_last(name: str, tmp_path: Pa
     quota = SlabQuota(tmp_path, 8 * MIB)
     shards = [leave_shard(tmp_path, number, 3 * MIB, age_s=100 * number) for number in (1, 2)]
     (shards[1] / name).touch()
+    serve(quota, 3)
     assert room(quota, 3 * MIB)
     assert [shard.exists() for shard in shards] == [False, True]
 
@@ -232,15 +289,15 @@ def test_foreign_things_in_a_shard_stay_when_it_is_deleted(tmp_path: Path) -> No
     names = ["notes/thesis.txt", "slab-00000.kv.bak", "my-slabs.txt", "manifest.txt"]
     for name in names:
         (shards[1] / name).write_bytes(bytes(MIB))
+    serve(quota, 3)
     assert room(quota, 6 * MIB)
     assert sorted(str(file.relative_to(shards[1])) for file in shards[1].rglob("*") if file.is_file()) == sorted(names)
     assert shards[0].exists()
     assert room(quota, 11 * MIB)
     assert not shards[0].exists()
-    assert not room(quota, 13 * MIB)  # what is left of it is no shard any more
+    assert room(quota, 15 * MIB)  # what is left of it is no shard any more
     assert sorted(each.name for each in tmp_path.iterdir()) == [".ledger", "part-0"]
-    with quota.locked():
-        assert not quota.delete_oldest()
+    assert not quota.delete_oldest()
 
 
 def test_foreign_things_of_a_crashed_deletion_go_back_to_where_they_were(tmp_path: Path) -> None:
@@ -293,6 +350,8 @@ def test_replicas_together_leave_min_free(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(**vars(size), f_bavail=free[0]))
     spaces = [FreeSpace(tmp_path, 4 * MIB, lambda: 0.0) for _ in range(2)]  # no time passes
     one, other = (SlabQuota(tmp_path, 64 * MIB, 2, space) for space in spaces)
+    serve(one, 1)
+    serve(other, 1)
     assert room(one, 0)
     assert room(other, 0)
     assert room(one, 6 * MIB)
@@ -305,6 +364,7 @@ def test_foreign_directory_with_the_name_of_a_slab_ends_the_search_for_room(tmp_
     shard = leave_shard(tmp_path, 1, 0)
     (shard / "slab-00000.kv").unlink()
     (shard / "slab-00000.kv").mkdir()
-    (tmp_path / "foreign").write_bytes(bytes(4 * MIB))
-    assert not room(SlabQuota(tmp_path, 4 * MIB), MIB)
+    quota = SlabQuota(tmp_path, 4 * MIB)
+    serve(quota, 2)
+    assert not room(quota, 4 * MIB)
     assert [each.name for each in shard.iterdir()] == ["slab-00000.kv"]

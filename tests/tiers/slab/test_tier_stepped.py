@@ -6,6 +6,7 @@ import errno
 import random
 import shutil
 import stat
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,45 @@ class TestTheBudget:
         _within(one.path, capacity)
         assert one.load(listed) == [OK] * len(listed)
 
+    def test_replicas_on_two_directories_stay_within_it_at_every_step(
+        self, make: Callable[..., SteppedSlabs], tmp_path: Path
+    ) -> None:
+        """Each directory is a member, with a capacity of its own that its replicas divide; one changes its model."""
+        capacity, paths = 8 << 20, (tmp_path / "one", tmp_path / "other")
+        engines = [make(path, capacity=capacity, replicas=2) for path in paths for _ in range(2)]
+        for each in engines:
+            each.on_step = lambda: [_within(path, capacity) for path in paths]
+        for turn in range(3):
+            for number, each in enumerate(engines):
+                each.open(bytes([turn if number % 2 else 0]) * 16)
+            for start in range(0, engines[0].slots - ROWS, ROWS):
+                for each in engines:
+                    assert set(each.store(range(start, start + ROWS))) == {OK}
+        for path in paths:
+            assert sorted(part.name for part in path.iterdir()) == [".ledger", "part-0", "part-1"]
+            assert disk_bytes(path) > 0.7 * capacity
+
+    def test_a_lower_capacity_holds_from_the_open_on(self, make: Callable[..., SteppedSlabs], tmp_path: Path) -> None:
+        """With rows of two models in each of two parts; then of one engine with half of it."""
+        before = [make(capacity=16 << 20, replicas=2) for _ in range(2)]
+        for namespace in (bytes(16), NAMESPACE):
+            for each in before:
+                each.open(namespace)
+                for start in range(0, each.slots // 2 - ROWS, ROWS):
+                    assert set(each.store(range(start, start + ROWS))) == {OK}
+        for each in before:
+            each.step()
+        path = before[0].copy(tmp_path / "copy")
+        capacity = disk_bytes(path) // 4
+        one = make(path, capacity=capacity)
+        listed = [number_of(entry) for entry in one.open()]
+        one.on_step = lambda: _within(path, capacity)
+        one.on_step()
+        assert listed
+        assert one.load(listed[:ROWS]) == [OK] * min(ROWS, len(listed))
+        for start in range(0, one.slots - ROWS, ROWS):
+            assert set(one.store(range(start, start + ROWS))) == {OK}
+
     def test_an_empty_tail_is_given_back(self, make: Callable[..., SteppedSlabs]) -> None:
         one = make(capacity=32 << 20)
         one.open()
@@ -304,7 +344,45 @@ def _within(path: Path, capacity: int) -> None:
     assert disk_bytes(path) <= capacity
 
 
+class TestADirectoryOfAnEarlierVersion:
+    """Written by 3229999f and left by a kill: 24 rows of each of two models in the one part of 4 MiB."""
+
+    NAMES = bytes(range(16)), bytes(range(16, 32))  # the second was being served
+
+    @pytest.mark.parametrize("served", [0, 1])
+    @pytest.mark.parametrize(("capacity", "replicas"), [(4 << 20, 1), (2 << 20, 1), (4 << 20, 2)])
+    def test_its_rows_are_read_and_the_budget_holds_at_every_step(
+        self, make: Callable[..., SteppedSlabs], tmp_path: Path, capacity: int, replicas: int, served: int
+    ) -> None:
+        path = tmp_path / "kv"
+        with tarfile.open(Path(__file__).with_name("stored-by-3229999f.tar.xz")) as stored:
+            stored.extractall(path, filter="tar")
+        one = make(path, capacity=capacity, replicas=replicas)
+        listed = sorted(number_of(entry) for entry in one.open(self.NAMES[served]))
+        assert listed == [*range(min(24, one.slots))], "a smaller part keeps its lowest slots"
+        part_bytes = capacity // replicas
+        one.on_step = lambda: _within(path, part_bytes)
+        one.on_step()
+        for start in range(0, len(listed), ROWS):
+            numbers = listed[start : start + ROWS]
+            assert one.load(numbers) == [OK] * len(numbers)
+        for start in range(0, one.slots - ROWS + 1, ROWS):
+            assert one.store(range(start, start + ROWS)) == [OK] * ROWS
+        assert disk_bytes(path) > 0.6 * part_bytes
+
+
 class TestAFullDisk:
+    def test_without_room_for_a_journal_it_is_down_until_there_is_some(
+        self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one, spare = make(min_free="1GiB"), [0.0]
+        monkeypatch.setattr(one.tier._free, "_measure", lambda: setattr(one.tier._free, "spare_bytes", spare[0]))
+        with pytest.raises(TierDown, match="min_free keeps"):
+            one.open()
+        assert [each.name for each in one.path.iterdir()] == [".ledger"], "nothing is left behind"
+        spare[0] = 1e9
+        assert one.open() == []
+
     @pytest.fixture
     def full(self, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         """While it is not empty, the file system has no room."""
@@ -378,10 +456,25 @@ class TestAFullDisk:
         assert one.tier.denials["writing"].endswith("Input/output error)"), "it is shown all the same"
         assert one.store([50], [2]) == [OK]
 
+    def test_an_error_of_making_room_is_no_lack_of_it(
+        self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It reaches denials and the health check as what it is."""
+        one = make(capacity=64 << 20)
+        one.open()
+
+        def fail(*_: object) -> str:
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(slabs_module.SlabQuota, "_measure", fail)
+        assert one.store(range(4)) == [FAILED] * 4
+        assert one.tier.denials["writing"].endswith("Input/output error)")
+        assert one.tier.slots == one.slots
+
     def test_a_growth_that_hangs_holds_up_only_what_needs_it_and_not_for_ever(
         self, make: Callable[..., SteppedSlabs], threads: Threads
     ) -> None:
-        """As while a process that stands still holds the path's lock."""
+        """As on a disk that hangs."""
         one = make(capacity=64 << 20)
         one.open()
         assert one.store(range(4)) == [OK] * 4
@@ -458,8 +551,7 @@ def test_a_hard_linked_copy_of_what_is_deleted_stays_whole(stored: SteppedSlabs,
         slabs.free(slabs.truncate(0))
     else:
         stored.open(bytes(16))
-        with stored.tier._quota.locked():
-            assert stored.tier._quota.delete_oldest()
+        assert stored.tier._quota.delete_oldest()
     assert not slab(stored.path).exists()
     assert slab(copy).read_bytes() == before
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import Any
 
@@ -163,28 +162,3 @@ def test_server_that_takes_no_manifest_costs_no_row(faulty: FaultyS3) -> None:
         assert wait_until(lambda: bool(tried))
         assert driver.load([1]) == [Outcome.OK]
         assert driver.store([2]) == [Outcome.OK]
-
-
-def test_owner_says_once_what_its_prefix_holds_of_others(
-    moto: MotoServer, place: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-
-    def lines() -> list[str]:
-        return [each.getMessage() for each in caplog.records if "which this engine does not find" in each.getMessage()]
-
-    with start(place) as driver:
-        assert driver.store([1, 2]) == [Outcome.OK] * 2
-        assert wait_until(lambda: manifest_in(moto, driver) is not None)
-    assert lines() == []
-    with TierDriver(GEOMETRY, 8, engine="node/1/abcd", **place) as driver:
-        driver.tier.describe(Description(model="org/new"))
-        driver.open(OTHER_NAMESPACE)
-        assert wait_until(lambda: bool(lines()))
-        driver.open(OTHER_NAMESPACE)
-        assert driver.store([1]) == [Outcome.OK]
-        name = name_of(driver, OTHER_NAMESPACE)
-        assert wait_until(lambda: small_object(moto.client(), driver.config.bucket, name) is not None)
-    (line,) = lines()
-    assert "another namespace" in line
-    assert "model org/model, now org/new" in line
