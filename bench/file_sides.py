@@ -11,12 +11,10 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
-from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +25,6 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Load, Store
 from nixl_tiers.tiers.base import Move
-from nixl_tiers.tiers.staging_trial import Measured, all_remembered, remember
 from tests.mover.harness import MoverProcess, key_of
 from tests.support.file_tier import LAYOUTS
 
@@ -42,15 +39,12 @@ class FileTier(Side):
     def __init__(
         self, folder: Path, region: HostRegion, layout: str, movers: int = 1, *, direct: bool = False, **fields: str
     ) -> None:
-        """`movers`: of the tier, which share the cores; `direct`: no row is staged, as if that had been found to be
-        slower; `fields`: more of its configuration."""
+        """`movers`: of the tier, which share the cores; `direct`: no row is staged; `fields`: more of its
+        configuration."""
         self.region = region
-        self._cache = folder / "cache"  # of its own: what another layout has measured must not decide for this one
-        tier = LAYOUTS[layout](folder / "tier", 2 * region.nbytes + (64 << 20), **fields)
-        with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(self._cache)):
-            for direction in ("loads", "stores") if direct else ():
-                remember(Measured(direction, str(folder), region.geometry.row_bytes, direct=1.0, staged=0.0))
-            self._mover = MoverProcess(tier, region.geometry, region.rows, region, movers=movers)
+        decided = {"type": "tests.mover.stub_tiers:DecidedConfig", "staged": False} if direct else {}
+        tier = LAYOUTS[layout](folder / "tier", 2 * region.nbytes + (64 << 20), **fields, **decided)
+        self._mover = MoverProcess(tier, region.geometry, region.rows, region, movers=movers)
         self.pids = [self._mover.process.pid]
         self._mover.open()
         self._mover.listed_rows()
@@ -60,19 +54,6 @@ class FileTier(Side):
 
     def load(self) -> None:
         self.wait(self.begin(Load))
-
-    def measured(self) -> list[Measured]:
-        """What the trial of staging has measured so far, of stores and loads."""
-        with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(self._cache)):
-            return all_remembered()
-
-    def settle(self, patience_s: float) -> list[Measured]:
-        """Move rows until the trial of staging has measured both directions; returns what it has within this time."""
-        until_s = time.monotonic() + patience_s
-        while len(found := self.measured()) < 2 and time.monotonic() < until_s:
-            self.store()
-            self.load()
-        return found
 
     def close(self) -> None:
         with self._mover:

@@ -6,8 +6,7 @@
 
 Sides on files, all with O_DIRECT, on one region:
 
-- `slabs`, `files`: our file tier in both layouts; every row is sealed and verified. Whether staging pays, it measures
-  before the first round;
+- `slabs`, `files`: our file tier in both layouts; every row is sealed and verified;
 - `threads`: four threads with one call a row, in one file;
 - `vllm-1`: vLLM's functions as vLLM drives them, all rows of a request in one job on one thread; `vllm-16`: the rows
   split over its 16 threads. Neither seals nor verifies;
@@ -50,7 +49,7 @@ from bench.pages import PAGES, Unavailable, make_region
 from bench.rounds import DIRECTIONS, Side, Spread, Turn, kb_a_request, rates, ratio, take_turns
 from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.memory.pages import mostly_huge, transparent_setting
+from nixl_tiers.memory.pages import transparent_setting
 from nixl_tiers.memory.region import HostRegion
 
 ROWS: Final = [64 << 10, 256 << 10, 1 << 20, 2880 << 10, 8 << 20]
@@ -61,7 +60,6 @@ SIDES: Final = {
 }
 OURS: Final = [*FILE_TIERS, "s3"]
 AGAINST: Final = ("vllm-1", "vllm-16", "fio", "threads", "boto3")
-SETTLE_S: Final = 20.0
 HEAD: Final = (
     "| row | | side | GB/s (quartiles) | KB/request | CPU s/GB | server |" + "".join(f" / {name} |" for name in AGAINST)
     + "\n| ---: | --- | --- | --- | ---: | ---: | ---: |" + " ---: |" * len(AGAINST)
@@ -194,8 +192,6 @@ class Bench:
                 stack.callback(side.close)
                 sides[name] = side
                 rows.check(name, side)
-                if isinstance(side, FileTier):
-                    self._settle(f"{name}, {pages}", side)
             if not sides:
                 return
             turns = take_turns(
@@ -228,13 +224,6 @@ class Bench:
                 self.results.append(result)
                 print(result.line(), flush=True)
         self.save()
-
-    def _settle(self, name: str, side: FileTier) -> None:
-        """Let it measure whether staging pays, as it would in its first seconds."""
-        if mostly_huge(side.region.nbytes, side.region.huge_bytes or 0):
-            return  # it takes the direct way
-        found = side.settle(0.0 if self.options.quick else SETTLE_S)
-        self._note(f"{name}: {'; '.join(map(str, found)) or 'nothing measured yet'}")
 
     def save(self) -> None:
         """What there is so far, so that a run may be ended early."""

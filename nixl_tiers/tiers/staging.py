@@ -11,9 +11,7 @@ import contextlib
 import heapq
 import logging
 import mmap
-import threading
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self
 
 import numpy as np
@@ -26,7 +24,6 @@ from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Move, TierDown, seal_row
 from nixl_tiers.tiers.move_queue import Steps
 from nixl_tiers.tiers.nixl_agent import AgentError, Registrar, Registration
-from nixl_tiers.tiers.staging_trial import Measured, Trial, recall, remember
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 BUFFER_BYTES: Final = 40 << 20  # in each direction, where a tier asks for no more: what is moved, and one unit beside
 LEAST_ROWS: Final = 2
+STORE_ROW_BYTES: Final = 256 << 10  # smaller rows are stored directly: to copy them gains nothing
 
 
 class DirectRows:
@@ -43,16 +41,13 @@ class DirectRows:
 
     staged: ClassVar[bool] = False
 
-    def __init__(self, region: HostRegion, on_end: Callable[[DirectRows], None] = lambda _: None) -> None:
-        self.moved_bytes = 0
+    def __init__(self, region: HostRegion) -> None:
         self._region = region
-        self._on_end = on_end
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._on_end(self)
+    def __exit__(self, *_: object) -> None: ...
 
     @property
     def stage(self) -> tuple[int, int]:
@@ -77,32 +72,21 @@ class DirectRows:
         """After a load: the row where the medium put it, and the region's row, if that is another."""
         return self._region.rows_view[move.row], None
 
-    def moved(self, rows: int = 1) -> None:
-        """So many have arrived."""
-        self.moved_bytes += rows * self._region.geometry.row_bytes
-
 
 class StagedRows(DirectRows):
     """The rows of one unit, each in a place of the buffer until the unit ends."""
 
     staged = True
 
-    def __init__(
-        self,
-        region: HostRegion,
-        buffer: Buffer,
-        moves: Collection[Move],
-        on_end: Callable[[DirectRows], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, region: HostRegion, buffer: Buffer, moves: Collection[Move]) -> None:
         """The buffer has `room` for them."""
-        super().__init__(region, on_end)
+        super().__init__(region)
         self._buffer = buffer
         self._taken = buffer.take(len(moves))
         self._places = dict(zip(moves, self._taken, strict=True))
 
     def __exit__(self, *_: object) -> None:
         self._buffer.give_back(self._taken)
-        super().__exit__()
 
     @property
     def stage(self) -> tuple[int, int]:
@@ -162,11 +146,6 @@ class Buffer:
         for place in places:
             heapq.heappush(self._free, place)
 
-    def release(self) -> None:
-        """Give the memory back if nothing is in it. It is there again at the next use."""
-        if len(self._free) == len(self.rows):
-            self._map.madvise(mmap.MADV_DONTNEED)
-
     def close(self) -> None:
         if self._memory is not None:
             self._agent.deregister(self._memory)
@@ -174,7 +153,8 @@ class Buffer:
 
 
 class Direction:
-    """The loads or the stores of a tier: which way each unit goes, what was measured, and the buffer."""
+    """The loads or the stores of a tier, with their buffer: they are staged where the region has small pages, but for
+    stores of small rows."""
 
     def __init__(
         self,
@@ -187,53 +167,51 @@ class Direction:
         """`region` and `agent` stay the caller's."""
         self._name = name
         self._buffer_bytes = buffer_bytes
-        self._path = config.path
+        large = name == "loads" or region.geometry.row_bytes >= STORE_ROW_BYTES
         # cuFile moves only what is registered with it, and a region may have terabytes.
         self._always = config.backend == "gds_mt"
+        self._stages = large or self._always
         self._region = region
         self._agent = agent
         self._buffer: Buffer | None = None
-        self._measured: Measured | None = None
-        # The first load is waited for, and staging is seldom slower; stores of small rows are.
-        self._trial = Trial(staged=name == "loads")
         self._advice = advice()
 
     def open(self) -> None:
-        """The tier's path exists: find out what was measured there before. May wait for the medium. Raises TierDown if
-        rows can go no other way, and there is no buffer."""
-        row_bytes = self._region.geometry.row_bytes
-        if self._buffer is not None:
+        """The tier is being opened. Raises TierDown if rows can go no other way, and there is no buffer."""
+        if not self._stages or self._buffer is not None:
             return
         try:
-            self._buffer = Buffer(self._agent, row_bytes, self._buffer_bytes)
+            self._buffer = Buffer(self._agent, self._region.geometry.row_bytes, self._buffer_bytes)
         except (AgentError, OSError) as error:
             if self._always:
                 raise TierDown(f"no buffer for staging: {error}") from error
             logger.warning("no buffer for staging, %s are direct: %s", self._name, error)
             return
-        if not self._always and self._measured is None:
-            self._measured = recall(self._name, self._path, row_bytes)
-            if self._measured is not None:
-                logger.info("staging, as measured before: %s", self._measured)
-        if self._name == "loads" and (self.staged or self._is_tried):  # requests wait for these
+        if self._name == "loads" and self.staged:  # requests wait for these
             self._buffer.populate()
 
     @property
     def staged(self) -> bool:
-        """Whether rows are staged, beside those of a trial."""
+        """Whether rows are staged now. Until the region is prefaulted, only where the kernel gives it no huge pages."""
+        region = self._region
         if self._buffer is None or self._always:
             return self._buffer is not None
-        return self._measured is not None and self._measured.pays and self._pages_are_small
+        if region.huge_bytes is None:
+            return bool(self._advice) and not region.hugetlb
+        return not mostly_huge(region.nbytes, region.huge_bytes)
 
     def rows(self, moves: Collection[Move]) -> Steps[DirectRows]:
         """Where the rows of a unit lie while they are moved; waits for room in the buffer."""
-        if self._buffer is None:
+        buffer = self._buffer
+        if buffer is None:
             return DirectRows(self._region)
-        if self._is_tried:
-            rows = yield from self._go(self._buffer, moves, lambda: self._trial.staged, self._tried)
-            self._trial.begin(time.monotonic())
-            return rows
-        return (yield from self._go(self._buffer, moves, lambda: self.staged))
+
+        def may_start() -> bool:
+            return not self.staged or buffer.room(len(moves))
+
+        if not may_start():
+            yield may_start
+        return StagedRows(self._region, buffer, moves) if self.staged else DirectRows(self._region)
 
     def close(self) -> None:
         """Nothing is in flight."""
@@ -241,48 +219,9 @@ class Direction:
             self._buffer.close()
             self._buffer = None
 
-    @property
-    def _is_tried(self) -> bool:
-        """Whether units go both ways in turns, to find out whether staging pays."""
-        return self._measured is None and self._pages_are_small and not self._always
-
-    @property
-    def _pages_are_small(self) -> bool:
-        """Known to be: until the region is prefaulted, only where the kernel gives it no huge pages."""
-        region = self._region
-        if region.huge_bytes is None:
-            return bool(self._advice) and not region.hugetlb
-        return not mostly_huge(region.nbytes, region.huge_bytes)
-
-    def _go(
-        self,
-        buffer: Buffer,
-        moves: Collection[Move],
-        staged: Callable[[], bool],
-        on_end: Callable[[DirectRows], None] = lambda _: None,
-    ) -> Steps[DirectRows]:
-        def may_start() -> bool:
-            return not staged() or buffer.room(len(moves))
-
-        if not may_start():
-            yield may_start
-        return StagedRows(self._region, buffer, moves, on_end) if staged() else DirectRows(self._region, on_end)
-
-    def _tried(self, rows: DirectRows) -> None:
-        """A unit of the trial has ended."""
-        self._trial.end(time.monotonic(), rows.moved_bytes, staged=rows.staged)
-        if self._measured is None and self._trial.over:
-            row_bytes = self._region.geometry.row_bytes
-            measured = self._measured = self._trial.measured(self._name, self._path, row_bytes)
-            logger.info("staging: %s", measured)
-            threading.Thread(target=remember, args=(measured,), name="staging", daemon=True).start()
-        if self._measured is not None and not self._measured.pays and self._buffer is not None:
-            self._buffer.release()
-
 
 class Staging:
-    """Both directions of one tier. Each is measured by itself: what loads gain stores need not. Belongs to the mover's
-    loop."""
+    """Both directions of one tier. Belongs to the mover's loop."""
 
     def __init__(
         self, config: FileConfig, region: HostRegion, agent: Registrar, *, loads_bytes: int | None = None

@@ -25,7 +25,6 @@ from nixl_tiers.cli.checks.finding import Finding, Status, advise, broken, exit_
 from nixl_tiers.cli.checks.trial import NAME
 from nixl_tiers.config.schema import S3Config, load
 from nixl_tiers.memory.cgroup import Room
-from nixl_tiers.tiers import staging_trial
 from nixl_tiers.tiers.s3.lease_state import Record
 from tests.support.file_tier import file_config
 from tests.support.machine import SHMEM_ENABLED, setting
@@ -45,13 +44,6 @@ def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the tiers count."""
     monkeypatch.setattr(machine, "examine", lambda config: iter([ok("machine", "is left out")]))
     monkeypatch.setattr(tiers, "plugins", lambda scratch, config: iter(()))
-
-
-def test_remembered_staging_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    staging_trial.remember(staging_trial.Measured("loads", str(tmp_path), 4096, 3.6e9, 4.8e9))
-    line = f"loads of rows of 4096 bytes, {tmp_path}: 4.80 GB/s staged, 3.60 GB/s direct; they are staged"
-    assert line in [finding.text for finding in machine.examine(None)]
 
 
 @pytest.mark.usefixtures("quiet_machine")

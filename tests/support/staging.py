@@ -1,14 +1,13 @@
-"""Which way a file tier's rows go, without the trial that finds it out."""
+"""Which way a file tier's rows go, whatever the pages of the region and the size of its rows."""
 
 from __future__ import annotations
 
 from nixl_tiers.tiers.rowfile.tier import RowFileTier
 from nixl_tiers.tiers.slab.tier import SlabTier
-from nixl_tiers.tiers.staging_trial import Measured
 
 
 def decide(tier: SlabTier | RowFileTier, *, staged: bool) -> None:
-    """Have a tier that has not been opened stage all rows, or none, as if that had been measured."""
+    """Have a tier that has not been opened stage all rows, or none."""
     for direction in (tier._staging.loads, tier._staging.stores):
-        direction._measured = Measured("", "", 0, direct=1.0, staged=2.0 if staged else 0.5)
+        direction._stages = staged
         direction._advice = "of small pages"

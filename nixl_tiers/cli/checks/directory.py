@@ -28,7 +28,6 @@ from nixl_tiers.config.warnings import device_of
 from nixl_tiers.tiers.disk import direct_works, other_layout
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab.parts import LOCK, part_number
-from nixl_tiers.tiers.staging_trial import all_remembered
 
 ROWS: Final = 64
 
@@ -48,7 +47,6 @@ def examine(config: FileConfig, token: str, geometry: Geometry = ROW) -> Iterato
     if problem := other_layout(config):
         yield broken("layout", problem, "give the tier a directory of its own, or the layout that is there")
         return
-    yield from _staging(config)
     if config.write == "off":
         yield not_tried(NAME, "`write` is off, so nothing is written here")
         return
@@ -116,12 +114,6 @@ def _file_system(config: FileConfig, parent: Path) -> Iterator[Finding]:
         yield warning("file system", text + made, change, **facts)
     else:
         yield ok("file system", text + made, **facts)
-
-
-def _staging(config: FileConfig) -> Iterator[Finding]:
-    """What engines of this user have measured there."""
-    known = [measured for measured in all_remembered() if Path(measured.path) == config.path]
-    yield from (ok(f"staging of {measured.direction}", str(measured)) for measured in known)
 
 
 def _trial(config: FileConfig, parent: Path, token: str, geometry: Geometry) -> Iterator[Finding]:

@@ -23,7 +23,6 @@ from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, advice, hugetlb_rooms, tran
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap import kernels, self_check
 from nixl_tiers.swap.driver import CudaError, NoDriver, open_driver
-from nixl_tiers.tiers import staging_trial
 
 OLDEST_VLLM: Final = (0, 32)
 _REGION: Final = Geometry(cells=1, cell_payload=2 << 20)
@@ -40,8 +39,6 @@ def examine(config: TiersConfig | None) -> Iterator[Finding]:
     yield from _pages(config)
     yield from _memory(config)
     yield from _limits()
-    if config is None:
-        yield from _staging()
     yield from _gpus()
 
 
@@ -135,12 +132,6 @@ def _limits() -> Iterator[Finding]:
             yield warning("aio", text, change, max=most, used=used)
         else:
             yield ok("aio", text, max=most, used=used)
-
-
-def _staging() -> Iterator[Finding]:
-    """Of every path; with a configuration, each of its directories shows its own."""
-    for measured in staging_trial.all_remembered():
-        yield ok("measured earlier", str(measured))
 
 
 def _gpus() -> Iterator[Finding]:

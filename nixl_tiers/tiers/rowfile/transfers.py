@@ -302,8 +302,6 @@ class RowTransfers:
                 rows.prepare(served.sealer, move, now_s)
             spans = [self._span(move, rows, file) for move, _, file in new]
             good = yield from self.pipeline.transferred(unit, self._agent.write(spans))
-            if good:
-                rows.moved(len(new))
         yield from self._end_stores(unit, new, good)
 
     def _end_stores(self, unit: Unit, new: Sequence[tuple[Move, RowPath, NewFile]], good: bool) -> Steps[None]:
@@ -365,7 +363,6 @@ class RowTransfers:
             forget=end,
         )
         if outcome is Outcome.OK:
-            rows.moved()
             end(outcome)
         return outcome
 

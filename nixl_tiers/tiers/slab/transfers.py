@@ -110,28 +110,24 @@ class Transfers(ABC):
 
     # --- what becomes of a row --------------------------------------------------------------------------------------
 
-    def _judged(self, move: Move, rows: DirectRows, verdict: Verdict | None, sealed_at: int) -> Outcome | None:
+    def _judged(self, move: Move, verdict: Verdict | None, sealed_at: int) -> Outcome | None:
         """`verdict`: None if the row could not be read. `sealed_at`: by its seal."""
         served = self._served()
         if verdict is None:
             served.load_failed()
             return Outcome.FAILED
-        outcome = self.moves.judge(
+        return self.moves.judge(
             verdict,
             expired=served.has_expired(move.slot, sealed_at),
             name=lambda: f"{served.path}: slot {move.slot}",
             forget=lambda _: served.forget(move.slot, move.key),
         )
-        if outcome is Outcome.OK:
-            rows.moved()
-        return outcome
 
-    def _stored(self, moved: Sequence[tuple[Move, int]], rows: DirectRows) -> None:
+    def _stored(self, moved: Sequence[tuple[Move, int]]) -> None:
         """These were written, and sealed then. Once a unit: the journal takes many rows as quickly as few."""
         if moved:
             self._served().store_problem = ""
         self._served().journal.put_all([(move.slot, move.key, move.tick, sealed_at) for move, sealed_at in moved])
-        rows.moved(len(moved))
 
     def _written(self, move: Move, verdict: Verdict | None, sealed_at: int) -> Outcome:
         """`verdict`: None if the row could not be written, else the journal has it. `sealed_at`: by its seal."""
@@ -169,13 +165,13 @@ class WorkerTransfers(Transfers):
     def _run_load(self, unit: Unit) -> Steps[None]:
         with (yield from self.staging.loads.rows(unit.moves)) as rows:
             ends = iter((yield from self._move(unit, rows, write=False)))
-            unit.end_each(lambda move: self._judged(move, rows, *next(ends)))
+            unit.end_each(lambda move: self._judged(move, *next(ends)))
 
     def _run_store(self, unit: Unit) -> Steps[None]:
         with (yield from self.staging.stores.rows(unit.moves)) as rows:
             moved = yield from self._timed(self._move(unit, rows, write=True))
             good = [(move, at) for move, (verdict, at) in zip(unit.moves, moved, strict=True) if verdict is not None]
-            self._stored(good, rows)
+            self._stored(good)
             ends = iter(moved)
             unit.end_each(lambda move: self._written(move, *next(ends)))
 
@@ -226,7 +222,7 @@ class NixlTransfers(Transfers):
             yield from self.moves.turn(unit)
             good = yield from self._timed(self._transfer(unit, rows, self.agent.write))
             if good:
-                self._stored([(move, self._sealed_at(move)) for move in unit.moves], rows)
+                self._stored([(move, self._sealed_at(move)) for move in unit.moves])
                 unit.end_all(Outcome.OK)
             else:
                 self._end(unit, good, lambda move: self._written(move, None, self._sealed_at(move)))
@@ -257,11 +253,11 @@ class NixlTransfers(Transfers):
 
     def _loaded(self, move: Move, rows: DirectRows, good: bool) -> Outcome | None:
         if not good:
-            return self._judged(move, rows, None, 0)
+            return self._judged(move, None, 0)
         sealer = self._served().sealer
         row, copy = rows.loaded(move)
         sealed_at = sealer.sealed_at(row)
-        return self._judged(move, rows, sealer.verify(row, move.key, copy), sealed_at)
+        return self._judged(move, sealer.verify(row, move.key, copy), sealed_at)
 
     def _sealed_at(self, move: Move) -> int:
         """By the seal of a row of the region."""

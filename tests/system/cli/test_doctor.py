@@ -20,7 +20,6 @@ from nixl_tiers.cli.checks.trial import NAME
 from nixl_tiers.config.schema import S3Config, load
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.driver import Driver, NoDriver
-from nixl_tiers.tiers import staging_trial
 from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS, Record
 from tests.cli.test_doctor import named, objects, quiet_machine, s3_tier, scratch_in
 from tests.support.file_tier import file_config, file_tier
@@ -48,17 +47,6 @@ def test_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str], monkeypatch
     assert "there is no CUDA driver here: it was hidden\n" in output
     assert "NIXL POSIX" in output
     assert "opens\n" in output
-
-
-def test_staging_that_was_measured_in_a_directory_is_shown_with_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for row_bytes, path in ((4096, tmp_path / "kv"), (8192, tmp_path / "other")):
-        path.mkdir()
-        staging_trial.remember(staging_trial.Measured("stores", str(path), row_bytes, 3.6e9, 3.6e9))
-    found = named(directory.examine(file_config(tmp_path / "kv", "1GiB"), "token"))
-    assert found["staging of stores"].text.startswith(f"stores of rows of 4096 bytes, {tmp_path}/kv: ")
 
 
 @pytest.mark.usefixtures("quiet_machine")

@@ -1,9 +1,8 @@
-"""Staging in both layouts: what arrives, what waits, what is measured, and that buffers come back after failures."""
+"""Staging in both layouts: what arrives, what waits, and that buffers come back after failures."""
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict, hash_copy
 from nixl_tiers.store import open_with
 from nixl_tiers.tiers import staging as module
-from nixl_tiers.tiers import staging_trial
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.move_queue import Steps
 from nixl_tiers.tiers.nixl_agent import Agent, Span, Transfer, TransferState
@@ -26,7 +24,6 @@ from nixl_tiers.tiers.slab.tier import SlabTier
 from nixl_tiers.tiers.slab.transfers import NixlTransfers, WorkerTransfers
 from nixl_tiers.tiers.slab.worker import Moved, Worker
 from nixl_tiers.tiers.staging import DirectRows
-from nixl_tiers.tiers.staging_trial import Measured
 from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
 from tests.support.file_tier import file_tier
 from tests.support.load import get, put
@@ -43,21 +40,10 @@ def layout(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel gives the region no huge pages, whatever this machine is set to."""
     monkeypatch.setattr(module, "advice", lambda: "write `advise`")
-
-
-@pytest.fixture
-def short_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_trial, "WINDOW_BYTES", 4 * GEOMETRY.row_bytes)
-    monkeypatch.setattr(staging_trial, "WINDOW_S", 0.0)
 
 
 @pytest.fixture
@@ -255,77 +241,17 @@ def test_units_wait_for_room_in_the_buffer(
     tier.close()
 
 
-@pytest.mark.usefixtures("small_pages", "short_trial")
-@pytest.mark.parametrize("pays", [True, False])
-def test_auto_tries_both_ways_then_takes_the_faster_and_remembers_it(
-    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, *, pays: bool
-) -> None:
-    monkeypatch.setattr(staging_trial, "GAIN", 0.0 if pays else 1e9)
-    tier = make_tier(layout, tmp_path / "kv", region)
-    serve(tier)
-    ways: set[bool] = set()
-    begin = staging_trial.Trial.begin
-    monkeypatch.setattr(staging_trial.Trial, "begin", lambda *a: (ways.add(a[0].staged), begin(*a))[1])
-    assert tier.staged == (False, False)
-    for _ in range(3 * staging_trial.WINDOWS):
-        assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
-        assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
-    assert ways == {True, False}
-    assert tier.staged == (pays, pays)
-    assert not in_use(tier)
-    tier.close()
-    assert wait_until(lambda: len(staging_trial.all_remembered()) == 2)  # written on a thread
-    assert {measured.direction for measured in staging_trial.all_remembered()} == {"loads", "stores"}
-
-    again = make_tier(layout, tmp_path / "kv", region)
-    serve(again)
-    assert again.staged == (pays, pays)
-    assert set(store(again, region, range(ROWS))) == {Outcome.OK}
-    assert set(load(again, region, range(ROWS))) == {Outcome.OK}
-    again.close()
-
-
 @pytest.mark.usefixtures("small_pages")
-def test_trial_begins_with_staged_loads_and_direct_stores(
+def test_loads_are_staged_and_stores_of_small_rows_are_not(
     layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make_tier(layout, tmp_path / "kv", region)
     serve(tier)
+    assert tier.staged == (True, False)
     outside = transfers_of(tier, region, monkeypatch)
     assert store(tier, region, [0]) == [Outcome.OK]
     assert load(tier, region, [0]) == [Outcome.OK]
     assert outside == [False, True]
-    tier.close()
-
-
-@pytest.mark.usefixtures("small_pages", "short_trial")
-def test_choice_is_logged(layout: str, tmp_path: Path, region: HostRegion, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    for words in ("staging: stores", "staging, as measured before: stores"):
-        tier = make_tier(layout, tmp_path / "kv", region)
-        serve(tier)
-        for _ in range(3 * staging_trial.WINDOWS):
-            assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
-        assert f"{words} of rows of {GEOMETRY.row_bytes} bytes, {tmp_path}/kv: " in caplog.text
-        tier.close()
-        assert wait_until(lambda: len(staging_trial.all_remembered()) == 1)
-
-
-@pytest.mark.usefixtures("small_pages")
-def test_nothing_is_staged_where_the_region_has_huge_pages(
-    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HostRegion, "huge_bytes", property(lambda region: region.nbytes))
-    monkeypatch.setattr(module, "StagedRows", None)
-    tier = make_tier(layout, tmp_path / "kv", region)
-    for measured in (None, Measured("loads", "", 0, 1e9, 9e9)):
-        monkeypatch.setattr(module, "recall", lambda *_, measured=measured: measured)
-        serve(tier)
-        assert tier.staged == (False, False)
-        assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
-        assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
-        tier.close()
-        tier = make_tier(layout, tmp_path / "kv", region)
     tier.close()
 
 
