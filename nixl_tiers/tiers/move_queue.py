@@ -43,10 +43,6 @@ class Unit:
         """`moves`: by their places in the batch. `tries`: how often they were started before."""
         self.queue = queue
         self.tries = tries
-        self.moving = False
-        """Whether it has had its turn."""
-        self.transferred_since_s: float | None = None
-        """By the pipeline's clock, when the transfer began that it waits for; None if it waits for something else."""
         self._batch = batch
         self._moves = moves
         self._steps: Steps[None] | None = None
@@ -101,12 +97,10 @@ class MoveQueue:
         admit: Callable[[Unit], bool] = lambda _unit: True,
         on_end: Callable[[Move, Outcome], None] = lambda _move, _outcome: None,
         unit_rows: int = 1,
-        ahead: int = 0,
         limit_rows: float = math.inf,
     ) -> None:
-        """`limit`: how many units may run at a time; `unit_rows`: of how many moves at most. `ahead`: how many more may
-        be prepared meanwhile, by steps that wait for their `MovePipeline.turn`. `limit_rows`: how many moves may run at
-        a time, if they are more than one unit.
+        """`limit`: how many units may run at a time; `unit_rows`: of how many moves at most. `limit_rows`: how many
+        moves may run at a time, if they are more than one unit.
 
         `admit`: whether the unit that waits first may start now; False holds up those behind it too. It may end moves.
         `run`: the steps of an admitted unit. Moves that they leave unended are tried again: next, each in a unit of
@@ -114,15 +108,10 @@ class MoveQueue:
         """
         self.waiting: deque[Unit] = deque()
         self.running: list[Unit] = []
-        self.prepared: list[Unit] = []
-        """Those of `running` that wait for their turn."""
-        self.transfer_s = 0.0
-        """How long the transfer of a unit took lately; where that varies, the shorter ones count more."""
         self.on_end = on_end
         self.limit_rows = limit_rows
         """It may be changed at any time."""
         self._limit = limit
-        self._ahead = ahead
         self._admit = admit
         self._run = run
         self._unit_rows = unit_rows
@@ -141,8 +130,6 @@ class MoveQueue:
                 self.running.append(unit)
                 if not unit.begin(self._run(unit)):
                     self._ended(unit)
-            if self.prepared:  # its turn may have come while the last one was prepared
-                return
 
     @property
     def held(self) -> bool:
@@ -151,21 +138,14 @@ class MoveQueue:
 
     @property
     def _has_room(self) -> bool:
-        """Whether the unit that waits first may run beside those that do, or be prepared meanwhile."""
-        return self._fits(self.waiting[0], self.running[self._ahead :])
-
-    def may_move(self, unit: Unit) -> bool:
-        """Whether a unit that is prepared may be moved beside those that are being moved."""
-        return self._fits(unit, [each for each in self.running if each.moving])
+        """Whether the unit that waits first may run beside those that do."""
+        rows = self.rows_moving + len(self.waiting[0].moves)
+        return not self.running or (len(self.running) < self._limit and rows <= self.limit_rows)
 
     @property
     def rows_moving(self) -> int:
-        """How many rows run, beside those that are only prepared."""
-        return sum(len(unit.moves) for unit in self.running if unit not in self.prepared)
-
-    def _fits(self, unit: Unit, beside: Sequence[Unit]) -> bool:
-        rows = sum(len(each.moves) for each in beside)
-        return not beside or (len(beside) < self._limit and rows + len(unit.moves) <= self.limit_rows)
+        """How many rows run."""
+        return sum(len(unit.moves) for unit in self.running)
 
     def split_first(self) -> None:
         """Have the moves of the unit that waits first start one by one."""

@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HELD_POLL_S: Final = 0.002  # while stores are held up or not admitted, and nothing runs: how often to look again
-FIRST_POLL: Final = 0.75  # of a transfer of stores, as a part of the time that one took lately
-STORE_POLLS: Final = 16  # of a transfer of stores, in the time that it has taken: a look costs 0.1 ms of a processor
-STORE_POLL_S: Final = 0.02  # at the latest
-PACED_ROWS: Final = 8  # NIXL goes on with a file transfer only while it is polled: 64 small rows take several looks
+STORE_POLL_S: Final = 0.001  # while nothing but stores runs, for which no request waits: a look costs 0.1 ms
 
 
 def finished(work: Future[T]) -> Steps[T]:
@@ -107,31 +104,6 @@ class MovePipeline:
         """End what has not been started as FAILED."""
         self.loads.give_up()
         self.stores.give_up()
-
-    def turn(self, unit: Unit) -> Steps[None]:
-        """For a running unit that is prepared: wait until it may be moved. So the medium has the next one at once when
-        several have ended together, as they do where a disk serves all at the same pace."""
-        queue = unit.queue
-
-        def may_move() -> bool:
-            return queue.may_move(unit) and (queue is self.loads or not self._holds_stores())
-
-        queue.prepared.append(unit)
-        if not may_move():
-            yield may_move
-        queue.prepared.remove(unit)
-        unit.moving = True
-
-    def transferred(self, unit: Unit, transfer: Transfer) -> Steps[bool]:
-        """For a running unit: as the function of that name. While only stores are transferred, `poll_s` is longer."""
-        began_s = self._clock()
-        unit.transferred_since_s = began_s if len(unit.moves) <= PACED_ROWS else None
-        good = yield from transferred(transfer)
-        unit.transferred_since_s = None
-        took_s = self._clock() - began_s
-        queue = unit.queue
-        queue.transfer_s = min(took_s, (queue.transfer_s + took_s) / 2) if queue.transfer_s else took_s
-        return good
 
     def verify(
         self,
@@ -214,25 +186,13 @@ class MovePipeline:
     @property
     def poll_s(self) -> float:
         """In how many seconds `poll` and `start` may find something to do, at the earliest."""
-        stores = self.stores
         if self._wakes:
-            return HELD_POLL_S if self.loads.held or stores.held else math.inf
+            return HELD_POLL_S if self.loads.held or self.stores.held else math.inf
         if self.loads.waiting or self.loads.running:
             return 0.0
-        now = self._clock()
-        if len(stores.running) > len(stores.prepared):
-            return min(self._pause_s(unit, now) for unit in stores.running if unit not in stores.prepared)
-        if stores.waiting and not stores.running:  # the tier does not admit them yet: for what it waits is not known
-            return HELD_POLL_S
-        return HELD_POLL_S if stores.prepared and now < self._held_until_s() else 0.0
-
-    def _pause_s(self, unit: Unit, now: float) -> float:
-        """Before a store is polled again. Nobody waits for it, and each look takes time from the engine's threads. But
-        the medium may have nothing to do until its end is seen: so late by a part of its own time, whatever that is."""
-        if unit.transferred_since_s is None:
-            return 0.0
-        taken_s = now - unit.transferred_since_s
-        return min(STORE_POLL_S, max(FIRST_POLL * unit.queue.transfer_s - taken_s, taken_s / STORE_POLLS))
+        if self.stores.running:
+            return STORE_POLL_S
+        return HELD_POLL_S if self.stores.waiting else 0.0  # for what the tier waits to admit them is not known
 
     def _start(self, queue: MoveQueue) -> None:
         if self._may_start() and (queue is self.loads or not self._holds_stores()):
@@ -241,7 +201,7 @@ class MovePipeline:
     def _holds_stores(self) -> bool:
         now = self._clock()
         in_the_way = self.loads.waiting or self.loads.running or now < self._held_until_s()
-        if not ((self.stores.waiting or self.stores.prepared) and in_the_way):
+        if not (self.stores.waiting and in_the_way):
             self._held_since_s = None
             return False
         if self._held_since_s is None or now - self._held_since_s >= 2 * self._hold_s:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
@@ -14,16 +14,7 @@ from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import EndedMoves, FinishedBatch, Move
 from nixl_tiers.tiers.move_queue import MoveQueue, Steps, Unit
-from nixl_tiers.tiers.moves import (
-    FIRST_POLL,
-    HELD_POLL_S,
-    PACED_ROWS,
-    STORE_POLL_S,
-    STORE_POLLS,
-    MovePipeline,
-    finished,
-    transferred,
-)
+from nixl_tiers.tiers.moves import HELD_POLL_S, STORE_POLL_S, MovePipeline, finished, transferred
 from nixl_tiers.tiers.nixl_agent import Transfer, TransferState
 
 HOLD_S = PRODUCTION.stores_held_s
@@ -36,9 +27,8 @@ def moves(*rows: int) -> list[Move]:
 class Medium:
     """Moves progress only when a test lets them."""
 
-    def __init__(self, *, limit: int = 2, unit_rows: int = 1, ahead: int = 0) -> None:
+    def __init__(self, *, limit: int = 2, unit_rows: int = 1) -> None:
         self.gates: dict[int, Future[Outcome | None]] = {}  # by row, of what has started
-        self.prepared: list[int] = []  # units by their first rows: with `ahead`, stores are prepared before they start
         self.started: list[list[int]] = []
         self.tries: list[int] = []
         self.ended: list[tuple[int, Outcome]] = []
@@ -49,11 +39,10 @@ class Medium:
                 limit=limit,
                 unit_rows=unit_rows,
                 admit=self._admit,
-                run=run,
+                run=self._run,
                 on_end=lambda move, outcome: self.ended.append((move.row, outcome)),
-                ahead=extra,
             )
-            for run, extra in ((self._run, 0), (self._run_prepared if ahead else self._run, ahead))
+            for _ in range(2)
         )
         self.now = 0.0
         self.held_until_s = 0.0
@@ -76,11 +65,6 @@ class Medium:
         outcome = yield from finished(gate)
         if outcome is not None:
             unit.end_all(outcome)
-
-    def _run_prepared(self, unit: Unit) -> Steps[None]:
-        self.prepared.append(next(iter(unit.moves)).row)
-        yield from self.pipeline.turn(unit)
-        yield from self._run(unit)
 
     def end(self, *rows: int, outcome: Outcome | None = Outcome.OK) -> list[FinishedBatch]:
         for row in rows:
@@ -128,75 +112,6 @@ def test_moves_are_reported_once_while_others_of_their_batch_go_on() -> None:
     assert medium.pipeline.take_ended() == [], "its batch has all of them"
     assert medium.end(4) == [FinishedBatch(second, [Outcome.OK])]
     assert medium.pipeline.take_ended() == []
-
-
-def test_next_store_is_prepared_while_others_are_moved() -> None:
-    medium = Medium(ahead=1)
-    medium.pipeline.store(moves(1, 2, 3, 4, 5))
-    assert (medium.prepared, medium.started) == ([1, 2, 3], [[1], [2]])
-    medium.poll()
-    assert medium.prepared == [1, 2, 3]
-
-
-def test_prepared_store_starts_before_another_is_prepared() -> None:
-    """Preparing takes time, in which the medium would wait."""
-    medium = Medium(ahead=1)
-    medium.pipeline.store(moves(1, 2, 3, 4, 5, 6, 7))
-    order: list[list[int]] = []
-    medium.admits = lambda unit: bool(order.append([*medium.started[-1]])) or True
-    medium.end(1, 2)
-    assert order[0] == [3]
-    assert (medium.prepared, medium.started) == ([1, 2, 3, 4, 5], [[1], [2], [3], [4]])
-
-
-def test_units_are_prepared_ahead_one_at_a_time() -> None:
-    medium = Medium(ahead=2)
-    medium.pipeline.store(moves(1, 2, 3, 4, 5))
-    assert medium.prepared == [1, 2, 3]
-    medium.poll()
-    assert medium.prepared == [1, 2, 3, 4]
-    medium.end(1, 2)
-    assert medium.started == [[1], [2], [3], [4]]
-
-
-def test_unit_that_waits_for_something_else_takes_no_turn() -> None:
-    """As for room in the buffer, before it is prepared."""
-    medium, may_prepare = Medium(ahead=2), set[int]()
-    run = medium._run_prepared
-
-    def wait_first(unit: Unit) -> Steps[None]:
-        row = next(iter(unit.moves)).row
-        if row not in may_prepare:
-            yield lambda: row in may_prepare
-        yield from run(unit)
-
-    medium.stores._run = wait_first
-    medium.pipeline.store(moves(1, 2, 3, 4))
-    may_prepare.update((3, 4))
-    medium.poll()
-    assert medium.started == [[3], [4]]
-
-
-def test_prepared_store_stands_aside_for_loads_and_then_has_its_turn() -> None:
-    medium = Medium(ahead=1)
-    medium.pipeline.store(moves(1, 2, 3))
-    medium.pipeline.load(moves(11))
-    medium.end(1, 2)
-    assert [3] not in medium.started
-    medium.now = HOLD_S
-    medium.poll()
-    assert [3] in medium.started
-
-
-def test_prepared_store_is_not_polled_for_while_the_engine_copies() -> None:
-    medium = Medium(ahead=1)
-    medium.held_until_s = HOLD_S
-    medium.now = 2 * HOLD_S  # until now stores may start
-    medium.pipeline.store(moves(1, 2, 3))
-    medium.held_until_s = medium.now + HOLD_S
-    medium.end(1, 2)
-    assert [3] not in medium.started
-    assert medium.pipeline.poll_s == HELD_POLL_S
 
 
 def test_batch_is_reported_once_when_its_last_move_has_ended() -> None:
@@ -281,7 +196,7 @@ def test_no_store_starts_while_the_engine_copies_rows() -> None:
     medium.now = HOLD_S / 2
     medium.poll()
     assert medium.started[3:] == [[3]], "the copy has taken too long"
-    assert medium.pipeline.poll_s == 0
+    assert medium.pipeline.poll_s == STORE_POLL_S
 
 
 def test_copy_that_begins_while_stores_are_started_is_seen_before_the_next_one() -> None:
@@ -332,7 +247,7 @@ def test_stores_that_only_wait_for_admission_are_not_polled_for() -> None:
     assert medium.pipeline.poll_s == HELD_POLL_S
     medium.admits = lambda _: True
     medium.poll()
-    assert medium.pipeline.poll_s == 0
+    assert medium.pipeline.poll_s == STORE_POLL_S
     medium.end(1, 2)
     assert medium.pipeline.poll_s == 0
 
@@ -475,87 +390,13 @@ def test_transfer_is_released_when_it_has_ended(word: str, good: bool) -> None:
     assert handle.released == 1
 
 
-class Disk:
-    """Stores are transfers of a medium that a test lets end."""
-
-    def __init__(self, unit_rows: int = 1) -> None:
-        self.now = 0.0
-        self.words: dict[int, str] = {}  # by row
-        self.asked = 0
-        loads, stores = (MoveQueue(limit=4, unit_rows=unit_rows, run=self._run) for _ in range(2))
-        self.pipeline = MovePipeline(loads, stores, may_start=lambda: True, clock=lambda: self.now)
-
-    def check_xfer_state(self, row: int) -> str:
-        self.asked += 1
-        return self.words[row]
-
-    def _run(self, unit: Unit) -> Steps[None]:
-        row = next(iter(unit.moves)).row
-        self.words[row] = "PROC"
-        yield from self.pipeline.transferred(unit, Transfer(self, _Handle(row), TransferState.PENDING))
-        unit.end_all(Outcome.OK)
-
-    def end(self, *rows: int) -> None:
-        self.words |= dict.fromkeys(rows, "DONE")
-        self.pipeline.poll()
-
-    def wait(self, rows: Sequence[int], took_s: float) -> float:
-        """Poll as often as `poll_s` says while these rows take so long; returns how late their end is seen."""
-        ends_s = self.now + took_s
-        while self.pipeline.stores.running:
-            self.now += max(self.pipeline.poll_s, took_s / 1000)
-            self.words |= dict.fromkeys(rows if self.now >= ends_s else (), "DONE")
-            self.pipeline.poll()
-        return self.now - ends_s
-
-
-class _Handle(int):
-    def release(self) -> None: ...
-
-
-@pytest.mark.parametrize("took_s", [0.002, 0.02, 0.2, 2.0])
-def test_transfers_of_stores_are_polled_seldom_and_their_end_is_seen_soon(took_s: float) -> None:
-    disk = Disk()
-    for first in range(0, 40, 4):
-        rows = range(first, first + 4)
-        disk.pipeline.store(moves(*rows))
-        disk.asked = 0
-        late_s = disk.wait(rows, took_s)
-        assert late_s <= min(took_s / STORE_POLLS + took_s / 500, STORE_POLL_S) or not first
-    assert disk.asked <= 4 * (8 + took_s / STORE_POLL_S)
-
-
-def test_stores_that_take_shorter_than_before_are_soon_seen_in_time() -> None:
-    disk = Disk()
-    late = []
-    for row in range(12):
-        disk.pipeline.store(moves(row))
-        late.append(disk.wait([row], 0.02 if row < 2 else 0.005))
-    assert late[2] <= FIRST_POLL * 0.02 * 1.1 - 0.005
-    assert max(late[9:]) <= 0.005 / STORE_POLLS * 1.1
-
-
-def test_polling_is_not_put_off_while_a_load_runs() -> None:
-    disk = Disk()
-    disk.pipeline.store(moves(1))
-    disk.wait([1], 0.02)
-    disk.pipeline.store(moves(2))
-    disk.pipeline.load(moves(11))
-    assert disk.pipeline.poll_s == 0
-    disk.end(11)
-    disk.pipeline.take()
-    assert disk.pipeline.poll_s > 0
-
-
-def test_polling_is_not_put_off_while_a_transfer_has_many_rows() -> None:
-    disk = Disk(unit_rows=PACED_ROWS + 1)
-    for first in (0, 100):
-        disk.pipeline.store(moves(*range(first, first + PACED_ROWS + 1)))
-        assert disk.pipeline.poll_s == 0
-        disk.wait([first], 0.02)
-
-
-def test_polling_is_not_put_off_while_a_store_waits_for_a_thread() -> None:
+def test_stores_are_polled_now_and_then_and_loads_all_the_time() -> None:
+    """Nobody waits for a store, and each look takes time from the engine's threads."""
     medium = Medium()
-    medium.pipeline.store(moves(1))
     assert medium.pipeline.poll_s == 0
+    medium.pipeline.store(moves(1))
+    assert medium.pipeline.poll_s == STORE_POLL_S
+    medium.pipeline.load(moves(11))
+    assert medium.pipeline.poll_s == 0
+    medium.end(11)
+    assert medium.pipeline.poll_s == STORE_POLL_S

@@ -20,7 +20,7 @@ from nixl_tiers.tiers.base import Move, has_expired
 from nixl_tiers.tiers.disk import FULL_ERRORS, describe, direct_reads, fallocate
 from nixl_tiers.tiers.folder import fd_path
 from nixl_tiers.tiers.move_queue import MoveQueue, Steps, Unit
-from nixl_tiers.tiers.moves import MovePipeline, finished
+from nixl_tiers.tiers.moves import MovePipeline, finished, transferred
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration, Span
 from nixl_tiers.tiers.rowfile.directory import RowDirectory, TempFile
 from nixl_tiers.tiers.rowfile.names import RowPath
@@ -301,7 +301,7 @@ class RowTransfers:
             for move, _, _ in new:
                 rows.prepare(served.sealer, move, now_s)
             spans = [self._span(move, rows, file) for move, _, file in new]
-            good = yield from self.pipeline.transferred(unit, self._agent.write(spans))
+            good = yield from transferred(self._agent.write(spans))
         yield from self._end_stores(unit, new, good)
 
     def _end_stores(self, unit: Unit, new: Sequence[tuple[Move, RowPath, NewFile]], good: bool) -> Steps[None]:
@@ -339,7 +339,7 @@ class RowTransfers:
             if isinstance(file, Outcome):
                 unit.end_all(file)
                 return
-            if (yield from self.pipeline.transferred(unit, self._agent.read([self._span(move, rows, file)]))):
+            if (yield from transferred(self._agent.read([self._span(move, rows, file)]))):
                 unit.end_each(lambda _: self._loaded(move, rows, file, path))
                 return
         unit.end_all((yield from finished(self._directory.submit(path, self._files.end_failed_load, file, path))))

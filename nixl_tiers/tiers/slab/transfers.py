@@ -1,5 +1,5 @@
 """Rows on their way between slots of slab files and the region, or buffers (`staging.py`): what a store and a load do,
-step by step, by the native worker (`WorkerTransfers`) or by NIXL (`NixlTransfers`).
+step by step. One loop of units; what moves a unit is the native worker (`WorkerTransfers`) or NIXL (`NixlTransfers`).
 
 A batch is cut into units of some megabytes. Sealing and checking one unit overlaps with the I/O of the others.
 Reads may land in the region itself: both drain what is in flight before they report an error, and no request uses a row
@@ -23,9 +23,9 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Verdict
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.disk import describe, open_agent
-from nixl_tiers.tiers.move_queue import MoveQueue, Steps, T, Unit
-from nixl_tiers.tiers.moves import MovePipeline
-from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registrar, Registration, Span, Transfer
+from nixl_tiers.tiers.move_queue import MoveQueue, Steps, Unit
+from nixl_tiers.tiers.moves import MovePipeline, transferred
+from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registrar, Registration, Span
 from nixl_tiers.tiers.slab.in_flight import LOADS_BYTES, StoreWindow, request_bytes, rows_of_loads
 from nixl_tiers.tiers.slab.shard import Shard
 from nixl_tiers.tiers.slab.worker import Moved, Worker, open_worker
@@ -34,10 +34,11 @@ from nixl_tiers.tiers.staging import DirectRows, Staging
 _UNIT_BYTES: Final = 8 << 20
 _UNIT_ROWS: Final = 64
 _STAGED_LOADS_BYTES: Final = LOADS_BYTES + _UNIT_BYTES  # one unit is verified meanwhile
-_UNITS_SEALED: Final = 1  # beside those that run, for the next one to be written
 _WORKER_UNIT_BYTES: Final = 16 << 20  # its threads share the rows of a unit
 _WORKER_UNIT_ROWS: Final = 256
 _UNITS: Final = 64  # in each direction, within the rows of `in_flight.py`
+
+Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,9 @@ class Transfers(ABC):
     buffers; `wake_fd`: readable when `poll` will find something, None where units have to be polled."""
 
     def __init__(
-        self, tier: TierSide, registrar: Registrar, *, unit_bytes: int, unit_rows: int, ahead: int, wake_fd: int | None
+        self, tier: TierSide, registrar: Registrar, *, unit_bytes: int, unit_rows: int, wake_fd: int | None
     ) -> None:
-        """A unit is at most so large, or one row; `ahead`: how many units of stores are prepared for the next ones to
-        be written."""
+        """A unit is at most so large, or one row."""
         self.registrar = registrar
         self.wake_fd = wake_fd
         self.staging = Staging(tier.config, tier.region, registrar, loads_bytes=_STAGED_LOADS_BYTES)
@@ -77,7 +77,7 @@ class Transfers(ABC):
         queue = partial(MoveQueue, limit=_UNITS, unit_rows=max(1, min(unit_rows, unit_bytes // row_bytes)))
         self.moves = MovePipeline(
             queue(limit_rows=rows_of_loads(row_bytes), admit=tier.admit_load, run=self._run_load),
-            queue(limit_rows=self._window.rows, ahead=ahead, admit=tier.admit_store, run=self._run_store),
+            queue(limit_rows=self._window.rows, admit=tier.admit_store, run=self._run_store),
             may_start=tier.may_start,
             held_until_s=lambda: tier.region.stores_held_until_s,
             wakes=wake_fd is not None,
@@ -85,28 +85,54 @@ class Transfers(ABC):
         )
 
     @abstractmethod
-    def _run_load(self, unit: Unit) -> Steps[None]: ...
+    def _move(self, unit: Unit, rows: DirectRows, places: Sequence[Place], *, write: bool) -> Steps[Sequence[Moved]]:
+        """Seal and write the rows of a unit, or read and verify them, and say what became of each; nothing if each is
+        to be tried alone. `places`: device and offset of each slot. Raises AgentError or OSError if it cannot begin."""
 
-    @abstractmethod
-    def _run_store(self, unit: Unit) -> Steps[None]: ...
-
-    @abstractmethod
     def poll(self) -> None:
         """Go on with what runs."""
+        self.moves.poll()
 
     def close(self) -> None:
         """Nothing is in flight. May be called twice."""
         self.staging.close()
 
-    def _timed(self, steps: Steps[T]) -> Steps[T]:
-        """Write a unit; how long that takes decides how many rows of stores may be in flight. One that could not begin,
-        whose steps return nothing, says nothing of the medium."""
-        rows, began_s = self.moves.stores.rows_moving, time.monotonic()
-        result = yield from steps
-        if result:
-            self._window.written(rows, time.monotonic() - began_s)
-            self.moves.stores.limit_rows = self._window.rows
-        return result
+    # --- a unit -----------------------------------------------------------------------------------------------------
+
+    def _run_load(self, unit: Unit) -> Steps[None]:
+        with (yield from self.staging.loads.rows(unit.moves)) as rows:
+            moved = yield from self._begin(unit, rows, write=False)
+            self._end(unit, moved, self._judged)
+
+    def _run_store(self, unit: Unit) -> Steps[None]:
+        with (yield from self.staging.stores.rows(unit.moves)) as rows:
+            count, began_s = self.moves.stores.rows_moving, time.monotonic()
+            moved = yield from self._begin(unit, rows, write=True)
+            good = [(move, at) for move, (verdict, at) in zip(unit.moves, moved, strict=False) if verdict is not None]
+            if good:  # one that was not written says nothing of how fast the medium is
+                self._window.written(count, time.monotonic() - began_s)
+                self.moves.stores.limit_rows = self._window.rows
+                self._stored(good)
+            self._end(unit, moved, self._written)
+
+    def _begin(self, unit: Unit, rows: DirectRows, *, write: bool) -> Steps[Sequence[Moved]]:
+        """`_move`; if that cannot begin, the moves end."""
+        served = self._served()
+        try:
+            places = [served.slabs.locate(move.slot) for move in unit.moves]
+            return (yield from self._move(unit, rows, places, write=write))
+        except (AgentError, OSError) as error:
+            self._tier.log_once.report("agent", describe(error) if isinstance(error, OSError) else str(error))
+            served.health.check_soon()
+            unit.end_all(Outcome.FAILED)
+            return ()
+
+    def _end(
+        self, unit: Unit, moved: Sequence[Moved], outcome: Callable[[Move, Verdict | None, int], Outcome | None]
+    ) -> None:
+        if moved:
+            ends = iter(moved)
+            unit.end_each(lambda move: outcome(move, *next(ends)))
 
     # --- what becomes of a row --------------------------------------------------------------------------------------
 
@@ -125,8 +151,7 @@ class Transfers(ABC):
 
     def _stored(self, moved: Sequence[tuple[Move, int]]) -> None:
         """These were written, and sealed then. Once a unit: the journal takes many rows as quickly as few."""
-        if moved:
-            self._served().store_problem = ""
+        self._served().store_problem = ""
         self._served().journal.put_all([(move.slot, move.key, move.tick, sealed_at) for move, sealed_at in moved])
 
     def _written(self, move: Move, verdict: Verdict | None, sealed_at: int) -> Outcome:
@@ -140,51 +165,25 @@ class Transfers(ABC):
         served.store_failed()
         return Outcome.FAILED
 
-    def _cannot_begin(self, unit: Unit, error: AgentError | OSError) -> None:
-        self._tier.log_once.report("agent", describe(error) if isinstance(error, OSError) else str(error))
-        self._served().health.check_soon()
-        unit.end_all(Outcome.FAILED)
-
 
 class WorkerTransfers(Transfers):
     """By the native worker, which seals and verifies, too."""
 
     def __init__(self, tier: TierSide, worker: Worker) -> None:
-        size = {"unit_bytes": _WORKER_UNIT_BYTES, "unit_rows": _WORKER_UNIT_ROWS}
-        super().__init__(tier, worker, **size, ahead=0, wake_fd=worker.fd)
+        super().__init__(tier, worker, unit_bytes=_WORKER_UNIT_BYTES, unit_rows=_WORKER_UNIT_ROWS, wake_fd=worker.fd)
         self.worker = worker
 
     def poll(self) -> None:
         self.worker.poll()
-        self.moves.poll()
+        super().poll()
 
     def close(self) -> None:
         super().close()
         self.worker.close()
 
-    def _run_load(self, unit: Unit) -> Steps[None]:
-        with (yield from self.staging.loads.rows(unit.moves)) as rows:
-            ends = iter((yield from self._move(unit, rows, write=False)))
-            unit.end_each(lambda move: self._judged(move, *next(ends)))
-
-    def _run_store(self, unit: Unit) -> Steps[None]:
-        with (yield from self.staging.stores.rows(unit.moves)) as rows:
-            moved = yield from self._timed(self._move(unit, rows, write=True))
-            good = [(move, at) for move, (verdict, at) in zip(unit.moves, moved, strict=True) if verdict is not None]
-            self._stored(good)
-            ends = iter(moved)
-            unit.end_each(lambda move: self._written(move, *next(ends)))
-
-    def _move(self, unit: Unit, rows: DirectRows, *, write: bool) -> Steps[Sequence[Moved]]:
-        """Move the rows of a unit: what became of each. If that cannot begin, they end."""
-        served = self._served()
-        try:
-            slots = [served.slabs.locate(move.slot) for move in unit.moves]
-            now_s = self._tier.clock()
-            return (yield from self.worker.move(unit.moves, rows, slots, served.sealer, now_s, write=write))
-        except (AgentError, OSError) as error:
-            self._cannot_begin(unit, error)
-            return ()
+    def _move(self, unit: Unit, rows: DirectRows, places: Sequence[Place], *, write: bool) -> Steps[Sequence[Moved]]:
+        sealer, now_s = self._served().sealer, self._tier.clock()
+        return (yield from self.worker.move(unit.moves, rows, places, sealer, now_s, write=write))
 
 
 class NixlTransfers(Transfers):
@@ -192,16 +191,12 @@ class NixlTransfers(Transfers):
 
     def __init__(self, tier: TierSide, agent: Agent, memory: Registration | None) -> None:
         """`memory`: the region, if it is registered."""
-        size = {"unit_bytes": _UNIT_BYTES, "unit_rows": _UNIT_ROWS}
-        super().__init__(tier, agent, **size, ahead=_UNITS_SEALED, wake_fd=None)
+        super().__init__(tier, agent, unit_bytes=_UNIT_BYTES, unit_rows=_UNIT_ROWS, wake_fd=None)
         # cuFile cuts rows by itself, on threads that take one request each.
         row_bytes = tier.geometry.row_bytes
         self._request_bytes = row_bytes if tier.config.backend == "gds_mt" else request_bytes(row_bytes)
         self.agent = agent
         self._memory = memory
-
-    def poll(self) -> None:
-        self.moves.poll()
 
     def close(self) -> None:
         super().close()
@@ -209,59 +204,33 @@ class NixlTransfers(Transfers):
             self.agent.deregister(self._memory)
             self._memory = None
 
-    def _run_load(self, unit: Unit) -> Steps[None]:
-        with (yield from self.staging.loads.rows(unit.moves)) as rows:
-            good = yield from self._transfer(unit, rows, self.agent.read)
-            self.moves.make_way(unit)  # the disk need not wait until these rows are verified
-            self._end(unit, good, lambda move: self._loaded(move, rows, good))
+    def _move(self, unit: Unit, rows: DirectRows, places: Sequence[Place], *, write: bool) -> Steps[Sequence[Moved]]:
+        """One bad row fails a whole transfer: then each is tried alone."""
+        sealer = self._served().sealer
+        for move in unit.moves if write else ():
+            rows.prepare(sealer, move, self._tier.clock())
+        begin = self.agent.write if write else self.agent.read
+        good = yield from transferred(begin(self._spans(unit.moves, rows, places)))
+        if not good and len(unit.moves) > 1:
+            return ()
+        if write:
+            view = self._tier.region.rows_view
+            return [(Verdict.OK if good else None, sealer.sealed_at(view[move.row])) for move in unit.moves]
+        self.moves.make_way(unit)  # the disk need not wait until these rows are verified
+        return [self._verified(move, rows) if good else (None, 0) for move in unit.moves]
 
-    def _run_store(self, unit: Unit) -> Steps[None]:
-        with (yield from self.staging.stores.rows(unit.moves)) as rows:
-            for move in unit.moves:
-                rows.prepare(self._served().sealer, move, self._tier.clock())
-            yield from self.moves.turn(unit)
-            good = yield from self._timed(self._transfer(unit, rows, self.agent.write))
-            if good:
-                self._stored([(move, self._sealed_at(move)) for move in unit.moves])
-                unit.end_all(Outcome.OK)
-            else:
-                self._end(unit, good, lambda move: self._written(move, None, self._sealed_at(move)))
+    def _verified(self, move: Move, rows: DirectRows) -> Moved:
+        sealer, (row, copy) = self._served().sealer, rows.loaded(move)
+        sealed_at = sealer.sealed_at(row)  # before its copy may be used
+        return sealer.verify(row, move.key, copy), sealed_at
 
-    def _transfer(self, unit: Unit, rows: DirectRows, begin: Callable[[Sequence[Span]], Transfer]) -> Steps[bool]:
-        """Move the rows of a unit at once; whether that went well. If it cannot begin, they end."""
-        try:
-            spans = self._spans(unit.moves, rows)
-        except (AgentError, OSError) as error:
-            self._cannot_begin(unit, error)
-            return False
-        return (yield from self.moves.transferred(unit, begin(spans)))
-
-    def _end(self, unit: Unit, good: bool, outcome: Callable[[Move], Outcome | None]) -> None:
-        """One bad row fails a whole transfer: each is tried again alone."""
-        if good or len(unit.moves) == 1:
-            unit.end_each(outcome)
-
-    def _spans(self, moves: Collection[Move], rows: DirectRows) -> list[Span]:
-        """Raises AgentError, OSError."""
-        row_bytes, locate, step = self._tier.geometry.row_bytes, self._served().slabs.locate, self._request_bytes
-        places = ((rows.address(move), *locate(move.slot)) for move in moves)
+    def _spans(self, moves: Collection[Move], rows: DirectRows, places: Sequence[Place]) -> list[Span]:
+        row_bytes, step = self._tier.geometry.row_bytes, self._request_bytes
         return [
-            (address + at, min(step, row_bytes - at), offset + at, device)
-            for address, device, offset in places
+            (rows.address(move) + at, min(step, row_bytes - at), offset + at, device)
+            for move, (device, offset) in zip(moves, places, strict=True)
             for at in range(0, row_bytes, step)
         ]
-
-    def _loaded(self, move: Move, rows: DirectRows, good: bool) -> Outcome | None:
-        if not good:
-            return self._judged(move, None, 0)
-        sealer = self._served().sealer
-        row, copy = rows.loaded(move)
-        sealed_at = sealer.sealed_at(row)
-        return self._judged(move, sealer.verify(row, move.key, copy), sealed_at)
-
-    def _sealed_at(self, move: Move) -> int:
-        """By the seal of a row of the region."""
-        return self._served().sealer.sealed_at(self._tier.region.rows_view[move.row])
 
 
 def open_transfers(tier: TierSide) -> Transfers:
