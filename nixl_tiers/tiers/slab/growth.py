@@ -52,10 +52,8 @@ class Growth:
         slabs, layout = self._shard.slabs, self._shard.slabs.layout
         if self.slots < layout.slots and time.monotonic() >= self._retry_at_s and not growing():
             self._retry_at_s = time.monotonic() + self._retry_s
-            trying = self._allocator.submit(slabs.grow, slabs.end)
-            yield from until(trying)
             with suppress(NoSpace, OSError):
-                trying.result()
+                yield from until(self._allocator.submit(slabs.grow, slabs.end))
                 self.slots = layout.slots
         # Before the journal is complete, what is in the tail is not known.
         if self._shard.journal.complete:
@@ -69,18 +67,17 @@ class Growth:
         end = (-(-end // extent) + 1) * extent
         if slabs.end - end >= _SPARE_EXTENTS * extent:
             journal.sealed_at[end:] = 0
-            freeing = self._allocator.submit(slabs.free, slabs.truncate(end))
-            yield from until(freeing)
             try:
-                freeing.result()
+                yield from until(self._allocator.submit(slabs.free, slabs.truncate(end)))
             except OSError as error:
                 self._log_once.report("free", f"{self._shard.path}: empty slabs cannot be freed ({describe(error)})")
 
 
 def until(work: Future[None]) -> Iterator[list[Entry]]:
-    """As a step of upkeep, wait until this is done."""
+    """As a step of upkeep, wait for this, and raise its error."""
     while not work.done():
         yield []
+    work.result()
 
 
 def _last_held(tags: NDArray[np.uint64], end: int) -> int:

@@ -305,6 +305,23 @@ class TestTheBudget:
             assert sorted(part.name for part in path.iterdir()) == [".ledger", "part-0", "part-1"]
             assert disk_bytes(path) > 0.7 * capacity
 
+    def test_a_part_beyond_the_replicas_goes_soon_after_its_engine(self, make: Callable[..., SteppedSlabs]) -> None:
+        """As when engines are restarted one by one with fewer replicas."""
+        before = [make(replicas=2) for _ in range(2)]
+        for each in before:
+            each.open()
+            assert each.store(range(ROWS)) == [OK] * ROWS
+        before[0].close()
+        one = make()
+        assert len(one.open()) == ROWS
+        one.maintain()
+        assert before[1].load(range(ROWS)) == [OK] * ROWS
+        before[1].close()
+        one.maintain()
+        assert sorted(each.name for each in one.path.iterdir()) == [".ledger", "part-0"]
+        for each in before:
+            each.close = lambda: None  # type: ignore[method-assign]
+
     def test_a_lower_capacity_holds_from_the_open_on(self, make: Callable[..., SteppedSlabs], tmp_path: Path) -> None:
         """With rows of two models in each of two parts; then of one engine with half of it."""
         before = [make(capacity=16 << 20, replicas=2) for _ in range(2)]
