@@ -14,7 +14,7 @@ import pytest
 import nixl_tiers
 from tests.support.checked_rows import SIZE, TIMEOUT_S, hits, put
 from tests.support.core import rows_of
-from tests.support.disks import disk_bytes
+from tests.support.disks import disk_bytes, tmpfs
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
@@ -122,11 +122,10 @@ def test_the_capacity_is_one_budget_of_equal_parts(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_room_leaves_stores_to_the_others(tmp_path: Path) -> None:
-    """Foreign files take it."""
+    """Its file system is smaller than its capacity."""
     paths = [tmp_path / "a", tmp_path / "b"]
-    (paths[1]).mkdir()
-    (paths[1] / "foreign").write_bytes(bytes(30 << 20))
-    with opened(paths) as store:
+    (paths[1]).mkdir(mode=0o700)
+    with tmpfs(paths[1], "3m"), opened(paths) as store:
         put(store, KEYS)
         put(store, KEYS)  # those that were refused before that was known
         rows = held(store)
