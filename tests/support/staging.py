@@ -7,7 +7,7 @@ from nixl_tiers.tiers.slab.tier import SlabTier
 
 
 def decide(tier: SlabTier | RowFileTier, *, staged: bool) -> None:
-    """Have a tier that has not been opened stage all rows, or none."""
+    """Have a tier that has not been opened stage all rows, or none but where they can go no other way."""
     for direction in (tier._staging.loads, tier._staging.stores):
-        direction._stages = staged
+        direction._stages = staged or direction._always
         direction._advice = "of small pages"
