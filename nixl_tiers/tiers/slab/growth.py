@@ -54,7 +54,7 @@ class Growth:
         slabs, layout = self._shard.slabs, self._shard.slabs.layout
         if self.slots < layout.slots and time.monotonic() >= self._retry_at_s and not growing():
             self._retry_at_s = time.monotonic() + self._retry_s
-            trying = self._allocator.submit(slabs.grow, slabs.end)
+            trying = self._allocator.submit(self._shard.grow, slabs.end)
             while not trying.done():
                 yield []
             with suppress(NoSpace, OSError):

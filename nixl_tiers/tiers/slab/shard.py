@@ -25,7 +25,7 @@ from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.manifests import ManifestMedium, read_manifest
 from nixl_tiers.tiers.nixl_agent import Registrar
 from nixl_tiers.tiers.slab.journal import Journal
-from nixl_tiers.tiers.slab.journal_file import journal_bytes
+from nixl_tiers.tiers.slab.journal_file import journal_bytes, tag_of
 from nixl_tiers.tiers.slab.layout import SlabLayout, describe_layout, described
 from nixl_tiers.tiers.slab.parts import JOURNAL, ROWS
 from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
@@ -105,6 +105,17 @@ class Shard:
             directory.describe(description)
         return layout
 
+    def read(self) -> None:
+        """Once, before all else: what the journal says. On a thread that may wait."""
+        self.journal.read()
+        with suppress(OSError):  # a full disk: at a restart, seals are read of what has no record
+            self.journal.grow(self.slabs.end)
+
+    def grow(self, slot: int) -> None:
+        """Allocate the extent of the slot, in the journal too. On a thread that may wait. Raises NoSpace, OSError."""
+        self.journal.grow(slot + self.slabs.layout.extent_slots)
+        self.slabs.grow(slot)
+
     # --- listing ----------------------------------------------------------------------------------------------------
 
     def list_rows(self) -> Iterator[Sequence[Entry]]:
@@ -118,7 +129,7 @@ class Shard:
         if unknown.any():
             yield from self._recover(unknown, last_tick)
         else:
-            self.journal.mark_complete()
+            self.journal.complete = True
         self.listed = True
 
     def _recover(self, unknown: NDArray[np.bool_], last_tick: int) -> Iterator[list[Entry]]:
@@ -133,23 +144,24 @@ class Shard:
             yield []
         for start in range(0, len(rows), MAX_ENTRIES):
             batch = []
-            for number in range(start, min(start + MAX_ENTRIES, len(rows))):
-                row = rows[number]
-                if self.journal.was_stored(row.slot):
-                    continue
+            for number, row in enumerate(rows[start : start + MAX_ENTRIES], start):
                 if comparing.result()[number]:
                     self.journal.mark_garbage(row.slot, row.sealed_at)
-                    continue
-                entry = Entry(row.slot, row.key, last_tick + 1 + number)
-                self.journal.put(entry.slot, entry.key, entry.tick, row.sealed_at)
-                batch.append(entry)
-            yield batch
+                else:
+                    batch.append((row.slot, row.key, tag_of(row.key), last_tick + 1 + number, row.sealed_at))
+            if batch:
+                recording = self.journal.threads.submit(self.journal.record, batch)
+                while not recording.done():
+                    yield []
+                error = abs(recording.result())
+                self.journal.stored([(slot, tag, sealed_at, error) for slot, _, tag, _, sealed_at in batch])
+                yield [Entry(slot, key, tick) for slot, key, _, tick, _ in batch]
         if rows:
             logger.info("%s: recovered %d rows by their seals", self.path, len(rows))
         if not scan.failed:
             # Bytes without a seal may be part of a row all the same: they age from now on.
             self.journal.mark_empty(unknown, int(self._clock()))
-            self.journal.mark_complete()
+            self.journal.complete = True
 
     def read_seals(self, slots: list[int]) -> list[SealedRow]:
         """The seals in these slots. On a thread that may wait. Raises OSError."""
@@ -211,8 +223,7 @@ class Shard:
             if len(slots) < len(found):
                 self._expired_at_s = 0.0  # another round soon
             self.erasing = frozenset(slot for slot in slots if self.slabs.is_allocated(slot))
-            for slot in self.erasing.symmetric_difference(slots):
-                self.journal.mark_erased(slot)
+            self.journal.mark_erased([*self.erasing.symmetric_difference(slots)])
             erasing = self._eraser.submit(self._erase, sorted(self.erasing), now, max_age_s)
             while not erasing.done():
                 yield []
@@ -221,10 +232,7 @@ class Shard:
                 rows, young = erased
                 # The slot may hold bytes of a row that was deleted, and its key be in another slot.
                 gone = [Entry(GONE, row.key, 0) for row in rows if self.journal.holds(row.slot, row.key)]
-                # A store that came meanwhile waits for this round: its slot's record has to stay unknown.
-                stored = {slot for slot in in_use() if self.journal.is_unknown(slot)}
-                for slot in self.erasing.difference(stored, (row.slot for row in young)):
-                    self.journal.mark_erased(slot)
+                self.journal.mark_erased([*self.erasing.difference(row.slot for row in young)])
                 for row in young:
                     self.journal.restore_time(row.slot, row.sealed_at)
                 yield gone
@@ -245,7 +253,13 @@ class Shard:
                 if row.sealed_at <= now_s and not has_expired(row.sealed_at, now_s, max_age_s)
             }
             if not self._closing:
-                self.slabs.erase([slot for slot in slots if slot not in young])
+                old = [slot for slot in slots if slot not in young]
+                error = min(0, self.journal.forget(old))
+                if not error:
+                    self.slabs.erase(old)
+                    error = self.journal.record_erased(old)
+                if error:  # another round tries again
+                    raise OSError(abs(error), os.strerror(abs(error)), str(self.path))
                 return [row for row in rows if row.slot not in young], list(young.values())
         except OSError as error:
             self._log_once.report("erase", f"{self.path}: old rows cannot be erased ({describe(error)})")

@@ -24,9 +24,10 @@ from nixl_tiers.memory.seal import Verdict
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.disk import describe, open_agent
 from nixl_tiers.tiers.move_queue import MoveQueue, Steps, T, Unit
-from nixl_tiers.tiers.moves import MovePipeline
+from nixl_tiers.tiers.moves import MovePipeline, finished
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registrar, Registration, Span, Transfer
 from nixl_tiers.tiers.slab.in_flight import LOADS_BYTES, StoreWindow, request_bytes, rows_of_loads
+from nixl_tiers.tiers.slab.journal_file import tag_of
 from nixl_tiers.tiers.slab.shard import Shard
 from nixl_tiers.tiers.slab.worker import Moved, Worker, open_worker
 from nixl_tiers.tiers.staging import DirectRows, Staging
@@ -124,11 +125,11 @@ class Transfers(ABC):
             rows.moved()
         return outcome
 
-    def _stored(self, moved: Sequence[tuple[Move, int]], rows: DirectRows) -> None:
-        """These were written, and sealed then. Once a unit: the journal takes many rows as quickly as few."""
+    def _stored(self, moved: Sequence[tuple[int, int, int, int]], rows: DirectRows) -> None:
+        """These were written: as `Journal.stored`."""
         if moved:
             self._served().store_problem = ""
-        self._served().journal.put_all([(move.slot, move.key, move.tick, sealed_at) for move, sealed_at in moved])
+        self._served().journal.stored(moved)
         rows.moved(len(moved))
 
     def _written(self, move: Move, verdict: Verdict | None, sealed_at: int) -> Outcome:
@@ -166,24 +167,29 @@ class WorkerTransfers(Transfers):
 
     def _run_load(self, unit: Unit) -> Steps[None]:
         with (yield from self.staging.loads.rows(unit.moves)) as rows:
-            ends = iter((yield from self._move(unit, rows, write=False)))
-            unit.end_each(lambda move: self._judged(move, rows, *next(ends)))
+            ends = iter((yield from self._move(unit, rows)))
+            unit.end_each(lambda move: self._judged(move, rows, *next(ends)[:2]))
 
     def _run_store(self, unit: Unit) -> Steps[None]:
         with (yield from self.staging.stores.rows(unit.moves)) as rows:
-            moved = yield from self._timed(self._move(unit, rows, write=True))
-            good = [(move, at) for move, (verdict, at) in zip(unit.moves, moved, strict=True) if verdict is not None]
-            self._stored(good, rows)
+            tags = [tag_of(move.key) for move in unit.moves]
+            moved = yield from self._timed(self._move(unit, rows, tags))
+            ended = zip(unit.moves, tags, moved, strict=True)
+            self._stored([(m.slot, tag, at, error) for m, tag, (good, at, error) in ended if good is not None], rows)
             ends = iter(moved)
-            unit.end_each(lambda move: self._written(move, *next(ends)))
+            unit.end_each(lambda move: self._written(move, *next(ends)[:2]))
 
-    def _move(self, unit: Unit, rows: DirectRows, *, write: bool) -> Steps[Sequence[Moved]]:
-        """Move the rows of a unit: what became of each. If that cannot begin, they end."""
+    def _move(self, unit: Unit, rows: DirectRows, tags: Sequence[int] = ()) -> Steps[Sequence[Moved]]:
+        """Move the rows of a unit: what became of each. If that cannot begin, they end. `tags`: of keys to write."""
         served = self._served()
         try:
             slots = [served.slabs.locate(move.slot) for move in unit.moves]
             now_s = self._tier.clock()
-            return (yield from self.worker.move(unit.moves, rows, slots, served.sealer, now_s, write=write))
+            recorded = (served.journal.writer, tags) if tags else None
+            moving = self.worker.move(
+                unit.moves, rows, slots, served.sealer, now_s, write=bool(tags), recorded=recorded
+            )
+            return (yield from moving)
         except (AgentError, OSError) as error:
             self._cannot_begin(unit, error)
             return ()
@@ -222,9 +228,13 @@ class NixlTransfers(Transfers):
             for move in unit.moves:
                 rows.prepare(self._served().sealer, move, self._tier.clock())
             yield from self.moves.turn(unit)
-            good = yield from self._timed(self._transfer(unit, rows, self.agent.write))
+            journal, moves = self._served().journal, [*unit.moves]
+            forgotten = yield from finished(journal.threads.submit(journal.forget, [move.slot for move in moves]))
+            good = forgotten >= 0 and (yield from self._timed(self._transfer(unit, rows, self.agent.write)))
             if good:
-                self._stored([(move, self._sealed_at(move)) for move in unit.moves], rows)
+                made = [(m.slot, m.key, tag_of(m.key), m.tick, self._sealed_at(m)) for m in moves]
+                error = abs((yield from finished(journal.threads.submit(journal.record, made))))
+                self._stored([(slot, tag, at, error) for slot, _, tag, _, at in made], rows)
                 unit.end_all(Outcome.OK)
             else:
                 self._end(unit, good, lambda move: self._written(move, None, self._sealed_at(move)))

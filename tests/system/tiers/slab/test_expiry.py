@@ -161,7 +161,7 @@ def test_row_sealed_ahead_of_the_clock_ages_from_when_it_was_first_seen(
     assert listing(tier) == []
     assert set(load(tier, region, range(2))) == {Outcome.OK}
     journal = shard_dir(tmp_path) / "manifest.journal"
-    assert wait_until(lambda: latest(journal) == right)
+    assert wait_until(lambda: tier.poll() == [] and latest(journal) == right)
     tier.close()
     clock.now += AGE_S / 2
     tier = open_tier(tmp_path, region, clock)  # a restart does not make them younger
