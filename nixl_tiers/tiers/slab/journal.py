@@ -51,11 +51,10 @@ class Journal:
     def __init__(self, folder: Folder, slots: int, allocated: NDArray[np.bool_] | None = None) -> None:
         """`allocated`: by slot, whether it has room in a slab now, as it must to hold a row; None: all have. The folder
         stays the caller's. Raises OSError if the journal cannot be opened or made here."""
-        self._file = file = JournalFile(folder, slots)
+        self.file = file = JournalFile(folder, slots)
+        """Whose `writer` is for the worker, which records the rows that it moves."""
         if file.defect:
-            how = f"cannot be read ({file.defect.strerror})" if isinstance(file.defect, OSError) else "is damaged"
-            why = "" if isinstance(file.defect, OSError) else f" ({file.defect})"
-            logger.warning("%s %s%s: starting with an empty one", file.path, how, why)
+            logger.warning("%s %s: starting with an empty one", file.path, file.defect)
         self.tags = np.zeros(slots, np.uint64)
         """By slot: a hash of the key that it holds; 0: none."""
         self.sealed_at = np.zeros(slots, np.uint32)
@@ -79,20 +78,11 @@ class Journal:
         self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="records")
         """For what waits for the file."""
 
-    @property
-    def writer(self) -> int | None:
-        """For the worker, which records the rows that it moves."""
-        return self._file.writer
-
-    def problem(self) -> str:
-        """Why the file cannot be used any more, or "". On any thread. Raises OSError."""
-        return self._file.problem()
-
     # --- at open ----------------------------------------------------------------------------------------------------
 
     def read(self) -> None:
         """Once, before all else: read the file. On a thread that may wait."""
-        file = self._file
+        file = self.file
         file.start()
         ticks, keys = np.zeros(file.records, np.int64), np.zeros((file.records, 1), np.uint8)
         for first in range(0, len(ticks), CHUNK_RECORDS):
@@ -180,10 +170,6 @@ class Journal:
             self.sealed_at[slots] = np.minimum(self.sealed_at[slots], now)
             self._change(slots[self._flags[slots] & _KNOWN != 0])
 
-    def restore_time(self, slot: int, sealed_at: int) -> None:
-        """The clock has caught up with the seal in this slot: the seal's time counts again."""
-        self.sealed_at[slot] = sealed_at
-
     # --- stores and erasing: whoever writes to the slots records it -------------------------------------------------
 
     def start_overwrite(self, *slots: int) -> None:
@@ -198,7 +184,7 @@ class Journal:
     def forget(self, slots: Sequence[int]) -> int:
         """Before all is written to these slots: their records become unknown. 0; an errno: not all have; negative: and
         nothing may be written there. On a thread that may wait, as the next two."""
-        return self._file.amend(_changes(sorted(slots), UNKNOWN))
+        return self.file.amend(_changes(sorted(slots), UNKNOWN))
 
     def record(self, rows: Sequence[tuple[int, bytes, int, int, int]]) -> int:
         """After that: (slot, key, tag, tick, sealed at) of what is there."""
@@ -207,11 +193,11 @@ class Journal:
         changes["tag"], changes["tick"], changes["sealed_at"] = tags, ticks, list(map(_in_seconds, sealed_at))
         changes["key_bytes"] = list(map(len, keys))
         changes["key"] = np.array(keys, f"S{MAX_KEY_BYTES}").view(f"V{MAX_KEY_BYTES}")
-        return self._file.amend(changes)
+        return self.file.amend(changes)
 
     def record_erased(self, slots: Sequence[int]) -> int:
         """Or that nothing is there."""
-        return self._file.amend(_changes(sorted(slots), EMPTY))
+        return self.file.amend(_changes(sorted(slots), EMPTY))
 
     def stored(self, rows: Sequence[tuple[int, int, int, int]]) -> None:
         """Slots hold rows now: (slot, tag, sealed at, error), the last if the row has no record."""
@@ -266,7 +252,7 @@ class Journal:
                 self._amending = changes
             last = np.searchsorted(used[:-1], some, side="right") - 1  # of the same slot the highest tick
             changes["tick"][used[last] == some] = ticks[last[used[last] == some]]
-            error = self._file.amend(changes, everything=start + CHUNK_RECORDS >= len(slots))
+            error = self.file.amend(changes, everything=start + CHUNK_RECORDS >= len(slots))
             with self._lock:
                 self._amending = changes[:0]
                 if error:
@@ -274,18 +260,14 @@ class Journal:
                     return False
         return True
 
-    def grow(self, slots: int) -> None:
-        """Have room for the records of so many slots. On a thread that may wait. Raises OSError."""
-        self._file.grow(slots)
-
     def close(self) -> None:
         """Write what has changed, as far as the medium allows, and close the file. No row is moved, nor will be."""
         self.threads.shutdown()
         right = False
         try:
-            right = self.writer is not None and self.write() and (self._file.trusted or self.complete)
+            right = self.file.writer is not None and self.write() and (self.file.trusted or self.complete)
         finally:
-            self._file.close(flush=right)
+            self.file.close(flush=right)
 
     # --- inside the lock --------------------------------------------------------------------------------------------
 
@@ -295,7 +277,7 @@ class Journal:
         self._changed = True
 
     def _cannot_write(self, error: int, slots: int | NDArray[np.int64]) -> None:
-        reason = f"{self._file.path} cannot be written ({os.strerror(error)})"
+        reason = f"{self.file.path} cannot be written ({os.strerror(error)})"
         self._log_once.report("write", f"{reason}: what is stored now may be lost at a restart")
         self._change(slots)
 

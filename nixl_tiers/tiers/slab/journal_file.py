@@ -95,8 +95,10 @@ class JournalFile:
         only read."""
         self.path = folder.path / NAME
         self._slots = slots
-        self.defect: OSError | str = ""
-        """Why it has no header that says which records are valid; "": it has one, or is new."""
+        self.defect = ""
+        """Why it has no header that says which records are valid, as the end of a sentence; "": it has one, or is
+        new."""
+        self.unreadable: OSError | None = None
         self._descriptor = folder.open(NAME, os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY)
         try:
             status = os.fstat(self._descriptor)
@@ -195,11 +197,11 @@ class JournalFile:
         try:
             raw = os.pread(self._descriptor, PAGE, 0)
         except OSError as error:
-            self.defect = error
+            self.unreadable, self.defect = error, f"cannot be read ({error.strerror})"
             return None
         header = Header.read(raw)
         if header is None and any(raw):  # zeroes: it has grown, and nothing was written yet
-            self.defect = "its header is not valid"
+            self.defect = "is damaged (its header is not valid)"
         return header
 
     def _write_header(self, header: Header) -> None:

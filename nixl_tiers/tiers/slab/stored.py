@@ -161,8 +161,8 @@ class _Slots:
         self._journal: JournalFile | None = None
         with suppress(FileNotFoundError, NotOwned):
             self._journal = JournalFile(folder, self._layout.slots, writes=False)
-            if isinstance(self._journal.defect, OSError):
-                self.problems.add(self._journal.path, self._journal.defect)
+            if self._journal.unreadable is not None:
+                self.problems.add(self._journal.path, self._journal.unreadable)
 
     def __enter__(self) -> Self:
         return self

@@ -163,7 +163,7 @@ class SlabTier(StorageTier):
         """Erase what is too old, then try again to grow, and free what is empty."""
         served, slots = self._served, self._slots
         assert slots is not None, "it is open"
-        yield from served.expire(self._slots_in_use)
+        yield from served.expiry.expire(self._slots_in_use)
         yield from slots.maintain(self._slots_in_use, lambda: self._growth is not None)
 
     @property
@@ -258,7 +258,7 @@ class SlabTier(StorageTier):
         served = self._served
         slabs = served.slabs
         waits = self._growth is not None and not self._growth_is_overdue()
-        if waits or any(move.slot in served.erasing for move in unit.moves):
+        if waits or any(move.slot in served.expiry.erasing for move in unit.moves):
             return False
         unit.end_each(lambda move: None if 0 <= move.slot < slabs.layout.slots else Outcome.FAILED)
         lacking = [move.slot for move in unit.moves if not slabs.is_allocated(move.slot)]

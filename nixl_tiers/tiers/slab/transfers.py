@@ -117,7 +117,7 @@ class Transfers(ABC):
             return Outcome.FAILED
         outcome = self.moves.judge(
             verdict,
-            expired=served.has_expired(move.slot, sealed_at),
+            expired=served.expiry.has_expired(move.slot, sealed_at),
             name=lambda: f"{served.path}: slot {move.slot}",
             forget=lambda _: served.forget(move.slot, move.key),
         )
@@ -185,7 +185,7 @@ class WorkerTransfers(Transfers):
         try:
             slots = [served.slabs.locate(move.slot) for move in unit.moves]
             now_s = self._tier.clock()
-            recorded = (served.journal.writer, tags) if tags else None
+            recorded = (served.journal.file.writer, tags) if tags else None
             moving = self.worker.move(
                 unit.moves, rows, slots, served.sealer, now_s, write=bool(tags), recorded=recorded
             )

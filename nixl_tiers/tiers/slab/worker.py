@@ -122,7 +122,7 @@ class Worker(Registrar):
         recorded: tuple[int | None, Sequence[int]] | None = None,
     ) -> Steps[Sequence[Moved]]:
         """Move the rows of a unit, and wait until all have ended. `slots`: descriptor and offset of each. `recorded`:
-        where rows that are written are recorded (`Journal.writer`), and the tags of their keys. Raises OSError if
+        where rows that are written are recorded (`JournalFile.writer`), and the tags of their keys. Raises OSError if
         nothing could begin."""
         count, (stage, stage_rows) = len(moves), rows.stage
         records, tags = recorded or (None, [0] * count)

@@ -19,7 +19,7 @@ from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers import disk
 from nixl_tiers.tiers.base import Entry, Move
-from nixl_tiers.tiers.slab import growth, journal, shard, slabs
+from nixl_tiers.tiers.slab import expiry, growth, journal, slabs
 from nixl_tiers.tiers.slab import tier as tier_module
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import NAMESPACE, key_of, payload
@@ -40,7 +40,7 @@ class Threads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
         self.pools: dict[str, HandPool] = {}
-        for module in (disk, journal, shard, slabs, tier_module):
+        for module in (disk, expiry, journal, slabs, tier_module):
             monkeypatch.setattr(module, "ThreadPoolExecutor", self._pool)
         named = {"Condition": threading.Condition, "Event": threading.Event}
         thread = partial(HandThread, at_once=True)

@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Iterator[Folder]:
 def opened(folder: Folder, slots: int = SLOTS, allocated: Any = None) -> Journal:
     journal = Journal(folder, slots, allocated)
     journal.read()
-    journal.grow(slots)
+    journal.file.grow(slots)
     return journal
 
 
@@ -181,7 +181,7 @@ def test_journal_stays_within_journal_bytes(folder: Folder, tmp_path: Path) -> N
 def test_file_grows_with_the_slots_in_use(folder: Folder, tmp_path: Path) -> None:
     journal = Journal(folder, 1 << 22)
     journal.read()
-    journal.grow(10)
+    journal.file.grow(10)
     put(journal, (0, b"a", 1, NOW))
     assert rows(tmp_path / NAME) == {0: b"a"}
     assert (tmp_path / NAME).stat().st_size <= 2 << 20
@@ -191,12 +191,12 @@ def test_file_grows_with_the_slots_in_use(folder: Folder, tmp_path: Path) -> Non
 def test_file_that_cannot_grow_keeps_its_records(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(folder, SLOTS)
     journal.read()
-    journal.grow(10)
+    journal.file.grow(10)
     put(journal, (1, b"a", 1, NOW))
     with monkeypatch.context() as patch:
         patch.setattr(journal_file, "fallocate", lambda *_: errno.ENOSPC)
         with pytest.raises(OSError, match="No space"):
-            journal.grow(SLOTS)
+            journal.file.grow(SLOTS)
         assert put(journal, (9_000, b"far", 1, NOW)) == [0, 0], "there is no record that could be wrong"
     journal.close()
     assert reopened(folder) == {1: (b"a", 1)}

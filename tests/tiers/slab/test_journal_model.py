@@ -147,7 +147,7 @@ class Part:
         return self.path.read_bytes()
 
     def has(self, descriptor: int) -> bool:
-        return self.journal._file.writer is not None and self.journal._file._descriptor == descriptor
+        return self.journal.file.writer is not None and self.journal.file._descriptor == descriptor
 
     def open(self, tick: int) -> None:
         """Open it, list it, and recover unknown slots from the bytes in them, as a shard does."""
@@ -155,7 +155,7 @@ class Part:
         allocated = np.arange(SLOTS) < self.room
         journal = self.journal = Journal(self.folder, SLOTS, allocated)
         journal.read()
-        journal.grow(self.room)
+        journal.file.grow(self.room)
         entries = [entry for batch in journal.list_rows() for entry in batch]
         found = {entry.slot: entry.key for entry in entries}
         assert all(journal.holds(slot, key) for slot, key in found.items())
@@ -211,7 +211,7 @@ class Part:
         made = [(slot, chosen[slot], tag_of(chosen[slot]), tick, tick) for slot in places]
         if way == "worker":
             wanted = (ctypes.c_uint32 * len(places))(*places)
-            forgotten = library.nixl_tiers_test_forget(ctypes.c_void_p(journal.writer), wanted, len(places))
+            forgotten = library.nixl_tiers_test_forget(ctypes.c_void_p(journal.file.writer), wanted, len(places))
         else:
             forgotten = journal.forget(places)
         self.judge()
@@ -227,7 +227,7 @@ class Part:
             for place, (slot, key, tag, *_) in enumerate(made):
                 rows[place] = (tag, tick, slot, tick, ROW, len(key), key.ljust(112, b"\0"), b"")
             address = ctypes.c_void_p(rows.ctypes.data)
-            error = library.nixl_tiers_test_record(ctypes.c_void_p(journal.writer), address, len(made))
+            error = library.nixl_tiers_test_record(ctypes.c_void_p(journal.file.writer), address, len(made))
         else:
             error = journal.record(made)
         self.judge()
@@ -273,7 +273,7 @@ class Part:
     def kill(self, leaf: tuple[Any, ...] | None = None) -> None:
         content, self.bytes_in, self.bytes_before, self.held, self.right = leaf or self.leaf()
         self.judge()
-        self.journal._file.close(flush=False)
+        self.journal.file.close(flush=False)
         self.path.write_bytes(content)
 
     def close(self) -> None:
@@ -317,7 +317,7 @@ class JournalModel(RuleBasedStateMachine):
 
     def flush(self, descriptor: int) -> None:
         """By Python."""
-        (part,) = [part for part in self.parts if part.journal._file._descriptor == descriptor]
+        (part,) = [part for part in self.parts if part.journal.file._descriptor == descriptor]
         if error := part.disk.flush(part.content()):
             raise OSError(error, "Input/output error")
 
@@ -383,7 +383,7 @@ class JournalModel(RuleBasedStateMachine):
         """As the slabs do."""
         self.full = full
         with suppress(OSError):
-            self.parts[part].journal.grow(SLOTS)
+            self.parts[part].journal.file.grow(SLOTS)
             self.parts[part].room = SLOTS
         self.full = False
 

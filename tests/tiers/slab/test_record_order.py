@@ -17,8 +17,8 @@ import pytest
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.tiers.nixl_agent import Registrar, Registration, Span, TransferState
 from nixl_tiers.tiers.slab import transfers as transfers_module
+from nixl_tiers.tiers.slab.expiry import Expiry
 from nixl_tiers.tiers.slab.journal import WRITE_S, Journal
-from nixl_tiers.tiers.slab.shard import Shard
 from nixl_tiers.tiers.slab.slabs import Slabs
 from tests.mover.harness import NAMESPACE, key_of, shard_dir
 from tests.support.fake_movers import Clock
@@ -271,14 +271,14 @@ def test_bugs_in_the_order_of_an_erasure_are_noticed(
     if bug == "empty before the zeroes":
         monkeypatch.setattr(Journal, "forget", Journal.record_erased)
     else:
-        erase = Shard._erase
+        erase = Expiry._erase
 
-        def without(self: Shard, *arguments: Any) -> Any:
+        def without(self: Expiry, *arguments: Any) -> Any:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Journal, "forget", lambda *_: 0)
                 return erase(self, *arguments)
 
-        monkeypatch.setattr(Shard, "_erase", without)
+        monkeypatch.setattr(Expiry, "_erase", without)
     _noticed(killed, right)
 
 
