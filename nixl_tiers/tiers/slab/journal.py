@@ -130,9 +130,8 @@ class Journal:
         """By place: whether a slot holds the key already, or a later one of these is the same. On any thread."""
         tags = tags_of(keys)
         _, last = np.unique(tags[::-1], return_index=True)
-        flags = np.ones(len(tags), np.bool_)
-        flags[len(tags) - 1 - last] = False
-        return flags | np.isin(tags, self.tags)
+        again = np.isin(np.arange(len(tags)), len(tags) - 1 - last, invert=True)
+        return again | np.isin(tags, self.tags)
 
     def mark_empty(self, slots: NDArray[np.bool_], sealed_at: int = 0) -> None:
         """These unknown slots (a flag a slot) hold no row, but bytes sealed then, if nothing else is known."""

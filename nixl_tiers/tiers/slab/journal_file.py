@@ -148,8 +148,11 @@ class JournalFile:
                 self.trusted, self._header = False, distrusted
                 reason = os.strerror(error.errno or 0)
                 logger.warning("%s: the disk has lost records (%s): reading seals instead", self.path, reason)
-                with suppress(OSError):  # no later flush reports it, so the next process could not know
+                try:  # no later flush reports it, so the next process could not know
                     self._write_header(distrusted)
+                except OSError:
+                    os.ftruncate(self._descriptor, 0)
+                    self._bytes = 0
         new, headers = _library().nixl_tiers_records_new, (self._header.pack(), distrusted.pack())
         self.writer = new(self._descriptor, self.salt, *headers)
         _library().nixl_tiers_records_room(self.writer, self.records)

@@ -17,9 +17,9 @@ from nixl_tiers.tiers.base import MAX_ENTRIES, Entry
 from nixl_tiers.tiers.folder import Folder, NotOwned
 from nixl_tiers.tiers.slab import journal_file
 from nixl_tiers.tiers.slab.journal import Journal
-from nixl_tiers.tiers.slab.journal_file import MAX_TICK, NAME, RECORD_BYTES, Header, journal_bytes, tag_of
+from nixl_tiers.tiers.slab.journal_file import MAX_TICK, NAME, RECORD_BYTES, Header, JournalFile, journal_bytes, tag_of
 from tests.support.hooked_worker import FLUSH, WRITE, build, installed
-from tests.support.journals import overwrite_record, records, rows
+from tests.support.journals import Record, encode, overwrite_record, records, rows
 
 SLOTS = 10_000
 NOW = 1_795_000_000
@@ -99,6 +99,42 @@ def test_records_of_stores_are_there_at_once_and_other_changes_after_a_write(fol
     assert 1 in rows(file), "until whoever moves the row begins"
     assert journal.forget([1]) == 0
     assert 1 not in records(file)
+    journal.close()
+
+
+def test_a_delete_that_is_being_written_spares_what_is_stored_meanwhile(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the same key, in the same slot, with the same seal."""
+    journal = opened(folder)
+    put(journal, (1, b"a", 1, NOW), (2, b"b", 1, NOW), (3, b"c", 1, NOW))
+    for slot, key in enumerate([b"a", b"b", b"c"], 1):
+        journal.remove(slot, key)
+    amend = JournalFile.amend
+
+    def store_first(file: JournalFile, *arguments: Any, **named: Any) -> int:
+        monkeypatch.setattr(JournalFile, "amend", amend)
+        put(journal, (1, b"a", 1, NOW), (2, b"new", 1, NOW))
+        return amend(file, *arguments, **named)
+
+    monkeypatch.setattr(JournalFile, "amend", store_first)
+    assert journal.write()
+    assert rows(folder.path / NAME) == {1: b"a", 2: b"new"}
+    assert records(folder.path / NAME)[3].key == b""
+    journal.close()
+
+
+def test_a_record_that_has_another_key_than_is_expected_becomes_unknown(folder: Folder) -> None:
+    """As after an I/O error. The row is found by its seal then."""
+    file = folder.path / NAME
+    journal = opened(folder)
+    put(journal, (1, b"a", 1, NOW), (2, b"b", 1, NOW))
+    header = Header.read(file.read_bytes())
+    assert header is not None
+    overwrite_record(file, 1, encode(1, Record(b"older", 1, NOW), header.salt))
+    journal.touch([1, 2], [5, 5])
+    assert journal.write()
+    assert {slot: record.tick for slot, record in records(file).items()} == {2: 5}
     journal.close()
 
 
@@ -455,6 +491,25 @@ def test_empty_slots_are_unknown_if_the_disk_has_lost_what_a_killed_process_wrot
         assert journal.unknown_slots()[1]
         assert not journal.unknown_slots()[0]
         killed(folder, journal)
+
+
+def test_lost_records_are_not_trusted_though_the_header_cannot_say_so(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that saw the only error is killed before the header can be written."""
+    journal = opened(folder, 4)
+    journal.complete = True
+    assert journal.record_erased([1]) == 0
+    killed(folder, journal)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", failing)
+        patch.setattr(os, "pwrite", failing)
+        journal = Journal(folder, 4)
+        journal.read()
+        killed(folder, journal)
+    journal = opened(folder, 4)
+    assert journal.unknown_slots()[1], "bytes that nothing will erase"
+    journal.close()
 
 
 def test_a_record_lost_after_it_was_read_is_not_trusted_at_the_next_open(folder: Folder, errors: Errors) -> None:

@@ -16,6 +16,7 @@ import pytest
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.tiers.base import TierDown
+from nixl_tiers.tiers.slab import journal_file
 from nixl_tiers.tiers.slab import slabs as slabs_module
 from nixl_tiers.tiers.slab.journal import WRITE_S
 from tests.mover.harness import NAMESPACE, key_of, shard_dir
@@ -310,6 +311,22 @@ class TestAFullDisk:
         one.maintain()
         assert one.tier.slots == one.slots
         assert one.store([allocated + 1]) == [OK]
+
+    def test_slots_without_room_for_their_records_are_not_used(
+        self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else a restart would read their seals, however many they are."""
+        one = make(capacity=2 << 30)
+        one.open()
+        assert one.store([4]) == [OK]
+        with monkeypatch.context() as patch:
+            patch.setattr(journal_file, "fallocate", lambda *_: errno.ENOSPC)
+            assert one.store([50], [10_000]) == [NO_SPACE]
+            assert one.tier.slots == one.tier._open.slabs.end  # type: ignore[union-attr]
+            assert one.store([51], [4]) == [OK]
+        one.clock.now += PRODUCTION.growth_retry_s + 0.1
+        one.maintain()
+        assert one.store([50], [10_000]) == [OK]
 
     def test_an_error_that_is_no_lack_of_room_is_a_problem_and_costs_no_slots(
         self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
