@@ -54,7 +54,8 @@ class Journal:
         self.file = file = JournalFile(folder, slots)
         """Whose `writer` is for the worker, which records the rows that it moves."""
         if file.defect:
-            logger.warning("%s %s: starting with an empty one", file.path, file.defect)
+            reason = file.unreadable.strerror if file.unreadable else file.defect
+            logger.warning("%s is damaged (%s): starting with an empty one", file.path, reason)
         self.tags = np.zeros(slots, np.uint64)
         """By slot: a hash of the key that it holds; 0: none."""
         self.sealed_at = np.zeros(slots, np.uint32)

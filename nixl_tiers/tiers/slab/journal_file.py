@@ -96,8 +96,7 @@ class JournalFile:
         self.path = folder.path / NAME
         self._slots = slots
         self.defect = ""
-        """Why it has no header that says which records are valid, as the end of a sentence; "": it has one, or is
-        new."""
+        """Why it has no header that says which records are valid; "": it has one, or is new."""
         self.unreadable: OSError | None = None
         self._descriptor = folder.open(NAME, os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY)
         try:
@@ -200,11 +199,11 @@ class JournalFile:
         try:
             raw = os.pread(self._descriptor, PAGE, 0)
         except OSError as error:
-            self.unreadable, self.defect = error, f"cannot be read ({error.strerror})"
+            self.unreadable, self.defect = error, "its header cannot be read"
             return None
         header = Header.read(raw)
         if header is None and any(raw):  # zeroes: it has grown, and nothing was written yet
-            self.defect = "is damaged (its header is not valid)"
+            self.defect = "its header is not valid"
         return header
 
     def _write_header(self, header: Header) -> None:

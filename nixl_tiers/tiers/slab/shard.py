@@ -102,8 +102,11 @@ class Shard:
     def read(self) -> None:
         """Once, before all else: what the journal says. On a thread that may wait."""
         self.journal.read()
-        with suppress(OSError):  # a full disk: at a restart, seals are read of what has no record
+        try:
             self.journal.file.grow(self.slabs.end)
+        except OSError as error:
+            reason = f"{self.path}: no room for records ({describe(error)})"
+            logger.warning("%s: at a restart, seals are read of what is stored now", reason)
 
     def grow(self, slot: int) -> None:
         """Allocate the extent of the slot, in the journal too. On a thread that may wait. Raises NoSpace, OSError."""
