@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 WRITE_S: Final = 1.0  # between two writes of what has changed
 _THREADS: Final = 2  # that may wait for the file
 _MOST_TOUCHED: Final = 64  # packets of uses, while the file cannot be written: an order is all that is lost
+_NO_ROWS: Final = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 1), np.uint8)
 _KNOWN, _CHANGED = np.uint8(1), np.uint8(2)  # of `_flags`
 
 
@@ -67,8 +68,7 @@ class Journal:
         self.complete = False
         """Whether every row that was there at open is known. Set by the caller, who reads seals."""
         self._allocated = np.ones(slots, np.bool_) if allocated is None else allocated
-        self._order = self._ticks = np.zeros(0, np.int64)  # of rows that were there at open, until they are listed:
-        self._keys = np.zeros((0, 1), np.uint8)  # slots, least recently used first; and by slot, as in PackedEntries
+        self._rows = _NO_ROWS  # that were there at open: slots, least recently used first; by slot, ticks and keys
         self._touched: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         self._lock = threading.Lock()  # of what `write` takes from the loop
         self._amending = np.zeros(0, SLOT)
@@ -111,16 +111,15 @@ class Journal:
         self.tags[double] = 0
         self._change(double)
         rows = rows[self.tags[rows] != 0]
-        self._order, self._ticks, self._keys = rows[np.argsort(ticks[rows], kind="stable")], ticks, keys
+        self._rows = rows[np.argsort(ticks[rows], kind="stable")], ticks, keys
 
     def list_rows(self) -> Iterator[PackedEntries]:
         """Once: the rows that were there at open, least recently used first, in batches of up to MAX_ENTRIES."""
-        for start in range(0, len(self._order), MAX_ENTRIES):
-            slots = self._order[start : start + MAX_ENTRIES]
+        (order, ticks, keys), self._rows = self._rows, _NO_ROWS
+        for start in range(0, len(order), MAX_ENTRIES):
+            slots = order[start : start + MAX_ENTRIES]
             slots = slots[self.tags[slots] != 0]
-            yield PackedEntries(slots, self._ticks[slots], self._keys[slots])
-        self._order = self._ticks = np.zeros(0, np.int64)
-        self._keys = np.zeros((0, 1), np.uint8)
+            yield PackedEntries(slots, ticks[slots], keys[slots])
 
     def unknown_slots(self) -> NDArray[np.bool_]:
         """By slot, whether its record says nothing."""
@@ -211,8 +210,8 @@ class Journal:
     def mark_garbage(self, slot: int, sealed_at: int) -> None:
         """The slot holds no row, but may hold bytes of one that was sealed then, and of what was there before."""
         with self._lock:
-            times = (int(self.sealed_at[slot]), _in_seconds(sealed_at))
-            self.tags[slot], self.sealed_at[slot] = 0, min(filter(None, times))
+            self.tags[slot], before = 0, int(self.sealed_at[slot])
+            self.sealed_at[slot] = min(before or _in_seconds(sealed_at), _in_seconds(sealed_at))
             self._change(slot, known=True)
 
     def mark_erased(self, slots: Sequence[int]) -> None:
@@ -282,8 +281,7 @@ class Journal:
         self._change(slots)
 
 
-def _in_seconds(sealed_at: int) -> int:
-    """0 would say that the slot was erased."""
+def _in_seconds(sealed_at: int) -> int:  # 0 would say that the slot was erased
     return min(max(1, sealed_at), 0xFFFFFFFF)
 
 
