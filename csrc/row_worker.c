@@ -2,8 +2,8 @@
  *
  * A unit is a number of rows, all read or all written. Threads take rows of units, a few megabytes at a time, and move
  * them by Linux AIO in contexts of their own: rows are sealed before they are written and verified after they were
- * read, or are hashed and copied in one pass where they are staged. Each row has a verdict of its own. One eventfd says
- * that units have ended.
+ * read, or are hashed and copied in one pass where they are staged. A row that is written gets its record from the same
+ * thread (records.h), before and after. Each row has a verdict of its own. One eventfd says that units have ended.
  *
  * Linux AIO and not io_uring: a killed process's memory goes only after what its AIO contexts have in flight has ended,
  * which is what counts as its end here (memory/address_space.py). An io_uring goes on reading after that.
@@ -40,6 +40,46 @@ static uint64_t sealed_at(const struct worker *worker, const uint8_t *row) {
     return read64(row + worker->shape.row_bytes - worker->shape.seal_bytes + offsetof(struct head, sealed_at));
 }
 
+static void report_row(struct worker *worker, struct unit *unit) {
+    pthread_mutex_lock(&worker->lock);
+    if (!--unit->left) {
+        push(&worker->ended, unit);
+        signal_fd(worker->ended_fd);
+    }
+    pthread_mutex_unlock(&worker->lock);
+}
+
+/* The records of rows that are there now, in order of their slots; then the rows have ended. */
+static void record_rows(struct thread *thread) {
+    uint32_t slots[DEPTH], count = thread->written_count;
+    struct record made[DEPTH];
+    struct records *records = count ? thread->written[0].unit->order.records : NULL;
+    for (uint32_t i = 0; i < count; i++) {
+        const struct moved *each = &thread->written[i];
+        const struct row *row = &each->unit->rows[each->row];
+        slots[i] = row->slot;
+        uint64_t at = each->unit->results[each->row].sealed_at;
+        make_record(&made[i], row->key, row->key_bytes, row->tag, row->tick, at ? at : 1, row->slot, records->salt);
+    }
+    int error = count ? put_records(records, slots, made, count) : 0;
+    for (uint32_t i = 0; i < count; i++) {
+        const struct moved *each = &thread->written[i];
+        each->unit->results[each->row].error = abs(error);
+        report_row(thread->worker, each->unit);
+    }
+    thread->written_count = 0;
+}
+
+static void record_later(struct thread *thread, struct unit *unit, uint32_t number) {
+    struct moved *written = thread->written;
+    if (thread->written_count && written[0].unit->order.records != unit->order.records)
+        record_rows(thread);
+    uint32_t place = thread->written_count++;
+    for (; place && written[place - 1].unit->rows[written[place - 1].row].slot > unit->rows[number].slot; place--)
+        written[place] = written[place - 1];
+    written[place] = (struct moved){unit, number};
+}
+
 static void end_row(struct thread *thread, struct unit *unit, uint32_t number) {
     struct worker *worker = thread->worker;
     const struct row *row = &unit->rows[number];
@@ -52,13 +92,11 @@ static void end_row(struct thread *thread, struct unit *unit, uint32_t number) {
                                      unit->order.stage ? region_row(worker, row) : NULL, row->key, row->key_bytes,
                                      thread->scratch);
         result->sealed_at = sealed_at(worker, moved);
+    } else if (unit->order.records) {
+        record_later(thread, unit, number);
+        return;
     }
-    pthread_mutex_lock(&worker->lock);
-    if (!--unit->left) {
-        push(&worker->ended, unit);
-        signal_fd(worker->ended_fd);
-    }
-    pthread_mutex_unlock(&worker->lock);
+    report_row(worker, unit);
 }
 
 static void end_request(struct thread *thread, struct request *request, int64_t moved) {
@@ -77,14 +115,14 @@ static void end_request(struct thread *thread, struct request *request, int64_t 
 static long end_some(struct thread *thread) {
     struct io_event events[DEPTH];
     struct timespec none = {0, 0};
-    long count;
-    if (thread->idle == DEPTH)
-        return 0;
-    do
-        count = syscall(SYS_io_getevents, thread->context, 0, thread->worker->batch, events, &none);
-    while (count < 0 && errno == EINTR);
+    long count = 0;
+    if (thread->idle < DEPTH)
+        do
+            count = syscall(SYS_io_getevents, thread->context, 0, thread->worker->batch, events, &none);
+        while (count < 0 && errno == EINTR);
     for (long i = 0; i < count; i++)
         end_request(thread, (struct request *)(uintptr_t)events[i].data, events[i].res);
+    record_rows(thread);
     return count;
 }
 
@@ -144,6 +182,14 @@ static void submit(struct thread *thread, struct iocb **blocks, long count) {
     }
 }
 
+/* The records of rows that are about to be written over: negative if they must not be, as by `put_records`. */
+static int forget_rows(const struct unit *unit, uint32_t first, uint32_t count) {
+    uint32_t slots[DEPTH];
+    for (uint32_t i = 0; i < count; i++)
+        slots[i] = unit->rows[first + i].slot;
+    return unit->order.write && unit->order.records ? put_records(unit->order.records, slots, NULL, count) : 0;
+}
+
 /* Whether anything was there to begin with. */
 static bool begin_some(struct thread *thread) {
     struct worker *worker = thread->worker;
@@ -153,8 +199,14 @@ static bool begin_some(struct thread *thread) {
     struct unit *unit = take(thread, &first, &count);
     if (!unit)
         return false;
+    int denied = forget_rows(unit, first, count);
     for (uint32_t number = first; number < first + count; number++) {
         const struct row *row = &unit->rows[number];
+        if (denied < 0) {
+            unit->results[number].error = -denied;
+            end_row(thread, unit, number);
+            continue;
+        }
         if (unit->order.write)
             prepare(thread, unit, number);
         unit->pending[number] = worker->requests;

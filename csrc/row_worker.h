@@ -5,9 +5,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "seal.h"
+#include "records.h"
 
-#define ROW_WORKER_ABI 2
+#define ROW_WORKER_ABI 3
 
 enum {
     DEPTH = 64,           /* requests in flight, of a thread */
@@ -19,23 +19,25 @@ enum {
 
 /* As `_ROW` of worker.py. */
 struct row {
-    uint64_t offset; /* in the file */
+    uint64_t offset;    /* in the file */
+    uint64_t tag, tick; /* of its record */
     int32_t fd;
     uint32_t row;   /* of the region */
     uint32_t place; /* of the buffer, if the unit is staged */
+    uint32_t slot;  /* of its record */
     uint32_t missing;
     uint8_t seal; /* whether to seal it before it is written */
     uint8_t key_bytes;
     uint8_t key[KEY];
-    uint8_t reserved[6];
+    uint8_t reserved[2];
 };
-_Static_assert(sizeof(struct row) == 144, "_ROW of worker.py is as large");
+_Static_assert(sizeof(struct row) == 160, "_ROW of worker.py is as large");
 
 /* As `_RESULT` of worker.py. */
 struct result {
     uint64_t sealed_at;
     int32_t verdict;
-    int32_t error; /* if it is NOT_MOVED */
+    int32_t error; /* why it is NOT_MOVED, or has no record though it was written */
 };
 
 /* As `_Order` of worker.py. */
@@ -43,6 +45,7 @@ struct order {
     uint64_t id, now;
     uint8_t *stage; /* NULL: rows are moved straight between region and file */
     const struct row *rows;
+    struct records *records; /* that say which rows were written; NULL: none do */
     struct space space;
     uint32_t count, places, write;
 };
@@ -67,6 +70,11 @@ struct request {
     uint32_t row;
 };
 
+struct moved {
+    struct unit *unit;
+    uint32_t row;
+};
+
 struct worker;
 
 struct thread {
@@ -76,6 +84,8 @@ struct thread {
     aio_context_t context;
     struct request requests[DEPTH], *unused;
     uint32_t idle; /* how many are unused */
+    struct moved written[DEPTH]; /* rows whose records are to be written */
+    uint32_t written_count;
     bool wrote;    /* what was taken last */
     bool asleep;   /* it has found nothing in the queues */
     struct scratch scratch;

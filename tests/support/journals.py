@@ -1,14 +1,17 @@
-"""The journal of a shard as its file has it, read past the tier."""
+"""The journal of a shard as its file has it, read and written past the tier, as 3229999f did it."""
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from nixl_tiers.base.chunk import PAGE
-from nixl_tiers.tiers.slab.journal_file import NAME, RECORD, RECORD_BYTES, Header, decode
+from nixl_tiers.tiers.slab.journal_file import NAME, RECORD_BYTES, Header
+
+_RECORD: Final = struct.Struct("<IHBBII112s")
 
 
 class Record(NamedTuple):
@@ -19,6 +22,20 @@ class Record(NamedTuple):
     sealed_at: int
 
 
+def encode(slot: int, record: Record, salt: int) -> bytes:
+    """By docs/reference/formats.md."""
+    key = record.key.ljust(112, b"\0")
+    check = (max(1, xxh3_64_intdigest(key, len(record.key))) if record.key else 0) ^ salt
+    words = (slot, record.tick, record.sealed_at | len(record.key) << 32)
+    for word, multiplier in zip(words, (0x9FB21C651E98DF25, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB), strict=True):
+        check = (check ^ word) * multiplier % 2**64
+        check ^= check >> 32
+    check |= 1
+    low, high = check & 0xFFFFFFFF, check >> 32 & 0xFFFF
+    tick_low, tick_high = record.tick & 0xFFFFFFFF, record.tick >> 32
+    return _RECORD.pack(low, high, len(record.key), tick_high, tick_low, record.sealed_at, key)
+
+
 def records(journal: Path) -> dict[int, Record]:
     """The valid records by slot."""
     return records_of(journal.read_bytes())
@@ -27,15 +44,15 @@ def records(journal: Path) -> dict[int, Record]:
 def records_of(raw: bytes) -> dict[int, Record]:
     """The valid records in the contents of a journal."""
     header = Header.read(raw)
-    if header is None:
-        return {}
-    body = raw[PAGE:]
-    slots = np.arange(len(body) // RECORD_BYTES)
-    found = decode(np.frombuffer(body[: len(slots) * RECORD_BYTES], RECORD), slots, header.salt)
-    return {
-        slot: Record(found.key(slot), int(found.ticks[slot]), int(found.sealed_at[slot]))
-        for slot in np.flatnonzero(found.valid).tolist()
-    }
+    found = {}
+    for slot in range((len(raw) - PAGE) // RECORD_BYTES if header else 0):
+        one = raw[PAGE + slot * RECORD_BYTES : PAGE + (slot + 1) * RECORD_BYTES]
+        if any(one[:6]):
+            _, _, length, tick_high, tick_low, sealed_at, key = _RECORD.unpack(one)
+            record = Record(key[:length], tick_low | tick_high << 32, sealed_at)
+            if length <= len(key) and header is not None and encode(slot, record, header.salt) == one:
+                found[slot] = record
+    return found
 
 
 def rows(journal: Path) -> dict[int, bytes]:

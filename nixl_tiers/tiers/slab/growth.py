@@ -53,7 +53,7 @@ class Growth:
         if self.slots < layout.slots and time.monotonic() >= self._retry_at_s and not growing():
             self._retry_at_s = time.monotonic() + self._retry_s
             with suppress(NoSpace, OSError):
-                yield from until(self._allocator.submit(slabs.grow, slabs.end))
+                yield from until(self._allocator.submit(self._shard.grow, slabs.end))
                 self.slots = layout.slots
         # Before the journal is complete, what is in the tail is not known.
         if self._shard.journal.complete:

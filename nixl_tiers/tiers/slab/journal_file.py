@@ -1,26 +1,26 @@
 """The file of a journal: a header page, then one record a slot, at the place that the slot's number gives it.
 
-Records are read in chunks at open and written with `pwrite`: once that has returned they survive the process, however
-it ends. It is not memory-mapped: an I/O error would be a SIGBUS, and a disk that hangs a stopped process. Only the
-header is flushed, and the whole file when it is closed. So after a power failure any older version of a record may be
-back; the header shows that this may have happened (`trusted`). Not thread-safe: it is for the journal's own thread, but
-for `problem`.
+Records are read in chunks at open, and written by csrc/records.h, by whichever thread moves the row. What `pwrite` has
+taken survives the process, however it ends. The file is not memory-mapped: an I/O error would be a SIGBUS, and a disk
+that hangs a stopped process. Only the header is flushed, and the whole file when it is closed. So after a power failure
+any older version of a record may be back; the header shows that this may have happened (`trusted`).
 
-A record has 128 bytes and is encoded and checked, with many others, by numpy. It never straddles a 512-byte sector, so
-a power failure usually leaves the old or the new one; the checksum decides all the same. It covers the key, the times,
-the slot number and the file's salt: a record that was moved to another slot, or comes from another file, is not valid.
-A record that is not valid says nothing: its slot is unknown.
+A record has 128 bytes, and never straddles a 512-byte sector. Its checksum covers the key, the times, the slot number
+and the file's salt: one that was moved to another slot, or comes from another file, is not valid. A record that is not
+valid says nothing: its slot is unknown.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import os
 import secrets
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from nixl_tiers.base import native
 from nixl_tiers.base.chunk import MAX_KEY_BYTES, PAGE
 from nixl_tiers.tiers.disk import FileIdentity, fallocate
 from nixl_tiers.tiers.folder import Folder
@@ -35,7 +36,7 @@ from nixl_tiers.tiers.folder import Folder
 logger = logging.getLogger(__name__)
 
 NAME: Final = "manifest.journal"  # part of the format on disk
-CHUNK_RECORDS: Final = 4096  # that are read and decoded at a time
+CHUNK_RECORDS: Final = 4096  # that are read or written at a time
 _HEADER: Final = struct.Struct("<8sIIQ16sQ")  # magic, version, bytes a record, salt, boot, 1: closed and flushed
 _MAGIC: Final = b"nixljrnl"
 _VERSION: Final = 1
@@ -43,24 +44,15 @@ _BESIDE_BYTES: Final = 64 << 10  # the header, and what a file system adds
 _EXTENT_BYTES: Final = 1 << 20  # by which the file grows
 _NO_BOOT: Final = bytes(16)  # no machine's
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
-RECORD: Final = np.dtype(
-    [
-        ("check_low", "<u4"),
-        ("check_high", "<u2"),
-        ("key_bytes", "u1"),  # 0: the slot is empty
-        ("tick_high", "u1"),
-        ("tick_low", "<u4"),
-        ("sealed_at", "<u4"),
-        ("key", f"V{MAX_KEY_BYTES}"),  # zero-padded
-    ]
-)
-RECORD_BYTES: Final = RECORD.itemsize
+RECORD_BYTES: Final = 128
+NOTHING, UNKNOWN, EMPTY, ROW = range(4)  # `what` a record says: that nothing is known; that no row is there; which one
+SLOT: Final = np.dtype(
+    [("tag", "<u8"), ("tick", "<u8"), ("slot", "<u4"), ("sealed_at", "<u4"), ("what", "<u4"), ("key_bytes", "u1"),
+     ("key", f"V{MAX_KEY_BYTES}"), ("reserved", "V3")]
+)  # fmt: skip
+"""A record as csrc/records.h takes and gives it. `tag`: of the key. Of what is no row all is 0 but `sealed_at`."""
 MAX_TICK: Final = (1 << 40) - 1
 """Ticks count requests; a higher one, which only a defect can make, is recorded as this."""
-
-_CHECK_BITS: Final = np.uint64((1 << 48) - 1)
-_MULTIPLIERS: Final = tuple(map(np.uint64, (0x9FB21C651E98DF25, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)))  # odd
-_FOLD: Final = np.uint64(32)
 
 
 def journal_bytes(slots: int) -> int:
@@ -87,12 +79,8 @@ class Header(NamedTuple):
         head, check = raw[: _HEADER.size], raw[_HEADER.size : _HEADER.size + 8]
         if len(check) < 8 or xxh3_64_intdigest(head) != int.from_bytes(check, "little"):
             return None
-        magic, version, record_bytes, salt, boot, flushed = _HEADER.unpack(head)
-        return (
-            cls(salt, boot, flushed == 1)
-            if (magic, version, record_bytes) == (_MAGIC, _VERSION, RECORD_BYTES)
-            else None
-        )
+        *kind, salt, boot, flushed = _HEADER.unpack(head)
+        return cls(salt, boot, flushed == 1) if kind == [_MAGIC, _VERSION, RECORD_BYTES] else None
 
     def pack(self) -> bytes:
         head = _HEADER.pack(_MAGIC, _VERSION, RECORD_BYTES, self.salt, self.boot, int(self.flushed))
@@ -100,20 +88,21 @@ class Header(NamedTuple):
 
 
 class JournalFile:
-    """Calls raise OSError. Slots are below `slots`."""
+    """Calls raise OSError, and belong on a thread that may wait. Slots are below `slots`."""
 
     def __init__(self, folder: Folder, slots: int, *, writes: bool = True) -> None:
         """Opens or makes it. A damaged header makes every record invalid. Without `writes` it must be there, and is
         only read."""
         self.path = folder.path / NAME
         self._slots = slots
-        self.defect: OSError | str = ""
+        self.defect = ""
         """Why it has no header that says which records are valid; "": it has one, or is new."""
+        self.unreadable: OSError | None = None
         self._descriptor = folder.open(NAME, os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY)
         try:
             status = os.fstat(self._descriptor)
             self._identity = FileIdentity(self.path, status)
-            header = self._read_header(status)
+            header = self._read_header()
             most = PAGE + RECORD_BYTES * slots if header else 0
             self._bytes = min(status.st_size, most)
             self._bytes -= max(0, self._bytes - PAGE) % RECORD_BYTES
@@ -128,14 +117,13 @@ class JournalFile:
         self.salt = header.salt if header else secrets.randbits(64)
         self.trusted = header is None or header.flushed or header.boot == boot
         """Whether its records are those written last: no power failure can have brought back older ones, and after
-        `check` no I/O error either."""
+        `start` no I/O error either."""
         self.is_open = header is not None and not header.flushed
         """Whether a process has it open to write, or has ended without closing it."""
-        self._unflushed = header is not None and not header.flushed and self.trusted
         # Until it is flushed by `close`, another process must not trust it either.
         self._header = Header(self.salt, boot if header is None or self.trusted else header.boot, flushed=False)
-        self._marked_open = False
-        self._lost = False  # a flush has failed since records were read: those that are not written again may be gone
+        self.writer: int | None = None
+        """What writes the records (csrc/records.h), from `start` to `close`."""
 
     @property
     def records(self) -> int:
@@ -146,130 +134,80 @@ class JournalFile:
         """Whether the file was deleted, replaced or cut short, as a sentence, or "". On any thread."""
         return self._identity.problem(self._bytes)
 
-    def check(self) -> None:
-        """Call it before the first `read`. A write that has returned is in the page cache; if the disk does not take it
-        later, the cache may drop it, and an older record is back. The next flush reports that, in this process too: so
-        what a killed one has written is trusted only if it can be flushed now."""
-        if self._unflushed:
-            self._unflushed = False
+    def start(self) -> None:
+        """Before the first `read`: it is to be written from now on."""
+        distrusted = self._header._replace(boot=_NO_BOOT)
+        if self.is_open and self.trusted:
+            # A write that has returned is in the page cache; if the disk does not take it later, the cache may drop it,
+            # and an older record is back. The next flush reports that, in this process too: so what a killed one has
+            # written is trusted only if it can be flushed now.
             try:
                 os.fdatasync(self._descriptor)
             except OSError as error:
-                self.trusted = False
+                self.trusted, self._header = False, distrusted
                 reason = os.strerror(error.errno or 0)
                 logger.warning("%s: the disk has lost records (%s): reading seals instead", self.path, reason)
-                with suppress(OSError):  # no later flush reports it, so the next process could not know
-                    self.distrust()
+                try:  # no later flush reports it, so the next process could not know
+                    self._write_header(distrusted)
+                except OSError:
+                    os.ftruncate(self._descriptor, 0)
+                    self._bytes = 0
+        new, headers = _library().nixl_tiers_records_new, (self._header.pack(), distrusted.pack())
+        self.writer = new(self._descriptor, self.salt, *headers)
+        _library().nixl_tiers_records_room(self.writer, self.records)
 
-    def read(self, first: int) -> tuple[NDArray[np.int64], Records]:
-        """Slots from `first` on, up to CHUNK_RECORDS of them, and their records."""
-        slots = np.arange(first, min(first + CHUNK_RECORDS, self.records))
-        return slots, decode(self._read_run(first, len(slots)), slots, self.salt)
+    def grow(self, slots: int) -> None:
+        """Have room for the records of so many slots, and some more, as slots are used in ascending order."""
+        most = PAGE + RECORD_BYTES * self._slots
+        wanted = min(PAGE + RECORD_BYTES * slots, most)
+        if wanted > self._bytes:
+            end = min(-(-wanted // _EXTENT_BYTES) * _EXTENT_BYTES, most)
+            failed = fallocate(self._descriptor, self._bytes, end - self._bytes)
+            if failed == errno.EOPNOTSUPP:
+                os.ftruncate(self._descriptor, end)
+            elif failed:
+                raise OSError(failed, os.strerror(failed), str(self.path))
+            self._bytes = end
+            _library().nixl_tiers_records_room(self.writer, self.records)
 
-    def read_slots(self, slots: NDArray[np.int64]) -> Records:
-        """The records of these slots, which are sorted and have records in the file."""
-        runs = [self._read_run(int(run[0]), len(run)) for run in _runs(slots)]
-        return decode(np.concatenate([np.zeros(0, RECORD), *runs]), slots, self.salt)
+    def amend(self, changes: NDArray[np.void], *, everything: bool = False) -> int:
+        """Write what changes say, of SLOT and in order of slots; `everything`: nothing is missing then. 0; an errno:
+        some are not written, which the header says; negative: not even that could be written."""
+        error: int = _library().nixl_tiers_records_amend(self.writer, changes.ctypes.data, len(changes), everything)
+        return error
 
-    def write(self, slots: NDArray[np.int64], records: NDArray[np.void]) -> str:
-        """Write the records of these slots, which are sorted; neighbours together. Makes room for them; where there is
-        none (a full disk), those from `self.records` on are not written. Returns why, or ""."""
-        if not len(slots):
-            return ""
-        if not self._marked_open:
-            self._mark_open()
-        full = self._extend(PAGE + RECORD_BYTES * (int(slots[-1]) + 1))
-        start = 0
-        for run in _runs(slots[slots < self.records]):
-            self._write_at(records[start : start + len(run)].tobytes(), PAGE + RECORD_BYTES * int(run[0]))
-            start += len(run)
-        return full
-
-    def distrust(self) -> None:
-        """Not all changes can be written: the next open is to treat the file as after a power failure."""
-        self._header = self._header._replace(boot=_NO_BOOT)
-        if self._marked_open:
-            self._write_header(self._header)
-        else:
-            self._mark_open()
+    def read(self, first: int, count: int) -> NDArray[np.void]:
+        """What the records of these slots say, of SLOT."""
+        raw = os.pread(self._descriptor, count * RECORD_BYTES, PAGE + first * RECORD_BYTES)
+        return decode(raw.ljust(count * RECORD_BYTES, b"\0"), first, self.salt)  # where the file ends are none
 
     def close(self, *, flush: bool) -> None:
         """`flush`: its records are right, and all were written; make them durable, and say so in the header, unless an
         earlier flush has failed: this one would not report again what was lost then. Does not raise."""
+        whole = self.writer is not None and _library().nixl_tiers_records_close(self.writer)
+        self.writer = None
         try:
-            if flush and self._marked_open and not self._lost:
+            if flush and whole:
                 os.fdatasync(self._descriptor)
                 self._write_header(self._header._replace(flushed=True))
         except OSError:  # the page cache may forget what the disk has not taken
             with suppress(OSError):
-                self.distrust()
+                self._write_header(self._header._replace(boot=_NO_BOOT))
         os.close(self._descriptor)
 
-    def _read_header(self, status: os.stat_result) -> Header | None:
+    def _read_header(self) -> Header | None:
         try:
-            header = Header.read(os.pread(self._descriptor, PAGE, 0))
+            raw = os.pread(self._descriptor, PAGE, 0)
         except OSError as error:
-            self.defect = error
+            self.unreadable, self.defect = error, "its header cannot be read"
             return None
-        if header is None and status.st_size:
+        header = Header.read(raw)
+        if header is None and any(raw):  # zeroes: it has grown, and nothing was written yet
             self.defect = "its header is not valid"
         return header
 
-    def _mark_open(self) -> None:
-        self._write_header(self._header)
-        try:
-            os.fdatasync(self._descriptor)  # else a power failure could leave the old header over new records
-        except OSError:
-            self._lost = True
-            raise
-        self._marked_open = True
-
     def _write_header(self, header: Header) -> None:
-        self._write_at(header.pack(), 0)
-        self._bytes = max(self._bytes, PAGE)
-
-    def _extend(self, nbytes: int) -> str:
-        """Allocate the file up to here, and some more, as slots are used in ascending order. Returns why that is not
-        possible, or ""."""
-        if nbytes <= self._bytes:
-            return ""
-        end = min(-(-nbytes // _EXTENT_BYTES) * _EXTENT_BYTES, PAGE + RECORD_BYTES * self._slots)
-        failed = fallocate(self._descriptor, self._bytes, end - self._bytes)
-        if failed == errno.EOPNOTSUPP:
-            os.ftruncate(self._descriptor, end)
-        elif failed:
-            return os.strerror(failed)
-        self._bytes = end
-        return ""
-
-    def _read_run(self, first: int, count: int) -> NDArray[np.void]:
-        raw = os.pread(self._descriptor, count * RECORD_BYTES, PAGE + first * RECORD_BYTES)
-        return np.frombuffer(raw.ljust(count * RECORD_BYTES, b"\0"), RECORD)  # cut short by somebody: no records there
-
-    def _write_at(self, raw: bytes, offset: int) -> None:
-        while raw:
-            written = os.pwrite(self._descriptor, raw, offset)
-            raw, offset = raw[written:], offset + written
-
-
-def _runs(slots: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Sorted slots, in runs of neighbours."""
-    return iter(np.split(slots, np.flatnonzero(np.diff(slots) != 1) + 1)) if len(slots) else iter(())
-
-
-class Records(NamedTuple):
-    """Decoded records, by place. Of invalid ones and of empty slots, tags, ticks and lengths are 0."""
-
-    valid: NDArray[np.bool_]
-    tags: NDArray[np.uint64]
-    ticks: NDArray[np.int64]
-    sealed_at: NDArray[np.uint32]
-    lengths: NDArray[np.uint8]
-    keys: NDArray[np.void]
-
-    def key(self, place: int) -> bytes:
-        """The key of a valid record; b"" if its slot is empty."""
-        return bytes(self.keys[place].tobytes()[: int(self.lengths[place])])
+        os.pwrite(self._descriptor, header.pack(), 0)
 
 
 def tag_of(key: bytes) -> int:
@@ -282,60 +220,21 @@ def tags_of(keys: Sequence[bytes]) -> NDArray[np.uint64]:
     return np.fromiter(map(tag_of, keys), np.uint64, len(keys))
 
 
-def encode(
-    slots: NDArray[np.int64],
-    keys: Sequence[bytes],
-    tags: NDArray[np.uint64],
-    ticks: NDArray[np.int64],
-    sealed_at: NDArray[np.uint32],
-    *,
-    salt: int,
-) -> NDArray[np.void]:
-    """Records for these slots. A key b"": the slot is empty. `tags`: of the keys. Times in Unix seconds; ticks within
-    MAX_TICK."""
-    records = np.zeros(len(slots), RECORD)
-    records["key"] = np.array(keys, f"S{MAX_KEY_BYTES}").view(RECORD["key"])
-    records["key_bytes"] = list(map(len, keys))
-    records["tick_low"] = ticks & 0xFFFFFFFF
-    records["tick_high"] = ticks >> 32
-    records["sealed_at"] = sealed_at
-    check = _check(records, tags, slots, salt)
-    records["check_low"] = check & np.uint64(0xFFFFFFFF)
-    records["check_high"] = check >> _FOLD
-    return records
+def decode(raw: bytes, first: int, salt: int) -> NDArray[np.void]:
+    """Of SLOT: what the records from that of slot `first` on say."""
+    found = np.zeros(len(raw) // RECORD_BYTES, SLOT)
+    _library().nixl_tiers_records_decode(raw, first, len(found), salt, found.ctypes.data)
+    return found
 
 
-def decode(records: NDArray[np.void], slots: NDArray[np.int64], salt: int) -> Records:
-    """The records found at these slots' places. About 0.3 us each; several thousand at a time, as some of it holds the
-    interpreter lock."""
-    lengths = records["key_bytes"].copy()
-    lengths[lengths > MAX_KEY_BYTES] = 0  # not valid then: the checksum covers the byte itself
-    tags = np.zeros(len(records), np.uint64)
-    keyed = np.flatnonzero(lengths)
-    keys = np.ascontiguousarray(records["key"])
-    raw = keys[keyed].tolist()
-    hashes = np.fromiter(map(xxh3_64_intdigest, raw, lengths[keyed].tolist()), np.uint64, len(raw))
-    tags[keyed] = np.maximum(hashes, 1)  # as `tag_of`
-    found = records["check_low"] | records["check_high"].astype(np.uint64) << _FOLD
-    valid = found == _check(records, tags, slots, salt)
-    ticks = records["tick_low"] | records["tick_high"].astype(np.int64) << 32
-    bad = ~valid
-    for column in (tags, ticks, lengths):
-        column[bad] = 0
-    return Records(valid, tags, ticks, np.where(valid, records["sealed_at"], 0), lengths, keys)
-
-
-def _check(
-    records: NDArray[np.void], tags: NDArray[np.uint64], slots: NDArray[np.int64], salt: int
-) -> NDArray[np.uint64]:
-    """48 bits: the key's tag, which is XXH3, mixed with everything else. Never 0, which is a record of zeroes."""
-    words = (
-        slots.astype(np.uint64),
-        records["tick_low"] | records["tick_high"].astype(np.uint64) << _FOLD,
-        records["sealed_at"] | records["key_bytes"].astype(np.uint64) << _FOLD,
-    )
-    check = tags ^ np.uint64(salt)
-    for word, multiplier in zip(words, _MULTIPLIERS, strict=True):
-        check = (check ^ word) * multiplier
-        check ^= check >> _FOLD
-    return (check & _CHECK_BITS) | np.uint64(1)
+@cache
+def _library() -> ctypes.CDLL:
+    found = native.opened(native.ROW_WORKER)
+    pointer, whole = ctypes.c_void_p, ctypes.c_uint64
+    found.nixl_tiers_records_new.argtypes = [ctypes.c_int, whole, ctypes.c_char_p, ctypes.c_char_p]
+    found.nixl_tiers_records_new.restype = pointer
+    found.nixl_tiers_records_room.argtypes = [pointer, whole]
+    found.nixl_tiers_records_amend.argtypes = [pointer, pointer, ctypes.c_uint32, ctypes.c_int]
+    found.nixl_tiers_records_decode.argtypes = [ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, whole, pointer]
+    found.nixl_tiers_records_close.argtypes = [pointer]
+    return found

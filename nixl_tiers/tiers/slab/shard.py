@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -19,21 +18,21 @@ from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.manifest import MANIFEST_NAME
 from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.memory.seal import Sealer
-from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, MAX_SLOTS, Entry, TierDown, expired, has_expired, sweep_s
+from nixl_tiers.tiers.base import MAX_ENTRIES, MAX_SLOTS, Entry, TierDown
 from nixl_tiers.tiers.disk import HealthMonitor, describe, probe_name
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.manifests import ManifestMedium, read_manifest
 from nixl_tiers.tiers.nixl_agent import Registrar
+from nixl_tiers.tiers.slab.expiry import Expiry
 from nixl_tiers.tiers.slab.journal import Journal
-from nixl_tiers.tiers.slab.journal_file import journal_bytes
+from nixl_tiers.tiers.slab.journal_file import journal_bytes, tag_of
 from nixl_tiers.tiers.slab.layout import SlabLayout, describe_layout, described
-from nixl_tiers.tiers.slab.quota import DELETE_WAIT_S, SlabQuota
+from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.slab.shards import JOURNAL, ROWS, ShardDir
 from nixl_tiers.tiers.slab.slabs import SealedRow, SealScan, Slabs, detect_layout, read_seals
 
 logger = logging.getLogger(__name__)
 
-_CLAMP_SLOTS: Final = 1 << 16  # in one step
 _MARGIN_BYTES: Final = 256 << 10  # directories, locks, extent trees: what is on the disk beside rows and journal
 
 
@@ -57,7 +56,6 @@ class Shard:
         self._directory = directory
         self.path = directory.path
         self._quota = quota
-        self._max_age_s = max_age_s
         self._clock = clock
         layout = self._layout(slots)
         self.slabs = Slabs(directory.folder, layout, agent, quota)  # tries the disk out before anything is renamed
@@ -67,11 +65,7 @@ class Shard:
         self.journal = Journal(directory.folder, layout.slots, self.slabs.allocated())
         self.listed = False
         """Whether `list_rows` has ended: the journal knows all rows, as far as that is possible."""
-        self.erasing: frozenset[int] = frozenset()
-        """Slots that are being erased: nothing may be stored into them or loaded from them."""
-        self._expired_at_s = 0.0
-        self._eraser = ThreadPoolExecutor(1, thread_name_prefix="eraser")
-        self._closing = False
+        self.expiry = Expiry(self, quota, max_age_s, clock)
         self._scan: SealScan | None = None
         self._log_once = LogOnce(logger)
         self._store_failed = False
@@ -105,6 +99,20 @@ class Shard:
             layout = SlabLayout.of(sealer.geometry.row_bytes, slots)
         return layout
 
+    def read(self) -> None:
+        """Once, before all else: what the journal says. On a thread that may wait."""
+        self.journal.read()
+        try:
+            self.journal.file.grow(self.slabs.end)
+        except OSError as error:
+            reason = f"{self.path}: no room for records ({describe(error)})"
+            logger.warning("%s: at a restart, seals are read of what is stored now", reason)
+
+    def grow(self, slot: int) -> None:
+        """Allocate the extent of the slot, in the journal too. On a thread that may wait. Raises NoSpace, OSError."""
+        self.journal.file.grow(slot + self.slabs.layout.extent_slots)
+        self.slabs.grow(slot)
+
     # --- listing ----------------------------------------------------------------------------------------------------
 
     def list_rows(self) -> Iterator[Sequence[Entry]]:
@@ -118,7 +126,7 @@ class Shard:
         if unknown.any():
             yield from self._recover(unknown, last_tick)
         else:
-            self.journal.mark_complete()
+            self.journal.complete = True
         self.listed = True
 
     def _recover(self, unknown: NDArray[np.bool_], last_tick: int) -> Iterator[list[Entry]]:
@@ -128,28 +136,29 @@ class Shard:
         while not scan.done:
             yield []
         rows = scan.rows
-        comparing = self._eraser.submit(lambda: self.journal.duplicates([row.key for row in rows]).tolist())
+        comparing = self.journal.threads.submit(lambda: self.journal.duplicates([row.key for row in rows]).tolist())
         while not comparing.done():
             yield []
         for start in range(0, len(rows), MAX_ENTRIES):
             batch = []
-            for number in range(start, min(start + MAX_ENTRIES, len(rows))):
-                row = rows[number]
-                if self.journal.was_stored(row.slot):
-                    continue
+            for number, row in enumerate(rows[start : start + MAX_ENTRIES], start):
                 if comparing.result()[number]:
                     self.journal.mark_garbage(row.slot, row.sealed_at)
-                    continue
-                entry = Entry(row.slot, row.key, last_tick + 1 + number)
-                self.journal.put(entry.slot, entry.key, entry.tick, row.sealed_at)
-                batch.append(entry)
-            yield batch
+                else:
+                    batch.append((row.slot, row.key, tag_of(row.key), last_tick + 1 + number, row.sealed_at))
+            if batch:
+                recording = self.journal.threads.submit(self.journal.record, batch)
+                while not recording.done():
+                    yield []
+                error = abs(recording.result())
+                self.journal.stored([(slot, tag, sealed_at, error) for slot, _, tag, _, sealed_at in batch])
+                yield [Entry(slot, key, tick) for slot, key, _, tick, _ in batch]
         if rows:
             logger.info("%s: recovered %d rows by their seals", self.path, len(rows))
         if not scan.failed:
             # Bytes without a seal may be part of a row all the same: they age from now on.
             self.journal.mark_empty(unknown, int(self._clock()))
-            self.journal.mark_complete()
+            self.journal.complete = True
 
     def read_seals(self, slots: list[int]) -> list[SealedRow]:
         """The seals in these slots. On a thread that may wait. Raises OSError."""
@@ -160,101 +169,13 @@ class Shard:
     # --- loads ------------------------------------------------------------------------------------------------------
 
     def may_hold_row(self, slot: int) -> bool:
-        if not self.slabs.is_allocated(slot) or slot in self.erasing:
+        if not self.slabs.is_allocated(slot) or slot in self.expiry.erasing:
             return False
         return not self.listed or bool(self.journal.sealed_at[slot])
 
     def forget(self, slot: int, key: bytes) -> None:
         """The row there is not good, or too old. Its bytes stay, for the next sweep."""
         self.journal.remove(slot, key)
-
-    # --- expiry -----------------------------------------------------------------------------------------------------
-
-    def has_expired(self, slot: int, sealed_at: int) -> bool:
-        """Whether the row in that slot, sealed then by its seal, is too old."""
-        now = self._clock()
-        if sealed_at > now:  # counts from when it was first seen, if an expiry round has seen it
-            sealed_at = int(self.journal.sealed_at[slot]) or sealed_at
-        return has_expired(sealed_at, now, self._max_age_s)
-
-    def expire(self, in_use: Callable[[], set[int]]) -> Iterator[list[Entry]]:
-        """If it is due: erase the bytes of rows that are too old, and delete expired shards that no process holds.
-
-        Yields the keys that are gone, as entries of slot GONE. `in_use`: slots that jobs read or write, which are left
-        for the next round.
-        """
-        if self._max_age_s is None or abs(self._clock() - self._expired_at_s) < sweep_s(self._max_age_s):
-            return
-        now, max_age_s = self._clock(), self._max_age_s
-        sealed_at = self.journal.sealed_at
-
-        def expired_ones(slots: NDArray[np.int64]) -> NDArray[np.int64]:
-            return slots[(sealed_at[slots] > 0) & expired(sealed_at[slots], now, max_age_s)]
-
-        def find() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-            return np.flatnonzero(sealed_at > now), expired_ones(np.flatnonzero(sealed_at > 0))
-
-        self._expired_at_s = now
-        finding = self._eraser.submit(find)
-        while not finding.done():
-            yield []
-        ahead, old = finding.result()
-        for start in range(0, len(ahead), _CLAMP_SLOTS):
-            self.journal.clamp_times(ahead[start : start + _CLAMP_SLOTS], int(now))
-            yield []
-        shards_deleted = self._eraser.submit(self._delete_expired_shards, max_age_s)
-        for start in range(0, len(old), MAX_ENTRIES):
-            busy = in_use()
-            # Checked again: a slot may hold a new row by now.
-            found = expired_ones(old[start : start + MAX_ENTRIES]).tolist()
-            slots = [slot for slot in found if slot not in busy]
-            if len(slots) < len(found):
-                self._expired_at_s = 0.0  # another round soon
-            self.erasing = frozenset(slot for slot in slots if self.slabs.is_allocated(slot))
-            for slot in self.erasing.symmetric_difference(slots):
-                self.journal.mark_erased(slot)
-            erasing = self._eraser.submit(self._erase, sorted(self.erasing), now, max_age_s)
-            while not erasing.done():
-                yield []
-            erased = erasing.result()
-            if erased is not None:
-                rows, young = erased
-                # The slot may hold bytes of a row that was deleted, and its key be in another slot.
-                gone = [Entry(GONE, row.key, 0) for row in rows if self.journal.holds(row.slot, row.key)]
-                # A store that came meanwhile waits for this round: its slot's record has to stay unknown.
-                stored = {slot for slot in in_use() if self.journal.is_unknown(slot)}
-                for slot in self.erasing.difference(stored, (row.slot for row in young)):
-                    self.journal.mark_erased(slot)
-                for row in young:
-                    self.journal.restore_time(row.slot, row.sealed_at)
-                yield gone
-            self.erasing = frozenset()
-        while not shards_deleted.done():
-            yield []
-
-    def _erase(
-        self, slots: list[int], now_s: float, max_age_s: float
-    ) -> tuple[list[SealedRow], list[SealedRow]] | None:
-        """On the eraser's thread: the rows that were erased, and those that were kept, because their seals were ahead
-        of the clock when they were first seen and are not too old; None if nothing was erased for certain."""
-        try:
-            rows = self.read_seals(slots)
-            young = {
-                row.slot: row
-                for row in rows
-                if row.sealed_at <= now_s and not has_expired(row.sealed_at, now_s, max_age_s)
-            }
-            if not self._closing:
-                self.slabs.erase([slot for slot in slots if slot not in young])
-                return [row for row in rows if row.slot not in young], list(young.values())
-        except OSError as error:
-            self._log_once.report("erase", f"{self.path}: old rows cannot be erased ({describe(error)})")
-            self.health.check_soon()
-        return None
-
-    def _delete_expired_shards(self, max_age_s: float) -> None:
-        with suppress(OSError, TierDown), self._quota.locked(DELETE_WAIT_S):
-            self._quota.delete_expired(max_age_s, self._clock())
 
     # --- failures ---------------------------------------------------------------------------------------------------
 
@@ -269,7 +190,7 @@ class Shard:
 
     def _check(self) -> str:
         """On the health monitor's thread: a problem of any of the files, or ""."""
-        problem = self._directory.problem() or self.journal.problem() or self.slabs.problem()
+        problem = self._directory.problem() or self.journal.file.problem() or self.slabs.problem()
         if self._store_failed and not problem:
             self._store_failed = False
             reason = _write_error(self._directory.folder)
@@ -279,8 +200,7 @@ class Shard:
 
     def close(self) -> None:
         """Write what is pending, as far as that is possible; then `release` it."""
-        self._closing = True
-        self._eraser.shutdown(cancel_futures=True)
+        self.expiry.close()
         self.health.close()
         if self._scan is not None:
             self._scan.stop()

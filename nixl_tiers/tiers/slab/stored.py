@@ -22,7 +22,7 @@ from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.disk import read_past_cache
 from nixl_tiers.tiers.folder import Folder, NotOwned
 from nixl_tiers.tiers.manifests import read_manifest
-from nixl_tiers.tiers.slab.journal_file import CHUNK_RECORDS, RECORD, JournalFile, Records, decode
+from nixl_tiers.tiers.slab.journal_file import CHUNK_RECORDS, RECORD_BYTES, ROW, UNKNOWN, JournalFile, decode
 from nixl_tiers.tiers.slab.layout import SlabLayout, described, slab_name, slab_number
 from nixl_tiers.tiers.slab.parts import DELETING, holder_now, part_number
 from nixl_tiers.tiers.slab.quota import SlabQuota
@@ -30,7 +30,7 @@ from nixl_tiers.tiers.slab.shards import DESCRIPTION, is_shard, written_ns
 from nixl_tiers.tiers.stored import CheckedRow, Problems, Step, StoredNamespace, defect, reason
 
 _TRIES: Final = 4  # a row that an engine is replacing looks damaged for a moment
-_PAUSE_S: Final = 0.25  # between them: an engine writes its journal within 0.1 s
+_PAUSE_S: Final = 0.25  # between them: an engine that writes a row records it at once
 
 
 def find(config: FileConfig, before_s: float | None) -> Iterator[StoredNamespace]:
@@ -162,8 +162,8 @@ class _Slots:
         self._journal: JournalFile | None = None
         with suppress(FileNotFoundError, NotOwned):
             self._journal = JournalFile(folder, self._layout.slots, writes=False)
-            if isinstance(self._journal.defect, OSError):
-                self.problems.add(self._journal.path, self._journal.defect)
+            if self._journal.unreadable is not None:
+                self.problems.add(self._journal.path, self._journal.unreadable)
 
     def __enter__(self) -> Self:
         return self
@@ -177,22 +177,22 @@ class _Slots:
         journal, or it is damaged: else they were never used."""
         journal = self._journal
         ended = not found.holder and (journal is None or bool(journal.defect) or journal.is_open)
-        for slots, records in self._records():
-            held = records.valid & (records.lengths > 0)
+        for found_here in self._records():
+            held = found_here["what"] == ROW
             found.rows += int(held.sum())
-            found.unknown_slots += ended and int((~records.valid & self._has_room[slots]).sum())
-            times = records.sealed_at[held & (records.sealed_at > 0)]
+            found.unknown_slots += ended and int(self._without_record(found_here).sum())
+            times = found_here["sealed_at"][held & (found_here["sealed_at"] > 0)]
             if len(times):
                 found.include(float(times.min()), float(times.max()))
 
     def check(self, before_read: Step) -> Iterator[CheckedRow]:
-        for slots, records in self._records():
-            for place in np.flatnonzero((records.lengths > 0) | (~records.valid & self._has_room[slots])).tolist():
-                slot = int(slots[place])
+        for records in self._records():
+            for record in records[(records["what"] == ROW) | self._without_record(records)]:
+                slot = int(record["slot"])
                 try:
-                    if records.valid[place]:
+                    if record["what"] == ROW:
                         before_read(self._row_bytes)
-                        yield self._checked(slot, records.key(place))
+                        yield self._checked(slot, _key(record))
                     elif self._has_row(slot, before_read):
                         yield CheckedRow(self._name(slot), self._row_bytes, "ok")
                 except OSError as error:
@@ -212,7 +212,7 @@ class _Slots:
                 verdict = "corrupt"
             else:
                 return CheckedRow(self._name(slot), self._row_bytes, "ok")
-            if self._read(np.array([slot])).key(0) != key:
+            if _key(self._read(slot, 1)[0]) != key:
                 return CheckedRow(self._name(slot), self._row_bytes, "changed")
         return CheckedRow(self._name(slot), self._row_bytes, verdict, why)
 
@@ -236,23 +236,31 @@ class _Slots:
         except (FileNotFoundError, NotOwned):
             return np.zeros(0, np.uint8)
 
-    def _records(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
-        """All slots and their records, some thousands at a time."""
+    def _records(self) -> Iterator[NDArray[np.void]]:
+        """What those of all slots say, some thousands at a time."""
         for first in range(0, self._layout.slots, CHUNK_RECORDS):
-            slots = np.arange(first, min(first + CHUNK_RECORDS, self._layout.slots))
-            yield slots, self._read(slots)
+            yield self._read(first, min(CHUNK_RECORDS, self._layout.slots - first))
 
-    def _read(self, slots: NDArray[np.int64]) -> Records:
-        """Those that cannot be read are not valid."""
+    def _read(self, first: int, count: int) -> NDArray[np.void]:
+        """Those that cannot be read say nothing."""
         if self._journal is not None:
             try:
-                return self._journal.read_slots(slots)
+                return self._journal.read(first, count)
             except OSError as error:
                 self.problems.add(self._journal.path, error)
-        return decode(np.zeros(len(slots), RECORD), slots, 0)
+        return decode(bytes(count * RECORD_BYTES), first, 0)
+
+    def _without_record(self, records: NDArray[np.void]) -> NDArray[np.bool_]:
+        """Slots that may hold a row all the same."""
+        flags: NDArray[np.bool_] = (records["what"] == UNKNOWN) & self._has_room[records["slot"]]
+        return flags
 
     def _name(self, slot: int) -> str:
         return f"{self._folder.path}: slot {slot}"
+
+
+def _key(record: np.void) -> bytes:
+    return bytes(record["key"].tobytes()[: int(record["key_bytes"])])
 
 
 def _description(folder: Folder) -> tuple[Geometry, SlabLayout]:

@@ -100,6 +100,7 @@ class SlabTier(StorageTier):
             self._quota.release()
         try:
             self._open = shard = self._open_shard(namespace, epoch)
+            shard.read()
         except OSError as error:
             raise open_error(error) from error
         finally:
@@ -161,7 +162,7 @@ class SlabTier(StorageTier):
         """Erase what is too old, delete parts that are no more, try again to grow, and free what is empty."""
         served, slots = self._served, self._slots
         assert slots is not None, "it is open"
-        yield from served.expire(self._slots_in_use)
+        yield from served.expiry.expire(self._slots_in_use)
         if self._quota.surplus:
             yield from until(self._allocator.submit(self._quota.trim_again))
         yield from slots.maintain(self._slots_in_use, lambda: self._growth is not None)
@@ -172,7 +173,6 @@ class SlabTier(StorageTier):
         return GROWTH_S if age_s is None else min(GROWTH_S, sweep_s(age_s))
 
     def store(self, moves: Sequence[Move]) -> int:
-        # A crash in the middle must not leave the old keys over new bytes.
         self._served.journal.start_overwrite(*(move.slot for move in moves))
         return self._moves.store(moves)
 
@@ -183,7 +183,10 @@ class SlabTier(StorageTier):
         self._transfers.poll()
         if self._growth is not None and self._growth.done():
             self._grown(self._growth)
-        problem = self._open.health.poll() if self._open is not None else ""
+        problem = ""
+        if self._open is not None:
+            self._open.journal.step()
+            problem = self._open.health.poll()
         if problem:  # what runs ends by itself
             self._moves.loads.give_up()
             if self._growth is None:
@@ -254,12 +257,10 @@ class SlabTier(StorageTier):
     def _admit_store(self, unit: Unit) -> bool:
         """Stores that need a new extent wait for it, and for each other, unless it is overdue."""
         served = self._served
-        slabs, journal = served.slabs, served.journal
-        unit.end_each(lambda move: Outcome.FAILED if journal.denies(move.slot) else None)
-        slots = {move.slot for move in unit.moves}
+        slabs = served.slabs
         waits = self._growth is not None and not self._growth_is_overdue()
-        if waits or not journal.may_overwrite(slots) or served.erasing & slots:
-            return not unit.moves
+        if waits or any(move.slot in served.expiry.erasing for move in unit.moves):
+            return False
         unit.end_each(lambda move: None if 0 <= move.slot < slabs.layout.slots else Outcome.FAILED)
         lacking = [move.slot for move in unit.moves if not slabs.is_allocated(move.slot)]
         if not lacking:
@@ -268,7 +269,7 @@ class SlabTier(StorageTier):
         if self._growth is not None:
             outcome = Outcome.NO_SPACE
         elif time.monotonic() >= self._full_until_s:
-            self._growth = self._allocator.submit(slabs.grow, lacking[0])
+            self._growth = self._allocator.submit(served.grow, lacking[0])
             self._growth_since_s = time.monotonic()
             return False
         unit.end_each(lambda move: None if slabs.is_allocated(move.slot) else outcome)

@@ -24,9 +24,10 @@ from nixl_tiers.memory.seal import Verdict
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.disk import describe, open_agent
 from nixl_tiers.tiers.move_queue import MoveQueue, Steps, Unit
-from nixl_tiers.tiers.moves import MovePipeline, transferred
+from nixl_tiers.tiers.moves import MovePipeline, finished, transferred
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registrar, Registration, Span
 from nixl_tiers.tiers.slab.in_flight import LOADS_BYTES, StoreWindow, request_bytes, rows_of_loads
+from nixl_tiers.tiers.slab.journal_file import tag_of
 from nixl_tiers.tiers.slab.shard import Shard
 from nixl_tiers.tiers.slab.worker import Moved, Worker, open_worker
 from nixl_tiers.tiers.staging import DirectRows, Staging
@@ -108,7 +109,11 @@ class Transfers(ABC):
         with (yield from self.staging.stores.rows(unit.moves)) as rows:
             count, began_s = self.moves.stores.rows_moving, time.monotonic()
             moved = yield from self._begin(unit, rows, write=True)
-            good = [(move, at) for move, (verdict, at) in zip(unit.moves, moved, strict=False) if verdict is not None]
+            good = [
+                (move.slot, tag_of(move.key), at, error)
+                for move, (verdict, at, error) in zip(unit.moves, moved, strict=False)
+                if verdict is not None
+            ]
             if good:  # one that was not written says nothing of how fast the medium is
                 self._window.written(count, time.monotonic() - began_s)
                 self.moves.stores.limit_rows = self._window.rows
@@ -132,7 +137,7 @@ class Transfers(ABC):
     ) -> None:
         if moved:
             ends = iter(moved)
-            unit.end_each(lambda move: outcome(move, *next(ends)))
+            unit.end_each(lambda move: outcome(move, *next(ends)[:2]))
 
     # --- what becomes of a row --------------------------------------------------------------------------------------
 
@@ -144,15 +149,15 @@ class Transfers(ABC):
             return Outcome.FAILED
         return self.moves.judge(
             verdict,
-            expired=served.has_expired(move.slot, sealed_at),
+            expired=served.expiry.has_expired(move.slot, sealed_at),
             name=lambda: f"{served.path}: slot {move.slot}",
             forget=lambda _: served.forget(move.slot, move.key),
         )
 
-    def _stored(self, moved: Sequence[tuple[Move, int]]) -> None:
-        """These were written, and sealed then. Once a unit: the journal takes many rows as quickly as few."""
+    def _stored(self, moved: Sequence[tuple[int, int, int, int]]) -> None:
+        """These were written: as `Journal.stored`."""
         self._served().store_problem = ""
-        self._served().journal.put_all([(move.slot, move.key, move.tick, sealed_at) for move, sealed_at in moved])
+        self._served().journal.stored(moved)
 
     def _written(self, move: Move, verdict: Verdict | None, sealed_at: int) -> Outcome:
         """`verdict`: None if the row could not be written, else the journal has it. `sealed_at`: by its seal."""
@@ -182,8 +187,10 @@ class WorkerTransfers(Transfers):
         self.worker.close()
 
     def _move(self, unit: Unit, rows: DirectRows, places: Sequence[Place], *, write: bool) -> Steps[Sequence[Moved]]:
-        sealer, now_s = self._served().sealer, self._tier.clock()
-        return (yield from self.worker.move(unit.moves, rows, places, sealer, now_s, write=write))
+        served, now_s = self._served(), self._tier.clock()
+        recorded = (served.journal.file.writer, [tag_of(move.key) for move in unit.moves]) if write else None
+        moving = self.worker.move(unit.moves, rows, places, served.sealer, now_s, write=write, recorded=recorded)
+        return (yield from moving)
 
 
 class NixlTransfers(Transfers):
@@ -206,23 +213,31 @@ class NixlTransfers(Transfers):
 
     def _move(self, unit: Unit, rows: DirectRows, places: Sequence[Place], *, write: bool) -> Steps[Sequence[Moved]]:
         """One bad row fails a whole transfer: then each is tried alone."""
-        sealer = self._served().sealer
-        for move in unit.moves if write else ():
-            rows.prepare(sealer, move, self._tier.clock())
-        begin = self.agent.write if write else self.agent.read
-        good = yield from transferred(begin(self._spans(unit.moves, rows, places)))
+        return (yield from (self._write if write else self._read)(unit, rows, places))
+
+    def _read(self, unit: Unit, rows: DirectRows, places: Sequence[Place]) -> Steps[Sequence[Moved]]:
+        good = yield from transferred(self.agent.read(self._spans(unit.moves, rows, places)))
+        self.moves.make_way(unit)  # the disk need not wait until these rows are verified
         if not good and len(unit.moves) > 1:
             return ()
-        if write:
-            view = self._tier.region.rows_view
-            return [(Verdict.OK if good else None, sealer.sealed_at(view[move.row])) for move in unit.moves]
-        self.moves.make_way(unit)  # the disk need not wait until these rows are verified
-        return [self._verified(move, rows) if good else (None, 0) for move in unit.moves]
+        return [self._verified(move, rows) if good else (None, 0, 0) for move in unit.moves]
+
+    def _write(self, unit: Unit, rows: DirectRows, places: Sequence[Place]) -> Steps[Sequence[Moved]]:
+        served, moves, view = self._served(), [*unit.moves], self._tier.region.rows_view
+        journal, sealed_at = served.journal, served.sealer.sealed_at
+        for move in moves:
+            rows.prepare(served.sealer, move, self._tier.clock())
+        forgotten = yield from finished(journal.threads.submit(journal.forget, [move.slot for move in moves]))
+        if forgotten < 0 or not (yield from transferred(self.agent.write(self._spans(moves, rows, places)))):
+            return () if len(moves) > 1 else [(None, sealed_at(view[move.row]), 0) for move in moves]
+        made = [(m.slot, m.key, tag_of(m.key), m.tick, sealed_at(view[m.row])) for m in moves]
+        error = abs((yield from finished(journal.threads.submit(journal.record, made))))
+        return [(Verdict.OK, at, error) for *_, at in made]
 
     def _verified(self, move: Move, rows: DirectRows) -> Moved:
         sealer, (row, copy) = self._served().sealer, rows.loaded(move)
         sealed_at = sealer.sealed_at(row)  # before its copy may be used
-        return sealer.verify(row, move.key, copy), sealed_at
+        return sealer.verify(row, move.key, copy), sealed_at, 0
 
     def _spans(self, moves: Collection[Move], rows: DirectRows, places: Sequence[Place]) -> list[Span]:
         row_bytes, step = self._tier.geometry.row_bytes, self._request_bytes

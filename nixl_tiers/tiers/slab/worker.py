@@ -29,10 +29,11 @@ CORES_A_THREAD: Final = 4  # the engine needs the others
 LEAST_THREADS: Final = 2  # of a worker; each hashes some 10 GB/s
 MOST_THREADS: Final = 8  # as MAX_THREADS of csrc/row_worker.h
 
-_ROW: Final = struct.Struct(f"=QiIIIBB{MAX_KEY_BYTES}s6x")  # of a unit; numpy is slower for so few
+_ROW: Final = struct.Struct(f"=QQQiIIIIBB{MAX_KEY_BYTES}s2x")  # of a unit; numpy is slower for so few
 _RESULT: Final = struct.Struct("=Qii")  # sealed at, verdict, errno
-Moved = tuple[Verdict | None, int]
-"""What became of a row: None for an I/O error, OK for a store that went well; and when it was sealed, by its seal."""
+Moved = tuple[Verdict | None, int, int]
+"""What became of a row: None for an I/O error, OK for a store that went well; when it was sealed, by its seal; and the
+error, if any, for which it was not moved or, if it was stored, has no record."""
 _VERDICTS: Final[list[Verdict | None]] = [*Verdict, None]  # -1, the last one: NOT_MOVED of csrc/row_worker.h
 
 
@@ -52,6 +53,7 @@ class _Order(ctypes.Structure):
         ("now", ctypes.c_uint64),
         ("stage", ctypes.c_void_p),
         ("rows", ctypes.c_char_p),
+        ("records", ctypes.c_void_p),
         ("namespace", _Namespace),
         ("epoch", ctypes.c_uint64),
         *((name, ctypes.c_uint32) for name in ("count", "places", "write")),
@@ -117,17 +119,34 @@ class Worker(Registrar):
         now_s: float,
         *,
         write: bool,
+        recorded: tuple[int | None, Sequence[int]] | None = None,
     ) -> Steps[Sequence[Moved]]:
-        """Move the rows of a unit, and wait until all have ended. `slots`: descriptor and offset of each. Raises
-        OSError if nothing could begin."""
+        """Move the rows of a unit, and wait until all have ended. `slots`: descriptor and offset of each. `recorded`:
+        where rows that are written are recorded (`JournalFile.writer`), and the tags of their keys. Raises OSError if
+        nothing could begin."""
         count, (stage, stage_rows) = len(moves), rows.stage
+        records, tags = recorded or (None, [0] * count)
         table = b"".join(
-            _ROW.pack(offset, descriptor, move.row, place, move.missing, move.seal, len(move.key), move.key)
-            for move, (descriptor, offset), place in zip(moves, slots, rows.places or [0] * count, strict=True)
+            _ROW.pack(
+                offset,
+                tag,
+                move.tick,
+                descriptor,
+                move.row,
+                place,
+                move.slot,
+                move.missing,
+                move.seal,
+                len(move.key),
+                move.key,
+            )
+            for move, (descriptor, offset), place, tag in zip(
+                moves, slots, rows.places or [0] * count, tags, strict=True
+            )
         )
         number = next(self._ids)
         namespace = _Namespace.from_buffer_copy(sealer.namespace)
-        order = _Order(number, int(now_s), stage, table, namespace, sealer.epoch, count, stage_rows, write)
+        order = _Order(number, int(now_s), stage, table, records, namespace, sealer.epoch, count, stage_rows, write)
         if error := self._library.nixl_tiers_row_worker_submit(self._worker, ctypes.byref(order)):
             raise OSError(error, os.strerror(error))
         if len(self._results) < count * _RESULT.size:
@@ -135,7 +154,7 @@ class Worker(Registrar):
         yield lambda: number in self._ended
         results = self._ended.pop(number)
         assert len(results) == count
-        return [(_VERDICTS[verdict], sealed_at) for sealed_at, verdict, _ in results]
+        return [(_VERDICTS[verdict], sealed_at, error) for sealed_at, verdict, error in results]
 
     def poll(self) -> None:
         """Note the units that have ended."""

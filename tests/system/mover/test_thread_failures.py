@@ -58,7 +58,6 @@ def serves(store: TieredStore) -> bool:
 # --- threads of movers ------------------------------------------------------------------------------------------------
 
 FILE_THREADS = {
-    "journal": ("slabs", "nixl_tiers.tiers.slab.journal:Journal._commit_pending"),
     "seal-scan": ("slabs", "nixl_tiers.tiers.slab.slabs:SealScan._run"),
     "scanner": ("files", "nixl_tiers.tiers.rowfile.scanner:DirScanner._scan"),
 }
@@ -70,7 +69,7 @@ def _ends(store: TieredStore, caplog: pytest.LogCaptureFixture, thread: str) -> 
     assert serves(store)
 
 
-@pytest.mark.parametrize("thread", some_marked(FILE_THREADS, unmarked={"journal"}))
+@pytest.mark.parametrize("thread", some_marked(FILE_THREADS, unmarked={"seal-scan"}))
 def test_an_error_on_a_thread_of_a_file_tier_ends_its_mover(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, thread: str
 ) -> None:

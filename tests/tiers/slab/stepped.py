@@ -19,7 +19,7 @@ from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers import disk
 from nixl_tiers.tiers.base import Entry, Move
-from nixl_tiers.tiers.slab import growth, journal, shard, slabs
+from nixl_tiers.tiers.slab import expiry, growth, journal, slabs
 from nixl_tiers.tiers.slab import tier as tier_module
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import NAMESPACE, key_of, payload
@@ -40,13 +40,11 @@ class Threads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
         self.pools: dict[str, HandPool] = {}
-        for module in (disk, shard, slabs, tier_module):
+        for module in (disk, expiry, journal, slabs, tier_module):
             monkeypatch.setattr(module, "ThreadPoolExecutor", self._pool)
         named = {"Condition": threading.Condition, "Event": threading.Event}
         thread = partial(HandThread, at_once=True)
         monkeypatch.setattr(slabs, "threading", SimpleNamespace(Thread=thread, **named))
-        thread = partial(HandThread, at_once=False)
-        monkeypatch.setattr(journal, "threading", SimpleNamespace(Thread=thread, **named))
         time = SimpleNamespace(monotonic=clock, monotonic_ns=lambda: int(clock.now * 1e9), time=lambda: DAY_S)
         for each in (disk, growth, journal, tier_module):
             monkeypatch.setattr(each, "time", time)
@@ -74,17 +72,7 @@ class SteppedSlabs:
     def open(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> list[Entry]:
         """And list what is there."""
         self.slots = self.tier.open(namespace, epoch)
-        self.journal_step()  # it reads the file
-        found: list[Entry] = []
-        for batch in self.tier.list_rows():
-            found += batch
-            if not batch:
-                self.journal_step()
-        return found
-
-    def journal_step(self) -> None:
-        assert self.tier._open is not None
-        self.tier._open.journal._turn(closing=False)
+        return [entry for batch in self.tier.list_rows() for entry in batch]
 
     def step(self) -> None:
         self.clock.now += 0.01
@@ -92,8 +80,6 @@ class SteppedSlabs:
             select.select([self.tier.wake_fd], [], [], DONE_S)
         for done in self.tier.poll():
             self.ended[done.batch_id] = done.outcomes
-        self.on_step()
-        self.journal_step()
         self.on_step()
 
     def maintain(self) -> list[Entry]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import struct
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from nixl_tiers.tiers.slab.journal_file import Header, encode, tag_of
+from nixl_tiers.base.chunk import MAX_KEY_BYTES
+from nixl_tiers.tiers.slab.journal_file import ROW, UNKNOWN, Header, decode, tags_of
+from tests.support.journals import Record, encode
 
 SALT = 0x0123456789ABCDEF
 BOOT = bytes(range(16))
@@ -24,8 +27,26 @@ def test_header_is_as_documented() -> None:
 
 def test_record_is_as_documented() -> None:
     key, tick, sealed_at = b"key of this chunk", 0x12_3456_789A, 1_790_000_000
-    slots, ticks, times = np.array([5]), np.array([tick]), np.array([sealed_at], np.uint32)
-    (record,) = encode(slots, [key], np.array([tag_of(key)], np.uint64), ticks, times, salt=SALT)
     checksum = bytes.fromhex("819ad66b86a4")  # of version 1
     rest = bytes([len(key), 0x12]) + struct.pack("<II", 0x3456789A, sealed_at) + key.ljust(112, b"\0")
-    assert record.tobytes() == checksum + rest
+    assert encode(5, Record(key, tick, sealed_at), SALT) == checksum + rest
+    (found,) = decode(checksum + rest, 5, SALT)
+    assert found.tolist()[:7] == (int(tags_of([key])[0]), tick, 5, sealed_at, ROW, len(key), key.ljust(112, b"\0"))
+
+
+def test_every_flipped_bit_of_a_record_is_noticed() -> None:
+    raw = encode(7, Record(b"k" * 36, 5, 1_795_000_000), 99)
+    assert decode(raw, 7, 99)["what"] == ROW
+    for bit in range(1, 1024):  # the lowest one of a checksum is always 1
+        changed = bytearray(raw)
+        changed[bit // 8] ^= 1 << bit % 8
+        assert decode(bytes(changed), 7, 99)["what"] == UNKNOWN
+
+
+def test_key_of_any_length_has_the_tag_of_xxhash() -> None:
+    for key in (os.urandom(length) for length in range(1, MAX_KEY_BYTES + 1)):
+        for each in (key, key[:-1] + b"\0"):
+            (found,) = decode(encode(3, Record(each, 3, 4), 3), 3, 3)
+            assert found["key"].tobytes()[: found["key_bytes"]] == each
+            assert found["tag"] == tags_of([each])[0]
+    assert np.unique(tags_of([bytes(length) for length in range(1, 113)])).size == 112

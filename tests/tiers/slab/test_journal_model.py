@@ -1,42 +1,62 @@
-"""The journal against a plain model: kills, clean closes and power failures at any moment, then it is opened again.
+"""The journals of two parts against a plain model: kills at every write, clean closes, power failures, errors of the
+disk and a full one at any moment, an engine of before this version in between; then they are opened again.
 
-The journal's thread is run step by step, so that a step is the same each time. Every write since the last flush is
-recorded; a power failure keeps, loses or tears any of them, sector by sector. When the disk fails to take what the page
-cache holds, whole pages are again as they were flushed last, and only the next flush is an error.
+Records are written by the C of the package, whose writes are seen (tests/support/hooked_worker.py), both as the native
+worker's threads do it and as NIXL's way does. A power failure keeps, loses or tears any write since the last flush,
+sector by sector. When the disk fails to take what the page cache holds, whole pages are again as they were flushed
+last, and only the next flush is an error.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from numpy.typing import NDArray
 
 from nixl_tiers.base.chunk import PAGE
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab import journal as journal_module
 from nixl_tiers.tiers.slab import journal_file
 from nixl_tiers.tiers.slab.journal import Journal
-from nixl_tiers.tiers.slab.journal_file import NAME, Header, JournalFile
-from tests.support.journals import records, records_of
+from nixl_tiers.tiers.slab.journal_file import NAME, RECORD_BYTES, ROW, SLOT, Header, JournalFile, tag_of
+from tests.support.by_hand import HandPool
+from tests.support.hooked_worker import FLUSH, build, installed
+from tests.support.journals import Record, encode, overwrite_record, records_of
 
 SLOTS = 6
 SECTOR = 512
 TORN = b"not a row"
 KEYS = [b"key-%d" % number * (1 + number % 3) for number in range(8)]
+EIO = errno.EIO
 
+parts = st.sampled_from([0, 1])
 slots = st.integers(0, SLOTS - 1)
 keys = st.sampled_from(KEYS)
+stores = st.dictionaries(slots, keys, min_size=1)
+ways = st.sampled_from(["worker", "NIXL"])
+Choose = Callable[[int], int]
+"""A number below this one."""
 
 
 class Disk:
@@ -46,26 +66,38 @@ class Disk:
         self.durable = b""
         self.writes: list[tuple[int, bytes]] = []  # since the last flush
         self.denies = ""  # "records" or "all": such writes are I/O errors
+        self.denied = False  # one was
         self.lost = False  # what had been written, which no flush has reported yet
 
-    def lose_power(self, choose: Callable[[int], int]) -> bytes:
-        """The file afterwards. `choose(n)`: a number below n."""
+    def write(self, at: int, raw: bytes) -> int:
+        if self.denies == "all" or (self.denies and at):
+            self.denied = True
+            return EIO
+        self.writes.append((at, raw))
+        return 0
+
+    def flush(self, content: bytes) -> int:
+        self.durable, self.writes = content, []
+        lost, self.lost = self.lost, False
+        return EIO if lost else 0
+
+    def lose_power(self, choose: Choose) -> bytes:
+        """The file afterwards."""
         content = bytearray(self.durable)
         sectors: dict[int, list[tuple[int, bytes]]] = {}
         for offset, raw in self.writes:
-            for start in range(offset, offset + len(raw), SECTOR):
-                at = start - start % SECTOR
-                part = raw[max(at, offset) - offset : at + SECTOR - offset]
-                sectors.setdefault(at, []).append((max(at, offset), part))
-        for parts in sectors.values():  # each sector independently: so they are lost and reordered
-            for offset, raw in parts[: choose(len(parts) + 1)]:
+            for start in range(offset - offset % SECTOR, offset + len(raw), SECTOR):
+                first, end = max(start, offset), min(start + SECTOR, offset + len(raw))
+                sectors.setdefault(start, []).append((first, raw[first - offset : end - offset]))
+        for written in sectors.values():  # each sector independently: so they are lost and reordered
+            for offset, raw in written[: choose(len(written) + 1)]:
                 torn = raw[: choose(len(raw))] if choose(4) == 0 else raw
                 content.extend(bytes(max(0, offset + len(torn) - len(content))))
                 content[offset : offset + len(torn)] = torn
         return bytes(content)
 
-    def lose_pages(self, content: bytes, choose: Callable[[int], int]) -> bytes:
-        """The same file after the disk has not taken some of its dirty pages. `choose` as above."""
+    def lose_pages(self, content: bytes, choose: Choose) -> bytes:
+        """The same file after the disk has not taken some of its dirty pages."""
         after = bytearray(content)
         for at in range(0, len(content), PAGE):
             dirty = any(offset < at + PAGE and at < offset + len(raw) for offset, raw in self.writes)
@@ -77,320 +109,477 @@ class Disk:
 
 
 class RecordedFile(JournalFile):
-    """Keeps what it writes in `disk`, which may deny it."""
+    """`interrupt`: what the caller does before the next amendments are written."""
 
-    disk: Disk
+    interrupt: ClassVar[list[Callable[[], None]]] = []
+    disks: ClassVar[dict[Path, Disk]] = {}
 
-    def _write_at(self, raw: bytes, offset: int) -> None:
-        if self.disk.denies == "all" or (self.disk.denies == "records" and offset):
-            raise OSError(5, "Input/output error")
-        super()._write_at(raw, offset)
-        self.disk.writes.append((offset, raw))
+    def amend(self, changes: NDArray[np.void], *, everything: bool = False) -> int:
+        if self.interrupt:
+            self.interrupt.pop(0)()
+        return super().amend(changes, everything=everything)
+
+    def _write_header(self, header: Header) -> None:
+        if self.disks[self.path].write(0, header.pack()):
+            raise OSError(EIO, "Input/output error")
+        super()._write_header(header)
 
 
-class StepThread:
-    """In place of the journal's thread: `join` is its end; the test runs its steps."""
+class Part:
+    """`bytes_in`: the key whose bytes are in each slot. `held`: what the caller knows of each slot. `overwriting`: the
+    keys of stores that have not begun to be written. `room`: how many slots are allocated."""
 
-    def __init__(self, target: Callable[[], None], **_: Any) -> None:
-        self._target = target
+    def __init__(self, path: Path) -> None:
+        path.mkdir()
+        self.path = path / NAME
+        self.folder = Folder.base(path)
+        self.disk = RecordedFile.disks[self.path] = Disk()
+        self.bytes_in: dict[int, bytes] = {}
+        self.bytes_before: dict[int, bytes] = {}
+        self.held: dict[int, bytes] = {}
+        self.overwriting: dict[int, bytes] = {}
+        self.erasing: set[int] = set()  # now or by the last call: that may be gone
+        self.room = SLOTS - 2
+        self.right = True  # the file: all was written since the last power failure or I/O error
+        self.lost = False  # what was written since it was opened, or before
 
-    def start(self) -> None:
-        pass
+    def content(self) -> bytes:
+        return self.path.read_bytes()
 
-    def join(self) -> None:
-        self._target()
+    def has(self, descriptor: int) -> bool:
+        return self.journal.file.writer is not None and self.journal.file._descriptor == descriptor
+
+    def open(self, tick: int) -> None:
+        """Open it, list it, and recover unknown slots from the bytes in them, as a shard does."""
+        self.lost = self.disk.lost
+        allocated = np.arange(SLOTS) < self.room
+        journal = self.journal = Journal(self.folder, SLOTS, allocated)
+        journal.read()
+        journal.file.grow(self.room)
+        entries = [entry for batch in journal.list_rows() for entry in batch]
+        found = {entry.slot: entry.key for entry in entries}
+        assert all(journal.holds(slot, key) for slot, key in found.items())
+        assert [entry.tick for entry in entries] == sorted(entry.tick for entry in entries)
+        assert len(set(found.values())) == len(found) == len(entries), "a key in two slots"
+        unknown = journal.unknown_slots()
+        assert not any(unknown[slot] for slot in found)
+        seen = []
+        for slot in np.flatnonzero(unknown & allocated).tolist():
+            key = self.bytes_in.get(slot)
+            if key and key != TORN:
+                if journal.duplicates([key]).any() or key in [each for _, each, *_ in seen]:
+                    journal.mark_garbage(slot, tick)
+                else:
+                    seen.append((slot, key, tag_of(key), tick, tick))
+        if seen:
+            error = abs(journal.record(seen))
+            journal.stored([(slot, tag, at, error) for slot, _, tag, _, at in seen])
+            found |= {slot: key for slot, key, *_ in seen}
+        # After a kill: no row over other bytes, and none that was held is lost but to a later copy.
+        if self.right:
+            assert all(self.bytes_in.get(slot) == key for slot, key in found.items()), "a row over other bytes"
+            assert set(self.held.values()) <= set(found.values()), "a row is lost"
+        journal.mark_empty(allocated, tick)
+        journal.complete = True
+        self.held, self.overwriting = {}, {}
+        for slot, key in found.items():  # a row over other bytes is a miss
+            if self.bytes_in.get(slot) == key:
+                self.held[slot] = key
+            else:
+                journal.remove(slot, key)
+        self.judge()
+
+    def judge(self, *, written: bool = False) -> None:
+        """Whether the file is right: `written`: all that was missing is there."""
+        self.right = not self.lost and not self.disk.denied and (self.right or written)
+
+    def begin(self, chosen: dict[int, bytes]) -> None:
+        for slot, key in chosen.items():
+            fresh = key not in (*self.held.values(), *self.overwriting.values())
+            if fresh and slot < self.room and slot not in self.overwriting:
+                if slot in self.held:
+                    self.remove(slot)
+                self.journal.start_overwrite(slot)
+                self.overwriting[slot] = key
+
+    def move(self, way: str, library: Any, tick: int) -> None:
+        """All that is to be stored."""
+        chosen, self.overwriting = self.overwriting, {}
+        if not chosen:
+            return
+        journal, places = self.journal, sorted(chosen)
+        made = [(slot, chosen[slot], tag_of(chosen[slot]), tick, tick) for slot in places]
+        if way == "worker":
+            wanted = (ctypes.c_uint32 * len(places))(*places)
+            forgotten = library.nixl_tiers_test_forget(ctypes.c_void_p(journal.file.writer), wanted, len(places))
+        else:
+            forgotten = journal.forget(places)
+        self.judge()
+        if forgotten < 0:  # nothing is written
+            for slot in places:
+                journal.mark_garbage(slot, tick)
+            return
+        for slot in places:
+            self.bytes_before[slot] = self.bytes_in.get(slot, b"")
+            self.bytes_in[slot] = chosen[slot]
+        if way == "worker":
+            rows = np.zeros(len(made), SLOT)
+            for place, (slot, key, tag, *_) in enumerate(made):
+                rows[place] = (tag, tick, slot, tick, ROW, len(key), key.ljust(112, b"\0"), b"")
+            address = ctypes.c_void_p(rows.ctypes.data)
+            error = library.nixl_tiers_test_record(ctypes.c_void_p(journal.file.writer), address, len(made))
+        else:
+            error = journal.record(made)
+        self.judge()
+        journal.stored([(slot, tag, at, abs(error)) for slot, _, tag, _, at in made])
+        self.held |= chosen
+
+    def remove(self, slot: int) -> None:
+        if slot in self.held:
+            self.journal.remove(slot, self.held.pop(slot))
+
+    def erase(self, chosen: set[int]) -> None:
+        """As a shard does it, which flushes the zeroes."""
+        places = sorted(slot for slot in chosen if slot < self.room and slot not in self.overwriting)
+        self.erasing = set(places)
+        forgotten = self.journal.forget(places)
+        self.judge()
+        if forgotten < 0:
+            return
+        for slot in places:
+            self.bytes_in[slot] = self.bytes_before[slot] = b""
+        failed = self.journal.record_erased(places)
+        self.judge()
+        if failed:
+            for slot in places:
+                self.remove(slot)
+        else:
+            self.journal.mark_erased(places)
+            for slot in places:
+                self.held.pop(slot, None)
+        self.erasing = set()
+
+    def write(self) -> None:
+        self.disk.denied = self.disk.denied and bool(self.disk.denies)
+        written = self.journal.write()
+        # What is about to be stored into keeps its record until then, which may be wrong after a power failure.
+        self.judge(written=written and not self.overwriting)
+
+    def leaf(self) -> tuple[Any, ...]:
+        """What a kill leaves now."""
+        held = {slot: key for slot, key in self.held.items() if slot not in self.erasing}
+        return self.content(), dict(self.bytes_in), dict(self.bytes_before), held, self.right
+
+    def kill(self, leaf: tuple[Any, ...] | None = None) -> None:
+        content, self.bytes_in, self.bytes_before, self.held, self.right = leaf or self.leaf()
+        self.judge()
+        self.journal.file.close(flush=False)
+        self.path.write_bytes(content)
+
+    def close(self) -> None:
+        self.disk.denied = self.disk.denied and bool(self.disk.denies)
+        self.journal.mark_empty(np.arange(SLOTS) < self.room)  # as a shard does it
+        self.journal.close()
+        self.judge(written=not self.disk.denied)
 
 
 class JournalModel(RuleBasedStateMachine):
-    """`bytes_in`: the key whose bytes are in each slot. `held`: what the caller knows of each slot.
-
-    While the journal's thread runs, the caller may act whenever that thread is about to take the lock (`interrupt`).
-    """
+    library: ClassVar[str]
 
     def __init__(self) -> None:
         super().__init__()
         self.path = Path(tempfile.mkdtemp())
-        self.folder = Folder.base(self.path)
         self.boot = 1
         self.salts = 0
-        self.disk = Disk()
-        self.bytes_in: dict[int, bytes] = {}
-        self.bytes_before: dict[int, bytes] = {}
-        self.held: dict[int, bytes] = {}
         self.tick = 1
-        self.ticks: dict[int, int] = {}
-        self.overwriting: dict[int, bytes] = {}
-        self.right = True  # the file: all was written since the last power failure or I/O error
-        self.lost = False  # what was written since it was opened, or before
-        self.interrupts: list[tuple[int, Callable[[], None]]] = []
-        RecordedFile.disk = self.disk
-        self.patches = pytest.MonkeyPatch()
-        model = self
-
-        class Lock(threading.Condition):  # type: ignore[misc]  # named so to be the model's
-            def __enter__(self) -> bool:
-                model._before_lock()
-                return super().__enter__()
-
-        threads = SimpleNamespace(Thread=StepThread, Condition=Lock)
-        self.patches.setattr(journal_module, "threading", threads)
-        self.patches.setattr(journal_module, "JournalFile", RecordedFile)
-        self.patches.setattr(journal_file, "boot_id", lambda: self.boot.to_bytes(16, "big"))
+        self.pause = -1  # hooked writes before the kill
+        self.leaves: list[tuple[Any, ...]] = []
+        self.stack = ExitStack()
+        self.c = self.stack.enter_context(installed(self.library, self.hook))
+        patch = self.stack.enter_context(pytest.MonkeyPatch.context())
+        RecordedFile.interrupt.clear()
+        RecordedFile.disks.clear()
+        patch.setattr(journal_module, "JournalFile", RecordedFile)
+        patch.setattr(journal_module, "CHUNK_RECORDS", 4)
+        patch.setattr(journal_module, "ThreadPoolExecutor", lambda *_, **__: HandPool(at_once=True))
+        patch.setattr(journal_file, "boot_id", lambda: self.boot.to_bytes(16, "big"))
+        patch.setattr(journal_file, "_EXTENT_BYTES", 2 * RECORD_BYTES)
         # The same in each run, as damage that writes what is there already is none.
-        self.patches.setattr(journal_file, "secrets", SimpleNamespace(randbits=lambda bits: self._salt()))
-        self.patches.setattr(os, "fdatasync", self._flushed)
+        patch.setattr(journal_file, "secrets", SimpleNamespace(randbits=lambda bits: self._salt()))
+        patch.setattr(os, "fdatasync", self.flush)
+        self.fallocate, self.full = journal_file.fallocate, False
+        patch.setattr(journal_file, "fallocate", lambda *a: errno.ENOSPC if self.full else self.fallocate(*a))
+        self.parts = [Part(self.path / name) for name in ("one", "two")]
 
     def _salt(self) -> int:
         self.salts += 1
         return 0x9E3779B97F4A7C15 * self.salts % 2**64
 
-    def _flushed(self, descriptor: int) -> None:
-        self.disk.durable, self.disk.writes = (self.path / NAME).read_bytes(), []
-        lost, self.disk.lost = self.disk.lost, False
-        if lost:
-            raise OSError(5, "Input/output error")
+    def flush(self, descriptor: int) -> None:
+        """By Python."""
+        (part,) = [part for part in self.parts if part.journal.file._descriptor == descriptor]
+        if error := part.disk.flush(part.content()):
+            raise OSError(error, "Input/output error")
 
-    def _before_lock(self) -> None:
-        if self.interrupts:
-            (count, act), *later = self.interrupts
-            self.interrupts = [] if not count else [(count - 1, act), *later]
-            if not count:
-                act()
-                self.interrupts = later
+    def hook(self, what: int, descriptor: int, raw: bytes, at: int) -> int:
+        """By C."""
+        self.pause -= 1
+        if not self.pause:
+            self.leaves = [part.leaf() for part in self.parts]
+        (part,) = [part for part in self.parts if part.has(descriptor)]
+        return part.disk.flush(part.content()) if what == FLUSH else part.disk.write(at, raw)
 
     def teardown(self) -> None:
-        self.patches.undo()
-        self.folder.close()
+        for part in self.parts:
+            part.kill()
+            part.folder.close()
+        self.stack.close()
         shutil.rmtree(self.path)
 
     @initialize()
     def start(self) -> None:
-        self._open()
+        for part in self.parts:
+            part.open(self.tick)
 
-    def _open(self) -> None:
-        """Open it, list it, and recover unknown slots from the bytes in them, as a shard does."""
-        self.lost = self.disk.lost
-        self.journal = Journal(self.folder, SLOTS)
-        listing = self.journal.list_rows()
-        found: dict[int, bytes] = {}
-        ticks = []
-        while (batch := next(listing, None)) is not None:
-            self.journal._turn(closing=False)  # a flush may report here what the disk has lost before
-            for entry in batch:
-                assert entry.slot not in found
-                found[entry.slot] = entry.key
-                ticks.append(entry.tick)
-                assert self.journal.holds(entry.slot, entry.key)
-        assert ticks == sorted(ticks)
-        assert len(set(found.values())) == len(found)  # no key in two slots
-        unknown = self.journal.unknown_slots()
-        assert not any(unknown[slot] for slot in found)
-        for slot in np.flatnonzero(unknown).tolist():
-            key = self.bytes_in.get(slot)
-            if key and key != TORN:
-                if self.journal.duplicates([key]).any():
-                    self.journal.mark_garbage(slot, self.tick)
-                else:
-                    found[slot] = key
-                    self.journal.put(slot, key, self.tick, self.tick)
-        # After a kill: no row over other bytes, and none that was held is lost but to a later copy. A row may still be
-        # recorded that was erased just before.
-        if self.right:
-            assert all(self.bytes_in[slot] in (key, b"") for slot, key in found.items())
-            assert set(self.held.values()) <= set(found.values())
-        self.journal.mark_empty(np.ones(SLOTS, np.bool_), self.tick)
-        self.journal.mark_complete()
-        self.held = {}
-        for slot, key in found.items():  # a row over other bytes is a miss
-            if self.bytes_in.get(slot) == key:
-                self.held[slot] = key
-            else:
-                self.journal.remove(slot, key)
-        self.overwriting.clear()
+    def next_tick(self) -> int:
         self.tick += 1
+        return self.tick
 
-    @rule(chosen=st.dictionaries(slots, keys, min_size=1))
-    def begin_stores(self, chosen: dict[int, bytes]) -> None:
-        for slot, key in chosen.items():
-            if slot not in self.overwriting and key not in (*self.held.values(), *self.overwriting.values()):
-                if slot in self.held:
-                    self.journal.remove(slot, self.held.pop(slot))
-                self.journal.start_overwrite(slot)
-                self.overwriting[slot] = key
+    # --- what a caller does -------------------------------------------------------------------------------------------
 
-    @rule(chosen=st.dictionaries(slots, keys, min_size=1), written=st.booleans())
-    def store(self, chosen: dict[int, bytes], written: bool) -> None:
-        """From begin to end."""
-        self.begin_stores(chosen)
-        self.write()
-        self.finish_stores()
+    @rule(part=parts, chosen=stores)
+    def begin_stores(self, part: int, chosen: dict[int, bytes]) -> None:
+        self.parts[part].begin(chosen)
+
+    @rule(part=parts, way=ways)
+    def move(self, part: int, way: str) -> None:
+        self.parts[part].move(way, self.c, self.next_tick())
+
+    @rule(part=parts, chosen=stores, way=ways, written=st.booleans())
+    def store(self, part: int, chosen: dict[int, bytes], way: str, written: bool) -> None:
+        self.parts[part].begin(chosen)
+        self.move(part, way)
         if written:
-            self.write()
+            self.parts[part].write()
 
-    @rule()
-    def transfer(self) -> None:
-        """Of all that may be made now."""
-        for slot, key in self.overwriting.items():
-            if self.journal.may_overwrite([slot]):
-                assert self.lost or self.journal._failing or slot not in records(self.path / NAME)
-                self.bytes_before[slot] = self.bytes_in.get(slot, b"")
-                self.bytes_in[slot] = key
+    @rule(part=parts, slot=slots)
+    def remove(self, part: int, slot: int) -> None:
+        self.parts[part].remove(slot)
 
-    @rule()
-    def end_stores(self) -> None:
-        for slot, key in [*self.overwriting.items()]:
-            if self.bytes_in.get(slot) == key and self.journal.may_overwrite([slot]):
-                del self.overwriting[slot]
-                self.journal.put(slot, key, self.tick, self.tick)
-                self.held[slot] = key
-                self.tick += 1
+    @rule(part=parts, chosen=st.sets(slots))
+    def erase(self, part: int, chosen: set[int]) -> None:
+        self.parts[part].erase(chosen)
 
-    def finish_stores(self) -> None:
-        self.transfer()
-        self.end_stores()
+    @rule(part=parts, touched=st.sets(slots))
+    def touch(self, part: int, touched: set[int]) -> None:
+        self.parts[part].journal.touch(sorted(touched), [self.next_tick()] * len(touched))
 
-    @rule(slot=slots)
-    def remove(self, slot: int) -> None:
-        if slot in self.held:
-            self.journal.remove(slot, self.held.pop(slot))
+    @rule(part=parts)
+    def write(self, part: int) -> None:
+        self.parts[part].write()
 
-    @rule(slot=slots)
-    def erase(self, slot: int) -> None:
-        if slot not in self.overwriting:
-            self.held.pop(slot, None)
-            self.bytes_in[slot] = self.bytes_before[slot] = b""  # and flushed
-            self.journal.mark_erased(slot)
-
-    @rule(touched=st.sets(slots))
-    def touch(self, touched: set[int]) -> None:
-        self.journal.touch(sorted(touched), [self.tick] * len(touched))
-        self.tick += 1
+    @rule(part=parts, full=st.booleans())
+    def grow(self, part: int, full: bool) -> None:
+        """As the slabs do."""
+        self.full = full
+        with suppress(OSError):
+            self.parts[part].journal.file.grow(SLOTS)
+            self.parts[part].room = SLOTS
+        self.full = False
 
     @rule(
-        acts=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["begin", "finish", "remove"])), max_size=4),
-        data=st.data(),
+        part=parts,
+        chosen=stores,
+        acts=st.lists(st.sampled_from(["begin", "store", "remove", "remove and store"]), min_size=1, max_size=3),
+        way=ways,
     )
-    def write_while_the_caller_acts(self, acts: list[tuple[int, str]], data: st.DataObject) -> None:
-        """A turn of the journal's thread, interrupted: (how often it takes the lock before, what the caller does)."""
-        chosen = data.draw(st.dictionaries(slots, keys, min_size=1))
+    def write_while_the_caller_acts(self, part: int, chosen: dict[int, bytes], acts: list[str], way: str) -> None:
+        """Between what is to be written is chosen and the write of it."""
+        one = self.parts[part]
+        slot = min(chosen)
+
+        def again() -> None:
+            """Into the slot in which it was."""
+            key = one.held.get(slot)
+            one.remove(slot)
+            if key is not None:
+                one.begin({slot: key})
+                one.move(way, self.c, self.tick)
+
         calls = {
-            "begin": lambda: self.begin_stores(chosen),
-            "finish": self.finish_stores,
-            "remove": lambda: self.remove(min(chosen)),
+            "begin": lambda: one.begin(chosen),
+            "store": lambda: (one.begin(chosen), one.move(way, self.c, self.tick)),
+            "remove": lambda: one.remove(slot),
+            "remove and store": again,
         }
-        self.interrupts = [(pause, calls[act]) for pause, act in acts]
-        self.write()
-        self.interrupts = []
+        one.journal.touch(sorted(one.held), [self.next_tick()] * len(one.held))
+        RecordedFile.interrupt[:] = [partial(calls[act]) for act in acts]
+        one.write()
+        RecordedFile.interrupt.clear()
 
-    @rule(chosen=st.dictionaries(slots, keys, min_size=1), pauses=st.tuples(st.integers(0, 4), st.integers(0, 6)))
-    def store_in_one_turn(self, chosen: dict[int, bytes], pauses: tuple[int, int]) -> None:
-        """Of the journal's thread: over rows that it is about to write."""
-        self.touch(set(chosen))
-        self.interrupts = [(pauses[0], lambda: self.begin_stores(chosen)), (pauses[1], self.finish_stores)]
-        self.write()
-        self.interrupts = []
+    @rule(part=parts, slot=slots, key=keys, way=ways)
+    def delete_and_store_again_while_the_delete_is_written(self, part: int, slot: int, key: bytes, way: str) -> None:
+        one = self.parts[part]
+        one.begin({slot: key})
+        self.move(part, way)
+        if (held := one.held.get(slot)) is not None:
+            one.remove(slot)
+            RecordedFile.interrupt[:] = [lambda: (one.begin({slot: held}), one.move(way, self.c, self.tick))]
+            one.write()
+            RecordedFile.interrupt.clear()
 
-    def write(self) -> None:
-        self.journal._rewrite_at_s = 0.0
-        self.journal._turn(closing=False)
-        self._judge()
-
-    def _judge(self) -> None:
-        self.right = not self.journal._failing and not self.lost and (self.right or not self.disk.denies)
-
-    @rule(what=st.sampled_from(["", "records", "all"]))
-    def deny_writes(self, what: str) -> None:
-        self.disk.denies = what
-
-    @rule(data=st.data())
-    def lose_what_was_written(self, data: st.DataObject) -> None:
-        """The disk fails to take some of it from the page cache, which reads it from the disk again."""
-        file = self.path / NAME
-        if file.exists():
-            file.write_bytes(self.disk.lose_pages(file.read_bytes(), lambda n: data.draw(st.integers(0, n - 1))))
-            self.lost |= self.disk.lost
-            self.right &= not self.lost
-
-    @rule(chosen=st.dictionaries(slots, keys, min_size=1), how=st.sampled_from(["closed", "killed"]), data=st.data())
-    def store_over_erased_slots_and_lose_it(self, chosen: dict[int, bytes], how: str, data: st.DataObject) -> None:
-        for slot in chosen:
-            self.erase(slot)
-        self.write()
-        if how == "closed":
-            self.open_again(how, data)
-            self.touch(set(chosen))
-        self.store(chosen, written=True)
-        self.lose_what_was_written(data)
-        self.open_again(how, data)
+    # --- what happens to it -------------------------------------------------------------------------------------------
 
     @rule(
-        chosen=st.dictionaries(slots, keys, min_size=1),
+        part=parts,
+        chosen=stores,
+        what=st.sampled_from(["store", "erase", "write"]),
+        way=ways,
+        pause=st.integers(1, 6),
+    )
+    def kill_at_a_write(self, part: int, chosen: dict[int, bytes], what: str, way: str, pause: int) -> None:
+        one = self.parts[part]
+        if what == "write":
+            for slot in chosen:
+                one.remove(slot)
+        self.pause, self.leaves = pause, []
+        {
+            "store": lambda: (one.begin(chosen), self.move(part, way)),
+            "erase": lambda: one.erase(set(chosen)),
+            "write": one.write,
+        }[what]()
+        self.pause = -1
+        for each, leaf in zip(self.parts, self.leaves or [None, None], strict=True):
+            each.kill(leaf)
+            self._open(each)
+
+    @rule(part=parts, what=st.sampled_from(["", "records", "all"]))
+    def deny_writes(self, part: int, what: str) -> None:
+        self.parts[part].disk.denies = what
+
+    @rule(part=parts, data=st.data())
+    def lose_what_was_written(self, part: int, data: st.DataObject) -> None:
+        """The disk fails to take some of it from the page cache, which reads it from the disk again."""
+        one = self.parts[part]
+        one.path.write_bytes(one.disk.lose_pages(one.content(), _chooser(data)))
+        one.lost |= one.disk.lost
+        one.judge()
+
+    @rule(part=parts, chosen=stores, how=st.sampled_from(["closed", "killed"]), way=ways, data=st.data())
+    def store_over_erased_slots_and_lose_it(
+        self, part: int, chosen: dict[int, bytes], how: str, way: str, data: st.DataObject
+    ) -> None:
+        self.erase(part, set(chosen))
+        self.write(part)
+        if how == "closed":
+            self.open_again(part, how, data)
+            self.touch(part, set(chosen))
+        self.store(part, chosen, way, True)
+        self.lose_what_was_written(part, data)
+        self.open_again(part, how, data)
+
+    @rule(
+        part=parts,
+        chosen=stores,
         what=st.sampled_from(["records", "all"]),
         how=st.sampled_from(["closed", "killed"]),
+        way=ways,
         data=st.data(),
     )
     def store_over_erased_slots_and_fail(
-        self, chosen: dict[int, bytes], what: str, how: str, data: st.DataObject
+        self, part: int, chosen: dict[int, bytes], what: str, *, how: str, way: str, data: st.DataObject
     ) -> None:
-        for slot in chosen:
-            self.erase(slot)
-        self.write()
-        self.deny_writes(what)
-        self.begin_stores(chosen)
-        self.write()
-        self.finish_stores()
-        self.open_again(how, data)
+        self.erase(part, set(chosen))
+        self.write(part)
+        self.deny_writes(part, what)
+        self.store(part, chosen, way, False)
+        self.open_again(part, how, data)
 
-    @rule(how=st.sampled_from(["closed", "killed", "power", "damaged"]), data=st.data())
-    def open_again(self, how: str, data: st.DataObject) -> None:
+    @rule(part=parts, how=st.sampled_from(["closed", "killed", "power", "damaged"]), data=st.data())
+    def open_again(self, part: int, how: str, data: st.DataObject) -> None:
+        one = self.parts[part]
         if how in {"closed", "damaged"}:
-            self.journal.close()
-            self._judge()
+            one.close()
         else:
-            os.close(self.journal._file._descriptor)
-        self.disk.denies = ""
-        file = self.path / NAME
+            one.kill()
         if how == "damaged":  # somebody writes over a part of it
-            raw = bytearray(file.read_bytes())
-            at = data.draw(st.sampled_from([0, *(4096 + 128 * slot for slot in range(SLOTS))]) | st.integers(0, 5000))
+            raw = bytearray(one.content())
+            at = data.draw(st.sampled_from([0, *(PAGE + 128 * slot for slot in range(SLOTS))]) | st.integers(0, 5000))
             raw[at : at + 40] = data.draw(st.binary(min_size=1, max_size=40))
-            file.write_bytes(raw)
-        if how == "power" and file.exists():
-            file.write_bytes(self.disk.lose_power(lambda n: data.draw(st.integers(0, n - 1))))
-            self.boot += 1
-            self.right = False
+            one.path.write_bytes(raw)
+        if how == "power":
+            one.path.write_bytes(one.disk.lose_power(_chooser(data)))
+            self.boot += 1  # of both parts' machine: the other one's process ended too, but nothing of its file is lost
+            one.right = False
             for slot in range(SLOTS):  # slabs are not flushed either
                 lost = data.draw(st.sampled_from(["", "", "to the bytes before", "torn"]))
-                if lost and self.bytes_in.get(slot):
-                    self.bytes_in[slot] = self.bytes_before.get(slot, b"") if lost != "torn" else TORN
-        if how in {"power", "damaged"} and file.exists():
-            self.disk.durable, self.disk.writes = file.read_bytes(), []
-        self._open()
+                if lost and one.bytes_in.get(slot):
+                    one.bytes_in[slot] = one.bytes_before.get(slot, b"") if lost != "torn" else TORN
+            other = self.parts[1 - part]
+            other.kill()
+            self._open(other)
+        if how in {"power", "damaged"}:
+            one.disk.durable, one.disk.writes = one.content(), []
+        self._open(one)
 
-    @precondition(lambda self: hasattr(self, "journal"))
+    @rule(part=parts, chosen=stores, closed=st.booleans(), recorded=st.sets(slots))
+    def run_the_version_before(self, part: int, chosen: dict[int, bytes], closed: bool, recorded: set[int]) -> None:
+        """Which is killed, or closes the file."""
+        one = self.parts[part]
+        one.close()
+        header = Header.read(one.content())
+        if header is None or not one.right:
+            return self._open(one)
+        room = (len(one.content()) - PAGE) // RECORD_BYTES
+        for slot, key in chosen.items():
+            if slot < min(room, one.room) and key not in one.held.values():
+                self.tick += 1
+                one.bytes_in[slot] = one.held[slot] = key
+                known = closed or slot in recorded  # a record that was not written before the kill
+                raw = encode(slot, Record(key, self.tick, self.tick), header.salt) if known else bytes(RECORD_BYTES)
+                overwrite_record(one.path, slot, raw)
+        raw = header._replace(boot=journal_file.boot_id(), flushed=closed).pack()
+        one.path.write_bytes(raw + one.content()[PAGE:])
+        one.disk.durable, one.disk.writes = one.content(), []
+        return self._open(one)
+
+    def _open(self, one: Part) -> None:
+        one.disk.denies, one.disk.denied = "", False
+        one.open(self.next_tick())
+
+    @precondition(lambda self: hasattr(self.parts[1], "journal"))
     @invariant()
     def columns_say_what_is_held(self) -> None:
-        for slot in range(SLOTS):
-            key = self.held.get(slot)
-            assert self.journal.holds(slot, key) if key else not self.journal.tags[slot]
-            if self.bytes_in.get(slot) and slot not in self.overwriting:
-                assert self.journal.sealed_at[slot], "bytes that nothing will erase"
+        for one in self.parts:
+            for slot in range(SLOTS):
+                key = one.held.get(slot)
+                assert one.journal.holds(slot, key) if key else not one.journal.tags[slot]
+                if one.bytes_in.get(slot) and slot not in one.overwriting:
+                    assert one.journal.sealed_at[slot], "bytes that nothing will erase"
 
-    @precondition(lambda self: self.right)
+    @precondition(lambda self: hasattr(self.parts[1], "journal"))
     @invariant()
-    def file_is_right_for_a_kill_now(self) -> None:
-        raw = (self.path / NAME).read_bytes()
-        header = Header.read(raw)
-        if header is None:
-            return
-        trusted = header.flushed or header.boot == journal_file.boot_id()
-        for slot, record in records_of(raw).items():
-            there = self.bytes_in.get(slot, b"")
-            if record.key:
-                assert there in (record.key, b"")
-            elif trusted:
-                assert slot not in self.held
-                assert record.sealed_at or not there, "bytes that nothing will erase"
+    def files_are_right_for_a_kill_now(self) -> None:
+        """Also for the version before, which reads them so."""
+        for one in self.parts:
+            raw = one.content() if one.right else b""
+            header = Header.read(raw)
+            trusted = header is not None and (header.flushed or header.boot == journal_file.boot_id())
+            for slot, record in records_of(raw).items():
+                if record.key:
+                    assert one.bytes_in.get(slot) == record.key, "a row over other bytes"
+                elif trusted:
+                    assert slot not in one.held, "a row is lost"
+                    assert record.sealed_at or not one.bytes_in.get(slot), "bytes that nothing will erase"
+
+
+def _chooser(data: st.DataObject) -> Choose:
+    return lambda below: data.draw(st.integers(0, below - 1))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _library(tmp_path_factory: pytest.TempPathFactory) -> None:
+    JournalModel.library = build(tmp_path_factory.mktemp("records"))
 
 
 TestJournal = JournalModel.TestCase

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
@@ -14,11 +13,11 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.protocol import Delete, Down, Load, Opened, Store
 from nixl_tiers.tiers.base import FinishedBatch, Move
-from nixl_tiers.tiers.slab.journal_file import Header, encode, tags_of
+from nixl_tiers.tiers.slab.journal_file import Header
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import NAMESPACE, MoverProcess, key_of, payload, shard_dir, wait_until
 from tests.support.file_tier import file_config, file_tier
-from tests.support.journals import journal_in, overwrite_record, rows
+from tests.support.journals import Record, encode, journal_in, overwrite_record, rows
 from tests.support.times import changed
 from tests.support.waiting import until
 
@@ -220,10 +219,7 @@ def test_records_older_than_the_rows_after_a_power_failure_are_corrected(stored:
     with journal.open("r+b") as file:
         file.write(header._replace(boot=bytes(16), flushed=False).pack())
     for slot, key in ((3, b""), (5, key_of(7)), (6, b"another key")):
-        record = encode(
-            np.array([slot]), [key], tags_of([key]), np.array([0]), np.array([1], np.uint32), salt=header.salt
-        )
-        overwrite_record(journal, slot, record.tobytes())
+        overwrite_record(journal, slot, encode(slot, Record(key, 0, 1), header.salt))
     with MoverProcess(file_tier(stored, CAPACITY), GEOMETRY, ROWS) as mover:
         mover.open()
         listed = {entry.slot: entry.key for entry in mover.listed_rows()}

@@ -12,7 +12,7 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Listed, Load
 from nixl_tiers.tiers.base import Entry, Move, expired, has_expired, sweep_s
-from nixl_tiers.tiers.slab import shard, slabs
+from nixl_tiers.tiers.slab import expiry, slabs
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import NAMESPACE, MoverProcess, key_of, payload, shard_dir, wait_until
 from tests.support.file_tier import file_config, file_tier
@@ -161,7 +161,7 @@ def test_row_sealed_ahead_of_the_clock_ages_from_when_it_was_first_seen(
     assert listing(tier) == []
     assert set(load(tier, region, range(2))) == {Outcome.OK}
     journal = shard_dir(tmp_path) / "manifest.journal"
-    assert wait_until(lambda: latest(journal) == right)
+    assert wait_until(lambda: tier.poll() == [] and latest(journal) == right)
     tier.close()
     clock.now += AGE_S / 2
     tier = open_tier(tmp_path, region, clock)  # a restart does not make them younger
@@ -206,13 +206,13 @@ def latest(journal: Path) -> int:
 def test_rows_stored_during_a_sweep_stay(
     tmp_path: Path, region: HostRegion, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard, "MAX_ENTRIES", 4)
+    monkeypatch.setattr(expiry, "MAX_ENTRIES", 4)
     tier = open_tier(tmp_path, region, clock)
     listing(tier)
     store(tier, region, range(12))
     clock.now += AGE_S
     sweep = tier.maintain()
-    while not tier._served.erasing:
+    while not tier._served.expiry.erasing:
         next(sweep)
     tier.delete([(n, key_of(n)) for n in range(4, 10)])
     for row in range(6):
@@ -286,7 +286,7 @@ def test_store_into_a_slot_being_erased_waits(tmp_path: Path, region: HostRegion
     store(tier, region, range(4))
     clock.now += AGE_S
     sweep = tier.maintain()
-    while not tier._served.erasing:
+    while not tier._served.expiry.erasing:
         next(sweep)
     for row in range(4):
         region.rows_view[row] = payload(50 + row, GEOMETRY)

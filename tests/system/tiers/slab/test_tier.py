@@ -16,12 +16,10 @@ from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move, TierDown, TierRefused
 from nixl_tiers.tiers.folder import Folder
-from nixl_tiers.tiers.slab import journal, layout, slabs
-from nixl_tiers.tiers.slab.journal_file import JournalFile
+from nixl_tiers.tiers.slab import layout, slabs
 from nixl_tiers.tiers.slab.tier import SlabTier
-from tests.mover.harness import NAMESPACE, key_of, wait_until
+from tests.mover.harness import NAMESPACE, key_of
 from tests.support.file_tier import file_config
-from tests.support.journals import rows
 from tests.system.tiers.file_tiers import CAPACITY, GEOMETRY, ROWS, load, outcomes, store
 
 
@@ -70,24 +68,6 @@ def test_failed_allocation_fails_stores_until_it_works_again(
     while set(store(tier, region, range(ROWS))) != {Outcome.OK}:
         assert time.monotonic() < deadline
     assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
-    tier.close()
-
-
-def test_stores_over_rows_fail_while_the_journal_cannot_be_written_at_all(
-    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal, "_RETRY_S", 0.01)
-    tier = make(tmp_path, region)
-    tier.open(NAMESPACE, 0)
-    while any(True for _ in tier.list_rows()):
-        pass
-    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
-    assert wait_until(lambda: len(rows(next(tmp_path.rglob("manifest.journal")))) == ROWS)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", _io_error)
-        assert set(store(tier, region, range(ROWS))) == {Outcome.FAILED}
-        assert set(load(tier, region, range(ROWS))) == {Outcome.OK}  # what was there
-    assert wait_until(lambda: set(store(tier, region, range(ROWS))) == {Outcome.OK})
     tier.close()
 
 
@@ -149,23 +129,6 @@ def test_process_that_stands_still_with_the_lock_holds_up_no_store(
     assert tier.slots == slots
     assert caplog.records == []
     os.close(lock)
-    tier.close()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_tier_whose_journal_has_a_defect_is_down(
-    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = make(tmp_path, region)
-    with monkeypatch.context() as patch:
-        patch.setattr(JournalFile, "records", property(lambda _: 1 // 0))
-        tier.open(NAMESPACE, 0)
-        assert next(tier.list_rows()) == []
-        with pytest.raises(TierDown, match=r"thread of .*manifest\.journal has failed \(ZeroDivisionError"):
-            wait_until(lambda: tier.poll() is None)
-    tier.open(NAMESPACE, 0)
-    while any(True for _ in tier.list_rows()):
-        pass
     tier.close()
 
 

@@ -22,7 +22,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict, cell_digest
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.slab.tier import SlabTier
-from nixl_tiers.tiers.slab.worker import LEAST_THREADS, MOST_THREADS, Moved, Worker
+from nixl_tiers.tiers.slab.worker import LEAST_THREADS, MOST_THREADS, Worker
 from nixl_tiers.tiers.staging import BUFFER_BYTES, Buffer, DirectRows, StagedRows
 from tests.mover.harness import NAMESPACE, key_of
 from tests.support.compiled import CSRC, sanitizer_flags
@@ -57,7 +57,9 @@ class Rig:
         self.fd = self._file.devices[0]
         self.buffer = Buffer(self.worker, geometry.row_bytes, BUFFER_BYTES)
 
-    def move(self, moves: Sequence[Move], *, write: bool, staged: bool = False, fd: int = 0) -> Sequence[Moved]:
+    def move(
+        self, moves: Sequence[Move], *, write: bool, staged: bool = False, fd: int = 0
+    ) -> list[tuple[Verdict | None, int]]:
         rows = StagedRows(self.region, self.buffer, moves) if staged else DirectRows(self.region)
         with rows:
             slots = [(fd or self.fd, move.slot * self.geometry.row_bytes) for move in moves]
@@ -69,8 +71,7 @@ class Rig:
             try:
                 next(steps)
             except StopIteration as ended:
-                moved: Sequence[Moved] = ended.value
-                return moved
+                return [(verdict, sealed_at) for verdict, sealed_at, _ in ended.value]
         raise AssertionError("one step too many")
 
     def slot(self, number: int) -> NDArray[np.uint8]:

@@ -1,4 +1,5 @@
-/* Moves many units of random rows with csrc/row_worker.c, for the sanitizers: driver FILE SEED. */
+/* Moves many units of random rows with csrc/row_worker.c, for the sanitizers: driver FILE SEED. Rows are recorded in
+ * FILE.records, which is amended meanwhile. */
 #include "row_worker.c"
 
 #include <fcntl.h>
@@ -13,6 +14,41 @@ static void must(int good, const char *what) {
         perror(what);
         exit(1);
     }
+}
+
+static struct records *records_in(const char *file, int *fd) {
+    char name[4096];
+    uint8_t header[HEADER] = {1};
+    snprintf(name, sizeof name, "%s.records", file);
+    *fd = open(name, O_RDWR | O_CREAT | O_TRUNC, 0600);
+    must(*fd >= 0 && ftruncate(*fd, PAGE + ROWS * RECORD) == 0, "records");
+    struct records *records = nixl_tiers_records_new(*fd, 7, header, header);
+    must(records != NULL, "records");
+    nixl_tiers_records_room(records, ROWS - 2);
+    return records;
+}
+
+/* Which rows are recorded: those that were stored last into a slot, if they were stored. */
+static void check_records(int fd, const uint8_t stored[ROWS]) {
+    static struct record found[ROWS];
+    static struct content contents[ROWS];
+    must(pread(fd, found, sizeof found, PAGE) == sizeof found, "records");
+    nixl_tiers_records_decode(found, 0, ROWS, 7, contents);
+    for (uint32_t row = 0; row < ROWS; row++)
+        must(contents[row].what == (stored[row] && row < ROWS - 2 ? ROW : UNKNOWN), "what is recorded");
+}
+
+static void *amend_all(void *records) {
+    struct content changes[ROWS];
+    for (int round = 0; round < 200; round++) {
+        for (uint32_t row = 0; row < ROWS; row++) {
+            char key[KEY] = {'k', (char)row, 'x'};
+            changes[row] = (struct content){.tag = tag_of((uint8_t *)key, 3), .tick = (uint64_t)round, .slot = row,
+                                            .sealed_at = 5, .what = row % 2 ? ROW : NOTHING};
+        }
+        must(nixl_tiers_records_amend(records, changes, ROWS, 1) == 0, "amend");
+    }
+    return NULL;
 }
 
 /* Close while some rows of a unit move and others wait. */
@@ -49,6 +85,10 @@ int main(int count, char **words) {
         region[i] = (uint8_t)rand();
     struct worker *worker = nixl_tiers_row_worker_new(&shape, region, ROWS, 2 << 20, 2, &error);
     must(worker != NULL, "worker");
+    int records_fd;
+    struct records *records = records_in(words[1], &records_fd);
+    pthread_t amends;
+    must(pthread_create(&amends, NULL, amend_all, records) == 0, "thread");
     /* A row belongs to one unit at a time: its region row, place and slot have its number. */
     uint8_t busy[ROWS] = {0}, stored[ROWS] = {0}, owner[UNITS + 1][ROWS] = {{0}}, writes[UNITS + 1] = {0};
     int begun = 0, running = 0;
@@ -57,16 +97,18 @@ int main(int count, char **words) {
             struct row rows[ROWS];
             uint32_t n = 0;
             uint64_t id = (uint64_t)++begun;
-            struct order order = {.id = id, .now = 5, .stage = rand() % 2 ? stage : NULL, .rows = rows, .places = ROWS};
+            struct order order = {.id = id, .now = 5, .stage = rand() % 2 ? stage : NULL, .rows = rows, .places = ROWS,
+                                  .records = records};
             order.write = writes[id] = (uint8_t)(rand() % 2);
             for (uint32_t row = 0; row < ROWS; row++) {
                 if (busy[row] || rand() % 4 || (!order.write && !stored[row]))
                     continue;
                 busy[row] = owner[id][n] = 1;
                 owner[id][n] = (uint8_t)row;
-                rows[n] = (struct row){.offset = row * shape.row_bytes, .fd = rand() % 16 ? fd : 1 << 20, .row = row,
+                rows[n] = (struct row){.slot = row, .tick = id, .offset = row * shape.row_bytes, .fd = rand() % 16 ? fd : 1 << 20, .row = row,
                                        .place = row, .missing = (uint32_t)rand() % 5, .seal = 1, .key_bytes = 3};
                 memcpy(rows[n].key, (char[]){'k', (char)row, 'x'}, 3);
+                rows[n].tag = tag_of(rows[n].key, 3);
                 n++;
             }
             order.count = n;
@@ -88,10 +130,13 @@ int main(int count, char **words) {
             uint8_t row = owner[id][i];
             busy[row] = 0;
             must(results[i].verdict == V_OK || (results[i].verdict == NOT_MOVED && results[i].error == EBADF), "verdict");
-            stored[row] |= writes[id] && results[i].verdict == V_OK;
+            stored[row] = writes[id] ? results[i].verdict == V_OK : stored[row];
         }
     }
     nixl_tiers_row_worker_close(worker);
+    pthread_join(amends, NULL);
+    check_records(records_fd, stored);
+    must(nixl_tiers_records_close(records), "whole");
     for (int round = 0; round < 20; round++)
         close_early(&shape, region, fd, round);
     free(region);

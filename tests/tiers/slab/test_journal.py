@@ -1,0 +1,548 @@
+"""The journal: the newest change of a slot counts, and changes survive a restart."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nixl_tiers.base.chunk import PAGE
+from nixl_tiers.testing.medium import folder_bytes
+from nixl_tiers.tiers.base import MAX_ENTRIES, Entry
+from nixl_tiers.tiers.folder import Folder, NotOwned
+from nixl_tiers.tiers.slab import journal_file
+from nixl_tiers.tiers.slab.journal import Journal
+from nixl_tiers.tiers.slab.journal_file import MAX_TICK, NAME, RECORD_BYTES, Header, JournalFile, journal_bytes, tag_of
+from tests.support.hooked_worker import FLUSH, WRITE, build, installed
+from tests.support.journals import Record, encode, overwrite_record, records, rows
+
+SLOTS = 10_000
+NOW = 1_795_000_000
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    with Folder.base(tmp_path) as folder:
+        yield folder
+
+
+def opened(folder: Folder, slots: int = SLOTS, allocated: Any = None) -> Journal:
+    journal = Journal(folder, slots, allocated)
+    journal.read()
+    journal.file.grow(slots)
+    return journal
+
+
+def listed(journal: Journal) -> list[Entry]:
+    return [entry for batch in journal.list_rows() for entry in batch]
+
+
+def reopened(folder: Folder, slots: int = SLOTS) -> dict[int, tuple[bytes, int]]:
+    journal = opened(folder, slots)
+    try:
+        return {entry.slot: (entry.key, entry.tick) for entry in listed(journal)}
+    finally:
+        journal.close()
+
+
+def put(journal: Journal, *rows: tuple[int, bytes, int, int]) -> list[int]:
+    """Store rows (slot, key, tick, sealed at) as NIXL's way does. The errors, as `forget` and `record` return them."""
+    slots = [slot for slot, *_ in rows]
+    journal.start_overwrite(*slots)
+    forgotten = journal.forget(slots)
+    made = [(slot, key, tag_of(key), tick, at) for slot, key, tick, at in rows]
+    recorded = journal.record(made)
+    journal.stored([(slot, tag, at, abs(recorded)) for slot, _, tag, _, at in made])
+    return [forgotten, recorded]
+
+
+def filled(folder: Folder, keys: Sequence[bytes], slots: int = SLOTS) -> None:
+    journal = opened(folder, slots)
+    put(journal, *((slot, key, slot, NOW + slot) for slot, key in enumerate(keys)))
+    journal.close()
+
+
+def k(count: int) -> list[bytes]:
+    return [b"k%d" % slot for slot in range(count)]
+
+
+def test_newest_change_of_a_slot_counts(folder: Folder) -> None:
+    journal = opened(folder)
+    put(journal, (1, b"a", 1, NOW), (2, b"c", 3, NOW), (3, b"d", 4, NOW), (4, b"e", 5, NOW))
+    put(journal, (1, b"b", 2, NOW))
+    journal.remove(2, b"c")
+    journal.remove(3, b"not d")
+    journal.remove(SLOTS, b"beyond the end")
+    journal.touch([4, 2], [9, 9])
+    journal.close()
+    assert reopened(folder) == {1: (b"b", 2), 3: (b"d", 4), 4: (b"e", 9)}
+
+
+def test_records_of_stores_are_there_at_once_and_other_changes_after_a_write(folder: Folder) -> None:
+    file = folder.path / NAME
+    journal = opened(folder)
+    put(journal, *((slot, b"k%d" % slot, slot, NOW) for slot in range(6)))
+    assert rows(file) == dict(enumerate(k(6)))
+    journal.remove(0, b"k0")
+    journal.touch([0, 3, 5, SLOTS, -1], [60, 2, 70, 60, 60])  # deleted, an older tick, beyond the ends
+    journal.touch(np.array([5]), np.array([65]))
+    assert rows(file) == dict(enumerate(k(6)))
+    assert journal.write()
+    assert rows(file) == {slot: key for slot, key in enumerate(k(6)) if slot}
+    assert [record.tick for record in records(file).values()] == [0, 1, 2, 3, 4, 70]
+    journal.start_overwrite(1)
+    assert 1 in rows(file), "until whoever moves the row begins"
+    assert journal.forget([1]) == 0
+    assert 1 not in records(file)
+    journal.close()
+
+
+def test_a_delete_that_is_being_written_spares_what_is_stored_meanwhile(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the same key, in the same slot, with the same seal."""
+    journal = opened(folder)
+    put(journal, (1, b"a", 1, NOW), (2, b"b", 1, NOW), (3, b"c", 1, NOW))
+    for slot, key in enumerate([b"a", b"b", b"c"], 1):
+        journal.remove(slot, key)
+    amend = JournalFile.amend
+
+    def store_first(file: JournalFile, *arguments: Any, **named: Any) -> int:
+        monkeypatch.setattr(JournalFile, "amend", amend)
+        put(journal, (1, b"a", 1, NOW), (2, b"new", 1, NOW))
+        return amend(file, *arguments, **named)
+
+    monkeypatch.setattr(JournalFile, "amend", store_first)
+    assert journal.write()
+    assert rows(folder.path / NAME) == {1: b"a", 2: b"new"}
+    assert records(folder.path / NAME)[3].key == b""
+    journal.close()
+
+
+def test_a_record_that_has_another_key_than_is_expected_becomes_unknown(folder: Folder) -> None:
+    """As after an I/O error. The row is found by its seal then."""
+    file = folder.path / NAME
+    journal = opened(folder)
+    put(journal, (1, b"a", 1, NOW), (2, b"b", 1, NOW))
+    header = Header.read(file.read_bytes())
+    assert header is not None
+    overwrite_record(file, 1, encode(1, Record(b"older", 1, NOW), header.salt))
+    journal.touch([1, 2], [5, 5])
+    assert journal.write()
+    assert {slot: record.tick for slot, record in records(file).items()} == {2: 5}
+    journal.close()
+
+
+def test_tick_beyond_the_record_is_clamped(folder: Folder) -> None:
+    journal = opened(folder)
+    put(journal, (1, b"a", 2**62, NOW), (2, b"b", 1, NOW))
+    journal.touch([2], [2**62])
+    journal.close()
+    assert reopened(folder) == {1: (b"a", MAX_TICK), 2: (b"b", MAX_TICK)}
+
+
+def test_listing_is_ordered(folder: Folder) -> None:
+    count = 3 * MAX_ENTRIES + 5
+    journal = opened(folder)
+    put(journal, *((slot, b"key%d" % slot, count - slot, NOW) for slot in range(count)))
+    journal.close()
+    journal = opened(folder)
+    journal.remove(0, b"key0")
+    batches = [*journal.list_rows()]
+    assert [len(batch) for batch in batches] == [MAX_ENTRIES] * 3 + [4]
+    assert [entry.slot for batch in batches for entry in batch] == [*range(count - 1, 0, -1)]
+    journal.close()
+
+
+def test_slots_marked_as_empty_are_known_after_a_restart(folder: Folder) -> None:
+    journal = opened(folder, 8)
+    put(journal, (1, b"a", 1, NOW))
+    journal.mark_empty(np.arange(8) < 6, NOW + 1)
+    journal.close()
+    journal = opened(folder, 8)
+    assert [entry.slot for entry in listed(journal)] == [1]
+    assert journal.unknown_slots().nonzero()[0].tolist() == [6, 7]
+    assert journal.sealed_at.tolist() == [NOW + 1, NOW, *[NOW + 1] * 4, 0, 0]
+    journal.close()
+
+
+def test_slots_beyond_the_capacity_do_not_come_back(folder: Folder) -> None:
+    journal = opened(folder)
+    put(journal, (5, b"five", 1, NOW), (6, b"six", 2, NOW))
+    journal.close()
+    assert reopened(folder, slots=6) == {5: (b"five", 1)}
+    assert reopened(folder) == {5: (b"five", 1)}
+
+
+def test_record_that_was_cut_in_two_does_not_come_back(folder: Folder) -> None:
+    """By a power failure. That of an empty slot ends with zeroes, which is what a file grows by."""
+    path = folder.path / NAME
+    journal = opened(folder)
+    put(journal, (5, b"five", 1, NOW))
+    assert journal.record_erased([6]) == 0
+    journal.close()
+    os.truncate(path, PAGE + 6 * RECORD_BYTES + 20)
+    journal = opened(folder)
+    put(journal, (9, b"nine", 2, NOW))
+    assert records(path).keys() == {5, 9}
+    journal.close()
+
+
+def test_rows_without_room_in_a_slab_are_not_listed(folder: Folder) -> None:
+    filled(folder, k(4), 4)
+    journal = opened(folder, 4, np.arange(4) < 2)
+    assert [entry.slot for entry in listed(journal)] == [0, 1]
+    journal.close()
+    assert reopened(folder, 4).keys() == {0, 1}  # also when new slabs have room for the others
+
+
+def test_journal_stays_within_journal_bytes(folder: Folder, tmp_path: Path) -> None:
+    slots = 4000
+    journal = opened(folder, slots)
+    for lap in range(3):
+        for first in range(0, slots, 100):
+            places = [step * 1103 % slots for step in range(first, first + 100)]
+            put(journal, *((p, bytes([lap]) * 100 + p.to_bytes(12, "big"), 2**35 + p, NOW) for p in places))
+        assert folder_bytes(tmp_path) <= journal_bytes(slots)
+    journal.close()
+    assert folder_bytes(tmp_path) <= journal_bytes(slots)
+    assert len(reopened(folder, slots)) == slots
+
+
+def test_file_grows_with_the_slots_in_use(folder: Folder, tmp_path: Path) -> None:
+    journal = Journal(folder, 1 << 22)
+    journal.read()
+    journal.file.grow(10)
+    put(journal, (0, b"a", 1, NOW))
+    assert rows(tmp_path / NAME) == {0: b"a"}
+    assert (tmp_path / NAME).stat().st_size <= 2 << 20
+    journal.close()
+
+
+def test_file_that_cannot_grow_keeps_its_records(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(folder, SLOTS)
+    journal.read()
+    journal.file.grow(10)
+    put(journal, (1, b"a", 1, NOW))
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_file, "fallocate", lambda *_: errno.ENOSPC)
+        with pytest.raises(OSError, match="No space"):
+            journal.file.grow(SLOTS)
+        assert put(journal, (9_000, b"far", 1, NOW)) == [0, 0], "there is no record that could be wrong"
+    journal.close()
+    assert reopened(folder) == {1: (b"a", 1)}
+
+
+def test_unwritable_file_is_an_os_error(folder: Folder, tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir()
+    with pytest.raises(OSError, match=r"manifest\.journal"):
+        Journal(folder, SLOTS)
+
+
+def test_link_in_place_of_the_file_is_refused(folder: Folder, tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_bytes(b"x" * 100_000)
+    (tmp_path / NAME).symlink_to(target)
+    with pytest.raises(NotOwned):
+        Journal(folder, SLOTS)
+    assert target.read_bytes() == b"x" * 100_000
+
+
+def test_sealing_times_are_kept_for_deleted_rows(folder: Folder) -> None:
+    journal = opened(folder, 8)
+    put(journal, *((slot, b"k%d" % slot, slot, NOW + slot) for slot in range(5)), (5, b"k5", 5, 0))
+    journal.remove(1, b"k1")
+    journal.remove(2, b"another")
+    journal.start_overwrite(3)
+    journal.mark_garbage(3, NOW + 33)  # a store that failed: bytes of the row before may be there
+    assert journal.record_erased([4]) == 0
+    journal.mark_erased([4])
+    assert [journal.holds(slot, b"k%d" % slot) for slot in range(6)] == [True, False, True, False, False, True]
+    stamps = [NOW, NOW + 1, NOW + 2, NOW + 3, 0, 1, 0, 0]
+    assert journal.sealed_at.tolist() == stamps
+    for _ in range(2):
+        journal.close()
+        journal = opened(folder, 8)
+        assert [entry.slot for entry in listed(journal)] == [0, 2, 5]
+        assert journal.sealed_at.tolist() == stamps
+        journal.complete = True
+    journal.close()
+
+
+def test_clamped_times_are_in_the_file(folder: Folder, tmp_path: Path) -> None:
+    filled(folder, k(3), 8)
+    journal = opened(folder, 8)
+    journal.clamp_times(np.arange(8), NOW + 1)
+    journal.close()
+    assert [record.sealed_at for record in records(tmp_path / NAME).values()] == [NOW, NOW + 1, NOW + 1]
+    assert rows(tmp_path / NAME) == dict(enumerate(k(3)))
+
+
+# --- damage -------------------------------------------------------------------------------------------------------
+
+
+def test_damaged_record_costs_only_its_slot(folder: Folder, tmp_path: Path) -> None:
+    filled(folder, k(4), 8)
+    raw = (tmp_path / NAME).read_bytes()[4096:]
+    overwrite_record(tmp_path / NAME, 0, raw[128:256])  # the record of another slot
+    overwrite_record(tmp_path / NAME, 2, os.urandom(128))
+    journal = opened(folder, 8)
+    assert [entry.slot for entry in listed(journal)] == [1, 3]
+    assert journal.unknown_slots().nonzero()[0].tolist() == [0, 2, 4, 5, 6, 7]
+    journal.close()
+
+
+def test_record_of_another_file_is_not_valid(folder: Folder, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    with Folder.base(tmp_path / "other") as other:
+        for where in (folder, other):
+            filled(where, k(2), 8)
+    overwrite_record(tmp_path / NAME, 1, (tmp_path / "other" / NAME).read_bytes()[4096 + 128 : 4096 + 256])
+    assert reopened(folder).keys() == {0}
+
+
+@pytest.mark.parametrize("header", [b"", b"\xa5" * 4096])
+def test_damaged_header_makes_every_slot_unknown(folder: Folder, tmp_path: Path, header: bytes) -> None:
+    filled(folder, k(2), 8)
+    with (tmp_path / NAME).open("r+b") as file:
+        file.write(header) if header else file.truncate(10)
+    journal = opened(folder, 8)
+    assert listed(journal) == []
+    assert journal.unknown_slots().all()
+    put(journal, (1, b"b", 1, NOW))
+    journal.close()
+    assert reopened(folder) == {1: (b"b", 1)}
+
+
+def test_key_in_two_slots_is_listed_where_it_was_used_last(folder: Folder) -> None:
+    journal = opened(folder, 8)
+    put(journal, *((s, key, tick, NOW) for s, (key, tick) in enumerate([(b"a", 5), (b"b", 6), (b"a", 7), (b"a", 2)])))
+    journal.close()
+    for _ in range(2):
+        assert reopened(folder, 8) == {1: (b"b", 6), 2: (b"a", 7)}
+
+
+def test_duplicates_of_held_and_of_later_keys_are_found(folder: Folder) -> None:
+    journal = opened(folder, 8)
+    put(journal, (3, b"a", 1, NOW))
+    assert journal.duplicates([b"b", b"a", b"c", b"b"]).tolist() == [True, True, False, False]
+    assert journal.duplicates([]).tolist() == []
+    journal.close()
+
+
+def killed(folder: Folder, journal: Journal) -> None:
+    raw = (folder.path / NAME).read_bytes()
+    journal.close()
+    (folder.path / NAME).write_bytes(raw)
+
+
+def test_empty_slots_are_unknown_after_a_power_failure(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the listing is complete, whatever happens; and never after a clean close."""
+    journal = opened(folder, 4)
+    put(journal, (0, b"a", 1, NOW))
+    assert journal.record_erased([1, 2]) == 0
+    journal.close()
+    journal = opened(folder, 4)
+    assert journal.unknown_slots().nonzero()[0].tolist() == [3]
+    put(journal, (0, b"b", 2, NOW))
+    killed(folder, journal)
+    monkeypatch.setattr(journal_file, "boot_id", lambda: bytes(16))
+    for _ in range(2):
+        journal = opened(folder, 4)
+        assert journal.unknown_slots().nonzero()[0].tolist() == [1, 2, 3]
+        put(journal, (0, b"c", 3, NOW))
+        journal.close()
+    journal = opened(folder, 4)
+    journal.mark_empty(np.ones(4, np.bool_), NOW)
+    journal.complete = True
+    journal.close()
+    journal = opened(folder, 4)
+    assert not journal.unknown_slots().any()
+    assert journal.sealed_at.tolist() == [NOW] * 4
+    journal.close()
+
+
+# --- I/O errors ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build(tmp_path_factory.mktemp("records"))
+
+
+class Errors:
+    """`records`, `header`, `flush`: whether such writes are errors, by C."""
+
+    def __init__(self) -> None:
+        self.records = self.header = self.flush = False
+
+    def __call__(self, what: int, _: int, __: bytes, at: int) -> int:
+        fails = (what == FLUSH and self.flush) or (what == WRITE and (self.records if at else self.header))
+        return errno.EIO if fails else 0
+
+
+@pytest.fixture
+def errors(library: str) -> Iterator[Errors]:
+    errors = Errors()
+    with installed(library, errors):
+        yield errors
+
+
+def failing(*_: object) -> int:
+    raise OSError(5, "Input/output error")
+
+
+def test_unreadable_records_are_unknown(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = opened(folder)
+    put(journal, (1, b"k1", 1, NOW), (9_000, b"k9000", 1, NOW))
+    journal.close()
+    read = os.pread
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", lambda fd, n, at: failing() if 0 < at < 10_000 else read(fd, n, at))
+        journal = opened(folder)
+        assert [entry.slot for entry in listed(journal)] == [9_000]
+        journal.start_overwrite(1)
+        assert journal.forget([1]) == 0  # the record may be valid on the disk
+        journal.close()
+    assert reopened(folder).keys() == {9_000}
+
+
+def test_journal_that_cannot_be_written_stops_no_store(
+    folder: Folder, errors: Errors, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slots that were stored into meanwhile are unknown once it can be, and the rows then stored have records."""
+    file = folder.path / NAME
+    journal = opened(folder)
+    journal.complete = True
+    put(journal, (1, b"a", 1, NOW), (2, b"b", 1, NOW))
+    errors.records = True
+    assert put(journal, (1, b"new", 2, NOW)) == [errno.EIO, errno.EIO]
+    header = Header.read(file.read_bytes())
+    assert header is not None
+    assert header.boot == bytes(16), "the next process trusts no empty slot"
+    assert rows(file) == {1: b"a", 2: b"b"}
+    assert not journal.write()
+    errors.records = False
+    assert journal.write()
+    assert records(file).keys() == {2}
+    assert put(journal, (3, b"c", 3, NOW)) == [0, 0]
+    journal.close()
+    assert reopened(folder).keys() == {2, 3}
+    assert caplog.text.count("what is stored now may be lost at a restart") == 1
+
+
+@pytest.mark.parametrize("end", ["closed", "killed", "flush fails"])
+def test_empty_slots_are_unknown_after_an_io_error(
+    folder: Folder, errors: Errors, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """In the same boot: the file says that a slot is empty which has got a row since."""
+    journal = opened(folder, 4)
+    journal.complete = True
+    assert journal.record_erased([1]) == 0
+    if end == "flush fails":
+        put(journal, (2, b"a", 1, NOW))
+        monkeypatch.setattr(os, "fdatasync", failing)
+    else:
+        errors.records = True
+        assert put(journal, (1, b"a", 1, NOW))[0] > 0
+    killed(folder, journal) if end == "killed" else journal.close()
+    monkeypatch.undo()
+    errors.records = False
+    journal = opened(folder, 4)
+    assert journal.unknown_slots()[1]
+    journal.close()
+
+
+def test_no_row_may_be_written_while_not_even_the_header_can_be(folder: Folder, errors: Errors) -> None:
+    journal = opened(folder, 4)
+    put(journal, (1, b"a", 1, NOW))
+    errors.records = errors.header = True
+    assert journal.forget([1]) == -errno.EIO
+    assert journal.forget([1]) == -errno.EIO, "it stays so"
+    errors.records = errors.header = False
+    assert journal.forget([1]) == 0
+    journal.close()
+
+
+def test_empty_slots_are_unknown_if_the_disk_has_lost_what_a_killed_process_wrote(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The page cache took the record of a row, the disk did not: that the slot is empty, and erased, is back. The
+    kernel reports the failed write-back to one flush only, and the process that saw it may be killed, too."""
+    journal = opened(folder, 4)
+    journal.complete = True
+    put(journal, (0, b"old", 1, NOW))
+    assert journal.record_erased([1]) == 0
+    killed(folder, journal)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", failing)
+        journal = opened(folder, 4)
+        assert "has lost records" in caplog.text
+        assert journal.unknown_slots()[1]
+        assert journal.holds(0, b"old")  # its seal decides
+        killed(folder, journal)
+    for _ in range(2):
+        journal = opened(folder, 4)
+        assert journal.unknown_slots()[1]
+        assert not journal.unknown_slots()[0]
+        killed(folder, journal)
+
+
+def test_lost_records_are_not_trusted_though_the_header_cannot_say_so(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that saw the only error is killed before the header can be written."""
+    journal = opened(folder, 4)
+    journal.complete = True
+    assert journal.record_erased([1]) == 0
+    killed(folder, journal)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", failing)
+        patch.setattr(os, "pwrite", failing)
+        journal = Journal(folder, 4)
+        journal.read()
+        killed(folder, journal)
+    journal = opened(folder, 4)
+    assert journal.unknown_slots()[1], "bytes that nothing will erase"
+    journal.close()
+
+
+def test_a_record_lost_after_it_was_read_is_not_trusted_at_the_next_open(folder: Folder, errors: Errors) -> None:
+    """The disk drops a page that a process before had written. That is reported once, by the flush before the first
+    write, and the record is not written again: a later flush that succeeds says nothing of it."""
+    path, at = folder.path / NAME, PAGE + RECORD_BYTES
+    journal = opened(folder, 8)
+    assert journal.record_erased([1]) == 0
+    journal.mark_empty(np.ones(8, np.bool_), NOW)
+    journal.complete = True
+    journal.close()
+    erased = path.read_bytes()[at : at + RECORD_BYTES]
+
+    journal = opened(folder, 8)
+    put(journal, (1, b"key", 1, NOW))
+    journal.close()
+    header = Header.read(path.read_bytes())
+    assert header is not None
+    with path.open("r+b") as file:  # that process ended after a failed write: nothing was flushed
+        file.write(header._replace(boot=bytes(16), flushed=False).pack())
+
+    journal = opened(folder, 8)
+    assert [entry.key for entry in listed(journal)] == [b"key"]
+    journal.mark_empty(np.zeros(8, np.bool_), NOW)
+    journal.complete = True
+    overwrite_record(path, 1, erased)
+    errors.flush = True
+    assert put(journal, (0, b"other", 2, NOW))[0] < 0
+    errors.flush = False
+    assert put(journal, (0, b"other", 2, NOW)) == [0, 0]
+    journal.close()
+
+    journal = opened(folder, 8)
+    assert [entry.key for entry in listed(journal)] == [b"other"]
+    assert journal.unknown_slots()[1], "bytes that nothing will erase"
+    journal.close()

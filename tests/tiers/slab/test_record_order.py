@@ -1,0 +1,314 @@
+"""Kills at every write of a record and of a row, by both ways of moving rows: whatever is listed then is what its slot
+holds, and no row is lost that was reported. The same with bugs planted in the order of the writes, which it notices."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.tiers.nixl_agent import Registrar, Registration, Span, TransferState
+from nixl_tiers.tiers.slab import transfers as transfers_module
+from nixl_tiers.tiers.slab.expiry import Expiry
+from nixl_tiers.tiers.slab.journal import WRITE_S, Journal
+from nixl_tiers.tiers.slab.slabs import Slabs
+from tests.mover.harness import NAMESPACE, key_of, shard_dir
+from tests.support.fake_movers import Clock
+from tests.support.hooked_worker import FLUSH, WRITE, build, installed
+from tests.tiers.slab.stepped import GEOMETRY, SteppedSlabs, Threads, number_of
+
+CAPACITY = 2 << 20
+SLOTS = 8
+AGE_S = 3600
+
+
+class PlainAgent(Registrar):
+    """In place of NIXL: a transfer is over when it has begun."""
+
+    backend = "POSIX"
+
+    def __init__(self, on_write: Callable[[], None]) -> None:
+        self.on_write = on_write
+        self.memory: memoryview | None = None
+
+    def register_dram(self, address: int, nbytes: int) -> Registration:
+        return Registration(None, (0,))
+
+    def register_file(self, path: str, nbytes: int, *, direct: bool) -> Registration:
+        descriptor = os.open(path, os.O_RDWR)
+        return Registration(descriptor, (descriptor,))
+
+    def deregister(self, registration: Registration) -> None:
+        if registration.descriptors is not None:
+            os.close(registration.descriptors)
+
+    def write(self, spans: Sequence[Span]) -> Any:
+        self.on_write()
+        for address, nbytes, offset, descriptor in spans:
+            os.pwrite(descriptor, ctypes.string_at(address, nbytes), offset)
+        return self._ended()
+
+    def read(self, spans: Sequence[Span]) -> Any:
+        for address, nbytes, offset, descriptor in spans:
+            ctypes.memmove(address, os.pread(descriptor, nbytes, offset), nbytes)
+        return self._ended()
+
+    @staticmethod
+    def _ended() -> Any:
+        return SimpleNamespace(state=lambda: TransferState.DONE, release=lambda: None)
+
+
+class Killed:
+    """A tier, and what a kill before each of its writes leaves: a copy, which rows were reported by then (slot ->
+    number), and slots of which either row may be there."""
+
+    def __init__(self, folder: Path, clock: Clock) -> None:
+        self.folder = folder
+        self.held: dict[int, int] = {}
+        self.in_doubt: set[int] = set()
+        self.leaves: list[tuple[Path, dict[int, int], set[int]]] = []
+        self.fails: set[str] = set()
+        self.looks = False
+        self.clock = clock
+
+    def start(self) -> None:
+        self.one = SteppedSlabs(self.folder / "kv", self.clock, capacity=CAPACITY, max_age=AGE_S)
+        self.one.open()
+        self.looks = True
+
+    def leave(self) -> None:
+        if self.looks:
+            to = self.one.copy(self.folder / f"leaf-{len(self.leaves)}")
+            self.leaves.append((to, dict(self.held), set(self.in_doubt)))
+
+    def hook(self, what: int, _: int, raw: bytes, at: int) -> int:
+        self.leave()
+        name = "flush" if what == FLUSH else "row" if what != WRITE else "record" if at else "header"
+        return errno.EIO if name in self.fails else 0
+
+    def store(self, rows: dict[int, int]) -> list[Outcome]:
+        """Numbers by slots."""
+        self.in_doubt = set(rows)
+        for slot in rows.keys() & self.held.keys():
+            self.one.tier.delete([(slot, key_of(self.held.pop(slot)))])
+        outcomes = self.one.store([*rows.values()], [*rows])
+        good = {slot: number for (slot, number), end in zip(rows.items(), outcomes, strict=True) if end is Outcome.OK}
+        self.held |= good
+        self.in_doubt = set()
+        return outcomes
+
+    def expire(self) -> None:
+        self.one.day_s += AGE_S + 1
+        self.in_doubt, held = set(self.held), self.held
+        self.held = {}
+        assert sorted(map(_number, self.one.maintain())) == sorted(held.values())
+        self.in_doubt = set()
+
+    def run(self) -> None:
+        self.store({slot: slot for slot in range(SLOTS)})
+        self.store({0: 10, 1: 11, 3: 13, 6: 16})  # neighbours, and others
+        self.one.tier.delete([(2, key_of(self.held.pop(2)))])
+        self.one.tier.touch([4, 5], [100, 101])
+        self.one.clock.now += WRITE_S
+        self.one.step()
+        self.store({2: 2})  # again, into the same slot
+        self.expire()
+        self.store({slot: 20 + slot for slot in range(3)})
+        self.looks = False
+
+    def check(self) -> None:
+        """Each leaf, with the tier as it is."""
+        assert len(self.leaves) > 12
+        for path, expected, in_doubt in self.leaves:
+            after = SteppedSlabs(path, self.one.clock, capacity=CAPACITY)
+            try:
+                found = {entry.slot: number_of(entry) for entry in after.open()}
+                for slot, number in found.items():
+                    assert after.load([number], [slot]) == [Outcome.OK], "what is listed is not there"
+                kept = {slot: number for slot, number in found.items() if slot not in in_doubt}
+                assert expected.items() <= kept.items(), "a row is lost"
+                hidden = set(range(SLOTS)) - found.keys()
+                journal = after.tier._open.journal  # type: ignore[union-attr]
+                for slot in hidden:
+                    assert journal.sealed_at[slot] or not _bytes_in(path, slot), "bytes that nothing will erase"
+            finally:
+                after.close()
+                shutil.rmtree(path)
+
+
+def _number(entry: Any) -> int:
+    return int(entry.key[4:])
+
+
+def _bytes_in(path: Path, slot: int) -> bool:
+    with (shard_dir(path, NAMESPACE) / "slab-00000.kv").open("rb") as file:
+        file.seek(slot * GEOMETRY.row_bytes)
+        return any(file.read(GEOMETRY.row_bytes))
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build(tmp_path_factory.mktemp("right"))
+
+
+@pytest.fixture
+def killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Killed]:
+    clock = Clock()
+    Threads(monkeypatch, clock)
+    killed = Killed(tmp_path, clock)
+    erase = Slabs.erase
+
+    def leave_and_erase(self: Slabs, slots: list[int]) -> None:
+        killed.leave()
+        erase(self, slots)
+        killed.leave()
+
+    monkeypatch.setattr(Slabs, "erase", leave_and_erase)
+    yield killed
+    killed.looks = False
+    killed.one.close()
+
+
+@pytest.fixture
+def by_nixl(killed: Killed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers_module, "open_worker", lambda *_: None)
+    made = (PlainAgent(killed.leave), Registration(None, (0,)))
+    monkeypatch.setattr(transfers_module, "open_agent", lambda *_: made)
+
+
+def test_kills_at_every_write_by_the_worker(killed: Killed, right: str) -> None:
+    with installed(right, killed.hook):
+        killed.start()
+        killed.run()
+        killed.check()
+        killed.one.close()
+
+
+@pytest.mark.usefixtures("by_nixl")
+def test_kills_at_every_write_by_nixl(killed: Killed, right: str) -> None:
+    with installed(right, killed.hook):
+        killed.start()
+        killed.run()
+        killed.check()
+        killed.one.close()
+
+
+MADE = """
+    struct record made[DEPTH];
+    for (uint32_t i = 0; unit->order.write && unit->order.records && i < count; i++) {
+        const struct row *row = &unit->rows[first + i];
+        make_record(&made[i], row->key, row->key_bytes, row->tag, row->tick, unit->order.now, row->slot,
+                    unit->order.records->salt);
+    }
+    return unit->order.write && unit->order.records ? put_records(unit->order.records, slots, made, count) : 0;"""
+BUGS_IN_C = {
+    "no record is unknown first": {
+        "    int denied = forget_rows(unit, first, count);": "    int denied = 0 * (int)sizeof(forget_rows);"
+    },
+    "unknown after the row": {
+        "    int denied = forget_rows(unit, first, count);": "    int denied = 0;",
+        "    submit(thread, blocks, ready);\n    return true;":
+            "    submit(thread, blocks, ready);\n    forget_rows(unit, first, count);\n    return true;",
+    },
+    "the record before the row": {
+        "    return unit->order.write && unit->order.records ?"
+        " put_records(unit->order.records, slots, NULL, count) : 0;": MADE,
+    },
+    "neighbours that are none": {"slots[i + run] == slots[i] + run": "slots[i + run] > slots[i]"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=BUGS_IN_C)
+def wrong(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build(tmp_path_factory.mktemp("wrong"), BUGS_IN_C[request.param])
+
+
+def test_bugs_in_the_worker_are_noticed(killed: Killed, wrong: str) -> None:
+    _noticed(killed, wrong)
+
+
+def _noticed(killed: Killed, library: str) -> None:
+    with installed(library, killed.hook):
+        killed.start()
+        killed.run()
+        with pytest.raises(AssertionError):
+            killed.check()
+        killed.one.close()
+
+
+@pytest.mark.usefixtures("by_nixl")
+@pytest.mark.parametrize("bug", ["no record is unknown first", "the record before the row"])
+def test_bugs_in_the_way_of_nixl_are_noticed(
+    killed: Killed, right: str, monkeypatch: pytest.MonkeyPatch, bug: str
+) -> None:
+    record, run_store = Journal.record, transfers_module.NixlTransfers._run_store
+    if bug == "the record before the row":
+
+        def early(self: transfers_module.NixlTransfers, unit: Any) -> Any:
+            journal = self._served().journal
+            rows = [(m.slot, m.key, transfers_module.tag_of(m.key), m.tick, int(killed.one.day_s)) for m in unit.moves]
+            monkeypatch.setattr(Journal, "forget", lambda *_: record(journal, rows))
+            return (yield from run_store(self, unit))
+
+        monkeypatch.setattr(transfers_module.NixlTransfers, "_run_store", early)
+    else:
+        monkeypatch.setattr(Journal, "forget", lambda *_: 0)
+    _noticed(killed, right)
+
+
+@pytest.mark.parametrize("bug", ["no record is unknown first", "empty before the zeroes"])
+def test_bugs_in_the_order_of_an_erasure_are_noticed(
+    killed: Killed, right: str, monkeypatch: pytest.MonkeyPatch, bug: str
+) -> None:
+    if bug == "empty before the zeroes":
+        monkeypatch.setattr(Journal, "forget", Journal.record_erased)
+    else:
+        erase = Expiry._erase
+
+        def without(self: Expiry, *arguments: Any) -> Any:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Journal, "forget", lambda *_: 0)
+                return erase(self, *arguments)
+
+        monkeypatch.setattr(Expiry, "_erase", without)
+    _noticed(killed, right)
+
+
+def test_rows_without_records_are_stored_and_read_by_their_seals_later(killed: Killed, right: str) -> None:
+    with installed(right, killed.hook):
+        killed.start()
+        killed.looks = False
+        killed.store({slot: slot for slot in range(SLOTS)})
+        killed.fails = {"record"}
+        assert killed.store({1: 11, 2: 12}) == [Outcome.OK] * 2
+        killed.fails = set()
+        killed.one.clock.now += WRITE_S
+        killed.one.step()
+        after = SteppedSlabs(killed.one.copy(killed.folder / "copy"), killed.clock, capacity=CAPACITY)
+        assert {entry.slot: number_of(entry) for entry in after.open()} == killed.held
+        after.close()
+        killed.one.close()
+
+
+def test_no_row_is_written_while_not_even_the_header_can_be(killed: Killed, right: str) -> None:
+    with installed(right, killed.hook):
+        killed.start()
+        killed.looks = False
+        killed.store({0: 0, 1: 1})
+        killed.fails = {"record", "header"}
+        slab = shard_dir(killed.one.path, NAMESPACE) / "slab-00000.kv"
+        before = slab.read_bytes()
+        assert killed.store({1: 11}) == [Outcome.FAILED]
+        assert slab.read_bytes() == before
+        assert killed.one.load([0]) == [Outcome.OK]
+        killed.fails = set()
+        assert killed.store({1: 11}) == [Outcome.OK]
+        killed.one.close()
