@@ -207,11 +207,16 @@ class Journal:
                 if error:
                     self._cannot_write(error, slot)
 
-    def mark_garbage(self, slot: int, sealed_at: int) -> None:
-        """The slot holds no row, but may hold bytes of one that was sealed then, and of what was there before."""
+    def mark_written(self, slot: int, sealed_at: int) -> None:
+        """The slot may hold bytes of a row that was sealed then, and of what was there before."""
         with self._lock:
-            self.tags[slot], before = 0, int(self.sealed_at[slot])
-            self.sealed_at[slot] = min(before or _in_seconds(sealed_at), _in_seconds(sealed_at))
+            self.sealed_at[slot] = min(int(self.sealed_at[slot]) or _in_seconds(sealed_at), _in_seconds(sealed_at))
+
+    def mark_garbage(self, slot: int, sealed_at: int) -> None:
+        """It may, but holds no row."""
+        self.mark_written(slot, sealed_at)
+        with self._lock:
+            self.tags[slot] = 0
             self._change(slot, known=True)
 
     def mark_erased(self, slots: Sequence[int]) -> None:

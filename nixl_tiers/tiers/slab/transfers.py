@@ -229,6 +229,8 @@ class NixlTransfers(Transfers):
             rows.prepare(served.sealer, move, self._tier.clock())
         forgotten = yield from finished(journal.threads.submit(journal.forget, [move.slot for move in moves]))
         if forgotten < 0 or not (yield from transferred(self.agent.write(self._spans(moves, rows, places)))):
+            for move in moves:  # also if none of them is tried again
+                journal.mark_written(move.slot, sealed_at(view[move.row]))
             return () if len(moves) > 1 else [(None, sealed_at(view[move.row]), 0) for move in moves]
         made = [(m.slot, m.key, tag_of(m.key), m.tick, sealed_at(view[m.row])) for m in moves]
         error = abs((yield from finished(journal.threads.submit(journal.record, made))))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from nixl_tiers.base.chunk import Outcome
-from nixl_tiers.tiers.nixl_agent import Registrar, Registration, Span, TransferState
+from nixl_tiers.tiers.nixl_agent import AgentError, Registrar, Registration, Span, TransferState
 from nixl_tiers.tiers.slab import transfers as transfers_module
 from nixl_tiers.tiers.slab.expiry import Expiry
 from nixl_tiers.tiers.slab.journal import WRITE_S, Journal
@@ -280,6 +280,34 @@ def test_bugs_in_the_order_of_an_erasure_are_noticed(
 
         monkeypatch.setattr(Expiry, "_erase", without)
     _noticed(killed, right)
+
+
+@pytest.mark.usefixtures("by_nixl")
+def test_what_a_failed_transfer_has_written_is_erased_one_day(
+    killed: Killed, right: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are to be tried again one by one, which does not happen."""
+    tries: list[Sequence[Span]] = []
+
+    def write(_: PlainAgent, spans: Sequence[Span]) -> Any:
+        tries.append(spans)
+        if len(tries) > 1:
+            raise AgentError("no more")
+        address, nbytes, offset, descriptor = spans[0]
+        os.pwrite(descriptor, ctypes.string_at(address, nbytes), offset)
+        return SimpleNamespace(state=lambda: TransferState.FAILED, release=lambda: None)
+
+    with installed(right, killed.hook):
+        killed.start()
+        killed.looks = False
+        monkeypatch.setattr(PlainAgent, "write", write)
+        assert killed.store({0: 0, 1: 1}) == [Outcome.FAILED] * 2
+        killed.one.close()
+        after = SteppedSlabs(killed.folder / "kv", killed.clock, capacity=CAPACITY)
+        assert after.open() == []
+        assert _bytes_in(after.path, 0)
+        assert after.tier._open.journal.sealed_at[0], "bytes that nothing will erase"  # type: ignore[union-attr]
+        after.close()
 
 
 def test_rows_without_records_are_stored_and_read_by_their_seals_later(killed: Killed, right: str) -> None:
