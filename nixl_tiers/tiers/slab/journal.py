@@ -220,9 +220,12 @@ class Journal:
             self._change(slot, known=True)
 
     def mark_erased(self, slots: Sequence[int]) -> None:
-        """The slots hold no row, nor bytes of one, as their records say."""
+        """The slots hold no row, nor bytes of one. Their records say so, unless `write` is amending them or that
+        failed."""
+        places = np.asarray(slots, np.int64)
         with self._lock:
-            self.tags[slots] = self.sealed_at[slots] = 0
+            self.tags[places] = self.sealed_at[places] = 0
+            self._change(places[self._flags[places] & _KNOWN != 0])
 
     # --- the second's writes ----------------------------------------------------------------------------------------
 

@@ -124,6 +124,29 @@ def test_a_delete_that_is_being_written_spares_what_is_stored_meanwhile(
     journal.close()
 
 
+def test_slots_erased_while_other_changes_are_written_are_empty_in_the_file(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that was used, the record would stay unknown; of one that was deleted, with a time, to be erased again."""
+    journal = opened(folder)
+    put(journal, (1, b"a", 1, NOW), (2, b"b", 1, NOW))
+    journal.touch([1], [5])
+    journal.remove(2, b"b")
+    amend = JournalFile.amend
+
+    def erase_first(file: JournalFile, *arguments: Any, **named: Any) -> int:
+        monkeypatch.setattr(JournalFile, "amend", amend)
+        assert journal.forget([1, 2]) == journal.record_erased([1, 2]) == 0
+        journal.mark_erased([1, 2])
+        return amend(file, *arguments, **named)
+
+    monkeypatch.setattr(JournalFile, "amend", erase_first)
+    assert journal.write()
+    assert journal.write()
+    assert records(folder.path / NAME) == {slot: Record(b"", 0, 0) for slot in (1, 2)}
+    journal.close()
+
+
 def test_a_record_that_has_another_key_than_is_expected_becomes_unknown(folder: Folder) -> None:
     """As after an I/O error. The row is found by its seal then."""
     file = folder.path / NAME
