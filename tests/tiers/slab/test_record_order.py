@@ -19,10 +19,12 @@ from nixl_tiers.tiers.nixl_agent import AgentError, Registrar, Registration, Spa
 from nixl_tiers.tiers.slab import transfers as transfers_module
 from nixl_tiers.tiers.slab.expiry import Expiry
 from nixl_tiers.tiers.slab.journal import WRITE_S, Journal
+from nixl_tiers.tiers.slab.journal_file import NAME
 from nixl_tiers.tiers.slab.slabs import Slabs
 from tests.mover.harness import NAMESPACE, key_of, shard_dir
 from tests.support.fake_movers import Clock
 from tests.support.hooked_worker import FLUSH, WRITE, build, installed
+from tests.support.journals import records, rows
 from tests.tiers.slab.stepped import GEOMETRY, SteppedSlabs, Threads, number_of
 
 CAPACITY = 2 << 20
@@ -280,6 +282,26 @@ def test_bugs_in_the_order_of_an_erasure_are_noticed(
 
         monkeypatch.setattr(Expiry, "_erase", without)
     _noticed(killed, right)
+
+
+def test_an_erasure_that_cannot_be_recorded_is_recorded_a_second_later(killed: Killed, right: str) -> None:
+    """Else the file says that the row is there, over zeroes."""
+    with installed(right, killed.hook):
+        killed.start()
+        killed.looks = False
+        killed.store({slot: slot for slot in range(SLOTS)})
+        file = shard_dir(killed.one.path, NAMESPACE) / NAME
+        killed.fails = {"record"}
+        killed.expire()
+        assert len(rows(file)) == SLOTS
+        killed.fails = set()
+        killed.one.clock.now += WRITE_S
+        killed.one.step()
+        assert rows(file) == {}
+        assert {record.sealed_at for record in records(file).values()} == {0}
+        assert killed.store({1: 11}) == [Outcome.OK]
+        assert rows(file) == {1: key_of(11)}
+        killed.one.close()
 
 
 @pytest.mark.usefixtures("by_nixl")
