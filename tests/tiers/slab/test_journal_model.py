@@ -404,12 +404,18 @@ class JournalModel(RuleBasedStateMachine):
                 one.begin({slot: key})
                 one.move(way, self.c, self.tick)
 
+        def erase() -> None:
+            """Nothing is stored into it meanwhile."""
+            later, RecordedFile.interrupt[:] = RecordedFile.interrupt[:], []
+            one.erase({slot})
+            RecordedFile.interrupt[:] = later
+
         calls = {
             "begin": lambda: one.begin(chosen),
             "store": lambda: (one.begin(chosen), one.move(way, self.c, self.tick)),
             "remove": lambda: one.remove(slot),
             "remove and store": again,
-            "erase": lambda: one.erase({slot}),
+            "erase": erase,
         }
         one.journal.touch(sorted(one.held), [self.next_tick()] * len(one.held))
         RecordedFile.interrupt[:] = [partial(calls[act]) for act in acts]
