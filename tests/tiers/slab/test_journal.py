@@ -161,6 +161,18 @@ def test_a_record_that_has_another_key_than_is_expected_becomes_unknown(folder: 
     journal.close()
 
 
+def test_all_uses_between_two_writes_are_recorded(folder: Folder) -> None:
+    """At a stop they are reported at once."""
+    journal = opened(folder)
+    put(journal, *((slot, b"k%d" % slot, 1, NOW) for slot in range(200)))
+    for slot in range(200):
+        journal.touch([slot, 0], [1000 + slot, 1])
+    journal.remove(7, b"k7")
+    put(journal, (7, b"new", 2, NOW))
+    journal.close()
+    assert reopened(folder) == {slot: (b"k%d" % slot, 1000 + slot) for slot in range(200)} | {7: (b"new", 2)}
+
+
 def test_tick_beyond_the_record_is_clamped(folder: Folder) -> None:
     journal = opened(folder)
     put(journal, (1, b"a", 2**62, NOW), (2, b"b", 1, NOW))
