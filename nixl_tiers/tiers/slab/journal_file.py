@@ -147,11 +147,7 @@ class JournalFile:
                 self.trusted, self._header = False, distrusted
                 reason = os.strerror(error.errno or 0)
                 logger.warning("%s: the disk has lost records (%s): reading seals instead", self.path, reason)
-                try:  # no later flush reports it, so the next process could not know
-                    self._write_header(distrusted)
-                except OSError:
-                    os.ftruncate(self._descriptor, 0)
-                    self._bytes = 0
+                self._distrust()
         new, headers = _library().nixl_tiers_records_new, (self._header.pack(), distrusted.pack())
         self.writer = new(self._descriptor, self.salt, *headers)
         _library().nixl_tiers_records_room(self.writer, self.records)
@@ -191,8 +187,7 @@ class JournalFile:
                 os.fdatasync(self._descriptor)
                 self._write_header(self._header._replace(flushed=True))
         except OSError:  # the page cache may forget what the disk has not taken
-            with suppress(OSError):
-                self._write_header(self._header._replace(boot=_NO_BOOT))
+            self._distrust()
         os.close(self._descriptor)
 
     def _read_header(self) -> Header | None:
@@ -205,6 +200,15 @@ class JournalFile:
         if header is None and any(raw):  # zeroes: it has grown, and nothing was written yet
             self.defect = "its header is not valid"
         return header
+
+    def _distrust(self) -> None:
+        """A flush has failed, which no later one reports: have the next process know it."""
+        try:
+            self._write_header(self._header._replace(boot=_NO_BOOT))
+        except OSError:
+            self._bytes = 0
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, 0)
 
     def _write_header(self, header: Header) -> None:
         os.pwrite(self._descriptor, header.pack(), 0)

@@ -528,6 +528,28 @@ def test_empty_slots_are_unknown_if_the_disk_has_lost_what_a_killed_process_wrot
         killed(folder, journal)
 
 
+@pytest.mark.parametrize("calls", [["fdatasync", "pwrite"], ["fdatasync", "pwrite", "ftruncate"]])
+def test_records_lost_at_the_close_are_not_trusted_though_the_header_cannot_say_so(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, calls: list[str]
+) -> None:
+    journal = opened(folder, 4)
+    journal.complete = True
+    assert journal.record_erased([1]) == 0
+    with monkeypatch.context() as patch:
+        for call in calls:
+            patch.setattr(os, call, failing)
+        journal.close()
+        if "ftruncate" in calls:  # it is for the next open to see
+            journal = Journal(folder, 4)
+            journal.read()
+            assert journal.unknown_slots()[1]
+            journal.close()
+            return
+    journal = opened(folder, 4)
+    assert journal.unknown_slots()[1], "bytes that nothing will erase"
+    journal.close()
+
+
 def test_lost_records_are_not_trusted_though_the_header_cannot_say_so(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
