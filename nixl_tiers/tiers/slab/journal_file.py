@@ -166,6 +166,10 @@ class JournalFile:
             self._bytes = end
             _library().nixl_tiers_records_room(self.writer, self.records)
 
+    def mark_open(self) -> None:
+        """Have the header say that it is, and flush it, which the first record does otherwise."""
+        _library().nixl_tiers_records_mark(self.writer)
+
     def amend(self, changes: NDArray[np.void], *, everything: bool = False) -> int:
         """Write what changes say, of SLOT and in order of slots; `everything`: nothing is missing then. 0; an errno:
         some are not written, which the header says; negative: not even that could be written."""
@@ -238,6 +242,7 @@ def _library() -> ctypes.CDLL:
     found.nixl_tiers_records_new.argtypes = [ctypes.c_int, whole, ctypes.c_char_p, ctypes.c_char_p]
     found.nixl_tiers_records_new.restype = pointer
     found.nixl_tiers_records_room.argtypes = [pointer, whole]
+    found.nixl_tiers_records_mark.argtypes = [pointer]
     found.nixl_tiers_records_amend.argtypes = [pointer, pointer, ctypes.c_uint32, ctypes.c_int]
     found.nixl_tiers_records_decode.argtypes = [ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, whole, pointer]
     found.nixl_tiers_records_close.argtypes = [pointer]

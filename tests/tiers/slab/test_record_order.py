@@ -348,6 +348,18 @@ def test_rows_without_records_are_stored_and_read_by_their_seals_later(killed: K
         killed.one.close()
 
 
+def test_no_store_or_load_waits_for_a_flush(killed: Killed, right: str) -> None:
+    """Threads that move rows share the lock of the records."""
+    calls: list[int] = []
+    with installed(right, lambda what, *_: calls.append(what) or 0):
+        killed.start()
+        calls.clear()
+        killed.store({0: 0, 1: 1})
+        assert calls
+        assert FLUSH not in calls
+        killed.one.close()
+
+
 def test_no_row_is_written_while_not_even_the_header_can_be(killed: Killed, right: str) -> None:
     with installed(right, killed.hook):
         killed.start()
