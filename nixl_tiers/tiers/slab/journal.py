@@ -93,8 +93,9 @@ class Journal:
                 self._log_once.report("read", f"{file.path} cannot be read ({describe(error)}): reading seals instead")
                 continue
             valid = found["what"] != UNKNOWN
-            self._flags[slots][valid & ~self._allocated[slots]] = _CHANGED  # not to count for other bytes
-            found[valid & ~self._allocated[slots]] = np.zeros((), SLOT)
+            outside = valid & ~self._allocated[slots]
+            self._change(first + np.flatnonzero(outside))  # not to count for other bytes
+            found[outside] = np.zeros((), SLOT)
             self.sealed_at[slots] = found["sealed_at"]
             # An empty slot may have got a row since.
             self._flags[slots][found["what"] >= (EMPTY if file.trusted else ROW)] = _KNOWN
@@ -275,7 +276,7 @@ class Journal:
     def _change(self, slots: int | NDArray[np.int64], *, known: bool = False) -> None:
         """The records of these slots are to say something else."""
         self._flags[slots] |= _CHANGED | (_KNOWN if known else np.uint8(0))
-        self._changed = True
+        self._changed = self._changed or np.size(slots) > 0
 
     def _cannot_write(self, error: int, slots: int | NDArray[np.int64]) -> None:
         reason = f"{self.file.path} cannot be written ({os.strerror(error)})"

@@ -150,6 +150,7 @@ class JournalFile:
                 self._distrust()
         new, headers = _library().nixl_tiers_records_new, (self._header.pack(), distrusted.pack())
         self.writer = new(self._descriptor, self.salt, *headers)
+        assert self.writer, "no memory"
         _library().nixl_tiers_records_room(self.writer, self.records)
 
     def grow(self, slots: int) -> None:

@@ -15,9 +15,11 @@ from nixl_tiers.base.chunk import PAGE
 from nixl_tiers.testing.medium import folder_bytes
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry
 from nixl_tiers.tiers.folder import Folder, NotOwned
+from nixl_tiers.tiers.slab import journal as journal_module
 from nixl_tiers.tiers.slab import journal_file
 from nixl_tiers.tiers.slab.journal import Journal
 from nixl_tiers.tiers.slab.journal_file import MAX_TICK, NAME, RECORD_BYTES, Header, JournalFile, journal_bytes, tag_of
+from tests.support.by_hand import HandPool
 from tests.support.hooked_worker import FLUSH, WRITE, build, installed
 from tests.support.journals import Record, encode, overwrite_record, records, rows
 
@@ -234,6 +236,24 @@ def test_rows_without_room_in_a_slab_are_not_listed(folder: Folder) -> None:
     assert [entry.slot for entry in listed(journal)] == [0, 1]
     journal.close()
     assert reopened(folder, 4).keys() == {0, 1}  # also when new slabs have room for the others
+
+
+def test_something_is_written_only_if_something_changed(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "ThreadPoolExecutor", lambda *_, **__: HandPool(at_once=True))
+    filled(folder, k(4), 4)
+    written = []
+    monkeypatch.setattr(Journal, "write", lambda journal: written.append(journal) or True)
+    journal = opened(folder, 4)
+    journal.touch([9], [5])
+    journal.mark_erased([])
+    journal.step()
+    assert not written
+    journal.close()
+    written.clear()
+    journal = opened(folder, 4, np.arange(4) < 2)
+    journal.step()
+    assert written, "the records of slots without room"
+    journal.close()
 
 
 def test_journal_stays_within_journal_bytes(folder: Folder, tmp_path: Path) -> None:
