@@ -107,7 +107,7 @@ def fail_transfers(tier: FileTier, name: str, monkeypatch: pytest.MonkeyPatch) -
 
         def failed(moves: Sequence[Move], *_: Any, **__: Any) -> Steps[Sequence[Moved]]:
             yield lambda: True
-            return [(None, 0)] * len(moves)
+            return [(None, 0, 0)] * len(moves)
 
         monkeypatch.setattr(worker, "move", failed)
     else:
