@@ -209,8 +209,18 @@ void nixl_tiers_records_room(struct records *records, uint64_t slots) {
     pthread_mutex_unlock(&records->lock);
 }
 
+/* Mark the header, so that no thread that moves rows waits for its flush, unless that fails now. */
+void nixl_tiers_records_mark(struct records *records) {
+    pthread_mutex_lock(&records->lock);
+    int error = mark_open(records);
+    if (error)
+        distrust(records, error);
+    pthread_mutex_unlock(&records->lock);
+}
+
 /* Make these changes, in order of their slots, also while no records are written otherwise. `all`: once they are made
- * nothing is missing, and records are written again. As `put_records`. */
+ * nothing is missing, and records are written again. One that fails meanwhile is made by a later call, as the columns
+ * say; until the file is closed the header distrusts it all the same. As `put_records`. */
 int nixl_tiers_records_amend(struct records *records, const struct content *changes, uint32_t n, int all) {
     int error = 0;
     for (uint32_t i = 0, run; i < n && !error; i += run) {

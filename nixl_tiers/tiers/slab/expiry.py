@@ -115,12 +115,10 @@ class Expiry:
             }
             if not self._closing:
                 old = [slot for slot in slots if slot not in young]
-                error = min(0, self._journal.forget(old))
-                if not error:
-                    self._shard.slabs.erase(old)
-                    error = self._journal.record_erased(old)
-                if error:  # another round tries again
-                    raise OSError(abs(error), os.strerror(abs(error)), str(self._shard.path))
+                if (error := self._journal.forget(old)) < 0:  # another round tries again
+                    raise OSError(-error, os.strerror(-error), str(self._shard.path))
+                self._shard.slabs.erase(old)
+                self._journal.record_erased(old)  # where that fails, `mark_erased` has it tried again
                 return [row for row in rows if row.slot not in young], list(young.values())
         except OSError as error:
             self._log_once.report("erase", f"{self._shard.path}: old rows cannot be erased ({describe(error)})")

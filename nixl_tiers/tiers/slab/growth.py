@@ -50,11 +50,16 @@ class Growth:
         """Try again to grow, and free an empty tail; see StorageTier.maintain. `in_use`: slots that jobs read or write;
         `growing`: whether the slabs are growing now."""
         slabs, layout = self._shard.slabs, self._shard.slabs.layout
-        if self.slots < layout.slots and time.monotonic() >= self._retry_at_s and not growing():
+        file = self._shard.journal.file
+        fewer, unrecorded = self.slots < layout.slots, file.records < slabs.end  # as there was no room at open
+        if (fewer or unrecorded) and time.monotonic() >= self._retry_at_s and not growing():
             self._retry_at_s = time.monotonic() + self._retry_s
             with suppress(NoSpace, OSError):
-                yield from until(self._allocator.submit(self._shard.grow, slabs.end))
-                self.slots = layout.slots
+                if unrecorded:
+                    yield from until(self._allocator.submit(file.grow, slabs.end))
+                if fewer:
+                    yield from until(self._allocator.submit(self._shard.grow, slabs.end))
+                    self.slots = layout.slots
         # Before the journal is complete, what is in the tail is not known.
         if self._shard.journal.complete:
             yield from self._free_tail(in_use())

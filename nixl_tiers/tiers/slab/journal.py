@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 WRITE_S: Final = 1.0  # between two writes of what has changed
 _THREADS: Final = 2  # that may wait for the file
-_MOST_TOUCHED: Final = 64  # packets of uses, while the file cannot be written: an order is all that is lost
 _NO_ROWS: Final = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 1), np.uint8)
 _KNOWN, _CHANGED = np.uint8(1), np.uint8(2)  # of `_flags`
 
@@ -69,7 +68,7 @@ class Journal:
         """Whether every row that was there at open is known. Set by the caller, who reads seals."""
         self._allocated = np.ones(slots, np.bool_) if allocated is None else allocated
         self._rows = _NO_ROWS  # that were there at open: slots, least recently used first; by slot, ticks and keys
-        self._touched: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+        self._used = np.zeros(slots, np.int64)  # by slot: the highest tick of `touch`
         self._lock = threading.Lock()  # of what `write` takes from the loop
         self._amending = np.zeros(0, SLOT)
         self._changed = False
@@ -94,8 +93,9 @@ class Journal:
                 self._log_once.report("read", f"{file.path} cannot be read ({describe(error)}): reading seals instead")
                 continue
             valid = found["what"] != UNKNOWN
-            self._flags[slots][valid & ~self._allocated[slots]] = _CHANGED  # not to count for other bytes
-            found[valid & ~self._allocated[slots]] = np.zeros((), SLOT)
+            outside = valid & ~self._allocated[slots]
+            self._change(first + np.flatnonzero(outside))  # not to count for other bytes
+            found[outside] = np.zeros((), SLOT)
             self.sealed_at[slots] = found["sealed_at"]
             # An empty slot may have got a row since.
             self._flags[slots][found["what"] >= (EMPTY if file.trusted else ROW)] = _KNOWN
@@ -159,7 +159,7 @@ class Journal:
         with self._lock:
             inside = (places >= 0) & (places < len(self.tags))
             held = inside & (self.tags[places * inside] != 0)
-            self._touched = [*self._touched[-_MOST_TOUCHED:], (places[held], used[held])]
+            np.maximum.at(self._used, places[held], used[held])
             self._change(places[held])
 
     def clamp_times(self, slots: NDArray[np.int64], now: int) -> None:
@@ -175,7 +175,7 @@ class Journal:
         """The slots are about to be overwritten, whatever they hold."""
         places = [slot for slot in slots if 0 <= slot < len(self.tags)]
         with self._lock:
-            self.tags[places] = 0
+            self.tags[places] = self._used[places] = 0
             self._flags[places] = 0
             if len(self._amending):  # what is being written is of before
                 self._amending["what"][np.isin(self._amending["slot"], places)] = NOTHING
@@ -207,17 +207,25 @@ class Journal:
                 if error:
                     self._cannot_write(error, slot)
 
-    def mark_garbage(self, slot: int, sealed_at: int) -> None:
-        """The slot holds no row, but may hold bytes of one that was sealed then, and of what was there before."""
+    def mark_written(self, slot: int, sealed_at: int) -> None:
+        """The slot may hold bytes of a row that was sealed then, and of what was there before."""
         with self._lock:
-            self.tags[slot], before = 0, int(self.sealed_at[slot])
-            self.sealed_at[slot] = min(before or _in_seconds(sealed_at), _in_seconds(sealed_at))
+            self.sealed_at[slot] = min(int(self.sealed_at[slot]) or _in_seconds(sealed_at), _in_seconds(sealed_at))
+
+    def mark_garbage(self, slot: int, sealed_at: int) -> None:
+        """It may, but holds no row."""
+        self.mark_written(slot, sealed_at)
+        with self._lock:
+            self.tags[slot] = 0
             self._change(slot, known=True)
 
     def mark_erased(self, slots: Sequence[int]) -> None:
-        """The slots hold no row, nor bytes of one, as their records say."""
+        """The slots hold no row, nor bytes of one. Their records say so, unless `write` is amending them or that
+        failed."""
+        places = np.asarray(slots, np.int64)
         with self._lock:
-            self.tags[slots] = self.sealed_at[slots] = 0
+            self.tags[places] = self.sealed_at[places] = 0
+            self._change(places[self._flags[places] & _KNOWN != 0])
 
     # --- the second's writes ----------------------------------------------------------------------------------------
 
@@ -234,11 +242,7 @@ class Journal:
         """Bring the records in the file to what the columns say; whether all are. On a thread that may wait, one at a
         time."""
         with self._lock:
-            touched, self._touched = [(np.zeros(0, np.int64),) * 2, *self._touched], []
             slots = np.flatnonzero(self._flags & _CHANGED)
-        used, ticks = (np.concatenate(column) for column in zip(*touched, strict=True))
-        order = np.lexsort((ticks, used))
-        used, ticks = np.append(used[order], -1), ticks[order]
         for start in range(0, max(1, len(slots)), CHUNK_RECORDS):
             some = slots[start : start + CHUNK_RECORDS]
             with self._lock:
@@ -248,9 +252,8 @@ class Journal:
                 changes["tag"], changes["sealed_at"] = tags, self.sealed_at[some]
                 changes["what"][self._flags[some] & _KNOWN != 0] = EMPTY
                 changes["what"][tags != 0] = ROW
+                changes["tick"] = np.where(tags != 0, self._used[some], 0)
                 self._amending = changes
-            last = np.searchsorted(used[:-1], some, side="right") - 1  # of the same slot the highest tick
-            changes["tick"][used[last] == some] = ticks[last[used[last] == some]]
             error = self.file.amend(changes, everything=start + CHUNK_RECORDS >= len(slots))
             with self._lock:
                 self._amending = changes[:0]
@@ -273,7 +276,7 @@ class Journal:
     def _change(self, slots: int | NDArray[np.int64], *, known: bool = False) -> None:
         """The records of these slots are to say something else."""
         self._flags[slots] |= _CHANGED | (_KNOWN if known else np.uint8(0))
-        self._changed = True
+        self._changed = self._changed or np.size(slots) > 0
 
     def _cannot_write(self, error: int, slots: int | NDArray[np.int64]) -> None:
         reason = f"{self.file.path} cannot be written ({os.strerror(error)})"

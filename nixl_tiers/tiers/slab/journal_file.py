@@ -147,13 +147,10 @@ class JournalFile:
                 self.trusted, self._header = False, distrusted
                 reason = os.strerror(error.errno or 0)
                 logger.warning("%s: the disk has lost records (%s): reading seals instead", self.path, reason)
-                try:  # no later flush reports it, so the next process could not know
-                    self._write_header(distrusted)
-                except OSError:
-                    os.ftruncate(self._descriptor, 0)
-                    self._bytes = 0
+                self._distrust()
         new, headers = _library().nixl_tiers_records_new, (self._header.pack(), distrusted.pack())
         self.writer = new(self._descriptor, self.salt, *headers)
+        assert self.writer, "no memory"
         _library().nixl_tiers_records_room(self.writer, self.records)
 
     def grow(self, slots: int) -> None:
@@ -169,6 +166,10 @@ class JournalFile:
                 raise OSError(failed, os.strerror(failed), str(self.path))
             self._bytes = end
             _library().nixl_tiers_records_room(self.writer, self.records)
+
+    def mark_open(self) -> None:
+        """Have the header say that it is, and flush it, which the first record does otherwise."""
+        _library().nixl_tiers_records_mark(self.writer)
 
     def amend(self, changes: NDArray[np.void], *, everything: bool = False) -> int:
         """Write what changes say, of SLOT and in order of slots; `everything`: nothing is missing then. 0; an errno:
@@ -191,8 +192,7 @@ class JournalFile:
                 os.fdatasync(self._descriptor)
                 self._write_header(self._header._replace(flushed=True))
         except OSError:  # the page cache may forget what the disk has not taken
-            with suppress(OSError):
-                self._write_header(self._header._replace(boot=_NO_BOOT))
+            self._distrust()
         os.close(self._descriptor)
 
     def _read_header(self) -> Header | None:
@@ -205,6 +205,15 @@ class JournalFile:
         if header is None and any(raw):  # zeroes: it has grown, and nothing was written yet
             self.defect = "its header is not valid"
         return header
+
+    def _distrust(self) -> None:
+        """A flush has failed, which no later one reports: have the next process know it."""
+        try:
+            self._write_header(self._header._replace(boot=_NO_BOOT))
+        except OSError:
+            self._bytes = 0
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, 0)
 
     def _write_header(self, header: Header) -> None:
         os.pwrite(self._descriptor, header.pack(), 0)
@@ -234,6 +243,7 @@ def _library() -> ctypes.CDLL:
     found.nixl_tiers_records_new.argtypes = [ctypes.c_int, whole, ctypes.c_char_p, ctypes.c_char_p]
     found.nixl_tiers_records_new.restype = pointer
     found.nixl_tiers_records_room.argtypes = [pointer, whole]
+    found.nixl_tiers_records_mark.argtypes = [pointer]
     found.nixl_tiers_records_amend.argtypes = [pointer, pointer, ctypes.c_uint32, ctypes.c_int]
     found.nixl_tiers_records_decode.argtypes = [ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, whole, pointer]
     found.nixl_tiers_records_close.argtypes = [pointer]

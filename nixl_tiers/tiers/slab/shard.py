@@ -107,6 +107,7 @@ class Shard:
         except OSError as error:
             reason = f"{self.path}: no room for records ({describe(error)})"
             logger.warning("%s: at a restart, seals are read of what is stored now", reason)
+        self.journal.file.mark_open()
 
     def grow(self, slot: int) -> None:
         """Allocate the extent of the slot, in the journal too. On a thread that may wait. Raises NoSpace, OSError."""

@@ -188,6 +188,7 @@ class WorkerTransfers(Transfers):
 
     def _move(self, unit: Unit, rows: DirectRows, places: Sequence[Place], *, write: bool) -> Steps[Sequence[Moved]]:
         served, now_s = self._served(), self._tier.clock()
+        assert served.journal.file.writer, "rows would be stored without records"
         recorded = (served.journal.file.writer, [tag_of(move.key) for move in unit.moves]) if write else None
         moving = self.worker.move(unit.moves, rows, places, served.sealer, now_s, write=write, recorded=recorded)
         return (yield from moving)
@@ -229,6 +230,8 @@ class NixlTransfers(Transfers):
             rows.prepare(served.sealer, move, self._tier.clock())
         forgotten = yield from finished(journal.threads.submit(journal.forget, [move.slot for move in moves]))
         if forgotten < 0 or not (yield from transferred(self.agent.write(self._spans(moves, rows, places)))):
+            for move in moves:  # also if none of them is tried again
+                journal.mark_written(move.slot, sealed_at(view[move.row]))
             return () if len(moves) > 1 else [(None, sealed_at(view[move.row]), 0) for move in moves]
         made = [(m.slot, m.key, tag_of(m.key), m.tick, sealed_at(view[m.row])) for m in moves]
         error = abs((yield from finished(journal.threads.submit(journal.record, made))))

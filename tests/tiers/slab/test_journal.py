@@ -15,9 +15,11 @@ from nixl_tiers.base.chunk import PAGE
 from nixl_tiers.testing.medium import folder_bytes
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry
 from nixl_tiers.tiers.folder import Folder, NotOwned
+from nixl_tiers.tiers.slab import journal as journal_module
 from nixl_tiers.tiers.slab import journal_file
 from nixl_tiers.tiers.slab.journal import Journal
 from nixl_tiers.tiers.slab.journal_file import MAX_TICK, NAME, RECORD_BYTES, Header, JournalFile, journal_bytes, tag_of
+from tests.support.by_hand import HandPool
 from tests.support.hooked_worker import FLUSH, WRITE, build, installed
 from tests.support.journals import Record, encode, overwrite_record, records, rows
 
@@ -124,6 +126,29 @@ def test_a_delete_that_is_being_written_spares_what_is_stored_meanwhile(
     journal.close()
 
 
+def test_slots_erased_while_other_changes_are_written_are_empty_in_the_file(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that was used, the record would stay unknown; of one that was deleted, with a time, to be erased again."""
+    journal = opened(folder)
+    put(journal, (1, b"a", 1, NOW), (2, b"b", 1, NOW))
+    journal.touch([1], [5])
+    journal.remove(2, b"b")
+    amend = JournalFile.amend
+
+    def erase_first(file: JournalFile, *arguments: Any, **named: Any) -> int:
+        monkeypatch.setattr(JournalFile, "amend", amend)
+        assert journal.forget([1, 2]) == journal.record_erased([1, 2]) == 0
+        journal.mark_erased([1, 2])
+        return amend(file, *arguments, **named)
+
+    monkeypatch.setattr(JournalFile, "amend", erase_first)
+    assert journal.write()
+    assert journal.write()
+    assert records(folder.path / NAME) == {slot: Record(b"", 0, 0) for slot in (1, 2)}
+    journal.close()
+
+
 def test_a_record_that_has_another_key_than_is_expected_becomes_unknown(folder: Folder) -> None:
     """As after an I/O error. The row is found by its seal then."""
     file = folder.path / NAME
@@ -136,6 +161,18 @@ def test_a_record_that_has_another_key_than_is_expected_becomes_unknown(folder: 
     assert journal.write()
     assert {slot: record.tick for slot, record in records(file).items()} == {2: 5}
     journal.close()
+
+
+def test_all_uses_between_two_writes_are_recorded(folder: Folder) -> None:
+    """At a stop they are reported at once."""
+    journal = opened(folder)
+    put(journal, *((slot, b"k%d" % slot, 1, NOW) for slot in range(200)))
+    for slot in range(200):
+        journal.touch([slot, 0], [1000 + slot, 1])
+    journal.remove(7, b"k7")
+    put(journal, (7, b"new", 2, NOW))
+    journal.close()
+    assert reopened(folder) == {slot: (b"k%d" % slot, 1000 + slot) for slot in range(200)} | {7: (b"new", 2)}
 
 
 def test_tick_beyond_the_record_is_clamped(folder: Folder) -> None:
@@ -199,6 +236,24 @@ def test_rows_without_room_in_a_slab_are_not_listed(folder: Folder) -> None:
     assert [entry.slot for entry in listed(journal)] == [0, 1]
     journal.close()
     assert reopened(folder, 4).keys() == {0, 1}  # also when new slabs have room for the others
+
+
+def test_something_is_written_only_if_something_changed(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "ThreadPoolExecutor", lambda *_, **__: HandPool(at_once=True))
+    filled(folder, k(4), 4)
+    written = []
+    monkeypatch.setattr(Journal, "write", lambda journal: written.append(journal) or True)
+    journal = opened(folder, 4)
+    journal.touch([9], [5])
+    journal.mark_erased([])
+    journal.step()
+    assert not written
+    journal.close()
+    written.clear()
+    journal = opened(folder, 4, np.arange(4) < 2)
+    journal.step()
+    assert written, "the records of slots without room"
+    journal.close()
 
 
 def test_journal_stays_within_journal_bytes(folder: Folder, tmp_path: Path) -> None:
@@ -493,6 +548,28 @@ def test_empty_slots_are_unknown_if_the_disk_has_lost_what_a_killed_process_wrot
         killed(folder, journal)
 
 
+@pytest.mark.parametrize("calls", [["fdatasync", "pwrite"], ["fdatasync", "pwrite", "ftruncate"]])
+def test_records_lost_at_the_close_are_not_trusted_though_the_header_cannot_say_so(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, calls: list[str]
+) -> None:
+    journal = opened(folder, 4)
+    journal.complete = True
+    assert journal.record_erased([1]) == 0
+    with monkeypatch.context() as patch:
+        for call in calls:
+            patch.setattr(os, call, failing)
+        journal.close()
+        if "ftruncate" in calls:  # it is for the next open to see
+            journal = Journal(folder, 4)
+            journal.read()
+            assert journal.unknown_slots()[1]
+            journal.close()
+            return
+    journal = opened(folder, 4)
+    assert journal.unknown_slots()[1], "bytes that nothing will erase"
+    journal.close()
+
+
 def test_lost_records_are_not_trusted_though_the_header_cannot_say_so(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -512,7 +589,10 @@ def test_lost_records_are_not_trusted_though_the_header_cannot_say_so(
     journal.close()
 
 
-def test_a_record_lost_after_it_was_read_is_not_trusted_at_the_next_open(folder: Folder, errors: Errors) -> None:
+@pytest.mark.parametrize("first", ["mark", "store"])
+def test_a_record_lost_after_it_was_read_is_not_trusted_at_the_next_open(
+    folder: Folder, errors: Errors, first: str
+) -> None:
     """The disk drops a page that a process before had written. That is reported once, by the flush before the first
     write, and the record is not written again: a later flush that succeeds says nothing of it."""
     path, at = folder.path / NAME, PAGE + RECORD_BYTES
@@ -537,7 +617,10 @@ def test_a_record_lost_after_it_was_read_is_not_trusted_at_the_next_open(folder:
     journal.complete = True
     overwrite_record(path, 1, erased)
     errors.flush = True
-    assert put(journal, (0, b"other", 2, NOW))[0] < 0
+    if first == "mark":
+        journal.file.mark_open()
+    else:
+        assert put(journal, (0, b"other", 2, NOW))[0] < 0
     errors.flush = False
     assert put(journal, (0, b"other", 2, NOW)) == [0, 0]
     journal.close()

@@ -248,15 +248,11 @@ class Part:
             return
         for slot in places:
             self.bytes_in[slot] = self.bytes_before[slot] = b""
-        failed = self.journal.record_erased(places)
+        self.journal.record_erased(places)
         self.judge()
-        if failed:
-            for slot in places:
-                self.remove(slot)
-        else:
-            self.journal.mark_erased(places)
-            for slot in places:
-                self.held.pop(slot, None)
+        self.journal.mark_erased(places)
+        for slot in places:
+            self.held.pop(slot, None)
         self.erasing = set()
 
     def write(self) -> None:
@@ -390,7 +386,9 @@ class JournalModel(RuleBasedStateMachine):
     @rule(
         part=parts,
         chosen=stores,
-        acts=st.lists(st.sampled_from(["begin", "store", "remove", "remove and store"]), min_size=1, max_size=3),
+        acts=st.lists(
+            st.sampled_from(["begin", "store", "remove", "remove and store", "erase"]), min_size=1, max_size=3
+        ),
         way=ways,
     )
     def write_while_the_caller_acts(self, part: int, chosen: dict[int, bytes], acts: list[str], way: str) -> None:
@@ -406,11 +404,18 @@ class JournalModel(RuleBasedStateMachine):
                 one.begin({slot: key})
                 one.move(way, self.c, self.tick)
 
+        def erase() -> None:
+            """Nothing is stored into it meanwhile."""
+            later, RecordedFile.interrupt[:] = RecordedFile.interrupt[:], []
+            one.erase({slot})
+            RecordedFile.interrupt[:] = later
+
         calls = {
             "begin": lambda: one.begin(chosen),
             "store": lambda: (one.begin(chosen), one.move(way, self.c, self.tick)),
             "remove": lambda: one.remove(slot),
             "remove and store": again,
+            "erase": erase,
         }
         one.journal.touch(sorted(one.held), [self.next_tick()] * len(one.held))
         RecordedFile.interrupt[:] = [partial(calls[act]) for act in acts]

@@ -15,14 +15,16 @@ from typing import Any
 import pytest
 
 from nixl_tiers.base.chunk import Outcome
-from nixl_tiers.tiers.nixl_agent import Registrar, Registration, Span, TransferState
+from nixl_tiers.tiers.nixl_agent import AgentError, Registrar, Registration, Span, TransferState
 from nixl_tiers.tiers.slab import transfers as transfers_module
 from nixl_tiers.tiers.slab.expiry import Expiry
 from nixl_tiers.tiers.slab.journal import WRITE_S, Journal
+from nixl_tiers.tiers.slab.journal_file import NAME
 from nixl_tiers.tiers.slab.slabs import Slabs
 from tests.mover.harness import NAMESPACE, key_of, shard_dir
 from tests.support.fake_movers import Clock
 from tests.support.hooked_worker import FLUSH, WRITE, build, installed
+from tests.support.journals import records, rows
 from tests.tiers.slab.stepped import GEOMETRY, SteppedSlabs, Threads, number_of
 
 CAPACITY = 2 << 20
@@ -282,6 +284,54 @@ def test_bugs_in_the_order_of_an_erasure_are_noticed(
     _noticed(killed, right)
 
 
+def test_an_erasure_that_cannot_be_recorded_is_recorded_a_second_later(killed: Killed, right: str) -> None:
+    """Else the file says that the row is there, over zeroes."""
+    with installed(right, killed.hook):
+        killed.start()
+        killed.looks = False
+        killed.store({slot: slot for slot in range(SLOTS)})
+        file = shard_dir(killed.one.path, NAMESPACE) / NAME
+        killed.fails = {"record"}
+        killed.expire()
+        assert len(rows(file)) == SLOTS
+        killed.fails = set()
+        killed.one.clock.now += WRITE_S
+        killed.one.step()
+        assert rows(file) == {}
+        assert {record.sealed_at for record in records(file).values()} == {0}
+        assert killed.store({1: 11}) == [Outcome.OK]
+        assert rows(file) == {1: key_of(11)}
+        killed.one.close()
+
+
+@pytest.mark.usefixtures("by_nixl")
+def test_what_a_failed_transfer_has_written_is_erased_one_day(
+    killed: Killed, right: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are to be tried again one by one, which does not happen."""
+    tries: list[Sequence[Span]] = []
+
+    def write(_: PlainAgent, spans: Sequence[Span]) -> Any:
+        tries.append(spans)
+        if len(tries) > 1:
+            raise AgentError("no more")
+        address, nbytes, offset, descriptor = spans[0]
+        os.pwrite(descriptor, ctypes.string_at(address, nbytes), offset)
+        return SimpleNamespace(state=lambda: TransferState.FAILED, release=lambda: None)
+
+    with installed(right, killed.hook):
+        killed.start()
+        killed.looks = False
+        monkeypatch.setattr(PlainAgent, "write", write)
+        assert killed.store({0: 0, 1: 1}) == [Outcome.FAILED] * 2
+        killed.one.close()
+        after = SteppedSlabs(killed.folder / "kv", killed.clock, capacity=CAPACITY)
+        assert after.open() == []
+        assert _bytes_in(after.path, 0)
+        assert after.tier._open.journal.sealed_at[0], "bytes that nothing will erase"  # type: ignore[union-attr]
+        after.close()
+
+
 def test_rows_without_records_are_stored_and_read_by_their_seals_later(killed: Killed, right: str) -> None:
     with installed(right, killed.hook):
         killed.start()
@@ -295,6 +345,18 @@ def test_rows_without_records_are_stored_and_read_by_their_seals_later(killed: K
         after = SteppedSlabs(killed.one.copy(killed.folder / "copy"), killed.clock, capacity=CAPACITY)
         assert {entry.slot: number_of(entry) for entry in after.open()} == killed.held
         after.close()
+        killed.one.close()
+
+
+def test_no_store_or_load_waits_for_a_flush(killed: Killed, right: str) -> None:
+    """Threads that move rows share the lock of the records."""
+    calls: list[int] = []
+    with installed(right, lambda what, *_: calls.append(what) or 0):
+        killed.start()
+        calls.clear()
+        killed.store({0: 0, 1: 1})
+        assert calls
+        assert FLUSH not in calls
         killed.one.close()
 
 

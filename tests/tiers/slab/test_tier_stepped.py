@@ -423,6 +423,24 @@ class TestAFullDisk:
         one.maintain()
         assert one.store([50], [10_000]) == [OK]
 
+    def test_room_for_records_that_was_refused_at_open_is_made_later(
+        self, stored: SteppedSlabs, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """Also where no slab grows any more."""
+        copy = stored.copy(tmp_path / "copy")
+        next(copy.rglob("*journal*")).unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(journal_file, "fallocate", lambda *_: errno.ENOSPC)
+            one, listed = again(make, copy)
+            one.maintain()
+        assert listed == [*range(ROWS)]
+        shard = one.tier._open
+        assert shard is not None
+        assert shard.journal.file.records == 0
+        one.clock.now += PRODUCTION.growth_retry_s + 0.1
+        one.maintain()
+        assert shard.journal.file.records >= shard.slabs.end
+
     def test_an_error_that_is_no_lack_of_room_is_a_problem_and_costs_no_slots(
         self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
     ) -> None:
