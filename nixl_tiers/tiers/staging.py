@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 BUFFER_BYTES: Final = 40 << 20  # in each direction, where a tier asks for no more: what is moved, and one unit beside
 LEAST_ROWS: Final = 2
-STORE_ROW_BYTES: Final = 256 << 10  # smaller rows are stored directly: to copy them gains nothing
 
 
 class DirectRows:
@@ -153,8 +152,7 @@ class Buffer:
 
 
 class Direction:
-    """The loads or the stores of a tier, with their buffer: they are staged where the region has small pages, but for
-    stores of small rows."""
+    """The loads or the stores of a tier, with their buffer: they are staged where the region has small pages."""
 
     def __init__(
         self,
@@ -167,10 +165,8 @@ class Direction:
         """`region` and `agent` stay the caller's."""
         self._name = name
         self._buffer_bytes = buffer_bytes
-        large = name == "loads" or region.geometry.row_bytes >= STORE_ROW_BYTES
         # cuFile moves only what is registered with it, and a region may have terabytes.
         self._always = config.backend == "gds_mt"
-        self._stages = large or self._always
         self._region = region
         self._agent = agent
         self._buffer: Buffer | None = None
@@ -178,7 +174,7 @@ class Direction:
 
     def open(self) -> None:
         """The tier is being opened. Raises TierDown if rows can go no other way, and there is no buffer."""
-        if not self._stages or self._buffer is not None:
+        if self._buffer is not None:
             return
         try:
             self._buffer = Buffer(self._agent, self._region.geometry.row_bytes, self._buffer_bytes)

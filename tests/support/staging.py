@@ -9,5 +9,6 @@ from nixl_tiers.tiers.slab.tier import SlabTier
 def decide(tier: SlabTier | RowFileTier, *, staged: bool) -> None:
     """Have a tier that has not been opened stage all rows, or none but where they can go no other way."""
     for direction in (tier._staging.loads, tier._staging.stores):
-        direction._stages = staged or direction._always
         direction._advice = "of small pages"
+        if not (staged or direction._always):  # without a buffer
+            direction.open = lambda: None  # type: ignore[method-assign]
