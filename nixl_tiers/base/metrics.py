@@ -237,11 +237,12 @@ METRICS: Final[Mapping[str, Metric]] = {
         "Chunks that hints keep in host memory (retain).", host, number="retained_rows", labels=()
     ),
     "used_bytes": _gauge(
-        "Bytes used on this tier's medium, by all engines that share it: these report the same `place`.",
+        "Bytes used on this tier's medium by all engines that share it, which report the same `place`; of slabs, "
+        "in the engine's part.",
         number="used_bytes",
         labels=PLACE,
     ),
-    "capacity_bytes": _gauge("Bytes that they may use there.", number="capacity_bytes", labels=PLACE),
+    "capacity_bytes": _gauge("Bytes that may be used there.", number="capacity_bytes", labels=PLACE),
     "ready_bytes": _gauge(
         "Bytes of the host tier whose memory is allocated, and page-locked for a GPU: others are not used yet.",
         host,

@@ -88,7 +88,8 @@ class MoverLink:
             for name, tier in zip(config.names, config.storage, strict=True)
             for place, member in enumerate(tier.members)
         ]
-        self.movers = [MoverStatus(tier, name, member, self._log_queue.put) for tier, name, member in members]
+        write, replicas = self._log_queue.put, config.replicas or 1
+        self.movers = [MoverStatus(tier, name, member, write, replicas) for tier, name, member in members]
         self.changed: threading.Condition = changed
         self.after_tick: Callable[[], None] | None = None  # called without the lock, at least once in IDLE_S
         self._core = core

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nixl_tiers.base.chunk import FAILING, FULL, UNREACHABLE
-from nixl_tiers.config.schema import StorageConfig, format_size
+from nixl_tiers.config.schema import FileConfig, StorageConfig, format_size
 from nixl_tiers.runtime.tier_log import TierLog, Write
 
 
 class MoverStatus:
     """What one mover last reported of its medium. Guarded by the coordinator's lock."""
 
-    def __init__(self, tier: str, name: str, config: StorageConfig, write: Write) -> None:
-        """`tier`: its name; `name`: which of its members this is, too."""
+    def __init__(self, tier: str, name: str, config: StorageConfig, write: Write, replicas: int = 1) -> None:
+        """`tier`: its name; `name`: which of its members this is, too; `replicas`: by which slabs are divided."""
         self.tier = tier
         self.name = name
         self.place = config.place
-        self.capacity = config.capacity  # bytes
+        divided = replicas if isinstance(config, FileConfig) and config.layout == "slabs" else 1
+        self.capacity = config.capacity // divided  # bytes
         self.reads_only = config.write == "off"
         self.log = TierLog(name, config.place, format_size(config.capacity), write)
         self.answered = False  # opened, down or refused since the current namespace was sent

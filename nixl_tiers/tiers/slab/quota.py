@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Final
 
 from nixl_tiers.base.chunk import NAMESPACE_NAME
+from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.tiers.base import TierDown, has_expired
-from nixl_tiers.tiers.disk import SLAB_LOCK, FreeSpace
-from nixl_tiers.tiers.folder import Folder, Found, NotOwned
+from nixl_tiers.tiers.disk import SLAB_LOCK, FreeSpace, describe
+from nixl_tiers.tiers.folder import Folder, Found, NotOwned, taken_bytes
 from nixl_tiers.tiers.slab.parts import (
     DELETING,
     HELD_RETRY_S,
@@ -39,6 +40,7 @@ from nixl_tiers.tiers.slab.parts import (
 from nixl_tiers.tiers.slab.shards import (
     DESCRIPTION,
     SHARD,
+    SLABS,
     ShardDir,
     first_seen_ns,
     is_shard,
@@ -64,6 +66,7 @@ class SlabQuota:
         self.capacity_bytes = capacity_bytes
         self.replicas = replicas
         self._free = free
+        self._log_once = LogOnce(logger)
         self._found: Found | None = None
         self._part: Part | None = None
         self._lost: dict[int, bytes] = {}  # see `claim`
@@ -71,7 +74,7 @@ class SlabQuota:
         self.used_bytes = 0
         """Of the part when it was last measured; journals count with the most that they may grow to."""
         self.surplus = False
-        """Whether there were parts beyond `replicas`, which other processes held, when that was last looked at."""
+        """Whether a part was over its bound, and another process held it, when that was last looked at."""
 
     @contextmanager
     def locked(self, wait_s: float = math.inf) -> Iterator[None]:
@@ -112,11 +115,8 @@ class SlabQuota:
     def acquire_shard(self, namespace: bytes) -> ShardDir:
         """The shard of the namespace in the part that this process holds, or takes now. Inside `locked`. Raises
         TierDown if all parts are held, NotOwned if others can write to it, OSError."""
-        with self._open_base() as base:
-            for leftover in filter(DELETING.fullmatch, base.names()):
-                with suppress(OSError):
-                    self.finish_deletion(leftover)
-            if self._part is None:
+        if self._part is None:
+            with self._open_base() as base:
                 self._part = claim(base, self.replicas, namespace, self._lost)
         self.trim_parts()
         self._serving = namespace.hex()
@@ -149,12 +149,12 @@ class SlabQuota:
         OSError."""
         assert self._part is not None, "a part is held"
         part = self._part.folder.path
-        with self._open_base() as base:
-            leftovers = filter(None, map(DELETING.fullmatch, base.names()))
-        for leftover in leftovers:  # its bytes are the part's, where they are not seen any more
-            if leftover["part"] == part.name:
-                self.finish_deletion(leftover[0])
         while True:
+            with self._open_base() as base:
+                leftovers = filter(None, map(DELETING.fullmatch, base.names()))
+            for leftover in leftovers:  # its bytes are the part's, where they are not seen any more
+                if leftover["part"] == part.name:
+                    self.finish_deletion(leftover[0])
             unwritten = self._measure(part)
             if self._free is not None:
                 self._free.measure_again()  # other processes have allocated since, each by a measurement of its own
@@ -170,23 +170,59 @@ class SlabQuota:
         """By how much the journal of this shard may still grow: the file system knows of none. Raises OSError; the last
         measurement stays."""
         used, unwritten = shard_bytes(part / self._serving)
-        others = sum(sum(shard_bytes(shard)) for shard in self._shards(part))
-        self.used_bytes = _ROUNDING_BYTES + used + unwritten + others
+        self.used_bytes = _ROUNDING_BYTES + used + unwritten + sum(self._sizes(part).values())
         return unwritten
 
     # --- deleting ---------------------------------------------------------------------------------------------------
 
     def trim_parts(self) -> None:
         """Bring each part that no process holds within its bound. Inside `locked`. Raises OSError."""
-        self.surplus = False
+        surplus = False
+        with self._open_base() as base:
+            leftovers = filter(DELETING.fullmatch, base.names())
+        for leftover in leftovers:
+            try:
+                self.finish_deletion(leftover)
+            except OSError:
+                surplus = True
         for number, part in self._other_parts():
-            sizes = {shard: sum(shard_bytes(shard)) for shard in self._shards(part)}
-            excess = sum(sizes.values()) - (self.part_bytes if number < self.replicas else 0)
-            for shard, nbytes in sizes.items():
-                if excess > 0 and not self._delete_first([shard]):
-                    self.surplus |= number >= self.replicas
-                    break
-                excess -= nbytes
+            try:
+                surplus |= not self._trim(part, self.part_bytes if number < self.replicas else 0)
+            except OSError as error:  # no reason not to serve the own one
+                self._log_once.report("trim", f"{part} cannot be brought within its bound ({describe(error)})")
+                surplus = True
+        self.surplus = surplus
+
+    def _trim(self, part: Path, bound: int) -> bool:
+        """Delete what a part has beyond its bound, the least recently used shards first, and of the last one no more
+        slabs than needed. Whether it is within; False if a process holds it. Raises OSError."""
+        sizes = self._sizes(part)
+        excess = sum(sizes.values()) - bound
+        for shard, nbytes in sizes.items():
+            if excess <= 0:
+                break
+            last = shard == [*sizes][-1]
+            if not (self._cut(shard, excess) if last and nbytes > excess else self._delete_first([shard])):
+                return False
+            excess -= nbytes
+        return True
+
+    def _cut(self, shard: Path, nbytes: int) -> bool:
+        """Delete so many bytes of a shard's highest slabs at least, unless a process holds its part: who opens it finds
+        the rows in its lowest slots. Raises OSError."""
+        with self._open_base() as base, base.folder(shard.parent.name) as part:
+            if (lock := try_lock(part)) is None:
+                return False
+            try:
+                with part.folder(shard.name) as folder:
+                    for name in sorted(filter(SLABS.fullmatch, folder.names()), reverse=True):
+                        if nbytes > 0:
+                            nbytes -= taken_bytes(folder.stat(name))
+                            folder.unlink(name)
+            finally:
+                os.close(lock)
+        logger.info("deleted the highest slabs of %s, which were beyond its part's share", shard)
+        return True
 
     def trim_again(self) -> None:
         """The same in upkeep, where others' locks hold up nothing, and errors stay for the next open."""
@@ -262,10 +298,17 @@ class SlabQuota:
 
     def _delete_first(self, shards: Iterable[Path]) -> bool:
         """Delete the first of these that is there and that no process serves. Raises OSError."""
+        failed: OSError | None = None
         for shard in shards:
-            with suppress(NotOwned, FileNotFoundError):
+            try:
                 if self.delete_shard(shard):
                     return True
+            except (NotOwned, FileNotFoundError):
+                pass
+            except OSError as error:
+                failed = error
+        if failed is not None:
+            raise failed
         return False
 
     def _other_parts(self) -> Iterator[tuple[int, Path]]:
@@ -283,10 +326,27 @@ class SlabQuota:
         found = []
         for directory in part.iterdir():
             served = self._part is not None and directory == self._part.folder.path / self._serving
-            with suppress(OSError):  # no directory, or closed to this process
-                if NAMESPACE_NAME.fullmatch(directory.name) and not served and is_shard(directory):
-                    found.append((used_ns(directory), directory))
+            if NAMESPACE_NAME.fullmatch(directory.name) and not served and _may_be_shard(directory):
+                found.append((used_ns(directory), directory))
         return [directory for _, directory in sorted(found)]
+
+    def _sizes(self, part: Path) -> dict[Path, int]:
+        """What these take, with what their journals may still grow. Raises OSError."""
+        sizes = {}
+        for shard in self._shards(part):
+            with suppress(FileNotFoundError, NotADirectoryError):  # deleted meanwhile
+                sizes[shard] = sum(shard_bytes(shard))
+        return sizes
+
+
+def _may_be_shard(directory: Path) -> bool:
+    """What cannot be read must not count as nothing."""
+    try:
+        return is_shard(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
 
 
 def _remove_part(directory: Path) -> None:

@@ -17,7 +17,8 @@ from nixl_tiers.tiers.folder import Folder, taken_bytes
 DESCRIPTION: Final = "namespace.json"
 FIRST_SEEN: Final = ".first-seen"  # others than its engine write it
 JOURNAL: Final = re.compile(r"manifest\.journal")
-ROWS: Final = re.compile(rf"slab-\d{{5}}\.kv|{JOURNAL.pattern}")
+SLABS: Final = re.compile(r"slab-\d{5}\.kv")
+ROWS: Final = re.compile(rf"{SLABS.pattern}|{JOURNAL.pattern}")
 SHARD: Final = re.compile(rf"{ROWS.pattern}|(namespace|about)\.json(\.new)?|\.first-seen|{PROBE.pattern}")
 """The names of a shard's journal, of that and its slabs, and of all files that are made in it. Others are foreign."""
 

@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Final
 
 from nixl_tiers.base.chunk import FAILING, Geometry, Outcome
@@ -98,6 +99,7 @@ class SlabTier(StorageTier):
         self._close_shard()
         if not healthy:
             self._quota.release()
+        self._staging.open()
         try:
             self._open = shard = self._open_shard(namespace, epoch)
             shard.read()
@@ -106,7 +108,6 @@ class SlabTier(StorageTier):
         finally:
             if self._open is None:
                 self._quota.release()
-        self._staging.open()
         self._slots = Growth(shard, self._allocator, self._times.growth_retry_s)
         self._full_until_s = 0.0
         return shard.slabs.layout.slots
@@ -137,7 +138,8 @@ class SlabTier(StorageTier):
                 times=self._times,
             )
             assert shard.slabs.layout.slots <= slots, "a part has more slots than its share"
-            self._quota.make_room(0)  # the capacity may be smaller than last time
+            with suppress(OSError):  # then nothing grows
+                self._quota.make_room(0)  # the capacity may be smaller than last time
         except BaseException:
             if shard is not None:
                 shard.close()

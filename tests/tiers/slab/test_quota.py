@@ -148,7 +148,48 @@ class TestTheBudgetOfAll:
             leave_shard(tmp_path, number, 7 * MIB, part=part)
         quota = SlabQuota(tmp_path, 16 * MIB, 4)
         assert serve(quota, 1).parent.name == "part-0"
-        assert not (tmp_path / "part-1").exists()
+        assert slab_bytes(tmp_path / "part-1") == 0
+        quota.release()
+
+    def test_a_smaller_part_keeps_its_lowest_slabs(self, tmp_path: Path) -> None:
+        shard = leave_shard(tmp_path, 2, 3 * MIB, part=1)
+        (shard / "slab-00001.kv").write_bytes(b"x" * 3 * MIB)
+        quota = SlabQuota(tmp_path, 10 * MIB, 2)
+        serve(quota, 1)
+        assert sorted(file.name for file in shard.iterdir()) == ["namespace.json", "slab-00000.kv"]
+        quota.release()
+
+    def test_a_part_over_its_bound_that_is_held_is_trimmed_once_it_is_not(self, tmp_path: Path) -> None:
+        leave_shard(tmp_path, 1, 14 * MIB)
+        before = SlabQuota(tmp_path, 16 * MIB, 1)
+        serve(before, 1)
+        after = SlabQuota(tmp_path, 16 * MIB, 2)
+        serve(after, 2)
+        after.trim_again()
+        assert slab_bytes(tmp_path) == 14 * MIB
+        assert after.surplus
+        before.release()
+        after.trim_again()
+        assert slab_bytes(tmp_path) == 0
+        assert not after.surplus
+        after.release()
+
+    def test_trouble_in_another_part_is_no_reason_not_to_serve(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        leave_shard(tmp_path, 1, MIB, part=3)
+        quota = SlabQuota(tmp_path, 16 * MIB)
+
+        def fail(*_: object, **__: object) -> None:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", fail)
+            serve(quota, 2)
+        assert quota.surplus
+        quota.trim_again()
+        assert not quota.surplus
+        assert slab_bytes(tmp_path) == 0
         quota.release()
 
     def test_what_a_failed_deletion_left_goes_before_anything_grows(
@@ -222,21 +263,22 @@ def test_foreign_files_do_not_count_and_are_never_touched(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO, errno.EACCES])
-@pytest.mark.parametrize("call", ["scandir", "read_bytes"])
+@pytest.mark.parametrize(("call", "where"), [("scandir", 1), ("read_bytes", 1), ("scandir", 2)])
 def test_what_cannot_be_measured_is_an_error_and_no_lack_of_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, call: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, call: str, where: int
 ) -> None:
-    served = leave_shard(tmp_path, 1, 6 * MIB)
+    """`where`: in the shard that is served, or in another one of the part."""
+    served, other = leave_shard(tmp_path, 1, 6 * MIB), leave_shard(tmp_path, 2, MIB)
     quota = SlabQuota(tmp_path, 16 * MIB)
     assert serve(quota, 1) == served
     assert room(quota, MIB)
     used_bytes = quota.used_bytes
     with monkeypatch.context() as patch:
-        refuse(patch, call, served, error)
+        refuse(patch, call, served if where == 1 else other, error)
         with pytest.raises(OSError, match=os.strerror(error)) as raised:
             quota.make_room(MIB)
     assert raised.value.errno == error
-    assert str(served) in str(raised.value)
+    assert str(served if where == 1 else other) in str(raised.value)
     assert quota.used_bytes == used_bytes
     assert room(quota, MIB)
     quota.release()
