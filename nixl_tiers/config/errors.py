@@ -52,7 +52,7 @@ REMOVED_OF_TIERS: Final = {
     "eviction": "storage tiers evict what was used least recently, a shared bucket what was written first",
     "list_requests_per_hour": "2000 an hour hold for all",
     "max_transfers": "how many run follows from what the server is measured to take, at most 64 each way",
-    "staging": "where the region has small pages, loads are staged, and stores of rows of 256 KiB and more",
+    "staging": "rows are staged where the region has small pages",
     "replicas": "`replicas` of the top level divides paths, too, among all engines that use them",
     "movers": "one mover serves each directory or prefix; how many threads it has follows from the cores",
 }

@@ -65,8 +65,6 @@ class NixlTiersConnector(OffloadingConnector):
                     policy,
                 )
 
-    _prepares_first = False
-
     # --- on workers --------------------------------------------------------------------------------------------
 
     @override

@@ -18,8 +18,8 @@ GEOMETRY = Geometry(1, 65536)
 AGENT: Any = SimpleNamespace(register_dram=lambda *_: None)
 
 
-def opened(path: Path, region: HostRegion, **fields: Any) -> Staging:
-    made = Staging(file_config(path, "1GiB", **fields), region, AGENT)
+def opened(path: Path, region: HostRegion) -> Staging:
+    made = Staging(file_config(path, "1GiB"), region, AGENT)
     made.open()
     return made
 

@@ -235,6 +235,7 @@ def test_in_doubt_the_manager_is_told_of_resumed_requests(
     monkeypatch: pytest.MonkeyPatch, resumed: set[str], told: list[tuple[str, int]]
 ) -> None:
     connector = object.__new__(NixlTiersConnector)
+    connector._prepares_first = False
     connector._arrivals = Arrivals()
     began: list[tuple[str, int]] = []
     connector._manager = SimpleNamespace(scheduled=lambda _: 1, began=began.extend, in_doubt=True)
@@ -251,6 +252,7 @@ def test_in_doubt_the_manager_is_told_of_resumed_requests(
 def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """And publish its time by it: both ends of NixlTiersConnector, between them vLLM's own part, played."""
     connector = object.__new__(NixlTiersConnector)
+    connector._prepares_first = False
     connector._arrivals = Arrivals()
     connector._arrivals.add("ended", (0.0,))
     vllm = "nixl_tiers.vllm.connector.OffloadingConnector."

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry, TierDown, expired, has_expired, sweep_s
 from nixl_tiers.tiers.disk import describe
+from nixl_tiers.tiers.move_queue import T
 from nixl_tiers.tiers.slab.quota import DELETE_WAIT_S, SlabQuota
 from nixl_tiers.tiers.slab.slabs import SealedRow
 
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CLAMP_SLOTS: Final = 1 << 16  # in one step
+
+
+def until(work: Future[T]) -> Generator[list[Entry], None, T]:
+    """As a step of upkeep, wait for this, and return its result or raise its error."""
+    while not work.done():
+        yield []
+    return work.result()
 
 
 class Expiry:
@@ -68,10 +76,7 @@ class Expiry:
             return np.flatnonzero(sealed_at > now), expired_ones(np.flatnonzero(sealed_at > 0))
 
         self._expired_at_s = now
-        finding = self._eraser.submit(find)
-        while not finding.done():
-            yield []
-        ahead, old = finding.result()
+        ahead, old = yield from until(self._eraser.submit(find))
         for start in range(0, len(ahead), _CLAMP_SLOTS):
             self._journal.clamp_times(ahead[start : start + _CLAMP_SLOTS], int(now))
             yield []
@@ -85,10 +90,7 @@ class Expiry:
                 self._expired_at_s = 0.0  # another round soon
             self.erasing = frozenset(slot for slot in slots if self._shard.slabs.is_allocated(slot))
             self._journal.mark_erased([*self.erasing.symmetric_difference(slots)])
-            erasing = self._eraser.submit(self._erase, sorted(self.erasing), now, max_age_s)
-            while not erasing.done():
-                yield []
-            erased = erasing.result()
+            erased = yield from until(self._eraser.submit(self._erase, sorted(self.erasing), now, max_age_s))
             if erased is not None:
                 rows, young = erased
                 # The slot may hold bytes of a row that was deleted, and its key be in another slot.
@@ -98,8 +100,7 @@ class Expiry:
                     self._journal.sealed_at[row.slot] = row.sealed_at
                 yield gone
             self.erasing = frozenset()
-        while not shards_deleted.done():
-            yield []
+        yield from until(shards_deleted)
 
     def _erase(
         self, slots: list[int], now_s: float, max_age_s: float

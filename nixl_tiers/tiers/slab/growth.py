@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.tiers.base import Entry
 from nixl_tiers.tiers.disk import describe
+from nixl_tiers.tiers.slab.expiry import until
 from nixl_tiers.tiers.slab.shard import Shard
 from nixl_tiers.tiers.slab.slabs import NoSpace
 
@@ -76,13 +77,6 @@ class Growth:
                 yield from until(self._allocator.submit(slabs.free, slabs.truncate(end)))
             except OSError as error:
                 self._log_once.report("free", f"{self._shard.path}: empty slabs cannot be freed ({describe(error)})")
-
-
-def until(work: Future[None]) -> Iterator[list[Entry]]:
-    """As a step of upkeep, wait for this, and raise its error."""
-    while not work.done():
-        yield []
-    work.result()
 
 
 def _last_held(tags: NDArray[np.uint64], end: int) -> int:

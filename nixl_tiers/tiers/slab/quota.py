@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -150,9 +151,7 @@ class SlabQuota:
         assert self._part is not None, "a part is held"
         part = self._part.folder.path
         while True:
-            with self._open_base() as base:
-                leftovers = filter(None, map(DELETING.fullmatch, base.names()))
-            for leftover in leftovers:  # its bytes are the part's, where they are not seen any more
+            for leftover in self._leftovers():  # its bytes are the part's, where they are not seen any more
                 if leftover["part"] == part.name:
                     self.finish_deletion(leftover[0])
             unwritten = self._measure(part)
@@ -178,11 +177,9 @@ class SlabQuota:
     def trim_parts(self) -> None:
         """Bring each part that no process holds within its bound. Inside `locked`. Raises OSError."""
         surplus = False
-        with self._open_base() as base:
-            leftovers = filter(DELETING.fullmatch, base.names())
-        for leftover in leftovers:
+        for leftover in self._leftovers():
             try:
-                self.finish_deletion(leftover)
+                self.finish_deletion(leftover[0])
             except OSError:
                 surplus = True
         for number, part in self._other_parts():
@@ -201,8 +198,9 @@ class SlabQuota:
         for shard, nbytes in sizes.items():
             if excess <= 0:
                 break
-            last = shard == [*sizes][-1]
-            if not (self._cut(shard, excess) if last and nbytes > excess else self._delete_first([shard])):
+            if nbytes > excess and shard == [*sizes][-1]:
+                return self._cut(shard, excess)
+            if not self._delete_first([shard]):
                 return False
             excess -= nbytes
         return True
@@ -296,6 +294,11 @@ class SlabQuota:
                     path = part.path / found["namespace"]
                 logger.warning("%s: the shard was deleted, and foreign files in it stay", path)
 
+    def _leftovers(self) -> list[re.Match[str]]:
+        """Of deletions that have not ended. Raises OSError."""
+        with self._open_base() as base:
+            return [*filter(None, map(DELETING.fullmatch, base.names()))]
+
     def _delete_first(self, shards: Iterable[Path]) -> bool:
         """Delete the first of these that is there and that no process serves. Raises OSError."""
         failed: OSError | None = None
@@ -307,7 +310,7 @@ class SlabQuota:
                 pass
             except OSError as error:
                 failed = error
-        if failed is not None:
+        if failed:
             raise failed
         return False
 

@@ -22,7 +22,8 @@ from nixl_tiers.tiers.base import EndedMoves, Entry, FinishedBatch, Move, Storag
 from nixl_tiers.tiers.disk import FULL_ERRORS, FreeSpace, MountGuard, describe, open_error, prepare_path
 from nixl_tiers.tiers.manifests import ManifestKeeper
 from nixl_tiers.tiers.move_queue import Unit
-from nixl_tiers.tiers.slab.growth import GROWTH_S, Growth, until
+from nixl_tiers.tiers.slab.expiry import until
+from nixl_tiers.tiers.slab.growth import GROWTH_S, Growth
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.slab.shard import Shard, ShardManifests, slots_within
 from nixl_tiers.tiers.slab.slabs import NoSpace

@@ -188,8 +188,9 @@ class WorkerTransfers(Transfers):
 
     def _move(self, unit: Unit, rows: DirectRows, places: Sequence[Place], *, write: bool) -> Steps[Sequence[Moved]]:
         served, now_s = self._served(), self._tier.clock()
-        assert served.journal.file.writer, "rows would be stored without records"
-        recorded = (served.journal.file.writer, [tag_of(move.key) for move in unit.moves]) if write else None
+        writer = served.journal.file.writer
+        assert writer, "rows would be stored without records"
+        recorded = (writer, [tag_of(move.key) for move in unit.moves]) if write else None
         moving = self.worker.move(unit.moves, rows, places, served.sealer, now_s, write=write, recorded=recorded)
         return (yield from moving)
 

@@ -186,16 +186,10 @@ def by_nixl(killed: Killed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers_module, "open_agent", lambda *_: made)
 
 
-def test_kills_at_every_write_by_the_worker(killed: Killed, right: str) -> None:
-    with installed(right, killed.hook):
-        killed.start()
-        killed.run()
-        killed.check()
-        killed.one.close()
-
-
-@pytest.mark.usefixtures("by_nixl")
-def test_kills_at_every_write_by_nixl(killed: Killed, right: str) -> None:
+@pytest.mark.parametrize("way", [None, "by_nixl"], ids=["the worker", "NIXL"])
+def test_kills_at_every_write(way: str | None, killed: Killed, right: str, request: pytest.FixtureRequest) -> None:
+    if way is not None:
+        request.getfixturevalue(way)
     with installed(right, killed.hook):
         killed.start()
         killed.run()
