@@ -9,7 +9,7 @@ import pytest
 from nixl_tiers.mover.protocol import Configure, Opened, decode_to_coordinator, decode_to_mover, encode
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.quota import DirQuota
-from nixl_tiers.tiers.slab.quota import SlabQuota
+from nixl_tiers.tiers.slab.shards import Shards
 from tests.mover.harness import NAMESPACE
 
 
@@ -36,7 +36,7 @@ def test_row_file_is_made_only_in_the_directory_that_was_opened(tmp_path: Path) 
 def test_slabs_grow_only_in_the_directory_that_was_opened(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     path.mkdir()
-    quota = SlabQuota(path, 1 << 30)
+    quota = Shards(path, 1 << 30)
     with quota.locked():
         pass
     replace(path)

@@ -6,17 +6,16 @@ import logging
 import os
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.base.log_once import LogOnce
-from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry, TierDown, expired, has_expired, sweep_s
+from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry, expired, has_expired, sweep_s
 from nixl_tiers.tiers.disk import describe
 from nixl_tiers.tiers.move_queue import T
-from nixl_tiers.tiers.slab.quota import DELETE_WAIT_S, SlabQuota
+from nixl_tiers.tiers.slab.shards import Shards
 from nixl_tiers.tiers.slab.slabs import SealedRow
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def until(work: Future[T]) -> Generator[list[Entry], None, T]:
 class Expiry:
     """For the mover's own thread."""
 
-    def __init__(self, shard: Shard, quota: SlabQuota, max_age_s: float | None, clock: Callable[[], float]) -> None:
+    def __init__(self, shard: Shard, quota: Shards, max_age_s: float | None, clock: Callable[[], float]) -> None:
         """`clock`: Unix seconds."""
         self._shard = shard
         self._journal = shard.journal
@@ -80,7 +79,7 @@ class Expiry:
         for start in range(0, len(ahead), _CLAMP_SLOTS):
             self._journal.clamp_times(ahead[start : start + _CLAMP_SLOTS], int(now))
             yield []
-        shards_deleted = self._eraser.submit(self._delete_expired_shards, max_age_s)
+        shards_deleted = self._eraser.submit(self._quota.delete_expired, max_age_s, now)
         for start in range(0, len(old), MAX_ENTRIES):
             busy = in_use()
             # Checked again: a slot may hold a new row by now.
@@ -125,10 +124,6 @@ class Expiry:
             self._log_once.report("erase", f"{self._shard.path}: old rows cannot be erased ({describe(error)})")
             self._shard.health.check_soon()
         return None
-
-    def _delete_expired_shards(self, max_age_s: float) -> None:
-        with suppress(OSError, TierDown), self._quota.locked(DELETE_WAIT_S):
-            self._quota.delete_expired(max_age_s, self._clock())
 
     def close(self) -> None:
         """Erase nothing more."""

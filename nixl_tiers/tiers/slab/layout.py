@@ -19,7 +19,7 @@ from nixl_tiers.tiers.slab.journal_file import journal_bytes
 
 SLAB_BYTES: Final = 1 << 30
 MAX_SLABS: Final = 1024  # each is an open file
-_SLAB: Final = re.compile(r"slab-(\d{5})\.kv")
+SLAB: Final = re.compile(r"slab-(\d{5})\.kv")
 _FORMAT: Final = 2
 
 
@@ -63,7 +63,7 @@ def slab_name(slab: int) -> str:
 
 def slab_number(name: str) -> int | None:
     """The number of the slab whose file has this name; None: it is none."""
-    match = _SLAB.fullmatch(name)
+    match = SLAB.fullmatch(name)
     return int(match[1]) if match else None
 
 

@@ -1,251 +1,284 @@
 """The parts of a path: `replicas` directories, each with an equal part of the capacity, each held by one mover.
 
 A mover holds a part by a lock (flock) on a file in it, which the kernel releases however the mover ends; the next mover
-adopts the rows that it finds there. A part has a directory for each namespace that was served from it.
+adopts the rows that it finds there. A part has one directory (shard) for each namespace that was served from it, named
+by its digest in hexadecimal.
 
-Parts are taken inside the lock of the path (`SlabQuota.locked`): no other process takes one at the same time.
+The lock of the path is for who takes a part, or deletes in one that nobody holds: growth takes none.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
+import math
 import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from nixl_tiers.base.chunk import NAMESPACE_NAME
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.disk import SLAB_LOCK, FileIdentity
-from nixl_tiers.tiers.folder import Folder
-from nixl_tiers.tiers.slab.shards import used_ns
+from nixl_tiers.tiers.folder import Folder, Found
 
 # Names on disk: part of the format.
 LOCK: Final = ".lock"
-_PART: Final = re.compile(r"part-(0|[1-9]\d{0,3})")
-DELETING: Final = re.compile(rf"\.gone-(?P<part>{_PART.pattern})-(?P<namespace>{NAMESPACE_NAME.pattern})")
-"""A shard that is being deleted: see `deleting_name`."""
+DESCRIPTION: Final = "namespace.json"
+PART: Final = re.compile(r"part-(0|[1-9]\d{0,3})")
 
-HELD_RETRY_S: Final = 2.0  # between two attempts to take a part while all are held
+_HELD_RETRY_S: Final = 2.0  # between two attempts to take a part while all are held
 _HOLDERS: Final = 8  # that the sentence names at most
-_LOCK_TRIES: Final = 50  # of a command, to look who holds a part
-_LOCK_PAUSE_S: Final = 0.02
+_LOCK_POLL_S: Final = 0.01
+_LOOK_S: Final = 1.0  # how long a command waits for the path's lock, to look who holds a part
 
 
 class Part:
     """A part that this process holds."""
 
-    def __init__(self, number: int, folder: Folder, lock: int) -> None:
-        """Takes over the folder and the descriptor of its lock file. Raises OSError, without either."""
+    def __init__(self, base: Folder, number: int) -> None:
+        """Takes it, inside `Parts.locked`. Raises TierDown if a process holds it, NotOwned if others can write to it,
+        OSError."""
         self.number = number
-        self.folder = folder
-        self._lock = lock
         self.other_holder = b""
         """The content of the lock file if another process has written it since: its lock does not exclude ours, as on
         Lustre with `localflock` or NFS with `nolock`, where locks do not reach other machines."""
-        self._content = b""
-        try:
-            self._content = _read_lock(folder)
+        with ExitStack() as opened:  # what fails must not hold it
+            self.folder = folder = opened.enter_context(base.folder(f"part-{number}", make=True))
+            lock = opened.enter_context(_locked(folder, LOCK))
+            if lock is None:  # by a process that does not take the path's lock
+                raise TierDown(f"{folder.path} is in use by {_holder(folder.read(LOCK))}", retry_s=_HELD_RETRY_S)
+            with suppress(OSError):  # on a full disk the rows must still be served
+                os.ftruncate(lock, 0)
+                about = {"host": socket.gethostname(), "pid": os.getpid(), "engine": os.getppid()}
+                os.pwrite(lock, json.dumps(about).encode(), 0)
+            self._lock, self._content = lock, folder.read(LOCK)
             self._identities = (
                 FileIdentity(folder.path, os.fstat(folder.descriptor)),
                 FileIdentity(folder.path / LOCK, os.fstat(lock)),
             )
-        except BaseException:
-            self.release()  # else this process would hold it for ever
-            raise
+            self._opened = opened.pop_all()
 
     def problem(self) -> str:
         """Whether the directory or its lock was deleted or replaced, or another process holds it too, or "". Raises
         OSError."""
         if problem := next(filter(None, (identity.problem() for identity in self._identities)), ""):
             return problem
-        content = _read_lock(self.folder)
+        content = self.folder.read(LOCK)
         if not content or not self._content or content == self._content:
             return ""
         self.other_holder = content
         return (
-            f"{self.folder.path} has been taken by {holder_of(content)}: locks there do not reach all of its machines, "
+            f"{self.folder.path} has been taken by {_holder(content)}: locks there do not reach all of its machines, "
             "so give each a path of its own, or use layout: files"
         )
 
     def release(self) -> None:
         """Let another process take it: also one that has lost it to this one, and goes by the name in the lock file."""
         with suppress(OSError):
-            if _read_lock(self.folder) == self._content:
+            if self.folder.read(LOCK) == self._content:
                 os.ftruncate(self._lock, 0)
-        os.close(self._lock)
+        self._opened.close()
+
+
+class ShardDir:
+    """The directory of a shard in a part that this process holds."""
+
+    def __init__(self, part: Part, name: str) -> None:
+        """Raises NotOwned if others can write to it, OSError."""
+        self.folder = folder = part.folder.folder(name, make=True)
+        self.path = folder.path
+        self.description: dict[str, Any] = {}
+        """The content of namespace.json; empty if it is new or damaged."""
+        with suppress(OSError, ValueError):
+            found = json.loads(folder.read(DESCRIPTION))
+            self.description = found if isinstance(found, dict) else {}
+        self._part = part
+        self._identity = FileIdentity(folder.path, os.fstat(folder.descriptor))
+
+    def problem(self) -> str:
+        """Whether the directory, the part, its lock or the description was deleted or replaced, or "". Raises
+        OSError."""
+        if problem := self._part.problem() or self._identity.problem():
+            return problem
+        path = self.path / DESCRIPTION
+        return "" if path.exists() else f"{path} has been deleted"
+
+    def describe(self, description: dict[str, Any]) -> None:
+        """Replace namespace.json atomically."""
+        self.description = description
+        self.write(DESCRIPTION, json.dumps(description).encode())
+
+    def write(self, name: str, raw: bytes) -> None:
+        """Replace a small file atomically. Raises OSError."""
+        new = f"{name}.new"
+        with os.fdopen(self.folder.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(raw)
+        self.folder.rename(new, self.folder, name)
+
+    def release(self) -> None:
+        """It is not served any more, and counts as used until now. The part stays held."""
+        with suppress(OSError):
+            os.utime(DESCRIPTION, dir_fd=self.folder.descriptor, follow_symlinks=False)
         self.folder.close()
 
 
-@dataclass(frozen=True)
-class FreePart:
-    """A part that no process holds, as it is seen by a mover that needs one."""
+class Parts:
+    """The parts of one path, of which this process holds one."""
 
-    number: int
-    own_bytes: int  # slabs of the mover's namespace
-    used_ns: int  # when it was last used, in ns since the epoch; 0: it is empty
+    def __init__(self, path: Path, replicas: int) -> None:
+        self.path = path
+        self.replicas = replicas
+        self._found: Found | None = None
+        self._part: Part | None = None
+        self._lost: dict[int, bytes] = {}
+        """By number of a part, who has taken it from this process despite its lock: while the lock file names that one,
+        it counts as holding it."""
 
-
-def preferred(free: Sequence[FreePart]) -> FreePart:
-    """The one with most rows of the mover's namespace; else an empty one; else the one that was used longest ago."""
-    return min(free, key=lambda part: (-part.own_bytes, part.used_ns, part.number))
-
-
-def claim(base: Folder, replicas: int, namespace: bytes, lost: Mapping[int, bytes]) -> Part:
-    """Take a free part. `base`: the path. `lost`: by number of a part, who has taken it from this process despite
-    its lock: while the lock file names that one, it counts as holding it. Raises TierDown with the holders if all
-    are held, NotOwned if others can write to one, OSError."""
-    free, holders = [], []
-    for number in range(replicas):
-        try:
-            folder = base.folder(part_name(number))
-        except FileNotFoundError:
-            free.append(FreePart(number, 0, 0))
-            continue
-        with folder:
-            lock = try_lock(folder)
+    @contextmanager
+    def locked(self, wait_s: float = math.inf) -> Iterator[None]:
+        """The lock of the path: no other process takes a part meanwhile, or deletes in one that nobody holds. Not
+        reentrant. Raises TierDown if it cannot be had for `wait_s`."""
+        with self.open_base() as base, _locked(base, SLAB_LOCK, wait_s=wait_s) as lock:
             if lock is None:
-                holders.append(f"{part_name(number)} by {_holder(folder)}")
-                continue
-            os.close(lock)
-            if number in lost and _read_lock(folder) == lost[number]:
-                holders.append(f"{part_name(number)} by {holder_of(lost[number])}")
-            else:
-                free.append(_free_part(number, folder.path, namespace))
-    if not free:
-        more = f" and {len(holders) - _HOLDERS} more" if len(holders) > _HOLDERS else ""
-        raise TierDown(
-            f"{base.path} is in use: {', '.join(holders[:_HOLDERS])}{more}; replicas ({replicas} here) is how many "
-            "engines may use it at once",
-            retry_s=HELD_RETRY_S,
-        )
-    number = preferred(free).number
-    folder = base.folder(part_name(number), make=True)
-    try:
-        lock = try_lock(folder)
-        if lock is None:  # by a process that does not take the path's lock
-            raise TierDown(f"{folder.path} is in use by {_holder(folder)}", retry_s=HELD_RETRY_S)
-    except BaseException:
-        folder.close()
-        raise
-    with suppress(OSError):  # on a full disk the rows must still be served
-        os.ftruncate(lock, 0)
-        about = {"host": socket.gethostname(), "pid": os.getpid(), "engine": os.getppid()}
-        os.pwrite(lock, json.dumps(about).encode(), 0)
-    return Part(number, folder, lock)
+                raise TierDown(
+                    f"it waits for {self.path / SLAB_LOCK}, which another process has locked for more than "
+                    f"{wait_s:.0f} s: has an engine's mover on this path been stopped?",
+                    retry_s=_HELD_RETRY_S,
+                )
+            yield
 
+    def open_base(self) -> Folder:
+        base = Folder.base(self.path, self._found)
+        self._found = self._found or base.found
+        return base
 
-def _read_lock(folder: Folder) -> bytes:
-    try:
-        return folder.read(LOCK)
-    except FileNotFoundError:
-        return b""
+    def forget_path(self) -> None:
+        """The path may lead to another directory from now on, and another user own files that are made there."""
+        self._found = None
 
+    @property
+    def own(self) -> Path | None:
+        """The part that this process holds."""
+        return self._part and self._part.folder.path
 
-def _living_holder(folder: Folder) -> str:
-    """Who holds a part by its lock file, if that is a process of this machine that lives; else ""."""
-    raw = folder.read(LOCK)
-    try:
-        about = json.loads(raw)
-        if about["host"] != socket.gethostname() or int(about["pid"]) == os.getpid():
-            return ""
-        os.kill(int(about["pid"]), 0)
-    except PermissionError:  # of another user
-        pass
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        return ""
-    return holder_of(raw)
+    def take(self, rank: Callable[[Path], tuple[int, int]]) -> Part:
+        """The part that this process holds, or takes now: the free one of the lowest `rank`, which is (0, 0) for one
+        that is not there. Inside `locked`. Raises TierDown with the holders if all are held, NotOwned if others can
+        write to one, OSError."""
+        if self._part is not None:
+            return self._part
+        free, holders = [], []
+        with self.open_base() as base:
+            for number in range(self.replicas):
+                found = 0, 0
+                with suppress(FileNotFoundError), base.folder(f"part-{number}") as part, _locked(part, LOCK) as lock:
+                    named = b""
+                    with suppress(OSError):
+                        named = part.read(LOCK)
+                    if lock is None or (named and named == self._lost.get(number)):
+                        holders.append(f"part-{number} by {_holder(named)}")
+                        continue
+                    found = rank(part.path)
+                free.append((found, number))
+            if not free:
+                more = f" and {len(holders) - _HOLDERS} more" if len(holders) > _HOLDERS else ""
+                raise TierDown(
+                    f"{self.path} is in use: {', '.join(holders[:_HOLDERS])}{more}; replicas ({self.replicas} here) is "
+                    "how many engines may use it at once",
+                    retry_s=_HELD_RETRY_S,
+                )
+            self._part = Part(base, min(free)[1])
+        return self._part
 
+    def release(self) -> None:
+        """Let another process take the part; its rows stay."""
+        part, self._part = self._part, None
+        if part is not None:
+            if part.other_holder:
+                self._lost[part.number] = part.other_holder
+            part.release()
 
-def deleting_name(shard: Path) -> str:
-    """What a shard is renamed to, in the tier's path, before it is deleted."""
-    return f".gone-{shard.parent.name}-{shard.name}"
+    def others(self) -> Iterator[tuple[int, Path]]:
+        """The directories of all other parts with their numbers, but for those that other users made or can write to.
+        Raises OSError."""
+        with self.open_base() as base:
+            for name in base.names():
+                number, part = part_number(name), self.path / name
+                if number is not None and part != self.own and base.has_folder(name) and (part / LOCK).exists():
+                    yield number, part
 
-
-def part_name(number: int) -> str:
-    return f"part-{number}"
+    @contextmanager
+    def unheld(self, path: Path) -> Iterator[Folder | None]:
+        """A part that no other process holds, nor takes meanwhile; None if one does. Raises NotOwned, OSError."""
+        with self.open_base() as base, base.folder(path.name) as part, ExitStack() as locks:
+            held = path == self.own or locks.enter_context(_locked(part, LOCK)) is not None
+            yield part if held else None
 
 
 def part_number(name: str) -> int | None:
     """The number of the part whose directory has this name; None: it is none."""
-    match = _PART.fullmatch(name)
+    match = PART.fullmatch(name)
     return int(match[1]) if match else None
 
 
-def try_lock(folder: Folder) -> int | None:
-    """Lock a part: the descriptor of the lock file, or None if another process holds it."""
-    descriptor = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
+def remove_part(directory: Path) -> None:
+    """Remove the directory of a part if it has no shard; its lock is held by this process."""
+    with suppress(OSError):
+        if os.listdir(directory) == [LOCK]:  # noqa: PTH208 - names only
+            (directory / LOCK).unlink()
+            directory.rmdir()
+
+
+@contextmanager
+def _locked(
+    folder: Folder, name: str, how: int = fcntl.LOCK_EX, flags: int = os.O_RDWR | os.O_CREAT, wait_s: float = 0.0
+) -> Iterator[int | None]:
+    """Lock a file: its descriptor, or None if another process has had it locked for `wait_s`. Raises OSError."""
+    lock, deadline = folder.open(name, flags), time.monotonic() + wait_s
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return None
-        raise
-    return descriptor
+        while not (held := _try_lock(lock, how)) and time.monotonic() < deadline:
+            time.sleep(_LOCK_POLL_S)
+        yield lock if held else None
+    finally:
+        os.close(lock)
 
 
-def _free_part(number: int, path: Path, namespace: bytes) -> FreePart:
-    shards = [shard for shard in path.iterdir() if NAMESPACE_NAME.fullmatch(shard.name)]
-    own_bytes = 0
-    for slab in (path / namespace.hex()).glob("slab-*"):
-        with suppress(OSError):
-            own_bytes += slab.lstat().st_size
-    return FreePart(number, own_bytes, max((used_ns(shard) or 1 for shard in shards), default=0))
-
-
-def _holder(folder: Folder) -> str:
-    """Who holds a part, by its lock file: for people."""
-    try:
-        return holder_of(folder.read(LOCK))
-    except OSError:
-        return holder_of(b"")
+def _try_lock(lock: int, how: int) -> bool:
+    with suppress(BlockingIOError, PermissionError):
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def holder_now(base: Folder, part: Folder) -> str:
     """Which process holds a part of the path, for people; "": none. For a command. Raises OSError.
 
     The part's lock is tried while the path's lock is held, in shared mode: no mover looks for a free part meanwhile, so
-    none takes this process for the holder of one.
+    none takes this process for the holder of one. NFS locks what is open for reading only in shared mode.
     """
-    with os.fdopen(base.open(SLAB_LOCK, os.O_RDONLY)) as path_lock:
-        for _ in range(_LOCK_TRIES):
-            with suppress(BlockingIOError):
-                fcntl.flock(path_lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return _locked_by(part)
-            time.sleep(_LOCK_PAUSE_S)
-    return f"an unknown process ({base.path / SLAB_LOCK} is locked)"
+    with _locked(base, SLAB_LOCK, fcntl.LOCK_SH, os.O_RDONLY, _LOOK_S) as path_lock:
+        if path_lock is None:
+            return f"an unknown process ({base.path / SLAB_LOCK} is locked)"
+        try:
+            with _locked(part, LOCK, fcntl.LOCK_SH, os.O_RDONLY) as lock:
+                return _holder(part.read(LOCK)) if lock is None else ""
+        except FileNotFoundError:
+            return ""
+        except OSError:  # nothing can be locked: whom the file names holds it
+            return _holder(part.read(LOCK), living=True)
 
 
-def _locked_by(part: Folder) -> str:
-    """`holder_now`. Where nothing can be locked, a process holds it that its lock file names and that lives on this
-    machine."""
+def _holder(named: bytes, *, living: bool = False) -> str:
+    """Whom a part's lock file names, for people. `living`: "" unless that is another process here that lives."""
     try:
-        lock = part.open(LOCK, os.O_RDONLY)
-    except FileNotFoundError:
-        return ""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # NFS locks what is open for reading only in shared mode
-    except BlockingIOError:
-        return _holder(part)
-    except OSError:
-        return _living_holder(part)
-    finally:
-        os.close(lock)
-    return ""
-
-
-def holder_of(raw: bytes) -> str:
-    """Who holds a part, by the content of its lock file: for people."""
-    try:
-        about = json.loads(raw)
-        return f"process {int(about['pid'])} (engine {int(about['engine'])}) on {str(about['host'])[:64]}"
+        about = json.loads(named)
+        pid, engine, host = int(about["pid"]), int(about["engine"]), str(about["host"])
     except (ValueError, KeyError, TypeError):
-        return "another process"
+        return "" if living else "another process"
+    if living and (host != socket.gethostname() or pid == os.getpid() or not Path(f"/proc/{pid}").exists()):
+        return ""
+    return f"process {pid} (engine {engine}) on {host[:64]}"

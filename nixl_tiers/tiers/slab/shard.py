@@ -27,8 +27,8 @@ from nixl_tiers.tiers.slab.expiry import Expiry
 from nixl_tiers.tiers.slab.journal import Journal
 from nixl_tiers.tiers.slab.journal_file import journal_bytes, tag_of
 from nixl_tiers.tiers.slab.layout import SlabLayout, describe_layout, described
-from nixl_tiers.tiers.slab.quota import SlabQuota
-from nixl_tiers.tiers.slab.shards import JOURNAL, ROWS, ShardDir
+from nixl_tiers.tiers.slab.parts import ShardDir
+from nixl_tiers.tiers.slab.shards import JOURNAL, ROWS, Shards
 from nixl_tiers.tiers.slab.slabs import SealedRow, SealScan, Slabs, detect_layout, read_seals
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Shard:
         slots: int,
         sealer: Sealer,
         agent: Registrar,
-        quota: SlabQuota,
+        quota: Shards,
         *,
         max_age_s: float | None = None,
         clock: Callable[[], float] = time.time,

@@ -1,98 +1,78 @@
-"""The directory of a shard: the names in it, what they take, and when they were last written."""
+"""The shards of a path: what they take, and which of them are deleted so that others find room.
+
+The slots of the shard that a mover serves fit its part if it is alone there: for it to grow, other shards of the part
+are deleted. Parts that nobody holds are brought within their bound whenever one is taken; those beyond `replicas` have
+none. Nothing else counts, and what is foreign is never touched.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from nixl_tiers.tiers.disk import PROBE, FileIdentity
-from nixl_tiers.tiers.folder import Folder, taken_bytes
+from nixl_tiers.base.chunk import NAMESPACE_NAME
+from nixl_tiers.base.log_once import LogOnce
+from nixl_tiers.tiers.base import TierDown, has_expired
+from nixl_tiers.tiers.disk import PROBE, FreeSpace, describe
+from nixl_tiers.tiers.folder import NotOwned, taken_bytes
+from nixl_tiers.tiers.slab.layout import SLAB
+from nixl_tiers.tiers.slab.parts import DESCRIPTION, PART, Parts, ShardDir, remove_part
+
+logger = logging.getLogger(__name__)
 
 # Names on disk: part of the format.
-DESCRIPTION: Final = "namespace.json"
-FIRST_SEEN: Final = ".first-seen"  # others than its engine write it
+_FIRST_SEEN: Final = ".first-seen"  # others than its engine write it
 JOURNAL: Final = re.compile(r"manifest\.journal")
-SLABS: Final = re.compile(r"slab-\d{5}\.kv")
-ROWS: Final = re.compile(rf"{SLABS.pattern}|{JOURNAL.pattern}")
+ROWS: Final = re.compile(rf"{SLAB.pattern}|{JOURNAL.pattern}")
 SHARD: Final = re.compile(rf"{ROWS.pattern}|(namespace|about)\.json(\.new)?|\.first-seen|{PROBE.pattern}")
 """The names of a shard's journal, of that and its slabs, and of all files that are made in it. Others are foreign."""
+DELETING: Final = re.compile(rf"\.gone-{PART.pattern}-{NAMESPACE_NAME.pattern}")
+"""What a shard is renamed to, in the tier's path, before it is deleted."""
 
-
-class ShardDir:
-    """The directory of a shard in a part that this process holds. `description`: namespace.json's content, empty if it
-    is new."""
-
-    def __init__(self, part_problem: Callable[[], str], folder: Folder, description: dict[str, Any]) -> None:
-        """Takes over the folder. `part_problem`: as `Part.problem`, of the part that it is in."""
-        self.folder = folder
-        self.path = folder.path
-        self.description = description
-        self._part_problem = part_problem
-        self._identity = FileIdentity(folder.path, os.fstat(folder.descriptor))
-        self._released = False
-
-    def problem(self) -> str:
-        """Whether the directory, the part, its lock or the description was deleted or replaced, or "". Raises
-        OSError."""
-        if problem := self._part_problem() or self._identity.problem():
-            return problem
-        path = self.path / DESCRIPTION
-        return "" if path.exists() else f"{path} has been deleted"
-
-    def describe(self, description: dict[str, Any]) -> None:
-        """Replace namespace.json atomically."""
-        self.description = description
-        self.write(DESCRIPTION, json.dumps(description).encode())
-
-    def write(self, name: str, raw: bytes) -> None:
-        """Replace a small file atomically. Raises OSError."""
-        new = f"{name}.new"
-        with os.fdopen(self.folder.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-            file.write(raw)
-        self.folder.rename(new, self.folder, name)
-
-    def release(self) -> None:
-        """It is not served any more, and counts as used until now. The part stays held."""
-        if not self._released:
-            self._released = True
-            with suppress(OSError):
-                os.utime(DESCRIPTION, dir_fd=self.folder.descriptor, follow_symlinks=False)
-            self.folder.close()
+_DELETE_WAIT_S: Final = 1.0  # for the path's lock, before shards of other parts stay for now
+_ROUNDING_BYTES: Final = 64 << 10  # that a file system adds to a part by itself (extent trees, directories)
 
 
 def is_shard(directory: Path) -> bool:
-    """Whether it has files of a shard, or nothing at all; else what is in it is foreign. Raises OSError."""
-    entries = list(os.scandir(directory))
+    """Whether it has files of a shard, or nothing at all; else what is in it is foreign. What cannot be read must not
+    count as nothing."""
+    try:
+        entries = [*os.scandir(directory)]
+    except OSError as error:
+        return not isinstance(error, (FileNotFoundError, NotADirectoryError))
     return not entries or any(SHARD.fullmatch(each.name) and not each.is_dir(follow_symlinks=False) for each in entries)
+
+
+def shard_files(shard: Path) -> dict[str, os.stat_result]:
+    """Its files. Raises OSError."""
+    found = {}
+    for file in os.scandir(shard):
+        with suppress(FileNotFoundError):  # replaced meanwhile
+            if SHARD.fullmatch(file.name):
+                found[file.name] = file.stat(follow_symlinks=False)
+    return found
 
 
 def shard_bytes(shard: Path) -> tuple[int, int]:
     """What a shard takes, by blocks or sizes, whichever is more; and by how much its journal may still grow, by its
     description. Raises OSError."""
-    used = journal = most = 0
-    for file in filter(lambda each: SHARD.fullmatch(each.name), os.scandir(shard)):
-        with suppress(FileNotFoundError):  # replaced meanwhile
-            nbytes = taken_bytes(file.stat(follow_symlinks=False))
-            used += nbytes
-            journal += nbytes if JOURNAL.fullmatch(file.name) else 0
+    sizes = {name: taken_bytes(status) for name, status in shard_files(shard).items()}
+    most = 0
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         most = int(json.loads((shard / DESCRIPTION).read_bytes())["journal_bytes"])
-    return used, max(0, most - journal)
+    return sum(sizes.values()), max(0, most - sum(sizes[name] for name in filter(JOURNAL.fullmatch, sizes)))
 
 
 def written_ns(shard: Path) -> int:
     """When an engine last wrote a file of a shard, as it does when it ends; in ns since the epoch. Raises OSError."""
-    last_ns = 0
-    for file in shard.iterdir():
-        if file.name != FIRST_SEEN and SHARD.fullmatch(file.name):
-            with suppress(FileNotFoundError):  # replaced meanwhile
-                last_ns = max(last_ns, file.lstat().st_mtime_ns)
-    return last_ns
+    return max((file.st_mtime_ns for name, file in shard_files(shard).items() if name != _FIRST_SEEN), default=0)
 
 
 def used_ns(shard: Path) -> int:
@@ -102,15 +82,226 @@ def used_ns(shard: Path) -> int:
     return 0
 
 
-def first_seen_ns(directory: Path, last_ns: int, now_ns: int) -> int:
-    """When the shard was last written, or first seen with a time ahead of the clock, which the times of a file record.
-    Raises OSError."""
+def first_seen_ns(shard: Path, now_ns: int) -> int:
+    """When it was last written, or first seen with a time ahead of the clock, which the times of a file record. Raises
+    OSError."""
+    last_ns = written_ns(shard)
     if last_ns <= now_ns:
         return last_ns
-    record = directory / FIRST_SEEN
+    record = shard / _FIRST_SEEN
     os.close(os.open(record, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     status = record.stat()
     if status.st_atime_ns == last_ns and status.st_mtime_ns <= now_ns:
         return status.st_mtime_ns
     os.utime(record, ns=(last_ns, now_ns))
     return now_ns
+
+
+class Shards(Parts):
+    """Calls may wait for the lock and for deletions: none belongs on the mover's loop."""
+
+    def __init__(self, path: Path, capacity_bytes: int, replicas: int = 1, free: FreeSpace | None = None) -> None:
+        """`replicas`: into how many parts the path is divided. `free`: what must stay free on the file system."""
+        super().__init__(path, replicas)
+        self.part_bytes = capacity_bytes // replicas
+        """The capacity of one part."""
+        self._free = free
+        self._log_once = LogOnce(logger)
+        self._serving = ""  # name of the shard in the own part that this process serves
+        self.used_bytes = 0
+        """Of the part when it was last measured; journals count with the most that they may grow to."""
+        self.surplus = False
+        """Whether a part was over its bound, and could not be trimmed, when that was last looked at."""
+
+    def acquire_shard(self, namespace: bytes) -> ShardDir:
+        """The shard of the namespace in the part that this process holds, or takes now: a free one with most rows of
+        it; else an empty one; else the one that was used longest ago. Inside `locked`. Raises as `take`."""
+        self._serving = namespace.hex()
+        part = self.take(self._rank)
+        self.trim_parts()
+        return ShardDir(part, self._serving)
+
+    def _rank(self, part: Path) -> tuple[int, int]:
+        own_bytes = 0
+        with suppress(OSError):
+            files = shard_files(part / self._serving)
+            own_bytes = sum(files[name].st_size for name in filter(SLAB.fullmatch, files))
+        return -own_bytes, max((used_ns(shard) or 1 for shard in self._shards(part)), default=0)
+
+    def discard(self, shard: ShardDir) -> None:
+        """Release a shard that could not be opened, and its part; delete them if they are empty."""
+        shard.release()
+        with suppress(OSError, TierDown), self.locked(_DELETE_WAIT_S):
+            shard.path.rmdir()
+            remove_part(shard.path.parent)
+        self.release()
+
+    def make_room(self, need_bytes: int) -> str:
+        """Why `need_bytes` more do not fit, as a sentence; "" if they do, after deleting as many shards as that takes:
+        of the own part, and for what must stay free on the file system those of parts that nobody holds, too. Raises
+        OSError."""
+        part = self.own
+        assert part is not None, "a part is held"
+        while True:
+            for leftover in self._leftovers():  # its bytes are the part's, where they are not seen any more
+                if leftover.startswith(f".gone-{part.name}-"):
+                    self.finish_deletion(leftover)
+            unwritten = self._measure(part)
+            if self._free is not None:
+                self._free.measure_again()  # other processes have allocated since, each by a measurement of its own
+            if self.used_bytes + need_bytes > self.part_bytes:
+                if not self._delete_first(self._shards(part)):
+                    return f"{part} is full"
+            elif self._free is None or not (problem := self._free.lacks(need_bytes and need_bytes + unwritten)):
+                return ""
+            elif not self.delete_oldest():
+                return problem
+
+    def _measure(self, part: Path) -> int:
+        """By how much the journal of this shard may still grow: the file system knows of none. Raises OSError; the last
+        measurement stays."""
+        used, unwritten = shard_bytes(part / self._serving)
+        self.used_bytes = _ROUNDING_BYTES + used + unwritten + sum(self._sizes(part).values())
+        return unwritten
+
+    # --- deleting ---------------------------------------------------------------------------------------------------
+
+    def trim_parts(self) -> None:
+        """Bring each part that no process holds within its bound. Inside `locked`. Raises OSError."""
+        surplus = False
+        for leftover in self._leftovers():
+            with suppress(OSError):
+                self.finish_deletion(leftover)
+        for number, part in self.others():
+            try:
+                surplus |= not self._trim(part, self.part_bytes if number < self.replicas else 0)
+            except OSError as error:  # no reason not to serve the own one
+                self._log_once.report("trim", f"{part} cannot be brought within its bound ({describe(error)})")
+                surplus = True
+        self.surplus = surplus or bool(self._leftovers())
+
+    def _trim(self, part: Path, bound: int) -> bool:
+        """Delete what a part has beyond its bound, the least recently used shards first, and of the last one no more
+        slabs than needed. Whether it is within; False if a process holds it. Raises OSError."""
+        sizes = self._sizes(part)
+        excess = sum(sizes.values()) - bound
+        for shard, nbytes in sizes.items():
+            if excess <= 0:
+                break
+            if nbytes > excess and shard == [*sizes][-1]:
+                return self._cut(shard, excess)
+            if not self._delete_first([shard]):
+                return False
+            excess -= nbytes
+        return True
+
+    def _cut(self, shard: Path, nbytes: int) -> bool:
+        """Delete so many bytes of a shard's highest slabs at least, unless a process holds its part: who opens it finds
+        the rows in its lowest slots. Raises OSError."""
+        with self.unheld(shard.parent) as part:
+            if part is None:
+                return False
+            with part.folder(shard.name) as folder:
+                for name in sorted(filter(SLAB.fullmatch, folder.names()), reverse=True):
+                    if nbytes > 0:
+                        nbytes -= taken_bytes(folder.stat(name))
+                        folder.unlink(name)
+        logger.info("deleted the highest slabs of %s, which were beyond its part's share", shard)
+        return True
+
+    def trim_again(self) -> None:
+        """The same in upkeep, where others' locks hold up nothing, and errors stay for the next open."""
+        with suppress(OSError, TierDown), self.locked(0.0):
+            self.trim_parts()
+
+    def delete_oldest(self) -> bool:
+        """For room on the file system, delete one shard that no process serves; False if there is none. First those of
+        the own part, the least recently used first; then those of parts beyond `replicas`, and of others; last those of
+        the same namespace, which another replica may soon take. Raises OSError."""
+        if self.own is not None and self._delete_first(self._shards(self.own)):
+            return True
+        with suppress(TierDown), self.locked(_DELETE_WAIT_S):
+            ranked = [
+                (0 if number >= self.replicas else 2 if shard.name == self._serving else 1, used_ns(shard), shard)
+                for number, part in self.others()
+                for shard in self._shards(part)
+            ]
+            return self._delete_first(shard for *_, shard in sorted(ranked))
+        return False
+
+    def delete_expired(self, max_age_s: float, now_s: float) -> None:
+        """Delete every shard that no process serves and that was not written for `max_age_s`. What others hold up, and
+        errors, stay for the next time."""
+        with suppress(OSError, TierDown), self.locked(_DELETE_WAIT_S):
+            for part in filter(None, [self.own, *(part for _, part in self.others())]):
+                for shard in self._shards(part):
+                    with suppress(OSError):
+                        if has_expired(first_seen_ns(shard, int(now_s * 1e9)) / 1e9, now_s, max_age_s):
+                            self.delete_shard(shard)
+
+    def delete_shard(self, directory: Path) -> bool:
+        """Delete a shard, unless a process serves it. Inside `locked`, but for one of the own part. Raises NotOwned if
+        others can write to it, OSError."""
+        name = directory.name
+        if directory.parent == self.own and name == self._serving:
+            return False
+        with self.open_base() as base, self.unheld(directory.parent) as part:
+            if part is None:
+                return False
+            part.folder(name).close()  # raises if it is foreign
+            # Renamed first: a crash in the middle leaves an orphan to delete, not half a shard.
+            renamed = f".gone-{directory.parent.name}-{name}"
+            part.rename(name, base, renamed)
+            self.finish_deletion(renamed)
+            remove_part(part.path)
+        logger.info("deleted %s, which no process serves", directory)
+        return True
+
+    def finish_deletion(self, renamed: str) -> None:
+        """Delete a shard that was renamed for it; another process may do so, too. Foreign things in it go back to where
+        they were. Raises NotOwned, OSError."""
+        with self.open_base() as base, suppress(FileNotFoundError):
+            with base.folder(renamed) as folder:
+                folder.unlink_matching(SHARD)
+            try:
+                base.rmdir(renamed)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                above, _, name = renamed.removeprefix(".gone-").rpartition("-")
+                with base.folder(above, make=True) as part:
+                    base.rename(renamed, part, name)
+                    path = part.path / name
+                logger.warning("%s: the shard was deleted, and foreign files in it stay", path)
+
+    def _leftovers(self) -> list[str]:
+        """Of deletions that have not ended. Raises OSError."""
+        with self.open_base() as base:
+            return [*filter(DELETING.fullmatch, base.names())]
+
+    def _delete_first(self, shards: Iterable[Path]) -> bool:
+        """Delete the first of these that is there and that no process serves. Raises OSError."""
+        failed: OSError | None = None
+        for shard in shards:
+            try:
+                if self.delete_shard(shard):
+                    return True
+            except OSError as error:
+                failed = failed if isinstance(error, (NotOwned, FileNotFoundError)) else error
+        if failed:
+            raise failed
+        return False
+
+    def _shards(self, part: Path) -> list[Path]:
+        """Those in a part but the one that is served here, the least recently used first. Raises OSError."""
+        served = self._serving if part == self.own else ""
+        names = (name for name in os.listdir(part) if NAMESPACE_NAME.fullmatch(name) and name != served)  # noqa: PTH208
+        return sorted(filter(is_shard, map(part.joinpath, names)), key=lambda shard: (used_ns(shard), shard))
+
+    def _sizes(self, part: Path) -> dict[Path, int]:
+        """What these take, with what their journals may still grow. Raises OSError."""
+        sizes = {}
+        for shard in self._shards(part):
+            with suppress(FileNotFoundError, NotADirectoryError):  # deleted meanwhile
+                sizes[shard] = sum(shard_bytes(shard))
+        return sizes

@@ -26,7 +26,7 @@ from nixl_tiers.tiers.disk import FileIdentity, check_registration, direct_works
 from nixl_tiers.tiers.folder import Folder, fd_path
 from nixl_tiers.tiers.nixl_agent import Registrar, Registration
 from nixl_tiers.tiers.slab.layout import SlabLayout, slab_name, slab_number
-from nixl_tiers.tiers.slab.quota import SlabQuota
+from nixl_tiers.tiers.slab.shards import Shards
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Slabs:
     """The open slab files of one shard. `grow` and `free` belong on a thread that may wait, the rest on the mover's
     own."""
 
-    def __init__(self, folder: Folder, layout: SlabLayout, agent: Registrar, quota: SlabQuota) -> None:
+    def __init__(self, folder: Folder, layout: SlabLayout, agent: Registrar, quota: Shards) -> None:
         """Opens the files that are there; what is beyond the layout's slots is cut off. The folder stays the caller's.
         Raises TierDown, OSError."""
         self.layout = layout

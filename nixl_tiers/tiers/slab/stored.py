@@ -24,9 +24,8 @@ from nixl_tiers.tiers.folder import Folder, NotOwned
 from nixl_tiers.tiers.manifests import read_manifest
 from nixl_tiers.tiers.slab.journal_file import CHUNK_RECORDS, RECORD_BYTES, ROW, UNKNOWN, JournalFile, decode
 from nixl_tiers.tiers.slab.layout import SlabLayout, described, slab_name, slab_number
-from nixl_tiers.tiers.slab.parts import DELETING, holder_now, part_number
-from nixl_tiers.tiers.slab.quota import SlabQuota
-from nixl_tiers.tiers.slab.shards import DESCRIPTION, is_shard, written_ns
+from nixl_tiers.tiers.slab.parts import DESCRIPTION, holder_now, part_number
+from nixl_tiers.tiers.slab.shards import DELETING, Shards, is_shard, written_ns
 from nixl_tiers.tiers.stored import CheckedRow, Problems, Step, StoredNamespace, defect, reason
 
 _TRIES: Final = 4  # a row that an engine is replacing looks damaged for a moment
@@ -109,15 +108,15 @@ class StoredShard(StoredNamespace):
     def delete(self, step: Step) -> None:
         shard = Path(self.place, self.name)
 
-        def delete(quota: SlabQuota) -> None:
+        def delete(quota: Shards) -> None:
             if self.before_s is None or written_ns(shard) / 1e9 < self.before_s:
                 quota.delete_shard(shard)
 
         self._delete(shard, delete, step)
 
-    def _delete(self, path: Path, delete: Callable[[SlabQuota], object], step: Step) -> None:
+    def _delete(self, path: Path, delete: Callable[[Shards], object], step: Step) -> None:
         """By the lock of the tier's path and that of the part, as engines do it."""
-        quota = SlabQuota(Path(self.place).parent, 1 << 62)
+        quota = Shards(Path(self.place).parent, 1 << 62)
         try:
             with suppress(FileNotFoundError), quota.locked():
                 delete(quota)

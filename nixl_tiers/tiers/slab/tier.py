@@ -24,8 +24,8 @@ from nixl_tiers.tiers.manifests import ManifestKeeper
 from nixl_tiers.tiers.move_queue import Unit
 from nixl_tiers.tiers.slab.expiry import until
 from nixl_tiers.tiers.slab.growth import GROWTH_S, Growth
-from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.slab.shard import Shard, ShardManifests, slots_within
+from nixl_tiers.tiers.slab.shards import Shards
 from nixl_tiers.tiers.slab.slabs import NoSpace
 from nixl_tiers.tiers.slab.transfers import TierSide, open_transfers
 
@@ -56,7 +56,7 @@ class SlabTier(StorageTier):
         self._geometry = geometry
         self._region = region
         self._free = FreeSpace(config.path, config.min_free)
-        self._quota = SlabQuota(config.path, config.capacity, replicas, self._free)
+        self._quota = Shards(config.path, config.capacity, replicas, self._free)
         self._log_once = LogOnce(logger)
         self._transfers = open_transfers(
             TierSide(
@@ -247,6 +247,7 @@ class SlabTier(StorageTier):
         shard, self._open, self._slots = self._open, None, None
         if shard is not None:
             self._allocator.submit(lambda: None).result()  # wait for its current task, which uses this shard
+            self._growth = None
             shard.close()
             if self._manifests.stop(last=last):
                 shard.release()

@@ -32,7 +32,7 @@ from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.rowfile.stored import FileNamespace
 from nixl_tiers.tiers.slab import parts
 from nixl_tiers.tiers.slab.journal_file import RECORD_BYTES
-from nixl_tiers.tiers.slab.quota import SlabQuota
+from nixl_tiers.tiers.slab.shards import Shards
 from nixl_tiers.tiers.stored import CheckedRow, Problems, Step, StoredNamespace, find_stored
 from tests.support.file_tier import file_config, file_tier
 from tests.support.times import changed
@@ -325,8 +325,8 @@ def test_part_is_not_tried_while_a_mover_takes_one(
 ) -> None:
     """It would take the command for the part's holder."""
     write("slabs", tmp_path, region)
-    monkeypatch.setattr(parts, "_LOCK_TRIES", 2)
-    with SlabQuota(tmp_path, 1 << 30).locked():
+    monkeypatch.setattr(parts, "_LOOK_S", 0.02)
+    with Shards(tmp_path, 1 << 30).locked():
         (found,) = run(capsys, "inspect", tmp_path)[1]["namespaces"]
     assert found["held_by"] == f"an unknown process ({tmp_path / '.ledger'} is locked)"
     assert run(capsys, "inspect", tmp_path)[1]["namespaces"][0]["held_by"] is None
@@ -730,7 +730,7 @@ def test_purge_looks_at_what_is_there_after_it(
 ) -> None:
     """A file system that refuses one delete."""
     write(layout, tmp_path, region)
-    monkeypatch.setattr(SlabQuota, "delete_shard", lambda *_: True)
+    monkeypatch.setattr(Shards, "delete_shard", lambda *_: True)
     real = Folder.unlink
     refused = next(tmp_path.rglob("*.row"), None)
 

@@ -21,8 +21,8 @@ from nixl_tiers.tiers import manifests
 from nixl_tiers.tiers.manifests import ManifestKeeper
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.quota import MANIFEST_BYTES, MARGIN_BYTES, DirQuota
+from nixl_tiers.tiers.slab.parts import ShardDir
 from nixl_tiers.tiers.slab.shard import ShardManifests
-from nixl_tiers.tiers.slab.shards import ShardDir
 from tests.support.disks import assert_never_exceeds
 from tests.support.times import changed
 from tests.system.tiers.file_tiers import Clock, FileTier, load, make_tier, run_until, store
@@ -273,8 +273,8 @@ if layout == "files":
     from nixl_tiers.tiers.rowfile.quota import DirQuota
     RowDirectory(path, DirQuota(1 << 30, 4096)).write_manifest(sys.argv[3], b"{ half of it")
 else:
-    from nixl_tiers.tiers.slab.quota import SlabQuota
-    quota = SlabQuota(path, 1 << 30)
+    from nixl_tiers.tiers.slab.shards import Shards
+    quota = Shards(path, 1 << 30)
     with quota.locked():
         quota.acquire_shard(bytes.fromhex(sys.argv[3])).write("about.json", b"{ half of it")
 """

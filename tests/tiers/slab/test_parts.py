@@ -16,26 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.folder import Folder
-from nixl_tiers.tiers.slab import parts
-from nixl_tiers.tiers.slab import quota as quota_module
-from nixl_tiers.tiers.slab.parts import FreePart, preferred
-from nixl_tiers.tiers.slab.quota import ShardDir, SlabQuota
+from nixl_tiers.tiers.slab import shards
+from nixl_tiers.tiers.slab.parts import ShardDir
+from nixl_tiers.tiers.slab.shards import Shards
 from tests.mover.harness import NAMESPACE
 from tests.support.disks import disk_bytes
 
 CAPACITY = 24 << 20
 MIB = 1 << 20
-
-
-# --- which part is taken ----------------------------------------------------------------------------------------------
-
-
-def test_part_with_most_own_rows_is_preferred_then_an_empty_one_then_the_oldest() -> None:
-    own, more = FreePart(3, 10, 500), FreePart(4, 20, 400)
-    empty, old, young = FreePart(2, 0, 0), FreePart(0, 0, 100), FreePart(1, 0, 200)
-    assert preferred([old, young, empty, own, more]) == more
-    assert preferred([old, young, empty]) == empty
-    assert preferred([young, old]) == old
 
 
 class PartsOfAPath(RuleBasedStateMachine):
@@ -47,14 +35,13 @@ class PartsOfAPath(RuleBasedStateMachine):
         self._folder = tempfile.TemporaryDirectory()
         self.path = Path(self._folder.name) / "kv"
         self.path.mkdir()
-        self.engines: list[tuple[SlabQuota, ShardDir]] = []
+        self.engines: list[tuple[Shards, ShardDir]] = []
         self.rows: dict[Path, int] = {}  # bytes in shards that are served
         self.used: dict[Path, int] = {}
         self.writes = 0
         self.replicas, self.capacity = 1, 16 * MIB
         self._patch = pytest.MonkeyPatch()
-        for module in (parts, quota_module):
-            self._patch.setattr(module, "used_ns", lambda shard: self.used.get(shard, 0))
+        self._patch.setattr(shards, "used_ns", lambda shard: self.used.get(shard, 0))
 
     def teardown(self) -> None:
         while self.engines:
@@ -75,7 +62,7 @@ class PartsOfAPath(RuleBasedStateMachine):
         free = [f"part-{number}" for number in range(replicas) if f"part-{number}" not in held]
         own = {name: self._size(self.path / name / self._name(namespace)) for name in free}
         empty = [name for name in free if not list((self.path / name).glob("0*"))]
-        quota = SlabQuota(self.path, self.capacity, replicas)
+        quota = Shards(self.path, self.capacity, replicas)
         with quota.locked():
             if not free:
                 with pytest.raises(TierDown, match=f"in use: .*process {os.getpid()} "):
@@ -121,7 +108,7 @@ class PartsOfAPath(RuleBasedStateMachine):
         parts = [shard.path.parent for _, shard in self.engines]
         assert len(set(parts)) == len(parts)
 
-    def _serve(self, quota: SlabQuota, shard: ShardDir) -> None:
+    def _serve(self, quota: Shards, shard: ShardDir) -> None:
         """As a shard does that is opened: what its part has no room for is cut off."""
         shard.describe({})
         self._resize(shard, min(self._size(shard.path), quota.part_bytes - MIB))
@@ -155,15 +142,17 @@ TestPartsOfAPath.settings = settings(max_examples=40, stateful_step_count=25, de
 
 
 def test_part_whose_lock_file_cannot_be_read_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(folder: Folder) -> bytes:
+    def fail(folder: Folder, name: str) -> bytes:
         raise OSError(errno.EIO, "broken")
 
-    with Folder.base(tmp_path) as base:
-        with monkeypatch.context() as patch:
-            patch.setattr(parts, "_read_lock", fail)
-            with pytest.raises(OSError, match="broken"):
-                parts.claim(base, 1, NAMESPACE, {})
-        parts.claim(base, 1, NAMESPACE, {}).release()
+    one, other = Shards(tmp_path, 16 * MIB), Shards(tmp_path, 16 * MIB)
+    with one.locked(), monkeypatch.context() as patch:
+        patch.setattr(Folder, "read", fail)
+        with pytest.raises(OSError, match="broken"):
+            one.acquire_shard(NAMESPACE)
+    with other.locked():
+        other.acquire_shard(NAMESPACE).release()
+    other.release()
 
 
 def test_part_is_left_to_a_holder_on_a_machine_that_locks_do_not_reach(
@@ -171,7 +160,7 @@ def test_part_is_left_to_a_holder_on_a_machine_that_locks_do_not_reach(
 ) -> None:
     """The later one has it; the earlier one does not take it back, until another holder is named, or none."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
-    one, other = SlabQuota(tmp_path, 16 * MIB), SlabQuota(tmp_path, 16 * MIB)
+    one, other = Shards(tmp_path, 16 * MIB), Shards(tmp_path, 16 * MIB)
     lock = tmp_path / "part-0" / ".lock"
     with one.locked():
         shard = one.acquire_shard(NAMESPACE)

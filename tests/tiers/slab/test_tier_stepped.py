@@ -16,6 +16,7 @@ import pytest
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.times import PRODUCTION
+from nixl_tiers.tiers import disk
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.slab import journal_file
 from nixl_tiers.tiers.slab import slabs as slabs_module
@@ -494,7 +495,7 @@ class TestAFullDisk:
         def fail(*_: object) -> str:
             raise OSError(errno.EIO, "Input/output error")
 
-        monkeypatch.setattr(slabs_module.SlabQuota, "_measure", fail)
+        monkeypatch.setattr(slabs_module.Shards, "_measure", fail)
         assert one.store(range(4)) == [FAILED] * 4
         assert one.tier.denials["writing"].endswith("Input/output error)")
         assert one.tier.slots == one.slots
@@ -522,6 +523,28 @@ class TestAFullDisk:
         one.step()
         one.maintain()
         assert one.store([allocated + 1]) == [OK]
+
+    def test_a_growth_that_ends_in_a_reset_says_nothing_of_what_is_opened_next(
+        self, make: Callable[..., SteppedSlabs], threads: Threads, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one = make(capacity=64 << 20)
+        one.open()
+        threads.pools["allocator"].at_once = False
+        waits = one.begin_store([1])
+        one.step()
+        one.clock.now += PRODUCTION.growth_overdue_s
+        assert one.end(waits) == [NO_SPACE]
+        threads.pools["allocator"].at_once = True  # the close waits for it
+        with monkeypatch.context() as patch:
+            patch.setattr(slabs_module, "fallocate", lambda *_: errno.EIO)
+            patch.setattr(disk, "fallocate", lambda *_: errno.EIO)
+            with pytest.raises(TierDown):
+                one.open(bytes(16))
+        one.step()
+        one.open(bytes(16))
+        one.step()
+        assert one.tier.denials == {}
+        assert one.tier.slots == one.slots
 
 
 def test_files_are_private_to_the_user(stored: SteppedSlabs) -> None:

@@ -25,7 +25,7 @@ from nixl_tiers.tiers.base import Move, TierDown
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab import tier as slab_tier
 from nixl_tiers.tiers.slab.parts import holder_now
-from nixl_tiers.tiers.slab.quota import SlabQuota
+from nixl_tiers.tiers.slab.shards import Shards
 from tests.mover.harness import NAMESPACE, MoverProcess, key_of, shard_dir
 from tests.support.disks import assert_never_exceeds, disk_bytes
 from tests.support.file_tier import file_config, file_tier
@@ -70,7 +70,7 @@ def test_without_locks_a_living_process_that_the_lock_file_names_holds_a_part(
         real = fcntl.flock
 
         def no_locks(file: Any, how: int) -> None:
-            if isinstance(file, int):  # of a part
+            if Path(f"/proc/self/fd/{file}").readlink().name == ".lock":  # of a part
                 raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
             real(file, how)
 
@@ -235,9 +235,9 @@ def test_kills_at_random_moments_stay_within_the_capacity_and_cost_no_row_of_the
 
 def test_open_that_fails_at_its_end_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is opened again and again: each time that would leave threads and open files of a part it no longer holds."""
-    make_room, error = SlabQuota.make_room, RuntimeError("a defect")
+    make_room, error = Shards.make_room, RuntimeError("a defect")
 
-    def failing(quota: SlabQuota, need_bytes: int) -> str:
+    def failing(quota: Shards, need_bytes: int) -> str:
         if not need_bytes:
             raise error
         return make_room(quota, need_bytes)
@@ -246,7 +246,7 @@ def test_open_that_fails_at_its_end_leaves_nothing_behind(tmp_path: Path, monkey
         tier = slab_tier.SlabTier(file_config(tmp_path, CAPACITY), GEOMETRY, region)
         before = ResourceCount.take()  # threads of earlier tests may end meanwhile
         with monkeypatch.context() as patch:
-            patch.setattr(SlabQuota, "make_room", failing)
+            patch.setattr(Shards, "make_room", failing)
             with pytest.raises(RuntimeError, match="a defect"):
                 tier.open(NAMESPACE, 0)
             assert before.covers(ResourceCount.take())

@@ -1,4 +1,4 @@
-"""The quota of one path: each part is bounded by itself; which shards are deleted for that."""
+"""The shards of one path: each part is bounded by itself; which shards are deleted for that."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nixl_tiers.tiers.disk import FreeSpace
-from nixl_tiers.tiers.slab.quota import SlabQuota
+from nixl_tiers.tiers.slab.shards import Shards
 from tests.mover.harness import shard_dir
 
 MIB = 1 << 20
@@ -37,12 +37,12 @@ def leave_shard(path: Path, number: int, nbytes: int, age_s: float = 0, part: in
     return shard
 
 
-def serve(quota: SlabQuota, number: int) -> Path:
+def serve(quota: Shards, number: int) -> Path:
     with quota.locked():
         return quota.acquire_shard(namespace(number)).path
 
 
-def room(quota: SlabQuota, nbytes: int) -> bool:
+def room(quota: Shards, nbytes: int) -> bool:
     return not quota.make_room(nbytes)
 
 
@@ -50,8 +50,19 @@ def slab_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("slab-*"))
 
 
+def test_part_with_most_own_rows_is_taken_then_an_empty_one_then_the_oldest(tmp_path: Path) -> None:
+    leave_shard(tmp_path, 1, MIB, age_s=100)
+    leave_shard(tmp_path, 1, MIB, age_s=200, part=1)
+    leave_shard(tmp_path, 2, MIB, age_s=300, part=3)
+    leave_shard(tmp_path, 2, 2 * MIB, age_s=10, part=4)
+    quotas = [Shards(tmp_path, 64 * MIB, 5) for _ in range(5)]
+    assert [serve(quota, 2).parent.name for quota in quotas] == [f"part-{number}" for number in (4, 3, 2, 1, 0)]
+    for quota in quotas:
+        quota.release()
+
+
 def test_least_recently_used_shards_are_deleted_and_no_more_than_needed(tmp_path: Path) -> None:
-    quota = SlabQuota(tmp_path, 16 * MIB)
+    quota = Shards(tmp_path, 16 * MIB)
     shards = [leave_shard(tmp_path, number, 2 * MIB, age_s) for number, age_s in ((1, 100), (2, 300), (3, 200))]
     serve(quota, 4)
     assert room(quota, 6 * MIB)
@@ -63,7 +74,7 @@ def test_least_recently_used_shards_are_deleted_and_no_more_than_needed(tmp_path
 def test_shard_that_is_served_is_not_deleted(tmp_path: Path) -> None:
     """Neither by its own mover, nor by another one; others in its part are, by its own."""
     shards = [leave_shard(tmp_path, number, 4 * MIB, 500 - number) for number in (1, 2)]
-    quota, other = (SlabQuota(tmp_path, 32 * MIB, 2) for _ in range(2))
+    quota, other = (Shards(tmp_path, 32 * MIB, 2) for _ in range(2))
     assert serve(quota, 1) == shards[0]
     assert serve(other, 3).parent.name == "part-1"
     assert not other.delete_oldest()
@@ -77,7 +88,7 @@ def test_shard_that_is_served_is_not_deleted(tmp_path: Path) -> None:
 
 
 def test_part_is_bounded_though_the_path_has_room(tmp_path: Path) -> None:
-    quota = SlabQuota(tmp_path, 32 * MIB, 2)
+    quota = Shards(tmp_path, 32 * MIB, 2)
     old = leave_shard(tmp_path, 1, 8 * MIB, age_s=10)
     other_part = leave_shard(tmp_path, 2, MIB, age_s=1000, part=1)
     leave_shard(tmp_path, 3, 4 * MIB)
@@ -93,7 +104,7 @@ def test_for_room_on_the_disk_what_a_replica_may_adopt_is_deleted_last(tmp_path:
     leave_shard(tmp_path, 1, 2 * MIB)
     ages = {"another": (2, 300, 1), "the same": (1, 400, 1)}
     shards = {name: leave_shard(tmp_path, n, MIB, age_s, part) for name, (n, age_s, part) in ages.items()}
-    quota = SlabQuota(tmp_path, 64 * MIB, 2)
+    quota = Shards(tmp_path, 64 * MIB, 2)
     assert serve(quota, 1).parent.name == "part-0"
     gone = []
     while quota.delete_oldest():
@@ -108,7 +119,7 @@ class TestTheBudgetOfAll:
     def test_a_lower_capacity_holds_from_the_first_open(self, tmp_path: Path) -> None:
         old = [leave_shard(tmp_path, number, 3 * MIB, 100 * number, part) for number, part in ((1, 0), (2, 0), (3, 1))]
         young = leave_shard(tmp_path, 4, 3 * MIB, part=1)
-        quota = SlabQuota(tmp_path, 12 * MIB, 2)
+        quota = Shards(tmp_path, 12 * MIB, 2)
         served = serve(quota, 4)
         assert served == young, "whose rows are there"
         assert [shard.exists() for shard in old] == [True, False, True]
@@ -120,7 +131,7 @@ class TestTheBudgetOfAll:
     def test_fewer_replicas_leave_no_parts_beyond_them(self, tmp_path: Path) -> None:
         for part in range(4):
             leave_shard(tmp_path, part % 2, MIB, part=part)
-        quota = SlabQuota(tmp_path, 16 * MIB, 2)
+        quota = Shards(tmp_path, 16 * MIB, 2)
         serve(quota, 0)
         assert sorted(each.name for each in tmp_path.iterdir()) == [".ledger", "part-0", "part-1"]
         assert not quota.surplus
@@ -128,11 +139,11 @@ class TestTheBudgetOfAll:
 
     def test_a_part_beyond_them_that_is_held_goes_once_it_is_not(self, tmp_path: Path) -> None:
         """As while replicas are restarted one by one with fewer of them."""
-        before = [SlabQuota(tmp_path, 16 * MIB, 2) for _ in range(2)]
+        before = [Shards(tmp_path, 16 * MIB, 2) for _ in range(2)]
         for number, each in enumerate(before):
             assert (serve(each, number) / "namespace.json").write_text("{}")
         before[0].release()
-        quota = SlabQuota(tmp_path, 16 * MIB)
+        quota = Shards(tmp_path, 16 * MIB)
         assert serve(quota, 0).parent.name == "part-0"
         assert quota.surplus
         quota.trim_again()
@@ -146,7 +157,7 @@ class TestTheBudgetOfAll:
     def test_more_replicas_have_smaller_parts(self, tmp_path: Path) -> None:
         for number, part in ((1, 0), (2, 1)):
             leave_shard(tmp_path, number, 7 * MIB, part=part)
-        quota = SlabQuota(tmp_path, 16 * MIB, 4)
+        quota = Shards(tmp_path, 16 * MIB, 4)
         assert serve(quota, 1).parent.name == "part-0"
         assert slab_bytes(tmp_path / "part-1") == 0
         quota.release()
@@ -154,16 +165,16 @@ class TestTheBudgetOfAll:
     def test_a_smaller_part_keeps_its_lowest_slabs(self, tmp_path: Path) -> None:
         shard = leave_shard(tmp_path, 2, 3 * MIB, part=1)
         (shard / "slab-00001.kv").write_bytes(b"x" * 3 * MIB)
-        quota = SlabQuota(tmp_path, 10 * MIB, 2)
+        quota = Shards(tmp_path, 10 * MIB, 2)
         serve(quota, 1)
         assert sorted(file.name for file in shard.iterdir()) == ["namespace.json", "slab-00000.kv"]
         quota.release()
 
     def test_a_part_over_its_bound_that_is_held_is_trimmed_once_it_is_not(self, tmp_path: Path) -> None:
         leave_shard(tmp_path, 1, 14 * MIB)
-        before = SlabQuota(tmp_path, 16 * MIB, 1)
+        before = Shards(tmp_path, 16 * MIB, 1)
         serve(before, 1)
-        after = SlabQuota(tmp_path, 16 * MIB, 2)
+        after = Shards(tmp_path, 16 * MIB, 2)
         serve(after, 2)
         after.trim_again()
         assert slab_bytes(tmp_path) == 14 * MIB
@@ -178,7 +189,7 @@ class TestTheBudgetOfAll:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         leave_shard(tmp_path, 1, MIB, part=3)
-        quota = SlabQuota(tmp_path, 16 * MIB)
+        quota = Shards(tmp_path, 16 * MIB)
 
         def fail(*_: object, **__: object) -> None:
             raise PermissionError(errno.EPERM, "Operation not permitted")
@@ -197,7 +208,7 @@ class TestTheBudgetOfAll:
     ) -> None:
         """It counts nowhere else: else each failure would take as much again."""
         leave_shard(tmp_path, 1, 8 * MIB, 100)
-        quota = SlabQuota(tmp_path, 16 * MIB)
+        quota = Shards(tmp_path, 16 * MIB)
         serve(quota, 2)
 
         def fail(*_: object, **__: object) -> None:
@@ -216,7 +227,7 @@ class TestTheBudgetOfAll:
     def test_foreign_things_in_a_part_beyond_them_stay(self, tmp_path: Path) -> None:
         foreign = leave_shard(tmp_path, 1, MIB, part=3) / "thesis.txt"
         foreign.write_text("precious")
-        quota = SlabQuota(tmp_path, 16 * MIB)
+        quota = Shards(tmp_path, 16 * MIB)
         serve(quota, 1)
         assert [each.name for each in foreign.parent.iterdir()] == ["thesis.txt"]
         assert not quota.surplus
@@ -224,7 +235,7 @@ class TestTheBudgetOfAll:
 
 
 def test_discarded_new_shard_leaves_nothing_behind(tmp_path: Path) -> None:
-    quota = SlabQuota(tmp_path, 16 * MIB)
+    quota = Shards(tmp_path, 16 * MIB)
     with quota.locked():
         shard = quota.acquire_shard(namespace(1))
     quota.discard(shard)
@@ -237,7 +248,7 @@ def test_discarded_new_shard_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_journals_count_with_their_maximum_size(tmp_path: Path) -> None:
-    quota = SlabQuota(tmp_path, 16 * MIB)
+    quota = Shards(tmp_path, 16 * MIB)
     shard = leave_shard(tmp_path, 1, 2 * MIB)
     serve(quota, 1)
     assert room(quota, 0)
@@ -248,7 +259,7 @@ def test_journals_count_with_their_maximum_size(tmp_path: Path) -> None:
 
 
 def test_foreign_files_do_not_count_and_are_never_touched(tmp_path: Path) -> None:
-    quota = SlabQuota(tmp_path, 4 * MIB)
+    quota = Shards(tmp_path, 4 * MIB)
     foreign = tmp_path / "photos"
     foreign.mkdir()
     (foreign / "cat").write_bytes(b"x" * (3 * MIB))
@@ -269,7 +280,7 @@ def test_what_cannot_be_measured_is_an_error_and_no_lack_of_room(
 ) -> None:
     """`where`: in the shard that is served, or in another one of the part."""
     served, other = leave_shard(tmp_path, 1, 6 * MIB), leave_shard(tmp_path, 2, MIB)
-    quota = SlabQuota(tmp_path, 16 * MIB)
+    quota = Shards(tmp_path, 16 * MIB)
     assert serve(quota, 1) == served
     assert room(quota, MIB)
     used_bytes = quota.used_bytes
@@ -306,7 +317,7 @@ def test_orphan_of_a_crashed_deletion_is_deleted(tmp_path: Path) -> None:
     for each in foreign:
         each.mkdir(mode=0o700)
         (each / "slab-00000.kv").write_bytes(b"x")
-    quota = SlabQuota(tmp_path, 4 * MIB)
+    quota = Shards(tmp_path, 4 * MIB)
     serve(quota, 1)
     quota.release()
     assert not gone.exists()
@@ -316,7 +327,7 @@ def test_orphan_of_a_crashed_deletion_is_deleted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["namespace.json", "manifest.journal", "about.json", "slab-00000.kv"])
 def test_shard_is_as_young_as_what_its_engine_wrote_last(name: str, tmp_path: Path) -> None:
     """It was killed, so it has marked no end of its use."""
-    quota = SlabQuota(tmp_path, 8 * MIB)
+    quota = Shards(tmp_path, 8 * MIB)
     shards = [leave_shard(tmp_path, number, 3 * MIB, age_s=100 * number) for number in (1, 2)]
     (shards[1] / name).touch()
     serve(quota, 3)
@@ -325,7 +336,7 @@ def test_shard_is_as_young_as_what_its_engine_wrote_last(name: str, tmp_path: Pa
 
 
 def test_foreign_things_in_a_shard_stay_when_it_is_deleted(tmp_path: Path) -> None:
-    quota = SlabQuota(tmp_path, 16 * MIB)
+    quota = Shards(tmp_path, 16 * MIB)
     shards = [leave_shard(tmp_path, number, 4 * MIB, age_s=number) for number in (1, 2)]
     (shards[1] / "notes").mkdir()
     names = ["notes/thesis.txt", "slab-00000.kv.bak", "my-slabs.txt", "manifest.txt"]
@@ -347,7 +358,7 @@ def test_foreign_things_of_a_crashed_deletion_go_back_to_where_they_were(tmp_pat
     gone.mkdir(mode=0o700)
     (gone / "slab-00000.kv").write_bytes(b"x")
     (gone / "thesis.txt").write_text("precious")
-    quota = SlabQuota(tmp_path, 4 * MIB)
+    quota = Shards(tmp_path, 4 * MIB)
     serve(quota, 1)
     quota.release()
     assert not gone.exists()
@@ -358,7 +369,7 @@ def test_shards_that_no_process_serves_are_deleted_before_min_free_is_touched(tm
     spare = [3 * MIB]
     least = FreeSpace(tmp_path, 0)
     least._measure = lambda: setattr(least, "spare_bytes", spare[0])  # type: ignore[method-assign]
-    quota = SlabQuota(tmp_path, 64 * MIB, 1, least)
+    quota = Shards(tmp_path, 64 * MIB, 1, least)
     old = leave_shard(tmp_path, 1, MIB)
     serve(quota, 2)
     assert room(quota, 3 * MIB)
@@ -374,7 +385,7 @@ def test_min_free_stays_when_the_journal_is_written_at_last(tmp_path: Path) -> N
     """A slab grows at once, its records are written a moment later."""
     free = FreeSpace(tmp_path, 0)
     free._measure = lambda: setattr(free, "spare_bytes", 4 * MIB)  # type: ignore[method-assign]
-    quota = SlabQuota(tmp_path, 64 * MIB, 1, free)
+    quota = Shards(tmp_path, 64 * MIB, 1, free)
     shard = serve(quota, 1)
     assert room(quota, 4 * MIB)
     (shard / "namespace.json").write_text(json.dumps({"journal_bytes": MIB}))
@@ -391,7 +402,7 @@ def test_replicas_together_leave_min_free(tmp_path: Path, monkeypatch: pytest.Mo
     size = SimpleNamespace(f_blocks=100 * MIB, f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(**vars(size), f_bavail=free[0]))
     spaces = [FreeSpace(tmp_path, 4 * MIB, lambda: 0.0) for _ in range(2)]  # no time passes
-    one, other = (SlabQuota(tmp_path, 64 * MIB, 2, space) for space in spaces)
+    one, other = (Shards(tmp_path, 64 * MIB, 2, space) for space in spaces)
     serve(one, 1)
     serve(other, 1)
     assert room(one, 0)
@@ -406,7 +417,7 @@ def test_foreign_directory_with_the_name_of_a_slab_ends_the_search_for_room(tmp_
     shard = leave_shard(tmp_path, 1, 0)
     (shard / "slab-00000.kv").unlink()
     (shard / "slab-00000.kv").mkdir()
-    quota = SlabQuota(tmp_path, 4 * MIB)
+    quota = Shards(tmp_path, 4 * MIB)
     serve(quota, 2)
     assert not room(quota, 4 * MIB)
     assert [each.name for each in shard.iterdir()] == ["slab-00000.kv"]
