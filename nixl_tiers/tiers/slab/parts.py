@@ -44,11 +44,11 @@ class Part:
         OSError."""
         self.number = number
         self.other_holder = b""
-        """The content of the lock file if another process has written it since: its lock does not exclude ours, as on
-        Lustre with `localflock` or NFS with `nolock`, where locks do not reach other machines."""
+        """What another process has written into the lock file since: on Lustre with `localflock` or NFS with `nolock`,
+        locks do not reach other machines."""
         with ExitStack() as opened:  # what fails must not hold it
             self.folder = folder = opened.enter_context(base.folder(f"part-{number}", make=True))
-            lock = opened.enter_context(_locked(folder, LOCK))
+            lock = opened.enter_context(lock_file(folder, LOCK))
             if lock is None:  # by a process that does not take the path's lock
                 raise TierDown(f"{folder.path} is in use by {_holder(folder.read(LOCK))}", retry_s=_HELD_RETRY_S)
             with suppress(OSError):  # on a full disk the rows must still be served
@@ -102,10 +102,9 @@ class ShardDir:
     def problem(self) -> str:
         """Whether the directory, the part, its lock or the description was deleted or replaced, or "". Raises
         OSError."""
-        if problem := self._part.problem() or self._identity.problem():
-            return problem
         path = self.path / DESCRIPTION
-        return "" if path.exists() else f"{path} has been deleted"
+        problem = self._part.problem() or self._identity.problem()
+        return problem or ("" if path.exists() else f"{path} has been deleted")
 
     def describe(self, description: dict[str, Any]) -> None:
         """Replace namespace.json atomically."""
@@ -142,7 +141,7 @@ class Parts:
     def locked(self, wait_s: float = math.inf) -> Iterator[None]:
         """The lock of the path: no other process takes a part meanwhile, or deletes in one that nobody holds. Not
         reentrant. Raises TierDown if it cannot be had for `wait_s`."""
-        with self.open_base() as base, _locked(base, SLAB_LOCK, wait_s=wait_s) as lock:
+        with self.open_base() as base, lock_file(base, SLAB_LOCK, wait_s=wait_s) as lock:
             if lock is None:
                 raise TierDown(
                     f"it waits for {self.path / SLAB_LOCK}, which another process has locked for more than "
@@ -175,7 +174,7 @@ class Parts:
         with self.open_base() as base:
             for number in range(self.replicas):
                 found = 0, 0
-                with suppress(FileNotFoundError), base.folder(f"part-{number}") as part, _locked(part, LOCK) as lock:
+                with suppress(FileNotFoundError), base.folder(f"part-{number}") as part, lock_file(part, LOCK) as lock:
                     named = b""
                     with suppress(OSError):
                         named = part.read(LOCK)
@@ -185,10 +184,9 @@ class Parts:
                     found = rank(part.path)
                 free.append((found, number))
             if not free:
-                more = f" and {len(holders) - _HOLDERS} more" if len(holders) > _HOLDERS else ""
                 raise TierDown(
-                    f"{self.path} is in use: {', '.join(holders[:_HOLDERS])}{more}; replicas ({self.replicas} here) is "
-                    "how many engines may use it at once",
+                    f"{self.path} is in use: {', '.join(holders[:_HOLDERS])}; replicas ({self.replicas} here) is how "
+                    "many engines may use it at once",
                     retry_s=_HELD_RETRY_S,
                 )
             self._part = Part(base, min(free)[1])
@@ -211,13 +209,6 @@ class Parts:
                 if number is not None and part != self.own and base.has_folder(name) and (part / LOCK).exists():
                     yield number, part
 
-    @contextmanager
-    def unheld(self, path: Path) -> Iterator[Folder | None]:
-        """A part that no other process holds, nor takes meanwhile; None if one does. Raises NotOwned, OSError."""
-        with self.open_base() as base, base.folder(path.name) as part, ExitStack() as locks:
-            held = path == self.own or locks.enter_context(_locked(part, LOCK)) is not None
-            yield part if held else None
-
 
 def part_number(name: str) -> int | None:
     """The number of the part whose directory has this name; None: it is none."""
@@ -234,7 +225,7 @@ def remove_part(directory: Path) -> None:
 
 
 @contextmanager
-def _locked(
+def lock_file(
     folder: Folder, name: str, how: int = fcntl.LOCK_EX, flags: int = os.O_RDWR | os.O_CREAT, wait_s: float = 0.0
 ) -> Iterator[int | None]:
     """Lock a file: its descriptor, or None if another process has had it locked for `wait_s`. Raises OSError."""
@@ -260,11 +251,11 @@ def holder_now(base: Folder, part: Folder) -> str:
     The part's lock is tried while the path's lock is held, in shared mode: no mover looks for a free part meanwhile, so
     none takes this process for the holder of one. NFS locks what is open for reading only in shared mode.
     """
-    with _locked(base, SLAB_LOCK, fcntl.LOCK_SH, os.O_RDONLY, _LOOK_S) as path_lock:
+    with lock_file(base, SLAB_LOCK, fcntl.LOCK_SH, os.O_RDONLY, _LOOK_S) as path_lock:
         if path_lock is None:
             return f"an unknown process ({base.path / SLAB_LOCK} is locked)"
         try:
-            with _locked(part, LOCK, fcntl.LOCK_SH, os.O_RDONLY) as lock:
+            with lock_file(part, LOCK, fcntl.LOCK_SH, os.O_RDONLY) as lock:
                 return _holder(part.read(LOCK)) if lock is None else ""
         except FileNotFoundError:
             return ""

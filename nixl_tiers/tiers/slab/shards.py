@@ -10,10 +10,11 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +24,7 @@ from nixl_tiers.tiers.base import TierDown, has_expired
 from nixl_tiers.tiers.disk import PROBE, FreeSpace, describe
 from nixl_tiers.tiers.folder import NotOwned, taken_bytes
 from nixl_tiers.tiers.slab.layout import SLAB
-from nixl_tiers.tiers.slab.parts import DESCRIPTION, PART, Parts, ShardDir, remove_part
+from nixl_tiers.tiers.slab.parts import DESCRIPTION, LOCK, PART, Parts, ShardDir, lock_file, remove_part
 
 logger = logging.getLogger(__name__)
 
@@ -186,27 +187,10 @@ class Shards(Parts):
         sizes = self._sizes(part)
         excess = sum(sizes.values()) - bound
         for shard, nbytes in sizes.items():
-            if excess <= 0:
-                break
-            if nbytes > excess and shard == [*sizes][-1]:
-                return self._cut(shard, excess)
-            if not self._delete_first([shard]):
+            least = excess if shard == [*sizes][-1] else math.inf
+            if excess > 0 and not self.delete_shard(shard, least):
                 return False
             excess -= nbytes
-        return True
-
-    def _cut(self, shard: Path, nbytes: int) -> bool:
-        """Delete so many bytes of a shard's highest slabs at least, unless a process holds its part: who opens it finds
-        the rows in its lowest slots. Raises OSError."""
-        with self.unheld(shard.parent) as part:
-            if part is None:
-                return False
-            with part.folder(shard.name) as folder:
-                for name in sorted(filter(SLAB.fullmatch, folder.names()), reverse=True):
-                    if nbytes > 0:
-                        nbytes -= taken_bytes(folder.stat(name))
-                        folder.unlink(name)
-        logger.info("deleted the highest slabs of %s, which were beyond its part's share", shard)
         return True
 
     def trim_again(self) -> None:
@@ -216,17 +200,13 @@ class Shards(Parts):
 
     def delete_oldest(self) -> bool:
         """For room on the file system, delete one shard that no process serves; False if there is none. First those of
-        the own part, the least recently used first; then those of parts beyond `replicas`, and of others; last those of
-        the same namespace, which another replica may soon take. Raises OSError."""
+        the own part, the least recently used first; then those of other parts; last those of the same namespace, which
+        another replica may soon take. Raises OSError."""
         if self.own is not None and self._delete_first(self._shards(self.own)):
             return True
         with suppress(TierDown), self.locked(_DELETE_WAIT_S):
-            ranked = [
-                (0 if number >= self.replicas else 2 if shard.name == self._serving else 1, used_ns(shard), shard)
-                for number, part in self.others()
-                for shard in self._shards(part)
-            ]
-            return self._delete_first(shard for *_, shard in sorted(ranked))
+            found = [shard for _, part in self.others() for shard in self._shards(part)]
+            return self._delete_first(sorted(found, key=lambda shard: (shard.name == self._serving, used_ns(shard))))
         return False
 
     def delete_expired(self, max_age_s: float, now_s: float) -> None:
@@ -239,16 +219,27 @@ class Shards(Parts):
                         if has_expired(first_seen_ns(shard, int(now_s * 1e9)) / 1e9, now_s, max_age_s):
                             self.delete_shard(shard)
 
-    def delete_shard(self, directory: Path) -> bool:
-        """Delete a shard, unless a process serves it. Inside `locked`, but for one of the own part. Raises NotOwned if
+    def delete_shard(self, directory: Path, nbytes: float = math.inf) -> bool:
+        """Delete a shard, or only its highest slabs if these are `nbytes` at least: who opens it finds the rows in its
+        lowest slots. False if a process serves it. Inside `locked`, but for one of the own part. Raises NotOwned if
         others can write to it, OSError."""
-        name = directory.name
-        if directory.parent == self.own and name == self._serving:
+        name, own = directory.name, directory.parent == self.own
+        if own and name == self._serving:
             return False
-        with self.open_base() as base, self.unheld(directory.parent) as part:
-            if part is None:
+        with self.open_base() as base, base.folder(directory.parent.name) as part, ExitStack() as locks:
+            if not own and locks.enter_context(lock_file(part, LOCK)) is None:
                 return False
-            part.folder(name).close()  # raises if it is foreign
+            with part.folder(name) as folder:  # raises if it is foreign
+                highest = []
+                for slab in sorted(filter(SLAB.fullmatch, folder.names()))[:0:-1]:
+                    if nbytes > 0:
+                        nbytes -= taken_bytes(folder.stat(slab))
+                        highest.append(slab)
+                if nbytes <= 0:
+                    logger.info("deleting the highest slabs of %s, which are beyond its part's share", directory)
+                    for slab in highest:
+                        folder.unlink(slab)
+                    return True
             # Renamed first: a crash in the middle leaves an orphan to delete, not half a shard.
             renamed = f".gone-{directory.parent.name}-{name}"
             part.rename(name, base, renamed)
