@@ -71,11 +71,9 @@ class Expiry:
         def expired_ones(slots: NDArray[np.int64]) -> NDArray[np.int64]:
             return slots[(sealed_at[slots] > 0) & expired(sealed_at[slots], now, max_age_s)]
 
-        def find() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-            return np.flatnonzero(sealed_at > now), expired_ones(np.flatnonzero(sealed_at > 0))
-
         self._expired_at_s = now
-        ahead, old = yield from until(self._eraser.submit(find))
+        ahead = yield from until(self._eraser.submit(lambda: np.flatnonzero(sealed_at > now)))
+        old = yield from until(self._eraser.submit(lambda: expired_ones(np.flatnonzero(sealed_at))))
         for start in range(0, len(ahead), _CLAMP_SLOTS):
             self._journal.clamp_times(ahead[start : start + _CLAMP_SLOTS], int(now))
             yield []
@@ -89,7 +87,7 @@ class Expiry:
                 self._expired_at_s = 0.0  # another round soon
             self.erasing = frozenset(slot for slot in slots if self._shard.slabs.is_allocated(slot))
             self._journal.mark_erased([*self.erasing.symmetric_difference(slots)])
-            erased = yield from until(self._eraser.submit(self._erase, sorted(self.erasing), now, max_age_s))
+            erased = yield from until(self._eraser.submit(self._erase, sorted(self.erasing), now))
             if erased is not None:
                 rows, young = erased
                 # The slot may hold bytes of a row that was deleted, and its key be in another slot.
@@ -101,25 +99,21 @@ class Expiry:
             self.erasing = frozenset()
         yield from until(shards_deleted)
 
-    def _erase(
-        self, slots: list[int], now_s: float, max_age_s: float
-    ) -> tuple[list[SealedRow], list[SealedRow]] | None:
+    def _erase(self, slots: list[int], now_s: float) -> tuple[list[SealedRow], list[SealedRow]] | None:
         """On the eraser's thread: the rows that were erased, and those that were kept, because their seals were ahead
         of the clock when they were first seen and are not too old; None if nothing was erased for certain."""
         try:
-            rows = self._shard.read_seals(slots)
-            young = {
-                row.slot: row
-                for row in rows
-                if row.sealed_at <= now_s and not has_expired(row.sealed_at, now_s, max_age_s)
-            }
+            rows, young = list[SealedRow](), list[SealedRow]()
+            for row in self._shard.read_seals(slots):
+                keep = row.sealed_at <= now_s and not has_expired(row.sealed_at, now_s, self._max_age_s)
+                (young if keep else rows).append(row)
             if not self._closing:
-                old = [slot for slot in slots if slot not in young]
+                old = sorted({*slots}.difference(row.slot for row in young))
                 if (error := self._journal.forget(old)) < 0:  # another round tries again
                     raise OSError(-error, os.strerror(-error), str(self._shard.path))
                 self._shard.slabs.erase(old)
                 self._journal.record_erased(old)  # where that fails, `mark_erased` has it tried again
-                return [row for row in rows if row.slot not in young], list(young.values())
+                return rows, young
         except OSError as error:
             self._log_once.report("erase", f"{self._shard.path}: old rows cannot be erased ({describe(error)})")
             self._shard.health.check_soon()

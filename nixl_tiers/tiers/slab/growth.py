@@ -27,11 +27,8 @@ _SPARE_EXTENTS: Final = 2  # an empty tail of fewer is kept: it would soon be al
 
 
 class Growth:
-    """How many slots of one open shard may be used now: fewer than its layout has while there is no room to grow.
-
-    A refused growth lowers the number of slots to what is allocated, so that the core evicts to store more; from time
-    to time growing is tried again. An empty tail of the slabs is given back to the file system.
-    """
+    """Of one open shard. A refused growth lowers the number of slots to what is allocated, so that the core evicts to
+    store more; from time to time growing is tried again."""
 
     def __init__(self, shard: Shard, allocator: ThreadPoolExecutor, retry_s: float) -> None:
         """`allocator`: the one thread on which slabs grow and are cut. `retry_s`: between two tries to grow."""
@@ -50,9 +47,8 @@ class Growth:
     def maintain(self, in_use: Callable[[], set[int]], growing: Callable[[], bool]) -> Iterator[list[Entry]]:
         """Try again to grow, and free an empty tail; see StorageTier.maintain. `in_use`: slots that jobs read or write;
         `growing`: whether the slabs are growing now."""
-        slabs, layout = self._shard.slabs, self._shard.slabs.layout
-        file = self._shard.journal.file
-        fewer, unrecorded = self.slots < layout.slots, file.records < slabs.end  # as there was no room at open
+        slabs, file = self._shard.slabs, self._shard.journal.file
+        fewer, unrecorded = self.slots < slabs.layout.slots, file.records < slabs.end  # as there was no room at open
         if (fewer or unrecorded) and time.monotonic() >= self._retry_at_s and not growing():
             self._retry_at_s = time.monotonic() + self._retry_s
             with suppress(NoSpace, OSError):
@@ -60,7 +56,7 @@ class Growth:
                     yield from until(self._allocator.submit(file.grow, slabs.end))
                 if fewer:
                     yield from until(self._allocator.submit(self._shard.grow, slabs.end))
-                    self.slots = layout.slots
+                    self.slots = slabs.layout.slots
         # Before the journal is complete, what is in the tail is not known.
         if self._shard.journal.complete:
             yield from self._free_tail(in_use())
@@ -83,8 +79,7 @@ def _last_held(tags: NDArray[np.uint64], end: int) -> int:
     """The last slot below `end` that holds a key, or -1."""
     while end > 0:
         start = max(0, end - _SEARCH_SLOTS)
-        held = np.flatnonzero(tags[start:end])
-        if len(held):
+        if len(held := np.flatnonzero(tags[start:end])):
             return start + int(held[-1])
         end = start
     return -1

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers.base.chunk import PAGE, Geometry
+from nixl_tiers.base.chunk import PAGE
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.manifest import MANIFEST_NAME
 from nixl_tiers.base.times import PRODUCTION, Times
@@ -23,7 +23,7 @@ from nixl_tiers.tiers.disk import HealthMonitor, describe, probe_name
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.manifests import ManifestMedium, read_manifest
 from nixl_tiers.tiers.nixl_agent import Registrar
-from nixl_tiers.tiers.slab.expiry import Expiry
+from nixl_tiers.tiers.slab.expiry import Expiry, until
 from nixl_tiers.tiers.slab.journal import Journal
 from nixl_tiers.tiers.slab.journal_file import journal_bytes, tag_of
 from nixl_tiers.tiers.slab.layout import SlabLayout, describe_layout, described
@@ -77,7 +77,8 @@ class Shard:
         """The layout of what is there, with `slots` slots if that fits; a new one if nothing of it can be used. Raises
         TierDown, OSError."""
         directory, sealer, quota = self._directory, self.sealer, self._quota
-        found = _layout_of(directory, sealer.geometry)
+        geometry, found = described(directory.description) or (None, None)
+        found = found if geometry == sealer.geometry else None
         layout = replace(found, slots=slots) if found is not None else None
         if not directory.description:
             layout = detect_layout(directory.folder, sealer, slots)
@@ -87,11 +88,7 @@ class Shard:
                 directory.folder.unlink_matching(JOURNAL)
             elif problem := quota.make_room(journal_bytes(slots)):
                 raise TierDown(problem)
-        elif (
-            found is not None
-            and slots > found.slots
-            and quota.make_room(journal_bytes(slots) - journal_bytes(found.slots))
-        ):
+        elif found and slots > found.slots and quota.make_room(journal_bytes(slots) - journal_bytes(found.slots)):
             layout = found  # the larger journal does not fit
         if layout is None:
             # It holds no row of ours: rows of another shape, or files without a description or a valid seal.
@@ -105,8 +102,7 @@ class Shard:
         try:
             self.journal.file.grow(self.slabs.end)
         except OSError as error:
-            reason = f"{self.path}: no room for records ({describe(error)})"
-            logger.warning("%s: at a restart, seals are read of what is stored now", reason)
+            logger.warning("%s: no room for records (%s): a restart will read seals", self.path, describe(error))
         self.journal.file.mark_open()
 
     def grow(self, slot: int) -> None:
@@ -137,21 +133,16 @@ class Shard:
         while not scan.done:
             yield []
         rows = scan.rows
-        comparing = self.journal.threads.submit(lambda: self.journal.duplicates([row.key for row in rows]).tolist())
-        while not comparing.done():
-            yield []
+        duplicates = yield from until(self.journal.threads.submit(self.journal.duplicates, [row.key for row in rows]))
         for start in range(0, len(rows), MAX_ENTRIES):
             batch = []
             for number, row in enumerate(rows[start : start + MAX_ENTRIES], start):
-                if comparing.result()[number]:
+                if duplicates[number]:
                     self.journal.mark_garbage(row.slot, row.sealed_at)
                 else:
                     batch.append((row.slot, row.key, tag_of(row.key), last_tick + 1 + number, row.sealed_at))
             if batch:
-                recording = self.journal.threads.submit(self.journal.record, batch)
-                while not recording.done():
-                    yield []
-                error = abs(recording.result())
+                error = abs((yield from until(self.journal.threads.submit(self.journal.record, batch))))
                 self.journal.stored([(slot, tag, sealed_at, error) for slot, _, tag, _, sealed_at in batch])
                 yield [Entry(slot, key, tick) for slot, key, _, tick, _ in batch]
         if rows:
@@ -174,10 +165,6 @@ class Shard:
             return False
         return not self.listed or bool(self.journal.sealed_at[slot])
 
-    def forget(self, slot: int, key: bytes) -> None:
-        """The row there is not good, or too old. Its bytes stay, for the next sweep."""
-        self.journal.remove(slot, key)
-
     # --- failures ---------------------------------------------------------------------------------------------------
 
     def store_failed(self) -> None:
@@ -194,8 +181,7 @@ class Shard:
         problem = self._directory.problem() or self.journal.file.problem() or self.slabs.problem()
         if self._store_failed and not problem:
             self._store_failed = False
-            reason = _write_error(self._directory.folder)
-            self.store_problem = f"{self.path}: rows cannot be written ({reason})"
+            self.store_problem = f"{self.path}: rows cannot be written ({_write_error(self._directory.folder)})"
             self._log_once.report("store", self.store_problem)
         return problem
 
@@ -239,19 +225,12 @@ def slots_within(capacity_bytes: int, row_bytes: int) -> int:
     return min(fit, MAX_SLOTS)
 
 
-def _layout_of(directory: ShardDir, geometry: Geometry) -> SlabLayout | None:
-    """The described layout; None if it is not one of rows of this geometry."""
-    found = described(directory.description)
-    return found[1] if found is not None and found[0] == geometry else None
-
-
 def _write_error(folder: Folder) -> str:
     """Why rows cannot be written, which NIXL does not report: the error of writing a page here."""
     name = probe_name()
     try:
-        with os.fdopen(folder.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        with os.fdopen(folder.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb", 0) as file:
             file.write(bytes(PAGE))
-            file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         return describe(error)

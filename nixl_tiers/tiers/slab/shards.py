@@ -106,7 +106,7 @@ class Shards(Parts):
         super().__init__(path, replicas)
         self.part_bytes = capacity_bytes // replicas
         """The capacity of one part."""
-        self._free = free
+        self._free = free or FreeSpace(path, 0)
         self._log_once = LogOnce(logger)
         self._serving = ""  # name of the shard in the own part that this process serves
         self.used_bytes = 0
@@ -148,12 +148,11 @@ class Shards(Parts):
                 if leftover.startswith(f".gone-{part.name}-"):
                     self.finish_deletion(leftover)
             unwritten = self._measure(part)
-            if self._free is not None:
-                self._free.measure_again()  # other processes have allocated since, each by a measurement of its own
+            self._free.measure_again()  # other processes have allocated since, each by a measurement of its own
             if self.used_bytes + need_bytes > self.part_bytes:
                 if not self._delete_first(self._shards(part)):
                     return f"{part} is full"
-            elif self._free is None or not (problem := self._free.lacks(need_bytes and need_bytes + unwritten)):
+            elif not (problem := self._free.lacks(need_bytes and need_bytes + unwritten)):
                 return ""
             elif not self.delete_oldest():
                 return problem
@@ -262,8 +261,7 @@ class Shards(Parts):
                 above, _, name = renamed.removeprefix(".gone-").rpartition("-")
                 with base.folder(above, make=True) as part:
                     base.rename(renamed, part, name)
-                    path = part.path / name
-                logger.warning("%s: the shard was deleted, and foreign files in it stay", path)
+                logger.warning("%s: the shard was deleted, and foreign files in it stay", self.path / above / name)
 
     def _leftovers(self) -> list[str]:
         """Of deletions that have not ended. Raises OSError."""

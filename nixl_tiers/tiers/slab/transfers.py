@@ -151,7 +151,7 @@ class Transfers(ABC):
             verdict,
             expired=served.expiry.has_expired(move.slot, sealed_at),
             name=lambda: f"{served.path}: slot {move.slot}",
-            forget=lambda _: served.forget(move.slot, move.key),
+            forget=lambda _: served.journal.remove(move.slot, move.key),  # its bytes stay, for the next sweep
         )
 
     def _stored(self, moved: Sequence[tuple[int, int, int, int]]) -> None:
