@@ -42,7 +42,6 @@ class Part:
     def __init__(self, base: Folder, number: int) -> None:
         """Takes it, inside `Parts.locked`. Raises TierDown if a process holds it, NotOwned if others can write to it,
         OSError."""
-        self.number = number
         self.other_holder = b""
         """What another process has written into the lock file since: on Lustre with `localflock` or NFS with `nolock`,
         locks do not reach other machines."""
@@ -133,8 +132,8 @@ class Parts:
         self.replicas = replicas
         self._found: Found | None = None
         self._part: Part | None = None
-        self._lost: dict[int, bytes] = {}
-        """By number of a part, who has taken it from this process despite its lock: while the lock file names that one,
+        self._lost: dict[Path, bytes] = {}
+        """By part, who has taken it from this process despite its lock: while the lock file names that one,
         it counts as holding it."""
 
     @contextmanager
@@ -178,7 +177,7 @@ class Parts:
                     named = b""
                     with suppress(OSError):
                         named = part.read(LOCK)
-                    if lock is None or (named and named == self._lost.get(number)):
+                    if lock is None or (named and named == self._lost.get(part.path)):
                         holders.append(f"part-{number} by {_holder(named)}")
                         continue
                     found = rank(part.path)
@@ -197,7 +196,7 @@ class Parts:
         part, self._part = self._part, None
         if part is not None:
             if part.other_holder:
-                self._lost[part.number] = part.other_holder
+                self._lost[part.folder.path] = part.other_holder
             part.release()
 
     def others(self) -> Iterator[tuple[int, Path]]:
