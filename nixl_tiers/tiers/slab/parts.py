@@ -161,7 +161,7 @@ class Parts:
     @property
     def own(self) -> Path | None:
         """The part that this process holds."""
-        return self._part and self._part.folder.path
+        return None if self._part is None else self._part.folder.path
 
     def take(self, rank: Callable[[Path], tuple[int, int]]) -> Part:
         """The part that this process holds, or takes now: the free one of the lowest `rank`, which is (0, 0) for one
