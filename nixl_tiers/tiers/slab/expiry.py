@@ -16,6 +16,7 @@ from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry, TierDown, expired, has_expired, sweep_s
 from nixl_tiers.tiers.disk import describe
 from nixl_tiers.tiers.move_queue import T
+from nixl_tiers.tiers.slab.journal import EMPTY
 from nixl_tiers.tiers.slab.quota import DELETE_WAIT_S, SlabQuota
 from nixl_tiers.tiers.slab.slabs import SealedRow
 
@@ -119,7 +120,7 @@ class Expiry:
                 if (error := self._journal.forget(old)) < 0:  # another round tries again
                     raise OSError(-error, os.strerror(-error), str(self._shard.path))
                 self._shard.slabs.erase(old)
-                self._journal.record_erased(old)  # where that fails, `mark_erased` has it tried again
+                self._journal.forget(old, EMPTY)  # where that fails, `mark_erased` has it tried again
                 return [row for row in rows if row.slot not in young], list(young.values())
         except OSError as error:
             self._log_once.report("erase", f"{self._shard.path}: old rows cannot be erased ({describe(error)})")

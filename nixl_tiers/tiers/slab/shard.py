@@ -24,8 +24,7 @@ from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.manifests import ManifestMedium, read_manifest
 from nixl_tiers.tiers.nixl_agent import Registrar
 from nixl_tiers.tiers.slab.expiry import Expiry
-from nixl_tiers.tiers.slab.journal import Journal
-from nixl_tiers.tiers.slab.journal_file import journal_bytes, tag_of
+from nixl_tiers.tiers.slab.journal import Journal, journal_bytes
 from nixl_tiers.tiers.slab.layout import SlabLayout, describe_layout, described
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.slab.shards import JOURNAL, ROWS, ShardDir
@@ -56,13 +55,18 @@ class Shard:
         self._directory = directory
         self.path = directory.path
         self._quota = quota
-        self._clock = clock
+        self.clock = clock
         layout = self._layout(slots)
         self.slabs = Slabs(directory.folder, layout, agent, quota)  # tries the disk out before anything is renamed
         description = describe_layout(sealer.geometry, layout)
         if directory.description != description:  # not written needlessly: a full disk must still serve its rows
             directory.describe(description)
         self.journal = Journal(directory.folder, layout.slots, self.slabs.allocated())
+        try:
+            self.journal.file.grow(self.slabs.end)
+        except OSError as error:
+            reason = f"{self.path}: no room for records ({describe(error)})"
+            logger.warning("%s: at a restart, seals are read of what is stored now", reason)
         self.listed = False
         """Whether `list_rows` has ended: the journal knows all rows, as far as that is possible."""
         self.expiry = Expiry(self, quota, max_age_s, clock)
@@ -98,16 +102,6 @@ class Shard:
             directory.folder.unlink_matching(ROWS)
             layout = SlabLayout.of(sealer.geometry.row_bytes, slots)
         return layout
-
-    def read(self) -> None:
-        """Once, before all else: what the journal says. On a thread that may wait."""
-        self.journal.read()
-        try:
-            self.journal.file.grow(self.slabs.end)
-        except OSError as error:
-            reason = f"{self.path}: no room for records ({describe(error)})"
-            logger.warning("%s: at a restart, seals are read of what is stored now", reason)
-        self.journal.file.mark_open()
 
     def grow(self, slot: int) -> None:
         """Allocate the extent of the slot, in the journal too. On a thread that may wait. Raises NoSpace, OSError."""
@@ -146,19 +140,19 @@ class Shard:
                 if comparing.result()[number]:
                     self.journal.mark_garbage(row.slot, row.sealed_at)
                 else:
-                    batch.append((row.slot, row.key, tag_of(row.key), last_tick + 1 + number, row.sealed_at))
+                    batch.append((row.slot, row.key, last_tick + 1 + number, row.sealed_at))
             if batch:
                 recording = self.journal.threads.submit(self.journal.record, batch)
                 while not recording.done():
                     yield []
                 error = abs(recording.result())
-                self.journal.stored([(slot, tag, sealed_at, error) for slot, _, tag, _, sealed_at in batch])
-                yield [Entry(slot, key, tick) for slot, key, _, tick, _ in batch]
+                self.journal.stored([(slot, key, sealed_at, error) for slot, key, _, sealed_at in batch])
+                yield [Entry(slot, key, tick) for slot, key, tick, _ in batch]
         if rows:
             logger.info("%s: recovered %d rows by their seals", self.path, len(rows))
         if not scan.failed:
             # Bytes without a seal may be part of a row all the same: they age from now on.
-            self.journal.mark_empty(unknown, int(self._clock()))
+            self.journal.mark_empty(unknown, int(self.clock()))
             self.journal.complete = True
 
     def read_seals(self, slots: list[int]) -> list[SealedRow]:

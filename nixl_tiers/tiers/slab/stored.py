@@ -22,7 +22,7 @@ from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.disk import read_past_cache
 from nixl_tiers.tiers.folder import Folder, NotOwned
 from nixl_tiers.tiers.manifests import read_manifest
-from nixl_tiers.tiers.slab.journal_file import CHUNK_RECORDS, RECORD_BYTES, ROW, UNKNOWN, JournalFile, decode
+from nixl_tiers.tiers.slab.journal import CHUNK_RECORDS, NAME, RECORD_BYTES, ROW, UNKNOWN, JournalFile, decode
 from nixl_tiers.tiers.slab.layout import SlabLayout, described, slab_name, slab_number
 from nixl_tiers.tiers.slab.parts import DELETING, holder_now, part_number
 from nixl_tiers.tiers.slab.quota import SlabQuota
@@ -160,23 +160,21 @@ class _Slots:
         room = {slab: sizes[name] // self._row_bytes for name in sizes if (slab := slab_number(name)) is not None}
         self._has_room = self._layout.with_room(room)
         self._journal: JournalFile | None = None
-        with suppress(FileNotFoundError, NotOwned):
+        with self.problems.reading(folder.path / NAME):
             self._journal = JournalFile(folder, self._layout.slots, writes=False)
-            if self._journal.unreadable is not None:
-                self.problems.add(self._journal.path, self._journal.unreadable)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._journal is not None:
-            self._journal.close(flush=False)
+            self._journal.close()
 
     def count(self, found: StoredNamespace) -> None:
         """Enter the rows by their records. Slots without one are told only where the last engine has not closed the
         journal, or it is damaged: else they were never used."""
         journal = self._journal
-        ended = not found.holder and (journal is None or bool(journal.defect) or journal.is_open)
+        ended = not found.holder and (journal is None or not journal.closed)
         for found_here in self._records():
             held = found_here["what"] == ROW
             found.rows += int(held.sum())

@@ -17,7 +17,7 @@ import pytest
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.tiers.base import TierDown
-from nixl_tiers.tiers.slab import journal_file
+from nixl_tiers.tiers.slab import journal as journal_module
 from nixl_tiers.tiers.slab import slabs as slabs_module
 from nixl_tiers.tiers.slab.journal import WRITE_S
 from tests.mover.harness import NAMESPACE, key_of, shard_dir
@@ -33,6 +33,10 @@ OK, CORRUPT, MISSING, FAILED, NO_SPACE = (
     Outcome.NO_SPACE,
 )
 ROW = GEOMETRY.row_bytes
+
+
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.fixture
@@ -415,7 +419,7 @@ class TestAFullDisk:
         one.open()
         assert one.store([4]) == [OK]
         with monkeypatch.context() as patch:
-            patch.setattr(journal_file, "fallocate", lambda *_: errno.ENOSPC)
+            patch.setattr(journal_module, "extend", no_space)
             assert one.store([50], [10_000]) == [NO_SPACE]
             assert one.tier.slots == one.tier._open.slabs.end  # type: ignore[union-attr]
             assert one.store([51], [4]) == [OK]
@@ -430,7 +434,7 @@ class TestAFullDisk:
         copy = stored.copy(tmp_path / "copy")
         next(copy.rglob("*journal*")).unlink()
         with monkeypatch.context() as patch:
-            patch.setattr(journal_file, "fallocate", lambda *_: errno.ENOSPC)
+            patch.setattr(journal_module, "extend", no_space)
             one, listed = again(make, copy)
             one.maintain()
         assert listed == [*range(ROWS)]

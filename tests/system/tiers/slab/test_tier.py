@@ -48,7 +48,7 @@ def test_used_bytes_are_never_negative(tmp_path: Path, region: HostRegion) -> No
     tier.open(NAMESPACE, 0)
     assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
     tier._quota.used_bytes = 0
-    slabs_open = tier._served.slabs
+    slabs_open = tier.served.slabs
     slabs_open.free(slabs_open.truncate(0))
     assert tier.used_bytes == 0
     tier.close()
