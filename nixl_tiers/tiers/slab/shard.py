@@ -127,7 +127,7 @@ class Shard:
     def _recover(self, unknown: NDArray[np.bool_], last_tick: int) -> Iterator[list[Entry]]:
         """The rows in unknown slots, by their seals, as more recent than `last_tick`: those stored last are the ones
         that a crash leaves without a record."""
-        scan = self._scan = SealScan(self.slabs.select(unknown), self.sealer)
+        scan = self._scan = SealScan(self.slabs.select(np.flatnonzero(unknown)), self.sealer)
         while not scan.done:
             yield []
         rows = scan.rows
@@ -156,10 +156,8 @@ class Shard:
             self.journal.complete = True
 
     def read_seals(self, slots: list[int]) -> list[SealedRow]:
-        """The seals in these slots. On a thread that may wait. Raises OSError."""
-        wanted = np.zeros(self.slabs.layout.slots, dtype=np.bool_)
-        wanted[slots] = True
-        return [row for selected in self.slabs.select(wanted) for row in read_seals(selected, self.sealer)]
+        """The seals in these slots, which are in order. On a thread that may wait. Raises OSError."""
+        return [row for selected in self.slabs.select(slots) for row in read_seals(selected, self.sealer)]
 
     # --- loads ------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import pytest
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.times import PRODUCTION
+from nixl_tiers.tiers import disk
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.slab import journal as journal_module
 from nixl_tiers.tiers.slab import slabs as slabs_module
@@ -385,12 +386,12 @@ class TestAFullDisk:
     def full(self, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         """While it is not empty, the file system has no room."""
         full: list[bool] = []
-        fallocate = slabs_module.fallocate
+        fallocate = disk.fallocate
 
         def allocate(descriptor: int, offset: int, nbytes: int, mode: int = 0) -> int:
             return errno.ENOSPC if full and not mode else fallocate(descriptor, offset, nbytes, mode)
 
-        monkeypatch.setattr(slabs_module, "fallocate", allocate)
+        monkeypatch.setattr(disk, "fallocate", allocate)
         return full
 
     def test_rows_without_room_are_told_so_and_others_are_served(
@@ -451,7 +452,7 @@ class TestAFullDisk:
         one = make(capacity=64 << 20)
         one.open()
         with monkeypatch.context() as patch:
-            patch.setattr(slabs_module, "fallocate", lambda *_: errno.EIO)
+            patch.setattr(disk, "fallocate", lambda *_: errno.EIO)
             assert one.store(range(4)) == [FAILED] * 4
             assert "no slab can be made longer" in one.tier.denials["writing"]
             assert one.tier.denials["writing"].endswith("Input/output error)")
@@ -482,7 +483,7 @@ class TestAFullDisk:
         one.open()
         assert one.store(range(4)) == [OK] * 4
         allocated = one.tier._open.slabs.end  # type: ignore[union-attr]
-        monkeypatch.setattr(slabs_module, "fallocate", lambda *_: errno.EIO)
+        monkeypatch.setattr(disk, "fallocate", lambda *_: errno.EIO)
         assert one.store([allocated + 1]) == [NO_SPACE]
         assert one.tier.slots == allocated
         assert one.tier.denials["writing"].endswith("Input/output error)"), "it is shown all the same"
@@ -543,13 +544,13 @@ def test_a_clean_close_leaves_all_rows_in_the_order_of_their_use(
     assert [number_of(entry) for entry in entries] == [*(n for n in range(ROWS) if n != 3), 3]
 
 
-class Filled(dict[int, int]):
+class Filled(dict[int, Any]):
     """Another thread adds to it while it is iterated over."""
 
     def items(self) -> Any:
         for item in super().items():
             yield item
-            self[len(self) + 100] = 0
+            self[len(self) + 100] = item[1]._replace(slots=0)
 
 
 @pytest.mark.parametrize("ask", ["allocated", "select", "end", "truncate"])
@@ -557,13 +558,13 @@ def test_slots_are_asked_for_while_growth_adds_a_slab(
     stored: SteppedSlabs, monkeypatch: pytest.MonkeyPatch, ask: str
 ) -> None:
     slabs = stored.tier._open.slabs  # type: ignore[union-attr]
-    monkeypatch.setattr(slabs, "_allocated", Filled(slabs._allocated))
+    monkeypatch.setattr(slabs, "_slabs", Filled(slabs._slabs))
     end = slabs.layout.extent_slots * -(-ROWS // slabs.layout.extent_slots)
     match ask:
         case "allocated":
             assert np.flatnonzero(slabs.allocated()).tolist() == [*range(end)]
         case "select":
-            (found,) = slabs.select(np.ones(slabs.layout.slots, np.bool_))
+            (found,) = slabs.select(range(slabs.layout.slots))
             assert found.indexes.tolist() == [*range(end)]
         case "end":
             assert slabs.end == end
