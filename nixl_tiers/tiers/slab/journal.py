@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -145,8 +146,6 @@ class Journal:
             self.sealed_at[empty] = np.where(self.sealed_at[empty], self.sealed_at[empty], sealed_at)
             self._known[empty] = True
             self._changed[empty] = True
-
-    # --- rows -------------------------------------------------------------------------------------------------------
 
     def holds(self, slot: int, key: bytes) -> bool:
         """Whether the slot holds the key."""
@@ -276,13 +275,12 @@ class JournalFile:
         self.writer: int | None = None
         """What writes the records (csrc/records.h), until `close`: also for the worker."""
         self._descriptor = folder.open(NAME, os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY)
-        try:
-            self._open(slots, writes=writes)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
+        with ExitStack() as undo:
+            undo.callback(os.close, self._descriptor)
+            self._open(writes=writes)
+            undo.pop_all()
 
-    def _open(self, slots: int, *, writes: bool) -> None:
+    def _open(self, *, writes: bool) -> None:
         raw, defect = b"", ""
         try:
             raw = os.pread(self._descriptor, PAGE, 0)
@@ -300,7 +298,7 @@ class JournalFile:
         self.closed = not defect if header is None else header.flushed
         """Whether it is new, or who last had it open to write has closed it."""
         self._identity = FileIdentity(self.path, status)
-        self._bytes = min(status.st_size, PAGE + RECORD_BYTES * slots if header else 0)
+        self._bytes = min(status.st_size, PAGE + RECORD_BYTES * self._slots if header else 0)
         self._bytes -= max(0, self._bytes - PAGE) % RECORD_BYTES
         if not writes:
             return
@@ -347,8 +345,7 @@ class JournalFile:
     def amend(self, changes: NDArray[np.void], *, everything: bool = False) -> int:
         """Write what changes say, of SLOT and in order of slots; `everything`: nothing is missing then. 0; an errno:
         some are not written, which the header says; negative: not even that could be written."""
-        error: int = _library().nixl_tiers_records_amend(self.writer, changes.ctypes.data, len(changes), everything)
-        return error
+        return int(_library().nixl_tiers_records_amend(self.writer, changes.ctypes.data, len(changes), everything))
 
     def read(self, first: int, count: int) -> NDArray[np.void]:
         """What the records of these slots say, of SLOT."""

@@ -104,7 +104,7 @@ class Shard:
         return layout
 
     def grow(self, slot: int) -> None:
-        """Allocate the extent of the slot, in the journal too. On a thread that may wait. Raises NoSpace, OSError."""
+        """Allocate the extent of the slot, in the journal too. On a thread that may wait. Raises OSError."""
         self.journal.file.grow(slot + self.slabs.layout.extent_slots)
         self.slabs.grow(slot)
 

@@ -43,10 +43,6 @@ _KEEP_SIZE: Final = 0x01  # FALLOC_FL_KEEP_SIZE
 _ZERO_RANGE: Final = 0x10  # FALLOC_FL_ZERO_RANGE
 
 
-class NoSpace(Exception):
-    """Neither the part nor the file system has room for more rows. One sentence."""
-
-
 class _Slab(NamedTuple):
     slots: int  # that its file has room for
     identity: FileIdentity
@@ -90,7 +86,7 @@ class Slabs:
         return self._files[slab].devices[0], index * self.layout.row_bytes
 
     def grow(self, slot: int) -> None:
-        """Allocate the extent of the slot, if there is room. Raises NoSpace, OSError."""
+        """Allocate the extent of the slot. Raises OSError, of FULL_ERRORS if there is no room."""
         slab, index = divmod(slot, self.layout.slots_per_slab)
         problem, extent = "", self.layout.extent_slots
         have = self._slabs[slab].slots if slab in self._slabs else 0
@@ -101,7 +97,7 @@ class Slabs:
             if not (problem := self._quota.make_room((end - have) * self.layout.row_bytes)):
                 self._allocate(slab, end)
                 return
-        raise NoSpace(problem)
+        raise OSError(errno.ENOSPC, problem)
 
     def allocated(self) -> NDArray[np.bool_]:
         """By slot of the layout: whether it is allocated."""
@@ -204,30 +200,25 @@ class Slabs:
 
     def _allocate(self, slab: int, end: int) -> None:
         """Make the slab's file `end` slots long and allocated; on a full disk unused shards are deleted for it."""
-        row_bytes, path = self.layout.row_bytes, self._folder.path
+        row_bytes, path = self.layout.row_bytes, self._folder.path / slab_name(slab)
         with self._folder.opened(slab_name(slab), os.O_RDWR | os.O_CREAT) as descriptor:
             status = os.fstat(descriptor)
             while True:
                 try:
-                    if not extend(descriptor, status.st_size, end * row_bytes, path / slab_name(slab)):
-                        self._warn_sparse()
+                    if not extend(descriptor, status.st_size, end * row_bytes, path) and not self._sparse:
+                        self._sparse = True
+                        logger.warning(
+                            "%s cannot allocate ahead: the disk may fill up below the tier's capacity",
+                            self._folder.path,
+                        )
                     break
                 except OSError as error:
-                    if error.errno not in FULL_ERRORS:
+                    if error.errno not in FULL_ERRORS or not self._quota.delete_oldest():
                         raise
-                    if not self._quota.delete_oldest():
-                        raise NoSpace(f"the file system of {path} is full") from error
-        identity = self._slabs[slab].identity if slab in self._slabs else FileIdentity(path / slab_name(slab), status)
+        identity = self._slabs[slab].identity if slab in self._slabs else FileIdentity(path, status)
         self._slabs[slab] = _Slab(end, identity)
         # The file is longer where `free` could not cut it.
         self._quota.used_bytes += max(0, end * row_bytes - status.st_size)
-
-    def _warn_sparse(self) -> None:
-        if not self._sparse:
-            self._sparse = True
-            logger.warning(
-                "%s cannot allocate ahead: the disk may fill up below the tier's capacity", self._folder.path
-            )
 
 
 def _zero(descriptor: int, offset: int, nbytes: int) -> None:

@@ -26,7 +26,6 @@ from nixl_tiers.tiers.slab.expiry import until
 from nixl_tiers.tiers.slab.growth import GROWTH_S, Growth
 from nixl_tiers.tiers.slab.quota import SlabQuota
 from nixl_tiers.tiers.slab.shard import Shard, ShardManifests, slots_within
-from nixl_tiers.tiers.slab.slabs import NoSpace
 from nixl_tiers.tiers.slab.transfers import open_transfers
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ class SlabTier(StorageTier):
         self._staging = self._transfers.staging
         self._mount = MountGuard(self)
         self._open: Shard | None = None
-        self._slots: Growth | None = None
+        self._slots: Growth  # of the open shard
         self._allocator = ThreadPoolExecutor(1, thread_name_prefix="allocator")
         self._growth: Future[None] | None = None
         self._growth_since_s = 0.0
@@ -88,15 +87,15 @@ class SlabTier(StorageTier):
             self._quota.release()
         self._staging.open()
         try:
-            self._open = shard = self._open_shard(namespace, epoch)
+            self._open = self._open_shard(namespace, epoch)
         except OSError as error:
             raise open_error(error) from error
         finally:
             if self._open is None:
                 self._quota.release()
-        self._slots = Growth(shard, self._allocator, self.times.growth_retry_s)
+        self._slots = Growth(self._open, self._allocator, self.times.growth_retry_s)
         self._full_until_s = 0.0
-        return shard.slabs.layout.slots
+        return self._slots.slots
 
     def _open_shard(self, namespace: bytes, epoch: int) -> Shard:
         """Raises TierDown, TierRefused, OSError."""
@@ -110,7 +109,6 @@ class SlabTier(StorageTier):
         self._quota.forget_path()
         with self._quota.locked(self.times.lock_wait_s):
             directory = self._quota.acquire_shard(namespace)
-        shard = None
         try:
             self._mount.remember(self.config.path)
             shard = Shard(
@@ -123,20 +121,18 @@ class SlabTier(StorageTier):
                 clock=self._clock,
                 times=self.times,
             )
-            assert shard.slabs.layout.slots <= slots, "a part has more slots than its share"
-            with suppress(OSError):  # then nothing grows
-                self._quota.make_room(0)  # the capacity may be smaller than last time
         except BaseException:
-            if shard is not None:
-                shard.close()
             self._quota.discard(directory)
             raise
+        assert shard.slabs.layout.slots <= slots, "a part has more slots than its share"
+        with suppress(OSError):  # then nothing grows
+            self._quota.make_room(0)  # the capacity may be smaller than last time
         self._manifests.serve(namespace.hex(), epoch, ShardManifests(shard, directory), self._clock)
         return shard
 
     @property
     def slots(self) -> int | None:
-        return self._slots.slots if self._slots is not None else None
+        return self._slots.slots if self._open is not None else None
 
     @property
     def denials(self) -> Mapping[str, str]:
@@ -148,12 +144,10 @@ class SlabTier(StorageTier):
 
     def maintain(self) -> Iterator[list[Entry]]:
         """Erase what is too old, delete parts that are no more, try again to grow, and free what is empty."""
-        served, slots = self.served, self._slots
-        assert slots is not None, "it is open"
-        yield from served.expiry.expire(self._slots_in_use)
+        yield from self.served.expiry.expire(self._slots_in_use)
         if self._quota.surplus:
             yield from until(self._allocator.submit(self._quota.trim_again))
-        yield from slots.maintain(self._slots_in_use, lambda: self._growth is not None)
+        yield from self._slots.maintain(self._slots_in_use, lambda: self._growth is not None)
 
     @property
     def maintain_s(self) -> float | None:
@@ -229,7 +223,7 @@ class SlabTier(StorageTier):
         return self._open
 
     def _close_shard(self, *, last: bool = False) -> None:
-        shard, self._open, self._slots = self._open, None, None
+        shard, self._open = self._open, None
         if shard is not None:
             self._allocator.submit(lambda: None).result()  # wait for its current task, which uses this shard
             shard.close()
@@ -256,22 +250,18 @@ class SlabTier(StorageTier):
         lacking = [move.slot for move in unit.moves if not slabs.is_allocated(move.slot)]
         if not lacking:
             return True
-        outcome = self._full_outcome
-        if self._growth is not None:
-            outcome = Outcome.NO_SPACE
-        elif time.monotonic() >= self._full_until_s:
+        if self._growth is None and time.monotonic() >= self._full_until_s:
             self._growth = self._allocator.submit(served.grow, lacking[0])
-            self._growth_since_s = time.monotonic()
+            self._growth_since_s, self._full_outcome = time.monotonic(), Outcome.NO_SPACE
             return False
-        unit.end_each(lambda move: None if slabs.is_allocated(move.slot) else outcome)
+        unit.end_each(lambda move: None if slabs.is_allocated(move.slot) else self._full_outcome)
         return True
 
     def _growth_is_overdue(self) -> bool:
         """Meanwhile the core evicts to store more, as where there is no room."""
         if time.monotonic() - self._growth_since_s < self.times.growth_overdue_s:
             return False
-        if self._slots is not None:
-            self._slots.refused()
+        self._slots.refused()
         self.log_once.report("growth", f"{self.config.path}: room for more rows takes long, as of a disk that hangs")
         return True
 
@@ -282,9 +272,8 @@ class SlabTier(StorageTier):
         self._growth = None
         try:
             growth.result()
-        except (NoSpace, OSError) as error:
-            served, reason = self.served, describe(error) if isinstance(error, OSError) else str(error)
-            full = isinstance(error, NoSpace) or error.errno in FULL_ERRORS
+        except OSError as error:
+            served, reason, full = self.served, describe(error), error.errno in FULL_ERRORS
             if not full:
                 served.store_problem = f"{served.path}: no slab can be made longer ({reason})"
                 self.log_once.report("longer", served.store_problem)
@@ -292,11 +281,10 @@ class SlabTier(StorageTier):
                 logger.warning("no room for more rows, so rows are evicted to store others: %s", reason)
             served.health.check_soon()
             self._full_until_s = time.monotonic() + _FULL_S
-            # Where the core evicts to store more, no write has failed.
-            lowered = full or served.slabs.end > 0
-            if self._slots is not None and lowered:
+            if full or served.slabs.end:  # where the core evicts to store more, no write has failed
                 self._slots.refused()
-            self._full_outcome = Outcome.NO_SPACE if lowered else Outcome.FAILED
+            else:
+                self._full_outcome = Outcome.FAILED
         else:
             self._full_until_s = 0.0
 
@@ -304,7 +292,5 @@ class SlabTier(StorageTier):
 def _raise_file_limit() -> None:
     """A slab is an open file, and the usual soft limit is 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
+    with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:
-        logger.info("cannot raise the limit of open files to %d: %s", hard, error)

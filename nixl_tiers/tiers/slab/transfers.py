@@ -93,7 +93,7 @@ class Transfers(ABC):
             ]
             if good:  # one that was not written says nothing of how fast the medium is
                 self._window.written(count, time.monotonic() - began_s)
-                self.moves.stores.limit_rows = self._window.rows
+                self.moves.stores.limit_rows = self.staging.stores.cap(self._window.rows)
                 self._tier.served.store_problem = ""
                 self._tier.served.journal.stored(good)
             self._end(unit, moved, self._written)

@@ -7,6 +7,7 @@ import random
 import shutil
 import stat
 import tarfile
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ from nixl_tiers.tiers import disk
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.slab import journal as journal_module
 from nixl_tiers.tiers.slab import slabs as slabs_module
+from nixl_tiers.tiers.slab.in_flight import STORES_BYTES
 from nixl_tiers.tiers.slab.journal import WRITE_S
+from nixl_tiers.tiers.staging import BUFFER_BYTES, Direction
 from tests.mover.harness import NAMESPACE, key_of, shard_dir
 from tests.support.disks import disk_bytes
 from tests.support.fake_movers import Clock
+from tests.support.staging import decide
 from tests.tiers.slab.stepped import GEOMETRY, ROWS, SteppedSlabs, Threads, flip, number_of
 
 OK, CORRUPT, MISSING, FAILED, NO_SPACE = (
@@ -603,3 +607,19 @@ def test_a_unit_that_could_not_begin_says_nothing_of_the_medium(
         assert stored.store(range(4)) == [FAILED] * 4
     assert stored.tier._transfers._window.rows == rows
     assert stored.tier._moves.stores.limit_rows == rows
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_no_more_rows_are_stored_at_a_time_than_the_buffer_has_room_for(
+    make: Callable[..., SteppedSlabs], *, staged: bool
+) -> None:
+    """A unit that had started and waited for room there would be written though loads wait."""
+    one = make()
+    if staged:
+        decide(one.tier, staged=True)
+        one.tier._staging.stores.open = types.MethodType(Direction.open, one.tier._staging.stores)
+    one.open()
+    most = STORES_BYTES[1] // GEOMETRY.row_bytes
+    one.tier._transfers._window.written(1000 * most, 0.001)
+    assert one.store([0]) == [OK]
+    assert one.tier._moves.stores.limit_rows == (-(-BUFFER_BYTES // GEOMETRY.row_bytes) if staged else most)
