@@ -43,7 +43,7 @@ struct records {
     } headers;
 };
 
-/* As `SLOT` of journal_file.py: what the record of a slot says, or is to say. To be written: NOTHING once a store into
+/* As `SLOT` of journal.py: what the record of a slot says, or is to say. To be written: NOTHING once a store into
  * the slot has begun; ROW: with the key, or the one of this tag that the file has; if it has another one, the slot is
  * unknown. */
 enum { NOTHING, UNKNOWN, EMPTY, ROW };

@@ -78,7 +78,8 @@ class Journal:
         was erased. Also of slots that hold no row any more."""
         self.complete = False
         """Whether every row that was there at open is known. Set by the caller, who reads seals."""
-        self._known = np.zeros(slots, np.bool_)  # by slot: it holds a key or none, which the record is to say
+        self.known = np.zeros(slots, np.bool_)
+        """By slot: it holds a key or none, which the record is to say; else the record says nothing."""
         self._changed = np.zeros(slots, np.bool_)  # by slot: the record may say something else
         self._used = np.zeros(slots, np.int64)  # by slot: the highest tick of `touch`
         self._lock = threading.Lock()  # of what `write` takes from the loop
@@ -108,7 +109,7 @@ class Journal:
             self._changed[found["slot"][outside]] = True  # not to count for other bytes
             found[outside] = np.zeros((), SLOT)
             # An empty slot may have got a row since.
-            self._known[slots] = found["what"] >= (EMPTY if file.trusted else ROW)
+            self.known[slots] = found["what"] >= (EMPTY if file.trusted else ROW)
             self.sealed_at[slots], self.tags[slots], ticks[slots] = found["sealed_at"], found["tag"], found["tick"]
             if (more := 1 + int(found["key_bytes"].max()) - keys.shape[1]) > 0:
                 keys = np.pad(keys, ((0, 0), (0, more)))
@@ -130,10 +131,6 @@ class Journal:
             slots = slots[self.tags[slots] != 0]
             yield PackedEntries(slots, ticks[slots], keys[slots])
 
-    def unknown_slots(self) -> NDArray[np.bool_]:
-        """By slot, whether its record says nothing."""
-        return ~self._known
-
     def duplicates(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """By place: whether a slot holds the key already, or a later one of these is the same. On any thread."""
         tags = np.fromiter(map(tag_of, keys), np.uint64, len(keys))
@@ -142,9 +139,9 @@ class Journal:
     def mark_empty(self, slots: NDArray[np.bool_], sealed_at: int = 0) -> None:
         """These unknown slots (a flag a slot) hold no row, but bytes sealed then, if nothing else is known."""
         with self._lock:
-            empty = np.flatnonzero(slots & ~self._known)
+            empty = np.flatnonzero(slots & ~self.known)
             self.sealed_at[empty] = np.where(self.sealed_at[empty], self.sealed_at[empty], sealed_at)
-            self._known[empty] = True
+            self.known[empty] = True
             self._changed[empty] = True
 
     def holds(self, slot: int, key: bytes) -> bool:
@@ -172,7 +169,7 @@ class Journal:
         a seal ahead of the clock was first seen."""
         with self._lock:
             self.sealed_at[slots] = np.minimum(self.sealed_at[slots], now)
-            self._changed[slots] |= self._known[slots]
+            self._changed[slots] |= self.known[slots]
 
     # --- stores and erasing: whoever writes to the slots records it -------------------------------------------------
 
@@ -181,7 +178,7 @@ class Journal:
         places = [slot for slot in slots if 0 <= slot < len(self.tags)]
         with self._lock:
             self.tags[places] = self._used[places] = 0
-            self._known[places] = self._changed[places] = False
+            self.known[places] = self._changed[places] = False
             if len(self._amending):  # what is being written is of before
                 self._amending["what"][np.isin(self._amending["slot"], places)] = NOTHING
 
@@ -202,7 +199,7 @@ class Journal:
         """Slots hold rows now: (slot, key, sealed at, error), the last if the row has no record."""
         with self._lock:
             for slot, key, sealed_at, error in rows:
-                self.tags[slot], self.sealed_at[slot], self._known[slot] = tag_of(key), _in_seconds(sealed_at), True
+                self.tags[slot], self.sealed_at[slot], self.known[slot] = tag_of(key), _in_seconds(sealed_at), True
                 if error:
                     self._cannot_write(error, slot)
 
@@ -211,7 +208,7 @@ class Journal:
         with self._lock:
             self.sealed_at[slot] = min(int(self.sealed_at[slot]) or _in_seconds(sealed_at), _in_seconds(sealed_at))
             if ended:
-                self.tags[slot], self._known[slot], self._changed[slot] = 0, True, True
+                self.tags[slot], self.known[slot], self._changed[slot] = 0, True, True
 
     def mark_erased(self, slots: Sequence[int]) -> None:
         """The slots hold no row, nor bytes of one. Their records say so, unless `write` is amending them or that
@@ -219,7 +216,7 @@ class Journal:
         places = np.asarray(slots, np.int64)
         with self._lock:
             self.tags[places] = self.sealed_at[places] = 0
-            self._changed[places] |= self._known[places]
+            self._changed[places] |= self.known[places]
 
     # --- the second's writes ----------------------------------------------------------------------------------------
 
@@ -241,7 +238,7 @@ class Journal:
             with self._lock:
                 some = some[self._changed[some]]
                 self._changed[some] = False
-                what = np.where(self.tags[some], ROW, np.where(self._known[some], EMPTY, UNKNOWN))
+                what = np.where(self.tags[some], ROW, np.where(self.known[some], EMPTY, UNKNOWN))
                 self._amending = changes = _changes(some, what)
                 changes["tag"], changes["sealed_at"] = self.tags[some], self.sealed_at[some]
                 changes["tick"] = self._used[some] * (what == ROW)

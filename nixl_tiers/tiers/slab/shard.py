@@ -117,7 +117,7 @@ class Shard:
             if batch:
                 last_tick = batch[-1].tick  # they are in order of use
             yield batch
-        unknown = self.journal.unknown_slots() & self.slabs.allocated()
+        unknown = self.slabs.allocated() & ~self.journal.known
         if unknown.any():
             yield from self._recover(unknown, last_tick)
         else:

@@ -69,7 +69,9 @@ class SlabTier(StorageTier):
         self._full_until_s = 0.0
         self._full_outcome = Outcome.NO_SPACE
         self._manifests = ManifestKeeper(geometry.row_bytes)
-        _raise_file_limit()
+        with suppress(OSError, ValueError):  # a slab is an open file, and the usual soft limit is 1024
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
@@ -81,7 +83,7 @@ class SlabTier(StorageTier):
 
     def open(self, namespace: bytes, epoch: int) -> int:
         # A reset keeps the part; after a fault it is claimed anew.
-        healthy = self._open is not None and not self._open.health.problem
+        healthy = self.may_start()
         self._close_shard()
         if not healthy:
             self._quota.release()
@@ -190,7 +192,7 @@ class SlabTier(StorageTier):
 
     @property
     def busy(self) -> bool:
-        return self._moves.busy or (self._open is not None and bool(self._open.health.problem))
+        return self._moves.busy or not self.may_start()
 
     @property
     def poll_s(self) -> float:
@@ -287,10 +289,3 @@ class SlabTier(StorageTier):
                 self._full_outcome = Outcome.FAILED
         else:
             self._full_until_s = 0.0
-
-
-def _raise_file_limit() -> None:
-    """A slab is an open file, and the usual soft limit is 1024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -201,7 +201,7 @@ def test_slots_marked_as_empty_are_known_after_a_restart(folder: Folder) -> None
     journal.close()
     journal = opened(folder, 8)
     assert [entry.slot for entry in listed(journal)] == [1]
-    assert journal.unknown_slots().nonzero()[0].tolist() == [6, 7]
+    assert (~journal.known).nonzero()[0].tolist() == [6, 7]
     assert journal.sealed_at.tolist() == [NOW + 1, NOW, *[NOW + 1] * 4, 0, 0]
     journal.close()
 
@@ -344,7 +344,7 @@ def test_damaged_record_costs_only_its_slot(folder: Folder, tmp_path: Path) -> N
     overwrite_record(tmp_path / NAME, 2, os.urandom(128))
     journal = opened(folder, 8)
     assert [entry.slot for entry in listed(journal)] == [1, 3]
-    assert journal.unknown_slots().nonzero()[0].tolist() == [0, 2, 4, 5, 6, 7]
+    assert (~journal.known).nonzero()[0].tolist() == [0, 2, 4, 5, 6, 7]
     journal.close()
 
 
@@ -364,7 +364,7 @@ def test_damaged_header_makes_every_slot_unknown(folder: Folder, tmp_path: Path,
         file.write(header) if header else file.truncate(10)
     journal = opened(folder, 8)
     assert listed(journal) == []
-    assert journal.unknown_slots().all()
+    assert (~journal.known).all()
     put(journal, (1, b"b", 1, NOW))
     journal.close()
     assert reopened(folder) == {1: (b"b", 1)}
@@ -399,13 +399,13 @@ def test_empty_slots_are_unknown_after_a_power_failure(folder: Folder, monkeypat
     assert journal.forget([1, 2], EMPTY) == 0
     journal.close()
     journal = opened(folder, 4)
-    assert journal.unknown_slots().nonzero()[0].tolist() == [3]
+    assert (~journal.known).nonzero()[0].tolist() == [3]
     put(journal, (0, b"b", 2, NOW))
     killed(folder, journal)
     monkeypatch.setattr(journal_module, "boot_id", lambda: bytes(16))
     for _ in range(2):
         journal = opened(folder, 4)
-        assert journal.unknown_slots().nonzero()[0].tolist() == [1, 2, 3]
+        assert (~journal.known).nonzero()[0].tolist() == [1, 2, 3]
         put(journal, (0, b"c", 3, NOW))
         journal.close()
     journal = opened(folder, 4)
@@ -413,7 +413,7 @@ def test_empty_slots_are_unknown_after_a_power_failure(folder: Folder, monkeypat
     journal.complete = True
     journal.close()
     journal = opened(folder, 4)
-    assert not journal.unknown_slots().any()
+    assert journal.known.all()
     assert journal.sealed_at.tolist() == [NOW] * 4
     journal.close()
 
@@ -502,7 +502,7 @@ def test_empty_slots_are_unknown_after_an_io_error(folder: Folder, errors: Error
     killed(folder, journal) if end == "killed" else journal.close()
     errors.records = errors.flush = False
     journal = opened(folder, 4)
-    assert journal.unknown_slots()[1]
+    assert not journal.known[1]
     journal.close()
 
 
@@ -530,14 +530,14 @@ def test_empty_slots_are_unknown_if_the_disk_has_lost_what_a_killed_process_wrot
     errors.flush = True
     journal = opened(folder, 4)
     assert "has lost records" in caplog.text
-    assert journal.unknown_slots()[1]
+    assert not journal.known[1]
     assert journal.holds(0, b"old")  # its seal decides
     killed(folder, journal)
     errors.flush = False
     for _ in range(2):
         journal = opened(folder, 4)
-        assert journal.unknown_slots()[1]
-        assert not journal.unknown_slots()[0]
+        assert not journal.known[1]
+        assert journal.known[0]
         killed(folder, journal)
 
 
@@ -553,12 +553,12 @@ def test_records_lost_at_the_close_are_not_trusted_though_the_header_cannot_say_
     journal.close()
     if "cut" in calls:  # it is for the next open to see
         journal = Journal(folder, 4)
-        assert journal.unknown_slots()[1]
+        assert not journal.known[1]
         journal.close()
         return
     errors.flush = errors.header = False
     journal = opened(folder, 4)
-    assert journal.unknown_slots()[1], "bytes that nothing will erase"
+    assert not journal.known[1], "bytes that nothing will erase"
     journal.close()
 
 
@@ -573,7 +573,7 @@ def test_lost_records_are_not_trusted_though_the_header_cannot_say_so(folder: Fo
     killed(folder, journal)
     errors.flush = errors.header = False
     journal = opened(folder, 4)
-    assert journal.unknown_slots()[1], "bytes that nothing will erase"
+    assert not journal.known[1], "bytes that nothing will erase"
     journal.close()
 
 
@@ -616,5 +616,5 @@ def test_a_record_lost_after_it_was_read_is_not_trusted_at_the_next_open(
 
     journal = opened(folder, 8)
     assert [entry.key for entry in listed(journal)] == [b"other"]
-    assert journal.unknown_slots()[1], "bytes that nothing will erase"
+    assert not journal.known[1], "bytes that nothing will erase"
     journal.close()

@@ -154,7 +154,7 @@ class Part:
         assert all(journal.holds(slot, key) for slot, key in found.items())
         assert [entry.tick for entry in entries] == sorted(entry.tick for entry in entries)
         assert len(set(found.values())) == len(found) == len(entries), "a key in two slots"
-        unknown = journal.unknown_slots()
+        unknown = ~journal.known
         assert not any(unknown[slot] for slot in found)
         seen = []
         for slot in np.flatnonzero(unknown & allocated).tolist():
