@@ -50,7 +50,6 @@ from nixl_tiers.mover.protocol import Down, Listed, Opened
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab.journal import Journal
-from nixl_tiers.tiers.slab.journal_file import tag_of
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 ROWS: Final = [1_000_000, 4_000_000, 10_000_000]
@@ -233,7 +232,6 @@ def journal(rows: int) -> dict[str, Figures]:
         began_s = time.monotonic()
         with Folder.base(Path(directory)) as folder:
             opened = Journal(folder, rows)
-            opened.read()
             for batch in opened.list_rows():
                 found += len(batch)
             figures = {"listing_s": time.monotonic() - began_s, "gil_ms": gil.longest_s * 1e3}
@@ -247,11 +245,10 @@ def journal(rows: int) -> dict[str, Figures]:
 def _fill_journal(directory: str, rows: int) -> None:
     with Folder.base(Path(directory)) as folder:
         opened = Journal(folder, rows)
-        opened.read()
         opened.file.grow(rows)
         for first in range(0, rows, BATCH):
             made = [(number, key(number)) for number in range(first, min(rows, first + BATCH))]
-            opened.record([(slot, name, tag_of(name), slot // BATCH, 1_800_000_000) for slot, name in made])
+            opened.record([(slot, name, slot // BATCH, 1_800_000_000) for slot, name in made])
         opened.complete = True
         opened.close()
 

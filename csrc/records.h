@@ -35,14 +35,17 @@ _Static_assert(sizeof(struct record) == RECORD, "a record has no padding");
 struct records {
     pthread_mutex_t lock; /* of what follows, and of the file */
     int fd, error;        /* `error`: why no records are written now, which the header says; 0: they are */
-    bool marked, lost;    /* the header says that the file is open; a flush has failed */
+    int lost;             /* why a flush has failed, so that none of the next says what is missing; 0: none has */
+    bool marked;          /* the header says that the file is open */
     uint64_t salt, room;  /* `room`: how many slots have a place in the file */
-    uint8_t opened[HEADER], distrusted[HEADER];
+    struct headers {
+        uint8_t opened[HEADER], distrusted[HEADER], closed[HEADER];
+    } headers;
 };
 
-/* As `SLOT` of journal_file.py: what the record of a slot says, or is to say. To be written: NOTHING once a store into
- * the slot has begun; ROW: that with the tag, whose key the file has unless it is given here; if it has another one, the
- * slot is unknown. */
+/* As `SLOT` of journal.py: what the record of a slot says, or is to say. To be written: NOTHING once a store into
+ * the slot has begun; ROW: with the key, or the one of this tag that the file has; if it has another one, the slot is
+ * unknown. */
 enum { NOTHING, UNKNOWN, EMPTY, ROW };
 struct content {
     uint64_t tag, tick;
@@ -79,23 +82,23 @@ static inline bool is_of(const struct record *record, uint64_t tag, uint32_t slo
 }
 
 /* The record of a slot whose key, if any, is there already. */
-static inline void complete_record(struct record *record, uint64_t tag, uint64_t tick, uint64_t sealed_at,
-                                   uint32_t slot, uint64_t salt) {
+static inline void complete_record(struct record *record, uint64_t tick, uint64_t sealed_at, uint32_t slot,
+                                   uint64_t salt) {
     tick = tick < MAX_TICK ? tick : MAX_TICK;
     record->tick_low = (uint32_t)tick;
     record->tick_high = (uint8_t)(tick >> 32);
     record->sealed_at = sealed_at < UINT32_MAX ? (uint32_t)sealed_at : UINT32_MAX;
-    uint64_t check = check_of(record, tag, slot, salt);
+    uint64_t check = check_of(record, tag_of(record->key, record->key_bytes), slot, salt);
     record->check_low = (uint32_t)check;
     record->check_high = (uint16_t)(check >> 32);
 }
 
-static inline void make_record(struct record *record, const uint8_t key[KEY], uint8_t key_bytes, uint64_t tag,
-                               uint64_t tick, uint64_t sealed_at, uint32_t slot, uint64_t salt) {
+static inline void make_record(struct record *record, const uint8_t key[KEY], uint8_t key_bytes, uint64_t tick,
+                               uint64_t sealed_at, uint32_t slot, uint64_t salt) {
     memset(record, 0, sizeof *record);
     memcpy(record->key, key, key_bytes);
     record->key_bytes = key_bytes;
-    complete_record(record, tag, tick, sealed_at, slot, salt);
+    complete_record(record, tick, sealed_at, slot, salt);
 }
 
 /* --- inside the lock: 0, or an errno ------------------------------------------------------------------------------- */
@@ -110,22 +113,34 @@ static int write_at(const struct records *records, const void *from, size_t nbyt
     return 0;
 }
 
+static int flush(struct records *records) {
+    if (fdatasync(records->fd) == 0)
+        return 0;
+    memcpy(records->headers.opened, records->headers.distrusted, HEADER);
+    return records->lost = errno;
+}
+
 /* The first time it is flushed, else a power failure could leave the old header over new records. */
 static int write_header(struct records *records, const uint8_t *header) {
     int error = write_at(records, header, HEADER, 0);
-    if (!error && !records->marked && fdatasync(records->fd) < 0) {
-        error = errno;
-        records->lost = true;
-    }
+    error = error || records->marked ? error : flush(records);
     records->marked = records->marked || !error;
     return error;
 }
 
-static int mark_open(struct records *records) { return records->marked ? 0 : write_header(records, records->opened); }
+static int mark_open(struct records *records) {
+    return records->marked ? 0 : write_header(records, records->headers.opened);
+}
+
+/* A flush has failed: have the next process know it, if only by an empty file. */
+static void admit_loss(struct records *records) {
+    if (write_at(records, records->headers.distrusted, HEADER, 0) && ftruncate(records->fd, 0) < 0)
+        records->lost = errno;
+}
 
 /* A record could not be written. Negative if not even the header can be. */
 static int distrust(struct records *records, int error) {
-    return write_header(records, records->distrusted) ? -error : (records->error = error);
+    return write_header(records, records->headers.distrusted) ? -error : (records->error = error);
 }
 
 /* Write the records of these slots, neighbours together, but for those that have no room. NULL: unknown. */
@@ -159,13 +174,11 @@ static int amend(struct records *records, const struct content *changes, uint32_
         slots[count++] = slot;
         memset(record, 0, sizeof *record);
         if (what == EMPTY || (what == ROW && change->key_bytes)) {
-            make_record(record, change->key, change->key_bytes, change->tag, change->tick, change->sealed_at, slot,
-                        records->salt);
+            make_record(record, change->key, change->key_bytes, change->tick, change->sealed_at, slot, records->salt);
         } else if (what == ROW && is_of(old, change->tag, slot, records->salt)) {
             uint64_t tick = old->tick_low | (uint64_t)old->tick_high << 32;
             *record = *old;
-            complete_record(record, change->tag, tick > change->tick ? tick : change->tick, change->sealed_at, slot,
-                            records->salt);
+            complete_record(record, tick > change->tick ? tick : change->tick, change->sealed_at, slot, records->salt);
         }
     }
     return error ? error : write_records(records, slots, made, count);
@@ -189,16 +202,19 @@ static inline int put_records(struct records *records, const uint32_t *slots, co
 
 /* --- for Python ---------------------------------------------------------------------------------------------------- */
 
-/* `opened` and `distrusted`: the two headers. NULL: no memory. */
-struct records *nixl_tiers_records_new(int fd, uint64_t salt, const uint8_t *opened, const uint8_t *distrusted) {
+/* Marks the header, so that no thread that moves rows waits for its flush, unless that fails now. NULL: no memory.
+ * `lost`: why what was written before is not all on the disk; 0: nothing says so. */
+struct records *nixl_tiers_records_new(int fd, uint64_t salt, const struct headers *headers, int *lost) {
     struct records *records = calloc(1, sizeof *records);
     if (!records)
         return NULL;
     records->fd = fd;
     records->salt = salt;
-    memcpy(records->opened, opened, HEADER);
-    memcpy(records->distrusted, distrusted, HEADER);
+    records->headers = *headers;
     pthread_mutex_init(&records->lock, NULL);
+    if ((*lost = flush(records)))
+        admit_loss(records);
+    mark_open(records);
     return records;
 }
 
@@ -206,15 +222,6 @@ struct records *nixl_tiers_records_new(int fd, uint64_t salt, const uint8_t *ope
 void nixl_tiers_records_room(struct records *records, uint64_t slots) {
     pthread_mutex_lock(&records->lock);
     records->room = slots;
-    pthread_mutex_unlock(&records->lock);
-}
-
-/* Mark the header, so that no thread that moves rows waits for its flush, unless that fails now. */
-void nixl_tiers_records_mark(struct records *records) {
-    pthread_mutex_lock(&records->lock);
-    int error = mark_open(records);
-    if (error)
-        distrust(records, error);
     pthread_mutex_unlock(&records->lock);
 }
 
@@ -256,12 +263,14 @@ void nixl_tiers_records_decode(const struct record *found, uint32_t first, uint3
     }
 }
 
-/* Nobody uses it any more. Whether the header says that the file is open, and all flushes were good. */
-int nixl_tiers_records_close(struct records *records) {
-    int whole = records->marked && !records->lost;
+/* Nobody uses it any more. `right`: so are all records: make them durable, and say so, unless an earlier flush has
+ * failed: this one would not report again what was lost then. */
+void nixl_tiers_records_close(struct records *records, int right) {
+    if (right && records->marked && !records->lost &&
+        (flush(records) || write_at(records, records->headers.closed, HEADER, 0)))
+        admit_loss(records);
     pthread_mutex_destroy(&records->lock);
     free(records);
-    return whole;
 }
 
 #endif

@@ -59,7 +59,7 @@ static void record_rows(struct thread *thread) {
         const struct row *row = &each->unit->rows[each->row];
         slots[i] = row->slot;
         uint64_t at = each->unit->results[each->row].sealed_at;
-        make_record(&made[i], row->key, row->key_bytes, row->tag, row->tick, at ? at : 1, row->slot, records->salt);
+        make_record(&made[i], row->key, row->key_bytes, row->tick, at ? at : 1, row->slot, records->salt);
     }
     int error = count ? put_records(records, slots, made, count) : 0;
     for (uint32_t i = 0; i < count; i++) {

@@ -7,7 +7,7 @@
 
 #include "records.h"
 
-#define ROW_WORKER_ABI 3
+#define ROW_WORKER_ABI 4
 
 enum {
     DEPTH = 64,           /* requests in flight, of a thread */
@@ -19,8 +19,8 @@ enum {
 
 /* As `_ROW` of worker.py. */
 struct row {
-    uint64_t offset;    /* in the file */
-    uint64_t tag, tick; /* of its record */
+    uint64_t offset; /* in the file */
+    uint64_t tick;   /* of its record */
     int32_t fd;
     uint32_t row;   /* of the region */
     uint32_t place; /* of the buffer, if the unit is staged */
@@ -31,7 +31,7 @@ struct row {
     uint8_t key[KEY];
     uint8_t reserved[2];
 };
-_Static_assert(sizeof(struct row) == 160, "_ROW of worker.py is as large");
+_Static_assert(sizeof(struct row) == 152, "_ROW of worker.py is as large");
 
 /* As `_RESULT` of worker.py. */
 struct result {

@@ -261,6 +261,17 @@ def fallocate(descriptor: int, offset: int, nbytes: int, mode: int = 0) -> int:
             return error
 
 
+def extend(descriptor: int, begin: int, end: int, path: Path) -> bool:
+    """Make a file of `begin` bytes longer, and allocate that; False: that cannot be done ahead here, and it has a hole
+    there. Raises OSError."""
+    if failed := fallocate(descriptor, begin, end - begin):
+        # A failed call may have allocated a part, which would be used space without a row.
+        os.ftruncate(descriptor, end if failed == errno.EOPNOTSUPP else begin)
+        if failed != errno.EOPNOTSUPP:
+            raise OSError(failed, os.strerror(failed), str(path))
+    return not failed
+
+
 def check_registration(agent: Registrar, folder: Folder) -> None:
     """cuFile looks at the file system and the disk of each file that it is given (without a udev record of the disk it
     takes none), and NIXL passes on no reason. Raises TierDown, before any row fails, and OSError."""

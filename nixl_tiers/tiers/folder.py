@@ -13,7 +13,8 @@ import os
 import re
 import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -146,6 +147,15 @@ class Folder:
             os.close(descriptor)
             raise _refusal(self.path / name, wrong)
         return descriptor
+
+    @contextmanager
+    def opened(self, name: str, flags: int) -> Iterator[int]:
+        """The same for a block."""
+        descriptor = self.open(name, flags)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def read(self, name: str) -> bytes:
         """All of a small file, at most 64 KiB. Raises as `open` does."""

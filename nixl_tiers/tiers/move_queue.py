@@ -152,7 +152,7 @@ class MoveQueue:
         self.waiting.extendleft(reversed(self.waiting.popleft().split()))
 
     def poll(self) -> int:
-        """Go on with units that need not wait any more; returns how many steps that were."""
+        """Go on with units that need not wait any more, also for each other; returns how many steps that were."""
         steps = 0
         for unit in [*self.running]:
             while unit.ready:
@@ -160,7 +160,7 @@ class MoveQueue:
                 if not unit.advance():
                     self._ended(unit)
                     break
-        return steps
+        return steps + self.poll() if steps else 0
 
     def give_up(self) -> None:
         """End what has not been started as FAILED."""

@@ -196,6 +196,10 @@ class Direction:
             return bool(self._advice) and not region.hugetlb
         return not mostly_huge(region.nbytes, region.huge_bytes)
 
+    def cap(self, rows: int) -> int:
+        """At most so many, of which none has to wait for room."""
+        return min(rows, len(self._buffer.rows)) if self.staged and self._buffer else rows
+
     def rows(self, moves: Collection[Move]) -> Steps[DirectRows]:
         """Where the rows of a unit lie while they are moved; waits for room in the buffer."""
         buffer = self._buffer

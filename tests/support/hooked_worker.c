@@ -7,7 +7,7 @@
 #include <sys/types.h>
 #include <unistd.h>
 
-enum { WRITE, FLUSH, ROW_WRITE };
+enum { WRITE, FLUSH, ROW_WRITE, CUT };
 typedef int hook_type(int what, int fd, const void *from, uint64_t nbytes, int64_t at);
 static hook_type *hook;
 
@@ -25,6 +25,10 @@ static ssize_t hooked_pwrite(int fd, const void *from, size_t nbytes, off_t at) 
 }
 
 static int hooked_fdatasync(int fd) { return refused(FLUSH, fd, NULL, 0, 0) ? -1 : fdatasync(fd); }
+
+static int hooked_ftruncate(int fd, off_t nbytes) {
+    return refused(CUT, fd, NULL, 0, nbytes) ? -1 : ftruncate(fd, nbytes);
+}
 
 static long hooked_syscall(long number, ...) {
     long words[5];
@@ -45,6 +49,7 @@ static long hooked_syscall(long number, ...) {
 
 #define pwrite hooked_pwrite
 #define fdatasync hooked_fdatasync
+#define ftruncate hooked_ftruncate
 #define syscall hooked_syscall
 #include "row_worker.c"
 
@@ -58,8 +63,8 @@ int nixl_tiers_test_record(struct records *records, const struct content *rows, 
     struct record made[SPAN];
     for (uint32_t i = 0; i < n; i++) {
         slots[i] = rows[i].slot;
-        make_record(&made[i], rows[i].key, rows[i].key_bytes, rows[i].tag, rows[i].tick, rows[i].sealed_at,
-                    rows[i].slot, records->salt);
+        make_record(&made[i], rows[i].key, rows[i].key_bytes, rows[i].tick, rows[i].sealed_at, rows[i].slot,
+                    records->salt);
     }
     return put_records(records, slots, made, n);
 }

@@ -14,13 +14,13 @@ from typing import Final
 import pytest
 
 from nixl_tiers.base import native
-from nixl_tiers.tiers.slab import journal_file, worker
+from nixl_tiers.tiers.slab import journal, worker
 from tests.support.compiled import CSRC
 
-WRITE, FLUSH, ROW_WRITE = range(3)
+WRITE, FLUSH, ROW_WRITE, CUT = range(4)
 Hook = Callable[[int, int, bytes, int], int]
-"""What is about to be written: WRITE of the records, FLUSH, or ROW_WRITE; the descriptor, the bytes, and where.
-Returns 0, or the errno with which it fails."""
+"""What is about to be written: WRITE of the records, FLUSH, ROW_WRITE, or CUT (to a size); the descriptor, the bytes,
+and where. Returns 0, or the errno with which it fails."""
 _HOOK: Final = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64
 )
@@ -55,7 +55,7 @@ def installed(path: str, hook: Hook) -> Iterator[ctypes.CDLL]:
 
     kept, library = _HOOK(call), ctypes.CDLL(path)
     library.nixl_tiers_hook(kept)
-    loaders = (journal_file._library, worker._library)
+    loaders = (journal._library, worker._library)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "ROW_WORKER", native.ROW_WORKER._replace(path=path))
         for loader in loaders:

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from nixl_tiers.base.chunk import PAGE
-from nixl_tiers.tiers.slab.journal_file import NAME, RECORD_BYTES, Header
+from nixl_tiers.tiers.slab.journal import NAME, RECORD_BYTES, Header
 
 _RECORD: Final = struct.Struct("<IHBBII112s")
 

@@ -290,6 +290,28 @@ def test_nothing_starts_while_the_medium_is_down_and_what_waits_can_be_given_up(
     assert medium.ended == [(1, Outcome.OK), (2, Outcome.FAILED), (3, Outcome.FAILED)]
 
 
+def test_unit_goes_on_in_the_poll_in_which_a_later_one_ends_and_gives_it_room() -> None:
+    """Nothing else wakes a mover whose worker has just said that units have ended."""
+    room: list[int] = []
+    ended = Future[None]()
+
+    def run(unit: Unit) -> Steps[None]:
+        if next(iter(unit.moves)).row == 0:
+            yield lambda: bool(room)
+        else:
+            yield from finished(ended)
+            room.append(1)
+        unit.end_all(Outcome.OK)
+
+    stores = MoveQueue(limit=2, run=run)
+    pipeline = MovePipeline(MoveQueue(limit=2, run=run), stores, may_start=lambda: True, wakes=True)
+    pipeline.store(moves(0, 1))
+    assert pipeline.poll() == 0
+    ended.set_result(None)
+    pipeline.poll()
+    assert [batch.outcomes for batch in pipeline.take()] == [[Outcome.OK] * 2]
+
+
 def test_make_way_lets_others_start_before_the_unit_continues() -> None:
     order: list[str] = []
     gates: list[Future[None]] = []

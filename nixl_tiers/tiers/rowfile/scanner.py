@@ -139,7 +139,8 @@ class DirScanner:
                             found.add(name)
                             overhead_bytes += nbytes
                     elif entry.name == MANIFEST_NAME:
-                        overhead_bytes += allocated_bytes(entry.stat(follow_symlinks=False))
+                        with suppress(FileNotFoundError):  # purged meanwhile
+                            overhead_bytes += allocated_bytes(entry.stat(follow_symlinks=False))
         except (FileNotFoundError, NotOwned):
             pass
         except OSError as error:

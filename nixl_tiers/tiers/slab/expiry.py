@@ -15,6 +15,7 @@ from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry, expired, has_expired, sweep_s
 from nixl_tiers.tiers.disk import describe
 from nixl_tiers.tiers.move_queue import T
+from nixl_tiers.tiers.slab.journal import EMPTY
 from nixl_tiers.tiers.slab.shards import Shards
 from nixl_tiers.tiers.slab.slabs import SealedRow
 
@@ -112,7 +113,7 @@ class Expiry:
                 if (error := self._journal.forget(old)) < 0:  # another round tries again
                     raise OSError(-error, os.strerror(-error), str(self._shard.path))
                 self._shard.slabs.erase(old)
-                self._journal.record_erased(old)  # where that fails, `mark_erased` has it tried again
+                self._journal.forget(old, EMPTY)  # where that fails, `mark_erased` has it tried again
                 return rows, young
         except OSError as error:
             self._log_once.report("erase", f"{self._shard.path}: old rows cannot be erased ({describe(error)})")

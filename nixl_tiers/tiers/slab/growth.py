@@ -17,7 +17,6 @@ from nixl_tiers.tiers.base import Entry
 from nixl_tiers.tiers.disk import describe
 from nixl_tiers.tiers.slab.expiry import until
 from nixl_tiers.tiers.slab.shard import Shard
-from nixl_tiers.tiers.slab.slabs import NoSpace
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class Growth:
         fewer, unrecorded = self.slots < slabs.layout.slots, file.records < slabs.end  # as there was no room at open
         if (fewer or unrecorded) and time.monotonic() >= self._retry_at_s and not growing():
             self._retry_at_s = time.monotonic() + self._retry_s
-            with suppress(NoSpace, OSError):
+            with suppress(OSError):
                 if unrecorded:
                     yield from until(self._allocator.submit(file.grow, slabs.end))
                 if fewer:

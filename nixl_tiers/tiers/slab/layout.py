@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.tiers.base import MAX_SLOTS
-from nixl_tiers.tiers.slab.journal_file import journal_bytes
+from nixl_tiers.tiers.slab.journal import journal_bytes
 
 SLAB_BYTES: Final = 1 << 30
 MAX_SLABS: Final = 1024  # each is an open file

@@ -24,8 +24,7 @@ from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.manifests import ManifestMedium, read_manifest
 from nixl_tiers.tiers.nixl_agent import Registrar
 from nixl_tiers.tiers.slab.expiry import Expiry, until
-from nixl_tiers.tiers.slab.journal import Journal
-from nixl_tiers.tiers.slab.journal_file import journal_bytes, tag_of
+from nixl_tiers.tiers.slab.journal import Journal, journal_bytes
 from nixl_tiers.tiers.slab.layout import SlabLayout, describe_layout, described
 from nixl_tiers.tiers.slab.parts import ShardDir
 from nixl_tiers.tiers.slab.shards import JOURNAL, ROWS, Shards
@@ -56,13 +55,18 @@ class Shard:
         self._directory = directory
         self.path = directory.path
         self._quota = quota
-        self._clock = clock
+        self.clock = clock
         layout = self._layout(slots)
         self.slabs = Slabs(directory.folder, layout, agent, quota)  # tries the disk out before anything is renamed
         description = describe_layout(sealer.geometry, layout)
         if directory.description != description:  # not written needlessly: a full disk must still serve its rows
             directory.describe(description)
         self.journal = Journal(directory.folder, layout.slots, self.slabs.allocated())
+        try:
+            self.journal.file.grow(self.slabs.end)
+        except OSError as error:
+            reason = f"{self.path}: no room for records ({describe(error)})"
+            logger.warning("%s: at a restart, seals are read of what is stored now", reason)
         self.listed = False
         """Whether `list_rows` has ended: the journal knows all rows, as far as that is possible."""
         self.expiry = Expiry(self, quota, max_age_s, clock)
@@ -96,17 +100,8 @@ class Shard:
             layout = SlabLayout.of(sealer.geometry.row_bytes, slots)
         return layout
 
-    def read(self) -> None:
-        """Once, before all else: what the journal says. On a thread that may wait."""
-        self.journal.read()
-        try:
-            self.journal.file.grow(self.slabs.end)
-        except OSError as error:
-            logger.warning("%s: no room for records (%s): a restart will read seals", self.path, describe(error))
-        self.journal.file.mark_open()
-
     def grow(self, slot: int) -> None:
-        """Allocate the extent of the slot, in the journal too. On a thread that may wait. Raises NoSpace, OSError."""
+        """Allocate the extent of the slot, in the journal too. On a thread that may wait. Raises OSError."""
         self.journal.file.grow(slot + self.slabs.layout.extent_slots)
         self.slabs.grow(slot)
 
@@ -119,7 +114,7 @@ class Shard:
             if batch:
                 last_tick = batch[-1].tick  # they are in order of use
             yield batch
-        unknown = self.journal.unknown_slots() & self.slabs.allocated()
+        unknown = self.slabs.allocated() & ~self.journal.known
         if unknown.any():
             yield from self._recover(unknown, last_tick)
         else:
@@ -129,7 +124,7 @@ class Shard:
     def _recover(self, unknown: NDArray[np.bool_], last_tick: int) -> Iterator[list[Entry]]:
         """The rows in unknown slots, by their seals, as more recent than `last_tick`: those stored last are the ones
         that a crash leaves without a record."""
-        scan = self._scan = SealScan(self.slabs.select(unknown), self.sealer)
+        scan = self._scan = SealScan(self.slabs.select(np.flatnonzero(unknown)), self.sealer)
         while not scan.done:
             yield []
         rows = scan.rows
@@ -140,23 +135,21 @@ class Shard:
                 if duplicates[number]:
                     self.journal.mark_garbage(row.slot, row.sealed_at)
                 else:
-                    batch.append((row.slot, row.key, tag_of(row.key), last_tick + 1 + number, row.sealed_at))
+                    batch.append((row.slot, row.key, last_tick + 1 + number, row.sealed_at))
             if batch:
                 error = abs((yield from until(self.journal.threads.submit(self.journal.record, batch))))
-                self.journal.stored([(slot, tag, sealed_at, error) for slot, _, tag, _, sealed_at in batch])
-                yield [Entry(slot, key, tick) for slot, key, _, tick, _ in batch]
+                self.journal.stored([(slot, key, sealed_at, error) for slot, key, _, sealed_at in batch])
+                yield [Entry(slot, key, tick) for slot, key, tick, _ in batch]
         if rows:
             logger.info("%s: recovered %d rows by their seals", self.path, len(rows))
         if not scan.failed:
             # Bytes without a seal may be part of a row all the same: they age from now on.
-            self.journal.mark_empty(unknown, int(self._clock()))
+            self.journal.mark_empty(unknown, int(self.clock()))
             self.journal.complete = True
 
     def read_seals(self, slots: list[int]) -> list[SealedRow]:
-        """The seals in these slots. On a thread that may wait. Raises OSError."""
-        wanted = np.zeros(self.slabs.layout.slots, dtype=np.bool_)
-        wanted[slots] = True
-        return [row for selected in self.slabs.select(wanted) for row in read_seals(selected, self.sealer)]
+        """The seals in these slots, which are in order. On a thread that may wait. Raises OSError."""
+        return [row for selected in self.slabs.select(slots) for row in read_seals(selected, self.sealer)]
 
     # --- loads ------------------------------------------------------------------------------------------------------
 

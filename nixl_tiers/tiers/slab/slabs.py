@@ -11,18 +11,24 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import groupby
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.memory.seal import MAGIC, Sealer, read
-from nixl_tiers.tiers.disk import FileIdentity, check_registration, direct_works, fallocate, try_out
+from nixl_tiers.tiers.disk import (
+    FULL_ERRORS,
+    FileIdentity,
+    check_registration,
+    direct_works,
+    extend,
+    fallocate,
+    try_out,
+)
 from nixl_tiers.tiers.folder import Folder, fd_path
 from nixl_tiers.tiers.nixl_agent import Registrar, Registration
 from nixl_tiers.tiers.slab.layout import SlabLayout, slab_name, slab_number
@@ -37,8 +43,9 @@ _KEEP_SIZE: Final = 0x01  # FALLOC_FL_KEEP_SIZE
 _ZERO_RANGE: Final = 0x10  # FALLOC_FL_ZERO_RANGE
 
 
-class NoSpace(Exception):
-    """Neither the part nor the file system has room for more rows. One sentence."""
+class _Slab(NamedTuple):
+    slots: int  # that its file has room for
+    identity: FileIdentity
 
 
 class Slabs:
@@ -53,10 +60,8 @@ class Slabs:
         self._agent = agent
         self._quota = quota
         self._sparse = False  # whether some files could not be allocated ahead
-        # Slab -> slots that its file has room for. Growth adds to it meanwhile, so it is iterated over as a copy.
-        self._allocated: dict[int, int] = {}
+        self._slabs: dict[int, _Slab] = {}  # growth adds to it meanwhile, so it is iterated over as a copy
         self._files: dict[int, Registration] = {}
-        self._identities: dict[int, FileIdentity] = {}
         for name in folder.names():
             if (slab := slab_number(name)) is not None:
                 self._open_existing(slab)
@@ -69,28 +74,22 @@ class Slabs:
     def is_allocated(self, slot: int) -> bool:
         """Whether the slot has room in a file; a slot that has none holds no row."""
         slab, index = divmod(slot, self.layout.slots_per_slab)
-        return index < self._allocated.get(slab, 0)
+        return slab in self._slabs and index < self._slabs[slab].slots
 
     def locate(self, slot: int) -> tuple[int, int]:
         """Device and offset in bytes of an allocated slot. Raises AgentError, OSError if its file cannot be opened."""
         slab, index = divmod(slot, self.layout.slots_per_slab)
-        file = self._files.get(slab)
-        if file is None:
+        if slab not in self._files:
             nbytes = self.layout.slots_per_slab * self.layout.row_bytes
-            descriptor = self._open(slab)
-            try:
-                file = self._agent.register_file(fd_path(descriptor), nbytes, direct=self._direct)
-            finally:
-                os.close(descriptor)
-            self._files[slab] = file
-        return file.devices[0], index * self.layout.row_bytes
+            with self._folder.opened(slab_name(slab), os.O_RDWR) as descriptor:
+                self._files[slab] = self._agent.register_file(fd_path(descriptor), nbytes, direct=self._direct)
+        return self._files[slab].devices[0], index * self.layout.row_bytes
 
     def grow(self, slot: int) -> None:
-        """Allocate the extent of the slot, if there is room. Raises NoSpace, OSError."""
+        """Allocate the extent of the slot. Raises OSError, of FULL_ERRORS if there is no room."""
         slab, index = divmod(slot, self.layout.slots_per_slab)
-        problem = ""
-        have = self._allocated.get(slab, 0)
-        extent = self.layout.extent_slots
+        problem, extent = "", self.layout.extent_slots
+        have = self._slabs[slab].slots if slab in self._slabs else 0
         wanted = min(-(-(index + 1) // extent) * extent, self.layout.slots_in(slab))
         for end in dict.fromkeys((wanted, index + 1)):
             if end <= have:
@@ -98,20 +97,20 @@ class Slabs:
             if not (problem := self._quota.make_room((end - have) * self.layout.row_bytes)):
                 self._allocate(slab, end)
                 return
-        raise NoSpace(problem)
+        raise OSError(errno.ENOSPC, problem)
 
     def allocated(self) -> NDArray[np.bool_]:
         """By slot of the layout: whether it is allocated."""
-        return self.layout.with_room(self._allocated.copy())
+        return self.layout.with_room({slab: known.slots for slab, known in self._slabs.copy().items()})
 
-    def select(self, wanted: NDArray[np.bool_]) -> Iterator[SlabSlots]:
-        """The allocated ones of the wanted slots, by slab. `wanted`: one flag per slot of the layout. The result may be
-        iterated over on any thread."""
-        for slab, slots in sorted(self._allocated.copy().items()):
+    def select(self, wanted: Sequence[int] | NDArray[np.int64]) -> Iterator[SlabSlots]:
+        """The allocated ones of the wanted slots, by slab. `wanted`: in order. The result may be iterated over on any
+        thread."""
+        for slab, known in sorted(self._slabs.copy().items()):
             first = slab * self.layout.slots_per_slab
-            indexes = np.flatnonzero(wanted[first : first + slots])
-            if len(indexes):
-                yield SlabSlots(self._folder, slab_name(slab), first, indexes)
+            start, end = np.searchsorted(wanted, [first, first + known.slots])
+            if start < end:
+                yield SlabSlots(self._folder, slab_name(slab), first, np.asarray(wanted[start:end]) - first)
 
     def disk_is_full(self) -> bool:
         """Whether a write may have failed for lack of space: possible only in files that are not allocated ahead."""
@@ -127,20 +126,20 @@ class Slabs:
     @property
     def end(self) -> int:
         """One past the last allocated slot."""
-        ends = [slab * self.layout.slots_per_slab + slots for slab, slots in self._allocated.copy().items() if slots]
-        return max(ends, default=0)
+        slabs = self._slabs.copy().items()
+        return max((slab * self.layout.slots_per_slab + known.slots for slab, known in slabs if known.slots), default=0)
 
     def truncate(self, end: int) -> list[tuple[int, int]]:
         """Slots from `end` on are not allocated from now on: none of them holds a row or is in use by a job. Returns
         what `free` has to cut: (slab, slots to keep)."""
         cuts = []
-        for slab, slots in self._allocated.copy().items():
-            keep = min(max(0, end - slab * self.layout.slots_per_slab), slots)
-            if keep < slots:
+        for slab, known in self._slabs.copy().items():
+            keep = min(max(0, end - slab * self.layout.slots_per_slab), known.slots)
+            if keep < known.slots:
                 cuts.append((slab, keep))
-                self._allocated[slab] = keep
+                self._slabs[slab] = known._replace(slots=keep)
             if not keep:
-                del self._allocated[slab], self._identities[slab]
+                del self._slabs[slab]
                 if (file := self._files.pop(slab, None)) is not None:
                     self._agent.deregister(file)
         return cuts
@@ -151,32 +150,30 @@ class Slabs:
         failed: OSError | None = None
         for slab, keep in cuts:
             try:
-                freed_bytes = self._shorten(slab, keep * self.layout.row_bytes)
+                freed_bytes = self._folder.stat(slab_name(slab)).st_size - keep * self.layout.row_bytes
+                self._shorten(slab, keep)
             except OSError as error:
                 failed = error
             else:  # which may not have been measured yet
-                self._quota.used_bytes = max(0, self._quota.used_bytes - freed_bytes)
+                self._quota.used_bytes = max(0, self._quota.used_bytes - max(0, freed_bytes))
         if failed is not None:
             raise failed
 
     def erase(self, slots: list[int]) -> None:
-        """Overwrite these allocated slots with zeroes. On a thread that may wait. Raises OSError."""
+        """Overwrite these allocated slots, which are in order, with zeroes. On a thread that may wait. Raises
+        OSError."""
         row_bytes = self.layout.row_bytes
-        for slab, indexes in _by_slab(slots, self.layout.slots_per_slab):
-            descriptor = self._open(slab)
-            try:
-                for first, end in _runs(indexes):
-                    _zero(descriptor, first * row_bytes, (end - first) * row_bytes)
+        for selected in self.select(slots):
+            with self._folder.opened(selected.name, os.O_RDWR) as descriptor:
+                for run in np.split(selected.indexes, np.flatnonzero(np.diff(selected.indexes) != 1) + 1):
+                    _zero(descriptor, int(run[0]) * row_bytes, len(run) * row_bytes)
                 os.fdatasync(descriptor)
-            finally:
-                os.close(descriptor)
 
     def problem(self) -> str:
         """Whether a slab file was deleted, replaced or cut short, or "". On any thread. Raises OSError."""
-        for slab, identity in list(self._identities.items()):
-            slots = self._allocated.get(slab, 0)
-            problem = identity.problem(slots * self.layout.row_bytes)
-            if problem and self._identities.get(slab) is identity and self._allocated.get(slab, 0) == slots:
+        for slab, known in self._slabs.copy().items():
+            problem = known.identity.problem(known.slots * self.layout.row_bytes)
+            if problem and self._slabs.get(slab) is known:
                 return problem
         return ""
 
@@ -186,86 +183,42 @@ class Slabs:
             self._agent.deregister(file)
         self._files.clear()
 
-    def _path(self, slab: int) -> Path:
-        return self._folder.path / slab_name(slab)
-
-    def _open(self, slab: int, flags: int = 0) -> int:
-        """Raises OSError."""
-        return self._folder.open(slab_name(slab), os.O_RDWR | flags)
-
-    def _shorten(self, slab: int, nbytes: int) -> int:
-        """Cut it to so many bytes, or delete it if none are left; returns how many that freed. Raises OSError."""
-        freed_bytes = self._folder.stat(slab_name(slab)).st_size - nbytes
-        if nbytes:
-            self._cut(slab, nbytes)
-        else:
-            self._folder.unlink(slab_name(slab))
-        return max(0, freed_bytes)
-
-    def _cut(self, slab: int, nbytes: int) -> None:
-        descriptor = self._open(slab)
-        try:
-            os.ftruncate(descriptor, nbytes)
-        finally:
-            os.close(descriptor)
+    def _shorten(self, slab: int, slots: int) -> None:
+        """Cut it, or delete it if no slot is left. Raises OSError."""
+        if not slots:
+            return self._folder.unlink(slab_name(slab))
+        with self._folder.opened(slab_name(slab), os.O_RDWR) as descriptor:
+            return os.ftruncate(descriptor, slots * self.layout.row_bytes)
 
     def _open_existing(self, slab: int) -> None:
         limit, status = self.layout.slots_in(slab), self._folder.stat(slab_name(slab))
-        size = status.st_size
-        if not limit:
-            self._folder.unlink(slab_name(slab))
-        elif size > limit * self.layout.row_bytes:
-            self._cut(slab, limit * self.layout.row_bytes)
+        if not limit or status.st_size > limit * self.layout.row_bytes:
+            self._shorten(slab, limit)
         if limit:
-            self._identities[slab] = FileIdentity(self._path(slab), status)
-            self._allocated[slab] = min(size // self.layout.row_bytes, limit)
+            slots = min(status.st_size // self.layout.row_bytes, limit)
+            self._slabs[slab] = _Slab(slots, FileIdentity(self._folder.path / slab_name(slab), status))
 
     def _allocate(self, slab: int, end: int) -> None:
         """Make the slab's file `end` slots long and allocated; on a full disk unused shards are deleted for it."""
-        row_bytes = self.layout.row_bytes
-        descriptor = self._open(slab, os.O_CREAT)
-        try:
+        row_bytes, path = self.layout.row_bytes, self._folder.path / slab_name(slab)
+        with self._folder.opened(slab_name(slab), os.O_RDWR | os.O_CREAT) as descriptor:
             status = os.fstat(descriptor)
-            size = status.st_size
-            while failed := fallocate(descriptor, size, end * row_bytes - size):
-                # A failed call may have allocated a part, which would be used space without a row.
-                os.ftruncate(descriptor, size)
-                if failed == errno.EOPNOTSUPP:
-                    self._warn_sparse()
-                    os.ftruncate(descriptor, end * row_bytes)
+            while True:
+                try:
+                    if not extend(descriptor, status.st_size, end * row_bytes, path) and not self._sparse:
+                        self._sparse = True
+                        logger.warning(
+                            "%s cannot allocate ahead: the disk may fill up below the tier's capacity",
+                            self._folder.path,
+                        )
                     break
-                if failed not in (errno.ENOSPC, errno.EDQUOT):
-                    raise OSError(failed, os.strerror(failed), str(self._path(slab)))
-                if not self._quota.delete_oldest():
-                    raise NoSpace(f"the file system of {self._folder.path} is full")
-        finally:
-            os.close(descriptor)
-        if slab not in self._identities:
-            self._identities[slab] = FileIdentity(self._path(slab), status)
-        self._allocated[slab] = end
-        self._quota.used_bytes += max(0, end * row_bytes - size)  # it is longer where `free` could not cut it
-
-    def _warn_sparse(self) -> None:
-        if not self._sparse:
-            self._sparse = True
-            logger.warning(
-                "%s cannot allocate ahead: the disk may fill up below the tier's capacity", self._folder.path
-            )
-
-
-def _by_slab(slots: list[int], slots_per_slab: int) -> Iterator[tuple[int, list[int]]]:
-    """Slab -> indexes in it, sorted."""
-    for slab, group in groupby(sorted(slots), lambda slot: slot // slots_per_slab):
-        yield slab, [slot % slots_per_slab for slot in group]
-
-
-def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Runs of sorted numbers as (first, one past the last)."""
-    start = 0
-    for end in range(1, len(numbers) + 1):
-        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
-            yield numbers[start], numbers[end - 1] + 1
-            start = end
+                except OSError as error:
+                    if error.errno not in FULL_ERRORS or not self._quota.delete_oldest():
+                        raise
+        identity = self._slabs[slab].identity if slab in self._slabs else FileIdentity(path, status)
+        self._slabs[slab] = _Slab(end, identity)
+        # The file is longer where `free` could not cut it.
+        self._quota.used_bytes += max(0, end * row_bytes - status.st_size)
 
 
 def _zero(descriptor: int, offset: int, nbytes: int) -> None:
@@ -360,8 +313,7 @@ class SealScan:
 def read_seals(slots: SlabSlots, sealer: Sealer) -> Iterator[SealedRow]:
     """The seals in these slots that have the sealer's geometry, namespace and epoch. Raises OSError."""
     geometry = sealer.geometry
-    descriptor = slots.folder.open(slots.name, os.O_RDONLY)
-    try:
+    with slots.folder.opened(slots.name, os.O_RDONLY) as descriptor:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead into the payload between seals
         for index in slots.indexes.tolist():
             at = (index + 1) * geometry.row_bytes - geometry.seal_bytes
@@ -371,5 +323,3 @@ def read_seals(slots: SlabSlots, sealer: Sealer) -> Iterator[SealedRow]:
                 geometry, sealer.namespace, sealer.epoch,
             ):  # fmt: skip
                 yield SealedRow(seal.sealed_at, slots.first + index, seal.key)
-    finally:
-        os.close(descriptor)

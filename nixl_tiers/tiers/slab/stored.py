@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import ClassVar, Final, Literal, Self
 
@@ -22,7 +22,7 @@ from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.disk import read_past_cache
 from nixl_tiers.tiers.folder import Folder, NotOwned
 from nixl_tiers.tiers.manifests import read_manifest
-from nixl_tiers.tiers.slab.journal_file import CHUNK_RECORDS, RECORD_BYTES, ROW, UNKNOWN, JournalFile, decode
+from nixl_tiers.tiers.slab.journal import CHUNK_RECORDS, NAME, NOTHING, RECORD_BYTES, ROW, UNKNOWN, JournalFile, decode
 from nixl_tiers.tiers.slab.layout import SlabLayout, described, slab_name, slab_number
 from nixl_tiers.tiers.slab.parts import DESCRIPTION, holder_now, part_number
 from nixl_tiers.tiers.slab.shards import DELETING, Shards, is_shard, written_ns
@@ -54,11 +54,9 @@ def _in_part(base: Folder, name: str, before_s: float | None) -> Iterator[Stored
             holder = holder_now(base, part)
             for shard in shards:
                 try:
-                    with part.folder(shard) as folder:
+                    with suppress(FileNotFoundError), part.folder(shard) as folder:  # deleted meanwhile
                         if is_shard(folder.path):
                             yield StoredShard.found(folder, holder, before_s)
-                except FileNotFoundError:  # deleted meanwhile
-                    pass
                 except OSError as error:
                     problem = f"{place / shard} cannot be read ({reason(error)})"
                     yield StoredShard(str(place), shard, before_s, holder=holder, problem=problem)
@@ -84,7 +82,7 @@ class StoredShard(StoredNamespace):
             found.refused = f"{found.place} is held by {holder}, so nothing in it is deleted"
         found.nbytes = _taken_bytes(folder)
         try:
-            with _Slots(folder) as slots:
+            with closing(_Slots(folder)) as slots:
                 slots.count(found)
                 found.problem = str(slots.problems)
         except TierDown as error:
@@ -98,7 +96,7 @@ class StoredShard(StoredNamespace):
                 Folder.to_inspect(place.parent) as base,
                 base.folder(place.name) as part,
                 part.folder(self.name) as folder,
-                _Slots(folder) as slots,
+                closing(_Slots(folder)) as slots,
             ):
                 yield from slots.check(before_read)
                 self.problem = str(slots.problems) or self.problem
@@ -159,61 +157,52 @@ class _Slots:
         room = {slab: sizes[name] // self._row_bytes for name in sizes if (slab := slab_number(name)) is not None}
         self._has_room = self._layout.with_room(room)
         self._journal: JournalFile | None = None
-        with suppress(FileNotFoundError, NotOwned):
+        with self.problems.reading(folder.path / NAME):
             self._journal = JournalFile(folder, self._layout.slots, writes=False)
-            if self._journal.unreadable is not None:
-                self.problems.add(self._journal.path, self._journal.unreadable)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._journal is not None:
-            self._journal.close(flush=False)
+            self._journal.close()
 
     def count(self, found: StoredNamespace) -> None:
         """Enter the rows by their records. Slots without one are told only where the last engine has not closed the
         journal, or it is damaged: else they were never used."""
         journal = self._journal
-        ended = not found.holder and (journal is None or bool(journal.defect) or journal.is_open)
-        for found_here in self._records():
-            held = found_here["what"] == ROW
-            found.rows += int(held.sum())
-            found.unknown_slots += ended and int(self._without_record(found_here).sum())
-            times = found_here["sealed_at"][held & (found_here["sealed_at"] > 0)]
-            if len(times):
+        ended = not found.holder and (journal is None or not journal.closed)
+        for records in self._records():
+            found.unknown_slots += ended and int(np.count_nonzero(records["what"] == UNKNOWN))
+            times = records["sealed_at"][records["what"] == ROW]
+            found.rows += len(times)
+            if len(times := times[times > 0]):
                 found.include(float(times.min()), float(times.max()))
 
     def check(self, before_read: Step) -> Iterator[CheckedRow]:
         for records in self._records():
-            for record in records[(records["what"] == ROW) | self._without_record(records)]:
+            for record in records[np.isin(records["what"], (ROW, UNKNOWN))]:
                 slot = int(record["slot"])
+                name = f"{self._folder.path}: slot {slot}"
                 try:
                     if record["what"] == ROW:
                         before_read(self._row_bytes)
-                        yield self._checked(slot, _key(record))
+                        yield CheckedRow(name, self._row_bytes, *self._judged(slot, _key(record)))
                     elif self._has_row(slot, before_read):
-                        yield CheckedRow(self._name(slot), self._row_bytes, "ok")
+                        yield CheckedRow(name, self._row_bytes, "ok")
                 except OSError as error:
-                    yield CheckedRow(self._name(slot), 0, "unreadable", reason(error))
+                    yield CheckedRow(name, 0, "unreadable", reason(error))
 
-    def _checked(self, slot: int, key: bytes) -> CheckedRow:
-        """A row that the journal has."""
-        verdict: Literal["missing", "corrupt"] = "missing"
-        why = ""
+    def _judged(self, slot: int, key: bytes) -> tuple[Literal["ok", "changed", "missing", "corrupt"], str]:
+        """A row that the journal has, and why."""
+        is_short, why = False, ""
         for attempt in range(_TRIES):
-            if attempt:
-                time.sleep(_PAUSE_S)
+            time.sleep(_PAUSE_S if attempt else 0)
             row = self._row(slot)
-            if len(row) < self._row_bytes:
-                verdict, why = "missing", "its slab file ends before it"
-            elif why := defect(row, self._namespace, key, self._geometry):
-                verdict = "corrupt"
-            else:
-                return CheckedRow(self._name(slot), self._row_bytes, "ok")
+            is_short = len(row) < self._row_bytes
+            why = "its slab file ends before it" if is_short else defect(row, self._namespace, key, self._geometry)
+            if not why:
+                return "ok", ""
             if _key(self._read(slot, 1)[0]) != key:
-                return CheckedRow(self._name(slot), self._row_bytes, "changed")
-        return CheckedRow(self._name(slot), self._row_bytes, verdict, why)
+                return "changed", ""
+        return ("missing" if is_short else "corrupt"), why
 
     def _has_row(self, slot: int, before_read: Step) -> bool:
         """Whether there is a row in a slot of which the journal says nothing: an engine writes to it now, or the
@@ -236,9 +225,11 @@ class _Slots:
             return np.zeros(0, np.uint8)
 
     def _records(self) -> Iterator[NDArray[np.void]]:
-        """What those of all slots say, some thousands at a time."""
+        """What those of all slots say, some thousands at a time. UNKNOWN: there may be a row all the same."""
         for first in range(0, self._layout.slots, CHUNK_RECORDS):
-            yield self._read(first, min(CHUNK_RECORDS, self._layout.slots - first))
+            found = self._read(first, min(CHUNK_RECORDS, self._layout.slots - first))
+            found["what"][(found["what"] == UNKNOWN) & ~self._has_room[found["slot"]]] = NOTHING
+            yield found
 
     def _read(self, first: int, count: int) -> NDArray[np.void]:
         """Those that cannot be read say nothing."""
@@ -248,14 +239,6 @@ class _Slots:
             except OSError as error:
                 self.problems.add(self._journal.path, error)
         return decode(bytes(count * RECORD_BYTES), first, 0)
-
-    def _without_record(self, records: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Slots that may hold a row all the same."""
-        flags: NDArray[np.bool_] = (records["what"] == UNKNOWN) & self._has_room[records["slot"]]
-        return flags
-
-    def _name(self, slot: int) -> str:
-        return f"{self._folder.path}: slot {slot}"
 
 
 def _key(record: np.void) -> bytes:

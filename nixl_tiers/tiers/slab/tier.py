@@ -26,8 +26,7 @@ from nixl_tiers.tiers.slab.expiry import until
 from nixl_tiers.tiers.slab.growth import GROWTH_S, Growth
 from nixl_tiers.tiers.slab.shard import Shard, ShardManifests, slots_within
 from nixl_tiers.tiers.slab.shards import Shards
-from nixl_tiers.tiers.slab.slabs import NoSpace
-from nixl_tiers.tiers.slab.transfers import TierSide, open_transfers
+from nixl_tiers.tiers.slab.transfers import open_transfers
 
 logger = logging.getLogger(__name__)
 
@@ -50,41 +49,29 @@ class SlabTier(StorageTier):
     ) -> None:
         """`region` stays the caller's; `clock` returns Unix seconds; `movers`: how many the tier has in this engine;
         `replicas`: how many engines share the path. Raises TierRefused if the wanted backend cannot be had here."""
-        self._config = config
+        self.config = config
+        self.geometry = geometry
+        self.region = region
+        self.times = times
+        self.log_once = LogOnce(logger)
         self._clock = clock
-        self._times = times
-        self._geometry = geometry
-        self._region = region
         self._free = FreeSpace(config.path, config.min_free)
         self._quota = Shards(config.path, config.capacity, replicas, self._free)
-        self._log_once = LogOnce(logger)
-        self._transfers = open_transfers(
-            TierSide(
-                config,
-                geometry,
-                region,
-                movers * replicas,
-                served=lambda: self._served,
-                admit_load=self._admit_load,
-                admit_store=self._admit_store,
-                may_start=lambda: self._open is None or not self._open.health.problem,
-                log_once=self._log_once,
-                clock=clock,
-                times=times,
-            )
-        )
+        self._transfers = open_transfers(self, movers * replicas)
         self._moves = self._transfers.moves
         self._staging = self._transfers.staging
         self._mount = MountGuard(self)
         self._open: Shard | None = None
-        self._slots: Growth | None = None
+        self._slots: Growth  # of the open shard
         self._allocator = ThreadPoolExecutor(1, thread_name_prefix="allocator")
         self._growth: Future[None] | None = None
         self._growth_since_s = 0.0
         self._full_until_s = 0.0
         self._full_outcome = Outcome.NO_SPACE
         self._manifests = ManifestKeeper(geometry.row_bytes)
-        _raise_file_limit()
+        with suppress(OSError, ValueError):  # a slab is an open file, and the usual soft limit is 1024
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
@@ -96,47 +83,46 @@ class SlabTier(StorageTier):
 
     def open(self, namespace: bytes, epoch: int) -> int:
         # A reset keeps the part; after a fault it is claimed anew.
-        healthy = self._open is not None and not self._open.health.problem
+        healthy = self.may_start()
         self._close_shard()
         if not healthy:
             self._quota.release()
         self._staging.open()
         try:
-            self._open = shard = self._open_shard(namespace, epoch)
-            shard.read()
+            self._open = self._open_shard(namespace, epoch)
         except OSError as error:
             raise open_error(error) from error
         finally:
             if self._open is None:
                 self._quota.release()
-        self._slots = Growth(shard, self._allocator, self._times.growth_retry_s)
+        self._slots = Growth(self._open, self._allocator, self.times.growth_retry_s)
         self._full_until_s = 0.0
-        return shard.slabs.layout.slots
+        return self._slots.slots
 
     def _open_shard(self, namespace: bytes, epoch: int) -> Shard:
         """Raises TierDown, TierRefused, OSError."""
-        slots = slots_within(self._quota.part_bytes, self._geometry.row_bytes)
+        slots = slots_within(self._quota.part_bytes, self.geometry.row_bytes)
         if slots < 1:
             raise TierRefused(
                 f"capacity: {self._quota.part_bytes} bytes, for each of {self._quota.replicas} replicas, hold no row "
-                f"of {self._geometry.row_bytes} bytes beside the journal in {self._config.path}"
+                f"of {self.geometry.row_bytes} bytes beside the journal in {self.config.path}"
             )
-        prepare_path(self._config, self._mount, self._log_once)
+        prepare_path(self.config, self._mount, self.log_once)
         self._quota.forget_path()
-        with self._quota.locked(self._times.lock_wait_s):
+        with self._quota.locked(self.times.lock_wait_s):
             directory = self._quota.acquire_shard(namespace)
-        shard = None
+        shard: Shard | None = None
         try:
-            self._mount.remember(self._config.path)
+            self._mount.remember(self.config.path)
             shard = Shard(
                 directory,
                 slots,
-                Sealer(self._geometry, namespace, epoch),
+                Sealer(self.geometry, namespace, epoch),
                 self._transfers.registrar,
                 self._quota,
-                max_age_s=self._config.max_age,
+                max_age_s=self.config.max_age,
                 clock=self._clock,
-                times=self._times,
+                times=self.times,
             )
             assert shard.slabs.layout.slots <= slots, "a part has more slots than its share"
             with suppress(OSError):  # then nothing grows
@@ -151,7 +137,7 @@ class SlabTier(StorageTier):
 
     @property
     def slots(self) -> int | None:
-        return self._slots.slots if self._slots is not None else None
+        return self._slots.slots if self._open is not None else None
 
     @property
     def denials(self) -> Mapping[str, str]:
@@ -159,24 +145,22 @@ class SlabTier(StorageTier):
         return {**self._free.denials, **({FAILING: problem} if problem else {})}
 
     def list_rows(self) -> Iterator[Sequence[Entry]]:
-        return self._served.list_rows()
+        return self.served.list_rows()
 
     def maintain(self) -> Iterator[list[Entry]]:
         """Erase what is too old, delete parts that are no more, try again to grow, and free what is empty."""
-        served, slots = self._served, self._slots
-        assert slots is not None, "it is open"
-        yield from served.expiry.expire(self._slots_in_use)
+        yield from self.served.expiry.expire(self._slots_in_use)
         if self._quota.surplus:
             yield from until(self._allocator.submit(self._quota.trim_again))
-        yield from slots.maintain(self._slots_in_use, lambda: self._growth is not None)
+        yield from self._slots.maintain(self._slots_in_use, lambda: self._growth is not None)
 
     @property
     def maintain_s(self) -> float | None:
-        age_s = self._config.max_age
+        age_s = self.config.max_age
         return GROWTH_S if age_s is None else min(GROWTH_S, sweep_s(age_s))
 
     def store(self, moves: Sequence[Move]) -> int:
-        self._served.journal.start_overwrite(*(move.slot for move in moves))
+        self.served.journal.start_overwrite(*(move.slot for move in moves))
         return self._moves.store(moves)
 
     def load(self, moves: Sequence[Move]) -> int:
@@ -204,14 +188,14 @@ class SlabTier(StorageTier):
 
     def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
         for slot, key in entries:
-            self._served.journal.remove(slot, key)
+            self.served.journal.remove(slot, key)
 
     def touch(self, slots: Sequence[int], ticks: Sequence[int]) -> None:
-        self._served.journal.touch(slots, ticks)
+        self.served.journal.touch(slots, ticks)
 
     @property
     def busy(self) -> bool:
-        return self._moves.busy or (self._open is not None and bool(self._open.health.problem))
+        return self._moves.busy or not self.may_start()
 
     @property
     def poll_s(self) -> float:
@@ -238,13 +222,13 @@ class SlabTier(StorageTier):
     # --- opening and closing a namespace ----------------------------------------------------------------------------
 
     @property
-    def _served(self) -> Shard:
+    def served(self) -> Shard:
         if self._open is None:
             raise RuntimeError("the tier is not open")
         return self._open
 
     def _close_shard(self, *, last: bool = False) -> None:
-        shard, self._open, self._slots = self._open, None, None
+        shard, self._open = self._open, None
         if shard is not None:
             self._allocator.submit(lambda: None).result()  # wait for its current task, which uses this shard
             self._growth = None
@@ -254,13 +238,16 @@ class SlabTier(StorageTier):
 
     # --- which moves may start --------------------------------------------------------------------------------------
 
-    def _admit_load(self, unit: Unit) -> bool:
-        unit.end_each(lambda move: None if self._served.may_hold_row(move.slot) else Outcome.MISSING)
+    def may_start(self) -> bool:
+        return self._open is None or not self._open.health.problem
+
+    def admit_load(self, unit: Unit) -> bool:
+        unit.end_each(lambda move: None if self.served.may_hold_row(move.slot) else Outcome.MISSING)
         return True
 
-    def _admit_store(self, unit: Unit) -> bool:
+    def admit_store(self, unit: Unit) -> bool:
         """Stores that need a new extent wait for it, and for each other, unless it is overdue."""
-        served = self._served
+        served = self.served
         slabs = served.slabs
         waits = self._growth is not None and not self._growth_is_overdue()
         if waits or any(move.slot in served.expiry.erasing for move in unit.moves):
@@ -269,23 +256,19 @@ class SlabTier(StorageTier):
         lacking = [move.slot for move in unit.moves if not slabs.is_allocated(move.slot)]
         if not lacking:
             return True
-        outcome = self._full_outcome
-        if self._growth is not None:
-            outcome = Outcome.NO_SPACE
-        elif time.monotonic() >= self._full_until_s:
+        if self._growth is None and time.monotonic() >= self._full_until_s:
             self._growth = self._allocator.submit(served.grow, lacking[0])
-            self._growth_since_s = time.monotonic()
+            self._growth_since_s, self._full_outcome = time.monotonic(), Outcome.NO_SPACE
             return False
-        unit.end_each(lambda move: None if slabs.is_allocated(move.slot) else outcome)
+        unit.end_each(lambda move: None if slabs.is_allocated(move.slot) else self._full_outcome)
         return True
 
     def _growth_is_overdue(self) -> bool:
         """Meanwhile the core evicts to store more, as where there is no room."""
-        if time.monotonic() - self._growth_since_s < self._times.growth_overdue_s:
+        if time.monotonic() - self._growth_since_s < self.times.growth_overdue_s:
             return False
-        if self._slots is not None:
-            self._slots.refused()
-        self._log_once.report("growth", f"{self._config.path}: room for more rows takes long, as of a disk that hangs")
+        self._slots.refused()
+        self.log_once.report("growth", f"{self.config.path}: room for more rows takes long, as of a disk that hangs")
         return True
 
     def _slots_in_use(self) -> set[int]:
@@ -295,29 +278,18 @@ class SlabTier(StorageTier):
         self._growth = None
         try:
             growth.result()
-        except (NoSpace, OSError) as error:
-            served, reason = self._served, describe(error) if isinstance(error, OSError) else str(error)
-            full = isinstance(error, NoSpace) or error.errno in FULL_ERRORS
+        except OSError as error:
+            served, reason, full = self.served, describe(error), error.errno in FULL_ERRORS
             if not full:
                 served.store_problem = f"{served.path}: no slab can be made longer ({reason})"
-                self._log_once.report("longer", served.store_problem)
+                self.log_once.report("longer", served.store_problem)
             elif not self._full_until_s and not self._free.problem:  # which is logged as a denial
                 logger.warning("no room for more rows, so rows are evicted to store others: %s", reason)
             served.health.check_soon()
             self._full_until_s = time.monotonic() + _FULL_S
-            # Where the core evicts to store more, no write has failed.
-            lowered = full or served.slabs.end > 0
-            if self._slots is not None and lowered:
+            if full or served.slabs.end:  # where the core evicts to store more, no write has failed
                 self._slots.refused()
-            self._full_outcome = Outcome.NO_SPACE if lowered else Outcome.FAILED
+            else:
+                self._full_outcome = Outcome.FAILED
         else:
             self._full_until_s = 0.0
-
-
-def _raise_file_limit() -> None:
-    """A slab is an open file, and the usual soft limit is 1024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:
-        logger.info("cannot raise the limit of open files to %d: %s", hard, error)

@@ -11,15 +11,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.base.log_once import LogOnce
-from nixl_tiers.base.times import Times
-from nixl_tiers.config.schema import FileConfig
-from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.seal import Verdict
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.disk import describe, open_agent
@@ -27,10 +22,11 @@ from nixl_tiers.tiers.move_queue import MoveQueue, Steps, Unit
 from nixl_tiers.tiers.moves import MovePipeline, finished, transferred
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registrar, Registration, Span
 from nixl_tiers.tiers.slab.in_flight import LOADS_BYTES, StoreWindow, request_bytes, rows_of_loads
-from nixl_tiers.tiers.slab.journal_file import tag_of
-from nixl_tiers.tiers.slab.shard import Shard
 from nixl_tiers.tiers.slab.worker import Moved, Worker, open_worker
 from nixl_tiers.tiers.staging import DirectRows, Staging
+
+if TYPE_CHECKING:
+    from nixl_tiers.tiers.slab.tier import SlabTier
 
 _UNIT_BYTES: Final = 8 << 20
 _UNIT_ROWS: Final = 64
@@ -42,38 +38,19 @@ _UNITS: Final = 64  # in each direction, within the rows of `in_flight.py`
 Place = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class TierSide:
-    """What the tier brings. `movers`: of the tier, in all engines that share its path; `served`: the shard that is
-    open; `clock` returns Unix seconds; the others are what `MovePipeline` and its queues ask."""
-
-    config: FileConfig
-    geometry: Geometry
-    region: HostRegion
-    movers: int
-    served: Callable[[], Shard]
-    admit_load: Callable[[Unit], bool]
-    admit_store: Callable[[Unit], bool]
-    may_start: Callable[[], bool]
-    log_once: LogOnce
-    clock: Callable[[], float]
-    times: Times
-
-
 class Transfers(ABC):
     """For the tier's thread. `moves`: all moves of the tier go through it; `registrar`: of the slabs; `staging`: the
     buffers; `wake_fd`: readable when `poll` will find something, None where units have to be polled."""
 
     def __init__(
-        self, tier: TierSide, registrar: Registrar, *, unit_bytes: int, unit_rows: int, wake_fd: int | None
+        self, tier: SlabTier, registrar: Registrar, *, unit_bytes: int, unit_rows: int, wake_fd: int | None
     ) -> None:
         """A unit is at most so large, or one row."""
         self.registrar = registrar
         self.wake_fd = wake_fd
         self.staging = Staging(tier.config, tier.region, registrar, loads_bytes=_STAGED_LOADS_BYTES)
         self._tier = tier
-        self._served = tier.served
-        row_bytes = tier.geometry.row_bytes
+        self._row_bytes = row_bytes = tier.geometry.row_bytes
         self._window = StoreWindow(row_bytes)
         queue = partial(MoveQueue, limit=_UNITS, unit_rows=max(1, min(unit_rows, unit_bytes // row_bytes)))
         self.moves = MovePipeline(
@@ -110,19 +87,20 @@ class Transfers(ABC):
             count, began_s = self.moves.stores.rows_moving, time.monotonic()
             moved = yield from self._begin(unit, rows, write=True)
             good = [
-                (move.slot, tag_of(move.key), at, error)
+                (move.slot, move.key, at, error)
                 for move, (verdict, at, error) in zip(unit.moves, moved, strict=False)
                 if verdict is not None
             ]
             if good:  # one that was not written says nothing of how fast the medium is
                 self._window.written(count, time.monotonic() - began_s)
-                self.moves.stores.limit_rows = self._window.rows
-                self._stored(good)
+                self.moves.stores.limit_rows = self.staging.stores.cap(self._window.rows)
+                self._tier.served.store_problem = ""
+                self._tier.served.journal.stored(good)
             self._end(unit, moved, self._written)
 
     def _begin(self, unit: Unit, rows: DirectRows, *, write: bool) -> Steps[Sequence[Moved]]:
         """`_move`; if that cannot begin, the moves end."""
-        served = self._served()
+        served = self._tier.served
         try:
             places = [served.slabs.locate(move.slot) for move in unit.moves]
             return (yield from self._move(unit, rows, places, write=write))
@@ -143,7 +121,7 @@ class Transfers(ABC):
 
     def _judged(self, move: Move, verdict: Verdict | None, sealed_at: int) -> Outcome | None:
         """`verdict`: None if the row could not be read. `sealed_at`: by its seal."""
-        served = self._served()
+        served = self._tier.served
         if verdict is None:
             served.load_failed()
             return Outcome.FAILED
@@ -154,16 +132,11 @@ class Transfers(ABC):
             forget=lambda _: served.journal.remove(move.slot, move.key),  # its bytes stay, for the next sweep
         )
 
-    def _stored(self, moved: Sequence[tuple[int, int, int, int]]) -> None:
-        """These were written: as `Journal.stored`."""
-        self._served().store_problem = ""
-        self._served().journal.stored(moved)
-
     def _written(self, move: Move, verdict: Verdict | None, sealed_at: int) -> Outcome:
         """`verdict`: None if the row could not be written, else the journal has it. `sealed_at`: by its seal."""
         if verdict is not None:
             return Outcome.OK
-        served = self._served()
+        served = self._tier.served
         served.journal.mark_garbage(move.slot, sealed_at)
         if served.slabs.disk_is_full():
             return Outcome.NO_SPACE
@@ -174,7 +147,7 @@ class Transfers(ABC):
 class WorkerTransfers(Transfers):
     """By the native worker, which seals and verifies, too."""
 
-    def __init__(self, tier: TierSide, worker: Worker) -> None:
+    def __init__(self, tier: SlabTier, worker: Worker) -> None:
         super().__init__(tier, worker, unit_bytes=_WORKER_UNIT_BYTES, unit_rows=_WORKER_UNIT_ROWS, wake_fd=worker.fd)
         self.worker = worker
 
@@ -187,23 +160,22 @@ class WorkerTransfers(Transfers):
         self.worker.close()
 
     def _move(self, unit: Unit, rows: DirectRows, places: Sequence[Place], *, write: bool) -> Steps[Sequence[Moved]]:
-        served, now_s = self._served(), self._tier.clock()
-        writer = served.journal.file.writer
-        assert writer, "rows would be stored without records"
-        recorded = (writer, [tag_of(move.key) for move in unit.moves]) if write else None
-        moving = self.worker.move(unit.moves, rows, places, served.sealer, now_s, write=write, recorded=recorded)
-        return (yield from moving)
+        served = self._tier.served
+        records = served.journal.file.writer
+        return self.worker.move(
+            unit.moves, rows, places, served.sealer, served.clock(), write=write, records=records if write else None
+        )
 
 
 class NixlTransfers(Transfers):
     """By NIXL, whose transfers go on while they are polled; rows are sealed and verified on the tier's thread."""
 
-    def __init__(self, tier: TierSide, agent: Agent, memory: Registration | None) -> None:
+    def __init__(self, tier: SlabTier, agent: Agent, memory: Registration | None) -> None:
         """`memory`: the region, if it is registered."""
         super().__init__(tier, agent, unit_bytes=_UNIT_BYTES, unit_rows=_UNIT_ROWS, wake_fd=None)
         # cuFile cuts rows by itself, on threads that take one request each.
-        row_bytes = tier.geometry.row_bytes
-        self._request_bytes = row_bytes if tier.config.backend == "gds_mt" else request_bytes(row_bytes)
+        gds = tier.config.backend == "gds_mt"
+        self._request_bytes = self._row_bytes if gds else request_bytes(self._row_bytes)
         self.agent = agent
         self._memory = memory
 
@@ -215,36 +187,37 @@ class NixlTransfers(Transfers):
 
     def _move(self, unit: Unit, rows: DirectRows, places: Sequence[Place], *, write: bool) -> Steps[Sequence[Moved]]:
         """One bad row fails a whole transfer: then each is tried alone."""
-        return (yield from (self._write if write else self._read)(unit, rows, places))
+        return (self._write if write else self._read)(unit, rows, self._spans(unit.moves, rows, places))
 
-    def _read(self, unit: Unit, rows: DirectRows, places: Sequence[Place]) -> Steps[Sequence[Moved]]:
-        good = yield from transferred(self.agent.read(self._spans(unit.moves, rows, places)))
+    def _read(self, unit: Unit, rows: DirectRows, spans: Sequence[Span]) -> Steps[Sequence[Moved]]:
+        good = yield from transferred(self.agent.read(spans))
         self.moves.make_way(unit)  # the disk need not wait until these rows are verified
         if not good and len(unit.moves) > 1:
             return ()
         return [self._verified(move, rows) if good else (None, 0, 0) for move in unit.moves]
 
-    def _write(self, unit: Unit, rows: DirectRows, places: Sequence[Place]) -> Steps[Sequence[Moved]]:
-        served, moves, view = self._served(), [*unit.moves], self._tier.region.rows_view
-        journal, sealed_at = served.journal, served.sealer.sealed_at
+    def _write(self, unit: Unit, rows: DirectRows, spans: Sequence[Span]) -> Steps[Sequence[Moved]]:
+        served, moves, view = self._tier.served, [*unit.moves], self._tier.region.rows_view
+        journal, now_s = served.journal, served.clock()
         for move in moves:
-            rows.prepare(served.sealer, move, self._tier.clock())
+            rows.prepare(served.sealer, move, now_s)
+        times = [served.sealer.sealed_at(view[move.row]) for move in moves]
         forgotten = yield from finished(journal.threads.submit(journal.forget, [move.slot for move in moves]))
-        if forgotten < 0 or not (yield from transferred(self.agent.write(self._spans(moves, rows, places)))):
-            for move in moves:  # also if none of them is tried again
-                journal.mark_written(move.slot, sealed_at(view[move.row]))
-            return () if len(moves) > 1 else [(None, sealed_at(view[move.row]), 0) for move in moves]
-        made = [(m.slot, m.key, tag_of(m.key), m.tick, sealed_at(view[m.row])) for m in moves]
+        if forgotten < 0 or not (yield from transferred(self.agent.write(spans))):
+            for move, at in zip(moves, times, strict=True):
+                journal.mark_garbage(move.slot, at, ended=False)  # also if none of them is tried again
+            return () if len(moves) > 1 else [(None, times[0], 0)]
+        made = [(move.slot, move.key, move.tick, at) for move, at in zip(moves, times, strict=True)]
         error = abs((yield from finished(journal.threads.submit(journal.record, made))))
-        return [(Verdict.OK, at, error) for *_, at in made]
+        return [(Verdict.OK, at, error) for at in times]
 
     def _verified(self, move: Move, rows: DirectRows) -> Moved:
-        sealer, (row, copy) = self._served().sealer, rows.loaded(move)
+        sealer, (row, copy) = self._tier.served.sealer, rows.loaded(move)
         sealed_at = sealer.sealed_at(row)  # before its copy may be used
         return sealer.verify(row, move.key, copy), sealed_at, 0
 
     def _spans(self, moves: Collection[Move], rows: DirectRows, places: Sequence[Place]) -> list[Span]:
-        row_bytes, step = self._tier.geometry.row_bytes, self._request_bytes
+        row_bytes, step = self._row_bytes, self._request_bytes
         return [
             (rows.address(move) + at, min(step, row_bytes - at), offset + at, device)
             for move, (device, offset) in zip(moves, places, strict=True)
@@ -252,9 +225,10 @@ class NixlTransfers(Transfers):
         ]
 
 
-def open_transfers(tier: TierSide) -> Transfers:
-    """What the configuration chooses; by default the worker, or NIXL where that cannot be had. Raises TierRefused."""
-    worker = open_worker(tier.config, tier.region, tier.geometry, tier.movers)
+def open_transfers(tier: SlabTier, movers: int) -> Transfers:
+    """What the configuration chooses; by default the worker, or NIXL where that cannot be had. `movers`: of the tier,
+    in all engines that share its path. Raises TierRefused."""
+    worker = open_worker(tier.config, tier.region, tier.geometry, movers)
     if worker is not None:
         return WorkerTransfers(tier, worker)
     return NixlTransfers(tier, *open_agent(tier.config, tier.region))

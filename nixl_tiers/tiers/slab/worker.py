@@ -29,7 +29,7 @@ CORES_A_THREAD: Final = 4  # the engine needs the others
 LEAST_THREADS: Final = 2  # of a worker; each hashes some 10 GB/s
 MOST_THREADS: Final = 8  # as MAX_THREADS of csrc/row_worker.h
 
-_ROW: Final = struct.Struct(f"=QQQiIIIIBB{MAX_KEY_BYTES}s2x")  # of a unit; numpy is slower for so few
+_ROW: Final = struct.Struct(f"=QQiIIIIBB{MAX_KEY_BYTES}s2x")  # of a unit; numpy is slower for so few
 _RESULT: Final = struct.Struct("=Qii")  # sealed at, verdict, errno
 Moved = tuple[Verdict | None, int, int]
 """What became of a row: None for an I/O error, OK for a store that went well; when it was sealed, by its seal; and the
@@ -69,14 +69,7 @@ class Worker(Registrar):
     def __init__(self, region: HostRegion, geometry: Geometry, threads: int) -> None:
         """Raises OSError: Linux AIO cannot be had here, or is used up (fs.aio-max-nr)."""
         self._library = library = _library()
-        shape = _Shape(
-            geometry.row_bytes,
-            geometry.cell_payload,
-            geometry.cell_bytes,
-            geometry.seal_bytes,
-            geometry.cells,
-            geometry.sub_blocks,
-        )
+        shape = _Shape(*(getattr(geometry, field[0]) for field in _Shape._fields_))
         error = ctypes.c_int32()
         self._worker = library.nixl_tiers_row_worker_new(
             ctypes.byref(shape),
@@ -119,17 +112,14 @@ class Worker(Registrar):
         now_s: float,
         *,
         write: bool,
-        recorded: tuple[int | None, Sequence[int]] | None = None,
+        records: int | None = None,
     ) -> Steps[Sequence[Moved]]:
-        """Move the rows of a unit, and wait until all have ended. `slots`: descriptor and offset of each. `recorded`:
-        where rows that are written are recorded (`JournalFile.writer`), and the tags of their keys. Raises OSError if
-        nothing could begin."""
+        """Move the rows of a unit, and wait until all have ended. `slots`: descriptor and offset of each. `records`:
+        where rows that are written are recorded (`JournalFile.writer`). Raises OSError if nothing could begin."""
         count, (stage, stage_rows) = len(moves), rows.stage
-        records, tags = recorded or (None, [0] * count)
         table = b"".join(
             _ROW.pack(
                 offset,
-                tag,
                 move.tick,
                 descriptor,
                 move.row,
@@ -140,9 +130,7 @@ class Worker(Registrar):
                 len(move.key),
                 move.key,
             )
-            for move, (descriptor, offset), place, tag in zip(
-                moves, slots, rows.places or [0] * count, tags, strict=True
-            )
+            for move, (descriptor, offset), place in zip(moves, slots, rows.places or [0] * count, strict=True)
         )
         number = next(self._ids)
         namespace = _Namespace.from_buffer_copy(sealer.namespace)

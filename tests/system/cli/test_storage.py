@@ -31,7 +31,7 @@ from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.rowfile.stored import FileNamespace
 from nixl_tiers.tiers.slab import parts
-from nixl_tiers.tiers.slab.journal_file import RECORD_BYTES
+from nixl_tiers.tiers.slab.journal import RECORD_BYTES
 from nixl_tiers.tiers.slab.shards import Shards
 from nixl_tiers.tiers.stored import CheckedRow, Problems, Step, StoredNamespace, find_stored
 from tests.support.file_tier import file_config, file_tier

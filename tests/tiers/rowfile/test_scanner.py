@@ -12,6 +12,7 @@ import pytest
 
 from nixl_tiers.base.chunk import object_name
 from nixl_tiers.base.log_once import LogOnce
+from nixl_tiers.base.manifest import MANIFEST_NAME
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
@@ -212,3 +213,22 @@ def test_stores_go_on_while_a_scan_runs(scanner: DirScanner, quota: DirQuota) ->
     assert reserve_all(quota) == most
     quota.end_scan(number, added_bytes, set(), 0)
     assert reserve_all(quota) == 0  # it did not see these
+
+
+@pytest.mark.usefixtures("_rows")
+def test_a_manifest_that_is_purged_during_a_scan_hides_no_rows(
+    scanner: DirScanner, quota: DirQuota, directory: RowDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = directory.absolute(BAD).parent.parent / MANIFEST_NAME
+    manifest.write_bytes(b"{}")
+    scandir = os.scandir
+
+    def purged(path: str) -> list[os.DirEntry[str]]:
+        entries = sorted(scandir(path), key=lambda entry: entry.name != MANIFEST_NAME)
+        manifest.unlink(missing_ok=True)
+        return entries
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", purged)
+        scanner._scan_all()
+    assert known(quota) == set(PATHS)

@@ -13,17 +13,17 @@ import pytest
 
 from nixl_tiers.base.chunk import PAGE
 from nixl_tiers.testing.medium import folder_bytes
+from nixl_tiers.tiers import disk
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry
 from nixl_tiers.tiers.folder import Folder, NotOwned
 from nixl_tiers.tiers.slab import journal as journal_module
-from nixl_tiers.tiers.slab import journal_file
-from nixl_tiers.tiers.slab.journal import Journal
-from nixl_tiers.tiers.slab.journal_file import MAX_TICK, NAME, RECORD_BYTES, Header, JournalFile, journal_bytes, tag_of
+from nixl_tiers.tiers.slab.journal import EMPTY, NAME, RECORD_BYTES, Header, Journal, JournalFile, journal_bytes
 from tests.support.by_hand import HandPool
-from tests.support.hooked_worker import FLUSH, WRITE, build, installed
+from tests.support.hooked_worker import CUT, FLUSH, WRITE, build, installed
 from tests.support.journals import Record, encode, overwrite_record, records, rows
 
 SLOTS = 10_000
+MAX_TICK = (1 << 40) - 1
 NOW = 1_795_000_000
 
 
@@ -35,7 +35,6 @@ def folder(tmp_path: Path) -> Iterator[Folder]:
 
 def opened(folder: Folder, slots: int = SLOTS, allocated: Any = None) -> Journal:
     journal = Journal(folder, slots, allocated)
-    journal.read()
     journal.file.grow(slots)
     return journal
 
@@ -57,9 +56,8 @@ def put(journal: Journal, *rows: tuple[int, bytes, int, int]) -> list[int]:
     slots = [slot for slot, *_ in rows]
     journal.start_overwrite(*slots)
     forgotten = journal.forget(slots)
-    made = [(slot, key, tag_of(key), tick, at) for slot, key, tick, at in rows]
-    recorded = journal.record(made)
-    journal.stored([(slot, tag, at, abs(recorded)) for slot, _, tag, _, at in made])
+    recorded = journal.record(rows)
+    journal.stored([(slot, key, at, abs(recorded)) for slot, key, _, at in rows])
     return [forgotten, recorded]
 
 
@@ -138,7 +136,7 @@ def test_slots_erased_while_other_changes_are_written_are_empty_in_the_file(
 
     def erase_first(file: JournalFile, *arguments: Any, **named: Any) -> int:
         monkeypatch.setattr(JournalFile, "amend", amend)
-        assert journal.forget([1, 2]) == journal.record_erased([1, 2]) == 0
+        assert journal.forget([1, 2]) == journal.forget([1, 2], EMPTY) == 0
         journal.mark_erased([1, 2])
         return amend(file, *arguments, **named)
 
@@ -203,7 +201,7 @@ def test_slots_marked_as_empty_are_known_after_a_restart(folder: Folder) -> None
     journal.close()
     journal = opened(folder, 8)
     assert [entry.slot for entry in listed(journal)] == [1]
-    assert journal.unknown_slots().nonzero()[0].tolist() == [6, 7]
+    assert (~journal.known).nonzero()[0].tolist() == [6, 7]
     assert journal.sealed_at.tolist() == [NOW + 1, NOW, *[NOW + 1] * 4, 0, 0]
     journal.close()
 
@@ -221,7 +219,7 @@ def test_record_that_was_cut_in_two_does_not_come_back(folder: Folder) -> None:
     path = folder.path / NAME
     journal = opened(folder)
     put(journal, (5, b"five", 1, NOW))
-    assert journal.record_erased([6]) == 0
+    assert journal.forget([6], EMPTY) == 0
     journal.close()
     os.truncate(path, PAGE + 6 * RECORD_BYTES + 20)
     journal = opened(folder)
@@ -271,7 +269,6 @@ def test_journal_stays_within_journal_bytes(folder: Folder, tmp_path: Path) -> N
 
 def test_file_grows_with_the_slots_in_use(folder: Folder, tmp_path: Path) -> None:
     journal = Journal(folder, 1 << 22)
-    journal.read()
     journal.file.grow(10)
     put(journal, (0, b"a", 1, NOW))
     assert rows(tmp_path / NAME) == {0: b"a"}
@@ -281,11 +278,10 @@ def test_file_grows_with_the_slots_in_use(folder: Folder, tmp_path: Path) -> Non
 
 def test_file_that_cannot_grow_keeps_its_records(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(folder, SLOTS)
-    journal.read()
     journal.file.grow(10)
     put(journal, (1, b"a", 1, NOW))
     with monkeypatch.context() as patch:
-        patch.setattr(journal_file, "fallocate", lambda *_: errno.ENOSPC)
+        patch.setattr(disk, "fallocate", lambda *_: errno.ENOSPC)
         with pytest.raises(OSError, match="No space"):
             journal.file.grow(SLOTS)
         assert put(journal, (9_000, b"far", 1, NOW)) == [0, 0], "there is no record that could be wrong"
@@ -315,7 +311,7 @@ def test_sealing_times_are_kept_for_deleted_rows(folder: Folder) -> None:
     journal.remove(2, b"another")
     journal.start_overwrite(3)
     journal.mark_garbage(3, NOW + 33)  # a store that failed: bytes of the row before may be there
-    assert journal.record_erased([4]) == 0
+    assert journal.forget([4], EMPTY) == 0
     journal.mark_erased([4])
     assert [journal.holds(slot, b"k%d" % slot) for slot in range(6)] == [True, False, True, False, False, True]
     stamps = [NOW, NOW + 1, NOW + 2, NOW + 3, 0, 1, 0, 0]
@@ -348,7 +344,7 @@ def test_damaged_record_costs_only_its_slot(folder: Folder, tmp_path: Path) -> N
     overwrite_record(tmp_path / NAME, 2, os.urandom(128))
     journal = opened(folder, 8)
     assert [entry.slot for entry in listed(journal)] == [1, 3]
-    assert journal.unknown_slots().nonzero()[0].tolist() == [0, 2, 4, 5, 6, 7]
+    assert (~journal.known).nonzero()[0].tolist() == [0, 2, 4, 5, 6, 7]
     journal.close()
 
 
@@ -368,7 +364,7 @@ def test_damaged_header_makes_every_slot_unknown(folder: Folder, tmp_path: Path,
         file.write(header) if header else file.truncate(10)
     journal = opened(folder, 8)
     assert listed(journal) == []
-    assert journal.unknown_slots().all()
+    assert (~journal.known).all()
     put(journal, (1, b"b", 1, NOW))
     journal.close()
     assert reopened(folder) == {1: (b"b", 1)}
@@ -400,16 +396,16 @@ def test_empty_slots_are_unknown_after_a_power_failure(folder: Folder, monkeypat
     """Until the listing is complete, whatever happens; and never after a clean close."""
     journal = opened(folder, 4)
     put(journal, (0, b"a", 1, NOW))
-    assert journal.record_erased([1, 2]) == 0
+    assert journal.forget([1, 2], EMPTY) == 0
     journal.close()
     journal = opened(folder, 4)
-    assert journal.unknown_slots().nonzero()[0].tolist() == [3]
+    assert (~journal.known).nonzero()[0].tolist() == [3]
     put(journal, (0, b"b", 2, NOW))
     killed(folder, journal)
-    monkeypatch.setattr(journal_file, "boot_id", lambda: bytes(16))
+    monkeypatch.setattr(journal_module, "boot_id", lambda: bytes(16))
     for _ in range(2):
         journal = opened(folder, 4)
-        assert journal.unknown_slots().nonzero()[0].tolist() == [1, 2, 3]
+        assert (~journal.known).nonzero()[0].tolist() == [1, 2, 3]
         put(journal, (0, b"c", 3, NOW))
         journal.close()
     journal = opened(folder, 4)
@@ -417,7 +413,7 @@ def test_empty_slots_are_unknown_after_a_power_failure(folder: Folder, monkeypat
     journal.complete = True
     journal.close()
     journal = opened(folder, 4)
-    assert not journal.unknown_slots().any()
+    assert journal.known.all()
     assert journal.sealed_at.tolist() == [NOW] * 4
     journal.close()
 
@@ -431,14 +427,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Errors:
-    """`records`, `header`, `flush`: whether such writes are errors, by C."""
+    """`records`, `header`, `flush`, `cut`: whether such writes are errors."""
 
     def __init__(self) -> None:
-        self.records = self.header = self.flush = False
+        self.records = self.header = self.flush = self.cut = False
 
     def __call__(self, what: int, _: int, __: bytes, at: int) -> int:
-        fails = (what == FLUSH and self.flush) or (what == WRITE and (self.records if at else self.header))
-        return errno.EIO if fails else 0
+        written = self.records if at else self.header
+        return errno.EIO if {FLUSH: self.flush, WRITE: written, CUT: self.cut}[what] else 0
 
 
 @pytest.fixture
@@ -492,24 +488,21 @@ def test_journal_that_cannot_be_written_stops_no_store(
 
 
 @pytest.mark.parametrize("end", ["closed", "killed", "flush fails"])
-def test_empty_slots_are_unknown_after_an_io_error(
-    folder: Folder, errors: Errors, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
+def test_empty_slots_are_unknown_after_an_io_error(folder: Folder, errors: Errors, end: str) -> None:
     """In the same boot: the file says that a slot is empty which has got a row since."""
     journal = opened(folder, 4)
     journal.complete = True
-    assert journal.record_erased([1]) == 0
+    assert journal.forget([1], EMPTY) == 0
     if end == "flush fails":
         put(journal, (2, b"a", 1, NOW))
-        monkeypatch.setattr(os, "fdatasync", failing)
+        errors.flush = True
     else:
         errors.records = True
         assert put(journal, (1, b"a", 1, NOW))[0] > 0
     killed(folder, journal) if end == "killed" else journal.close()
-    monkeypatch.undo()
-    errors.records = False
+    errors.records = errors.flush = False
     journal = opened(folder, 4)
-    assert journal.unknown_slots()[1]
+    assert not journal.known[1]
     journal.close()
 
 
@@ -525,79 +518,75 @@ def test_no_row_may_be_written_while_not_even_the_header_can_be(folder: Folder, 
 
 
 def test_empty_slots_are_unknown_if_the_disk_has_lost_what_a_killed_process_wrote(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Folder, errors: Errors, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The page cache took the record of a row, the disk did not: that the slot is empty, and erased, is back. The
     kernel reports the failed write-back to one flush only, and the process that saw it may be killed, too."""
     journal = opened(folder, 4)
     journal.complete = True
     put(journal, (0, b"old", 1, NOW))
-    assert journal.record_erased([1]) == 0
+    assert journal.forget([1], EMPTY) == 0
     killed(folder, journal)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", failing)
-        journal = opened(folder, 4)
-        assert "has lost records" in caplog.text
-        assert journal.unknown_slots()[1]
-        assert journal.holds(0, b"old")  # its seal decides
-        killed(folder, journal)
+    errors.flush = True
+    journal = opened(folder, 4)
+    assert "has lost records" in caplog.text
+    assert not journal.known[1]
+    assert journal.holds(0, b"old")  # its seal decides
+    killed(folder, journal)
+    errors.flush = False
     for _ in range(2):
         journal = opened(folder, 4)
-        assert journal.unknown_slots()[1]
-        assert not journal.unknown_slots()[0]
+        assert not journal.known[1]
+        assert journal.known[0]
         killed(folder, journal)
 
 
-@pytest.mark.parametrize("calls", [["fdatasync", "pwrite"], ["fdatasync", "pwrite", "ftruncate"]])
+@pytest.mark.parametrize("calls", [["flush", "header"], ["flush", "header", "cut"]])
 def test_records_lost_at_the_close_are_not_trusted_though_the_header_cannot_say_so(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch, calls: list[str]
+    folder: Folder, errors: Errors, calls: list[str]
 ) -> None:
     journal = opened(folder, 4)
     journal.complete = True
-    assert journal.record_erased([1]) == 0
-    with monkeypatch.context() as patch:
-        for call in calls:
-            patch.setattr(os, call, failing)
+    assert journal.forget([1], EMPTY) == 0
+    for call in calls:
+        setattr(errors, call, True)
+    journal.close()
+    if "cut" in calls:  # it is for the next open to see
+        journal = Journal(folder, 4)
+        assert not journal.known[1]
         journal.close()
-        if "ftruncate" in calls:  # it is for the next open to see
-            journal = Journal(folder, 4)
-            journal.read()
-            assert journal.unknown_slots()[1]
-            journal.close()
-            return
+        return
+    errors.flush = errors.header = False
     journal = opened(folder, 4)
-    assert journal.unknown_slots()[1], "bytes that nothing will erase"
+    assert not journal.known[1], "bytes that nothing will erase"
     journal.close()
 
 
-def test_lost_records_are_not_trusted_though_the_header_cannot_say_so(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_records_are_not_trusted_though_the_header_cannot_say_so(folder: Folder, errors: Errors) -> None:
     """The process that saw the only error is killed before the header can be written."""
     journal = opened(folder, 4)
     journal.complete = True
-    assert journal.record_erased([1]) == 0
+    assert journal.forget([1], EMPTY) == 0
     killed(folder, journal)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", failing)
-        patch.setattr(os, "pwrite", failing)
-        journal = Journal(folder, 4)
-        journal.read()
-        killed(folder, journal)
+    errors.flush = errors.header = True
+    journal = Journal(folder, 4)
+    killed(folder, journal)
+    errors.flush = errors.header = False
     journal = opened(folder, 4)
-    assert journal.unknown_slots()[1], "bytes that nothing will erase"
+    assert not journal.known[1], "bytes that nothing will erase"
     journal.close()
 
 
-@pytest.mark.parametrize("first", ["mark", "store"])
+@pytest.mark.parametrize("first", ["open", "store"])
 def test_a_record_lost_after_it_was_read_is_not_trusted_at_the_next_open(
     folder: Folder, errors: Errors, first: str
 ) -> None:
-    """The disk drops a page that a process before had written. That is reported once, by the flush before the first
-    write, and the record is not written again: a later flush that succeeds says nothing of it."""
+    """The disk drops a page that a process before had written. That is reported once, by the flush at open or, if the
+    header could not be written then, before the first write; the record may be read from the cache until later, and is
+    not written again: a flush after that succeeds, and says nothing of it."""
     path, at = folder.path / NAME, PAGE + RECORD_BYTES
     journal = opened(folder, 8)
-    assert journal.record_erased([1]) == 0
+    assert journal.forget([1], EMPTY) == 0
     journal.mark_empty(np.ones(8, np.bool_), NOW)
     journal.complete = True
     journal.close()
@@ -611,15 +600,15 @@ def test_a_record_lost_after_it_was_read_is_not_trusted_at_the_next_open(
     with path.open("r+b") as file:  # that process ended after a failed write: nothing was flushed
         file.write(header._replace(boot=bytes(16), flushed=False).pack())
 
+    errors.flush, errors.header = first == "open", first == "store"
     journal = opened(folder, 8)
     assert [entry.key for entry in listed(journal)] == [b"key"]
     journal.mark_empty(np.zeros(8, np.bool_), NOW)
     journal.complete = True
     overwrite_record(path, 1, erased)
-    errors.flush = True
-    if first == "mark":
-        journal.file.mark_open()
-    else:
+    errors.header = False
+    if first == "store":
+        errors.flush = True
         assert put(journal, (0, b"other", 2, NOW))[0] < 0
     errors.flush = False
     assert put(journal, (0, b"other", 2, NOW)) == [0, 0]
@@ -627,5 +616,5 @@ def test_a_record_lost_after_it_was_read_is_not_trusted_at_the_next_open(
 
     journal = opened(folder, 8)
     assert [entry.key for entry in listed(journal)] == [b"other"]
-    assert journal.unknown_slots()[1], "bytes that nothing will erase"
+    assert not journal.known[1], "bytes that nothing will erase"
     journal.close()

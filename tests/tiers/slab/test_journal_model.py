@@ -35,13 +35,12 @@ from hypothesis.stateful import (
 from numpy.typing import NDArray
 
 from nixl_tiers.base.chunk import PAGE
+from nixl_tiers.tiers import disk
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab import journal as journal_module
-from nixl_tiers.tiers.slab import journal_file
-from nixl_tiers.tiers.slab.journal import Journal
-from nixl_tiers.tiers.slab.journal_file import NAME, RECORD_BYTES, ROW, SLOT, Header, JournalFile, tag_of
+from nixl_tiers.tiers.slab.journal import EMPTY, NAME, RECORD_BYTES, ROW, SLOT, Header, Journal, JournalFile
 from tests.support.by_hand import HandPool
-from tests.support.hooked_worker import FLUSH, build, installed
+from tests.support.hooked_worker import CUT, FLUSH, build, installed
 from tests.support.journals import Record, encode, overwrite_record, records_of
 
 SLOTS = 6
@@ -119,11 +118,6 @@ class RecordedFile(JournalFile):
             self.interrupt.pop(0)()
         return super().amend(changes, everything=everything)
 
-    def _write_header(self, header: Header) -> None:
-        if self.disks[self.path].write(0, header.pack()):
-            raise OSError(EIO, "Input/output error")
-        super()._write_header(header)
-
 
 class Part:
     """`bytes_in`: the key whose bytes are in each slot. `held`: what the caller knows of each slot. `overwriting`: the
@@ -147,21 +141,20 @@ class Part:
         return self.path.read_bytes()
 
     def has(self, descriptor: int) -> bool:
-        return self.journal.file.writer is not None and self.journal.file._descriptor == descriptor
+        return self.path.exists() and os.path.samestat(os.fstat(descriptor), self.path.stat())
 
     def open(self, tick: int) -> None:
         """Open it, list it, and recover unknown slots from the bytes in them, as a shard does."""
         self.lost = self.disk.lost
         allocated = np.arange(SLOTS) < self.room
         journal = self.journal = Journal(self.folder, SLOTS, allocated)
-        journal.read()
         journal.file.grow(self.room)
         entries = [entry for batch in journal.list_rows() for entry in batch]
         found = {entry.slot: entry.key for entry in entries}
         assert all(journal.holds(slot, key) for slot, key in found.items())
         assert [entry.tick for entry in entries] == sorted(entry.tick for entry in entries)
         assert len(set(found.values())) == len(found) == len(entries), "a key in two slots"
-        unknown = journal.unknown_slots()
+        unknown = ~journal.known
         assert not any(unknown[slot] for slot in found)
         seen = []
         for slot in np.flatnonzero(unknown & allocated).tolist():
@@ -170,10 +163,10 @@ class Part:
                 if journal.duplicates([key]).any() or key in [each for _, each, *_ in seen]:
                     journal.mark_garbage(slot, tick)
                 else:
-                    seen.append((slot, key, tag_of(key), tick, tick))
+                    seen.append((slot, key, tick, tick))
         if seen:
             error = abs(journal.record(seen))
-            journal.stored([(slot, tag, at, error) for slot, _, tag, _, at in seen])
+            journal.stored([(slot, key, at, error) for slot, key, _, at in seen])
             found |= {slot: key for slot, key, *_ in seen}
         # After a kill: no row over other bytes, and none that was held is lost but to a later copy.
         if self.right:
@@ -208,7 +201,7 @@ class Part:
         if not chosen:
             return
         journal, places = self.journal, sorted(chosen)
-        made = [(slot, chosen[slot], tag_of(chosen[slot]), tick, tick) for slot in places]
+        made = [(slot, chosen[slot], tick, tick) for slot in places]
         if way == "worker":
             wanted = (ctypes.c_uint32 * len(places))(*places)
             forgotten = library.nixl_tiers_test_forget(ctypes.c_void_p(journal.file.writer), wanted, len(places))
@@ -224,14 +217,14 @@ class Part:
             self.bytes_in[slot] = chosen[slot]
         if way == "worker":
             rows = np.zeros(len(made), SLOT)
-            for place, (slot, key, tag, *_) in enumerate(made):
-                rows[place] = (tag, tick, slot, tick, ROW, len(key), key.ljust(112, b"\0"), b"")
+            for place, (slot, key, *_) in enumerate(made):
+                rows[place] = (0, tick, slot, tick, ROW, len(key), key.ljust(112, b"\0"), b"")
             address = ctypes.c_void_p(rows.ctypes.data)
             error = library.nixl_tiers_test_record(ctypes.c_void_p(journal.file.writer), address, len(made))
         else:
             error = journal.record(made)
         self.judge()
-        journal.stored([(slot, tag, at, abs(error)) for slot, _, tag, _, at in made])
+        journal.stored([(slot, key, at, abs(error)) for slot, key, _, at in made])
         self.held |= chosen
 
     def remove(self, slot: int) -> None:
@@ -248,7 +241,7 @@ class Part:
             return
         for slot in places:
             self.bytes_in[slot] = self.bytes_before[slot] = b""
-        self.journal.record_erased(places)
+        self.journal.forget(places, EMPTY)
         self.judge()
         self.journal.mark_erased(places)
         for slot in places:
@@ -269,7 +262,7 @@ class Part:
     def kill(self, leaf: tuple[Any, ...] | None = None) -> None:
         content, self.bytes_in, self.bytes_before, self.held, self.right = leaf or self.leaf()
         self.judge()
-        self.journal.file.close(flush=False)
+        self.journal.file.close()
         self.path.write_bytes(content)
 
     def close(self) -> None:
@@ -298,32 +291,24 @@ class JournalModel(RuleBasedStateMachine):
         patch.setattr(journal_module, "JournalFile", RecordedFile)
         patch.setattr(journal_module, "CHUNK_RECORDS", 4)
         patch.setattr(journal_module, "ThreadPoolExecutor", lambda *_, **__: HandPool(at_once=True))
-        patch.setattr(journal_file, "boot_id", lambda: self.boot.to_bytes(16, "big"))
-        patch.setattr(journal_file, "_EXTENT_BYTES", 2 * RECORD_BYTES)
+        patch.setattr(journal_module, "boot_id", lambda: self.boot.to_bytes(16, "big"))
+        patch.setattr(journal_module, "_EXTENT_BYTES", 2 * RECORD_BYTES)
         # The same in each run, as damage that writes what is there already is none.
-        patch.setattr(journal_file, "secrets", SimpleNamespace(randbits=lambda bits: self._salt()))
-        patch.setattr(os, "fdatasync", self.flush)
-        self.fallocate, self.full = journal_file.fallocate, False
-        patch.setattr(journal_file, "fallocate", lambda *a: errno.ENOSPC if self.full else self.fallocate(*a))
+        patch.setattr(journal_module, "secrets", SimpleNamespace(randbits=lambda bits: self._salt()))
+        self.fallocate, self.full = disk.fallocate, False
+        patch.setattr(disk, "fallocate", lambda *a: errno.ENOSPC if self.full else self.fallocate(*a))
         self.parts = [Part(self.path / name) for name in ("one", "two")]
 
     def _salt(self) -> int:
         self.salts += 1
         return 0x9E3779B97F4A7C15 * self.salts % 2**64
 
-    def flush(self, descriptor: int) -> None:
-        """By Python."""
-        (part,) = [part for part in self.parts if part.journal.file._descriptor == descriptor]
-        if error := part.disk.flush(part.content()):
-            raise OSError(error, "Input/output error")
-
     def hook(self, what: int, descriptor: int, raw: bytes, at: int) -> int:
-        """By C."""
         self.pause -= 1
         if not self.pause:
             self.leaves = [part.leaf() for part in self.parts]
         (part,) = [part for part in self.parts if part.has(descriptor)]
-        return part.disk.flush(part.content()) if what == FLUSH else part.disk.write(at, raw)
+        return {FLUSH: lambda: part.disk.flush(part.content()), CUT: int}.get(what, lambda: part.disk.write(at, raw))()
 
     def teardown(self) -> None:
         for part in self.parts:
@@ -543,7 +528,7 @@ class JournalModel(RuleBasedStateMachine):
                 known = closed or slot in recorded  # a record that was not written before the kill
                 raw = encode(slot, Record(key, self.tick, self.tick), header.salt) if known else bytes(RECORD_BYTES)
                 overwrite_record(one.path, slot, raw)
-        raw = header._replace(boot=journal_file.boot_id(), flushed=closed).pack()
+        raw = header._replace(boot=journal_module.boot_id(), flushed=closed).pack()
         one.path.write_bytes(raw + one.content()[PAGE:])
         one.disk.durable, one.disk.writes = one.content(), []
         return self._open(one)
@@ -569,7 +554,7 @@ class JournalModel(RuleBasedStateMachine):
         for one in self.parts:
             raw = one.content() if one.right else b""
             header = Header.read(raw)
-            trusted = header is not None and (header.flushed or header.boot == journal_file.boot_id())
+            trusted = header is not None and (header.flushed or header.boot == journal_module.boot_id())
             for slot, record in records_of(raw).items():
                 if record.key:
                     assert one.bytes_in.get(slot) == record.key, "a row over other bytes"

@@ -28,10 +28,10 @@ BUGS = {
     },
     "neighbours that are none": {"slots[i + run] == slots[i] + run": "slots[i + run] > slots[i]"},
     "the header does not say that records are missing": {
-        "return write_header(records, records->distrusted) ? -error : (records->error = error);":
+        "return write_header(records, records->headers.distrusted) ? -error : (records->error = error);":
             "return records->error = error;"
     },
-    "the first header is not flushed": {"if (!error && !records->marked && fdatasync(records->fd) < 0)": "if (0)"},
+    "the first header is not flushed": {"error || records->marked ? error : flush(records)": "error"},
 }  # fmt: skip
 
 

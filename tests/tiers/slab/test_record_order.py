@@ -18,8 +18,7 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.tiers.nixl_agent import AgentError, Registrar, Registration, Span, TransferState
 from nixl_tiers.tiers.slab import transfers as transfers_module
 from nixl_tiers.tiers.slab.expiry import Expiry
-from nixl_tiers.tiers.slab.journal import WRITE_S, Journal
-from nixl_tiers.tiers.slab.journal_file import NAME
+from nixl_tiers.tiers.slab.journal import EMPTY, NAME, WRITE_S, Journal
 from nixl_tiers.tiers.slab.slabs import Slabs
 from tests.mover.harness import NAMESPACE, key_of, shard_dir
 from tests.support.fake_movers import Clock
@@ -201,7 +200,7 @@ MADE = """
     struct record made[DEPTH];
     for (uint32_t i = 0; unit->order.write && unit->order.records && i < count; i++) {
         const struct row *row = &unit->rows[first + i];
-        make_record(&made[i], row->key, row->key_bytes, row->tag, row->tick, unit->order.now, row->slot,
+        make_record(&made[i], row->key, row->key_bytes, row->tick, unit->order.now, row->slot,
                     unit->order.records->salt);
     }
     return unit->order.write && unit->order.records ? put_records(unit->order.records, slots, made, count) : 0;"""
@@ -249,8 +248,8 @@ def test_bugs_in_the_way_of_nixl_are_noticed(
     if bug == "the record before the row":
 
         def early(self: transfers_module.NixlTransfers, unit: Any) -> Any:
-            journal = self._served().journal
-            rows = [(m.slot, m.key, transfers_module.tag_of(m.key), m.tick, int(killed.one.day_s)) for m in unit.moves]
+            journal = self._tier.served.journal
+            rows = [(m.slot, m.key, m.tick, int(killed.one.day_s)) for m in unit.moves]
             monkeypatch.setattr(Journal, "forget", lambda *_: record(journal, rows))
             return (yield from run_store(self, unit))
 
@@ -265,7 +264,8 @@ def test_bugs_in_the_order_of_an_erasure_are_noticed(
     killed: Killed, right: str, monkeypatch: pytest.MonkeyPatch, bug: str
 ) -> None:
     if bug == "empty before the zeroes":
-        monkeypatch.setattr(Journal, "forget", Journal.record_erased)
+        forget = Journal.forget
+        monkeypatch.setattr(Journal, "forget", lambda journal, slots, *_: forget(journal, slots, EMPTY))
     else:
         erase = Expiry._erase
 

@@ -7,6 +7,7 @@ import random
 import shutil
 import stat
 import tarfile
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.tiers import disk
 from nixl_tiers.tiers.base import TierDown
-from nixl_tiers.tiers.slab import journal_file
+from nixl_tiers.tiers.slab import journal as journal_module
 from nixl_tiers.tiers.slab import slabs as slabs_module
+from nixl_tiers.tiers.slab.in_flight import STORES_BYTES
 from nixl_tiers.tiers.slab.journal import WRITE_S
+from nixl_tiers.tiers.staging import BUFFER_BYTES, Direction
 from tests.mover.harness import NAMESPACE, key_of, shard_dir
 from tests.support.disks import disk_bytes
 from tests.support.fake_movers import Clock
+from tests.support.staging import decide
 from tests.tiers.slab.stepped import GEOMETRY, ROWS, SteppedSlabs, Threads, flip, number_of
 
 OK, CORRUPT, MISSING, FAILED, NO_SPACE = (
@@ -34,6 +38,10 @@ OK, CORRUPT, MISSING, FAILED, NO_SPACE = (
     Outcome.NO_SPACE,
 )
 ROW = GEOMETRY.row_bytes
+
+
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.fixture
@@ -382,12 +390,12 @@ class TestAFullDisk:
     def full(self, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         """While it is not empty, the file system has no room."""
         full: list[bool] = []
-        fallocate = slabs_module.fallocate
+        fallocate = disk.fallocate
 
         def allocate(descriptor: int, offset: int, nbytes: int, mode: int = 0) -> int:
             return errno.ENOSPC if full and not mode else fallocate(descriptor, offset, nbytes, mode)
 
-        monkeypatch.setattr(slabs_module, "fallocate", allocate)
+        monkeypatch.setattr(disk, "fallocate", allocate)
         return full
 
     def test_rows_without_room_are_told_so_and_others_are_served(
@@ -416,7 +424,7 @@ class TestAFullDisk:
         one.open()
         assert one.store([4]) == [OK]
         with monkeypatch.context() as patch:
-            patch.setattr(journal_file, "fallocate", lambda *_: errno.ENOSPC)
+            patch.setattr(journal_module, "extend", no_space)
             assert one.store([50], [10_000]) == [NO_SPACE]
             assert one.tier.slots == one.tier._open.slabs.end  # type: ignore[union-attr]
             assert one.store([51], [4]) == [OK]
@@ -431,7 +439,7 @@ class TestAFullDisk:
         copy = stored.copy(tmp_path / "copy")
         next(copy.rglob("*journal*")).unlink()
         with monkeypatch.context() as patch:
-            patch.setattr(journal_file, "fallocate", lambda *_: errno.ENOSPC)
+            patch.setattr(journal_module, "extend", no_space)
             one, listed = again(make, copy)
             one.maintain()
         assert listed == [*range(ROWS)]
@@ -448,7 +456,7 @@ class TestAFullDisk:
         one = make(capacity=64 << 20)
         one.open()
         with monkeypatch.context() as patch:
-            patch.setattr(slabs_module, "fallocate", lambda *_: errno.EIO)
+            patch.setattr(disk, "fallocate", lambda *_: errno.EIO)
             assert one.store(range(4)) == [FAILED] * 4
             assert "no slab can be made longer" in one.tier.denials["writing"]
             assert one.tier.denials["writing"].endswith("Input/output error)")
@@ -479,7 +487,7 @@ class TestAFullDisk:
         one.open()
         assert one.store(range(4)) == [OK] * 4
         allocated = one.tier._open.slabs.end  # type: ignore[union-attr]
-        monkeypatch.setattr(slabs_module, "fallocate", lambda *_: errno.EIO)
+        monkeypatch.setattr(disk, "fallocate", lambda *_: errno.EIO)
         assert one.store([allocated + 1]) == [NO_SPACE]
         assert one.tier.slots == allocated
         assert one.tier.denials["writing"].endswith("Input/output error)"), "it is shown all the same"
@@ -562,13 +570,13 @@ def test_a_clean_close_leaves_all_rows_in_the_order_of_their_use(
     assert [number_of(entry) for entry in entries] == [*(n for n in range(ROWS) if n != 3), 3]
 
 
-class Filled(dict[int, int]):
+class Filled(dict[int, Any]):
     """Another thread adds to it while it is iterated over."""
 
     def items(self) -> Any:
         for item in super().items():
             yield item
-            self[len(self) + 100] = 0
+            self[len(self) + 100] = item[1]._replace(slots=0)
 
 
 @pytest.mark.parametrize("ask", ["allocated", "select", "end", "truncate"])
@@ -576,13 +584,13 @@ def test_slots_are_asked_for_while_growth_adds_a_slab(
     stored: SteppedSlabs, monkeypatch: pytest.MonkeyPatch, ask: str
 ) -> None:
     slabs = stored.tier._open.slabs  # type: ignore[union-attr]
-    monkeypatch.setattr(slabs, "_allocated", Filled(slabs._allocated))
+    monkeypatch.setattr(slabs, "_slabs", Filled(slabs._slabs))
     end = slabs.layout.extent_slots * -(-ROWS // slabs.layout.extent_slots)
     match ask:
         case "allocated":
             assert np.flatnonzero(slabs.allocated()).tolist() == [*range(end)]
         case "select":
-            (found,) = slabs.select(np.ones(slabs.layout.slots, np.bool_))
+            (found,) = slabs.select(range(slabs.layout.slots))
             assert found.indexes.tolist() == [*range(end)]
         case "end":
             assert slabs.end == end
@@ -621,3 +629,19 @@ def test_a_unit_that_could_not_begin_says_nothing_of_the_medium(
         assert stored.store(range(4)) == [FAILED] * 4
     assert stored.tier._transfers._window.rows == rows
     assert stored.tier._moves.stores.limit_rows == rows
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_no_more_rows_are_stored_at_a_time_than_the_buffer_has_room_for(
+    make: Callable[..., SteppedSlabs], *, staged: bool
+) -> None:
+    """A unit that had started and waited for room there would be written though loads wait."""
+    one = make()
+    if staged:
+        decide(one.tier, staged=True)
+        one.tier._staging.stores.open = types.MethodType(Direction.open, one.tier._staging.stores)
+    one.open()
+    most = STORES_BYTES[1] // GEOMETRY.row_bytes
+    one.tier._transfers._window.written(1000 * most, 0.001)
+    assert one.store([0]) == [OK]
+    assert one.tier._moves.stores.limit_rows == (-(-BUFFER_BYTES // GEOMETRY.row_bytes) if staged else most)

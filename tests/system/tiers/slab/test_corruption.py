@@ -13,7 +13,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.protocol import Delete, Down, Load, Opened, Store
 from nixl_tiers.tiers.base import FinishedBatch, Move
-from nixl_tiers.tiers.slab.journal_file import Header
+from nixl_tiers.tiers.slab.journal import Header
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import NAMESPACE, MoverProcess, key_of, payload, shard_dir, wait_until
 from tests.support.file_tier import file_config, file_tier

@@ -28,7 +28,7 @@ def open_tier(path: Path, region: HostRegion, clock: Clock, namespace: bytes = N
 
 def listing(tier: SlabTier) -> list[Entry]:
     """The rows, the first time; after that, the entries of a round of upkeep."""
-    batches = tier.maintain() if tier._served.listed else tier.list_rows()
+    batches = tier.maintain() if tier.served.listed else tier.list_rows()
     return [entry for batch in batches for entry in batch]
 
 
@@ -212,7 +212,7 @@ def test_rows_stored_during_a_sweep_stay(
     store(tier, region, range(12))
     clock.now += AGE_S
     sweep = tier.maintain()
-    while not tier._served.expiry.erasing:
+    while not tier.served.expiry.erasing:
         next(sweep)
     tier.delete([(n, key_of(n)) for n in range(4, 10)])
     for row in range(6):
@@ -286,7 +286,7 @@ def test_store_into_a_slot_being_erased_waits(tmp_path: Path, region: HostRegion
     store(tier, region, range(4))
     clock.now += AGE_S
     sweep = tier.maintain()
-    while not tier._served.expiry.erasing:
+    while not tier.served.expiry.erasing:
         next(sweep)
     for row in range(4):
         region.rows_view[row] = payload(50 + row, GEOMETRY)
@@ -294,7 +294,7 @@ def test_store_into_a_slot_being_erased_waits(tmp_path: Path, region: HostRegion
     for _ in sweep:
         assert tier.poll() == []
     # A kill in the middle of these stores must not leave records of erased slots over new bytes.
-    assert tier._served.journal.unknown_slots()[:4].all()
+    assert (~tier.served.journal.known[:4]).all()
     assert set(outcomes(tier, batch_id)[0]) == {Outcome.OK}
     (ended,) = outcomes(tier, tier.load([Move(row, row, key_of(50 + row)) for row in range(4)]))
     assert set(ended) == {Outcome.OK}

@@ -14,6 +14,7 @@ import pytest
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.tiers import disk
 from nixl_tiers.tiers.base import Move, TierDown, TierRefused
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab import layout, slabs
@@ -31,7 +32,7 @@ def test_without_o_direct_and_fallocate_rows_are_served_with_two_warnings(
     tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(slabs, "direct_works", lambda _: False)
-    monkeypatch.setattr(slabs, "fallocate", lambda *_: errno.EOPNOTSUPP)
+    monkeypatch.setattr(disk, "fallocate", lambda *_: errno.EOPNOTSUPP)
     tier = make(tmp_path, region)
     slots = tier.open(NAMESPACE, 0)
     for start in range(0, slots, ROWS):
@@ -48,7 +49,7 @@ def test_used_bytes_are_never_negative(tmp_path: Path, region: HostRegion) -> No
     tier.open(NAMESPACE, 0)
     assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
     tier._quota.used_bytes = 0
-    slabs_open = tier._served.slabs
+    slabs_open = tier.served.slabs
     slabs_open.free(slabs_open.truncate(0))
     assert tier.used_bytes == 0
     tier.close()
@@ -61,7 +62,7 @@ def test_failed_allocation_fails_stores_until_it_works_again(
     tier = make(tmp_path, region)
     tier.open(NAMESPACE, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(slabs, "fallocate", lambda *_: error)
+        patch.setattr(disk, "fallocate", lambda *_: error)
         assert set(store(tier, region, range(ROWS))) == {outcome}
     assert sum(file.stat().st_size for file in tmp_path.rglob("slab-*")) == 0
     deadline = time.monotonic() + 120
