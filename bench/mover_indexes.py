@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+from nixl_tiers.tiers.s3.listing import Run
+from nixl_tiers.tiers.s3.quota import Group, PrefixQuota
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.tiers.rowfile.names import RowPath
 from nixl_tiers.tiers.rowfile.quota import DirQuota
-from nixl_tiers.tiers.s3.listing import Run
 from nixl_tiers.tiers.s3.names import KeySet, RowNames
-from nixl_tiers.tiers.s3.quota import Group, PrefixQuota
 
 ROW_BYTES, CAPACITY, NAMESPACE = 2 << 20, 1 << 60, "0" * 32
 

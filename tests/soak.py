@@ -109,7 +109,7 @@ class Soak:
         place = {"bucket": bucket, "endpoint": proxy.endpoint, "capacity": CAPACITY}
         fast = {"type": "tests.mover.stub_tiers:FastJanitorConfig", "window_share": WINDOW_SHARE}
         private = {"type": "s3", **place, "prefix": f"soak-{seed}"}
-        shared = {**fast, **place, "prefix": f"shared-{seed}", "shared": True}
+        shared = {**fast, **place, "prefix": f"shared-{seed}"}
         cpu = {"type": "cpu", "capacity": HOST}
         file = file_tier(directory, CAPACITY)
         file["path"] = [str(directory / "kv"), str(directory / "kv2")]

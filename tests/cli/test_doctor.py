@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 from botocore.exceptions import ClientError
+from nixl_tiers.tiers.s3.lease_state import Record
 
 import nixl_tiers
 from nixl_tiers.base import mounts
@@ -25,7 +26,6 @@ from nixl_tiers.cli.checks.finding import Finding, Status, advise, broken, exit_
 from nixl_tiers.cli.checks.trial import NAME
 from nixl_tiers.config.schema import S3Config, load
 from nixl_tiers.memory.cgroup import Room
-from nixl_tiers.tiers.s3.lease_state import Record
 from tests.support.file_tier import file_config
 from tests.support.machine import SHMEM_ENABLED, setting
 from tests.support.servers import S3Server

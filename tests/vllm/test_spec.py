@@ -177,7 +177,7 @@ def test_data_parallel_engines_have_prefixes_of_their_own(
     offloading_config: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     private = {"type": "s3", "bucket": "kv-cache", "prefix": "kv", "capacity": "80MiB"}
-    others = [private | {"prefix": "all", "shared": True}, private | {"prefix": "seen", "write": "off"}]
+    others = [private | {"prefix": "all"}, private | {"prefix": "seen", "write": "off"}]
     tiers = {"tiers": [CPU, private, *others]}
     kept = [("all", 80 << 20), ("seen", 80 << 20)]
     assert s3_places(NixlTiersSpec(offloading_config(tiers))) == [("kv", 80 << 20), *kept]

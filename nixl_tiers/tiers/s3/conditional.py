@@ -1,4 +1,4 @@
-"""Conditional writes of small objects below a prefix: what the janitor's lease and a private prefix's lease rest on."""
+"""Conditional writes of small objects below a prefix, on which the usage record rests; whether a server has them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 _CONDITION_FAILED: Final = {404, 409, 412}  # it does not hold (any more), or another write is in progress
 _UNSUPPORTED: Final = {"NotImplemented", "MethodNotAllowed", "InvalidArgument", "InvalidRequest"}
 CONDITIONS: Final = "conditional writes"  # the kind under which it is reported that they do not work
+DOUBT_S: Final = 60.0
 DOUBT_TRIES: Final = 6
 MAX_RETRY_S: Final = 15.0
 RACERS: Final = 4
@@ -104,23 +105,19 @@ class ConditionalWrites:
     """Whether the server knows conditional writes, as far as its answers say. No I/O; `now` is any steady clock.
 
     That it does not is believed only if it still says so after `doubt_s`: one answer may be a gateway's, or the object
-    of the test writes may have been deleted between them.
+    of the test writes may have been deleted between them. What was found out is not asked again.
     """
 
-    def __init__(self, doubt_s: float, ask_again_s: float, retry_s: float) -> None:
+    def __init__(self, doubt_s: float | None = None, retry_s: float = 1.0) -> None:
         self.work: bool | None = None
         """None: not known yet."""
         self.next_at_s = float("-inf")
         """When to ask."""
-        self._doubt_s = doubt_s
-        self._ask_again_s = ask_again_s
-        self._retry_s = self._first_retry_s = retry_s
-        self._refused_s: float | None = None
-
-    @property
-    def refused(self) -> bool:
+        self.refused = False
         """Whether the last answer was that it does not know them."""
-        return self._refused_s is not None
+        self._doubt_s = DOUBT_S if doubt_s is None else doubt_s
+        self._retry_s = self._first_retry_s = retry_s
+        self._refused_s = 0.0
 
     def asking(self, now: float) -> None:
         """Without an answer it is asked again soon."""
@@ -129,11 +126,10 @@ class ConditionalWrites:
 
     def answered(self, work: bool, now: float) -> None:
         self._retry_s = self._first_retry_s
-        if work:
-            self.work, self._refused_s, self.next_at_s = True, None, float("inf")
-            return
-        if self._refused_s is None:
+        if not work and not self.refused:
             self._refused_s = now
-        if now - self._refused_s >= self._doubt_s:
-            self.work = False
-        self.next_at_s = now + (self._ask_again_s if self.work is False else self._doubt_s / DOUBT_TRIES)
+        self.refused = not work
+        settled = work or now - self._refused_s >= self._doubt_s
+        if settled:
+            self.work = work
+        self.next_at_s = float("inf") if settled else now + self._doubt_s / DOUBT_TRIES

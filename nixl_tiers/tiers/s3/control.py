@@ -1,4 +1,4 @@
-"""Control requests of the S3 tier: listings, deletes and checks, with boto3 (connection.py) on a thread of its own.
+"""Control requests of the S3 tier: deletes of bad rows, and checks, with boto3 (connection.py) on a thread of its own.
 
 No rows are transferred here. The mover's loop queues requests and collects results; only `connect` blocks, and not for
 long. No message contains a server's text or a credential: error codes and class names only.
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Final
 
 from botocore.exceptions import BotoCoreError, ClientError
 
@@ -26,37 +25,25 @@ from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, no_answer, tier_error
 from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.connection import REMEDY, VERSIONED, S3Connection
 from nixl_tiers.tiers.s3.deletes import delete_objects, most_names
-from nixl_tiers.tiers.s3.listing import EndlessListing, Listing
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 
 logger = logging.getLogger(__name__)
-
-PERMISSION_CHECK_S: Final = 1.0  # while deletes are queued that may not be sent now
-MAX_EXPIRED: Final = 20_000  # names that wait for their delete, before sweeps add no more
 
 
 class S3Control:
     """Control requests to one bucket. To be used by one thread; requests that block run on another, a daemon."""
 
-    def __init__(
-        self, tier: S3Config, may_delete: Callable[[], bool] = lambda: True, times: Times = PRODUCTION
-    ) -> None:
-        """`may_delete`: whether queued deletes may be sent now; called on this object's thread."""
+    def __init__(self, tier: S3Config, times: Times = PRODUCTION) -> None:
         self._tier = tier
-        self._may_delete = may_delete
         self._times = times
         self.connection = S3Connection(tier, times)
         self.denials = self.connection.denials
         self._log_once = LogOnce(logger)
         self._wake = threading.Condition()
         self._connecting: Future[None] | None = None
-        self._listing: Listing | None = None
         self._delete_queue: dict[str, None] = {}
         self._in_flight_deletes: frozenset[str] = frozenset()
-        self._retry_in_flight = True  # whether those that fail are queued again
-        self._confirmed_deletes: list[str] = []
-        self._backoff_s = {"list": 0.0, "delete": 0.0}
-        self._not_before = {"list": 0.0, "delete": 0.0}
+        self._backoff_s = self._not_before = 0.0  # of deletes
         self._check_requested = False  # whether uploads fail for an unknown reason
         self._upload_check_at = float("-inf")
         self._credentials_check_at = float("inf")
@@ -64,7 +51,6 @@ class S3Control:
         self._closing = False
         self._thread: threading.Thread | None = None
         self._versioning_unknown = tier.write != "off"  # asked for once, when nothing else is to be done
-        self._deletes_turn = True  # whether deletes come before a listing when both are due
 
     # The mover's side
 
@@ -93,13 +79,6 @@ class S3Control:
             raise self.connection.down("no credentials")
         return self.connection.credentials
 
-    def start_listing(self, listing: Listing | None) -> None:
-        """Run this listing in the background (None: no listing), instead of an earlier one that may still run."""
-        with self._wake:
-            self._listing = listing
-            self._not_before["list"] = 0.0
-            self._wake.notify()
-
     def transfer_failed(self) -> None:
         """A transfer has failed, perhaps because of its credentials: check soon whether there are new ones."""
         with self._wake:
@@ -121,58 +100,27 @@ class S3Control:
             self._delete_queue.update(dict.fromkeys(names))
             self._wake.notify()
 
-    @property
-    def has_room(self) -> bool:
-        """Whether a sweep may add more deletes; with too many waiting, expired objects are left to a later one."""
-        return len(self._delete_queue) < MAX_EXPIRED
-
     def cancel_delete(self, name: str) -> bool:
-        """Cancel a delete. False if it is in flight: wait for `confirmed_deletes`, or fail if `deletes_backing_off`."""
+        """Cancel a delete. False if it is in flight: wait for its end, or fail if `deletes_backing_off`."""
         with self._wake:
             self._delete_queue.pop(name, None)
             return name not in self._in_flight_deletes
 
-    def drop_deletes(self) -> None:
-        """Forget the queued deletes. One that is in flight ends before a listing that is started now begins, and is not
-        tried again."""
-        with self._wake:
-            self._delete_queue.clear()
-            self._retry_in_flight = False
-
-    def confirmed_deletes(self) -> Sequence[str]:
-        """Names whose deletes were confirmed since the last call."""
-        if not self._confirmed_deletes:
-            return ()
-        with self._wake:
-            confirmed, self._confirmed_deletes = self._confirmed_deletes, []
-        return confirmed
-
-    @property
-    def has_pending_deletes(self) -> bool:
-        """Whether deletes are queued or in flight; if not, `confirmed_deletes` has all that were."""
-        with self._wake:
-            return bool(self._delete_queue or self._in_flight_deletes)
-
     @property
     def deletes_backing_off(self) -> bool:
         """Whether the last delete request has failed, and the retry waits for its backoff."""
-        return self._backoff_s["delete"] > 0 and time.monotonic() < self._not_before["delete"]
+        return self._backoff_s > 0 and time.monotonic() < self._not_before
 
     def close(self) -> None:
         """Send the queued deletes, as far as that takes no longer than `s3_close_s`, and stop."""
         if self._thread is None:
             return
         with self._wake:
-            self._listing = None
             self._closing = True
             self._wake.notify()
         self._thread.join(self._times.s3_close_s)
-        self.drop_deletes()
-
-    @property
-    def idle(self) -> bool:
-        """After `close`: whether no request can still be on its way."""
-        return self._thread is None or not self._thread.is_alive()
+        with self._wake:
+            self._delete_queue.clear()
 
     # The control thread
 
@@ -192,38 +140,20 @@ class S3Control:
             return self._check_uploads
         if now >= self._credentials_check_at:
             return self._check_credentials
-        # Deletes and the rest take turns: rows may be evicted faster than the server deletes them.
-        deletes_due = self._deletes_due(now)
-        if deletes_due and (self._deletes_turn or self._closing):
-            return self._delete_some
-        if self._listing is not None and now >= self._list_at_s(self._listing, now):
-            return self._list_page
-        if deletes_due:
+        if self._delete_queue and self.connection.client is not None and now >= self._not_before:
             return self._delete_some
         if self._versioning_unknown and self.connection.client is not None and not self._closing:
             return self._check_versioning
         return None
-
-    def _deletes_due(self, now: float) -> bool:
-        return self._sendable_deletes and self.connection.client is not None and now >= self._not_before["delete"]
 
     def _idle_s(self, now: float) -> float | None:
         times = [self._credentials_check_at]
         if self._check_due:
             times.append(self._upload_check_at)
         if self._delete_queue:
-            times.append(self._not_before["delete"] if self._sendable_deletes else now + PERMISSION_CHECK_S)
-        if self._listing is not None:
-            times.append(self._list_at_s(self._listing, now))
+            times.append(self._not_before)
         soonest = min(times)
         return None if soonest == float("inf") else max(0.0, soonest - now)
-
-    def _list_at_s(self, listing: Listing, now: float) -> float:
-        return max(self._not_before["list"], listing.next_step_s(now))
-
-    @property
-    def _sendable_deletes(self) -> bool:
-        return bool(self._delete_queue) and self._may_delete()
 
     @property
     def _check_due(self) -> bool:
@@ -242,7 +172,7 @@ class S3Control:
         assert self._connecting is not None
         try:
             self.connection.open()
-            self._not_before = {"list": 0.0, "delete": 0.0}
+            self._not_before = 0.0
             self._schedule_credentials_check()
         except Exception as error:  # noqa: BLE001 (whatever it is, `connect` raises it)
             self._connecting.set_exception(tier_error(self._tier, self.connection.region.name, error))
@@ -250,13 +180,11 @@ class S3Control:
             self._connecting.set_result(None)
 
     def _delete_some(self) -> None:
-        self._deletes_turn = False
         with self._wake:
             names = list(itertools.islice(self._delete_queue, most_names()))
             for name in names:
                 del self._delete_queue[name]
             self._in_flight_deletes = frozenset(names)
-            self._retry_in_flight = True
         failed: Sequence[str]
         try:
             objects = [{"Key": name} for name in names]
@@ -269,33 +197,11 @@ class S3Control:
             failed = names
         with self._wake:
             self._in_flight_deletes = frozenset()
-            self._confirmed_deletes.extend(set(names).difference(failed))
-            if self._retry_in_flight:
+            if not self._closing:
                 self._delete_queue.update(dict.fromkeys(failed))
-            self._set_backoff("delete", failed=bool(failed))
-
-    def _list_page(self) -> None:
-        self._deletes_turn = True
-        listing = self._listing
-        if listing is None:
-            return
-        try:
-            listing.step(self.connection.client, self._tier.bucket)
-            failed = False
-        except Exception as error:
-            if listing.comparing:  # going on would miss the rest of its page: the mover ends, and lists anew
-                raise
-            self._request_failed("listing", error)
-            if isinstance(error, EndlessListing):
-                self.denials.report("list", str(error))
-            self.denials.page_failed(self._tier.prefix, error)
-            failed = True
-        else:
-            self.denials.page_listed(self._tier.prefix)
-        with self._wake:
-            self._set_backoff("list", failed)
-            if listing.done.is_set() and self._listing is listing:
-                self._listing = None
+            first_s, last_s = self._times.s3_backoff_s
+            self._backoff_s = min(max(self._backoff_s * 2, first_s), last_s) if failed else 0.0
+            self._not_before = time.monotonic() + self._backoff_s
 
     def _check_versioning(self) -> None:
         """Warn if the bucket keeps what is deleted. After all else, since a first hit must not wait for it."""
@@ -325,8 +231,3 @@ class S3Control:
         with self._wake:
             self._credentials_checked_at = time.monotonic()
             self._credentials_check_at = self._credentials_checked_at + self._times.s3_credentials_s
-
-    def _set_backoff(self, what: str, failed: bool) -> None:
-        first_s, last_s = self._times.s3_backoff_s
-        self._backoff_s[what] = min(max(self._backoff_s[what] * 2, first_s), last_s) if failed else 0.0
-        self._not_before[what] = time.monotonic() + self._backoff_s[what]

@@ -1,16 +1,11 @@
 """The S3 tier: one object per row below `<prefix>/<namespace>/`, each transferred by NIXL with a handle of its own
-(transfers.py). Which rows are there, and which of them go: rows.py and shared.py.
-
-A private prefix: one engine owns it by a lease (lease.py); the tier of another one only reads, and lists again when it
-gets the lease. The quota counts every row below it, of any namespace. Space counts as free when the server has
-confirmed the deletes, so the bucket never holds more than the capacity, and the uploads of an owner that is replaced.
-
-A shared prefix: rows of others are found by existence checks, and nothing is listed but by the janitor (janitor.py),
-which deletes, and grants uploads.
+(transfers.py). Engines share the prefix: rows are found by existence checks (rows.py), and the mover that writes the
+usage record lists and deletes for all of them (budget.py).
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 
 from nixl_tiers.base.chunk import Geometry, Key
@@ -30,9 +25,7 @@ from nixl_tiers.tiers.base import (
 from nixl_tiers.tiers.manifests import ManifestKeeper, ManifestMedium
 from nixl_tiers.tiers.s3.conditional import small_object
 from nixl_tiers.tiers.s3.control import S3Control
-from nixl_tiers.tiers.s3.lease import Ownership
-from nixl_tiers.tiers.s3.rows import PrefixRows, Rows
-from nixl_tiers.tiers.s3.shared import SharedRows
+from nixl_tiers.tiers.s3.rows import Rows
 from nixl_tiers.tiers.s3.transfers import RowTransfers
 
 
@@ -43,18 +36,14 @@ class S3Tier(StorageTier):
         """Uses neither NIXL nor the network; `open` does."""
         self._config = config
         self._row_bytes = geometry.row_bytes
-        self._owner = Ownership(config, times)
-        self._control = S3Control(config, lambda: self._owner.may_delete, times)
-        self._rows = (
-            SharedRows(config, self._row_bytes, self._control, times)
-            if config.shared
-            else PrefixRows(config, self._row_bytes, self._control, self._owner)
-        )
+        self._reads_only = config.write == "off"
+        self._control = S3Control(config, times)
+        self._rows = Rows(config, self._row_bytes, self._control, times)
         self._transfers = RowTransfers(config, geometry, region, self._control, self._rows, times=times)
-        self._manifests = ManifestKeeper(self._row_bytes, self._owner.engine)
+        self._manifests = ManifestKeeper(self._row_bytes, secrets.token_hex(8))
 
     def identify(self, engine: str) -> None:
-        self._owner.engine = self._manifests.engine = engine
+        self._manifests.engine = engine
 
     def describe(self, description: Description) -> None:
         self._manifests.description = description
@@ -63,28 +52,16 @@ class S3Tier(StorageTier):
         self._manifests.stop()
         credentials = self._control.connect()
         self._transfers.open(namespace, epoch, credentials)
-        self._owner.start(self._control)
-        self._rows.serve(namespace.hex(), epoch)
+        self._rows.serve(namespace.hex())
         # Not for weights that were replaced under a running engine: each time leaves a namespace that is never used
         # again, and no listing counts what is not a row.
-        if not epoch and not self._owner.reads_only:
-            medium = _Manifests(namespace.hex(), self._config.bucket, self._control, self._rows, self._owner)
+        if not epoch and not self._reads_only:
+            medium = _Manifests(namespace.hex(), self._config.bucket, self._control, self._rows)
             self._manifests.serve(namespace.hex(), epoch, medium, self._control.connection.server_time_s)
         return min(self._rows.slots(self._config.capacity // self._row_bytes), MAX_SLOTS)
 
-    @property
-    def relist_s(self) -> float | None:
-        return self._rows.relist_s
-
     def list_rows(self) -> Iterator[list[Entry]]:
-        return self._rows.list_rows()
-
-    def maintain(self) -> Iterator[list[Entry]]:
-        return self._rows.maintain()
-
-    @property
-    def maintain_s(self) -> float | None:
-        return self._rows.maintain_s
+        return iter(())
 
     def store(self, moves: Sequence[Move]) -> int:
         return self._transfers.store(moves)
@@ -93,14 +70,13 @@ class S3Tier(StorageTier):
         return self._transfers.load(moves)
 
     def poll(self) -> list[FinishedBatch]:
-        self._rows.poll()
         return self._transfers.poll()
 
     def ended_moves(self) -> Sequence[EndedMoves]:
         return self._transfers.moves.take_ended()
 
     def give_up_waiting(self) -> None:
-        """The lease is handed over when nothing runs."""
+        """The usage record is released when nothing runs."""
         self._transfers.moves.give_up()
 
     def check_existence(self, check_id: int, keys: Sequence[Key], chain: bool) -> bool:
@@ -117,7 +93,7 @@ class S3Tier(StorageTier):
         return self._rows.gone_before
 
     def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
-        self._rows.delete([key for _, key in entries], self._transfers.uploading)
+        """Others may use them."""
 
     @property
     def closes_beside_loads(self) -> bool:
@@ -144,21 +120,19 @@ class S3Tier(StorageTier):
         self._control.close()
         self._transfers.data.close()
         self._manifests.stop(last=True)
-        self._owner.close(release=self._control.idle and not self._transfers.uploading)
 
 
 class _Manifests(ManifestMedium):
     """For the namespace that is served, once there are rows."""
 
-    def __init__(self, namespace: str, bucket: str, control: S3Control, rows: Rows, owner: Ownership) -> None:
+    def __init__(self, namespace: str, bucket: str, control: S3Control, rows: Rows) -> None:
         self._namespace = namespace
         self._bucket = bucket
         self._control = control
         self._rows = rows
-        self._owner = owner
 
     def is_wanted(self) -> bool:
-        return self._owner.may_write and self._rows.has_rows
+        return self._rows.has_rows
 
     def read(self) -> bytes | None:
         return small_object(self._control.connection.client, self._bucket, self._name)

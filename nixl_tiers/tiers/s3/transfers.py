@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from nixl_tiers.base.chunk import Geometry, Key, Outcome
+from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.base.times import Times
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
@@ -86,11 +86,6 @@ class RowTransfers:
             self.pace.polled(now, self.data.running, load_s=load_s, store_s=store_s)
         self.moves.start()
         return self.moves.take()
-
-    @property
-    def uploading(self) -> set[Key]:
-        """The keys of the rows whose upload runs."""
-        return {move.key for unit in self.moves.stores.running for move in unit.moves}
 
     @property
     def busy(self) -> bool:
@@ -166,7 +161,7 @@ class RowTransfers:
         if len(self.moves.stores.running) >= self._uploads.limit:
             return False
         (move,) = unit.moves
-        outcome = self._rows.room_for(move.key, min(len(self.moves.stores.waiting), self._uploads.limit))
+        outcome = self._rows.room_for(move.key)
         if outcome is not None and outcome is not Outcome.OK:
             unit.end_all(outcome)
         return outcome is not None
@@ -178,7 +173,6 @@ class RowTransfers:
         if move.seal:
             # The later of two clocks, so that the row seems no older than it is by either of them.
             seal_row(self._sealer, self._region, move, max(time.time(), self._connection.server_time_s()))
-        self._rows.upload_begins(move.key)
         upload = self.data.upload(move.row, self._rows.name(move.key))
         yield upload.over
         now, done = time.monotonic(), upload.state is TransferState.DONE

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS, Record
 
 import nixl_tiers
 from nixl_tiers.base.chunk import Geometry
@@ -20,7 +21,6 @@ from nixl_tiers.cli.checks.trial import NAME
 from nixl_tiers.config.schema import S3Config, load
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.driver import Driver, NoDriver
-from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS, Record
 from tests.cli.test_doctor import named, objects, quiet_machine, s3_tier, scratch_in
 from tests.support.file_tier import file_config, file_tier
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault

@@ -100,7 +100,7 @@ def place(fast_s3: S3Server, s3_prefix: str, s3_credentials: Any, s3_bucket: Any
 def store_of(place: dict[str, Any]) -> Iterator[TieredStore]:
     """One of several engines, with a mover process of its own, on a shared prefix."""
     fast = {"type": "tests.mover.stub_tiers:FastJanitorConfig", "window_share": BUDGET_ROWS // WINDOW_ROWS}
-    tier = {**fast, "shared": True, "capacity": BUDGET_ROWS * ROW, **place}
+    tier = {**fast, "capacity": BUDGET_ROWS * ROW, **place}
     setting = configuration.load(config(tier, host=HOST_ROWS * ROW))
     region = HostRegion.create(GEOMETRY, HOST_ROWS)
     coordinator = Coordinator(setting, Namespace.of({"name": "budget"}), region)

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from nixl_tiers.tiers.s3.janitor import USAGE_NAME
 from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS, Record
 from nixl_tiers.tiers.s3.usage import Usage
+
 from tests.mover.stub_tiers import SHORT_LEASE_UPLOADS
 from tests.support.disks import assert_never_exceeds, least_disk_bytes
 from tests.support.engines import (
@@ -164,7 +164,7 @@ class LargeSharedPrefix(Prefix):
         super().__init__(server, place)
         kind = "tests.mover.stub_tiers:FastJanitorConfig"
         self.bound = 64 << 20
-        self.tier |= {"type": kind, "window_share": 64, "lease_timeout_s": 2.0, "capacity": self.bound, "shared": True}
+        self.tier |= {"type": kind, "window_share": 64, "lease_timeout_s": 2.0, "capacity": self.bound}
         self._kept: set[int] = set()
 
     def check_heirs(self, left_rows: list[int], found: list[Census]) -> None:
@@ -195,7 +195,6 @@ class SmallSharedPrefix(Prefix):
             "window_share": WINDOW_SHARE,
             "lease_timeout_s": 2.0,
             "capacity": capacity,
-            "shared": True,
         }
 
     def check_survivor(self, before: Census, after: Census) -> None:

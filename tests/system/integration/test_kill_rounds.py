@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS
 
 from nixl_tiers.base.chunk import PAGE
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.rowfile.quota import FANOUT, MARGIN_BYTES, NAME_BYTES
-from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS
 from tests.support.disks import disk_bytes
 from tests.support.engines import MOST_ROWS, ROW, TIMEOUT_S, Engine, Engines, Tier, s3_rows, sleep_a_moment
 from tests.support.file_tier import file_tier

@@ -358,7 +358,7 @@ class TestDenials:
         before = tier.tier.used_bytes
         bucket.fault = lambda request: b"<html><body>Sign in</body></html>" if request.is_listing else None
         bucket.clock.now += 40.0
-        tier.janitor_step()
+        tier.budget_step()
         assert "not S3's" in tier.tier.denials["list"]
         assert tier.tier.used_bytes == before == 0
 
@@ -399,7 +399,7 @@ class TestDeletes:
         batch = tier.begin_store(1)
         tier.questions.run()
         tier.tier.poll()
-        assert not tier.control.has_pending_deletes
+        assert not tier.control._delete_queue
         assert tier.end(batch) == [OK]
         tier.round()
         assert tier.name(1) in bucket.objects
@@ -439,24 +439,6 @@ class TestOpening:
 
 
 class TestClose:
-    @pytest.mark.parametrize("direction", ["load", "store"])
-    def test_the_lease_is_handed_over_beside_downloads_and_not_beside_uploads(
-        self, tier: SteppedTier, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, direction: str
-    ) -> None:
-        """Of a private prefix: an upload may still arrive, when another engine has listed."""
-        if direction == "load":
-            tier.tier.load(tier.moves([0]))
-        else:
-            tier.begin_store(1)
-            tier.questions.run()
-            tier.tier.poll()
-        assert tier.tier.busy
-        handed_over: list[bool] = []
-        monkeypatch.setattr(tier.rows, "close", lambda: None)
-        monkeypatch.setattr(tier.tier._owner, "close", lambda *, release: handed_over.append(release))
-        tier.tier.close()
-        assert handed_over == [direction == "load"]
-
     def test_no_thread_is_waited_for_longer_than_its_time(self, make_tier: Callable[..., SteppedTier]) -> None:
         """However the server hangs."""
         tier = make_tier(times=changed(s3_close_s=7.0))
@@ -464,11 +446,9 @@ class TestClose:
         waited: list[float] = []
         hung = SimpleNamespace(join=waited.append, is_alive=lambda: True)
         tier.control._thread = hung  # type: ignore[assignment]
-        assert tier.rows._janitor is not None
-        tier.rows._janitor._thread = hung  # type: ignore[assignment]
+        tier.budget._thread = hung  # type: ignore[assignment]
         tier.ask(1)
         tier.questions.begin(1)
         tier.tier.close()
         assert waited == [7.0, 7.0]
         assert not tier.questions.was_waited_for
-        assert not tier.control.idle

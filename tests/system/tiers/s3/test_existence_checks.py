@@ -8,10 +8,10 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 import pytest
+from nixl_tiers.tiers.s3.usage import Usage
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.tiers.base import Entry, ExistenceAnswer
-from nixl_tiers.tiers.s3.usage import Usage
 from tests.system.tiers.s3.harness import LONG_AGO, FaultyS3, Request, TierDriver, but, is_listing, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
@@ -48,7 +48,7 @@ def keys(*numbers: int) -> list[bytes]:
 def test_a_row_that_another_mover_has_just_stored_is_found_and_loads(
     place: dict[str, Any],
 ) -> None:
-    place |= {"shared": True, "capacity": 10_000 * ROW}
+    place |= {"capacity": 10_000 * ROW}
     with TierDriver(SMALL, 32, **place) as one, TierDriver(SMALL, 32, **place) as two:
         one.open()
         two.open()
@@ -65,7 +65,7 @@ def test_a_row_that_another_mover_has_just_stored_is_found_and_loads(
 class TestAnswers:
     @pytest.fixture
     def driver(self, faulty: FaultyS3) -> Iterator[TierDriver]:
-        with TierDriver(SMALL, 8, bucket="kv-exists", endpoint=faulty.endpoint, shared=True, write="off") as driver:
+        with TierDriver(SMALL, 8, bucket="kv-exists", endpoint=faulty.endpoint, write="off") as driver:
             driver.open()
             yield driver
 
@@ -161,7 +161,7 @@ class TestUploads:
     def driver(self, faulty: FaultyS3) -> Iterator[TierDriver]:
         times = but(s3_absent_s=3600.0)
         faulty.tests_conditions = faulty.tells_times = True
-        with TierDriver(SMALL, 8, bucket="kv-uploads", endpoint=faulty.endpoint, shared=True, times=times) as driver:
+        with TierDriver(SMALL, 8, bucket="kv-uploads", endpoint=faulty.endpoint, times=times) as driver:
             driver.open()
             assert wait_until(lambda: driver.store([0]) == [Outcome.OK])
             driver.tier.found()
@@ -247,7 +247,7 @@ class TestUploads:
 
 def test_only_the_janitor_lists(faulty: FaultyS3) -> None:
     faulty.tests_conditions = faulty.tells_times = True
-    place = {"bucket": "kv-janitor", "endpoint": faulty.endpoint, "shared": True}
+    place = {"bucket": "kv-janitor", "endpoint": faulty.endpoint}
     with TierDriver(SMALL, 8, **place) as janitor, TierDriver(SMALL, 8, **place) as other:
         janitor.open()
         assert wait_until(lambda: janitor.store([0]) == [Outcome.OK])

@@ -1,32 +1,31 @@
-"""The byte budget of a shared prefix, step by step: several movers and their janitors over a bucket in memory.
+"""The byte budget of a prefix, step by step: several movers over a bucket in memory.
 
-No thread runs, and the bucket's clock is everybody's. What single requests that fail do: test_janitor_failures.py; the
-lease: test_janitor_lease.py; the account alone, against a model: test_usage.py.
+No thread runs, and the bucket's clock is everybody's. What single requests that fail do: test_budget_failures.py; the
+protocol alone, in any order of events: record_machine.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from nixl_tiers.tiers.s3 import janitor as janitor_module
-from nixl_tiers.tiers.s3 import lease as lease_module
-from nixl_tiers.tiers.s3 import usage as usage_module
+from nixl_tiers.tiers.s3 import budget as budget_module
+from nixl_tiers.tiers.s3 import record as record_module
+from nixl_tiers.tiers.s3.budget import COUNTER_NAME, LEAST_TURN_S, USAGE_NAME, Budget
 from nixl_tiers.tiers.s3.deletes import MAX_DELETES
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.janitor import COUNTER_NAME, USAGE_NAME, Janitor, JanitorIntervals
-from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS
-from nixl_tiers.tiers.s3.usage import Account, UploadQuota, Usage
+from nixl_tiers.tiers.s3.record import UploadQuota
+from nixl_tiers.tiers.s3.sweep import Sweeper
+from nixl_tiers.tiers.s3.takeover import Terms
 from tests.tiers.s3.memory_bucket import LISTING, NAMES, ROW, Bucket, failed, lost
 
 CAPACITY_ROWS = 64
 WINDOW_ROWS = 8
 STEP_S = 5.0
-INTERVALS = JanitorIntervals(lease=replace(JANITOR_TERMS, confirm_s=0.0))
+TERMS = Terms(confirm_s=0.0, settle_s=0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -34,22 +33,28 @@ def _virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def now_s() -> float:
         return Bucket.made_last.now_s
 
-    monkeypatch.setattr(lease_module, "lease_clock", now_s)
-    monkeypatch.setattr(usage_module, "WINDOW_SHARE", CAPACITY_ROWS // WINDOW_ROWS)
-    for module in (janitor_module, usage_module):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=now_s, time=now_s))
+    monkeypatch.setattr(budget_module, "budget_clock", now_s)
+    monkeypatch.setattr(record_module, "WINDOW_SHARE", CAPACITY_ROWS // WINDOW_ROWS)
 
 
 class Mover:
-    """Its uploads, the quota that grants them, and its janitor. `budget_rows`: what the bucket may hold at any time."""
+    """Uploads, the quota that grants them, and what keeps that up to date. `budget_rows`: how many may be there."""
 
     def __init__(self, bucket: Bucket, name: str, budget_rows: int = CAPACITY_ROWS, **named: object) -> None:
         self.bucket = bucket
         self.budget_rows = budget_rows
         self.quota = UploadQuota(name, CAPACITY_ROWS * ROW, ROW)
         self.denials = Denials("the bucket", lambda: bucket.now_s)
-        given = {"intervals": INTERVALS, **named}
-        self.janitor = Janitor(lambda: bucket, "b", "p", quota=self.quota, denials=self.denials, **given)  # type: ignore[arg-type]
+        given = {"terms": TERMS, **named}
+        self.budget = Budget(
+            lambda: bucket,
+            lambda: bucket,
+            "b",
+            "p",
+            quota=self.quota,
+            denials=self.denials,
+            **given,  # type: ignore[arg-type]
+        )
         self.begun: list[str] = []
 
     def begin(self, *names: str) -> int:
@@ -66,7 +71,7 @@ class Mover:
         """All that were begun arrive."""
         for name in self.begun:
             self.bucket.store(name)
-            self.quota.upload_ended(ROW)
+            self.quota.upload_ended(ROW, self.bucket.now_s)
         assert len(self.bucket.rows) <= self.budget_rows
         self.begun.clear()
 
@@ -78,7 +83,12 @@ class Mover:
     def steps(self, count: int = 1, after_s: float = STEP_S) -> None:
         for _ in range(count):
             self.bucket.now_s += after_s
-            self.janitor.step()
+            self.budget.step()
+
+    @property
+    def writes(self) -> bool:
+        """Whether it writes the usage record, and so lists and deletes."""
+        return self.budget.takeover.account is not None
 
 
 def name_of(number: int, namespace: int = 0) -> str:
@@ -130,15 +140,15 @@ class TestTheBudget:
         for mover in movers:
             mover.end()
         bucket.before = bucket.after = lambda _: None
-        for _ in range(200):  # the next listing is as long after the last one as that took
+        for _ in range(800):  # over an hour, so there was another sweep
             for mover in movers:
                 mover.steps()
         assert [mover.denials.current() for mover in movers] == [{}] * count
         assert len(bucket.rows) <= CAPACITY_ROWS - WINDOW_ROWS
-        assert bucket.usage is not None
-        assert bucket.usage.nbytes == len(bucket.rows) * ROW
+        assert bucket.record.nbytes <= (len(bucket.rows) + bucket.record.windows * WINDOW_ROWS) * ROW
 
-    def test_nothing_is_uploaded_before_a_listing_that_began_after_the_mover(self) -> None:
+    def test_a_new_mover_uploads_as_soon_as_it_is_counted(self) -> None:
+        """Without another listing."""
         bucket = Bucket()
         one, two = Mover(bucket, "one"), Mover(bucket, "two")
         assert one.store(name_of(1)) == 0
@@ -146,9 +156,11 @@ class TestTheBudget:
         assert one.store(name_of(1)) == 1
         two.steps()
         assert two.store(name_of(2)) == 0
-        one.steps(7)
+        one.steps()
         two.steps()
         assert two.store(name_of(2)) == 1
+        assert bucket.count(LISTING) == 1
+        assert bucket.record.nbytes == (1 + WINDOW_ROWS) * ROW, "with a window for what it may have been in place of"
 
     def test_no_more_than_a_window_is_uploaded_that_the_record_has_not_counted(self) -> None:
         bucket = Bucket()
@@ -178,7 +190,7 @@ class TestTheBudget:
 
     def test_uploads_go_on_between_listings(self) -> None:
         bucket = Bucket()
-        mover = Mover(bucket, "me", intervals=replace(INTERVALS, sweep_s=1e6))
+        mover = Mover(bucket, "me")
         mover.steps()
         number = stored = 0
         while stored < CAPACITY_ROWS - WINDOW_ROWS:
@@ -193,24 +205,29 @@ class TestTheBudget:
             assert number < 1000, "out of names to delete, it lists"
         assert bucket.count(LISTING) > 1
 
-    def test_what_one_record_has_counted_no_later_one_forgets(self) -> None:
+    def test_half_a_window_is_published_at_once(self) -> None:
+        """So one engine writes as fast as it can, and not a window in five seconds."""
         bucket = Bucket()
         mover = Mover(bucket, "me")
-        mover.janitor._account = Account({"me": 5})
+        mover.steps()
+        stored = 0
+        for number in range(0, 40, WINDOW_ROWS // 2):
+            stored += mover.store(*(name_of(n) for n in range(number, number + WINDOW_ROWS // 2)))
+            assert mover.budget._wake.is_set()
+            mover.budget._wake.clear()
+            mover.steps(after_s=0.0)
+        assert stored == 40
 
-        def replaced(record: Usage) -> Usage | None:
-            """What this janitor writes in place of another's record."""
-            bucket.store(f"p/{USAGE_NAME}", record.encode())
-            mover.janitor._read_usage()
-            mover.janitor._write_usage()
-            return bucket.usage
-
-        assert replaced(Usage(50, {"me": 9})) == Usage(4, {"me": 9})
-        late = Usage(50, {"me": 9, "late": 7})
-        bucket.store(f"p/{COUNTER_NAME}late", b"7")
-        assert replaced(late) == late, "this janitor's listing began before that mover"
-        del bucket.objects[f"p/{COUNTER_NAME}late"]
-        assert replaced(late) == Usage(4, {"me": 9}), "a mover that is long gone"
+    def test_with_many_counters_rows_are_not_taken_to_be_gone_all_the_time(self) -> None:
+        """Those of movers that are gone stay for three hours."""
+        bucket = Bucket()
+        for number in range(70):
+            bucket.store(f"p/{COUNTER_NAME}gone-{number}", b"7")
+        fill(bucket, 3)
+        mover = Mover(bucket, "me")
+        mover.steps(2)
+        assert len(bucket.record.counted) == 71
+        assert not mover.quota.deletes_soon
 
 
 class TestWhatIsDeleted:
@@ -267,7 +284,7 @@ class TestWhatIsDeleted:
         bucket.delete_errors = tuple({"Key": name, "Code": code} for name in rows[: 2 * WINDOW_ROWS])
         mover = Mover(bucket, "me")
         mover.steps(4)
-        assert bucket.usage == Usage(CAPACITY_ROWS * ROW, {"me": 0})
+        assert bucket.record.nbytes == CAPACITY_ROWS * ROW
         assert mover.store(name_of(1000)) == 0
         bucket.delete_errors = ()
         mover.steps(8)
@@ -279,39 +296,190 @@ class TestWhatIsDeleted:
         bucket.delete_errors = tuple({"Key": name, "Code": "NoSuchKey"} for name in rows[:4])
         mover = Mover(bucket, "me")
         mover.steps()
-        assert bucket.usage == Usage((CAPACITY_ROWS - 2 * WINDOW_ROWS) * ROW, {"me": 0})
+        assert bucket.record.nbytes == (CAPACITY_ROWS - 2 * WINDOW_ROWS) * ROW
 
-    def test_nothing_more_when_another_has_the_lease(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nothing_more_when_another_has_taken_the_record_over(self) -> None:
         bucket = Bucket()
         fill(bucket, CAPACITY_ROWS + 2 * MAX_DELETES)
         one, two = Mover(bucket, "one"), Mover(bucket, "two")
-        held: list[bool] = []
-        delete = one.janitor._delete
-
-        def noted(victims: dict[str, int]) -> int:
-            held.append(one.janitor.holds_lease)
-            return delete(victims)
 
         def stall(request: str) -> None:
-            if request == "DELETE rows" and len(held) == 1:
+            if request == "DELETE rows" and bucket.count(request) == 1:
                 bucket.after = lambda _: None
-                two.steps(2, after_s=31.0)
-                assert two.janitor.holds_lease
+                two.steps(1, after_s=1.0)
+                two.steps(1, after_s=31.0)
+                assert two.writes
 
-        monkeypatch.setattr(one.janitor, "_delete", noted)
         bucket.after = stall
         one.steps()
-        assert held == [True]
+        assert not one.writes
+        assert bucket.requests[-1] == f"GET {USAGE_NAME}", "it has read that, and done nothing since"
 
-    def test_nothing_without_the_lease(self) -> None:
+    def test_nothing_later_than_a_while_after_the_last_own_write(self) -> None:
+        """Another may have taken the record over meanwhile. It is deleted once it was renewed."""
+        bucket = Bucket()
+        mover = Mover(bucket, "me")
+        mover.steps()
+        fill(bucket, CAPACITY_ROWS)
+        mover.budget.takeover.account.nbytes = CAPACITY_ROWS * ROW  # type: ignore[union-attr]
+
+        def stall(request: str) -> None:
+            if request == LISTING:
+                bucket.now_s += 1.0
+            if request == f"PUT {USAGE_NAME}" and bucket.now_s < late_s:
+                raise failed(503)
+
+        late_s = bucket.now_s + 60.0
+        bucket.before = stall
+        while bucket.now_s < late_s - STEP_S:
+            mover.steps()
+            assert bucket.count("DELETE rows") == 0
+        mover.steps(4)
+        assert len(bucket.rows) == CAPACITY_ROWS - 2 * WINDOW_ROWS
+
+    def test_nothing_by_a_mover_that_does_not_write_the_record(self) -> None:
         bucket = Bucket()
         one, two = Mover(bucket, "one"), Mover(bucket, "two")
         one.steps()
         fill(bucket, CAPACITY_ROWS)
         two.steps(3)
         assert len(bucket.rows) == CAPACITY_ROWS
+        bucket.objects[f"p/{USAGE_NAME}"] = (replace(bucket.record, windows=5).encode(), '"other"', bucket.now_s)
+        bucket.now_s += 3600.0
         one.steps(8)
         assert len(bucket.rows) == CAPACITY_ROWS - 2 * WINDOW_ROWS
+
+
+class TestSweeps:
+    """A prefix may have ten million rows: it is listed when that is needed, and no more."""
+
+    def test_an_idle_prefix_is_listed_once_an_hour(self) -> None:
+        bucket = Bucket()
+        fill(bucket, 5)
+        mover = Mover(bucket, "me")
+        mover.steps(3 * 720 + 10)
+        assert bucket.count(LISTING) == 4
+
+    def test_one_with_an_age_more_often(self) -> None:
+        bucket = Bucket()
+        fill(bucket, 5)
+        mover = Mover(bucket, "me", max_age_s=8 * 600.0)
+        mover.steps(3 * 120 + 10)
+        assert bucket.count(LISTING) == 4
+
+    def test_restarts_of_eight_engines_list_nothing_before_more_than_four_windows_are_owed(self) -> None:
+        bucket = Bucket()
+        fill(bucket, 10)
+        movers = [Mover(bucket, f"mover-{number}", CAPACITY_ROWS + 7 * WINDOW_ROWS) for number in range(4)]
+        for _ in range(4):
+            for mover in movers:
+                mover.steps(after_s=1.0)
+        assert bucket.count(LISTING) == 1
+        assert bucket.record.windows == 3
+        movers += [Mover(bucket, f"mover-{number}", CAPACITY_ROWS + 7 * WINDOW_ROWS) for number in range(4, 8)]
+        for _ in range(20):
+            for mover in movers:
+                mover.steps(after_s=1.0)
+        assert bucket.count(LISTING) == 2
+        assert bucket.record.windows == 0
+        assert bucket.record.nbytes == 10 * ROW
+
+    def test_a_restart_stores_at_once_in_a_full_prefix_too(self) -> None:
+        """The engine was closed; a sweep deletes what it finds among the oldest before it has ended."""
+        bucket = Bucket(page_names=4)
+        fill(bucket, CAPACITY_ROWS)
+        first = Mover(bucket, "first")
+        first.steps(3)
+        number = 1000
+        while len(bucket.rows) < CAPACITY_ROWS - WINDOW_ROWS:
+            number += 1
+            first.store(name_of(number))
+            first.steps()
+        first.budget.end()
+        second = Mover(bucket, "second")
+        listed: list[int] = []
+
+        def note(request: str) -> None:
+            if request == LISTING and second.quota.ready and not listed and second.quota.try_acquire(0):
+                listed.append(bucket.count(LISTING))
+
+        bucket.before = note
+        before = bucket.count(LISTING)
+        second.steps()
+        pages = -(-len(bucket.rows) // 4)
+        assert listed
+        assert listed[0] - before < pages, "before all was listed"
+
+    def test_an_hour_of_refused_uploads_does_not_empty_the_prefix(self) -> None:
+        bucket = Bucket()
+        fill(bucket, CAPACITY_ROWS - 2 * WINDOW_ROWS)
+        mover = Mover(bucket, "me")
+        mover.steps()
+        for number in range(720):
+            if mover.quota.try_acquire(ROW):
+                mover.quota.upload_ended(ROW, bucket.now_s, done=False)
+            mover.steps()
+            assert number < 60 or mover.budget.takeover.account.failed > 0 or bucket.count(LISTING) > 1  # type: ignore[union-attr]
+        assert len(bucket.rows) == CAPACITY_ROWS - 2 * WINDOW_ROWS
+
+
+class TestTakeover:
+    def test_a_writer_that_is_idle_keeps_the_record(self) -> None:
+        """Its content stays the same, but for what makes each write another one."""
+        bucket = Bucket()
+        one, two = Mover(bucket, "one"), Mover(bucket, "two")
+        for _ in range(60):
+            one.steps(after_s=2.5)
+            two.steps(after_s=2.5)
+        assert (one.writes, two.writes) == (True, False)
+        assert bucket.count(LISTING) == 1
+
+    def test_one_that_is_gone_is_replaced_after_half_a_minute_and_a_closed_one_at_once(self) -> None:
+        bucket = Bucket()
+        one, two, three = (Mover(bucket, name) for name in ("one", "two", "three"))
+        one.steps()
+        two.steps(6)
+        assert not two.writes
+        two.steps(2)
+        assert two.writes
+        two.budget.end()
+        three.steps()
+        assert three.writes
+        assert bucket.count(LISTING) == 1, "the next ones go on from the record that they replace"
+
+    def test_two_that_a_server_lets_through_together_are_one_a_second_later(self) -> None:
+        bucket = Bucket()
+        one, two = Mover(bucket, "one"), Mover(bucket, "two")
+        one.steps()
+        one.budget.end()
+        three = Mover(bucket, "three")
+
+        def race(name: str) -> None:
+            if name == f"p/{USAGE_NAME}":
+                bucket.tested = lambda _: None
+                two.steps(after_s=0.0)
+                assert two.writes
+
+        bucket.tested = race
+        three.steps(after_s=0.0)
+        two.steps()
+        assert two.writes + three.writes == 1
+
+    def test_the_record_of_nobody_is_full_until_a_sweep_has_ended(self) -> None:
+        bucket = Bucket()
+        fill(bucket, 3)
+        mover = Mover(bucket, "me")
+        seen: list[int] = []
+
+        def note(request: str) -> None:
+            if request == LISTING:
+                seen.append(bucket.record.nbytes)
+                assert mover.begin(name_of(1)) == 0
+
+        bucket.before = note
+        mover.steps()
+        assert seen == [(CAPACITY_ROWS + WINDOW_ROWS) * ROW]
+        assert bucket.record.nbytes == 3 * ROW
 
 
 class TestWhoDoesNotWrite:
@@ -327,48 +495,59 @@ class TestWhoDoesNotWrite:
         assert reader.quota.used_bytes == 5 * ROW
         assert not reader.quota.try_acquire(ROW)
 
-    def test_without_conditional_writes_nobody_stores_or_deletes_and_that_is_told(self) -> None:
+    def test_an_engine_without_conditional_writes_stores_and_makes_room_and_another_does_not(self) -> None:
+        """Once the server has said so for a minute, which is told."""
         bucket = Bucket(knows_conditions=False)
         fill(bucket, CAPACITY_ROWS)
-        mover = Mover(bucket, "me")
-        mover.steps(60)
-        assert len(bucket.rows) == CAPACITY_ROWS
+        one, two = Mover(bucket, "one"), Mover(bucket, "two")
+        one.steps(11)
+        assert one.store(name_of(1000)) == 0
         assert f"p/{USAGE_NAME}" not in bucket.objects
-        assert mover.store(name_of(1000)) == 0
-        (problem,) = mover.denials.current().values()
+        one.steps(10)
+        assert one.store(name_of(1000)) == 1
+        for _ in range(40):
+            one.steps(after_s=2.5)
+            two.steps(after_s=2.5)
+        assert two.store(name_of(1001)) == 0
+        assert one.store(name_of(1001)) == 1
+        (problem,) = one.denials.current().values()
         assert "does not support conditional writes" in problem
+        one.budget.end()
+        two.steps(2)
+        assert two.store(name_of(1002)) == 1
+        assert len(bucket.rows) <= CAPACITY_ROWS
 
     def test_an_answer_without_a_date_is_told_and_nothing_is_stored(self, monkeypatch: pytest.MonkeyPatch) -> None:
         bucket = Bucket()
         mover = Mover(bucket, "me")
-        monkeypatch.setattr(janitor_module, "answered_at_s", lambda _: None)
+        monkeypatch.setattr(budget_module, "answered_at_s", lambda _: None)
         mover.steps(3)
-        assert "lack an ETag, a Date or a Last-Modified" in mover.denials.current()["shared prefix"]
+        assert "lack an ETag, a Date or a Last-Modified" in mover.denials.current()["prefix"]
         assert mover.store(name_of(1)) == 0
 
 
 class TestTheSteps:
-    def test_an_unexpected_error_gives_up_the_lease_and_is_logged_once(
+    def test_an_unexpected_error_gives_up_the_record_and_is_logged_once(
         self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         bucket = Bucket()
         mover = Mover(bucket, "me")
         mover.steps()
-        assert mover.janitor.holds_lease
+        assert mover.writes
 
         def fail(*_: object) -> None:
             raise ZeroDivisionError
 
         with monkeypatch.context() as patch:
-            patch.setattr(Janitor, "_make_room", fail)
+            patch.setattr(Sweeper, "_make_room", fail)
             mover.steps()
-            assert not mover.janitor.holds_lease
+            assert not mover.writes
             mover.steps(3)
         assert (
             len([each for each in caplog.records if "unexpected error (ZeroDivisionError)" in each.getMessage()]) == 1
         )
         mover.steps(8)
-        assert mover.janitor.holds_lease
+        assert mover.writes
         assert mover.store(name_of(1)) == 1
 
     @pytest.mark.parametrize("stop", [LISTING, f"PUT {USAGE_NAME}", f"LIST {COUNTER_NAME}"])
@@ -384,7 +563,7 @@ class TestTheSteps:
         bucket.before = fail
         mover.steps(30)
         bucket.before = lambda _: None
-        assert bucket.usage == Usage(50 * ROW, {"me": 0})
+        assert bucket.record.nbytes == 50 * ROW
         assert bucket.count(LISTING) <= 12 * 2 + 12 * 30 // 6, "no page twice for an interruption"
 
     def test_the_thread_makes_them_until_it_is_closed_and_then_hands_over(
@@ -392,8 +571,8 @@ class TestTheSteps:
     ) -> None:
         bucket = Bucket()
         mover = Mover(bucket, "me")
-        janitor, steps, waits = mover.janitor, list[float](), list[float]()
-        step = janitor.step
+        budget, steps, waits = mover.budget, list[float](), list[float]()
+        step = budget.step
 
         def counted() -> None:
             step()
@@ -403,31 +582,16 @@ class TestTheSteps:
             waits.append(seconds)
             bucket.now_s += seconds
             if len(steps) == 3:
-                janitor._stop.set()
-            return janitor._stop.is_set()
+                budget._stop.set()
+            return budget._stop.is_set()
 
-        monkeypatch.setattr(janitor, "step", counted)
-        monkeypatch.setattr(janitor._stop, "wait", wait)
-        janitor._run()
+        monkeypatch.setattr(budget, "step", counted)
+        monkeypatch.setattr(budget._stop, "wait", wait)
+        monkeypatch.setattr(budget._wake, "wait", wait)
+        budget._run()
         assert len(steps) == 3
-        assert [seconds for seconds in waits if seconds] == [INTERVALS.renew_s] * 3, "others are the lease's"
-        assert not janitor.holds_lease
+        assert [after - before for before, after in itertools.pairwise(steps)] == [TERMS.renew_s + LEAST_TURN_S] * 2
+        assert not mover.writes
         other = Mover(bucket, "other")
         other.steps()
-        assert other.janitor.holds_lease, "it need not wait until the lease expires"
-
-
-def test_two_that_both_believe_they_hold_the_lease_stay_within_the_budget(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The lease saves work; the bound does not depend on it."""
-    monkeypatch.setattr(Janitor, "holds_lease", property(lambda _: True))
-    chance, bucket = random.Random(5), Bucket()
-    movers = [Mover(bucket, name, CAPACITY_ROWS + WINDOW_ROWS) for name in ("one", "two")]
-    arrived = 0
-    actions: list[Callable[[Mover], object]] = [Mover.end, Mover.steps, Mover.steps]
-    for number in range(2000):
-        mover = chance.choice(movers)
-        arrived += mover.begin(name_of(number))
-        chance.choice(actions)(mover)
-    assert arrived > 3 * CAPACITY_ROWS
+        assert other.writes, "it need not wait until the record is stale"

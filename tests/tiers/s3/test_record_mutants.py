@@ -1,0 +1,245 @@
+"""Each of these planted bugs in the record's account, its takeover or its sweeps must be caught by the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from nixl_tiers.tiers.s3 import record as record_module
+from nixl_tiers.tiers.s3 import takeover as takeover_module
+from nixl_tiers.tiers.s3.record import Account, Counter, Record, UploadQuota
+from nixl_tiers.tiers.s3.sweep import Sweeper
+from nixl_tiers.tiers.s3.takeover import COUNTERS, Ask, Steps, Takeover
+from tests.tiers.s3.record_machine import SHARE, World, explore
+
+SEEDS = 400
+
+
+class SuccessorBringsNoWindow(Account):
+    def _add(self, mover: str) -> None:
+        self.counted[mover] = 0
+        self.windows += 1
+
+
+class RunningSweepDropsNewWindows(Account):
+    """Of movers that were added while it ran, too."""
+
+    def end_sweep(self, counters: Mapping[str, Counter], oldest: int) -> None:
+        assert self.sweep is not None
+        self.read(counters)
+        self.sweep.windows = self.windows
+        super().end_sweep(counters, oldest)
+
+
+class DeletesAreSubtractedBeforeASweep(Account):
+    def deleted(self, nbytes: int, *, by_running: bool) -> None:
+        self.swept = self.swept or 1
+        super().deleted(nbytes, by_running=by_running)
+
+
+class OldCounterIsAddedWithoutASweep(Account):
+    def read(self, counters: Mapping[str, Counter]) -> None:
+        super().read(counters)
+        for mover in counters.keys() - self.counted.keys():
+            self.counted[mover] = counters[mover].ended
+
+
+class GoneCounterLeavesAtOnce(Account):
+    def read(self, counters: Mapping[str, Counter]) -> None:
+        super().read(counters)
+        self.counted = {mover: n for mover, n in self.counted.items() if mover in counters}
+
+
+class CountsFall(Account):
+    """A counter that is read late, or of an older write, replaces what was counted."""
+
+    def read(self, counters: Mapping[str, Counter]) -> None:
+        super().read(counters)
+        for mover, counter in counters.items():
+            if mover in self.counted:
+                self.nbytes += min(0, counter.ended - self.counted[mover])
+                self.counted[mover] = counter.ended
+
+
+class CountersAreReadBehindTheListing(Account):
+    def end_sweep(self, counters: Mapping[str, Counter], oldest: int) -> None:
+        assert self.sweep is not None
+        self.read(counters)
+        self.sweep.baseline |= self.counted
+        super().end_sweep(counters, oldest)
+
+
+class DeletesAreSubtractedTwice(Account):
+    """From the last sweep and from the one that runs, whether that has found the rows or not."""
+
+    def deleted(self, nbytes: int, *, by_running: bool) -> None:
+        super().deleted(nbytes, by_running=by_running or self.sweep is not None)
+
+
+class UnknownPrefixCountsAsEmpty(Takeover):
+    def _first(self) -> Record:
+        return replace(self._record or Record(0), writer=self.quota.mover, write=self._nonce())
+
+
+class TakerBeginsAnew(Takeover):
+    """It keeps nothing of the record that it replaces, and counts whoever it finds."""
+
+    def _account(self, counters: Mapping[str, Counter]) -> Account:
+        account = super()._account(counters)
+        account.counted = {mover: counter.ended for mover, counter in counters.items()}
+        return account
+
+
+class TakeoverIsOneWrite(Takeover):
+    """No look whether it stayed, and the counters are those from before it."""
+
+    def _take(self, now: float) -> Steps[float]:
+        now, counters = yield Ask(COUNTERS)
+        self._record = self._first()
+        account = self._account(counters)
+        wrote, now = yield from self._write(account.record(self.quota.mover, self._nonce()), now)
+        if wrote:
+            self.account = account
+        return now
+
+
+class CountersAreReadBeforeTheRecord(Takeover):
+    """Those of an earlier turn serve."""
+
+    _counters: Mapping[str, Counter] | None = None
+
+    def renew(self, now: float) -> Steps[float]:
+        steps = super().renew(now)
+        answer = None
+        while True:
+            try:
+                asked = steps.send(answer) if answer is not None else next(steps)
+            except StopIteration as end:
+                return float(end.value)
+            answer = yield asked
+            if asked.what == COUNTERS:
+                late, self._counters = self._counters, answer[1]
+                answer = answer[0], self._counters if late is None else late
+
+
+class WritesAreUnconditional(Takeover):
+    @property
+    def _condition(self) -> str | None:
+        return ""
+
+
+class OthersNameIsNoReasonToForget(Takeover):
+    def _read(self) -> Steps[float]:
+        account = self.account
+        now = yield from super()._read()
+        self.account = account
+        return now
+
+
+class SweepOfAnEarlierTenureGoesOn(Sweeper):
+    """What it found before another mover wrote the record still counts."""
+
+    def work(self, now: float) -> Steps[float]:
+        account = self._takeover.account
+        if account is not None and self._account is not None and account is not self._account:
+            account.sweep, account.swept = self._account.sweep, 1
+            self._account = account
+        if account is None:
+            return now
+        return (yield from super().work(now))
+
+
+class NamesServeBeforeTheirAccount(Sweeper):
+    """Though the record that would have counted them could not be written."""
+
+    def _swap(self) -> None:
+        assert self._account is not None
+        sweep = self._account.sweep
+        if self._takeover.ended is not None:
+            self._account.sweep = None
+        super()._swap()
+        self._account.sweep = sweep
+
+
+class WindowIsNotKeptFree(UploadQuota):
+    def try_acquire(self, nbytes: int) -> bool:
+        self.capacity_bytes += self.window_bytes
+        try:
+            return super().try_acquire(nbytes)
+        finally:
+            self.capacity_bytes -= self.window_bytes
+
+
+class UploadsAreNotBoundByAWindow(UploadQuota):
+    def try_acquire(self, nbytes: int) -> bool:
+        started, self._started = self._started, 0
+        granted = super().try_acquire(nbytes)
+        self._started = started + nbytes * granted
+        return granted
+
+
+class UncountedMoverUploads(UploadQuota):
+    def refresh(self, record: Record) -> None:
+        super().refresh(replace(record, counted={self.mover: 0} | dict(record.counted)))
+
+
+class FailedUploadEndsAtOnce(UploadQuota):
+    def upload_ended(self, nbytes: int, now: float, *, done: bool = True) -> None:
+        super().upload_ended(nbytes, now)
+
+
+MUTANTS: list[type] = [
+    SuccessorBringsNoWindow,
+    RunningSweepDropsNewWindows,
+    DeletesAreSubtractedBeforeASweep,
+    OldCounterIsAddedWithoutASweep,
+    GoneCounterLeavesAtOnce,
+    CountsFall,
+    CountersAreReadBehindTheListing,
+    DeletesAreSubtractedTwice,
+    UnknownPrefixCountsAsEmpty,
+    TakerBeginsAnew,
+    TakeoverIsOneWrite,
+    CountersAreReadBeforeTheRecord,
+    WritesAreUnconditional,
+    OthersNameIsNoReasonToForget,
+    SweepOfAnEarlierTenureGoesOn,
+    NamesServeBeforeTheirAccount,
+    WindowIsNotKeptFree,
+    UploadsAreNotBoundByAWindow,
+    UncountedMoverUploads,
+    FailedUploadEndsAtOnce,
+]
+FIRST: dict[type, int] = {}
+"""Seeds that catch these at once today, so that the search is short."""
+
+
+def plant(mutant: type, patch: pytest.MonkeyPatch) -> dict[str, object]:
+    """What the simulation is given to have it."""
+    if issubclass(mutant, Account):
+        patch.setattr(takeover_module, "Account", mutant)
+        return {}
+    if issubclass(mutant, UploadQuota):
+        return {"quota": lambda name: mutant(name, *SIZES)}
+    return {"takeover": mutant} if issubclass(mutant, Takeover) else {"sweeper": mutant}
+
+
+SIZES = (64 * 5, 5)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_planted_bug_is_caught(mutant: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = plant(mutant, monkeypatch)
+    first = FIRST.get(mutant, 0)
+    with pytest.raises(AssertionError, match=r"beyond the bound|below the truth"):
+        explore(range(first, first + SEEDS), **named)
+
+
+@pytest.fixture(autouse=True)
+def _small_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_module, "WINDOW_SHARE", SHARE)
+
+
+assert World
