@@ -107,25 +107,21 @@ class Soak:
         self._switch = directory / "disk-faults"
         self._serials = itertools.count()
         place = {"bucket": bucket, "endpoint": proxy.endpoint, "capacity": CAPACITY}
-        fast = {"type": "tests.mover.stub_tiers:FastJanitorConfig", "window_share": WINDOW_SHARE}
-        private = {"type": "s3", **place, "prefix": f"soak-{seed}"}
-        shared = {**fast, **place, "prefix": f"shared-{seed}"}
+        fast = {"type": "tests.mover.stub_tiers:FastBudgetConfig", "window_share": WINDOW_SHARE}
+        s3 = {**fast, **place, "prefix": f"soak-{seed}"}
         cpu = {"type": "cpu", "capacity": HOST}
         file = file_tier(directory, CAPACITY)
         file["path"] = [str(directory / "kv"), str(directory / "kv2")]
-        self._configs = [
-            configuration.load({"tiers": [cpu, file, s3], "replicas": 2, "wait_s": LIMITS.wait_s})
-            for s3 in (private, shared)
-        ]
+        self._config = configuration.load({"tiers": [cpu, file, s3], "replicas": 2, "wait_s": LIMITS.wait_s})
         self._plan = FaultPlan(
             tuple(Rule(fault, chance=0.03, delay_s=0.3) for fault in DISK_FAULTS), seed, str(self._switch)
         )
 
     def run(self, seconds: float, report: Callable[[RoundResult], None]) -> None:
-        """Run rounds until `seconds` have passed, at least one with each kind of prefix. Stop after a finding."""
+        """Run rounds until `seconds` have passed, at least one. Stop after a finding."""
         end = time.monotonic() + seconds
         before = ResourceCount.take()
-        while not self.findings and (len(self.rounds) < len(self._configs) or time.monotonic() < end):
+        while not self.findings and (not self.rounds or time.monotonic() < end):
             self._run_round(min(self._round_s, max(5.0, end - time.monotonic())))
             self._check_no_leaks(before)
             report(self.rounds[-1])
@@ -201,12 +197,10 @@ class Soak:
             self.findings.append(f"round {result.number}: the store raised {stats.errors[0]}")
 
     def _check_recovery(self, salts: dict[TieredStore, bytes], result: RoundResult) -> None:
-        """End all faults: each tier must be up, store new rows and read them back, and every host row must be free. On
-        a private prefix only its owner stores."""
+        """End all faults: each tier must be up, store new rows and read them back, and every host row must be free."""
         self._end_faults()
         began = time.monotonic()
-        shared = result.number % 2
-        failing = {(each, name) for each in salts for name in self._configs[shared].names}
+        failing = {(each, name) for each in salts for name in self._config.names}
         while failing and time.monotonic() < began + RECOVERY_S:
             for store, salt in salts.items():
                 earlier = store.stats()
@@ -214,10 +208,9 @@ class Soak:
                 put(store, keys, salt)
                 store.flush(5.0)
                 now = store.stats()
-                for name in self._configs[shared].names:
+                for name in self._config.names:
                     if now[name]["up"] and now[name]["bytes_written"] > earlier[name]["bytes_written"]:
-                        working = [store] if shared or name != "s3" else [*salts]
-                        failing.difference_update((each, name) for each in working)
+                        failing.discard((store, name))
                 # Fill the host, so that they are evicted and can only come from a storage tier.
                 fillers = range(store.coordinator.region.rows)
                 put(store, [b"filler-%d-%d" % (result.number, next(self._serials)) for _ in fillers], salt)

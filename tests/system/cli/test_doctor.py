@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS, Record
 
 import nixl_tiers
 from nixl_tiers.base.chunk import Geometry
@@ -21,6 +19,7 @@ from nixl_tiers.cli.checks.trial import NAME
 from nixl_tiers.config.schema import S3Config, load
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.driver import Driver, NoDriver
+from nixl_tiers.tiers.s3.budget import USAGE_NAME
 from tests.cli.test_doctor import named, objects, quiet_machine, s3_tier, scratch_in
 from tests.support.file_tier import file_config, file_tier
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
@@ -227,7 +226,7 @@ def test_request_that_fails_is_not_taken_for_a_missing_right(proxied: tuple[S3Co
 def test_corrupted_rows_are_broken(proxied: tuple[S3Config, FaultProxy]) -> None:
     config, proxy = proxied
     proxy.inject(
-        ProxyFault(FaultKind.BIT_FLIP, target=OWNER_TERMS.name, probability=0.0),
+        ProxyFault(FaultKind.BIT_FLIP, target=USAGE_NAME, probability=0.0),
         ProxyFault(FaultKind.BIT_FLIP, target="list-type", probability=0.0),
         ProxyFault(FaultKind.BIT_FLIP, methods=frozenset({"GET"}), target=SCRATCH),
     )
@@ -260,10 +259,12 @@ def test_missing_bucket_and_dead_server_are_broken(
 
 
 @pytest.mark.parametrize("write", ["through", "off"])
-def test_nothing_is_written_beside_an_owner_or_with_write_off(write: str, place: S3Config, s3_server: S3Server) -> None:
+def test_nothing_is_written_beside_an_older_release_or_with_write_off(
+    write: str, place: S3Config, s3_server: S3Server
+) -> None:
     if write == "through":
-        body = Record("engine-7", time.time(), 3600.0).encode()
-        s3_server.client().put_object(Bucket=place.bucket, Key=f"{place.prefix}/{OWNER_TERMS.name}", Body=body)
+        body = json.dumps({"engine": "engine-7", "since": 0, "lease": 3600.0})
+        s3_server.client().put_object(Bucket=place.bucket, Key=f"{place.prefix}/.owner", Body=body.encode())
     before = objects(s3_server, place)
     found = named(bucket.examine(place.model_copy(update={"write": write}), "token"))
     assert found[NAME].status is found["put, delete"].status is Status.NOT_TRIED

@@ -15,10 +15,10 @@ from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ClientError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nixl_tiers.tiers.s3.quota import PrefixQuota
 
+from nixl_tiers.base.chunk import object_name
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS
-from nixl_tiers.tiers.s3.names import RowNames, place_of
+from nixl_tiers.tiers.s3.names import RowNames
 from tests.system.tiers.s3.harness import FaultyS3, client_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:tzname .* identified")  # dateutil's, of damaged times
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:tzname .* identified")  # dateut
 NAMES = RowNames("p q")  # with the space a listing's names are encoded
 NAMESPACE, ROW = "a" * 32, 100_000
 SERVED = (NAMESPACE, ROW)
-KEYS = sorted((b"key-%04d" % number for number in range(6)), key=place_of)
+KEYS = sorted((b"key-%04d" % number for number in range(6)), key=object_name)
 HEADERS = {
     "Date": "Mon, 23 Nov 2026 12:00:00 GMT",
     "Content-Type": "application/xml",
