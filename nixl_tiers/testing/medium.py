@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from nixl_tiers.base.chunk import Geometry, Key, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict, missing_of
-from nixl_tiers.tiers.base import Entry, ExistenceAnswer, Move, StorageTier, TierDown
+from nixl_tiers.tiers.base import Entry, Move, StorageTier, TierDown
 
 TIMEOUT_S: Final = 120.0
 CAPACITY_BYTES: Final = 48 << 20
@@ -197,8 +197,7 @@ class Rig:
             return {}
         self.tier.found()
         assert self.tier.check_existence(1, wanted, False)
-        answers: list[ExistenceAnswer] = []
-        self.until(lambda: answers.extend(self.tier.existence_answers()) or answers, "the answer to an existence check")
+        self.until(self.tier.existence_answers, "the answer to an existence check")
         return dict(enumerate(entry.key for entry in self.tier.found()))
 
     def reopen(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> dict[int, Key]:

@@ -259,9 +259,7 @@ def test_missing_bucket_and_dead_server_are_broken(
 
 
 @pytest.mark.parametrize("write", ["through", "off"])
-def test_nothing_is_written_beside_an_older_release_or_with_write_off(
-    write: str, place: S3Config, s3_server: S3Server
-) -> None:
+def test_nothing_is_written_beside_an_older_release_or_if_off(write: str, place: S3Config, s3_server: S3Server) -> None:
     if write == "through":
         body = json.dumps({"engine": "engine-7", "since": 0, "lease": 3600.0})
         s3_server.client().put_object(Bucket=place.bucket, Key=f"{place.prefix}/.owner", Body=body.encode())

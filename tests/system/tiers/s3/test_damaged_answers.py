@@ -25,7 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:tzname .* identified")  # dateut
 
 NAMES = RowNames("p q")  # with the space a listing's names are encoded
 NAMESPACE, ROW = "a" * 32, 100_000
-SERVED = (NAMESPACE, ROW)
 KEYS = sorted((b"key-%04d" % number for number in range(6)), key=object_name)
 HEADERS = {
     "Date": "Mon, 23 Nov 2026 12:00:00 GMT",
@@ -53,12 +52,6 @@ def page(keys: list[bytes], *, more: bool = False) -> bytes:
         + "".join(map(contents, keys))
         + "</ListBucketResult>"
     ).encode()
-
-
-def new_quota() -> PrefixQuota:
-    quota = PrefixQuota(NAMES, ROW, 1 << 30)
-    quota.serve(NAMESPACE, 0.0)
-    return quota
 
 
 ERROR = b'<?xml version="1.0"?><Error><Code>NoSuchKey</Code><Message>none</Message><HostId>h</HostId></Error>'

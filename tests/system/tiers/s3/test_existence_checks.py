@@ -114,7 +114,7 @@ class TestAnswers:
         monkeypatch.setattr(driver.tier._control.connection, "server_time_s", lambda: float(now))
         quota = driver.tier._rows.upload_quota
         for age_s, margin_s in ((6400, 200), (10, 0), (-100, 0)):
-            quota.refresh(Usage(quota.capacity_bytes, {}, now - age_s), 60.0)
+            quota.refresh(Record(quota.capacity_bytes, {}, now - age_s))
             assert driver.tier.gone_before == now - age_s + margin_s
 
     def test_nothing_is_forgotten_early_while_there_is_room(self, driver: TierDriver) -> None:
