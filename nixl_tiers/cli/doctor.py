@@ -51,7 +51,7 @@ def doctor(
     one, then rows written, read and verified by the tier's own code.
 
     A trial writes at most 64 MiB within the capacity, under a scratch name of its own, and deletes them. Nothing is
-    written while an engine uses the directory or the private prefix, nor with `write: off`. Nothing runs on a GPU.
+    written while an engine uses the directory, or one of an older release the prefix, nor with `write: off`. Nothing runs on a GPU.
     Whatever hangs is killed after 60 seconds.
 
     Exit code: 0 all is well, perhaps with advice on speed; 1 warnings; 2 something is broken, or the configuration is
