@@ -13,8 +13,10 @@ for each mover whose present process it does not count.
 - A sweep's record is valid. It reads the counters B and then lists, so what it finds is in `bytes`, and what it misses
   has ended later, so is beyond B: `bytes = found + sum(counted - B)`. A confirmed delete of a row that was found lowers
   both sides. Counting more of a counter moves bytes from one term to another.
-- A counter that is new and 0 is added with W, for what its killed predecessor has left uncounted. A sweep that begins
-  later finds that, as uploads end with their process; so W goes with that sweep, and with no earlier one.
+- A counter that is new is added with W, for what its killed predecessor has left uncounted. A sweep that begins later
+  finds that, as uploads end with their process; so W goes with that sweep, and with no earlier one. The counter is 0, as
+  nobody uploads who is not counted; or at most W, if the record that counted it was replaced by the copy of an older one
+  (below): then it is added too. One above W, of a mover that slept for hours, waits for a sweep.
 - A mover that takes the record over goes on from a copy, or, where there is none, from `bytes = capacity`: then nobody
   uploads, and no delete is subtracted, before a sweep has ended.
 - A record replaces one that its writer has read, and counters are read after that, so no count falls. A server that
@@ -215,8 +217,8 @@ class Account:
             before, known = self.counted.get(mover), self._failed.get(mover)
             self._failed[mover] = counter.failed
             if before is None:
-                if not counter.ended:  # else it waits for a sweep
-                    self._add(mover)
+                if counter.ended <= self._window_bytes:  # else it waits for a sweep
+                    self._add(mover, counter.ended)
                 continue
             risen = max(0, counter.ended - before)
             failed = counter.failed - known if known is not None else min(counter.failed, risen)
@@ -224,9 +226,9 @@ class Account:
             self.counted[mover] = before + risen
             self.failed += max(0, failed)
 
-    def _add(self, mover: str) -> None:
-        self.counted[mover] = 0
-        self.nbytes += self._window_bytes
+    def _add(self, mover: str, ended: int) -> None:
+        self.counted[mover] = ended
+        self.nbytes += ended + self._window_bytes
         self.windows += 1
 
     def begin_sweep(self, began_s: int) -> None:
