@@ -9,9 +9,9 @@ one side and not of the other. The tier seals every row that it stores, lands do
 copies them; boto3 does none of that. CPU is that of the client's process and that of the server, in seconds a GB. Only
 ratios within one run are meaningful; a ratio is the median of those of the rounds. `--delay-ms`: answers arrive this
 much later, through a proxy: a distant server. The first loads are those of a new process, with its tier or client made
-before. Then, of rows of the first size: how long a restarted engine needs from its start to its first hit and to its first
-store, and how many of 200 new prompts a second, each a question whether its first chunk is stored, are answered within
-`probe_s`, where as many are open at once as the engine would have.
+before. Then, of rows of the first size: how long a restarted engine needs from its start to its first hit and to its
+first store, and how many of 200 new prompts a second, each a question whether its first chunk is stored, are answered
+within `probe_s`, where as many are open at once as the engine would have.
 """
 
 from __future__ import annotations

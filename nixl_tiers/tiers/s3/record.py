@@ -14,9 +14,9 @@ for each mover whose present process it does not count.
   has ended later, so is beyond B: `bytes = found + sum(counted - B)`. A confirmed delete of a row that was found lowers
   both sides. Counting more of a counter moves bytes from one term to another.
 - A counter that is new is added with W, for what its killed predecessor has left uncounted. A sweep that begins later
-  finds that, as uploads end with their process; so W goes with that sweep, and with no earlier one. The counter is 0, as
-  nobody uploads who is not counted; or at most W, if the record that counted it was replaced by the copy of an older one
-  (below): then it is added too. One above W, of a mover that slept for hours, waits for a sweep.
+  finds that, as uploads end with their process; so W goes with that sweep, and with no earlier one. The counter is 0,
+  as nobody uploads who is not counted; or at most W, if the record that counted it was replaced by the copy of an older
+  one (below): then it is added too. One above W, of a mover that slept for hours, waits for a sweep.
 - A mover that takes the record over goes on from a copy, or, where there is none, from `bytes = capacity`: then nobody
   uploads, and no delete is subtracted, before a sweep has ended.
 - A record replaces one that its writer has read, and counters are read after that, so no count falls. A server that

@@ -97,6 +97,11 @@ class TierDriver:
         assert wait_until(lambda: self._try_open(namespace, epoch, slots))
         return slots[0]
 
+    def open_ready(self) -> None:
+        """Open, and wait until rows may be stored."""
+        self.open()
+        assert wait_until(lambda: self.tier._rows.upload_quota.ready)
+
     def try_open(self) -> None:
         """Open or raise, once."""
         self.tier.open(NAMESPACE, 0)

@@ -46,7 +46,7 @@ def upload_tests(server: FaultyS3) -> int:
 @pytest.fixture
 def driver(faulty: FaultyS3) -> Iterator[TierDriver]:
     with TierDriver(SMALL, 32, bucket="kv-rights", endpoint=faulty.endpoint, times=SHORT) as driver:
-        driver.open()
+        driver.open_ready()
         yield driver
 
 
@@ -106,7 +106,9 @@ def test_full_server_has_a_name_for_its_quota_only(faulty: FaultyS3, status: int
         assert wait_until(lambda: driver.store([1]) == [Outcome.OK])
         faulty.fault = denying(is_put, status, code)
         assert driver.store([2]) == [Outcome.FAILED]
-        assert any(f"uploads are denied ({code}; " in text for text in driver.tier.denials.values()) == told
+        sentence = f"uploads are denied ({code}; "
+        assert wait_until(lambda: upload_tests(faulty) > 0)
+        assert wait_until(lambda: any(sentence in text for text in driver.tier.denials.values()) == told)
         assert driver.load([1]) == [Outcome.OK]
 
 

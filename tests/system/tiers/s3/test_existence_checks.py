@@ -149,11 +149,6 @@ class TestAnswers:
         assert not driver.tier._rows.busy
         assert list(driver.tier.existence_answers()) == []
 
-    def test_a_private_prefix_has_no_existence_checks(self, faulty: FaultyS3) -> None:
-        with TierDriver(SMALL, 8, bucket="kv-exists", endpoint=faulty.endpoint) as driver:
-            driver.open()
-            assert not driver.tier.check_existence(1, keys(1), True)
-
 
 class TestUploads:
     """Before a row is uploaded it is looked whether others have stored it meanwhile."""
@@ -177,7 +172,7 @@ class TestUploads:
         started = quota._started
         assert driver.store([1, 2]) == [Outcome.FOUND, Outcome.OK]
         assert [self.asked(driver, faulty, number, "PUT") for number in (1, 2)] == [0, 1]
-        assert quota._started == started + ROW == quota.counter
+        assert quota._started == started + ROW == quota.counter(0.0).ended
         there, stored = driver.tier.found()
         assert (there.key, there.tick) == (key_of(1), int(datetime.fromisoformat(LONG_AGO).timestamp()))
         assert stored.key == key_of(2)

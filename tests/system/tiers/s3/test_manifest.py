@@ -113,15 +113,6 @@ def test_server_that_hangs_does_not_hang_the_close(place: dict[str, Any], monkey
         driver.region.close()
 
 
-def test_manifest_outlives_the_rows_that_make_room(moto: MotoServer, place: dict[str, Any]) -> None:
-    with start(place, capacity=3 * GEOMETRY.row_bytes) as driver:
-        assert driver.store([1, 2, 3]) == [Outcome.OK] * 3
-        assert wait_until(lambda: manifest_in(moto, driver) is not None)
-        driver.open(OTHER_NAMESPACE)
-        assert driver.store([4, 5, 6]) == [Outcome.OK] * 3  # in place of those of the first namespace
-        assert manifest_in(moto, driver) is not None
-
-
 def test_no_manifest_for_weights_that_were_replaced(moto: MotoServer, place: dict[str, Any]) -> None:
     with TierDriver(GEOMETRY, 8, **place) as driver:
         driver.tier.describe(ABOUT)

@@ -30,7 +30,7 @@ def nice_values(pid: int) -> dict[int, int]:
 
 def s3_tier(endpoint: str, bucket: str, **fields: Any) -> dict[str, object]:
     kind = "tests.mover.stub_tiers:FastBudgetConfig"
-    return {"type": kind, "endpoint": endpoint, "bucket": bucket, "capacity": 100 * GEOMETRY.row_bytes} | fields
+    return {"type": kind, "endpoint": endpoint, "bucket": bucket, "capacity": 64 * 100 * GEOMETRY.row_bytes} | fields
 
 
 def test_rows_survive_a_kill_of_their_mover(
@@ -43,11 +43,11 @@ def test_rows_survive_a_kill_of_their_mover(
     tier = s3_tier(seaweedfs.endpoint, s3_bucket(seaweedfs), prefix=s3_prefix)
     numbers = list(range(24))
     with MoverProcess(tier, GEOMETRY, 32, engine="one") as mover:
-        assert mover.open() == 200
+        assert mover.open() == 12_800
         assert mover.store(numbers) == [Outcome.OK] * 24
         mover.kill()
         with MoverProcess(tier, GEOMETRY, 32, mover.region, engine="one") as successor:
-            assert successor.open() == 200
+            assert successor.open() == 12_800
             assert successor.load([*numbers, 99]) == [Outcome.OK] * 24 + [Outcome.MISSING]
             assert successor.store([24]) == [Outcome.OK], "once the record of the killed one is stale"
             successor.stop()
@@ -64,7 +64,6 @@ def test_uploading_threads_have_low_priority_and_no_other(
     tier = s3_tier(seaweedfs.endpoint, s3_bucket(seaweedfs), prefix=s3_prefix)
     with MoverProcess(tier, GEOMETRY, 8) as mover:
         mover.open()
-        mover.listed_rows()
         ours = os.getpriority(os.PRIO_PROCESS, 0)
         low = min(ours + STORE_NICE, 19)
         before = nice_values(mover.process.pid)
@@ -91,8 +90,7 @@ def test_a_tier_is_down_until_its_server_starts(s3_credentials: Callable[[S3Serv
             assert mover.store([1]) == [Outcome.FAILED]
             server.start().make_bucket("kv-later")
             mover.expect(lambda message: isinstance(message, Opened))
-            mover.listed_rows()
-            assert mover.store([1]) == [Outcome.OK]
+                assert mover.store([1]) == [Outcome.OK]
             mover.stop()
 
 
