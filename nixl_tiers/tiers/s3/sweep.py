@@ -166,9 +166,9 @@ class _Running:
     """A sweep that has not ended yet."""
 
     victims: Victims
-    began_s: float
     early_s: float  # rows written before are among the oldest, and may be deleted at once
     early: dict[bytes, Listed] = field(default_factory=dict)
+    took_s: float = 0.0  # without the time in which this process stood still
     rows: int = 0
     complete: bool = False  # everything was listed
     last: str = ""  # the last row listed; no other object, whose name may be damaged: rows behind it would be skipped
@@ -236,12 +236,14 @@ class Sweeper:
             account.begin_sweep(int(server_s))
             quota = self._takeover.quota  # room is made for two windows, of a prefix that was written evenly
             early_s = account.oldest + (server_s - account.oldest) * 2 * quota.window_bytes / quota.capacity_bytes
-            self._running = _Running(Victims(self._rows), now, early_s if account.oldest else 0.0)
+            self._running = _Running(Victims(self._rows), early_s if account.oldest else 0.0)
         running = self._running
         if not running.complete:
             now, _ = yield Ask(BEGIN, running.last)
         while not running.complete:
+            asked_s = now
             now, page = yield Ask(PAGE)
+            running.took_s += min(now - asked_s, self._takeover.terms.take_s)
             running.complete = page is None
             for each in page or ():
                 self._found(each)
@@ -254,7 +256,7 @@ class Sweeper:
             for name, each in running.early.items():
                 running.victims.add(each.modified_s, name, each.nbytes)
             running.early.clear()
-            self._pause_until_s = now + max(self._takeover.terms.sweep_s, now - running.began_s)
+            self._pause_until_s = now + max(self._takeover.terms.sweep_s, running.took_s)
             self._takeover.ended = running.victims.oldest
         now = yield from self._takeover.renew(now)
         if self._holds():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from nixl_tiers.tiers.s3.names import RowNames
@@ -380,6 +380,3 @@ def explore(seeds: range, steps: int = 2500, **named: Any) -> None:
     """Raises AssertionError if something does not hold."""
     for seed in seeds:
         world_of(seed, **named).run(steps)
-
-
-__all__ = ["Record", "World", "explore", "replace", "world_of"]

@@ -90,7 +90,7 @@ def test_a_tier_is_down_until_its_server_starts(s3_credentials: Callable[[S3Serv
             assert mover.store([1]) == [Outcome.FAILED]
             server.start().make_bucket("kv-later")
             mover.expect(lambda message: isinstance(message, Opened))
-                assert mover.store([1]) == [Outcome.OK]
+            assert mover.store([1]) == [Outcome.OK]
             mover.stop()
 
 
