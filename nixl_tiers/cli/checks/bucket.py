@@ -244,8 +244,10 @@ def _writing(client: Any, config: S3Config, token: str, geometry: Geometry, *, c
         yield not_tried(NAME, "a request that it needs is denied or fails")
         return
     scratch = f"{config.prefix}/{SCRATCH_PREFIX}{token}"
-    own = config.model_copy(update={"prefix": scratch})
-    yield write_read_verify(own, rows_of(geometry, ROWS), geometry)
+    rows = rows_of(geometry, ROWS)
+    many_windows = 128 * rows * geometry.row_bytes  # of which one is as large as the trial
+    own = config.model_copy(update={"prefix": scratch, "capacity": many_windows})
+    yield write_read_verify(own, rows, geometry)
 
 
 def _delete(client: Any, bucket: str, name: str) -> None:

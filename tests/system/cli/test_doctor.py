@@ -19,7 +19,8 @@ from nixl_tiers.cli.checks.trial import NAME
 from nixl_tiers.config.schema import S3Config, load
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.driver import Driver, NoDriver
-from nixl_tiers.tiers.s3.budget import USAGE_NAME
+from nixl_tiers.tiers.s3.budget import COUNTER_NAME, USAGE_NAME
+from nixl_tiers.tiers.s3.compat import JANITOR_NAME, OWNER_NAME
 from tests.cli.test_doctor import named, objects, quiet_machine, s3_tier, scratch_in
 from tests.support.file_tier import file_config, file_tier
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
@@ -226,8 +227,11 @@ def test_request_that_fails_is_not_taken_for_a_missing_right(proxied: tuple[S3Co
 def test_corrupted_rows_are_broken(proxied: tuple[S3Config, FaultProxy]) -> None:
     config, proxy = proxied
     proxy.inject(
-        ProxyFault(FaultKind.BIT_FLIP, target=USAGE_NAME, probability=0.0),
-        ProxyFault(FaultKind.BIT_FLIP, target="list-type", probability=0.0),
+        *(
+            ProxyFault(FaultKind.BIT_FLIP, target=name, probability=0.0)
+            for name in (USAGE_NAME, OWNER_NAME, JANITOR_NAME)
+        ),
+        ProxyFault(FaultKind.BIT_FLIP, target=COUNTER_NAME, probability=0.0),
         ProxyFault(FaultKind.BIT_FLIP, methods=frozenset({"GET"}), target=SCRATCH),
     )
     found = named(bucket.examine(config, "token"))
