@@ -232,7 +232,7 @@ def test_corrupted_rows_are_broken(proxied: tuple[S3Config, FaultProxy]) -> None
             for name in (USAGE_NAME, OWNER_NAME, JANITOR_NAME)
         ),
         ProxyFault(FaultKind.BIT_FLIP, target=COUNTER_NAME, probability=0.0),
-        ProxyFault(FaultKind.BIT_FLIP, methods=frozenset({"GET"}), target=SCRATCH),
+        ProxyFault(FaultKind.BIT_FLIP, methods=frozenset({"GET"}), target=f"{SCRATCH}token/"),  # no listing
     )
     found = named(bucket.examine(config, "token"))
     assert found[NAME].status is Status.BROKEN
