@@ -15,9 +15,9 @@ from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import MAX_SLOTS, Entry, ExistenceAnswer, Move
+from nixl_tiers.tiers.existence import ExistenceChecker, Presence, UploadChecks
 from nixl_tiers.tiers.s3.budget import Budget, budget_clock
 from nixl_tiers.tiers.s3.control import S3Control
-from nixl_tiers.tiers.s3.existence import ExistenceChecker, Presence, UploadChecks
 from nixl_tiers.tiers.s3.names import RowNames
 from nixl_tiers.tiers.s3.record import WINDOW_SHARE, UploadQuota
 
