@@ -6,16 +6,14 @@ long. No message contains a server's text or a credential: error codes and class
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-
-from botocore.exceptions import BotoCoreError, ClientError
+from typing import Final
 
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.times import PRODUCTION, Times
@@ -24,10 +22,12 @@ from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, no_answer, tier_error
 from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.connection import REMEDY, VERSIONED, S3Connection
-from nixl_tiers.tiers.s3.deletes import delete_objects, most_names
+from nixl_tiers.tiers.s3.deletes import delete_names, most_names
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 
 logger = logging.getLogger(__name__)
+
+IDLE_S: Final = 3600.0
 
 
 class S3Control:
@@ -46,11 +46,11 @@ class S3Control:
         self._backoff_s = self._not_before = 0.0  # of deletes
         self._check_requested = False  # whether uploads fail for an unknown reason
         self._upload_check_at = float("-inf")
-        self._credentials_check_at = float("inf")
         self._credentials_checked_at = 0.0
+        self._credentials_every_s = times.s3_credentials_s
         self._closing = False
         self._thread: threading.Thread | None = None
-        self._versioning_unknown = tier.write != "off"  # asked for once, when nothing else is to be done
+        self._versioning_unknown = tier.write != "off"  # asked for once
 
     # The mover's side
 
@@ -60,7 +60,7 @@ class S3Control:
         An attempt that takes longer goes on, and what it achieves is the next call's. Raises TierRefused if there is no
         such bucket or the configuration cannot work, else TierDown.
         """
-        timeout_s = self._times.s3_open_s if timeout_s is None else timeout_s
+        timeout_s = timeout_s or self._times.s3_open_s
         with self._wake:
             connecting = self._connecting
             if connecting is None or (connecting.done() and connecting.exception() is not None):
@@ -82,10 +82,8 @@ class S3Control:
     def transfer_failed(self) -> None:
         """A transfer has failed, perhaps because of its credentials: check soon whether there are new ones."""
         with self._wake:
-            soon = self._credentials_checked_at + self._times.s3_credentials_again_s
-            if soon < self._credentials_check_at < float("inf"):
-                self._credentials_check_at = soon
-                self._wake.notify()
+            self._credentials_every_s = self._times.s3_credentials_again_s
+            self._wake.notify()
 
     def upload_failed(self) -> None:
         """An upload has failed: find out soon whether the server denies uploads."""
@@ -130,54 +128,60 @@ class S3Control:
                 while (task := self._next(time.monotonic())) is None:
                     if self._closing:
                         return
-                    self._wake.wait(self._idle_s(time.monotonic()))
-            task()
+                    soonest = min((at for at, _ in self._tasks()), default=IDLE_S + time.monotonic())
+                    self._wake.wait(max(0.0, soonest - time.monotonic()))
+            self._do(task)
 
     def _next(self, now: float) -> Callable[[], None] | None:
+        return next((task for at, task in self._tasks() if at <= now), None)
+
+    def _tasks(self) -> Iterator[tuple[float, Callable[[], None]]]:
+        """What is to be done, and when: the most urgent first."""
         if self._connecting is not None and not self._connecting.done():
-            return self._connect
-        if self._check_due and self.connection.client is not None and now >= self._upload_check_at:
-            return self._check_uploads
-        if now >= self._credentials_check_at:
-            return self._check_credentials
-        if self._delete_queue and self.connection.client is not None and now >= self._not_before:
-            return self._delete_some
-        if self._versioning_unknown and self.connection.client is not None and not self._closing:
-            return self._check_versioning
-        return None
-
-    def _idle_s(self, now: float) -> float | None:
-        times = [self._credentials_check_at]
-        if self._check_due:
-            times.append(self._upload_check_at)
-        if self._delete_queue:
-            times.append(self._not_before)
-        soonest = min(times)
-        return None if soonest == float("inf") else max(0.0, soonest - now)
-
-    @property
-    def _check_due(self) -> bool:
+            yield 0.0, self._connect
+        if self.connection.client is None:
+            return
         # Also while uploads are denied: if nothing is stored meanwhile, nothing else finds out that they are allowed.
-        return not self._closing and (self._check_requested or "put" in self.denials.current())
+        if not self._closing and (self._check_requested or "put" in self.denials.current()):
+            yield self._upload_check_at, self._check_uploads
+        yield self._credentials_checked_at + self._credentials_every_s, self._check_credentials
+        if self._delete_queue:
+            yield self._not_before, self._delete_some
+        # After all else, since a first hit must not wait for it.
+        if self._versioning_unknown and not self._closing:
+            yield 0.0, self._check_versioning
 
-    def _check_uploads(self) -> None:
-        """Upload a small test object, whose answer holds the reason why uploads fail: NIXL does not report it."""
-        self._check_requested = False
-        self._upload_check_at = time.monotonic() + self._times.s3_test_upload_s
-        with contextlib.suppress(*REQUEST_ERRORS):
-            name = f"{self._tier.prefix}/{WRITE_TEST_NAME}"
-            self.connection.client.put_object(Bucket=self._tier.bucket, Key=name, Body=b"are uploads allowed?")
+    def _do(self, task: Callable[[], None]) -> None:
+        """Log errors that are not the server's or the network's: `denials` and circuit breakers know of these."""
+        try:
+            task()
+        except (*REQUEST_ERRORS, TierDown, TierRefused, OSError):
+            pass
+        except Exception as error:  # noqa: BLE001 (this thread must not end)
+            what, kind = f'a request to s3 bucket "{self._tier.bucket}" has failed', type(error).__name__
+            self._log_once.report(kind, f"{what} with an unexpected error ({kind})")
 
     def _connect(self) -> None:
         assert self._connecting is not None
         try:
             self.connection.open()
             self._not_before = 0.0
-            self._schedule_credentials_check()
+            self._credentials_checked_at = time.monotonic()
         except Exception as error:  # noqa: BLE001 (whatever it is, `connect` raises it)
             self._connecting.set_exception(tier_error(self._tier, self.connection.region.name, error))
         else:
             self._connecting.set_result(None)
+
+    def _check_uploads(self) -> None:
+        """Upload a small test object, whose answer holds the reason why uploads fail: NIXL does not report it."""
+        self._check_requested = False
+        self._upload_check_at = time.monotonic() + self._times.s3_test_upload_s
+        name = f"{self._tier.prefix}/{WRITE_TEST_NAME}"
+        self.connection.client.put_object(Bucket=self._tier.bucket, Key=name, Body=b"are uploads allowed?")
+
+    def _check_credentials(self) -> None:
+        self._credentials_checked_at, self._credentials_every_s = time.monotonic(), self._times.s3_credentials_s
+        self.connection.renew()
 
     def _delete_some(self) -> None:
         with self._wake:
@@ -185,49 +189,20 @@ class S3Control:
             for name in names:
                 del self._delete_queue[name]
             self._in_flight_deletes = frozenset(names)
-        failed: Sequence[str]
+        left = self._in_flight_deletes
         try:
-            objects = [{"Key": name} for name in names]
-            answer = delete_objects(self.connection.delete_client, self._tier.bucket, objects)
-            errors = {error.get("Key") for error in answer.get("Errors", ()) if error.get("Code") != "NoSuchKey"}
-            # An error of an unknown object may be that of any of these, and that object is not ours to delete.
-            failed = [name for name in names if name in errors] if errors.issubset(names) else names
-        except Exception as error:  # noqa: BLE001 (this thread must not end)
-            self._request_failed("delete request", error)
-            failed = names
-        with self._wake:
-            self._in_flight_deletes = frozenset()
-            if not self._closing:
-                self._delete_queue.update(dict.fromkeys(failed))
-            first_s, last_s = self._times.s3_backoff_s
-            self._backoff_s = min(max(self._backoff_s * 2, first_s), last_s) if failed else 0.0
-            self._not_before = time.monotonic() + self._backoff_s
+            left -= delete_names(self.connection.delete_client, self._tier.bucket, names)
+        finally:
+            with self._wake:
+                self._in_flight_deletes = frozenset()
+                if not self._closing:
+                    self._delete_queue.update(dict.fromkeys(left))
+                first_s, last_s = self._times.s3_backoff_s
+                self._backoff_s = min(max(self._backoff_s * 2, first_s), last_s) if left else 0.0
+                self._not_before = time.monotonic() + self._backoff_s
 
     def _check_versioning(self) -> None:
-        """Warn if the bucket keeps what is deleted. After all else, since a first hit must not wait for it."""
+        """Warn if the bucket keeps what is deleted. It may not be allowed to ask, or the server knows no versions."""
         self._versioning_unknown = False
-        try:
-            if self.connection.is_versioned():
-                self._log_once.report("versioning", f's3 bucket "{self._tier.bucket}": {VERSIONED}; {REMEDY}')
-        except REQUEST_ERRORS:
-            pass  # it may not ask, or the server knows no versions
-        except Exception as error:  # noqa: BLE001 (this thread must not end)
-            self._request_failed("the look at its versioning", error)
-
-    def _request_failed(self, what: str, error: Exception) -> None:
-        """Log errors that are not the server's or the network's: `denials` and circuit breakers know of these."""
-        if not isinstance(error, (BotoCoreError, ClientError, TierDown, TierRefused, OSError)):
-            where = f's3 bucket "{self._tier.bucket}"'
-            self._log_once.report(what, f"{what} for {where} has failed, and is retried ({type(error).__name__})")
-
-    def _check_credentials(self) -> None:
-        self._schedule_credentials_check()
-        try:
-            self.connection.renew()
-        except Exception as error:  # noqa: BLE001 (this thread must not end)
-            self._request_failed("renewal of the credentials", error)
-
-    def _schedule_credentials_check(self) -> None:
-        with self._wake:
-            self._credentials_checked_at = time.monotonic()
-            self._credentials_check_at = self._credentials_checked_at + self._times.s3_credentials_s
+        if self.connection.is_versioned():
+            self._log_once.report("versioning", f's3 bucket "{self._tier.bucket}": {VERSIONED}; {REMEDY}')

@@ -94,20 +94,21 @@ class UploadQuota:
         """How much the server's Date is ahead of its Last-Modified, if they come from different clocks."""
         self.half_used: Callable[[], None] = lambda: None
         """Called by the mover's loop when half a window has ended that was not published."""
+        self.alone = False
+        """Whether only the mover that the record names may store: the server has no conditional writes."""
+        self.record = Record(0)
+        """As it was read or written last; before, one that counts nobody."""
+        self._may_start = False  # as far as that says
         self._lock = threading.Lock()
         self._started = self._ended = self._failed = self._published = 0
         self._may_arrive: deque[tuple[float, int]] = deque()  # failed uploads, and until when
-        self._record: Record | None = None
         self._active = 1  # movers whose counts have risen between the last two records
-        self._stopped = False
 
     def try_acquire(self, nbytes: int) -> bool:
         """Count an upload that is about to start; False if there is no room for it now."""
         with self._lock:
-            record = self._record
-            if record is None or self._stopped or self.mover not in record.counted:
-                return False
-            if record.nbytes + self.window_bytes > self.capacity_bytes:
+            record = self.record
+            if not self._may_start or record.nbytes + self.window_bytes > self.capacity_bytes:
                 return False
             if self._started - record.counted[self.mover] + nbytes > self.window_bytes:
                 return False
@@ -140,51 +141,37 @@ class UploadQuota:
     @property
     def ready(self) -> bool:
         """Whether uploads wait for nothing but room."""
-        record = self._record
-        return record is not None and record.swept > 0 and self.mover in record.counted and not self._stopped
-
-    @property
-    def used_bytes(self) -> int | None:
-        """Bytes below the prefix by the record; None before there is one."""
-        record = self._record
-        return None if record is None else record.nbytes
-
-    @property
-    def oldest(self) -> int:
-        """`Record.oldest`; 0 before there is one."""
-        record = self._record
-        return 0 if record is None else record.oldest
+        return self._may_start and self.record.swept > 0
 
     @property
     def deletes_soon(self) -> bool:
         """Whether rows may be deleted for room before the record is read again: a window must stay free, and each mover
         that stores may upload another one by then."""
-        record = self._record
-        return record is not None and record.nbytes + (1 + self._active) * self.window_bytes > self.capacity_bytes
+        return self.record.nbytes + (1 + self._active) * self.window_bytes > self.capacity_bytes
 
     def refresh(self, record: Record) -> None:
         with self._lock:
-            before = {} if self._record is None else self._record.counted
-            risen = sum(n > before.get(mover, n) for mover, n in record.counted.items())
-            self._active = max(1, risen)
-            self._record, self._stopped = record, False
+            if record != self.record:
+                before = self.record.counted
+                self._active = max(1, sum(n > before.get(mover, n) for mover, n in record.counted.items()))
+            self.record = record
+            self._may_start = self.mover in record.counted and (not self.alone or record.writer == self.mover)
 
     def stop(self) -> None:
         """No upload begins before the next `refresh`."""
-        self._stopped = True
+        self._may_start = False
 
 
+@dataclass
 class _Sweep:
-    """A listing of the whole prefix that has not ended yet."""
+    """A listing of the whole prefix that has not ended yet, and what was when it began."""
 
-    def __init__(self, account: Account, counters: Mapping[str, Counter], began_s: int) -> None:
-        new = {mover: counter.ended for mover, counter in counters.items() if mover not in account.counted}
-        self.baseline = account.counted | new
-        self.gone = account.counted.keys() - counters.keys()
-        self.new = new
-        self.began_s = began_s
-        self.windows, self.failed = account.windows, account.failed
-        self.found_bytes = 0
+    began_s: int
+    baseline: dict[str, int]  # what was counted, and the counters that wait for a sweep
+    gone: set[str]  # the movers whose counters were deleted
+    windows: int
+    failed: int
+    found_bytes: int = 0
 
 
 class Account:
@@ -196,6 +183,8 @@ class Account:
         self.counted = dict(record.counted)
         self.oldest, self.swept, self.windows, self.failed = record.oldest, record.swept, record.windows, record.failed
         self.sweep: _Sweep | None = None  # the one that runs
+        self.ended: int | None = None
+        """That has listed everything, and all that was written before this was deleted: it ends with the next write."""
         self._window_bytes = window_bytes
         self._failed: dict[str, int] = {}  # of each mover, as last read
         self._counters: Mapping[str, Counter] = {}  # as last read
@@ -234,7 +223,8 @@ class Account:
     def begin_sweep(self, began_s: int) -> None:
         """Before the listing's first request is sent: the counters as last read are the baseline. `began_s`: the
         server's time."""
-        self.sweep = _Sweep(self, self._counters, began_s)
+        baseline = {mover: counter.ended for mover, counter in self._counters.items()} | self.counted
+        self.sweep = _Sweep(began_s, baseline, baseline.keys() - self._counters.keys(), self.windows, self.failed)
 
     def found(self, nbytes: int) -> None:
         """A row, by the listing of the sweep that runs."""
@@ -256,20 +246,15 @@ class Account:
         sweep = self.sweep
         assert sweep is not None
         self.read(counters)
-        gone = {
-            mover
-            for mover in sweep.gone
-            if mover not in counters and self.counted.get(mover) == sweep.baseline.get(mover)
-        }
-        late = {
-            mover: max(ended, counters[mover].ended if mover in counters else 0)
-            for mover, ended in sweep.new.items()
-            if mover not in self.counted
-        }
-        self.counted = {mover: n for mover, n in (self.counted | late).items() if mover not in gone}
+        for mover, ended in sweep.baseline.items():
+            if mover not in self.counted:
+                self.counted[mover] = max(ended, counters[mover].ended if mover in counters else 0)
+        for mover in sweep.gone - counters.keys():
+            if self.counted[mover] == sweep.baseline[mover]:
+                del self.counted[mover]
         self.windows -= sweep.windows
         self.failed -= sweep.failed
         since = sum(n - sweep.baseline.get(mover, 0) for mover, n in self.counted.items())
         self.nbytes = sweep.found_bytes + since + self.windows * self._window_bytes
         self.swept, self.oldest = max(1, sweep.began_s), oldest
-        self.sweep = None
+        self.sweep = self.ended = None

@@ -59,12 +59,10 @@ class Rows:
         self.has_rows = False
         if self._budget is None:
             self._budget = Budget(
-                lambda: self._control.connection.client,
-                lambda: self._control.connection.delete_client,
+                self._control.connection,
                 self._config.bucket,
                 self._config.prefix,
                 quota=self.upload_quota,
-                denials=self._control.denials,
                 max_age_s=self._config.max_age,
                 reads_only=self._reads_only,
                 close_s=self._times.s3_close_s,
@@ -72,20 +70,21 @@ class Rows:
             self._budget.start()
             self._ready_by_s = time.monotonic() + self._times.s3_ready_s
 
-    def slots(self, capacity: int) -> int:
-        """How many rows the engine may know, where `capacity` may be stored. Of a reader: whatever others have stored.
-        Others forget the oldest rows if they know of more."""
-        return MAX_SLOTS if self._reads_only else 2 * capacity
+    @property
+    def slots(self) -> int:
+        """How many rows the engine may know. Of a reader: whatever others have stored. Others forget the oldest rows if
+        they know of more."""
+        return MAX_SLOTS if self._reads_only else min(2 * (self._config.capacity // self._row_bytes), MAX_SLOTS)
 
     @property
     def used_bytes(self) -> int:
-        return self.upload_quota.used_bytes or 0
+        return self.upload_quota.record.nbytes
 
     @property
     def gone_before(self) -> int:
         """With what may be deleted before this engine hears of it: room is made for two windows at once, of a prefix
         that was written evenly from its oldest row on."""
-        oldest = self.upload_quota.oldest
+        oldest = self.upload_quota.record.oldest
         if not self.upload_quota.deletes_soon:
             return oldest
         written_for_s = self._server_s - oldest

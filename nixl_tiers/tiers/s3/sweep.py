@@ -9,13 +9,13 @@ full, it deletes what its first sweep finds among the oldest.
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from botocore.exceptions import BotoCoreError
 
 from nixl_tiers.base.chunk import NAMESPACE_BYTES
 from nixl_tiers.tiers.s3.deletes import most_names
@@ -25,7 +25,6 @@ from nixl_tiers.tiers.s3.takeover import Ask, Steps, Takeover
 
 VICTIM_SHARE: Final = 8  # the names of one row of so many are kept, the oldest
 MIN_VICTIMS: Final = 1 << 16
-MAX_EMPTY_PAGES: Final = 1000  # in a row, before a listing counts as one that has failed
 SWEEP_AGE_S: Final = 3600.0  # a sweep at least so often
 SWEEPS_PER_AGE: Final = 8  # and so often in `max_age`
 
@@ -34,31 +33,8 @@ PAGE: Final = "page"  # -> the next page's (name, Last-Modified, bytes); None: i
 DELETE: Final = "delete"  # names -> those whose delete was confirmed
 
 
-class EndlessListing(BotoCoreError):  # type: ignore[misc]
-    """The server goes on with empty pages, each of which says that there are more."""
-
-    fmt = "listings get empty pages without an end"
-
-
-class EmptyPages:
-    """Counts the empty pages in a row of one listing."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def too_many(self, page: Mapping[str, Any]) -> bool:
-        """Whether there were more than MAX_EMPTY_PAGES, with this next page."""
-        self._count = 0 if page.get("Contents") else self._count + 1
-        return self._count > MAX_EMPTY_PAGES
-
-
-def limited(pages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The same pages of a listing. Raises EndlessListing."""
-    empty = EmptyPages()
-    for page in pages:
-        if empty.too_many(page):
-            raise EndlessListing
-        yield page
+class Replaced(Exception):
+    """Another mover may write the record, so nothing of what this one has listed counts."""
 
 
 def whole_listing(
@@ -94,12 +70,15 @@ class Victims:
         """`expected_rows`: about how many the listing will find."""
         self._limit = max(MIN_VICTIMS, expected_rows // VICTIM_SHARE)
         self._cut_s = float("inf")  # of rows written at this time or later, some were left out
+        self._taken_s = 0.0  # when that was written which was taken last
         self._names: list[bytes] = []
         self._modified_s = array("d")
         self._nbytes = array("q")
-        self._order: np.ndarray[Any, np.dtype[np.intp]] | None = None
-        self._next = 0
-        self._taken_from = 0  # `_next` before the last `take`
+        self._sorted = True  # the oldest are the last
+
+    def __len__(self) -> int:
+        """How many are left."""
+        return len(self._names)
 
     def add(self, modified_s: float, name: bytes, nbytes: int) -> None:
         if modified_s >= self._cut_s:
@@ -107,58 +86,41 @@ class Victims:
         self._names.append(name)
         self._modified_s.append(modified_s)
         self._nbytes.append(nbytes)
+        self._sorted = False
         if len(self._names) >= 2 * self._limit:
-            self._prune()
+            times = np.frombuffer(self._modified_s, np.float64)
+            kept = np.argpartition(times, self._limit)[: self._limit + 1]
+            self._cut_s = float(times[kept[-1]])
+            self._keep(kept[:-1])
 
-    def take(self, nbytes: int, before_s: float, most: int) -> dict[bytes, int]:
-        """Up to `most` more of them, the oldest first: until they have `nbytes`, and all written before `before_s`."""
-        order = self._sorted()
-        taken: dict[bytes, int] = {}
-        self._taken_from = self._next
-        while self._next < len(order) and len(taken) < most:
-            number = int(order[self._next])
-            if nbytes <= 0 and self._modified_s[number] >= before_s:
-                break
-            taken[self._names[number]] = self._nbytes[number]
-            nbytes -= self._nbytes[number]
-            self._next += 1
+    def take(self, nbytes: float, before_s: float, most: int) -> list[tuple[float, bytes, int]]:
+        """Up to `most` of them, the oldest first: until they have `nbytes`, and all written before `before_s`. One that
+        is added again is the first to be taken again."""
+        self._sort()
+        taken: list[tuple[float, bytes, int]] = []
+        while self._names and len(taken) < most and (nbytes > 0 or self._modified_s[-1] < before_s):
+            taken.append((self._modified_s.pop(), self._names.pop(), self._nbytes.pop()))
+            self._taken_s, _, row_bytes = taken[-1]
+            nbytes -= row_bytes
         return taken
-
-    def put_back(self) -> None:
-        """What `take` has returned last is the first to be taken again."""
-        self._next = self._taken_from
-
-    @property
-    def half_used(self) -> bool:
-        return self._next > 0 and 2 * self._next >= len(self._names)
-
-    @property
-    def used_up(self) -> bool:
-        return self._next >= len(self._names)
 
     @property
     def oldest(self) -> int:
         """All that the listing has found of before was taken (Unix seconds); 0 if it has found nothing."""
-        order = self._sorted()
-        if not len(order):
-            return 0
-        if self._next == len(order) and self._cut_s < float("inf"):
-            return int(self._cut_s)
-        return int(self._modified_s[int(order[min(self._next, len(order) - 1)])])
+        self._sort()
+        if self._names:
+            return int(self._modified_s[-1])
+        return int(self._taken_s if self._cut_s == float("inf") else self._cut_s)
 
-    def _sorted(self) -> np.ndarray[Any, np.dtype[np.intp]]:
-        if self._order is None:
-            self._order = np.argsort(np.frombuffer(self._modified_s, np.float64), kind="stable")
-        return self._order
+    def _sort(self) -> None:
+        if not self._sorted:
+            self._keep(np.argsort(-np.frombuffer(self._modified_s, np.float64), kind="stable"))
+            self._sorted = True
 
-    def _prune(self) -> None:
-        modified_s = np.frombuffer(self._modified_s, np.float64)
-        kept = np.argpartition(modified_s, self._limit)[: self._limit + 1]
-        self._cut_s = float(modified_s[kept[-1]])
-        numbers = kept[:-1].tolist()
-        self._names = [self._names[number] for number in numbers]
-        self._modified_s = array("d", [self._modified_s[number] for number in numbers])
-        self._nbytes = array("q", [self._nbytes[number] for number in numbers])
+    def _keep(self, numbers: np.ndarray[Any, np.dtype[np.intp]]) -> None:
+        self._names = [self._names[number] for number in numbers.tolist()]
+        self._modified_s = array("d", np.frombuffer(self._modified_s, np.float64)[numbers].tobytes())
+        self._nbytes = array("q", np.frombuffer(self._nbytes, np.int64)[numbers].tobytes())
 
 
 @dataclass
@@ -167,7 +129,6 @@ class _Running:
 
     victims: Victims
     early_s: float  # rows written before are among the oldest, and may be deleted at once
-    early: dict[bytes, Listed] = field(default_factory=dict)
     took_s: float = 0.0  # without the time in which this process stood still
     rows: int = 0
     complete: bool = False  # everything was listed
@@ -187,57 +148,62 @@ class Sweeper:
         self._server_s = server_s
         self._max_age_s = float("inf") if max_age_s is None else max_age_s
         self._account: Account | None = None  # of the tenure that all else belongs to
+        self._reset(0.0)
+
+    def _reset(self, now: float) -> None:
+        """A tenure begins."""
         self._running: _Running | None = None
-        self._victims: Victims | None = None  # of the last sweep
-        self._rows = 0  # found by it
-        self._pause_until_s = 0.0
+        self._victims = Victims(sys.maxsize)  # of the last sweep; before, all early ones of the first
+        self._kept = 0  # names, when that ended
+        self._rows: int | None = None  # found by it; None: the first one has not ended
+        self._pause_until_s = now
         self._sweep_due = False  # there are no more names, but the next listing finds some
 
     def work(self, now: float) -> Steps[float]:
         """After a turn of the takeover: make room, and sweep if that is due. Returns the time."""
         if self._takeover.account is not self._account:
-            self._account, self._running, self._victims = self._takeover.account, None, None
-            self._pause_until_s, self._sweep_due = now, False
+            self._account = self._takeover.account
+            self._reset(now)
         if self._account is None:
             return now
         self._swap()
-        now = yield from self._make_room(now)
-        if self._running is not None or (now >= self._pause_until_s and self._is_due()):
-            now = yield from self._sweep(now)
+        try:
             now = yield from self._make_room(now)
+            if self._running is not None or (now >= self._pause_until_s and self._is_due()):
+                now = yield from self._sweep(now)
+                now = yield from self._make_room(now)
+        except Replaced:
+            pass
         return now
 
     def _is_due(self) -> bool:
-        account, victims = self._account, self._victims
+        account, quota = self._account, self._takeover.quota
         assert account is not None
-        quota = self._takeover.quota
-        if account.sweep_first or self._sweep_due or (victims is not None and victims.half_used):
+        if account.sweep_first or self._sweep_due or 2 * len(self._victims) <= self._kept > 0:
             return True
-        if victims is None and account.nbytes + 3 * quota.window_bytes > quota.capacity_bytes:
+        if self._rows is None and account.nbytes + 3 * quota.window_bytes > quota.capacity_bytes:
             return True  # room will be needed soon, and there are no names
         return self._server_s() - account.swept >= min(SWEEP_AGE_S, self._max_age_s / SWEEPS_PER_AGE)
 
-    def _holds(self) -> bool:
-        return self._account is not None and self._takeover.account is self._account
-
-    def _renew(self, now: float) -> Steps[float]:
-        """Between two requests, if that is due."""
-        if now >= self._takeover.next_s:
-            now = yield from self._takeover.turn(now)
-            if self._holds():
-                self._swap()
+    def _renew(self, steps: Steps[float]) -> Steps[float]:
+        """A turn of the takeover, between two requests."""
+        now = yield from steps
+        if self._takeover.account is not self._account:
+            raise Replaced
+        self._swap()
         return now
 
     def _sweep(self, now: float) -> Steps[float]:
-        account = self._account
+        account, running = self._account, self._running
         assert account is not None
-        if self._running is None:
+        if running is None:
             server_s = self._server_s()
             account.begin_sweep(int(server_s))
             quota = self._takeover.quota  # room is made for two windows, of a prefix that was written evenly
             early_s = account.oldest + (server_s - account.oldest) * 2 * quota.window_bytes / quota.capacity_bytes
-            self._running = _Running(Victims(self._rows), early_s if account.oldest else 0.0)
-        running = self._running
+            # Rows that are deleted by the last sweep's names may be found again. They are deleted once more, and first.
+            early_s = early_s if account.oldest and self._rows is None else 0.0
+            running = self._running = _Running(Victims(self._rows or 0), early_s)
         if not running.complete:
             now, _ = yield Ask(BEGIN, running.last)
         while not running.complete:
@@ -246,22 +212,17 @@ class Sweeper:
             running.took_s += min(now - asked_s, self._takeover.terms.take_s)
             running.complete = page is None
             for each in page or ():
-                self._found(each)
-            now = yield from self._renew(now)
-            if self._holds():
-                now = yield from self._make_room(now)
-            if not self._holds():
-                return now
-        if self._takeover.ended is None:
-            for name, each in running.early.items():
-                running.victims.add(each.modified_s, name, each.nbytes)
-            running.early.clear()
+                self._found(each, account, running)
+            if now >= self._takeover.next_s:
+                now = yield from self._renew(self._takeover.turn(now))
+            now = yield from self._make_room(now)
+        if account.ended is None:
+            if self._rows is None:
+                for left in self._victims.take(float("inf"), 0.0, running.rows):
+                    running.victims.add(*left)
             self._pause_until_s = now + max(self._takeover.terms.sweep_s, running.took_s)
-            self._takeover.ended = running.victims.oldest
-        now = yield from self._takeover.renew(now)
-        if self._holds():
-            self._swap()
-        return now
+            account.ended = running.victims.oldest
+        return (yield from self._renew(self._takeover.renew(now)))
 
     def _swap(self) -> None:
         """The names of a sweep serve once its account does, and no sooner nor later: some of those rows may have been
@@ -269,23 +230,16 @@ class Sweeper:
         assert self._account is not None
         if self._running is not None and self._account.sweep is None:
             self._victims, self._rows, self._running = self._running.victims, self._running.rows, None
-            self._sweep_due = False
+            self._kept, self._sweep_due = len(self._victims), False
 
-    def _found(self, each: Listed) -> None:
-        running, row = self._running, self._names.parse(each.name)
-        assert running is not None
-        if row is None:
-            return
-        assert self._account is not None
-        self._account.found(each.nbytes)
-        running.rows += 1
-        running.last = each.name
-        name = bytes.fromhex(row[0]) + row[1]
-        # Rows that are deleted by the last sweep's names may be here again. They are deleted once more before others.
-        if self._victims is None and each.modified_s < running.early_s:
-            running.early[name] = each
-        else:
-            running.victims.add(each.modified_s, name, each.nbytes)
+    def _found(self, each: Listed, account: Account, running: _Running) -> None:
+        row = self._names.parse(each.name)
+        if row is not None:
+            account.found(each.nbytes)
+            running.rows += 1
+            running.last = each.name
+            victims = self._victims if each.modified_s < running.early_s else running.victims
+            victims.add(each.modified_s, bytes.fromhex(row[0]) + row[1], each.nbytes)
 
     def _make_room(self, now: float) -> Steps[float]:
         """Delete expired rows, and if less than a window is free the oldest others until two are."""
@@ -296,47 +250,30 @@ class Sweeper:
             # A window more than necessary, or there would be room for one row at a time.
             goal = max(0, capacity - 2 * window)
         freed = False
-        while self._holds() and self._takeover.may_delete(now):
-            victims, names = self._victims, self._take(account.nbytes - goal)
-            if not names:
+        while self._takeover.may_delete(now):
+            victims, early = self._victims, self._rows is None
+            taken = victims.take(account.nbytes - goal, self._server_s() - self._max_age_s, most_names())
+            if not taken:
                 break
+            names = [self._names.name(name[:NAMESPACE_BYTES].hex(), name[NAMESPACE_BYTES:]) for _, name, _ in taken]
             try:
-                now, gone = yield Ask(DELETE, [self._row_name(name) for name in names])
+                now, gone = yield Ask(DELETE, names)
             except Exception:
-                if victims is not None:
-                    victims.put_back()  # perhaps deleted: they are deleted once more before others
+                for each in taken:
+                    victims.add(*each)  # perhaps deleted: they are deleted once more before others
                 raise
-            gone_names = [name for name in names if self._row_name(name) in gone]
-            if not gone_names:
+            if not gone:
                 return now
-            if victims is None:
-                assert self._running is not None
-                for name in gone_names:
-                    del self._running.early[name]
-            else:
+            account.deleted(
+                sum(each[2] for name, each in zip(names, taken, strict=True) if name in gone), by_running=early
+            )
+            if not early:
                 account.oldest = victims.oldest
-            account.deleted(sum(names[name] for name in gone_names), by_running=victims is None)
             freed = True
-            now = yield from self._renew(now)
-        if not self._holds():
-            return now
+            if now >= self._takeover.next_s:
+                now = yield from self._renew(self._takeover.turn(now))
         if freed:
-            now = yield from self._takeover.renew(now)
-        if account.nbytes > goal and self._victims is not None and self._victims.used_up:
+            now = yield from self._renew(self._takeover.renew(now))
+        if account.nbytes > goal and not self._victims:
             self._sweep_due = True
         return now
-
-    def _take(self, nbytes: int) -> dict[bytes, int]:
-        """Names of rows to be deleted now, with their bytes."""
-        if self._victims is not None:
-            return self._victims.take(nbytes, self._server_s() - self._max_age_s, most_names())
-        taken: dict[bytes, int] = {}
-        for name, each in () if self._running is None else self._running.early.items():
-            if nbytes <= 0 or len(taken) == most_names():
-                break
-            taken[name] = each.nbytes
-            nbytes -= each.nbytes
-        return taken
-
-    def _row_name(self, packed: bytes) -> str:
-        return self._names.name(packed[:NAMESPACE_BYTES].hex(), packed[NAMESPACE_BYTES:])

@@ -7,23 +7,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from nixl_tiers.base.chunk import Geometry, Key
 from nixl_tiers.base.manifest import Description
 from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers.base import (
-    MAX_SLOTS,
-    EndedMoves,
-    Entry,
-    ExistenceAnswer,
-    FinishedBatch,
-    Move,
-    StorageTier,
-)
+from nixl_tiers.tiers.base import EndedMoves, Entry, ExistenceAnswer, FinishedBatch, Move, StorageTier
 from nixl_tiers.tiers.manifests import ManifestKeeper, ManifestMedium
-from nixl_tiers.tiers.s3.conditional import small_object
+from nixl_tiers.tiers.s3.conditional import get_object
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.rows import Rows
 from nixl_tiers.tiers.s3.transfers import RowTransfers
@@ -35,12 +28,10 @@ class S3Tier(StorageTier):
     def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion, times: Times = PRODUCTION) -> None:
         """Uses neither NIXL nor the network; `open` does."""
         self._config = config
-        self._row_bytes = geometry.row_bytes
-        self._reads_only = config.write == "off"
         self._control = S3Control(config, times)
-        self._rows = Rows(config, self._row_bytes, self._control, times)
+        self._rows = Rows(config, geometry.row_bytes, self._control, times)
         self._transfers = RowTransfers(config, geometry, region, self._control, self._rows, times=times)
-        self._manifests = ManifestKeeper(self._row_bytes, secrets.token_hex(8))
+        self._manifests = ManifestKeeper(geometry.row_bytes, secrets.token_hex(8))
 
     def identify(self, engine: str) -> None:
         self._manifests.engine = engine
@@ -55,10 +46,11 @@ class S3Tier(StorageTier):
         self._rows.serve(namespace.hex())
         # Not for weights that were replaced under a running engine: each time leaves a namespace that is never used
         # again, and no listing counts what is not a row.
-        if not epoch and not self._reads_only:
-            medium = _Manifests(namespace.hex(), self._config.bucket, self._control, self._rows)
+        if not epoch and self._config.write != "off":
+            name = self._rows.names.manifest(namespace.hex())
+            medium = _Manifests(self._control, self._rows, self._config.bucket, name)
             self._manifests.serve(namespace.hex(), epoch, medium, self._control.connection.server_time_s)
-        return min(self._rows.slots(self._config.capacity // self._row_bytes), MAX_SLOTS)
+        return self._rows.slots
 
     def list_rows(self) -> Iterator[list[Entry]]:
         return iter(())
@@ -122,25 +114,22 @@ class S3Tier(StorageTier):
         self._manifests.stop(last=True)
 
 
+@dataclass
 class _Manifests(ManifestMedium):
     """For the namespace that is served, once there are rows."""
 
-    def __init__(self, namespace: str, bucket: str, control: S3Control, rows: Rows) -> None:
-        self._namespace = namespace
-        self._bucket = bucket
-        self._control = control
-        self._rows = rows
+    control: S3Control
+    rows: Rows
+    bucket: str
+    name: str
 
     def is_wanted(self) -> bool:
-        return self._rows.has_rows
+        return self.rows.has_rows
 
     def read(self) -> bytes | None:
-        return small_object(self._control.connection.client, self._bucket, self._name)
+        found = get_object(self.control.connection.client, self.bucket, self.name)
+        return None if found is None else bytes(found["Body"].read(1 << 16))
 
     def write(self, raw: bytes) -> bool:
-        self._control.connection.client.put_object(Bucket=self._bucket, Key=self._name, Body=raw)
+        self.control.connection.client.put_object(Bucket=self.bucket, Key=self.name, Body=raw)
         return True
-
-    @property
-    def _name(self) -> str:
-        return self._rows.names.manifest(self._namespace)

@@ -52,7 +52,6 @@ class Process:
         self.quota.half_used = self._half
         terms = Terms(stale_s=world.stale_s, sweep_s=world.sweep_s)
         self.takeover: Takeover = world.takeover(self.quota, terms, nonce=world.nonce)
-        self.takeover.conditions = True
         self.sweeper: Sweeper = world.sweeper(self.takeover, NAMES, lambda: world.now, None)
         self.uploads: list[str] = []
         self.hurries = False

@@ -350,7 +350,7 @@ class SteppedTier:
         for count in range(most):
             if (task := self.control._next(self.clock.now)) is None:
                 return count
-            task()
+            self.control._do(task)
         return most
 
     def round(self, *, moves: bool = True) -> None:

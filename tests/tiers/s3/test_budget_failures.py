@@ -8,17 +8,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nixl_tiers.base.chunk import UNREACHABLE
 from nixl_tiers.tiers.s3 import budget as budget_module
-from nixl_tiers.tiers.s3.budget import COUNTER_NAME, UNCHANGED_S, USAGE_NAME, Budget
+from nixl_tiers.tiers.s3.budget import COUNTER_NAME, MAX_EMPTY_PAGES, UNCHANGED_S, USAGE_NAME, Budget
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 from nixl_tiers.tiers.s3.record import UploadQuota
-from nixl_tiers.tiers.s3.sweep import MAX_EMPTY_PAGES
 from nixl_tiers.tiers.s3.takeover import Terms
 from tests.tiers.s3.memory_bucket import LISTING, ROW, Bucket, failed, once, row
 
@@ -36,7 +36,8 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def mover(bucket: Bucket, name: str = "me", terms: Terms = SELDOM) -> tuple[UploadQuota, Budget]:
     quota = UploadQuota(name, CAPACITY_ROWS * ROW, ROW)
     denials = Denials("the bucket", lambda: bucket.now_s)
-    return quota, Budget(lambda: bucket, lambda: bucket, "b", "p", quota=quota, denials=denials, terms=terms)
+    connection: Any = SimpleNamespace(client=bucket, delete_client=bucket, denials=denials)
+    return quota, Budget(connection, "b", "p", quota=quota, terms=terms)
 
 
 def writes(budget: Budget) -> bool:

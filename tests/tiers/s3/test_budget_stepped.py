@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ from nixl_tiers.tiers.s3 import record as record_module
 from nixl_tiers.tiers.s3.budget import COUNTER_NAME, LEAST_TURN_S, USAGE_NAME, Budget
 from nixl_tiers.tiers.s3.deletes import MAX_DELETES
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.record import UploadQuota
+from nixl_tiers.tiers.s3.record import Record, UploadQuota
 from nixl_tiers.tiers.s3.sweep import Sweeper
 from nixl_tiers.tiers.s3.takeover import Terms
 from tests.tiers.s3.memory_bucket import LISTING, NAMES, ROW, Bucket, failed, lost
@@ -45,16 +47,9 @@ class Mover:
         self.budget_rows = budget_rows
         self.quota = UploadQuota(name, CAPACITY_ROWS * ROW, ROW)
         self.denials = Denials("the bucket", lambda: bucket.now_s)
-        given = {"terms": TERMS, **named}
-        self.budget = Budget(
-            lambda: bucket,
-            lambda: bucket,
-            "b",
-            "p",
-            quota=self.quota,
-            denials=self.denials,
-            **given,  # type: ignore[arg-type]
-        )
+        connection: Any = SimpleNamespace(client=bucket, delete_client=bucket, denials=self.denials)
+        given: dict[str, Any] = {"terms": TERMS, **named}
+        self.budget = Budget(connection, "b", "p", quota=self.quota, **given)
         self.begun: list[str] = []
 
     def begin(self, *names: str) -> int:
@@ -274,7 +269,7 @@ class TestWhatIsDeleted:
         one.steps()
         two.steps()
         oldest = min(modified_s for name, (_, _, modified_s) in bucket.objects.items() if name in bucket.rows)
-        assert one.quota.oldest == two.quota.oldest == int(oldest)
+        assert one.quota.record.oldest == two.quota.record.oldest == int(oldest)
 
     @pytest.mark.parametrize("code", ["AccessDenied", "InternalError"])
     def test_what_the_server_has_not_deleted_still_counts(self, code: str) -> None:
@@ -489,10 +484,10 @@ class TestWhoDoesNotWrite:
         reader = Mover(bucket, "reader", reads_only=True)
         reader.steps(3)
         assert not any(request.startswith(("PUT", "DELETE", "LIST")) for request in bucket.requests)
-        assert reader.quota.used_bytes is None
+        assert reader.quota.record == Record(0)
         Mover(bucket, "writer").steps()
         reader.steps()
-        assert reader.quota.used_bytes == 5 * ROW
+        assert reader.quota.record.nbytes == 5 * ROW
         assert not reader.quota.try_acquire(ROW)
 
     def test_an_engine_without_conditional_writes_stores_and_makes_room_and_another_does_not(self) -> None:

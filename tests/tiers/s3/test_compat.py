@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -72,15 +74,8 @@ class New:
     def __post_init__(self) -> None:
         self.quota = UploadQuota(self.name, CAPACITY_ROWS * ROW, ROW)
         denials = self.denials = Denials("the bucket", lambda: self.bucket.now_s)
-        self.budget = Budget(
-            lambda: self.bucket,
-            lambda: self.bucket,
-            "b",
-            "p",
-            quota=self.quota,
-            denials=denials,
-            terms=Terms(confirm_s=0),
-        )
+        connection: Any = SimpleNamespace(client=self.bucket, delete_client=self.bucket, denials=denials)
+        self.budget = Budget(connection, "b", "p", quota=self.quota, terms=Terms(confirm_s=0))
 
     def turn(self) -> None:
         self.budget.step()

@@ -35,10 +35,10 @@ def test_delete_that_fails_while_the_tier_closes_is_not_queued_again(control: S3
 
     control.connection.delete_client.delete_objects = fail
     control.delete(["nixl-tiers/row"])
-    control._delete_some()
+    control._do(control._delete_some)
     assert not control._delete_queue
 
 
 def test_damaged_answer_to_the_test_of_uploads_is_none(control: S3Control) -> None:
     control.connection.client.put_object.side_effect = ResponseParserError("damaged")
-    control._check_uploads()
+    control._do(control._check_uploads)

@@ -74,7 +74,7 @@ class TestListings:
             bucket.put(f"p/.landed-{number:03}", b"7")
         tier.open()
         tier.pass_time(10.0)
-        assert {f"{number:03}" for number in range(120)} <= tier.budget._counted.keys()
+        assert {f"{number:03}" for number in range(120)} <= tier.rows.upload_quota.record.counted.keys()
 
     def test_a_sweep_that_was_interrupted_goes_on_behind_its_last_row(self, tier: SteppedTier, bucket: Bucket) -> None:
         fill(tier, 60)

@@ -122,9 +122,7 @@ def counters(**ended: int) -> dict[str, Counter]:
 
 def takeover(kind: type[Takeover] = Takeover) -> Takeover:
     nonces = iter("abcdefghijklmn")
-    made = kind(UploadQuota("me", CAPACITY, ROW), Terms(), nonce=lambda: next(nonces))
-    made.conditions = True
-    return made
+    return kind(UploadQuota("me", CAPACITY, ROW), Terms(), nonce=lambda: next(nonces))
 
 
 def drive(
@@ -226,11 +224,12 @@ def names_serve_with_their_account(kind: type[Sweeper] = Sweeper) -> None:
     drive(made.turn(0.0), there, {}, lambda: None)  # type: ignore[arg-type]
     sweeper = kind(made, RowNames("p"), lambda: 1e6, None)
     assert made.account is not None
-    sweeper._account, sweeper._running = made.account, sweep._Running(Victims(0), 0.0)
+    running = sweep._Running(Victims(0), 0.0)
+    sweeper._account, sweeper._running = made.account, running
     made.account.begin_sweep(9)
-    made.ended = 5
+    made.account.ended = 5
     sweeper._swap()
-    assert sweeper._victims is None, "the record could not be written yet"
+    assert sweeper._victims is not running.victims, "the record could not be written yet"
 
 
 SCENES = [
@@ -250,6 +249,10 @@ def test_scene(scene: Callable[[], None]) -> None:
     scene()
 
 
+def names(taken: list[tuple[float, bytes, int]]) -> list[bytes]:
+    return [name for _, name, _ in taken]
+
+
 class TestVictims:
     def test_the_oldest_are_taken_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sweep, "MIN_VICTIMS", 1 << 16)
@@ -258,8 +261,8 @@ class TestVictims:
         victims = Victims(1000)
         for age in ages:
             victims.add(float(age), b"%d" % age, ROW)
-        assert list(victims.take(10 * ROW, 0.0, 1000)) == [b"%d" % age for age in range(10)]
-        assert list(victims.take(0, 15.0, 1000)) == [b"%d" % age for age in range(10, 15)], "the expired ones"
+        assert names(victims.take(10 * ROW, 0.0, 1000)) == [b"%d" % age for age in range(10)]
+        assert names(victims.take(0, 15.0, 1000)) == [b"%d" % age for age in range(10, 15)], "the expired ones"
         assert len(victims.take(10**9, 0.0, 7)) == 7
         assert len(victims.take(10**9, 0.0, 10_000)) == 1000 - 22
 
@@ -270,9 +273,10 @@ class TestVictims:
         for age in random.Random(1).sample(range(1, 1001), 1000):
             victims.add(float(age), b"%d" % age, ROW)
         assert victims.oldest == 1
-        victims.take(5 * ROW, 0.0, 1000)
+        taken = victims.take(5 * ROW, 0.0, 1000)
         assert victims.oldest == 6
-        victims.put_back()
+        for each in taken:
+            victims.add(*each)
         assert victims.oldest == 1, "perhaps they are still there"
         taken = victims.take(10**9, 0.0, 10_000)
         assert victims.oldest == len(taken) + 1, "the rows whose names were not kept"
@@ -291,7 +295,7 @@ class TestVictims:
         victims = Victims(0)
         for number, age in enumerate(ages):
             victims.add(float(age), b"%d" % number, ROW)
-        taken = [ages[int(name)] for name in victims.take(10**9, 0.0, 10_000)]
+        taken = [ages[int(name)] for name in names(victims.take(10**9, 0.0, 10_000))]
         assert taken == sorted(taken)
         left_out = sorted(ages)[len(taken) :]
         assert len(taken) >= 19

@@ -13,7 +13,7 @@ from nixl_tiers.tiers.s3 import sweep as sweep_module
 from nixl_tiers.tiers.s3 import takeover as takeover_module
 from nixl_tiers.tiers.s3.record import Account, Counter, Record, UploadQuota
 from nixl_tiers.tiers.s3.sweep import Sweeper
-from nixl_tiers.tiers.s3.takeover import COUNTERS, Ask, Steps, Takeover
+from nixl_tiers.tiers.s3.takeover import COUNTERS, WRITE, Ask, Steps, Takeover
 from tests.tiers.s3 import test_record as scenes
 from tests.tiers.s3.record_machine import CAPACITY, ROW, SHARE, explore
 
@@ -42,7 +42,7 @@ class DeletesAreSubtractedBeforeASweep(Takeover):
 
     def _first(self) -> Record:
         record = super()._first()
-        return record if self._record is not None else replace(record, swept=1, oldest=990_000)
+        return record if self.record is not None else replace(record, swept=1, oldest=990_000)
 
 
 class OldCounterIsAddedWithoutASweep(Account):
@@ -80,7 +80,7 @@ class DeletesAreSubtractedTwice(Account):
 
 class UnknownPrefixCountsAsEmpty(Takeover):
     def _first(self) -> Record:
-        return replace(self._record or Record(0), writer=self.quota.mover, write=self._nonce())
+        return replace(self.record or Record(0), writer=self.quota.mover, write=self._nonce())
 
 
 class TakerBeginsAnew(Takeover):
@@ -88,7 +88,7 @@ class TakerBeginsAnew(Takeover):
 
     def _account(self, counters: Mapping[str, Counter]) -> Account:
         counted = {mover: counter.ended for mover, counter in counters.items()}
-        self._record = replace(self._record or Record(0), counted=counted)
+        self.record = replace(self.record or Record(0), counted=counted)
         return super()._account(counters)
 
 
@@ -97,7 +97,7 @@ class TakeoverIsOneWrite(Takeover):
 
     def _take(self, now: float) -> Steps[float]:
         now, counters = yield Ask(COUNTERS)
-        self._record = self._first()
+        self.record = self._first()
         account = self._account(counters)
         wrote, now = yield from self._write(account.record(self.quota.mover, self._nonce()), now)
         if wrote:
@@ -125,9 +125,14 @@ class CountersAreReadBeforeTheRecord(Takeover):
 
 
 class WritesAreUnconditional(Takeover):
-    @property
-    def _condition(self) -> str | None:
-        return ""
+    def _write(self, record: Record, now: float) -> Steps[tuple[bool, float]]:
+        steps = super()._write(record, now)
+        next(steps)
+        try:
+            steps.send((yield Ask(WRITE, (record, ""))))
+        except StopIteration as end:
+            wrote: tuple[bool, float] = end.value
+        return wrote
 
 
 class OthersNameIsNoReasonToForget(Takeover):
@@ -157,7 +162,7 @@ class NamesServeBeforeTheirAccount(Sweeper):
     def _swap(self) -> None:
         assert self._account is not None
         sweep = self._account.sweep
-        if self._takeover.ended is not None:
+        if self._account.ended is not None:
             self._account.sweep = None
         super()._swap()
         self._account.sweep = sweep

@@ -15,7 +15,7 @@ from botocore.exceptions import EndpointConnectionError
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.tiers.s3 import budget as budget_module
-from nixl_tiers.tiers.s3 import conditional, record
+from nixl_tiers.tiers.s3 import record
 from nixl_tiers.tiers.s3.budget import Budget
 from tests.support.engines import least_s3_bytes
 from tests.support.servers import S3Server
@@ -225,7 +225,7 @@ class TestBudget:
         oldest = min(int(head["LastModified"].timestamp()) for head in heads)
         for driver in (one, two):
             quota = driver.tier._rows.upload_quota
-            assert wait_until(lambda quota=quota: quota.oldest == oldest)  # type: ignore[misc]
+            assert wait_until(lambda quota=quota: quota.record.oldest == oldest)  # type: ignore[misc]
 
     def test_uploads_go_on_between_listings(self, place: dict[str, Any]) -> None:
         with TierDriver(SMALL, 32, **place) as one:
@@ -279,7 +279,7 @@ class TestServersAndRights:
     def test_without_conditional_writes_one_engine_stores(
         self, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, ignores: bool
     ) -> None:
-        monkeypatch.setattr(conditional, "DOUBT_S", 0.0)
+        monkeypatch.setattr(budget_module, "DOUBT_S", 0.0)
         monkeypatch.setattr(budget_module, "TERMS", replace(FAST, settle_s=0.05))
         faulty.tests_conditions, faulty.ignores_conditions = False, ignores
         place = {"bucket": "kv-plain", "endpoint": faulty.endpoint}

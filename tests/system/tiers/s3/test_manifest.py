@@ -11,7 +11,7 @@ from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.base.manifest import Description, Manifest
 from nixl_tiers.tiers import manifests
 from nixl_tiers.tiers.s3 import tier as tier_module
-from nixl_tiers.tiers.s3.conditional import small_object
+from nixl_tiers.tiers.s3.conditional import get_object
 from tests.support.servers import MotoServer
 from tests.system.tiers.s3.harness import NAMESPACE, OTHER_NAMESPACE, FaultyS3, Request, TierDriver, wait_until
 
@@ -35,8 +35,8 @@ def name_of(driver: TierDriver, namespace: bytes = NAMESPACE) -> str:
 
 
 def manifest_in(moto: MotoServer, driver: TierDriver) -> Manifest | None:
-    raw = small_object(moto.client(), driver.config.bucket, name_of(driver))
-    return None if raw is None else Manifest.decode(raw)
+    found = get_object(moto.client(), driver.config.bucket, name_of(driver))
+    return None if found is None else Manifest.decode(found["Body"].read())
 
 
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -98,7 +98,7 @@ def test_server_that_hangs_does_not_hang_the_close(place: dict[str, Any], monkey
         hangs.set()
         goes_on.wait(300)
 
-    monkeypatch.setattr(tier_module, "small_object", hang)
+    monkeypatch.setattr(tier_module, "get_object", hang)
     driver = start(place)
     assert wait_until(lambda: bool(looks))
     assert wait_until(lambda: driver.store([1]) == [Outcome.OK])
@@ -121,7 +121,7 @@ def test_no_manifest_for_weights_that_were_replaced(moto: MotoServer, place: dic
         driver.open(NAMESPACE, 0)
         assert driver.store([1]) == [Outcome.OK]
         assert wait_until(lambda: manifest_in(moto, driver) is not None)
-        assert small_object(moto.client(), driver.config.bucket, name_of(driver, OTHER_NAMESPACE)) is None
+        assert get_object(moto.client(), driver.config.bucket, name_of(driver, OTHER_NAMESPACE)) is None
 
 
 def test_reader_writes_no_manifest(moto: MotoServer, place: dict[str, Any]) -> None:
