@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from nixl_tiers.base.log_once import LogOnce
-from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, SKEW_S, age_s, answered_at_s
 from nixl_tiers.tiers.s3.compat import OldEngines
 from nixl_tiers.tiers.s3.conditional import conditional_writes_work, get_object, put_if
@@ -59,7 +58,6 @@ class Budget:
         quota: UploadQuota,
         max_age_s: float | None = None,
         reads_only: bool = False,
-        close_s: float = PRODUCTION.s3_close_s,
         terms: Terms | None = None,
     ) -> None:
         """`reads_only`: it only reads the usage record."""
@@ -72,7 +70,6 @@ class Budget:
         self._quota = quota
         self._log_once = LogOnce(logger)
         self._reads_only = reads_only
-        self._close_s = close_s
         self.takeover = Takeover(quota, terms, reads_only=reads_only)
         self._sweeper = Sweeper(self.takeover, self._names, lambda: self._server_s, max_age_s)
         self.old = OldEngines(self._get, self._put, quota.mover)
@@ -85,17 +82,18 @@ class Budget:
         self._looked_s = float("-inf")  # when that was
         self._pages: Iterator[dict[str, Any]] = iter(())
         self._wake, self._stop = threading.Event(), threading.Event()
+        self._claim, self._keep, self._wait = self.old.claim, self.old.keep, self._stop.wait
         quota.half_used = self._wake.set
         self._thread = threading.Thread(target=self._run, name="nixl_tiers-budget", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop within `close_s`, and release the record, so that the others need not wait."""
+    def close(self, within_s: float) -> None:
+        """Stop, and release the record, so that the others need not wait."""
         self._stop.set()
         self._wake.set()
-        self._thread.join(self._close_s)
+        self._thread.join(within_s)
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
@@ -299,15 +297,6 @@ class Budget:
 
     def _delete(self, names: list[str]) -> set[str]:
         return delete_names(self._connection.delete_client, self._bucket, names)
-
-    def _claim(self, _: None) -> bool:
-        return self.old.claim(budget_clock())
-
-    def _keep(self, _: None) -> bool:
-        return self.old.keep(budget_clock())
-
-    def _wait(self, seconds: float) -> None:
-        self._stop.wait(seconds)
 
     def _get(self, name: str) -> dict[str, Any] | None:
         return get_object(self._client, self._bucket, self._name(name))

@@ -21,7 +21,7 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, no_answer, tier_error
 from nixl_tiers.tiers.s3.client import Credentials
-from nixl_tiers.tiers.s3.connection import REMEDY, VERSIONED, S3Connection
+from nixl_tiers.tiers.s3.connection import REMEDY, VERSIONED, S3Connection, is_versioned
 from nixl_tiers.tiers.s3.deletes import delete_names, most_names
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 
@@ -204,5 +204,5 @@ class S3Control:
     def _check_versioning(self) -> None:
         """Warn if the bucket keeps what is deleted. It may not be allowed to ask, or the server knows no versions."""
         self._versioning_unknown = False
-        if self.connection.is_versioned():
+        if is_versioned(self.connection.quick_client, self._tier.bucket):
             self._log_once.report("versioning", f's3 bucket "{self._tier.bucket}": {VERSIONED}; {REMEDY}')

@@ -65,7 +65,6 @@ class Rows:
                 quota=self.upload_quota,
                 max_age_s=self._config.max_age,
                 reads_only=self._reads_only,
-                close_s=self._times.s3_close_s,
             )
             self._budget.start()
             self._ready_by_s = time.monotonic() + self._times.s3_ready_s
@@ -168,7 +167,7 @@ class Rows:
     def close(self) -> None:
         """Ask nothing any more."""
         if self._budget is not None:
-            self._budget.close()
+            self._budget.close(self._times.s3_close_s)
             self._budget = None
         self._checker.close()
         self._uploads.close()

@@ -211,8 +211,13 @@ class Sweeper:
             now, page = yield Ask(PAGE)
             running.took_s += min(now - asked_s, self._takeover.terms.take_s)
             running.complete = page is None
-            for each in page or ():
-                self._found(each, account, running)
+            for name, modified_s, nbytes in page or ():
+                if (row := self._names.parse(name)) is not None:
+                    account.found(nbytes)
+                    running.rows += 1
+                    running.last = name
+                    victims = self._victims if modified_s < running.early_s else running.victims
+                    victims.add(modified_s, bytes.fromhex(row[0]) + row[1], nbytes)
             if now >= self._takeover.next_s:
                 now = yield from self._renew(self._takeover.turn(now))
             now = yield from self._make_room(now)
@@ -231,15 +236,6 @@ class Sweeper:
         if self._running is not None and self._account.sweep is None:
             self._victims, self._rows, self._running = self._running.victims, self._running.rows, None
             self._kept, self._sweep_due = len(self._victims), False
-
-    def _found(self, each: Listed, account: Account, running: _Running) -> None:
-        row = self._names.parse(each.name)
-        if row is not None:
-            account.found(each.nbytes)
-            running.rows += 1
-            running.last = each.name
-            victims = self._victims if each.modified_s < running.early_s else running.victims
-            victims.add(each.modified_s, bytes.fromhex(row[0]) + row[1], each.nbytes)
 
     def _make_room(self, now: float) -> Steps[float]:
         """Delete expired rows, and if less than a window is free the oldest others until two are."""

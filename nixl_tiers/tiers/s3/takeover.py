@@ -52,8 +52,8 @@ READ: Final = "read"  # -> (ETag, Record), each of which may be None
 WRITE: Final = "write"  # (Record, ETag that it must have; None: there must be none) -> ETag, or None
 COUNTERS: Final = "read_counters"  # -> Counter of each mover that has one
 PUBLISH: Final = "publish"  # Counter of this mover
-CLAIM: Final = "claim"  # -> whether no engine of an older release lives that would not be told by the record
-KEEP: Final = "keep"  # tell engines of older releases that the prefix is in use -> False: one of them has it
+CLAIM: Final = "claim"  # the time -> whether no engine of an older release lives that would not be told by the record
+KEEP: Final = "keep"  # the time: tell engines of older releases that the prefix is in use -> False: one of them has it
 WAIT: Final = "wait"  # seconds
 
 Steps = Generator[Ask, tuple[float, Any], T]
@@ -120,7 +120,7 @@ class Takeover:
         wrote, now = yield from self._write(account.record(self.quota.mover, self._nonce()), now)
         if not wrote:
             return (yield from self._read())
-        now, kept = yield Ask(KEEP)
+        now, kept = yield Ask(KEEP, now)
         if not kept:
             self.account = None
         return now
@@ -154,7 +154,7 @@ class Takeover:
         return now - self.changed_s >= self.terms.stale_s
 
     def _take(self, now: float) -> Steps[float]:
-        now, free = yield Ask(CLAIM)
+        now, free = yield Ask(CLAIM, now)
         if not free:
             return now
         if not self._stayed(now):
