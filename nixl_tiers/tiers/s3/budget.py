@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, SKEW_S, age_s, answered_at_s
-from nixl_tiers.tiers.s3.compat import OldEngines
+from nixl_tiers.tiers.s3.compat import OldEngines, old_engine_now
 from nixl_tiers.tiers.s3.conditional import conditional_writes_work, get_object, put_if
 from nixl_tiers.tiers.s3.connection import S3Connection
 from nixl_tiers.tiers.s3.deletes import delete_names
@@ -198,7 +198,7 @@ class Budget:
                 f'at a time stores below the prefix "{self._prefix}", and two may for a moment when they begin at once',
             )
         with contextlib.suppress(*REQUEST_ERRORS):
-            self._client.delete_object(Bucket=self._bucket, Key=self._name(name))
+            self._client.delete_object(Bucket=self._bucket, Key=self._names.root + name)
 
     # --- what is asked ----------------------------------------------------------------------------------------------
 
@@ -228,14 +228,14 @@ class Budget:
         return etag if there == record else None
 
     def _publish(self, counter: Counter) -> None:
-        name = self._name(COUNTER_NAME + self._quota.mover)
+        name = self._names.root + COUNTER_NAME + self._quota.mover
         given = {"Metadata": {FAILED: str(counter.failed)}} if counter.failed else {}
         self._client.put_object(Bucket=self._bucket, Key=name, Body=str(counter.ended).encode(), **given)
 
     def _read_counters(self, _: None) -> dict[str, Counter]:
         """The counters of all movers; those of movers that are long gone are deleted."""
         counters: dict[str, tuple[str, Counter]] = {}
-        names = self._name(COUNTER_NAME)
+        names = self._names.root + COUNTER_NAME
         for page in self._listing(names):
             for each in page["Contents"]:
                 mover = each["Key"].removeprefix(names)
@@ -299,7 +299,7 @@ class Budget:
         return delete_names(self._connection.delete_client, self._bucket, names)
 
     def _get(self, name: str) -> dict[str, Any] | None:
-        return get_object(self._client, self._bucket, self._name(name))
+        return get_object(self._client, self._bucket, self._names.root + name)
 
     def _put(self, name: str, body: bytes, etag: str | None) -> str | None:
         """Where the server has no conditional writes, whatever is there."""
@@ -308,26 +308,26 @@ class Budget:
 
     def _put_if(self, name: str, body: bytes, **condition: str) -> str | None:
         """Its ETag; None: the condition does not hold."""
-        answer = put_if(self._client, self._bucket, self._name(name), body, condition)
+        answer = put_if(self._client, self._bucket, self._names.root + name, body, condition)
         if answer is None:
             return None
         self._server_s = _date(answer)
         return str(answer["ETag"])
-
-    def _name(self, name: str) -> str:
-        return f"{self._prefix}/{name}"
 
     @property
     def _client(self) -> Any:
         return self._connection.client
 
 
-def is_in_use(client: Any, bucket: str, prefix: str) -> bool:
-    """Whether some engine writes the usage record, for who reads it once: until it has surely become stale. Raises what
-    boto3 raises."""
+def engine_now(client: Any, bucket: str, prefix: str) -> str:
+    """Who uses the prefix, for who asks once: until that has surely ended. "": nobody. Raises what boto3 raises."""
+    old = old_engine_now(client, bucket, prefix)
+    if old:
+        return f"engine {old}"
     found = get_object(client, bucket, below(prefix, USAGE_NAME))
     record = None if found is None else Record.decode(found["Body"].read())
-    return found is not None and record is not None and bool(record.writer) and age_s(found) <= TERMS.stale_s + SKEW_S
+    lives = found and record and record.writer and age_s(found) <= TERMS.stale_s + SKEW_S
+    return "at least one engine" if lives else ""
 
 
 def _date(answer: dict[str, Any]) -> float:

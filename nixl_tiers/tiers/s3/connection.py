@@ -17,8 +17,7 @@ from botocore.parsers import ResponseParserError
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.tiers.base import TierDown
-from nixl_tiers.tiers.s3.answers import answered_at_s, down
+from nixl_tiers.tiers.s3.answers import answered_at_s
 from nixl_tiers.tiers.s3.client import (
     Credentials,
     configured_region,
@@ -109,10 +108,6 @@ class S3Connection:
             return time.time()
         date_s, received_s = self._server_time
         return date_s + time.monotonic() - received_s
-
-    def down(self, what: str) -> TierDown:
-        """The error that names this bucket."""
-        return down(self._tier, self.region.name, what)
 
     def _make_clients(self) -> None:
         times = self._times

@@ -19,8 +19,7 @@ from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
-from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, no_answer, tier_error
-from nixl_tiers.tiers.s3.client import Credentials
+from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, down, no_answer, tier_error
 from nixl_tiers.tiers.s3.connection import REMEDY, VERSIONED, S3Connection, is_versioned
 from nixl_tiers.tiers.s3.deletes import delete_names, most_names
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
@@ -54,7 +53,7 @@ class S3Control:
 
     # The mover's side
 
-    def connect(self, timeout_s: float | None = None) -> Credentials:
+    def connect(self, timeout_s: float | None = None) -> None:
         """Find credentials and check that the bucket exists; returns within `timeout_s` (`s3_open_s`).
 
         An attempt that takes longer goes on, and what it achieves is the next call's. Raises TierRefused if there is no
@@ -72,12 +71,10 @@ class S3Control:
         try:
             connecting.result(timeout_s)
         except FutureTimeout:
-            raise self.connection.down(no_answer(self._tier, f"within {timeout_s:g} s")) from None
+            what = no_answer(self._tier, f"within {timeout_s:g} s")
+            raise down(self._tier, self.connection.region.name, what) from None
         with self._wake:
             self._connecting = None
-        if self.connection.credentials is None:
-            raise self.connection.down("no credentials")
-        return self.connection.credentials
 
     def transfer_failed(self) -> None:
         """A transfer has failed, perhaps because of its credentials: check soon whether there are new ones."""

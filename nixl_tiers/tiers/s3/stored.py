@@ -20,9 +20,8 @@ from nixl_tiers.base.manifest import MANIFEST_NAME, Manifest
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, code_of, status_of, tier_error
-from nixl_tiers.tiers.s3.budget import is_in_use
+from nixl_tiers.tiers.s3.budget import engine_now
 from nixl_tiers.tiers.s3.client import client_of, configured_region
-from nixl_tiers.tiers.s3.compat import old_engine_now
 from nixl_tiers.tiers.s3.deletes import delete_objects, most_names
 from nixl_tiers.tiers.s3.names import below
 from nixl_tiers.tiers.s3.sweep import whole_listing
@@ -179,11 +178,7 @@ class _Bucket:
 
     def holder(self, root: str) -> str:
         """That engines run there, as far as can be told from one look."""
-        old = self._asked(lambda: old_engine_now(self._client, self._config.bucket, root))
-        if old:
-            return f"engine {old}"
-        used = self._asked(lambda: is_in_use(self._client, self._config.bucket, root))
-        return "at least one engine" if used else ""
+        return self._asked(lambda: engine_now(self._client, self._config.bucket, root))
 
     def _lists_versions(self) -> bool:
         """Whether the bucket may have versions, and they can be listed."""

@@ -41,8 +41,8 @@ class S3Tier(StorageTier):
 
     def open(self, namespace: bytes, epoch: int) -> int:
         self._manifests.stop()
-        credentials = self._control.connect()
-        self._transfers.open(namespace, epoch, credentials)
+        self._control.connect()
+        self._transfers.open(namespace, epoch)
         self._rows.serve(namespace.hex())
         # Not for weights that were replaced under a running engine: each time leaves a namespace that is never used
         # again, and no listing counts what is not a row.

@@ -23,7 +23,6 @@ from nixl_tiers.tiers.base import FinishedBatch, Move, has_expired, seal_row
 from nixl_tiers.tiers.move_queue import MoveQueue, Steps, Unit
 from nixl_tiers.tiers.moves import MovePipeline
 from nixl_tiers.tiers.nixl_agent import TransferState
-from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.concurrency import MOST, PollPace, TransferLimit
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.data import ERROR_PAGE_BYTES, ObjectTransfer, S3Data
@@ -61,9 +60,9 @@ class RowTransfers:
             hold_s=times.stores_held_s,
         )
 
-    def open(self, namespace: bytes, epoch: int, credentials: Credentials) -> None:
+    def open(self, namespace: bytes, epoch: int) -> None:
         """Move rows of this namespace from now on. Not on the mover's loop: this takes some milliseconds."""
-        self.data.connect(credentials, self._connection.region.name, self._connection.endpoint)
+        self.data.connect(self._connection)
         self.data.populate_staging()
         self._sealer = Sealer(self._geometry, namespace, epoch)
 
@@ -102,9 +101,7 @@ class RowTransfers:
         if self.data.credentials is None:
             self.moves.give_up()
             return False
-        credentials = self._connection.credentials
-        if credentials is not None and credentials != self.data.credentials:
-            self.data.connect(credentials, self._connection.region.name, self._connection.endpoint)
+        self.data.connect(self._connection)
         return True
 
     def _admit_load(self, unit: Unit) -> bool:

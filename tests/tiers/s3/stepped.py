@@ -33,7 +33,6 @@ from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Entry, Move
 from nixl_tiers.tiers.nixl_agent import Registration, Span, TransferState
 from nixl_tiers.tiers.s3 import budget, connection, control, data, deletes, rows, transfers
-from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.takeover import Terms
 from nixl_tiers.tiers.s3.tier import S3Tier
 from tests.support.by_hand import HandPool
@@ -317,13 +316,11 @@ class SteppedTier:
         self.finished: dict[int, list[Outcome]] = {}
         self.found: list[Entry] = []
 
-    def _connect(self, timeout_s: float = 0.0) -> Credentials:
+    def _connect(self, timeout_s: float = 0.0) -> None:
         attempt = self.control._connecting = Future()
         self.control._connect()
         self.control._connecting = None
         attempt.result(0)
-        assert self.control.connection.credentials is not None
-        return self.control.connection.credentials
 
     def open(self, namespace: bytes = NAMESPACE) -> int:
         """And have it write the usage record."""
