@@ -512,6 +512,18 @@ class TestWhoDoesNotWrite:
         assert two.store(name_of(1002)) == 1
         assert len(bucket.rows) <= CAPACITY_ROWS
 
+    def test_one_good_answer_ends_the_doubt_whether_there_are_conditional_writes(self) -> None:
+        bucket = Bucket(knows_conditions=False)
+        mover = Mover(bucket, "me")
+        mover.steps(11)
+        assert "does not support conditional writes" in mover.denials.current()["conditional writes"]
+        bucket.knows_conditions = True
+        mover.steps()
+        assert mover.store(name_of(1)) == 1
+        mover.steps()
+        assert mover.denials.current() == {}
+        assert not mover.quota.alone
+
     def test_an_answer_without_a_date_is_told_and_nothing_is_stored(self, monkeypatch: pytest.MonkeyPatch) -> None:
         bucket = Bucket()
         mover = Mover(bucket, "me")
