@@ -76,10 +76,6 @@ class Rows:
         return MAX_SLOTS if self._reads_only else min(2 * (self._config.capacity // self._row_bytes), MAX_SLOTS)
 
     @property
-    def used_bytes(self) -> int:
-        return self.upload_quota.record.nbytes
-
-    @property
     def gone_before(self) -> int:
         """With what may be deleted before this engine hears of it: room is made for two windows at once, of a prefix
         that was written evenly from its oldest row on."""
@@ -91,9 +87,8 @@ class Rows:
 
     # --- what is there ----------------------------------------------------------------------------------------------
 
-    def check_existence(self, check_id: int, keys: Sequence[Key], chain: bool) -> bool:
+    def check_existence(self, check_id: int, keys: Sequence[Key], *, chain: bool) -> None:
         self._checker.start(check_id, keys, chain=chain)
-        return True
 
     def existence_answers(self) -> Sequence[ExistenceAnswer]:
         answers = self._checker.answers()
@@ -143,7 +138,7 @@ class Rows:
             self._control.transfer_failed()
             self._control.upload_failed()
             return Outcome.FAILED
-        self._control.denials.succeeded("put")
+        self._control.connection.denials.succeeded("put")
         # Not when it began: the Last-Modified of a prefix's first rows is `oldest`, and they would be taken to be gone.
         self._note(key, int(self._server_s) + 1)
         return Outcome.OK

@@ -32,7 +32,8 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Entry, Move
 from nixl_tiers.tiers.nixl_agent import Registration, Span, TransferState
-from nixl_tiers.tiers.s3 import budget, connection, control, data, deletes, rows, transfers
+from nixl_tiers.tiers.s3 import budget, connection, control, data, deletes, rows
+from nixl_tiers.tiers.s3 import tier as tier_module
 from nixl_tiers.tiers.s3.takeover import Terms
 from nixl_tiers.tiers.s3.tier import S3Tier
 from tests.support.by_hand import HandPool
@@ -356,7 +357,7 @@ class SteppedTier:
         self.control_steps()
         if moves:
             self.bucket.move()
-        self.tier._transfers.pace.hurry()
+        self.tier._pace.hurry()
         for done in self.tier.poll():
             self.finished[done.batch_id] = list(done.outcomes)
         self.found += self.tier.found()
@@ -404,7 +405,7 @@ class SteppedTier:
     def release(self) -> None:
         with suppress(AssertionError):
             self.bucket.move()
-        self.tier._transfers.data.poll(self.clock.now)
+        self.tier._data.poll(self.clock.now)
         self.region.close()
 
 
@@ -412,7 +413,7 @@ def install(monkeypatch: pytest.MonkeyPatch, bucket: Bucket) -> None:
     """Have every tier made from now on be a stepped one."""
     clock = bucket.clock
     time = SimpleNamespace(monotonic=clock, time=clock, sleep=lambda _: None)
-    for module in (connection, control, data, rows, transfers):
+    for module in (connection, control, data, rows, tier_module):
         monkeypatch.setattr(module, "time", time)
     monkeypatch.setattr(endpoint, "time", time)  # botocore's, between two attempts
     monkeypatch.setattr(budget, "budget_clock", clock)

@@ -162,7 +162,7 @@ class TestRowsThatAreNotTheExpectedOnes:
         self, tier: SteppedTier, bucket: Bucket, typical_s: float
     ) -> None:
         """The row of host memory that waits for it is one of few, perhaps."""
-        tier.tier._transfers._downloads.typical_s = typical_s
+        tier.tier._downloads.typical_s = typical_s
         batch = tier.tier.load(tier.moves([0]))
         longest_s = PRODUCTION.s3_download_s + ROW / SLOWEST_BYTES_PER_S
         given_up_s = min(longest_s, max(PRODUCTION.late_job_s, 8 * typical_s))
@@ -176,7 +176,7 @@ class TestRowsThatAreNotTheExpectedOnes:
         self, tier: SteppedTier, bucket: Bucket
     ) -> None:
         numbers = list(range(8))
-        tier.tier._transfers._downloads.typical_s = 0.4
+        tier.tier._downloads.typical_s = 0.4
         tier.store(*numbers)
         outcomes = []
         for _ in range(2):
@@ -192,16 +192,16 @@ class TestRowsThatAreNotTheExpectedOnes:
     ) -> None:
         """Its bytes may still land there."""
         batch = tier.tier.load(tier.moves([0]))
-        free = len(tier.tier._transfers.data.free_staging)
+        free = len(tier.tier._data.free_staging)
         bucket.clock.now += PRODUCTION.s3_download_s + ROW / SLOWEST_BYTES_PER_S + 0.1
         tier.round(moves=False)
         tier.round(moves=False)
         assert tier.finished[batch] == [FAILED]
-        assert len(tier.tier._transfers.data.free_staging) == free
+        assert len(tier.tier._data.free_staging) == free
         assert tier.tier.busy
         bucket.move()
         tier.round()
-        assert len(tier.tier._transfers.data.free_staging) == free + 1
+        assert len(tier.tier._data.free_staging) == free + 1
         assert not tier.tier.busy
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.tiers.s3 import transfers
+from nixl_tiers.tiers.s3 import tier as tier_module
 from tests.support.servers import S3Server
 from tests.system.tiers.s3.harness import (
     OTHER_NAMESPACE,
@@ -64,7 +64,7 @@ class TestClockSkew:
                 monkeypatch.context() as wrong_clock,
                 TierDriver(SMALL, 8, **place, max_age=HOUR) as wrong,
             ):
-                wrong_clock.setattr(transfers, "time", ShiftedTime(ahead_s))
+                wrong_clock.setattr(tier_module, "time", ShiftedTime(ahead_s))
                 wrong.open()
                 assert wait_until(lambda: wrong.store([2]) == [Outcome.OK])
                 assert wrong.load([1, 2]) == [Outcome.OK] * 2
@@ -74,7 +74,7 @@ class TestClockSkew:
         with TierDriver(SMALL, 8, **place, max_age=HOUR) as driver:
             driver.open()
             assert driver.store_sealed(1, int(time.time()) - 2 * HOUR) is Outcome.OK
-            monkeypatch.setattr(transfers, "time", ShiftedTime(-2 * HOUR))
+            monkeypatch.setattr(tier_module, "time", ShiftedTime(-2 * HOUR))
             assert driver.load([1]) == [Outcome.MISSING]
 
 

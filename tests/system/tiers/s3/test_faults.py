@@ -308,18 +308,18 @@ class TestTransfers:
         self, driver: TierDriver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         driver.store([1, 2])
-        staging = len(driver.tier._transfers.data.free_staging)
+        staging = len(driver.tier._data.free_staging)
         faulty.hold = threading.Event()
         with monkeypatch.context() as patch:  # of this download only: those that are answered may take their time
-            patch.setattr(driver.tier._transfers.data, "_download_s", 0.3)
+            patch.setattr(driver.tier._data, "_download_s", 0.3)
             assert driver.load([1]) == [Outcome.FAILED]
         held, faulty.hold = faulty.hold, None
-        assert len(driver.tier._transfers.data.free_staging) == staging - 1
+        assert len(driver.tier._data.free_staging) == staging - 1
         assert driver.load([2]) == [Outcome.OK]
         driver.row(1)[:] = 77
         held.set()
         driver.finish()
-        assert wait_until(lambda: driver.tier.poll() == [] and len(driver.tier._transfers.data.free_staging) == staging)
+        assert wait_until(lambda: driver.tier.poll() == [] and len(driver.tier._data.free_staging) == staging)
         assert (driver.row(1) == 77).all(), "an abandoned download wrote to the region"
         assert driver.load([1]) == [Outcome.OK]
 

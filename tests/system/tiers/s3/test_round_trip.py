@@ -12,7 +12,7 @@ import pytest
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Move
-from nixl_tiers.tiers.s3 import transfers as transfers_module
+from nixl_tiers.tiers.s3 import tier as tier_module
 from nixl_tiers.tiers.s3.concurrency import FIRST, TransferLimit
 from tests.support.pages import mapped
 from tests.support.servers import S3Server
@@ -63,7 +63,7 @@ def test_memory_for_the_first_downloads_is_there_when_the_tier_is_open(place: di
     geometry = Geometry(cells=1, cell_payload=1 << 20)
     with TierDriver(geometry, 4, **place) as driver:
         driver.open()
-        staging = driver.tier._transfers.data._staging
+        staging = driver.tier._data._staging
         first = [mapped(row.ctypes.data, geometry.row_bytes) for row in staging]
         assert all(map(all, first[:FIRST]))
         assert not any(map(any, first[2 * FIRST :]))
@@ -178,11 +178,11 @@ def test_no_more_transfers_run_than_are_allowed_and_measured(
 ) -> None:
     if limit is not None:
         monkeypatch.setattr(TransferLimit, "limit", limit)
-    monkeypatch.setattr(transfers_module, "MOST", most)
+    monkeypatch.setattr(tier_module, "MOST", most)
     with TierDriver(SMALL, 32, **place) as driver:
         driver.open()
-        transfers, running = driver.tier._transfers, list[int]()
-        data = transfers.data
+        tier, running = driver.tier, list[int]()
+        data = tier._data
 
         def noted(begin: Callable[..., Any]) -> Callable[..., Any]:
             def begin_and_note(*where: Any) -> Any:
@@ -198,4 +198,4 @@ def test_no_more_transfers_run_than_are_allowed_and_measured(
             running.clear()
             assert move(range(32)) == [Outcome.OK] * 32
             assert max(running) == (limit or most)
-        assert transfers._uploads._seen == transfers._downloads._seen == 32, "the limits follow each of them"
+        assert tier._uploads._seen == tier._downloads._seen == 32, "the limits follow each of them"
