@@ -156,8 +156,10 @@ class Takeover:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _publish(self, now: float) -> Steps[float]:
+        """Again and again until it is counted: what has arrived may be damaged, and then nothing is granted."""
         counter = self.quota.counter(now)
-        if self._published is None or counter != self._published[0] or now > self._published[1] + self.terms.counter_s:
+        counted = self._record is not None and self._record.counted.get(self.quota.mover) == counter.ended
+        if not counted or self._published is None or now > self._published[1] + self.terms.counter_s:
             now, _ = yield Ask(PUBLISH, counter)
             self._published = counter, now
             self.quota.published(counter)

@@ -308,6 +308,33 @@ class TestSweepsUnderThrottling:
 
 
 class TestCountersThatCannotBeRead:
+    @pytest.mark.parametrize("uploaded", [0, 10])
+    def test_one_that_has_arrived_damaged_is_written_again(self, uploaded: int) -> None:
+        """Else its mover would wait for an hour: nothing is granted, so that the counter does not change."""
+        bucket = Bucket()
+        terms = replace(SELDOM, renew_s=5.0)
+        (_, one), (quota, two) = mover(bucket, "one", terms), mover(bucket, "two", terms)
+
+        def passes(seconds: int) -> None:
+            for _ in range(seconds // 5):
+                bucket.now_s += 5.0
+                two.step()
+                one.step()
+
+        one.step()
+        if uploaded:
+            passes(20)
+            assert uploads(quota, bucket, range(20)) == uploaded
+
+        def damage(name: str) -> None:
+            if name == f"PUT {COUNTER_NAME}two":
+                bucket.after = lambda _: None
+                bucket.store(f"p/{COUNTER_NAME}two", b"?")
+
+        bucket.after = damage
+        passes(30)
+        assert uploads(quota, bucket, range(100, 101)) == 1
+
     def test_one_of_a_mover_that_is_gone_stops_nobody(self, caplog: pytest.LogCaptureFixture) -> None:
         bucket = Bucket()
         bucket.store(f"p/{COUNTER_NAME}gone", b"")
