@@ -144,6 +144,14 @@ class UploadQuota:
         return record is not None and record.swept > 0 and self.mover in record.counted and not self._stopped
 
     @property
+    def counts_itself(self) -> bool:
+        """Whether there is room, and this mover soon counts what it has uploaded, as it writes the record."""
+        record = self._record
+        if record is None or record.writer != self.mover:
+            return False
+        return record.nbytes + self.window_bytes <= self.capacity_bytes
+
+    @property
     def used_bytes(self) -> int | None:
         """Bytes below the prefix by the record; None before there is one."""
         record = self._record
