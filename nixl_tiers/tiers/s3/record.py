@@ -144,6 +144,11 @@ class UploadQuota:
         return self._may_start and self.record.swept > 0
 
     @property
+    def counts_itself(self) -> bool:
+        """Whether there is room, and this mover soon counts what it has uploaded, as it writes the record."""
+        return self.record.writer == self.mover and self.record.nbytes + self.window_bytes <= self.capacity_bytes
+
+    @property
     def deletes_soon(self) -> bool:
         """Whether rows may be deleted for room before the record is read again: a window must stay free, and each mover
         that stores may upload another one by then."""

@@ -42,7 +42,7 @@ class Rows:
         self._checker = ExistenceChecker(self._written_s, times=times)
         self._uploads = UploadChecks(self._written_s, times=times)
         self._budget: Budget | None = None
-        self._ready_by_s = float("inf")  # so long uploads wait for the first usage record that counts them
+        self._ready_by_s = float("inf")  # so long uploads wait for a usage record that counts them, or those before
         self._found: list[Entry] = []
         self._absent: dict[Key, float] = {}  # until when, the oldest first
 
@@ -116,7 +116,7 @@ class Rows:
 
     def room_for(self, key: Key) -> Outcome | None:
         """OK if this row may be uploaded now, else how its store ends. None: it is being asked whether it is there, a
-        delete of it is under way, or the tier was opened just now."""
+        delete of it is under way, the tier was opened just now, or the last window's uploads are soon counted."""
         written_s = self._uploads.answer(key)
         if written_s is None:
             return None
@@ -126,10 +126,11 @@ class Rows:
         # A delete of this name that arrives after the upload would delete the new object.
         if not self._control.cancel_delete(self.name(key)):
             return Outcome.FAILED if self._control.deletes_backing_off else None
-        if self.upload_quota.try_acquire(self._row_bytes):
+        now, quota = time.monotonic(), self.upload_quota
+        if quota.try_acquire(self._row_bytes):
+            self._ready_by_s = max(self._ready_by_s, now + self._times.s3_ready_s)
             return Outcome.OK
-        waits = not self.upload_quota.ready and time.monotonic() < self._ready_by_s
-        return None if waits else Outcome.NO_SPACE
+        return None if now < self._ready_by_s and (quota.counts_itself or not quota.ready) else Outcome.NO_SPACE
 
     def upload_ended(self, key: Key, *, done: bool) -> Outcome:
         """How its store ends. `done`: whether the server has the row for certain."""

@@ -211,13 +211,8 @@ class Sweeper:
             now, page = yield Ask(PAGE)
             running.took_s += min(now - asked_s, self._takeover.terms.take_s)
             running.complete = page is None
-            for name, modified_s, nbytes in page or ():
-                if (row := self._names.parse(name)) is not None:
-                    account.found(nbytes)
-                    running.rows += 1
-                    running.last = name
-                    victims = self._victims if modified_s < running.early_s else running.victims
-                    victims.add(modified_s, bytes.fromhex(row[0]) + row[1], nbytes)
+            for each in page or ():
+                self._found(each)
             if now >= self._takeover.next_s:
                 now = yield from self._renew(self._takeover.turn(now))
             now = yield from self._make_room(now)
@@ -228,6 +223,17 @@ class Sweeper:
             self._pause_until_s = now + max(self._takeover.terms.sweep_s, running.took_s)
             account.ended = running.victims.oldest
         return (yield from self._renew(self._takeover.renew(now)))
+
+    def _found(self, each: Listed) -> None:
+        account, running, row = self._account, self._running, self._names.parse(each.name)
+        assert account is not None
+        assert running is not None
+        if row is not None:
+            account.found(each.nbytes)
+            running.rows += 1
+            running.last = each.name
+            victims = self._victims if each.modified_s < running.early_s else running.victims
+            victims.add(each.modified_s, bytes.fromhex(row[0]) + row[1], each.nbytes)
 
     def _swap(self) -> None:
         """The names of a sweep serve once its account does, and no sooner nor later: some of those rows may have been

@@ -85,7 +85,6 @@ class Takeover:
         self._etag: str | None = None
         self._wrote_s = NEVER_S
         self._taking = "", NEVER_S  # nonce and time of a takeover's first write
-        self._published: Counter | None = None
         self._published_s = NEVER_S
 
     def may_delete(self, now: float) -> bool:
@@ -97,9 +96,11 @@ class Takeover:
         if self._reads_only:
             return (yield from self._read())
         counter = self.quota.counter(now)
-        if counter != self._published or now > self._published_s + self.terms.counter_s:
+        counted = self.record is not None and self.record.counted.get(self.quota.mover) == counter.ended
+        # Again and again until it is counted: what has arrived may be damaged, and then nothing is granted.
+        if not counted or now > self._published_s + self.terms.counter_s:
             now, _ = yield Ask(PUBLISH, counter)
-            self._published, self._published_s = counter, now
+            self._published_s = now
             self.quota.published(counter)
         now = yield from self.renew(now)
         if self.account is None and self._may_take(now):

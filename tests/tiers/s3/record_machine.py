@@ -1,5 +1,6 @@
 """Movers that share a simulated bucket, with the real account, takeover and sweeps, in any order of events. No I/O, and
-a virtual clock. The bound, and that no record is below the truth, are checked after each event.
+a virtual clock. The bound, and that no record is below the truth, are checked after each event; and of each delete that
+its mover has written the record not long ago, and that it may be one of a running sweep.
 
 Each request of a mover arrives, is answered, gets lost on either way, or arrives long after its mover gave it up. Some
 servers test a condition and write up to a second later. Movers stand still, are killed and replaced; uploads that were
@@ -25,7 +26,7 @@ NAMES = RowNames("p")
 ROWS = sorted(NAMES.name("00" * 16, b"%08d" % number) for number in range(200))
 COUNTER_TIMEOUT_S = 3 * 3600.0
 RACE_S = 0.9  # between a test and its write
-RARE = 0.01
+DELETE_S = 20.0  # none begins later than that after its mover's last write of the record
 
 
 class Lost(Exception):
@@ -61,6 +62,8 @@ class Process:
         self.answer: tuple[Any] | None = None
         self.wait_until_s = 0.0
         self.listed_to = ""
+        self.listed: dict[str, float] = {}  # Last-Modified of each row, as last listed by it
+        self.sent_s = self.wrote_s = float("-inf")  # its last write of the record, and the last one that was answered
 
     def _half(self) -> None:
         self.hurries = True
@@ -75,8 +78,22 @@ class Process:
         except (StopIteration, Lost):
             self.steps = self.asked = None
         self.answer = None
-        if self.asked is not None and self.asked.what == WAIT:
-            self.wait_until_s = self.world.now + self.asked.given
+        match self.asked:
+            case Ask(what, seconds) if what == WAIT:
+                self.wait_until_s = self.world.now + seconds
+            case Ask(what) if what == WRITE:
+                self.sent_s = self.world.now
+            case Ask(what, names) if what == DELETE:
+                self._check_delete(names)
+
+    def _check_delete(self, names: list[str]) -> None:
+        world, account = self.world, self.takeover.account
+        assert world.now < self.wrote_s + DELETE_S, "a delete long after the last own write"
+        assert account is not None, "a delete by who does not write the record"
+        if self.sweeper._rows is None:  # of the running sweep
+            share = 2 * WINDOW / CAPACITY
+            young_s = account.oldest + (world.now - account.oldest) * share
+            assert all(self.listed[name] <= young_s for name in names), "an early delete of a young row"
 
     def step(self) -> None:
         """A request is begun, arrives, or is answered."""
@@ -91,6 +108,8 @@ class Process:
         assert asked is not None
         if self.answer is not None:
             (answer,) = self.answer
+            if asked.what == WRITE and answer not in (None, world.racing):
+                self.wrote_s = self.sent_s
             if answer is not world.racing:
                 self.resume(lambda: steps.send((world.now, answer)))
         elif asked.what == WAIT:
@@ -180,6 +199,7 @@ class World:
             case str(what) if what == PAGE:
                 found = [name for name in ROWS if name in self.rows and name > process.listed_to][:6]
                 process.listed_to = found[-1] if found else process.listed_to
+                process.listed |= {name: self.rows[name] for name in found}
                 return [Listed(name, self.rows[name], ROW) for name in found] or None
             case str(what) if what == DELETE:
                 confirmed = {name for name in given if self.random.random() > self.faults}
@@ -196,10 +216,11 @@ class World:
             return None
 
         def written() -> str:
-            self.record = record.write, record
+            tag = record.encode().decode()  # as S3's: the same content has the same ETag
+            self.record = tag, record
             if process.answer == (self.racing,):
-                process.answer = (record.write,)
-            return record.write
+                process.answer = (tag,)
+            return tag
 
         if not self.racy or self.random.random() < 0.3:
             return written()

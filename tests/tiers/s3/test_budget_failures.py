@@ -260,7 +260,7 @@ class TestSweepsUnderThrottling:
         bucket.before = fail
         quota, budget = mover(bucket, terms=terms)
         if request_name.startswith("PUT .landed"):
-            budget.takeover._published = None
+            budget.takeover._published_s = float("-inf")
         turns = 0
         while uploads(quota, bucket, range(1000, 1001)) == 0:
             budget.step()
@@ -309,6 +309,33 @@ class TestSweepsUnderThrottling:
 
 
 class TestCountersThatCannotBeRead:
+    @pytest.mark.parametrize("uploaded", [0, 10])
+    def test_one_that_has_arrived_damaged_is_written_again(self, uploaded: int) -> None:
+        """Else its mover would wait for an hour: nothing is granted, so that the counter does not change."""
+        bucket = Bucket()
+        terms = replace(SELDOM, renew_s=5.0)
+        (_, one), (quota, two) = mover(bucket, "one", terms), mover(bucket, "two", terms)
+
+        def passes(seconds: int) -> None:
+            for _ in range(seconds // 5):
+                bucket.now_s += 5.0
+                two.step()
+                one.step()
+
+        one.step()
+        if uploaded:
+            passes(20)
+            assert uploads(quota, bucket, range(20)) == uploaded
+
+        def damage(name: str) -> None:
+            if name == f"PUT {COUNTER_NAME}two":
+                bucket.after = lambda _: None
+                bucket.store(f"p/{COUNTER_NAME}two", b"?")
+
+        bucket.after = damage
+        passes(30)
+        assert uploads(quota, bucket, range(100, 101)) == 1
+
     def test_one_of_a_mover_that_is_gone_stops_nobody(self, caplog: pytest.LogCaptureFixture) -> None:
         bucket = Bucket()
         bucket.store(f"p/{COUNTER_NAME}gone", b"")
@@ -342,7 +369,7 @@ class TestCountersThatCannotBeRead:
             three.step()
         assert writes(three)
         assert bucket.record.counted["two"] == 3 * ROW
-        two.takeover._published = None
+        two.takeover._published_s = float("-inf")
         two.step()
         three.step()
         assert bucket.record.counted["two"] == 6 * ROW, "it has written its counter again"

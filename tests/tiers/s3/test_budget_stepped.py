@@ -42,10 +42,12 @@ def _virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
 class Mover:
     """Uploads, the quota that grants them, and what keeps that up to date. `budget_rows`: how many may be there."""
 
-    def __init__(self, bucket: Bucket, name: str, budget_rows: int = CAPACITY_ROWS, **named: object) -> None:
+    def __init__(
+        self, bucket: Bucket, name: str, budget_rows: int = CAPACITY_ROWS, rows: int = CAPACITY_ROWS, **named: object
+    ) -> None:
         self.bucket = bucket
         self.budget_rows = budget_rows
-        self.quota = UploadQuota(name, CAPACITY_ROWS * ROW, ROW)
+        self.quota = UploadQuota(name, rows * ROW, ROW)
         self.denials = Denials("the bucket", lambda: bucket.now_s)
         connection: Any = SimpleNamespace(client=bucket, delete_client=bucket, denials=self.denials)
         given: dict[str, Any] = {"terms": TERMS, **named}
@@ -165,6 +167,17 @@ class TestTheBudget:
         assert mover.store(*map(name_of, range(50, 60))) == 0
         mover.steps()
         assert mover.store(*map(name_of, range(50, 100))) == WINDOW_ROWS
+
+    @pytest.mark.parametrize("rows", [1, 2, 3, 7, 9, 64])
+    def test_a_batch_of_more_is_stored_in_part_and_what_follows_too(self, rows: int) -> None:
+        """Also where a window is one row, as that is more than its share of the capacity."""
+        bucket = Bucket()
+        mover = Mover(bucket, "me", rows, rows)
+        stored = 0
+        for number in range(100):
+            stored += mover.store(*(name_of(10 * number + n) for n in range(10)))
+            mover.steps()
+        assert stored >= min(rows, 64) * 4
 
     def test_a_full_prefix_is_written_to_when_rows_were_deleted_and_not_before(self) -> None:
         bucket = Bucket()

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import tarfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,3 +185,35 @@ def test_old_engines_read_the_record_and_counters(bucket: Bucket) -> None:
     assert record["counted"] == {"new": 7}
     assert isinstance(record["bytes"], int)
     assert int(bucket.small(f"{COUNTER_NAME}new")) == 7
+
+
+STORED = Path(__file__).with_name("stored-by-3229999f.tar.xz")
+"""Objects as that version has stored them, by its kind of prefix and how its last engine has ended: 12 rows of 8 KiB of
+each of two namespaces, where row n is filled with n + 1."""
+
+
+def stored_before(kind: str) -> dict[str, bytes]:
+    """Names begin with "p/"."""
+    with tarfile.open(STORED) as tar:
+        found = [(each.name.split("/", 1), tar.extractfile(each)) for each in tar]
+        return {name: file.read() for (state, name), file in found if state == kind and file is not None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "within_s"),
+    [("private-closed", 0.0), ("private-killed", 65.0), ("shared-closed", 0.0), ("shared-killed", 35.0)],
+)
+def test_what_an_earlier_version_has_stored_stays_and_counts(bucket: Bucket, kind: str, within_s: float) -> None:
+    for name, body in stored_before(kind).items():
+        bucket.store(name, body)
+    before, began_s = bucket.rows, bucket.now_s
+    assert len(before) == 24
+    new = New(bucket)
+    new.turn()
+    while not new.stores:
+        passes(5.0, new)
+        assert bucket.now_s <= began_s + within_s
+    passes(60.0, new)
+    assert bucket.rows == before
+    assert bucket.record.nbytes == len(before) * ROW
+    assert new.denials.current() == {}

@@ -16,7 +16,7 @@ from nixl_tiers.tiers.s3.record import FAILED_ENDS_S, Account, Counter, Record, 
 from nixl_tiers.tiers.s3.sweep import Sweeper, Victims
 from nixl_tiers.tiers.s3.takeover import CLAIM, COUNTERS, KEEP, PUBLISH, READ, WAIT, WRITE, Ask, Takeover, Terms
 from tests.support.replay import examples
-from tests.tiers.s3.record_machine import CAPACITY, ROW, SHARE, WINDOW, explore, world_of
+from tests.tiers.s3.record_machine import CAPACITY, ROW, ROWS, SHARE, WINDOW, World, explore, world_of
 
 
 @pytest.fixture(autouse=True)
@@ -232,7 +232,31 @@ def names_serve_with_their_account(kind: type[Sweeper] = Sweeper) -> None:
     assert sweeper._victims is not running.victims, "the record could not be written yet"
 
 
+def an_idle_writer_is_not_replaced(kind: type[Takeover] = Takeover) -> None:
+    """Its record says the same all the time, but for what makes each write another one."""
+    world = World(random.Random(1), 2, faults=0.0, takeover=kind)
+    world.settle(60.0)
+    (writer,) = (place for place in world.places if place.takeover.account is not None)
+    account = writer.takeover.account
+    world.settle(120.0)
+    assert writer.takeover.account is account
+
+
+def refused_uploads_do_not_empty_the_prefix(kind: type[UploadQuota] = UploadQuota) -> None:
+    """They count for a minute and more as what may be there."""
+    world = World(random.Random(1), 1, faults=0.0)
+    world.rows = {name: world.now - number for number, name in enumerate(ROWS[: (CAPACITY - WINDOW) // ROW])}
+    (mover,) = world.places
+    for _ in range(360):
+        while mover.quota.try_acquire(ROW):
+            mover.quota.upload_ended(ROW, world.now, done=False)
+        world.settle(10.0)
+    assert ROW * len(world.rows) >= CAPACITY - 3 * WINDOW
+
+
 SCENES = [
+    an_idle_writer_is_not_replaced,
+    refused_uploads_do_not_empty_the_prefix,
     names_serve_with_their_account,
     windows_of_movers_added_during_a_sweep_stay,
     a_counter_above_a_window_waits_for_a_sweep,

@@ -32,7 +32,13 @@ from tests.tiers.s3.stepped import (
     key_of,
 )
 
-OK, CORRUPT, MISSING, FAILED = Outcome.OK, Outcome.CORRUPT, Outcome.MISSING, Outcome.FAILED
+OK, CORRUPT, MISSING, FAILED, NO_SPACE = (
+    Outcome.OK,
+    Outcome.CORRUPT,
+    Outcome.MISSING,
+    Outcome.FAILED,
+    Outcome.NO_SPACE,
+)
 
 
 @pytest.fixture
@@ -67,6 +73,56 @@ def tier(make_tier: Callable[..., SteppedTier]) -> SteppedTier:
 
 def get(request: Request) -> bool:
     return request.method == "GET" and request.by_nixl
+
+
+class TestBatchesAboveAWindow:
+    """A window is two rows here."""
+
+    @pytest.fixture
+    def writer(self, make_tier: Callable[..., SteppedTier]) -> SteppedTier:
+        tier = make_tier(capacity_rows=128)
+        tier.open()
+        return tier
+
+    def test_the_writer_of_the_record_stores_all_of_one(self, writer: SteppedTier) -> None:
+        batch = writer.begin_store(*range(8))
+        for _ in range(8):
+            writer.round()
+            writer.round()
+            writer.clock.now += 1.0
+            writer.budget_step()
+        assert writer.finished[batch] == [OK] * 8
+
+    def test_if_that_is_not_counted_the_rest_has_no_room(self, writer: SteppedTier, bucket: Bucket) -> None:
+        bucket.fault = lambda request: 503 if request.name.endswith(".usage") else None
+        batch = writer.begin_store(*range(4))
+        for seconds in (0.0, 0.0, PRODUCTION.s3_ready_s - 0.1):
+            writer.clock.now += seconds
+            writer.round()
+            writer.budget_step()
+            assert batch not in writer.finished
+        writer.clock.now += 0.2
+        writer.round()
+        assert writer.finished[batch] == [OK] * 2 + [NO_SPACE] * 2
+
+    def test_nobody_waits_for_another_one_to_count_it(
+        self, writer: SteppedTier, make_tier: Callable[..., SteppedTier]
+    ) -> None:
+        other = make_tier(capacity_rows=128)
+        other.open()
+        writer.pass_time(10.0)
+        other.pass_time(10.0)
+        assert other.store(*range(4)) == [OK] * 2 + [NO_SPACE] * 2
+
+    def test_nobody_waits_where_there_is_no_room(self, make_tier: Callable[..., SteppedTier], bucket: Bucket) -> None:
+        bucket.fault = lambda request: 503 if request.method == "POST" else None
+        tier = make_tier(capacity_rows=4)
+        for number in range(4):
+            bucket.put(tier.name(number + 10), bytes(ROW))
+        tier.tier.open(NAMESPACE, 0)
+        tier.pass_time(10.0)
+        assert tier.rows.upload_quota.ready
+        assert tier.store(0) == [NO_SPACE]
 
 
 class TestRowsThatAreNotTheExpectedOnes:

@@ -29,6 +29,7 @@ from tests.system.tiers.s3.harness import (
     key_of,
     wait_until,
 )
+from tests.tiers.s3.test_compat import stored_before
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ROW = SMALL.row_bytes
@@ -146,6 +147,28 @@ class TestRowsOfOtherMovers:
         s3_server.client().put_object(Bucket=place["bucket"], Key=one.name(1), Body=bytes(ROW))
         assert two.load([1, 2]) == [Outcome.CORRUPT, Outcome.OK]
         assert wait_until(lambda: rows_in(s3_server, place) == [one.name(2)])
+
+
+class TestAPrefixOfAnEarlierVersion:
+    """Of its only engine, or shared: there is one kind now."""
+
+    @pytest.mark.parametrize("kind", ["private", "shared"])
+    def test_its_rows_are_found_and_loaded_and_none_is_deleted(
+        self, s3_server: S3Server, place: dict[str, Any], kind: str
+    ) -> None:
+        geometry = Geometry(cells=1, cell_payload=4096)
+        for name, body in stored_before(f"{kind}-closed").items():
+            s3_server.client().put_object(Bucket=place["bucket"], Key=f"{place['prefix']}{name[1:]}", Body=body)
+        before = rows_in(s3_server, place)
+        for namespace in (NAMESPACE, OTHER_NAMESPACE):
+            with TierDriver(geometry, 32, **place | {"capacity": 64 * geometry.row_bytes}) as one:
+                one.open(namespace)
+                assert sorted(found(one, *range(13))) == [key_of(number) for number in range(12)]
+                (outcomes,) = one.finish(one.tier.load(one.moves(range(12))))
+                assert outcomes == [Outcome.OK] * 12
+                assert all((one.row(number)[: geometry.cell_payload] == number + 1).all() for number in range(12))
+                assert stored(one, 20)
+                assert set(before) < set(rows_in(s3_server, place))
 
 
 class TestBudget:

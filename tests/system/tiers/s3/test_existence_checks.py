@@ -245,6 +245,7 @@ def test_only_the_writer_of_the_record_lists(faulty: FaultyS3) -> None:
     with TierDriver(SMALL, 8, **place) as first, TierDriver(SMALL, 8, **place) as other:
         first.open()
         assert wait_until(lambda: first.store([0]) == [Outcome.OK])
+        assert wait_until(lambda: first.tier.used_bytes > 0)
         with TierDriver(SMALL, 8, **place, write="off") as reader:
             first.tier._rows._budget.close()
             mark = len(faulty.requests)
