@@ -6,7 +6,6 @@ Slabs keep their journal on the disk and share the rest with the engine: docs/in
 from __future__ import annotations
 
 import tempfile
-from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,9 +14,6 @@ import numpy as np
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.tiers.rowfile.names import RowPath
 from nixl_tiers.tiers.rowfile.quota import DirQuota
-from nixl_tiers.tiers.s3.listing import Run
-from nixl_tiers.tiers.s3.names import KeySet, RowNames
-from nixl_tiers.tiers.s3.quota import Group, PrefixQuota
 
 ROW_BYTES, CAPACITY, NAMESPACE = 2 << 20, 1 << 60, "0" * 32
 
@@ -27,29 +23,6 @@ def keys(rows: int) -> Iterator[Key]:
     for start in range(0, rows, 4096):
         raw = random.bytes(36 * min(4096, rows - start))
         yield from (raw[at : at + 36] for at in range(0, len(raw), 36))
-
-
-def held_objects(rows: int) -> object:
-    names = RowNames("kv")
-    quota = PrefixQuota(names, ROW_BYTES, CAPACITY)
-    quota.serve(NAMESPACE, 0.0)
-    for key in keys(rows):
-        quota.reserve(key)
-    return quota
-
-
-def listed_objects(rows: int) -> object:
-    """A full listing at its end, when its rows are in the order of their age, and none is handed over yet."""
-    names = RowNames("kv")
-    quota = PrefixQuota(names, ROW_BYTES, CAPACITY)
-    quota.serve(NAMESPACE, 0.0)
-    run, modified_s = Run(), array("d")
-    for number, key in enumerate(keys(rows)):
-        run.add(b"\0" + key, float(number))  # not in order, which takes the same memory
-        modified_s.append(float(number))
-    run.end()
-    quota.adopt({(NAMESPACE, ROW_BYTES): Group(KeySet(run.leaves), 0.0)})
-    return quota, modified_s, np.argsort(np.frombuffer(modified_s))
 
 
 def row_files(rows: int) -> object:
@@ -64,7 +37,5 @@ def row_files(rows: int) -> object:
 
 
 INDEXES: dict[str, Callable[[int], object]] = {
-    "objects, held": held_objects,
-    "objects, at the end of a first listing": listed_objects,
     "row files": row_files,
 }

@@ -9,7 +9,9 @@ one side and not of the other. The tier seals every row that it stores, lands do
 copies them; boto3 does none of that. CPU is that of the client's process and that of the server, in seconds a GB. Only
 ratios within one run are meaningful; a ratio is the median of those of the rounds. `--delay-ms`: answers arrive this
 much later, through a proxy: a distant server. The first loads are those of a new process, with its tier or client made
-before.
+before. Then, of rows of the first size: how long a restarted engine needs from its start to its first hit and to its
+first store, and how many of 200 new prompts a second, each a question whether its first chunk is stored, are answered
+within `probe_s`, where as many are open at once as the engine would have.
 """
 
 from __future__ import annotations
@@ -36,14 +38,19 @@ from bench.memory_s3 import memory_server
 from bench.rounds import DIRECTIONS, Side, rates, ratio, rotations, take_turns
 from bench.slow_path import slow_path
 from nixl_tiers.base.chunk import Geometry, Outcome, object_name
+from nixl_tiers.base.policies import DEFAULT_PROBE_S
 from nixl_tiers.config.schema import S3Config
+from nixl_tiers.core.existence import _TierChecks
+from nixl_tiers.core.limits import Limits
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move
+from nixl_tiers.tiers.s3 import stored
 from nixl_tiers.tiers.s3.tier import S3Tier
 from tests.support.servers import moto_server, seaweedfs_server
 
 SIDES = ("tier", "boto3")
 THREADS = 16
+PROMPTS_A_S, PROMPTS_S = 200, 5.0
 POLL_S = 0.0003
 NAMESPACE = bytes(range(16))
 
@@ -57,27 +64,62 @@ class Tier(Side):
 
     def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion) -> None:
         self._rows = region.rows
+        self._first = self._stores = 0  # of the last keys
         self._tier = S3Tier(config, geometry, region)
         self._tier.open(NAMESPACE, 0)
-        for batch in self._tier.list_rows():
-            if not batch:
-                time.sleep(0.01)
 
     def store(self) -> None:
-        self._finish(self._tier.store([Move(row, row, key_of(row), 0, True) for row in range(self._rows)]))
+        """New keys each time: what is there is not stored again."""
+        self._first, self._stores = self._stores * self._rows, self._stores + 1
+        self._finish(
+            self._tier.store([Move(row, row, key_of(self._first + row), 0, True) for row in range(self._rows)])
+        )
+
+    def store_one(self, key: bytes) -> None:
+        self._finish(self._tier.store([Move(0, 0, key, 0, True)]))
 
     def load(self) -> None:
-        self._finish(self._tier.load([Move(row, row, key_of(row)) for row in range(self._rows)]))
+        self._finish(self._tier.load([Move(row, row, key_of(self._first + row)) for row in range(self._rows)]))
 
     def close(self) -> None:
-        self._tier.delete([(row, key_of(row)) for row in range(self._rows)])
         self._tier.close()
+
+    def ask(self, keys: list[bytes]) -> int:
+        """How many of these are there."""
+        self._tier.check_existence(0, keys, True)
+        while not self._tier.existence_answers():
+            time.sleep(POLL_S)
+        return len(self._tier.found())
+
+    def new_prompts(self, seconds: float) -> tuple[float, float]:
+        """PROMPTS_A_S unknown keys a second: the share that is answered in time, and the median of those, in seconds.
+        What finds no room is lost."""
+        checks = _TierChecks(mock.Mock(), Limits(check_timeout_s=DEFAULT_PROBE_S))
+        sent_s, took_s, lost = dict[int, float](), list[float](), 0
+        began_s, number = time.monotonic(), 0
+        while (now := time.monotonic()) < began_s + seconds or sent_s:
+            while number < PROMPTS_A_S * min(seconds, now - began_s):
+                number += 1
+                if len(sent_s) >= checks.most:
+                    lost += 1
+                    continue
+                sent_s[number] = now
+                self._tier.check_existence(number, [b"new-%08d" % number], True)
+            for answer in self._tier.existence_answers():
+                took_s.append(now - sent_s.pop(answer.check_id))
+                checks.took(took_s[-1])
+            time.sleep(POLL_S)
+        in_time = [each for each in took_s if each <= DEFAULT_PROBE_S]
+        return len(in_time) / number, statistics.median(took_s)
 
     def _finish(self, batch_id: int) -> None:
         while True:
             for done in self._tier.poll():
                 assert done.batch_id == batch_id
-                if set(done.outcomes) != {Outcome.OK}:  # a fast failure must not pass for a fast server
+                if not set(done.outcomes) <= {
+                    Outcome.OK,
+                    Outcome.FOUND,
+                }:  # a fast failure must not pass for a fast server
                     raise SystemExit(f"the tier failed: {done.outcomes}")
                 return
             time.sleep(max(POLL_S, self._tier.poll_s))
@@ -192,6 +234,35 @@ def first_load(who: str, config: S3Config, payload_bytes: int, rows: int) -> tup
     return times[1] - times[0], times[2] - times[1]
 
 
+def restarts(config: S3Config, payload_bytes: int, rounds: int) -> dict[str, Any]:
+    """What a restarted engine needs: seconds to its first hit, of 16 rows, and to its first store; and new prompts."""
+    geometry = Geometry(1, payload_bytes)
+    hits, stores = list[float](), list[float]()
+    with filled(geometry, THREADS) as region:
+        keys = [key_of(row) for row in range(THREADS)]
+        side = Tier(config, geometry, region)
+        side.store()
+        for _ in range(rounds):
+            side.close()
+            began_s = time.perf_counter()
+            side = Tier(config, geometry, region)
+            if side.ask(keys) != THREADS:
+                raise SystemExit("a restarted engine does not find its rows")
+            side.load()
+            hits.append(time.perf_counter() - began_s)
+            side.store_one(b"restart-%d" % len(hits))
+            stores.append(time.perf_counter() - began_s)
+        share, median_s = side.new_prompts(PROMPTS_S)
+        side.close()
+    return {
+        "restart_first_hit_s": round(statistics.median(hits), 4),
+        "restart_first_store_s": round(statistics.median(stores), 4),
+        "new_prompts_a_s": PROMPTS_A_S,
+        "new_prompts_in_time": round(share, 4),
+        "new_prompts_answer_s": round(median_s, 4),
+    }
+
+
 def line(result: dict[str, Any]) -> str:
     """One line of the table, for one chunk size."""
     text = f"{result['payload_bytes']:>9} {result['rows']:>5}"
@@ -277,6 +348,14 @@ def main() -> None:
             )
             found.append(result)
             print(line(result), flush=True)
+        size = int(arguments.chunks.split(",")[0])
+        config = S3Config(type="s3", bucket=bucket, prefix="bench-restart", endpoint=endpoint, capacity=1 << 40)
+        found.append(restarts(config, size, arguments.rounds))
+        print(found[-1], flush=True)
+        for prefix in ("bench", "bench-restart"):
+            there = S3Config(type="s3", bucket=bucket, prefix=prefix, endpoint=endpoint, capacity=1 << 40)
+            for namespace in stored.find(there, None):
+                namespace.delete(lambda _: None)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 

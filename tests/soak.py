@@ -3,11 +3,10 @@
     python -m tests.soak --minutes 10 --seed 1
 
 A round opens the stores of two engines over a file tier (two parts of each of two paths, with two movers each) and an
-S3 tier (moto, behind the fault proxy): a private prefix, which one of them owns and the other reads, or a shared one,
-in turn. Both are under load, and faults are injected: signals to movers, server faults, faults of disk transfers,
-resets of the first store. At the end of a round the faults stop, all tiers must recover, and the stores are closed:
-nothing may leak. Rows stay in the tiers for the next rounds. The seed decides which faults come in which order; their
-timing depends on the machine. Exits with status 1 after any finding.
+S3 tier (moto, behind the fault proxy) that they share. Both are under load, and faults are injected: signals to movers,
+server faults, faults of disk transfers, resets of the first store. At the end of a round the faults stop, all tiers
+must recover, and the stores are closed: nothing may leak. Rows stay in the tiers for the next rounds. The seed decides
+which faults come in which order; their timing depends on the machine. Exits with status 1 after any finding.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from tests.support.servers import moto_server
 CHUNK: Final = 64 << 10
 HOST: Final = 8 << 20
 CAPACITY: Final = 64 << 20
-WINDOW_SHARE: Final = 8  # of the shared prefix
+WINDOW_SHARE: Final = 8
 ROUND_S: Final = 30.0
 RECOVERY_S: Final = 300.0  # a tier that does not work again by then is a finding
 GROWTH_BYTES: Final = 32 << 20  # tolerated growth of resident memory from a third of the run to its end
@@ -107,25 +106,21 @@ class Soak:
         self._switch = directory / "disk-faults"
         self._serials = itertools.count()
         place = {"bucket": bucket, "endpoint": proxy.endpoint, "capacity": CAPACITY}
-        fast = {"type": "tests.mover.stub_tiers:FastJanitorConfig", "window_share": WINDOW_SHARE}
-        private = {"type": "s3", **place, "prefix": f"soak-{seed}"}
-        shared = {**fast, **place, "prefix": f"shared-{seed}", "shared": True}
+        fast = {"type": "tests.mover.stub_tiers:FastBudgetConfig", "window_share": WINDOW_SHARE}
+        s3 = {**fast, **place, "prefix": f"soak-{seed}"}
         cpu = {"type": "cpu", "capacity": HOST}
         file = file_tier(directory, CAPACITY)
         file["path"] = [str(directory / "kv"), str(directory / "kv2")]
-        self._configs = [
-            configuration.load({"tiers": [cpu, file, s3], "replicas": 2, "wait_s": LIMITS.wait_s})
-            for s3 in (private, shared)
-        ]
+        self._config = configuration.load({"tiers": [cpu, file, s3], "replicas": 2, "wait_s": LIMITS.wait_s})
         self._plan = FaultPlan(
             tuple(Rule(fault, chance=0.03, delay_s=0.3) for fault in DISK_FAULTS), seed, str(self._switch)
         )
 
     def run(self, seconds: float, report: Callable[[RoundResult], None]) -> None:
-        """Run rounds until `seconds` have passed, at least one with each kind of prefix. Stop after a finding."""
+        """Run rounds until `seconds` have passed, at least one. Stop after a finding."""
         end = time.monotonic() + seconds
         before = ResourceCount.take()
-        while not self.findings and (len(self.rounds) < len(self._configs) or time.monotonic() < end):
+        while not self.findings and (not self.rounds or time.monotonic() < end):
             self._run_round(min(self._round_s, max(5.0, end - time.monotonic())))
             self._check_no_leaks(before)
             report(self.rounds[-1])
@@ -136,7 +131,7 @@ class Soak:
     def _run_round(self, seconds: float) -> None:
         result = RoundResult(len(self.rounds))
         self.rounds.append(result)
-        config = self._configs[result.number % 2]
+        config = self._config
         salt = b""  # rows of the initial weights stay valid in later rounds
         with contextlib.ExitStack() as stack:
             stores = [stack.enter_context(self._open(config)) for _ in range(2)]
@@ -201,12 +196,10 @@ class Soak:
             self.findings.append(f"round {result.number}: the store raised {stats.errors[0]}")
 
     def _check_recovery(self, salts: dict[TieredStore, bytes], result: RoundResult) -> None:
-        """End all faults: each tier must be up, store new rows and read them back, and every host row must be free. On
-        a private prefix only its owner stores."""
+        """End all faults: each tier must be up, store new rows and read them back, and every host row must be free."""
         self._end_faults()
         began = time.monotonic()
-        shared = result.number % 2
-        failing = {(each, name) for each in salts for name in self._configs[shared].names}
+        failing = {(each, name) for each in salts for name in self._config.names}
         while failing and time.monotonic() < began + RECOVERY_S:
             for store, salt in salts.items():
                 earlier = store.stats()
@@ -214,10 +207,9 @@ class Soak:
                 put(store, keys, salt)
                 store.flush(5.0)
                 now = store.stats()
-                for name in self._configs[shared].names:
+                for name in self._config.names:
                     if now[name]["up"] and now[name]["bytes_written"] > earlier[name]["bytes_written"]:
-                        working = [store] if shared or name != "s3" else [*salts]
-                        failing.difference_update((each, name) for each in working)
+                        failing.discard((store, name))
                 # Fill the host, so that they are evicted and can only come from a storage tier.
                 fillers = range(store.coordinator.region.rows)
                 put(store, [b"filler-%d-%d" % (result.number, next(self._serials)) for _ in fillers], salt)

@@ -60,10 +60,8 @@ class Times(msgspec.Struct, frozen=True):
     s3_credentials_again_s: float = 5.0  # the same while transfers fail
     s3_test_upload_s: float = 60.0  # between two test uploads that find out why others fail
     s3_denial_s: float = 5.0  # a success clears a denial so long after it: some servers deny every other request
-    s3_lease_s: float = 3.0  # how long opening waits for a private prefix's lease
-    s3_other_kind_s: float = 900.0  # shared engines beside a private prefix's, or it, are gone after so long a silence
-    s3_claim_s: float = 1.0  # how long uploads wait for the last two requests of its claim
-    s3_close_s: float = 2.0  # for requests that are still to be sent, the release of the lease too
+    s3_ready_s: float = 3.0  # so long uploads wait for a usage record that counts their mover, or those before them
+    s3_close_s: float = 2.0  # for requests that are still to be sent, and once more to release the usage record
 
 
 PRODUCTION: Final = Times()

@@ -51,8 +51,8 @@ def doctor(
     one, then rows written, read and verified by the tier's own code.
 
     A trial writes at most 64 MiB within the capacity, under a scratch name of its own, and deletes them. Nothing is
-    written while an engine uses the directory or the private prefix, nor with `write: off`. Nothing runs on a GPU.
-    Whatever hangs is killed after 60 seconds.
+    written while an engine uses the directory, or one of an older release the prefix, nor with `write: off`. Nothing
+    runs on a GPU. Whatever hangs is killed after 60 seconds.
 
     Exit code: 0 all is well, perhaps with advice on speed; 1 warnings; 2 something is broken, or the configuration is
     refused. With --gds it is the verdict's: 0 native, 3 compatibility, 4 unavailable; 2 if DIR cannot be written to.

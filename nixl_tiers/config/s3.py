@@ -31,11 +31,8 @@ class S3Config(StorageConfig):
         description="region that requests are signed for",
         json_schema_extra=when_unset("AWS_REGION, AWS_DEFAULT_REGION, the profile's, or the bucket's own"),
     )
-    capacity: Size = Field(description="budget of all rows under `prefix`, of all namespaces ever stored there")
-    shared: bool = Field(
-        False,
-        strict=True,
-        description="several engines use this prefix, find each other's chunks and share its `capacity`",
+    capacity: Size = Field(
+        description="budget of all rows under `prefix`, of all engines and namespaces; the same in each engine"
     )
     max_age: Age = None
     profile: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
@@ -62,7 +59,7 @@ class S3Config(StorageConfig):
 
     @property
     def asked(self) -> bool:
-        return self.shared
+        return True
 
     def shares_place(self, other: StorageConfig) -> bool:
         if not isinstance(other, S3Config) or (self.endpoint, self.bucket) != (other.endpoint, other.bucket):

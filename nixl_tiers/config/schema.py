@@ -128,7 +128,7 @@ class TiersConfig(Model):
     )
     probe_s: Annotated[Seconds, Field(ge=0, le=60)] = Field(
         DEFAULT_PROBE_S,
-        description="maximum time that a request waits for existence checks on a shared prefix; 0 is withdrawn: with "
+        description="maximum time that a request waits for existence checks in a bucket; 0 is withdrawn: with "
         "no checks an engine finds only what it stored itself, since it started",
     )
     flush_on_exit_s: Annotated[Seconds, Field(ge=0, le=3600)] = Field(
@@ -137,8 +137,8 @@ class TiersConfig(Model):
     )
     replicas: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = Field(
         None,
-        description="number of engines of this node that share the `capacity` of the cpu tier, of private S3 prefixes, "
-        "and of file tiers with `layout: slabs`, whose paths so many may use at once",
+        description="number of engines of this node that share the `capacity` of the cpu tier and of file tiers with "
+        "`layout: slabs`, whose paths so many may use at once",
         json_schema_extra=when_unset("taken from vLLM"),
     )
 

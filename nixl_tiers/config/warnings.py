@@ -144,7 +144,7 @@ def _no_effect(config: TiersConfig) -> Iterator[str]:
         yield "flush_on_exit_s: has no effect, because no tier has write: on_evict"
     if not config.probe_s and any(tier.asked for tier in config.storage):
         yield (
-            "probe_s: 0 is withdrawn for a shared prefix, which is no longer listed: only what this engine stored "
+            "probe_s: 0 is withdrawn for a prefix of a bucket, which is not listed: only what this engine stored "
             "itself, since it started, is found there"
         )
 

@@ -14,6 +14,7 @@ checks at most.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,13 @@ class _TierChecks:
         self.later: OrderedDict[Key, None] = OrderedDict()  # unknown while it was slow, or had too many checks
         self._limits = limits
         self.absent: OrderedDict[Key, float] = OrderedDict()  # key -> until when, the oldest first
+        self._round_trip_s = 0.0  # of the last ones
+
+    @property
+    def most(self) -> int:
+        """How many checks may be open."""
+        limits = self._limits
+        return max(limits.max_checks, min(limits.distant_checks, math.ceil(self._round_trip_s / limits.check_share_s)))
 
     def is_absent(self, key: Key, now: float) -> bool:
         return self.absent.get(key, now) > now
@@ -73,7 +81,7 @@ class _TierChecks:
             return False
         if self.slow:
             return not self.open and now >= self.retry_at_s
-        return len(self.open) < (max(1, self._limits.max_checks // 2) if ahead else self._limits.max_checks)
+        return len(self.open) < (max(1, self.most // 2) if ahead else self.most)
 
     def ask_later(self, key: Key) -> None:
         """An unknown key about which nothing can be asked now."""
@@ -104,6 +112,10 @@ class _TierChecks:
         """It answered late, or about no key."""
         self.slow = True
         self.retry_at_s = now + self._limits.retry_s
+
+    def took(self, seconds: float) -> None:
+        """A check ended after one round trip."""
+        self._round_trip_s = (self._round_trip_s + seconds) / 2
 
     def start(self, check: _OpenCheck) -> None:
         self.open[check.question.id] = self.by_first[check.question.keys[0]] = check
@@ -240,6 +252,8 @@ class ExistenceChecks:
             shared.mark_slow(now)
         else:
             shared.slow = False
+            if not found and check.question.chain:
+                shared.took(now - check.sent_s)
         for request in check.requests:
             if found:
                 # Its next scan collects what was found, and checks what follows.

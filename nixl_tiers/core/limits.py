@@ -28,7 +28,9 @@ class Limits:
     retry_s: float = 5.0  # back-off of a row whose load failed; doubles each time
     retry_max_s: float = 600.0
     check_timeout_s: float = DEFAULT_PROBE_S  # `probe_s` of the configuration: a request waits so long for checks
-    max_checks: int = 4  # open existence checks of one tier
+    max_checks: int = 4  # open existence checks of one tier that answers at once; of a distant one
+    distant_checks: int = 32  # up to so many, one for each
+    check_share_s: float = 0.002  # of its round trip: beyond what that asks a second, hits are lost in silence
     keys_per_check: int = 512
     keys_at_once: int = 16  # of them, that a medium is asked for at the same time
     later_keys: int = 1024  # of one tier, unknown while it was slow, or busy, that are asked for later

@@ -145,6 +145,7 @@ class StorageTierTests:
 
     def test_row_may_be_stored_over_itself(self, rig: Rig) -> None:
         """A row that was found bad elsewhere is written again where it stood."""
+        self._not_if_asked(rig.medium)
         rig.store(keys(3))
         assert rig.store({1: keys(2)[1]}, version=1) == [Outcome.OK]
         assert rig.load(keys(3)) == [Outcome.OK] * 3
@@ -180,8 +181,9 @@ class StorageTierTests:
     def test_missing_sub_blocks_are_sealed_as_absent_and_come_back_as_zeros(self, rig: Rig) -> None:
         """The bytes there belong to another row. Rig checks every cell."""
         for missing in range(SMALL.sub_blocks):
-            assert rig.finish(rig.begin_store(keys(2), version=missing, missing=missing)) == [[Outcome.OK] * 2]
-            assert rig.load(keys(2)) == [Outcome.OK] * 2
+            rows = keys(2, first=2 * missing)
+            assert rig.finish(rig.begin_store(rows, missing=missing)) == [[Outcome.OK] * 2]
+            assert rig.load(rows) == [Outcome.OK] * 2
 
     def test_unsealed_row_is_never_a_hit(self, rig: Rig) -> None:
         """Only the caller asks for a seal: a tier that seals every row would certify any bytes."""
@@ -298,6 +300,7 @@ class StorageTierTests:
     # --- the budget -------------------------------------------------------------------------------------------------
 
     def test_used_bytes_is_what_the_medium_holds(self, rig: Rig) -> None:
+        self._not_if_asked(rig.medium)
         rig.store(keys(10))
         self._expect_account(rig)
         rig.delete(keys(6))
@@ -309,6 +312,7 @@ class StorageTierTests:
         self._expect_account(rig)
 
     def test_every_slot_can_be_filled_and_nothing_beyond_the_capacity(self, medium: Medium) -> None:
+        self._not_if_asked(medium)
         with Rig(medium, LARGE, 16, TIGHT_BYTES) as rig:
             rig.open()
             assert rig.slots * LARGE.row_bytes > TIGHT_BYTES // 2, "a budget is not kept by leaving it unused"
@@ -324,6 +328,7 @@ class StorageTierTests:
 
     def test_other_namespaces_count(self, medium: Medium) -> None:
         """Rows of namespaces that are not served are evicted: they share the capacity."""
+        self._not_if_asked(medium)
         with Rig(medium, LARGE, 16, TIGHT_BYTES) as rig:
             for number in range(3):
                 rig.open(bytes([number]) * 16)
@@ -375,9 +380,14 @@ class StorageTierTests:
                 self._expect(rig, found, held)
                 if not rig.medium.physical_slots:
                     held = found
-        self._expect_account(rig)
+        if not rig.medium.asked:
+            self._expect_account(rig)
 
     # --- what several tests need ------------------------------------------------------------------------------------
+
+    def _not_if_asked(self, medium: Medium) -> None:
+        if medium.asked:
+            pytest.skip("engines share this medium: what is there is not written again, and others make room")
 
     def _needs_rows_kept(self, rig: Rig) -> None:
         if not rig.medium.keeps_rows:

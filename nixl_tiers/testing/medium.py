@@ -45,6 +45,9 @@ class Medium(ABC):
     """A deleted row is gone from the medium soon. False: it is only forgotten, until its slot is stored into."""
     keeps_recency: ClassVar[bool] = False
     """Rows that were touched are listed as used at that tick after a restart."""
+    asked: ClassVar[bool] = False
+    """Others store to it too (`StorageConfig.asked`): nothing is listed, rows are asked for, one that is there is not
+    stored again, and who makes room is not told by `delete`, which here is another engine."""
     exact: ClassVar[bool] = True
     """used_bytes becomes equal to held_bytes. False: it may be more, for journals and preallocated space."""
 
@@ -169,6 +172,8 @@ class Rig:
         return self.list_rows()
 
     def list_rows(self) -> dict[int, Key]:
+        if self.medium.asked:
+            return self._ask()
         entries: list[Entry] = []
         deadline = time.monotonic() + TIMEOUT_S
         for batch in self.tier.list_rows():
@@ -183,6 +188,17 @@ class Rig:
         ticks = [entry.tick for entry in entries]
         assert ticks == sorted(ticks), "list_rows lists the oldest first"
         return found
+
+    def _ask(self) -> dict[int, Key]:
+        """Which of all rows that were ever stored in this namespace and epoch are there."""
+        assert list(self.tier.list_rows()) == [], "a tier that is asked lists nothing"
+        wanted = [key for namespace, epoch, key in self._versions if (namespace, epoch) == (self.namespace, self.epoch)]
+        if not wanted:
+            return {}
+        self.tier.found()
+        assert self.tier.check_existence(1, wanted, False)
+        self.until(self.tier.existence_answers, "the answer to an existence check")
+        return dict(enumerate(entry.key for entry in self.tier.found()))
 
     def reopen(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> dict[int, Key]:
         """End this tier and open the namespace with another one, as after a restart; returns the rows that it lists."""
@@ -226,7 +242,11 @@ class Rig:
         return self._in_parts(where, self.begin_load)
 
     def delete(self, where: Mapping[int, Key]) -> None:
-        self.tier.delete(list(where.items()))
+        if not self.medium.asked:
+            self.tier.delete(list(where.items()))
+            return
+        for slot, key in where.items():
+            self.medium.delete(self.namespace, slot, key)
 
     def finish(self, *batch_ids: int) -> list[list[Outcome]]:
         """Poll until these have been reported; returns their outcomes."""

@@ -17,7 +17,7 @@ from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.base.manifest import Description
 from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config import schema as tiers_config
-from nixl_tiers.config.schema import ConfigError, FileConfig, S3Config, StorageConfig, TiersConfig, Write
+from nixl_tiers.config.schema import ConfigError, FileConfig, TiersConfig
 from nixl_tiers.config.source import without_vllm
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
@@ -58,7 +58,7 @@ class NixlTiersSpec(OffloadingSpec):
         tiers = tiers_config.load(without_vllm(config.extra_config))
         self._here = ask(tiers, starting=True, deadline_s=self.times.open_s, in_all_s=self.times.look_s)
         self._replicas = replicas_of(config, tiers)
-        self.tiers = with_own_prefixes(tiers, config).model_copy(update={"replicas": self._replicas})
+        self.tiers = tiers.model_copy(update={"replicas": self._replicas})
         self._times_steps = replicated.is_told()  # what vLLM's own connector does not
         self._copies = replicated.copies_of(config)
         self._lay_out(self._copies.ranks)
@@ -234,39 +234,6 @@ def replicas_of(config: OffloadingConfig, tiers: TiersConfig) -> int:
             f", and only one of them can use {' and '.join(paths)}" if paths else "",
         )
     return reported
-
-
-def with_own_prefixes(tiers: TiersConfig, config: OffloadingConfig) -> TiersConfig:
-    """Give each data-parallel engine its own part of a private S3 prefix, which has one owner: `<prefix>/<index>`, with
-    its share of the capacity. Readers (`write: off`) and shared prefixes stay as they are."""
-    replicas = max(compat.replicas(config), tiers.replicas or 1)
-    index = compat.replica(config)
-    private = [t for t in tiers.storage if isinstance(t, S3Config) and not t.shared and t.write is not Write.OFF]
-    if not private or (replicas == 1 and index == 0):
-        return tiers
-    if tiers.replicas and index >= replicas:  # `replicas` is said a node, and vLLM counts those of all nodes
-        index %= tiers.replicas
-    if index >= replicas:
-        log.warning(
-            "nixl_tiers: this engine is data-parallel replica %d, and vLLM does not say how many there are: set "
-            "replicas, or shared: true, or only one of them stores below %s",
-            index,
-            " and ".join(tier.place for tier in private),
-        )
-        return tiers
-    parts: dict[StorageConfig, StorageConfig] = {}
-    for tier in private:
-        update = {"prefix": f"{tier.prefix}/{index}", "capacity": tier.capacity // replicas}
-        parts[tier] = part = tier.model_copy(update=update)
-        log.info(
-            "nixl_tiers: data-parallel replica %d of %d stores below %s, with %s of the capacity",
-            index,
-            replicas,
-            part.place,
-            tiers_config.format_size(part.capacity),
-        )
-    own = tuple(parts.get(t, t) if isinstance(t, StorageConfig) else t for t in tiers.tiers)
-    return tiers.model_copy(update={"tiers": own})
 
 
 def rows_of(tiers: TiersConfig, geometry: Geometry, replicas: int) -> int:

@@ -25,7 +25,7 @@ from nixl_tiers.cli.checks.finding import Finding, Status, advise, broken, exit_
 from nixl_tiers.cli.checks.trial import NAME
 from nixl_tiers.config.schema import S3Config, load
 from nixl_tiers.memory.cgroup import Room
-from nixl_tiers.tiers.s3.lease_state import Record
+from nixl_tiers.tiers.s3.names import RowNames
 from tests.support.file_tier import file_config
 from tests.support.machine import SHMEM_ENABLED, setting
 from tests.support.servers import S3Server
@@ -334,38 +334,38 @@ def test_delete_that_is_denied_in_an_answer_of_success_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("ahead_s", "alive"), [(240, True), (600, False)])
-def test_owner_is_alive_to_a_date_that_is_minutes_ahead(ahead_s: float, alive: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [("p/.owner", b'{"engine": "engine-7", "since": 0, "lease": 60}'), ("p/.janitor", b"engine-7 12")],
+)
+def test_engine_of_an_older_release_is_alive_to_a_date_that_is_minutes_ahead(
+    name: str, body: bytes, ahead_s: float, alive: bool
+) -> None:
     """A gateway's Date, and a Last-Modified of the storage behind it."""
     written = datetime(2026, 1, 1, tzinfo=UTC)
     date = format_datetime(written + timedelta(seconds=ahead_s))
-    client = mock.Mock()
-    client.get_object.return_value = {
-        "Body": io.BytesIO(Record("engine-7", 0.0, 60.0).encode()),
-        "LastModified": written,
-        "ResponseMetadata": {"HTTPHeaders": {"date": date}},
-    }
-    owner = bucket._owner(client, s3_tier("http://127.0.0.1:1", "bucket", "p"))
-    assert ("engine-7" in owner) == alive
-
-
-@pytest.mark.parametrize(("age_s", "lives"), [(3500, True), (3700, False)])
-@pytest.mark.parametrize("shared", [False, True])
-def test_engines_with_another_shared_are_an_error(shared: bool, age_s: float, lives: bool) -> None:
-    written = datetime(2026, 1, 1, tzinfo=UTC)
-    date = format_datetime(written + timedelta(seconds=age_s))
-    asked: list[str] = []
 
     class Server:
         def get_object(self, **request: Any) -> dict[str, Any]:
-            asked.append(request["Key"])
+            if request["Key"] != name:
+                raise ClientError({"ResponseMetadata": {"HTTPStatusCode": 404}}, "GetObject")
             headers = {"ResponseMetadata": {"HTTPHeaders": {"date": date}}}
-            return {"ETag": "1", "Body": io.BytesIO(b"any"), "LastModified": written, **headers}
+            return {"ETag": "1", "Body": io.BytesIO(body), "LastModified": written, **headers}
 
-    config = s3_tier("http://127.0.0.1:1", "bucket", "p").model_copy(update={"shared": shared})
-    problem = bucket._other_kind(Server(), config)
-    assert asked == ["p/.owner" if shared else "p/.janitor"]
-    assert (problem is not None) == lives
-    if problem is not None:
-        what, change = problem
-        assert ("without shared: true" in what) == shared
-        assert "set shared: true" in change
+    assert ("engine-7" in bucket._old_engine(Server(), s3_tier("http://127.0.0.1:1", "bucket", "p"))) == alive
+
+
+def test_rows_of_replicas_of_an_older_release_are_named() -> None:
+    """No engine counts, loads or deletes them."""
+
+    class Server:
+        def list_objects_v2(self, **request: Any) -> dict[str, Any]:
+            if "Delimiter" in request:
+                return {"CommonPrefixes": [{"Prefix": f"p/{each}/"} for each in ("0", "1", "ab" * 16, "notes")]}
+            name = RowNames("p/1").name("ab" * 16, b"key") if request["Prefix"] == "p/1/" else "p/0/foreign"
+            return {"Contents": [{"Key": name}]}
+
+    (found,) = bucket._old_rows(Server(), s3_tier("http://127.0.0.1:1", "kv-cache", "p"))
+    assert found.status is Status.WARNING
+    assert "below p/1/" in found.text
+    assert "nixl-tiers purge s3://kv-cache/p/1 --all --yes" in found.change

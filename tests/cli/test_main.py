@@ -57,7 +57,7 @@ def test_every_set_field_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[
         },
         "s3": {
             "type": "s3", "bucket": "kv-cache", "prefix": "p/q", "endpoint": "https://h:9000", "region": "eu-west-9",
-            "capacity": "10TiB", "shared": True, "write": "off", "max_age": "90m",
+            "capacity": "10TiB", "write": "off", "max_age": "90m",
             "ca_file": str(tmp_path / "ca"), "profile": None, "credentials_file": str(tmp_path / "ca"),
         },
     }  # fmt: skip

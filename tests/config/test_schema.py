@@ -65,11 +65,10 @@ def test_omitted_fields_have_defaults() -> None:
     assert isinstance(file, FileConfig)
     assert isinstance(s3, S3Config)
     assert (file.path, file.layout, file.backend, file.write) == (Path("/mnt/nvme/kv"), "slabs", "auto", "through")
-    assert (s3.prefix, s3.region, s3.write, s3.shared, s3.profile, s3.ca_file) == (
+    assert (s3.prefix, s3.region, s3.write, s3.profile, s3.ca_file) == (
         "nixl-tiers",
         None,
         "through",
-        False,
         None,
         None,
     )

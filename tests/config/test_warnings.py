@@ -107,9 +107,9 @@ def test_flush_without_effect_is_warned_about() -> None:
 
 
 def test_shared_prefix_without_checks_is_warned_about() -> None:
-    assert warned(CPU, S3 | {"shared": True}) == warned(CPU, S3, probe_s=0) == []
-    (line,) = warned(CPU, S3 | {"shared": True}, S3 | {"prefix": "other", "shared": True}, probe_s=0)
-    assert line.startswith("probe_s: 0 is withdrawn for a shared prefix")
+    assert warned(CPU, S3) == []
+    (line,) = warned(CPU, S3, S3 | {"prefix": "other"}, probe_s=0)
+    assert line.startswith("probe_s: 0 is withdrawn for a prefix of a bucket")
 
 
 @pytest.fixture

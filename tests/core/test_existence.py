@@ -22,6 +22,7 @@ CHAIN = [b"k%d" % i for i in range(8)]
 LIMITS = Limits(
     check_timeout_s=0.25,
     max_checks=2,
+    distant_checks=2,
     keys_per_check=5,
     absent_s=30.0,
     absent_keys=3,
@@ -568,3 +569,17 @@ def test_which_tier_lacked_a_row_is_forgotten_when_a_request_waits_no_more() -> 
         request.lost = 1
         end(request)
         assert request.lost is None
+
+
+@pytest.mark.parametrize(("round_trip_s", "most"), [(0.001, 4), (0.03, 15), (0.2, 32)])
+def test_more_checks_are_open_where_the_medium_is_far_away(round_trip_s: float, most: int) -> None:
+    """Four of 30 ms each would be 130 a second: what is beyond that is not found."""
+    core = CheckedCore(limits=Limits(check_timeout_s=1.0))
+    for number in range(12):
+        core.scan(f"first-{number}", [b"first-%d" % number])
+        (probe,) = core.asked()
+        core.now += round_trip_s
+        core.answer(probe, 0)
+    for number in range(100):
+        core.scan(f"r-{number}", [b"other-%d" % number])
+    assert len(core.asked()) == most

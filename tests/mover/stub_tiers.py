@@ -7,16 +7,16 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.config.kinds import import_object
 from nixl_tiers.config.schema import FileConfig, S3Config, Size, StorageConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused
-from tests.support.times import KEEPS_ITS_LEASE, changed
+from nixl_tiers.tiers.s3.takeover import Terms
+from tests.support.times import KEEPS_ITS_RECORD
 
 
 class StubConfig(StorageConfig):
@@ -99,30 +99,27 @@ def row_files_with_fast_scan(config: FastScanConfig, geometry: Geometry, region:
     return tier.RowFileTier(config, geometry, region)
 
 
-class FastJanitorConfig(S3Config):
-    """An S3 tier whose janitor has short intervals."""
+class FastBudgetConfig(S3Config):
+    """An S3 tier whose usage record is written and taken over at short intervals."""
 
     type: str
-    window_share: int
-    lease_timeout_s: float = 5.0
+    window_share: int = 64
+    stale_s: float = 5.0
     label: ClassVar[str] = "s3"
-    implementation: ClassVar[str] = f"{__name__}:s3_with_fast_janitor"
+    implementation: ClassVar[str] = f"{__name__}:s3_with_fast_budget"
 
 
-def s3_with_fast_janitor(config: FastJanitorConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
-    from nixl_tiers.tiers.s3 import janitor, shared, usage
+def s3_with_fast_budget(config: FastBudgetConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
+    from nixl_tiers.tiers.s3 import budget, record
     from nixl_tiers.tiers.s3 import tier as s3_tier
-    from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS
 
-    lease_s = config.lease_timeout_s
-    lease = replace(JANITOR_TERMS, lease_s=lease_s, margin_s=lease_s / 3, renew_s=0.1, poll_s=0.1, confirm_s=0.05)
-    shared.INTERVALS = janitor.JanitorIntervals(renew_s=0.1, usage_timeout_s=2 * lease_s, sweep_s=1.0, lease=lease)
-    usage.WINDOW_SHARE = config.window_share
-    return s3_tier.S3Tier(config, geometry, region)
+    budget.TERMS = Terms(renew_s=0.1, stale_s=config.stale_s, confirm_s=0.05, sweep_s=1.0)  # type: ignore[misc]
+    record.WINDOW_SHARE = config.window_share  # type: ignore[misc]
+    return s3_tier.S3Tier(config, geometry, region, KEEPS_ITS_RECORD)
 
 
 class PatientConfig(S3Config):
-    """An S3 tier that waits for its lease, and at its end hands it over, however late the server answers."""
+    """An S3 tier whose first stores wait for the usage record, and which releases it, however late answers come."""
 
     type: str
     label: ClassVar[str] = "s3"
@@ -132,30 +129,7 @@ class PatientConfig(S3Config):
 def patient_s3(config: PatientConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
     from nixl_tiers.tiers.s3 import tier as s3_tier
 
-    return s3_tier.S3Tier(config, geometry, region, KEEPS_ITS_LEASE)
-
-
-SHORT_LEASE_UPLOADS: Final = 16
-
-
-class ShortLeaseConfig(S3Config):
-    """An S3 tier whose lease of a private prefix expires soon, with at most so many uploads at once."""
-
-    type: str
-    lease_s: float = 6.0
-    label: ClassVar[str] = "s3"
-    implementation: ClassVar[str] = f"{__name__}:s3_with_short_lease"
-
-
-def s3_with_short_lease(config: ShortLeaseConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
-    from nixl_tiers.tiers.s3 import lease, transfers
-    from nixl_tiers.tiers.s3 import tier as s3_tier
-    from nixl_tiers.tiers.s3.lease_state import LeaseTerms
-
-    terms = LeaseTerms(config.lease_s, config.lease_s / 3, renew_s=0.3, poll_s=0.1, retry_s=0.1, confirm_s=0.05)
-    lease.OWNER_TERMS = terms  # type: ignore[misc]
-    transfers.MOST = SHORT_LEASE_UPLOADS  # type: ignore[misc]
-    return s3_tier.S3Tier(config, geometry, region, changed(s3_denial_s=0.1))
+    return s3_tier.S3Tier(config, geometry, region, KEEPS_ITS_RECORD)
 
 
 class FailingFileConfig(FileConfig):

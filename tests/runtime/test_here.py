@@ -64,7 +64,7 @@ def test_every_directory_of_a_tier_is_looked_at(tmp_path: Path) -> None:
 
 COMMON = {"write": "on_evict", "capacity": "3GiB", "max_age": "90m"}
 FILE = {"path": ["/a", "/b"], "layout": "slabs", "min_free": "7%", "require_mount": True, "backend": "posix"}
-S3 = {"bucket": "kv-cache", "prefix": "p", "endpoint": "https://s:1", "region": "r", "shared": True, "ca_file": "/c"}
+S3 = {"bucket": "kv-cache", "prefix": "p", "endpoint": "https://s:1", "region": "r", "ca_file": "/c"}
 EVERY_FIELD: list[dict[str, Any]] = [
     {"type": "file", **FILE, **COMMON},
     {"type": "s3", **S3, "credentials_file": "/d", **COMMON},

@@ -51,7 +51,7 @@ ROWS = 16
 WAIT_S, PROBE_S = 3.0, 1.0
 KEYS: list[Key] = [b"key-%d" % number for number in range(8)]
 OK = bytes([Outcome.OK])
-S3 = {"type": "s3", "bucket": "kv-cache", "capacity": "16MiB", "shared": True}
+S3 = {"type": "s3", "bucket": "kv-cache", "capacity": "16MiB"}
 
 
 class Rig:

@@ -242,6 +242,7 @@ class Simulation:
             deletes_per_turn=6,
             check_timeout_s=0.5,
             max_checks=2,
+            distant_checks=2,
             keys_per_check=4,
             keys_at_once=2,
             later_keys=3,

@@ -21,8 +21,8 @@ WAITS_LONG: Final = (
     *("heartbeat_timeout_s", "start_timeout_s", "send_timeout_s", "watchdog_s", "orphan_exit_s", "stop_exit_s"),
     *("lock_wait_s", "growth_overdue_s"),
     *("s3_open_s", "s3_quick_s", "s3_check_s", "s3_upload_check_s", "s3_download_s"),
-    *("s3_late_download_s", "open_look_s", "s3_other_kind_s"),
-    *("s3_lease_s", "s3_claim_s", "s3_close_s"),
+    *("s3_late_download_s", "open_look_s"),
+    *("s3_ready_s", "s3_close_s"),
 )
 PAIRS: Final = ("overdue_job_s", "s3_open_request_s", "s3_request_s")
 
@@ -33,9 +33,9 @@ PATIENT: Final[Times] = changed(
 )
 patient = partial(msgspec.structs.replace, PATIENT)
 """`PATIENT` but for these."""
-KEEPS_ITS_LEASE: Final = changed(s3_lease_s=120.0, s3_claim_s=120.0, s3_close_s=120.0)
-"""A private prefix is opened with its lease and hands it over, however late the server answers: what is stored without
-it is refused, and a lease that was not released would have to expire."""
+KEEPS_ITS_RECORD: Final = changed(s3_ready_s=120.0, s3_close_s=120.0)
+"""The first stores of an S3 tier wait for a usage record that counts them, and a tier that closes releases it, however
+late the server answers: what is stored without it is refused, and one that was not released must become stale."""
 
 
 open_patient = partial(open_with, PATIENT)

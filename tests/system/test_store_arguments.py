@@ -69,7 +69,7 @@ def test_no_key_kills_the_mover_of_a_shared_tier(
 ) -> None:
     s3_credentials(moto)
     place = {"bucket": s3_bucket(moto), "prefix": s3_prefix, "endpoint": moto.endpoint}
-    shared = {"type": "s3", **place, "capacity": "64MiB", "shared": True}
+    shared = {"type": "s3", **place, "capacity": "64MiB"}
     out = np.zeros((1, SIZE), np.uint8)
     with nixl_tiers.open({"tiers": [*CPU["tiers"], shared], "wait_s": 60.0}, SIZE, "n") as store:
         until_up(store)

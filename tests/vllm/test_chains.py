@@ -353,7 +353,7 @@ def test_tails_of_chunks_do_not_tell_what_kind_a_group_is(
 
 
 def test_tails_are_neither_misses_nor_checked_for_existence() -> None:
-    bucket = {"type": "s3", "bucket": "bucket", "endpoint": "http://127.0.0.1:9", "capacity": "1GiB", "shared": True}
+    bucket = {"type": "s3", "bucket": "bucket", "endpoint": "http://127.0.0.1:9", "capacity": "1GiB"}
     engine = Tails((1, None), tier=bucket)
     engine.core.events.listed(0, [], last=True)
     halves = hashes(20)

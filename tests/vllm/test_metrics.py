@@ -121,7 +121,7 @@ def places(*tiers: dict[str, object]) -> list[str]:
 
 def test_engines_of_one_bucket_and_prefix_have_one_place_and_host_memory_of_their_own() -> None:
     objects = {"type": "s3", "bucket": "kv-cache", "prefix": "a", "endpoint": "http://s:1", "capacity": "1TiB"}
-    found = [places({**objects, "shared": True}) for _ in range(8)]
+    found = [places({**objects}) for _ in range(8)]
     assert len({objects for _, objects in found}) == 1
     assert len({host for host, _ in found}) == 8
     others = [{"bucket": "kv-cache-2"}, {"prefix": "b"}, {"endpoint": "http://s:2"}]

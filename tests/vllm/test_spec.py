@@ -169,26 +169,13 @@ def test_file_tiers_are_divided_by_the_replicas_of_the_node(
     assert "and only one of them can use tiers[1].path" in caplog.text
 
 
-def s3_places(spec: NixlTiersSpec) -> list[tuple[str, int]]:
-    return [(tier.prefix, tier.capacity) for tier in spec.tiers.storage if isinstance(tier, S3Config)]
-
-
-def test_data_parallel_engines_have_prefixes_of_their_own(
-    offloading_config: Build, caplog: pytest.LogCaptureFixture
-) -> None:
-    private = {"type": "s3", "bucket": "kv-cache", "prefix": "kv", "capacity": "80MiB"}
-    others = [private | {"prefix": "all", "shared": True}, private | {"prefix": "seen", "write": "off"}]
-    tiers = {"tiers": [CPU, private, *others]}
-    kept = [("all", 80 << 20), ("seen", 80 << 20)]
-    assert s3_places(NixlTiersSpec(offloading_config(tiers))) == [("kv", 80 << 20), *kept]
-    assert s3_places(NixlTiersSpec(offloading_config(tiers, replicas=4, index=3))) == [("kv/3", 20 << 20), *kept]
-    known = tiers | {"replicas": 2}
-    assert s3_places(NixlTiersSpec(offloading_config(known))) == [("kv/0", 40 << 20), *kept]
-    assert s3_places(NixlTiersSpec(offloading_config(known, index=1))) == [("kv/1", 40 << 20), *kept]
-    assert s3_places(NixlTiersSpec(offloading_config(known, index=3))) == [("kv/1", 40 << 20), *kept]  # of node 2
-    assert "only one of them stores" not in caplog.text
-    assert s3_places(NixlTiersSpec(offloading_config(tiers, index=1))) == [("kv", 80 << 20), *kept]
-    assert "set replicas, or shared: true, or only one of them stores below s3://kv-cache/kv at AWS" in caplog.text
+def test_data_parallel_engines_share_a_prefix(offloading_config: Build) -> None:
+    tier = {"type": "s3", "bucket": "kv-cache", "prefix": "kv", "capacity": "80MiB"}
+    for index in range(3):
+        spec = NixlTiersSpec(offloading_config({"tiers": [CPU, tier]}, replicas=4, index=index))
+        (found,) = spec.tiers.storage
+        assert isinstance(found, S3Config)
+        assert (found.prefix, found.capacity) == ("kv", 80 << 20)
 
 
 def test_vllms_own_fields_are_ignored(offloading_config: Build) -> None:

@@ -1,7 +1,7 @@
 """What the doctor looks at in an S3 tier's prefix: the connection, each right, conditional writes, a trial.
 
-Nothing is written beside an engine that owns a private prefix, or has another `shared`, or with `write: off`. Otherwise
-everything that is written goes below a scratch name in the prefix, where it is no row of any engine, and is deleted.
+Nothing is written beside an engine of an older release, or with `write: off`. Otherwise everything that is written goes
+below a scratch name in the prefix, where it is no row of any engine, and is deleted.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from nixl_tiers.cli.children import say
 from nixl_tiers.config.errors import ConfigError
 from nixl_tiers.config.s3 import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
-from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, SKEW_S, code_of, status_of
+from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, code_of, status_of
 from nixl_tiers.tiers.s3.client import client_of
+from nixl_tiers.tiers.s3.compat import old_engine_now
 from nixl_tiers.tiers.s3.conditional import RACERS, conditional_writes_work, most_winners, put_if
 from nixl_tiers.tiers.s3.connection import REMEDY, VERSIONED, is_versioned
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.deletes import delete_objects
-from nixl_tiers.tiers.s3.lease import OtherKind, holder_now
-from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, OWNER_TERMS
+from nixl_tiers.tiers.s3.names import RowNames
 
 ROWS: Final = 16
 ATTEMPTS: Final = 3
@@ -95,10 +95,10 @@ def examine(config: S3Config, token: str, geometry: Geometry = ROW) -> Iterator[
     yield ok("connection", "answers")
     yield LIST.denied(config, code) if code else ok("list", "allowed")
     yield _versioning(client, config)
-    owner = _owner(client, config)
-    if config.write != "off" and (mixed := _other_kind(client, config)):
-        owner = "engines with another `shared` use this prefix"
-        yield broken("shared", *mixed)
+    yield from _old_rows(client, config)
+    owner = _old_engine(client, config)
+    if owner:
+        yield broken("older release", owner, "stop it, or give it another prefix: until then rows are only read here")
     if config.write == "off" or owner:
         yield from _reading(client, config)
         why = owner or "`write` is off"
@@ -174,27 +174,34 @@ def _error_of(request: Callable[[], Any]) -> str:
     return ""
 
 
-def _owner(client: Any, config: S3Config) -> str:
-    """Which engine owns a private prefix now, in words, or ""."""
-    if config.shared:
-        return ""
+def _old_engine(client: Any, config: S3Config) -> str:
+    """Which engine of an older release uses the prefix now, in words, or ""."""
     try:
-        owner = holder_now(client, config.bucket, config.prefix, OWNER_TERMS)
-    except (*REQUEST_ERRORS, ValueError, TypeError):
-        return ""
-    if owner is None:
-        return ""
-    return f"engine {owner.engine} owns this private prefix, or has crashed less than {owner.lease_s + SKEW_S:g} s ago"
-
-
-def _other_kind(client: Any, config: S3Config) -> tuple[str, str] | None:
-    """What is wrong, and what to change, if engines that have another `shared` use the prefix."""
-    other = OtherKind(lambda: client, config.bucket, config.prefix, OWNER_TERMS if config.shared else JANITOR_TERMS)
-    try:
-        other.look()
+        engine = old_engine_now(client, config.bucket, config.prefix)
     except (*REQUEST_ERRORS, KeyError):
-        return None
-    return other.problem if other.lives else None
+        return ""
+    return f"engine {engine} of an older release uses this prefix, or has crashed some minutes ago" if engine else ""
+
+
+def _old_rows(client: Any, config: S3Config) -> Iterator[Finding]:
+    """What data-parallel replicas of older releases stored below `<prefix>/<index>/`: nobody counts or loads it."""
+    request = {"Bucket": config.bucket, "Prefix": f"{config.prefix}/", "Delimiter": "/"}
+    try:
+        folders = [str(each["Prefix"]) for each in client.list_objects_v2(**request).get("CommonPrefixes", ())]
+        for folder in folders:
+            index = folder.removeprefix(f"{config.prefix}/").rstrip("/")
+            if not (index.isascii() and index.isdecimal()):
+                continue
+            names = RowNames(folder.rstrip("/"))
+            page = client.list_objects_v2(Bucket=config.bucket, Prefix=folder)
+            if any(names.parse(str(each["Key"])) for each in page.get("Contents", ())):
+                yield warning(
+                    "older rows",
+                    f"an older release has stored rows below {folder}, which no engine counts or loads any more",
+                    f"nixl-tiers purge s3://{config.bucket}/{folder.rstrip('/')} --all --yes",
+                )
+    except (*REQUEST_ERRORS, KeyError):
+        return
 
 
 def _versioning(client: Any, config: S3Config) -> Finding:
@@ -237,8 +244,10 @@ def _writing(client: Any, config: S3Config, token: str, geometry: Geometry, *, c
         yield not_tried(NAME, "a request that it needs is denied or fails")
         return
     scratch = f"{config.prefix}/{SCRATCH_PREFIX}{token}"
-    own = config.model_copy(update={"prefix": scratch, "shared": False})
-    yield write_read_verify(own, rows_of(geometry, ROWS), geometry)
+    rows = rows_of(geometry, ROWS)
+    many_windows = 128 * rows * geometry.row_bytes  # of which one is as large as the trial
+    own = config.model_copy(update={"prefix": scratch, "capacity": many_windows})
+    yield write_read_verify(own, rows, geometry)
 
 
 def _delete(client: Any, bucket: str, name: str) -> None:
@@ -258,12 +267,12 @@ def _conditional_writes(client: Any, config: S3Config, below: str) -> Finding:
     except REQUEST_ERRORS as error:
         code = status_of(error) if isinstance(error, ClientError) else type(error).__name__
         return warning("conditional put", f"cannot be tried ({code})")
-    so = (
-        "engines cannot share a capacity" if config.shared else "two engines on this prefix would not notice each other"
-    )
+    so = "only one engine at a time can store below the prefix"
     if works and winners <= 1:
         return ok("conditional put", "works (If-None-Match, If-Match)")
     if works:
         what = f"is not atomic: {winners} of {RACERS} writes with one condition were let through"
-        return broken("conditional put", what, f"use a version of this server in which it is: without that {so}")
+        return warning(
+            "conditional put", what, "a takeover allows for a second between the test and the write, no more"
+        )
     return warning("conditional put", "is not supported by this server", f"use one that supports it: without it {so}")

@@ -9,8 +9,8 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Final
@@ -85,12 +85,13 @@ def tier_error(tier: S3Config, region: str, error: Exception) -> TierDown | Tier
     if isinstance(error, (TierDown, TierRefused)):
         return error
     if isinstance(error, ClientError) and code_of(error) in {"404", "NoSuchBucket"}:
-        return TierRefused(f'bucket: there is no bucket "{tier.bucket}" at {_address(tier, region)}')
+        place = tier.endpoint or f"AWS {region}"
+        return TierRefused(f'bucket: there is no bucket "{tier.bucket}" at {place}')
     return down(tier, region, _reason(tier, error))
 
 
 def down(tier: S3Config, region: str, what: str) -> TierDown:
-    return TierDown(f's3 bucket "{tier.bucket}" at {_address(tier, region)}: {what}')
+    return TierDown(f's3 bucket "{tier.bucket}" at {tier.endpoint or f"AWS {region}"}: {what}')
 
 
 def _reason(tier: S3Config, error: Exception) -> str:
@@ -114,10 +115,6 @@ def no_answer(tier: S3Config, how: str) -> str:
     if not proxies or (tier.endpoint is not None and should_bypass_proxies(tier.endpoint)):
         return f"does not answer {how}"
     return f"does not answer {how}; it is asked directly, in spite of {' and '.join(sorted(proxies))}"
-
-
-def _address(tier: S3Config, region: str) -> str:
-    return tier.endpoint or f"AWS {region}"
 
 
 def _accepts_tls_only(tier: S3Config, error: Exception) -> bool:
@@ -171,21 +168,22 @@ class PiecewiseParser(RestXMLParser):  # type: ignore[misc]
     """Other threads get the interpreter lock between two pieces."""
 
     def parse(self, response: dict[str, Any], shape: Any) -> Any:
-        with damage_is_an_error():
+        try:
             parsed = super().parse(response, shape)
             if shape is not None and shape.name == "ListObjectsV2Output" and response["status_code"] < 300:
                 check_page(parsed)
+        except ResponseParserError:
+            raise
+        except Exception as error:  # whatever it stumbles over: a time, a number, an order of elements
+            raise ResponseParserError(f"Unable to parse response ({type(error).__name__})") from error
         return parsed
 
     def _do_error_parse(self, response: dict[str, Any], shape: Any) -> Any:
         """The status says enough, however damaged the body is."""
-        try:
-            with damage_is_an_error():
-                parsed = super()._do_error_parse(response, shape)
-                if isinstance(parsed["Error"].get("Code"), str):
-                    return parsed
-        except ResponseParserError:
-            pass
+        with suppress(Exception):
+            parsed = super()._do_error_parse(response, shape)
+            if isinstance(parsed["Error"].get("Code"), str):
+                return parsed
         return self._parse_error_from_http_status(response)
 
     def _handle_boolean(self, shape: Any, node: Any) -> bool:
@@ -231,17 +229,6 @@ def parse_time(value: Any) -> datetime:
     except (TypeError, ValueError):
         parsed = parse_timestamp(value)
     return parsed if parsed.tzinfo is not None else parsed.replace(tzinfo=UTC)
-
-
-@contextmanager
-def damage_is_an_error() -> Iterator[None]:
-    """Whatever the parser stumbles over is damage of the answer: of a time, a number, an order of elements."""
-    try:
-        yield
-    except ResponseParserError:
-        raise
-    except Exception as error:
-        raise ResponseParserError(f"Unable to parse response ({type(error).__name__})") from error
 
 
 def check_page(page: Mapping[str, Any]) -> None:

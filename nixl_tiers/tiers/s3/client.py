@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import ssl
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +21,7 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3 import answers, deletes
 
+CONNECTIONS: Final = 24  # existence checks use as many
 DEFAULT_REGION: Final = "us-east-1"
 """For the first request to a bucket of unknown region, and the default of self-hosted servers."""
 _REGION: Final = re.compile(r"[A-Za-z0-9-]{1,64}")
@@ -34,12 +34,11 @@ def make_client(
     credentials: Credentials,
     region: str,
     *,
-    connect_s: float,
-    read_s: float,
+    timeouts_s: tuple[float, float],
     attempts: int,
-    **options: Any,
 ) -> Any:
-    """A client with these credentials. `attempts`: of a request, in all; `options`: more of botocore's Config."""
+    """A client with these credentials. `timeouts_s`: of a connection, and of an answer; `attempts`: of a request, in
+    all."""
     client = session.client(
         "s3",
         region_name=region,
@@ -49,14 +48,15 @@ def make_client(
         aws_secret_access_key=credentials.secret_key,
         aws_session_token=credentials.session_token or None,
         config=Config(
-            connect_timeout=connect_s,
-            read_timeout=read_s,
+            connect_timeout=timeouts_s[0],
+            read_timeout=timeouts_s[1],
             retries={"mode": "standard", "total_max_attempts": attempts},
             s3={"addressing_style": "auto" if tier.endpoint is None else "path"},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
             proxies={},  # nor does NIXL use one, whatever the environment says: its backend has no parameter for it
-            **options,
+            max_pool_connections=CONNECTIONS,
+            tcp_keepalive=True,
         ),
     )
     client.meta.events.register("before-call.s3.DeleteObjects", deletes.add_md5)
@@ -73,8 +73,8 @@ def client_of(tier: S3Config, *, connect_s: float, read_s: float, attempts: int)
     """A client with the credentials that the tier's mover would find. Raises TierDown, TierRefused and what boto3
     raises."""
     _, credentials = find_credentials(tier)
-    session, region = session_of(tier), configured_region(tier).name
-    return make_client(session, tier, credentials, region, connect_s=connect_s, read_s=read_s, attempts=attempts)
+    session, region, timeouts_s = session_of(tier), configured_region(tier).name, (connect_s, read_s)
+    return make_client(session, tier, credentials, region, timeouts_s=timeouts_s, attempts=attempts)
 
 
 # --- credentials, and their present values ----------------------------------------------------------------------------
@@ -91,13 +91,10 @@ class Credentials:
 
 def session_of(tier: S3Config) -> Any:
     """A boto3 session for `tier`'s clients. Raises what boto3 raises."""
-    if tier.credentials_file is None:
-        return _session({} if tier.profile is None else {"profile": (None, None, tier.profile, None)})
-    # AWS_PROFILE may name a profile that exists in `credentials_file` only, so it must not be looked up elsewhere.
-    return _session({"profile": (None, None, None, None)})
-
-
-def _session(variables: Mapping[str, object]) -> Any:
+    variables = {}
+    if tier.credentials_file is not None or tier.profile is not None:
+        # AWS_PROFILE may name a profile that exists in `credentials_file` only, so it must not be looked up elsewhere.
+        variables = {"profile": (None, None, None if tier.credentials_file else tier.profile, None)}
     core = botocore.session.Session(session_vars=variables)
     answers.register_parser(core)
     return boto3.session.Session(botocore_session=core)

@@ -1,9 +1,7 @@
-"""Conditional writes of small objects below a prefix: what the janitor's lease and a private prefix's lease rest on."""
+"""Conditional writes of small objects below a prefix, on which the usage record rests; whether a server has them."""
 
 from __future__ import annotations
 
-import contextlib
-import re
 import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +10,10 @@ from typing import Any, Final
 
 from botocore.exceptions import ClientError
 
-from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, status_of
-from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
+from nixl_tiers.tiers.s3.answers import status_of
 
 _CONDITION_FAILED: Final = {404, 409, 412}  # it does not hold (any more), or another write is in progress
 _UNSUPPORTED: Final = {"NotImplemented", "MethodNotAllowed", "InvalidArgument", "InvalidRequest"}
-CONDITIONS: Final = "conditional writes"  # the kind under which it is reported that they do not work
-DOUBT_TRIES: Final = 6
-MAX_RETRY_S: Final = 15.0
 RACERS: Final = 4
 RACES: Final = 8
 
@@ -44,23 +38,6 @@ def get_object(client: Any, bucket: str, name: str) -> dict[str, Any] | None:
             raise
         return None
     return found
-
-
-def small_object(client: Any, bucket: str, name: str) -> bytes | None:
-    """The first 64 KiB of an object; None if there is none. Raises what boto3 raises."""
-    found = get_object(client, bucket, name)
-    return None if found is None else bytes(found["Body"].read(1 << 16))
-
-
-def delete_object(client: Any, bucket: str, name: str) -> None:
-    """Delete an object if that is allowed, and the server answers."""
-    with contextlib.suppress(*REQUEST_ERRORS):
-        client.delete_object(Bucket=bucket, Key=name)
-
-
-def write_test_name(writer: str) -> str:
-    """The name below the prefix of an object that nobody but this engine or mover writes and deletes."""
-    return f"{WRITE_TEST_NAME}-{re.sub('[^A-Za-z0-9._-]', '-', writer)[:128]}"
 
 
 def conditional_writes_work(put: Callable[..., object | None], name: str) -> bool:
@@ -98,42 +75,3 @@ def most_winners(put: Callable[..., Mapping[str, Any] | None], name: str) -> int
                 if answers:
                     condition = {"IfMatch": str(answers[0]["ETag"])}
     return most
-
-
-class ConditionalWrites:
-    """Whether the server knows conditional writes, as far as its answers say. No I/O; `now` is any steady clock.
-
-    That it does not is believed only if it still says so after `doubt_s`: one answer may be a gateway's, or the object
-    of the test writes may have been deleted between them.
-    """
-
-    def __init__(self, doubt_s: float, ask_again_s: float, retry_s: float) -> None:
-        self.work: bool | None = None
-        """None: not known yet."""
-        self.next_at_s = float("-inf")
-        """When to ask."""
-        self._doubt_s = doubt_s
-        self._ask_again_s = ask_again_s
-        self._retry_s = self._first_retry_s = retry_s
-        self._refused_s: float | None = None
-
-    @property
-    def refused(self) -> bool:
-        """Whether the last answer was that it does not know them."""
-        return self._refused_s is not None
-
-    def asking(self, now: float) -> None:
-        """Without an answer it is asked again soon."""
-        self.next_at_s = now + self._retry_s
-        self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
-
-    def answered(self, work: bool, now: float) -> None:
-        self._retry_s = self._first_retry_s
-        if work:
-            self.work, self._refused_s, self.next_at_s = True, None, float("inf")
-            return
-        if self._refused_s is None:
-            self._refused_s = now
-        if now - self._refused_s >= self._doubt_s:
-            self.work = False
-        self.next_at_s = now + (self._ask_again_s if self.work is False else self._doubt_s / DOUBT_TRIES)

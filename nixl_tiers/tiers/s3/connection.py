@@ -17,8 +17,7 @@ from botocore.parsers import ResponseParserError
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.tiers.base import TierDown
-from nixl_tiers.tiers.s3.answers import answered_at_s, down
+from nixl_tiers.tiers.s3.answers import answered_at_s
 from nixl_tiers.tiers.s3.client import (
     Credentials,
     configured_region,
@@ -32,7 +31,6 @@ from nixl_tiers.tiers.s3.denials import Denials
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS: Final = 24  # existence checks use as many
 VERSIONED: Final = "versioning is on: deleted and overwritten objects stay as old versions, which no capacity bounds"
 REMEDY: Final = "suspend versioning, or have a lifecycle rule delete noncurrent versions"
 
@@ -56,7 +54,8 @@ class S3Connection:
         """A boto3 client with the present credentials; None before `open`."""
         self.delete_client: Any = None
         """The same with one attempt: the next one needs the permission again."""
-        self._quick_client: Any = None  # short timeouts, for existence checks
+        self.quick_client: Any = None
+        """The same with short timeouts, for existence checks."""
         self._server_time: tuple[float, float] | None = None
         """The Date of the last answer, and the monotonic time when it came."""
 
@@ -67,7 +66,7 @@ class S3Connection:
         self.region = configured_region(self._tier)
         if self._session is None:
             self._session = session_of(self._tier)
-        client = self._make_client(*self._times.s3_open_request_s, attempts=1)
+        client = self._make_client(self._times.s3_open_request_s)
         answer = client.head_bucket(Bucket=self._tier.bucket)
         reported = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
         configured, self.region = self.region, settled_region(self._tier, self.region, reported)
@@ -93,19 +92,15 @@ class S3Connection:
 
         Blocks, but not for long. Raises what boto3 raises if there is no answer.
         """
-        if self._quick_client is None:
+        if self.quick_client is None:
             return None
         try:
-            found = self._quick_client.head_object(Bucket=self._tier.bucket, Key=name)
+            found = self.quick_client.head_object(Bucket=self._tier.bucket, Key=name)
         except ClientError as error:
             return 0 if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404 else None
         written_s, now_s = int(found["LastModified"].timestamp()), answered_at_s(found)
         expired = self._tier.max_age is not None and now_s is not None and now_s - written_s > self._tier.max_age
         return max(1, written_s) if found["ContentLength"] == nbytes and not expired else 0
-
-    def is_versioned(self) -> bool:
-        """Whether the bucket keeps what is deleted. Blocks, but not for long; raises what boto3 raises."""
-        return is_versioned(self._quick_client, self._tier.bucket)
 
     def server_time_s(self) -> float:
         """Unix seconds by the server's clock, at most a second late; by this machine's before the first answer."""
@@ -114,30 +109,17 @@ class S3Connection:
         date_s, received_s = self._server_time
         return date_s + time.monotonic() - received_s
 
-    def down(self, what: str) -> TierDown:
-        """The error that names this bucket."""
-        return down(self._tier, self.region.name, what)
-
     def _make_clients(self) -> None:
         times = self._times
-        self.client = self._make_client(*times.s3_request_s, attempts=2)
+        self.client = self._make_client(times.s3_request_s, attempts=2)
         self.endpoint = endpoint_of(self.client)
-        self._quick_client = self._make_client(times.s3_quick_s, times.s3_quick_s, attempts=1)
-        self.delete_client = self._make_client(*times.s3_request_s, attempts=1)
+        self.quick_client = self._make_client((times.s3_quick_s, times.s3_quick_s))
+        self.delete_client = self._make_client(times.s3_request_s)
 
-    def _make_client(self, connect_s: float, read_s: float, attempts: int) -> Any:
+    def _make_client(self, timeouts_s: tuple[float, float], attempts: int = 1) -> Any:
         assert self.credentials is not None
-        client = make_client(
-            self._session,
-            self._tier,
-            self.credentials,
-            self.region.name,
-            connect_s=connect_s,
-            read_s=read_s,
-            attempts=attempts,
-            max_pool_connections=CONNECTIONS,
-            tcp_keepalive=True,
-        )
+        tier, region = self._tier, self.region.name
+        client = make_client(self._session, tier, self.credentials, region, timeouts_s=timeouts_s, attempts=attempts)
         self.denials.watch(client)
         client.meta.events.register("after-call.s3", self._on_response)
         return client

@@ -1,4 +1,4 @@
-"""Control requests of the S3 tier: listings, deletes and checks, with boto3 (connection.py) on a thread of its own.
+"""Control requests of the S3 tier: deletes of bad rows, and checks, with boto3 (connection.py) on a thread of its own.
 
 No rows are transferred here. The mover's loop queues requests and collects results; only `connect` blocks, and not for
 long. No message contains a server's text or a credential: error codes and class names only.
@@ -6,75 +6,60 @@ long. No message contains a server's text or a credential: error codes and class
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Final
-
-from botocore.exceptions import BotoCoreError, ClientError
 
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
-from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, no_answer, tier_error
-from nixl_tiers.tiers.s3.client import Credentials
-from nixl_tiers.tiers.s3.connection import REMEDY, VERSIONED, S3Connection
-from nixl_tiers.tiers.s3.deletes import delete_objects, most_names
-from nixl_tiers.tiers.s3.listing import EndlessListing, Listing
+from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, down, no_answer, tier_error
+from nixl_tiers.tiers.s3.connection import REMEDY, VERSIONED, S3Connection, is_versioned
+from nixl_tiers.tiers.s3.deletes import delete_names, most_names
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 
 logger = logging.getLogger(__name__)
 
-PERMISSION_CHECK_S: Final = 1.0  # while deletes are queued that may not be sent now
-MAX_EXPIRED: Final = 20_000  # names that wait for their delete, before sweeps add no more
+IDLE_S: Final = 3600.0
 
 
 class S3Control:
     """Control requests to one bucket. To be used by one thread; requests that block run on another, a daemon."""
 
-    def __init__(
-        self, tier: S3Config, may_delete: Callable[[], bool] = lambda: True, times: Times = PRODUCTION
-    ) -> None:
-        """`may_delete`: whether queued deletes may be sent now; called on this object's thread."""
+    def __init__(self, tier: S3Config, times: Times = PRODUCTION) -> None:
         self._tier = tier
-        self._may_delete = may_delete
         self._times = times
         self.connection = S3Connection(tier, times)
         self.denials = self.connection.denials
         self._log_once = LogOnce(logger)
         self._wake = threading.Condition()
         self._connecting: Future[None] | None = None
-        self._listing: Listing | None = None
         self._delete_queue: dict[str, None] = {}
         self._in_flight_deletes: frozenset[str] = frozenset()
-        self._retry_in_flight = True  # whether those that fail are queued again
-        self._confirmed_deletes: list[str] = []
-        self._backoff_s = {"list": 0.0, "delete": 0.0}
-        self._not_before = {"list": 0.0, "delete": 0.0}
+        self._backoff_s = self._not_before = 0.0  # of deletes
         self._check_requested = False  # whether uploads fail for an unknown reason
         self._upload_check_at = float("-inf")
-        self._credentials_check_at = float("inf")
         self._credentials_checked_at = 0.0
+        self._credentials_every_s = times.s3_credentials_s
         self._closing = False
         self._thread: threading.Thread | None = None
-        self._versioning_unknown = tier.write != "off"  # asked for once, when nothing else is to be done
-        self._deletes_turn = True  # whether deletes come before a listing when both are due
+        self._versioning_unknown = tier.write != "off"  # asked for once
 
     # The mover's side
 
-    def connect(self, timeout_s: float | None = None) -> Credentials:
+    def connect(self, timeout_s: float | None = None) -> None:
         """Find credentials and check that the bucket exists; returns within `timeout_s` (`s3_open_s`).
 
         An attempt that takes longer goes on, and what it achieves is the next call's. Raises TierRefused if there is no
         such bucket or the configuration cannot work, else TierDown.
         """
-        timeout_s = self._times.s3_open_s if timeout_s is None else timeout_s
+        timeout_s = timeout_s or self._times.s3_open_s
         with self._wake:
             connecting = self._connecting
             if connecting is None or (connecting.done() and connecting.exception() is not None):
@@ -86,27 +71,16 @@ class S3Control:
         try:
             connecting.result(timeout_s)
         except FutureTimeout:
-            raise self.connection.down(no_answer(self._tier, f"within {timeout_s:g} s")) from None
+            what = no_answer(self._tier, f"within {timeout_s:g} s")
+            raise down(self._tier, self.connection.region.name, what) from None
         with self._wake:
             self._connecting = None
-        if self.connection.credentials is None:
-            raise self.connection.down("no credentials")
-        return self.connection.credentials
-
-    def start_listing(self, listing: Listing | None) -> None:
-        """Run this listing in the background (None: no listing), instead of an earlier one that may still run."""
-        with self._wake:
-            self._listing = listing
-            self._not_before["list"] = 0.0
-            self._wake.notify()
 
     def transfer_failed(self) -> None:
         """A transfer has failed, perhaps because of its credentials: check soon whether there are new ones."""
         with self._wake:
-            soon = self._credentials_checked_at + self._times.s3_credentials_again_s
-            if soon < self._credentials_check_at < float("inf"):
-                self._credentials_check_at = soon
-                self._wake.notify()
+            self._credentials_every_s = self._times.s3_credentials_again_s
+            self._wake.notify()
 
     def upload_failed(self) -> None:
         """An upload has failed: find out soon whether the server denies uploads."""
@@ -121,58 +95,27 @@ class S3Control:
             self._delete_queue.update(dict.fromkeys(names))
             self._wake.notify()
 
-    @property
-    def has_room(self) -> bool:
-        """Whether a sweep may add more deletes; with too many waiting, expired objects are left to a later one."""
-        return len(self._delete_queue) < MAX_EXPIRED
-
     def cancel_delete(self, name: str) -> bool:
-        """Cancel a delete. False if it is in flight: wait for `confirmed_deletes`, or fail if `deletes_backing_off`."""
+        """Cancel a delete. False if it is in flight: wait for its end, or fail if `deletes_backing_off`."""
         with self._wake:
             self._delete_queue.pop(name, None)
             return name not in self._in_flight_deletes
 
-    def drop_deletes(self) -> None:
-        """Forget the queued deletes. One that is in flight ends before a listing that is started now begins, and is not
-        tried again."""
-        with self._wake:
-            self._delete_queue.clear()
-            self._retry_in_flight = False
-
-    def confirmed_deletes(self) -> Sequence[str]:
-        """Names whose deletes were confirmed since the last call."""
-        if not self._confirmed_deletes:
-            return ()
-        with self._wake:
-            confirmed, self._confirmed_deletes = self._confirmed_deletes, []
-        return confirmed
-
-    @property
-    def has_pending_deletes(self) -> bool:
-        """Whether deletes are queued or in flight; if not, `confirmed_deletes` has all that were."""
-        with self._wake:
-            return bool(self._delete_queue or self._in_flight_deletes)
-
     @property
     def deletes_backing_off(self) -> bool:
         """Whether the last delete request has failed, and the retry waits for its backoff."""
-        return self._backoff_s["delete"] > 0 and time.monotonic() < self._not_before["delete"]
+        return self._backoff_s > 0 and time.monotonic() < self._not_before
 
     def close(self) -> None:
         """Send the queued deletes, as far as that takes no longer than `s3_close_s`, and stop."""
         if self._thread is None:
             return
         with self._wake:
-            self._listing = None
             self._closing = True
             self._wake.notify()
         self._thread.join(self._times.s3_close_s)
-        self.drop_deletes()
-
-    @property
-    def idle(self) -> bool:
-        """After `close`: whether no request can still be on its way."""
-        return self._thread is None or not self._thread.is_alive()
+        with self._wake:
+            self._delete_queue.clear()
 
     # The control thread
 
@@ -182,151 +125,81 @@ class S3Control:
                 while (task := self._next(time.monotonic())) is None:
                     if self._closing:
                         return
-                    self._wake.wait(self._idle_s(time.monotonic()))
-            task()
+                    soonest = min((at for at, _ in self._tasks()), default=IDLE_S + time.monotonic())
+                    self._wake.wait(max(0.0, soonest - time.monotonic()))
+            self._do(task)
 
     def _next(self, now: float) -> Callable[[], None] | None:
+        return next((task for at, task in self._tasks() if at <= now), None)
+
+    def _tasks(self) -> Iterator[tuple[float, Callable[[], None]]]:
+        """What is to be done, and when: the most urgent first."""
         if self._connecting is not None and not self._connecting.done():
-            return self._connect
-        if self._check_due and self.connection.client is not None and now >= self._upload_check_at:
-            return self._check_uploads
-        if now >= self._credentials_check_at:
-            return self._check_credentials
-        # Deletes and the rest take turns: rows may be evicted faster than the server deletes them.
-        deletes_due = self._deletes_due(now)
-        if deletes_due and (self._deletes_turn or self._closing):
-            return self._delete_some
-        if self._listing is not None and now >= self._list_at_s(self._listing, now):
-            return self._list_page
-        if deletes_due:
-            return self._delete_some
-        if self._versioning_unknown and self.connection.client is not None and not self._closing:
-            return self._check_versioning
-        return None
-
-    def _deletes_due(self, now: float) -> bool:
-        return self._sendable_deletes and self.connection.client is not None and now >= self._not_before["delete"]
-
-    def _idle_s(self, now: float) -> float | None:
-        times = [self._credentials_check_at]
-        if self._check_due:
-            times.append(self._upload_check_at)
-        if self._delete_queue:
-            times.append(self._not_before["delete"] if self._sendable_deletes else now + PERMISSION_CHECK_S)
-        if self._listing is not None:
-            times.append(self._list_at_s(self._listing, now))
-        soonest = min(times)
-        return None if soonest == float("inf") else max(0.0, soonest - now)
-
-    def _list_at_s(self, listing: Listing, now: float) -> float:
-        return max(self._not_before["list"], listing.next_step_s(now))
-
-    @property
-    def _sendable_deletes(self) -> bool:
-        return bool(self._delete_queue) and self._may_delete()
-
-    @property
-    def _check_due(self) -> bool:
+            yield 0.0, self._connect
+        if self.connection.client is None:
+            return
         # Also while uploads are denied: if nothing is stored meanwhile, nothing else finds out that they are allowed.
-        return not self._closing and (self._check_requested or "put" in self.denials.current())
+        if not self._closing and (self._check_requested or "put" in self.denials.current()):
+            yield self._upload_check_at, self._check_uploads
+        yield self._credentials_checked_at + self._credentials_every_s, self._check_credentials
+        if self._delete_queue:
+            yield self._not_before, self._delete_some
+        # After all else, since a first hit must not wait for it.
+        if self._versioning_unknown and not self._closing:
+            yield 0.0, self._check_versioning
 
-    def _check_uploads(self) -> None:
-        """Upload a small test object, whose answer holds the reason why uploads fail: NIXL does not report it."""
-        self._check_requested = False
-        self._upload_check_at = time.monotonic() + self._times.s3_test_upload_s
-        with contextlib.suppress(*REQUEST_ERRORS):
-            name = f"{self._tier.prefix}/{WRITE_TEST_NAME}"
-            self.connection.client.put_object(Bucket=self._tier.bucket, Key=name, Body=b"are uploads allowed?")
+    def _do(self, task: Callable[[], None]) -> None:
+        """Log errors that are not the server's or the network's: `denials` and circuit breakers know of these."""
+        try:
+            task()
+        except (*REQUEST_ERRORS, TierDown, TierRefused, OSError):
+            pass
+        except Exception as error:  # noqa: BLE001 (this thread must not end)
+            what, kind = f'a request to s3 bucket "{self._tier.bucket}" has failed', type(error).__name__
+            self._log_once.report(kind, f"{what} with an unexpected error ({kind})")
 
     def _connect(self) -> None:
         assert self._connecting is not None
         try:
             self.connection.open()
-            self._not_before = {"list": 0.0, "delete": 0.0}
-            self._schedule_credentials_check()
+            self._not_before = 0.0
+            self._credentials_checked_at = time.monotonic()
         except Exception as error:  # noqa: BLE001 (whatever it is, `connect` raises it)
             self._connecting.set_exception(tier_error(self._tier, self.connection.region.name, error))
         else:
             self._connecting.set_result(None)
 
+    def _check_uploads(self) -> None:
+        """Upload a small test object, whose answer holds the reason why uploads fail: NIXL does not report it."""
+        self._check_requested = False
+        self._upload_check_at = time.monotonic() + self._times.s3_test_upload_s
+        name = f"{self._tier.prefix}/{WRITE_TEST_NAME}"
+        self.connection.client.put_object(Bucket=self._tier.bucket, Key=name, Body=b"are uploads allowed?")
+
+    def _check_credentials(self) -> None:
+        self._credentials_checked_at, self._credentials_every_s = time.monotonic(), self._times.s3_credentials_s
+        self.connection.renew()
+
     def _delete_some(self) -> None:
-        self._deletes_turn = False
         with self._wake:
             names = list(itertools.islice(self._delete_queue, most_names()))
             for name in names:
                 del self._delete_queue[name]
             self._in_flight_deletes = frozenset(names)
-            self._retry_in_flight = True
-        failed: Sequence[str]
+        left = self._in_flight_deletes
         try:
-            objects = [{"Key": name} for name in names]
-            answer = delete_objects(self.connection.delete_client, self._tier.bucket, objects)
-            errors = {error.get("Key") for error in answer.get("Errors", ()) if error.get("Code") != "NoSuchKey"}
-            # An error of an unknown object may be that of any of these, and that object is not ours to delete.
-            failed = [name for name in names if name in errors] if errors.issubset(names) else names
-        except Exception as error:  # noqa: BLE001 (this thread must not end)
-            self._request_failed("delete request", error)
-            failed = names
-        with self._wake:
-            self._in_flight_deletes = frozenset()
-            self._confirmed_deletes.extend(set(names).difference(failed))
-            if self._retry_in_flight:
-                self._delete_queue.update(dict.fromkeys(failed))
-            self._set_backoff("delete", failed=bool(failed))
-
-    def _list_page(self) -> None:
-        self._deletes_turn = True
-        listing = self._listing
-        if listing is None:
-            return
-        try:
-            listing.step(self.connection.client, self._tier.bucket)
-            failed = False
-        except Exception as error:
-            if listing.comparing:  # going on would miss the rest of its page: the mover ends, and lists anew
-                raise
-            self._request_failed("listing", error)
-            if isinstance(error, EndlessListing):
-                self.denials.report("list", str(error))
-            self.denials.page_failed(self._tier.prefix, error)
-            failed = True
-        else:
-            self.denials.page_listed(self._tier.prefix)
-        with self._wake:
-            self._set_backoff("list", failed)
-            if listing.done.is_set() and self._listing is listing:
-                self._listing = None
+            left -= delete_names(self.connection.delete_client, self._tier.bucket, names)
+        finally:
+            with self._wake:
+                self._in_flight_deletes = frozenset()
+                if not self._closing:
+                    self._delete_queue.update(dict.fromkeys(left))
+                first_s, last_s = self._times.s3_backoff_s
+                self._backoff_s = min(max(self._backoff_s * 2, first_s), last_s) if left else 0.0
+                self._not_before = time.monotonic() + self._backoff_s
 
     def _check_versioning(self) -> None:
-        """Warn if the bucket keeps what is deleted. After all else, since a first hit must not wait for it."""
+        """Warn if the bucket keeps what is deleted. It may not be allowed to ask, or the server knows no versions."""
         self._versioning_unknown = False
-        try:
-            if self.connection.is_versioned():
-                self._log_once.report("versioning", f's3 bucket "{self._tier.bucket}": {VERSIONED}; {REMEDY}')
-        except REQUEST_ERRORS:
-            pass  # it may not ask, or the server knows no versions
-        except Exception as error:  # noqa: BLE001 (this thread must not end)
-            self._request_failed("the look at its versioning", error)
-
-    def _request_failed(self, what: str, error: Exception) -> None:
-        """Log errors that are not the server's or the network's: `denials` and circuit breakers know of these."""
-        if not isinstance(error, (BotoCoreError, ClientError, TierDown, TierRefused, OSError)):
-            where = f's3 bucket "{self._tier.bucket}"'
-            self._log_once.report(what, f"{what} for {where} has failed, and is retried ({type(error).__name__})")
-
-    def _check_credentials(self) -> None:
-        self._schedule_credentials_check()
-        try:
-            self.connection.renew()
-        except Exception as error:  # noqa: BLE001 (this thread must not end)
-            self._request_failed("renewal of the credentials", error)
-
-    def _schedule_credentials_check(self) -> None:
-        with self._wake:
-            self._credentials_checked_at = time.monotonic()
-            self._credentials_check_at = self._credentials_checked_at + self._times.s3_credentials_s
-
-    def _set_backoff(self, what: str, failed: bool) -> None:
-        first_s, last_s = self._times.s3_backoff_s
-        self._backoff_s[what] = min(max(self._backoff_s[what] * 2, first_s), last_s) if failed else 0.0
-        self._not_before[what] = time.monotonic() + self._backoff_s[what]
+        if is_versioned(self.connection.quick_client, self._tier.bucket):
+            self._log_once.report("versioning", f's3 bucket "{self._tier.bucket}": {VERSIONED}; {REMEDY}')

@@ -30,6 +30,7 @@ from nixl_tiers.tiers.base import TierRefused
 from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration, Transfer, TransferState, at_low_priority
 from nixl_tiers.tiers.s3.client import Credentials, trusted_certificates
 from nixl_tiers.tiers.s3.concurrency import FIRST, MOST
+from nixl_tiers.tiers.s3.connection import S3Connection
 
 LANE_TRANSFERS: Final = 24
 STAGING_BYTES: Final = 1 << 30  # at most, but never fewer than MIN_STAGING_ROWS
@@ -129,10 +130,10 @@ class S3Data:
             over |= transfer.poll(now)
         return over
 
-    def connect(self, credentials: Credentials, aws_region: str, endpoint: str | None) -> None:
-        """Work with these credentials, in this region, at this server (None: AWS) from now on. What runs goes on with
-        the old ones. Raises TierRefused."""
-        server = aws_region, endpoint
+    def connect(self, connection: S3Connection) -> None:
+        """Work with its present credentials, in its region, at its server from now on. What runs goes on with the old
+        ones. Raises TierRefused."""
+        credentials, server = connection.credentials, (connection.region.name, connection.endpoint)
         if self._lanes and (self.credentials, self._server) == (credentials, server):
             return
         self._retired += self._lanes

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from botocore.exceptions import ClientError
+from botocore.parsers import ResponseParserError
 
 from nixl_tiers.tiers.s3.answers import code_of, status_of
 
@@ -47,6 +48,15 @@ def delete_objects(
             _works = form
             break
     return answer
+
+
+def delete_names(client: Any, bucket: str, names: Sequence[str]) -> set[str]:
+    """Delete the objects of these names; those that are gone. Raises what boto3 raises."""
+    answer = delete_objects(client, bucket, [{"Key": name} for name in names])
+    failed = {error.get("Key") for error in answer.get("Errors", ()) if error.get("Code") != "NoSuchKey"}
+    if not failed.issubset(names):  # it may be that of any of these
+        raise ResponseParserError("an error in the answer to a delete request names no object of the request")
+    return set(names) - failed
 
 
 def add_md5(params: dict[str, Any], **_: object) -> None:

@@ -35,7 +35,7 @@ _EFFECTS: Final = {
     "put": ("uploads", "s3:PutObject", "nothing is stored there"),
     "get": ("downloads", "s3:GetObject", "rows stored there are misses"),
     "delete": ("deletes", "s3:DeleteObject", "evicted rows stay and use space"),
-    "list": ("listings", "s3:ListBucket", "rows stored earlier, or by others, are not found"),
+    "list": ("listings", "s3:ListBucket", "rows are not deleted, and so before long none is written"),
     "head": ("existence checks", "s3:GetObject, or s3:ListBucket", "rows stored by others are not found"),
 }
 _ROOTS: Final = {"list": b"ListBucketResult", "delete": b"DeleteResult"}
@@ -90,8 +90,7 @@ class Denials:
             self.denied(kind, code)
 
     def denied(self, kind: str, why: str) -> None:
-        what, right, so = _EFFECTS[kind]
-        self.report(kind, f"{what} are denied ({_NO_CODE.sub('', why)[:64]}; the right is {right}): {so}")
+        self._report(kind, f"are denied ({_code(why)}; the right is {_EFFECTS[kind][1]})")
 
     def report(self, kind: str, text: str, *, unreachable: bool = False) -> None:
         """Report a denial of any kind; `text` follows the place. `unreachable`: nobody denies it, answers are
@@ -106,13 +105,13 @@ class Denials:
             if (denial := self._denials.get(kind)) is not None:
                 denial.denied_at_s = self._clock()
 
-    def page_failed(self, prefix: str, error: Exception, so: str = _EFFECTS["list"][2]) -> None:
-        """A page of a listing, which is asked for again. `so`: what follows from that."""
+    def page_failed(self, prefix: str, error: Exception) -> None:
+        """A page of a listing, which is asked for again."""
         self._failed_pages[prefix] += 1
         if "list" in self._denials:
             self.failed("list")  # its sentence says more
         elif self._failed_pages[prefix] >= LISTING_TRIES:
-            self.report("list", f"listings fail again and again ({_NO_CODE.sub('', code_of(error))[:64]}): {so}")
+            self._report("list", f"fail again and again ({_code(code_of(error))})")
 
     def page_listed(self, prefix: str) -> None:
         """One has come."""
@@ -138,30 +137,28 @@ class Denials:
         if not self._denials:
             return {}
         with self._lock:
-            cleared = [
-                kind
-                for kind, denial in self._denials.items()
-                if denial.succeeded_at_s >= denial.denied_at_s and self._clock() - denial.denied_at_s >= self._clear_s
-            ]
-            for kind in cleared:
-                del self._denials[kind]
-            return {
-                UNREACHABLE if denial.unreachable else kind: denial.sentence for kind, denial in self._denials.items()
+            until_s = self._clock() - self._clear_s
+            self._denials = {
+                kind: each
+                for kind, each in self._denials.items()
+                if each.succeeded_at_s < each.denied_at_s or each.denied_at_s > until_s
             }
+            return {UNREACHABLE if each.unreachable else kind: each.sentence for kind, each in self._denials.items()}
+
+    def _report(self, kind: str, what: str) -> None:
+        requests, _, so = _EFFECTS[kind]
+        self.report(kind, f"{requests} {what}: {so}")
 
     def _on_response(self, kind: str, http_response: Any, parsed: Mapping[str, Any], model: Any, **_: object) -> None:
         """Called by botocore with each answer."""
         status = int(http_response.status_code)
         if status < 300:
             if kind in _ROOTS and not _is_from_s3(kind, http_response.content, parsed):
-                what, _right, so = _EFFECTS[kind]
-                self.report(kind, f"{what} get answers that are not S3's, perhaps a proxy's page: {so}")
+                self._report(kind, "get answers that are not S3's, perhaps a proxy's page")
                 raise HTTPClientError(error="the answer is not S3's")
-            # DeleteObjects reports errors per object.
-            codes = [str(each.get("Code")) for each in parsed.get("Errors", ())]
-            denied = next((code for code in codes if code in _DENIED), None)
-            if denied is not None:
-                self.denied(kind, denied)
+            denied = _DENIED.intersection(str(each.get("Code")) for each in parsed.get("Errors", ()))  # of objects
+            if denied:
+                self.denied(kind, min(denied))
             else:
                 self.succeeded(kind)
             return
@@ -172,6 +169,11 @@ class Denials:
             pass  # another form is tried
         elif 400 <= status < 500 and status not in _NOT_ABOUT_RIGHTS:
             self.denied(kind, code)
+
+
+def _code(text: str) -> str:
+    """Nothing else of a server's text is shown."""
+    return _NO_CODE.sub("", text)[:64]
 
 
 def _is_from_s3(kind: str, body: bytes, parsed: Mapping[str, Any]) -> bool:

@@ -1,320 +1,192 @@
-"""Which rows are below a tier's prefix, and which of them go: `PrefixRows` of a private one; a shared one: shared.py.
+"""The rows of a prefix, which engines share. Nothing is listed here, and no row is counted.
 
-A row of a private prefix has a place in the quota from when it is listed or about to be uploaded, until the server has
-confirmed its delete. What this engine may delete, and when it has to list again, is its tenure's to say (`Ownership`,
-lease.py).
+Whether a row is there is asked (existence.py): when a request wants it, and before it is uploaded. The budget
+(budget.py) grants uploads, deletes, and says how far was deleted.
 """
 
 from __future__ import annotations
 
-import sys
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+import time
+import uuid
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.tiers.base import MAX_ENTRIES, MAX_SLOTS, Entry, ExistenceAnswer, Move
+from nixl_tiers.tiers.base import MAX_SLOTS, Entry, ExistenceAnswer, Move
+from nixl_tiers.tiers.existence import ExistenceChecker, Presence, UploadChecks
+from nixl_tiers.tiers.s3.budget import Budget, budget_clock
 from nixl_tiers.tiers.s3.control import S3Control
-from nixl_tiers.tiers.s3.lease import Ownership
-from nixl_tiers.tiers.s3.listing import ExpirySweep, FullListing, Listing
 from nixl_tiers.tiers.s3.names import RowNames
-from nixl_tiers.tiers.s3.quota import PrefixQuota
+from nixl_tiers.tiers.s3.record import WINDOW_SHARE, UploadQuota
 
-LEASE_CHECK_S: Final = 1.0  # how often a private prefix's tier looks whether it has got the lease
-SWEEP_S: Final = (30.0, 3600.0)  # the shortest and the longest time between two listings for max_age
-SWEEPS_PER_AGE: Final = 8
-LIST_REQUESTS_AN_HOUR: Final = 2000  # of such a listing: 1 million rows take half an hour
+MAX_ABSENT: Final = 1 << 14
 
 
-class Rows(ABC):
-    """The rows of one tier's prefix, for the mover's loop. Uploads ask for room, and report how they ended. Methods of
-    `StorageTier` that are found here mean the same."""
+class Rows:
+    """Of one tier, for the mover's loop. Uploads ask for room, and report how they ended. What was found, and what was
+    stored, is handed to the core with the time of its last write (`found`)."""
 
-    relist_s: float | None = None
-    maintain_s: float | None = None
-
-    def __init__(self, config: S3Config, row_bytes: int, control: S3Control) -> None:
+    def __init__(self, config: S3Config, row_bytes: int, control: S3Control, times: Times = PRODUCTION) -> None:
         self._config = config
         self._row_bytes = row_bytes
         self._control = control
+        self._times = times
         self._namespace = ""
         self.names = RowNames(config.prefix)
+        self.upload_quota = UploadQuota(uuid.uuid4().hex, config.capacity, row_bytes)
+        self.has_rows = False
+        """Whether any row of the namespace is known."""
+        self._reads_only = config.write == "off"
+        self._checker = ExistenceChecker(self._written_s, times=times)
+        self._uploads = UploadChecks(self._written_s, times=times)
+        self._budget: Budget | None = None
+        self._ready_by_s = float("inf")  # so long uploads wait for a usage record that counts them, or those before
+        self._found: list[Entry] = []
+        self._absent: dict[Key, float] = {}  # until when, the oldest first
 
     def name(self, key: Key) -> str:
         return self.names.name(self._namespace, key)
 
-    @abstractmethod
-    def serve(self, namespace: str, epoch: int) -> None:
+    def serve(self, namespace: str) -> None:
         """The rows are those of this namespace from now on."""
-
-    @abstractmethod
-    def slots(self, capacity: int) -> int:
-        """How many rows the engine may know, where `capacity` may be stored."""
+        self._namespace = namespace
+        self._checker.clear()
+        self._uploads.clear()
+        self._found.clear()
+        self._absent.clear()
+        self.has_rows = False
+        if self._budget is None:
+            self._budget = Budget(
+                self._control.connection,
+                self._config.bucket,
+                self._config.prefix,
+                quota=self.upload_quota,
+                max_age_s=self._config.max_age,
+                reads_only=self._reads_only,
+            )
+            self._budget.start()
+            self._ready_by_s = time.monotonic() + self._times.s3_ready_s
 
     @property
-    @abstractmethod
-    def used_bytes(self) -> int: ...
-
-    def list_rows(self) -> Iterator[list[Entry]]:
-        return iter(())
-
-    def maintain(self) -> Iterator[list[Entry]]:
-        return iter(())
-
-    def check_existence(self, check_id: int, keys: Sequence[Key], chain: bool) -> bool:
-        return False
-
-    def existence_answers(self) -> Sequence[ExistenceAnswer]:
-        return ()
-
-    def found(self) -> Sequence[Entry]:
-        return ()
+    def slots(self) -> int:
+        """How many rows the engine may know. Of a reader: whatever others have stored. Others forget the oldest rows if
+        they know of more."""
+        return MAX_SLOTS if self._reads_only else min(2 * (self._config.capacity // self._row_bytes), MAX_SLOTS)
 
     @property
     def gone_before(self) -> int:
-        return 0
+        """With what may be deleted before this engine hears of it: room is made for two windows at once, of a prefix
+        that was written evenly from its oldest row on."""
+        oldest = self.upload_quota.record.oldest
+        if not self.upload_quota.deletes_soon:
+            return oldest
+        written_for_s = self._server_s - oldest
+        return oldest + max(0, int(written_for_s * 2 / WINDOW_SHARE)) if oldest else 0
+
+    # --- what is there ----------------------------------------------------------------------------------------------
+
+    def check_existence(self, check_id: int, keys: Sequence[Key], *, chain: bool) -> None:
+        self._checker.start(check_id, keys, chain=chain)
+
+    def existence_answers(self) -> Sequence[ExistenceAnswer]:
+        answers = self._checker.answers()
+        for answer in answers:
+            self._note_absent(answer.absent)
+            for key, written_s in answer.found:
+                self._note(key, written_s)
+        return [ExistenceAnswer(answer.check_id, answer.absent) for answer in answers]
+
+    def found(self) -> Sequence[Entry]:
+        found, self._found = self._found, []
+        return found
 
     @property
     def busy(self) -> bool:
         """Whether there will soon be answers."""
-        return False
+        return self._checker.busy
 
     # --- uploads ----------------------------------------------------------------------------------------------------
 
-    def stores_begin(self, moves: Sequence[Move]) -> None:  # noqa: B027 (optional)
+    def stores_begin(self, moves: Sequence[Move]) -> None:
         """These rows are going to ask for room."""
+        now = time.monotonic()
+        self._uploads.ask(move.key for move in moves if self._absent.get(move.key, 0.0) <= now)
 
-    @abstractmethod
-    def room_for(self, key: Key, uploads: int) -> Outcome | None:
-        """OK if this row may be uploaded now, None if it must wait, else how its store ends. `uploads`: how many rows
-        want room, this one among them."""
+    def room_for(self, key: Key) -> Outcome | None:
+        """OK if this row may be uploaded now, else how its store ends. None: it is being asked whether it is there, a
+        delete of it is under way, the tier was opened just now, or the last window's uploads are soon counted."""
+        written_s = self._uploads.answer(key)
+        if written_s is None:
+            return None
+        if written_s:
+            self._note(key, written_s)
+            return Outcome.FOUND
+        # A delete of this name that arrives after the upload would delete the new object.
+        if not self._control.cancel_delete(self.name(key)):
+            return Outcome.FAILED if self._control.deletes_backing_off else None
+        now, quota = time.monotonic(), self.upload_quota
+        if quota.try_acquire(self._row_bytes):
+            self._ready_by_s = max(self._ready_by_s, now + self._times.s3_ready_s)
+            return Outcome.OK
+        return None if now < self._ready_by_s and (quota.counts_itself or not quota.ready) else Outcome.NO_SPACE
 
-    @abstractmethod
-    def upload_begins(self, key: Key) -> None:
-        """After room_for has said OK."""
-
-    @abstractmethod
     def upload_ended(self, key: Key, *, done: bool) -> Outcome:
         """How its store ends. `done`: whether the server has the row for certain."""
-
-    def store_ended(self, key: Key) -> None:  # noqa: B027 (optional)
-        """However it did, and whether it was begun or not."""
-
-    # --- what goes --------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def delete(self, keys: Sequence[Key], uploading: Collection[Key]) -> None:
-        """Delete these rows; those that are `uploading` when their upload has ended."""
-
-    @abstractmethod
-    def is_missing(self, key: Key) -> None:
-        """The row was not there when it was loaded."""
-
-    @abstractmethod
-    def is_unusable(self, key: Key) -> None:
-        """The row is corrupt, or has expired."""
-
-    @abstractmethod
-    def poll(self) -> None:
-        """Take what the control thread has done meanwhile."""
-
-    # --- for the manifest, on any thread ----------------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def has_rows(self) -> bool:
-        """Whether any row of the namespace is known."""
-
-    def close(self) -> None:  # noqa: B027 (optional)
-        """Ask nothing any more."""
-
-
-class PrefixRows(Rows):
-    """Of a private prefix: they are listed, and counted exactly."""
-
-    def __init__(self, config: S3Config, row_bytes: int, control: S3Control, owner: Ownership) -> None:
-        super().__init__(config, row_bytes, control)
-        self._owner = owner
-        capacity = sys.maxsize if owner.reads_only else config.capacity  # whatever others have stored
-        self.quota = PrefixQuota(self.names, row_bytes, capacity)
-        self.relist_s = None if owner.reads_only else LEASE_CHECK_S
-        if config.max_age is not None:
-            shortest_s, longest_s = SWEEP_S
-            self.maintain_s = min(max(config.max_age / SWEEPS_PER_AGE, shortest_s), longest_s)
-        self.tick = 0  # above those of all known rows
-        self.listing: Listing | None = None
-        self.listed = False  # whether the rows of this namespace are known
-        self._epoch = 0
-        self._deferred_deletes: set[Key] = set()  # of rows whose upload runs
-        self._evicted: set[Key] = set()  # while a listing of a new tenure ran: the core gets them again
-
-    @property
-    def used_bytes(self) -> int:
-        self.poll()
-        return self.quota.used_bytes
-
-    # --- listings ---------------------------------------------------------------------------------------------------
-
-    def serve(self, namespace: str, epoch: int) -> None:
-        """Know nothing of this namespace's rows, unless they are still counted; they are listed next."""
-        self._deferred_deletes = set()
-        self._evicted = set()
-        self.tick = 0
-        # Rows of an epoch above 0 are never used again, so they go first.
-        newest_s = float("-inf") if self._epoch else self._control.connection.server_time_s()
-        self._namespace, self._epoch = namespace, epoch
-        self.listed = self.quota.serve(namespace, newest_s)
-        self._start(None if self.listed else self._full_listing())
-
-    def slots(self, capacity: int) -> int:
-        return MAX_SLOTS if self._owner.reads_only else capacity
-
-    def list_rows(self) -> Iterator[list[Entry]]:
-        """The entries of the listing that runs, or, in a new tenure, of a new one."""
-        if self.listing is None and self._owner.has_new_tenure:
-            self._start(self._full_listing())
-        yield from self._entries()
-
-    def maintain(self) -> Iterator[list[Entry]]:
-        """List the prefix for expired rows, and delete them if this engine may."""
-        age_s = self._config.max_age
-        if self.listing is None and age_s is not None:
-            deleter = self._control if self._owner.may_write else None
-            if deleter is None:
-                self._owner.forgot_rows()
-            served, pause_s = (self._namespace, self._row_bytes), 3600.0 / LIST_REQUESTS_AN_HOUR
-            self._start(ExpirySweep(self.quota, self.names, served, max_age_s=age_s, pause_s=pause_s, deleter=deleter))
-        yield from self._entries()
-
-    def _entries(self) -> Iterator[list[Entry]]:
-        """The entries of the present listing."""
-        listing = self.listing
-        if listing is None:
-            return
-        for entries in listing.entries(lambda: self.tick):
-            if listing is not self.listing:  # the tier was opened again
-                return
-            if listing.done.is_set() and isinstance(listing, FullListing):
-                self._owner.listing_ended()
-            if isinstance(listing, ExpirySweep) and self._owner.has_new_tenure:  # which may take hours
-                self._control.start_listing(None)
-                listing.done.set()
-            self.tick = max([self.tick, *(entry.tick + 1 for entry in entries)])
-            yield entries
-            if listing is not self.listing:
-                return
-        self.quota.unwatch()
-        if isinstance(listing, FullListing):
-            self._owner.listing_ended()
-            evicted, self._evicted = [*self._evicted], set()
-            for start in range(0, len(evicted), MAX_ENTRIES):
-                some = evicted[start : start + MAX_ENTRIES]
-                yield [Entry(0, key, self.tick) for key in some if key in self.quota]
-                if listing is not self.listing:
-                    return
-        self.listing = None
-        self.listed = True
-
-    def _full_listing(self) -> FullListing:
-        tenure = self._owner.coming_tenure
-
-        def begin() -> None:
-            """On the control thread: an expiry sweep of an earlier tenure queues nothing after that."""
-            if self._owner.is_other(tenure):
-                self._control.drop_deletes()
-                self.quota.drop_pending_deletes()
-            self._owner.listing_begins(tenure)
-
-        return FullListing(
-            self.quota,
-            self.names,
-            (self._namespace, self._row_bytes),
-            max_age_s=self._config.max_age,
-            deleter=self._control if tenure else None,
-            differences_only=self.listed,
-            begin=begin,
-        )
-
-    def _start(self, listing: Listing | None) -> None:
-        self.listing = listing
-        self._control.start_listing(listing)
-
-    # --- space -----------------------------------------------------------------------------------------------------
-
-    def stores_begin(self, moves: Sequence[Move]) -> None:
-        self.tick = max([self.tick, *(move.tick + 1 for move in moves)])
-
-    def room_for(self, key: Key, uploads: int) -> Outcome | None:
-        """None: it must wait for a delete or the lease."""
-        soon = self._owner.may_write_soon  # asked first: it ends when the lease is there
-        if not self._owner.may_write:
-            return None if soon else Outcome.NO_SPACE  # not FAILED: nothing is wrong with the server
-        name = self.name(key)
-        deleting = self._control.has_pending_deletes
-        self.poll()
-        # A delete of this name that arrives after the upload would delete the new object.
-        if self._control.cancel_delete(name):
-            if self.quota.reserve(key, upload=True):
-                return Outcome.OK
-            if self.quota.is_pending_delete(key):
-                self._control.delete([name])
-            victims = self.quota.make_room(uploads)
-            self._control.delete(victims)
-            if not victims and not deleting:
-                return Outcome.NO_SPACE
-        # The retry may be half a minute away: the job would miss its hard deadline, and the mover be killed.
-        return Outcome.FAILED if self._control.deletes_backing_off else None
-
-    def upload_begins(self, key: Key) -> None:
-        """What deleted the row before no longer counts."""
-        self._deferred_deletes.discard(key)
-
-    def upload_ended(self, key: Key, *, done: bool) -> Outcome:
-        self.quota.upload_ended(key)
-        # A failed upload may have arrived nevertheless, and would be an orphan that no quota counts.
-        if not done or key in self._deferred_deletes:
-            self._deferred_deletes.discard(key)
-            self._delete_rows(key)
-        if not done:
+        self.upload_quota.upload_ended(self._row_bytes, budget_clock(), done=done)
+        if not done:  # it may have arrived nevertheless: then it will be found
             self._control.transfer_failed()
             self._control.upload_failed()
             return Outcome.FAILED
-        self._control.denials.succeeded("put")
+        self._control.connection.denials.succeeded("put")
+        # Not when it began: the Last-Modified of a prefix's first rows is `oldest`, and they would be taken to be gone.
+        self._note(key, int(self._server_s) + 1)
         return Outcome.OK
 
-    def delete(self, keys: Sequence[Key], uploading: Collection[Key]) -> None:
-        self._delete_rows(*(key for key in keys if key not in uploading))
-        self._deferred_deletes.update(key for key in keys if key in uploading)
+    def store_ended(self, key: Key) -> None:
+        """However it did, and whether it was begun or not."""
+        self._uploads.forget(key)
+
+    # --- what goes --------------------------------------------------------------------------------------------------
 
     def is_missing(self, key: Key) -> None:
-        self.quota.forget(key)
+        """The row was not there when it was loaded."""
+        self._note_absent([key])
 
     def is_unusable(self, key: Key) -> None:
-        """The core has it deleted."""
+        """It is corrupt, or has expired: delete it, so that nobody else loads it, and have it written again."""
+        self._note_absent([key])
+        if not self._reads_only:
+            self._control.delete([self.name(key)])
 
-    def poll(self) -> None:
-        if confirmed := self._control.confirmed_deletes():
-            self.quota.confirm_deletes(confirmed)
-
-    @property
-    def has_rows(self) -> bool:
-        return len(self.quota) > 0
+    def close(self) -> None:
+        """Ask nothing any more."""
+        if self._budget is not None:
+            self._budget.close(self._times.s3_close_s)
+            self._budget = None
+        self._checker.close()
+        self._uploads.close()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _delete_rows(self, *keys: Key) -> None:
-        """Delete these rows; only forget them without the right to write."""
-        if self._owner.may_queue_deletes:
-            self._control.delete([name for key in keys if (name := self.quota.delete(key)) is not None])
-        else:
-            for key in keys:
-                self._hide(key)
+    @property
+    def _server_s(self) -> float:
+        """Unix seconds by the clock of Last-Modified."""
+        return self._control.connection.server_time_s() - self.upload_quota.ahead_s
 
-    def _hide(self, key: Key) -> None:
-        """Forget a row that is there until a new tenure's listing counts it. One that runs may have counted it."""
-        if isinstance(self.listing, FullListing) and self._owner.has_counted:
-            self._evicted.add(key)
-        else:
-            self.quota.hide(key)
-            self._owner.forgot_rows()
+    def _written_s(self, key: Key) -> Presence:
+        return self._control.connection.written_s(self.name(key), self._row_bytes)
+
+    def _note(self, key: Key, written_s: int) -> None:
+        self.has_rows = True
+        self._absent.pop(key, None)
+        self._found.append(Entry(0, key, written_s))
+
+    def _note_absent(self, keys: Iterable[Key]) -> None:
+        until_s = time.monotonic() + self._times.s3_absent_s
+        for key in keys:
+            self._absent.pop(key, None)
+            self._absent[key] = until_s
+        while len(self._absent) > MAX_ABSENT:
+            del self._absent[next(iter(self._absent))]

@@ -20,12 +20,11 @@ from nixl_tiers.base.manifest import MANIFEST_NAME, Manifest
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, code_of, status_of, tier_error
+from nixl_tiers.tiers.s3.budget import engine_now
 from nixl_tiers.tiers.s3.client import client_of, configured_region
 from nixl_tiers.tiers.s3.deletes import delete_objects, most_names
-from nixl_tiers.tiers.s3.lease import holder_now
-from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, OWNER_TERMS
-from nixl_tiers.tiers.s3.listing import whole_listing
 from nixl_tiers.tiers.s3.names import below
+from nixl_tiers.tiers.s3.sweep import whole_listing
 from nixl_tiers.tiers.stored import NamespaceByKey, Problems, Step, StoredRow, reason
 
 _NAME: Final = re.compile(r"(?:(?P<root>.*)/)?(?P<namespace>[0-9a-f]{32})/(?P<rest>[^/]+/[^/]+|about\.json)")
@@ -178,13 +177,8 @@ class _Bucket:
             self.problem = self.problem or f"{_KEPT}: the server has only marked what was to be deleted"
 
     def holder(self, root: str) -> str:
-        """Of a private prefix the owner, unless its lease has surely expired; of a shared one only that some engine
-        runs."""
-        owner = self._asked(lambda: holder_now(self._client, self._config.bucket, root, OWNER_TERMS))
-        if owner is not None:
-            return f"engine {owner.engine}"
-        janitor = self._asked(lambda: holder_now(self._client, self._config.bucket, root, JANITOR_TERMS))
-        return "" if janitor is None else "at least one engine"
+        """That engines run there, as far as can be told from one look."""
+        return self._asked(lambda: engine_now(self._client, self._config.bucket, root))
 
     def _lists_versions(self) -> bool:
         """Whether the bucket may have versions, and they can be listed."""

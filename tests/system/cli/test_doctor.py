@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,8 @@ from nixl_tiers.cli.checks.trial import NAME
 from nixl_tiers.config.schema import S3Config, load
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.driver import Driver, NoDriver
-from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS, Record
+from nixl_tiers.tiers.s3.budget import COUNTER_NAME, USAGE_NAME
+from nixl_tiers.tiers.s3.compat import JANITOR_NAME, OWNER_NAME
 from tests.cli.test_doctor import named, objects, quiet_machine, s3_tier, scratch_in
 from tests.support.file_tier import file_config, file_tier
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
@@ -227,9 +227,12 @@ def test_request_that_fails_is_not_taken_for_a_missing_right(proxied: tuple[S3Co
 def test_corrupted_rows_are_broken(proxied: tuple[S3Config, FaultProxy]) -> None:
     config, proxy = proxied
     proxy.inject(
-        ProxyFault(FaultKind.BIT_FLIP, target=OWNER_TERMS.name, probability=0.0),
-        ProxyFault(FaultKind.BIT_FLIP, target="list-type", probability=0.0),
-        ProxyFault(FaultKind.BIT_FLIP, methods=frozenset({"GET"}), target=SCRATCH),
+        *(
+            ProxyFault(FaultKind.BIT_FLIP, target=name, probability=0.0)
+            for name in (USAGE_NAME, OWNER_NAME, JANITOR_NAME)
+        ),
+        ProxyFault(FaultKind.BIT_FLIP, target=COUNTER_NAME, probability=0.0),
+        ProxyFault(FaultKind.BIT_FLIP, methods=frozenset({"GET"}), target=f"{SCRATCH}token/"),  # no listing
     )
     found = named(bucket.examine(config, "token"))
     assert found[NAME].status is Status.BROKEN
@@ -260,10 +263,10 @@ def test_missing_bucket_and_dead_server_are_broken(
 
 
 @pytest.mark.parametrize("write", ["through", "off"])
-def test_nothing_is_written_beside_an_owner_or_with_write_off(write: str, place: S3Config, s3_server: S3Server) -> None:
+def test_nothing_is_written_beside_an_older_release_or_if_off(write: str, place: S3Config, s3_server: S3Server) -> None:
     if write == "through":
-        body = Record("engine-7", time.time(), 3600.0).encode()
-        s3_server.client().put_object(Bucket=place.bucket, Key=f"{place.prefix}/{OWNER_TERMS.name}", Body=body)
+        body = json.dumps({"engine": "engine-7", "since": 0, "lease": 3600.0})
+        s3_server.client().put_object(Bucket=place.bucket, Key=f"{place.prefix}/.owner", Body=body.encode())
     before = objects(s3_server, place)
     found = named(bucket.examine(place.model_copy(update={"write": write}), "token"))
     assert found[NAME].status is found["put, delete"].status is Status.NOT_TRIED

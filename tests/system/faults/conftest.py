@@ -68,7 +68,7 @@ def file_rig(tmp_path: Path) -> MakeRig:
 
 @pytest.fixture
 def s3_rig(proxy: FaultProxy, bucket: str, s3_prefix: str) -> MakeRig:
-    """A rig over an S3 tier behind the proxy: s3_rig("connection refused", fields={"shared": False})."""
+    """A rig over an S3 tier behind the proxy: s3_rig("connection refused", fields={"max_age": 60})."""
 
     def make(fault: str, *, fields: dict[str, object] | None = None, **more: Any) -> FaultRig:
         row = MatrixRow(fault, "s3")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ import pytest
 from nixl_tiers.base.chunk import PAGE
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.rowfile.quota import FANOUT, MARGIN_BYTES, NAME_BYTES
-from nixl_tiers.tiers.s3.lease_state import OWNER_TERMS
+from nixl_tiers.tiers.s3.budget import USAGE_NAME
+from nixl_tiers.tiers.s3.record import Record
 from tests.support.disks import disk_bytes
 from tests.support.engines import MOST_ROWS, ROW, TIMEOUT_S, Engine, Engines, Tier, s3_rows, sleep_a_moment
 from tests.support.file_tier import file_tier
@@ -44,12 +46,17 @@ class Medium:
         self._server = server
 
     def settle(self) -> None:
-        """Wait until the server has answered the requests of killed processes; then nobody needs the lease of the
-        killed engine, for whose expiry each round would wait."""
+        """Wait until the server has answered the requests of killed processes; then their usage record is released, as
+        each round would wait until it is stale."""
         if self._server is not None:
             until(lambda: not self._hung_up(), "the server to end its requests", timeout_s=TIMEOUT_S)
-            name = f"{self.tier['prefix']}/{OWNER_TERMS.name}"
-            self._server.client().delete_object(Bucket=self.tier["bucket"], Key=name)
+            client, at = (
+                self._server.client(),
+                {"Bucket": self.tier["bucket"], "Key": f"{self.tier['prefix']}/{USAGE_NAME}"},
+            )
+            record = Record.decode(client.get_object(**at)["Body"].read())
+            assert record is not None
+            client.put_object(**at, Body=replace(record, writer="").encode())
 
     def _hung_up(self) -> bool:
         """Whether a connection to the server was closed by its client, and not by the server yet."""
@@ -81,9 +88,15 @@ def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Medium]:
     moto: MotoServer = request.getfixturevalue("moto")
     bucket: Callable[[S3Server], str] = request.getfixturevalue("s3_bucket")
     request.getfixturevalue("s3_credentials")(moto)
-    # It is renewed often, and lasts on a machine on which the server takes seconds for a request.
-    kind = "tests.mover.stub_tiers:ShortLeaseConfig"
-    tier = {"type": kind, "lease_s": 60.0, "bucket": bucket(moto), "prefix": request.getfixturevalue("s3_prefix")}
+    # It is written often, and lasts on a machine on which the server takes seconds for a request.
+    kind = "tests.mover.stub_tiers:FastBudgetConfig"
+    tier = {
+        "type": kind,
+        "stale_s": 60.0,
+        "window_share": 4,
+        "bucket": bucket(moto),
+        "prefix": request.getfixturevalue("s3_prefix"),
+    }
     yield Medium(tier | {"endpoint": moto.endpoint, "capacity": MOST_ROWS * ROW}, moto)
 
 

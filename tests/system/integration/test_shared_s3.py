@@ -30,7 +30,6 @@ def test_another_engine_hits_stored_rows_unless_the_salt_differs(
         "endpoint": s3_server.endpoint,
         "prefix": s3_prefix,
         "capacity": 256 * MIB,
-        "shared": True,
     }
     cpu = {"type": "cpu", "capacity": 4 * MIB}
     config: dict[str, Any] = {"probe_s": 5.0, "wait_s": 120.0, "tiers": [cpu, objects]}

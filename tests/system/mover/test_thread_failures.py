@@ -1,7 +1,7 @@
 """An unexpected error on any background thread: the tier is down with a sentence, and comes up again by itself.
 
 Threads of a mover end it, whatever they do; so a new thread is safe without a test of its own here. The two that hold a
-lease log the error and go on.
+budget log the error and go on.
 """
 
 from __future__ import annotations
@@ -87,12 +87,6 @@ def test_an_error_on_a_thread_of_a_file_tier_ends_its_mover(
         _ends(store, caplog, thread)
 
 
-LEASE_THREADS = {
-    "lease": "nixl_tiers.tiers.s3.lease:PrefixLease.step",
-    "janitor": "nixl_tiers.tiers.s3.janitor:Janitor._renew",
-}
-
-
 @pytest.fixture
 def objects(
     moto: S3Server,
@@ -122,16 +116,15 @@ def test_an_error_on_the_control_thread_of_an_s3_tier_ends_its_mover(
         _ends(store, caplog, "nixl_tiers-s3-control")
 
 
-@pytest.mark.parametrize("thread", some_marked(LEASE_THREADS, unmarked={"lease"}))
-def test_lease_thread_of_an_s3_tier_goes_on_after_an_unexpected_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, objects: dict[str, Any], thread: str
+def test_budget_thread_of_an_s3_tier_goes_on_after_an_unexpected_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, objects: dict[str, Any]
 ) -> None:
-    tier = failing(objects, LEASE_THREADS[thread], tmp_path / "failed") | {"shared": thread == "janitor"}
+    tier = failing(objects, "nixl_tiers.tiers.s3.budget:Budget._turn", tmp_path / "failed")
     numbers = itertools.count()
     with open_with(changed(ready_s=0.0), {"tiers": [CPU, tier]}, SIZE, "n") as store:
 
         def stores() -> bool:
-            """The tier takes no rows without a lease, and those that it did not take are not offered again."""
+            """The tier takes no rows without a record, and those that it did not take are not offered again."""
             put(store, [b"key-%d" % next(numbers)])
             return store.flush(60) and store.stats()["s3"]["rows"] > 0
 
@@ -140,7 +133,7 @@ def test_lease_thread_of_an_s3_tier_goes_on_after_an_unexpected_error(
         until(lambda: "unexpected error (ZeroDivisionError)" in caplog.text, "the error in the log")
     messages = [message for message in caplog.messages if "unexpected error (ZeroDivisionError)" in message]
     assert len(messages) == 1
-    assert f"the {thread} of the " in messages[0]
+    assert "the budget of the prefix" in messages[0]
     assert not any("mover ended" in message for message in caplog.messages)
 
 

@@ -383,7 +383,7 @@ def a_bucket_is_shared(scene: Scene) -> None:
     scene.request.getfixturevalue("s3_credentials")(server)
     place = {"bucket": scene.request.getfixturevalue("s3_bucket")(server), "endpoint": server.endpoint}
     prefix = scene.request.getfixturevalue("s3_prefix")
-    engine = scene.engine({"type": "s3", "capacity": CAPACITY, "prefix": prefix, "shared": True, **place})
+    engine = scene.engine({"type": "s3", "capacity": CAPACITY, "prefix": prefix, **place})
     engine.miss("new", [b"new"])
 
 

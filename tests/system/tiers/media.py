@@ -23,7 +23,7 @@ from tests.support.disks import disk_bytes
 from tests.support.file_tier import file_config
 from tests.support.journals import journal_in, rows
 from tests.support.servers import S3Server
-from tests.support.times import KEEPS_ITS_LEASE
+from tests.support.times import KEEPS_ITS_RECORD
 
 
 @dataclass
@@ -140,6 +140,9 @@ class RowFiles(Medium):
         return self.path / namespace.hex() / f"{object_name(key)}.row"
 
 
+MANY_WINDOWS = 64  # of which one is as large as what a test stores
+
+
 @dataclass
 class Objects(Medium):
     """A prefix of a bucket."""
@@ -148,14 +151,12 @@ class Objects(Medium):
     bucket: str
     prefix: str
     physical_slots: ClassVar[bool] = False
+    asked: ClassVar[bool] = True
 
     def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
         where = {"bucket": self.bucket, "prefix": self.prefix, "endpoint": self.server.endpoint}
-        config = S3Config(type="s3", capacity=capacity_bytes, **where)
-        tier = S3Tier(config, geometry, region, KEEPS_ITS_LEASE)
-        # One engine: another would have to wait for the lease to expire if a busy machine is too late to hand it over.
-        tier.identify("engine")
-        return tier
+        config = S3Config(type="s3", capacity=MANY_WINDOWS * capacity_bytes, **where)
+        return S3Tier(config, geometry, region, KEEPS_ITS_RECORD)
 
     def read(self, namespace: bytes, slot: int, key: Key) -> bytes:
         body: bytes = self.server.client().get_object(**self._at(namespace, key))["Body"].read()

@@ -29,7 +29,7 @@ PODS: Final = range(8)
 CPU: Final = {"type": "cpu", "capacity": "64GiB"}
 FLEETS: Final[dict[str, dict[str, Any]]] = {
     "bucket": {
-        "type": "s3", "bucket": "kv-cache", "prefix": "m", "endpoint": "http://s:1", "shared": True, "capacity": "20TiB"
+        "type": "s3", "bucket": "kv-cache", "prefix": "m", "endpoint": "http://s:1", "capacity": "20TiB"
     },
     "replicas": {"type": "file", "path": "/mnt/nvme/kv", "capacity": "800GiB"},
     "nodes": {"type": "file", "path": "/mnt/nvme/kv", "capacity": "100GiB"},

@@ -151,7 +151,6 @@ def test_engines_find_each_others_chunks_while_both_run(
             "bucket": moto.make_bucket(f"sharing-{os.getpid()}"),
             "endpoint": moto.endpoint,
             "capacity": "1GiB",  # an engine uploads a 64th of it before the prefix is counted again
-            "shared": True,
         }
     asked = medium == "bucket"
     tiers = {"tiers": [CPU, shared], "probe_s": 10}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from io import BytesIO
 from typing import Any, ClassVar
 
 from botocore.exceptions import ClientError, EndpointConnectionError
 
-from nixl_tiers.tiers.s3.janitor import USAGE_NAME
+from nixl_tiers.tiers.s3.budget import USAGE_NAME
 from nixl_tiers.tiers.s3.names import RowNames
-from nixl_tiers.tiers.s3.usage import Usage
+from nixl_tiers.tiers.s3.record import Record
 
 ROW = 1 << 16
 NAMES = RowNames("p")
@@ -37,6 +37,7 @@ class Bucket:
     behind the last name."""
 
     objects: dict[str, tuple[bytes, str, float]] = field(default_factory=dict)
+    metadata: dict[str, dict[str, str]] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     before: Callable[[str], None] = lambda _: None  # may raise: the request does not arrive
     after: Callable[[str], None] = lambda _: None  # may raise: the answer does not
@@ -59,10 +60,11 @@ class Bucket:
         return self.objects[f"p/{name}"][0]
 
     @property
-    def usage(self) -> Usage | None:
-        """The record, without how far the janitor has deleted."""
-        found = Usage.decode(self.small(USAGE_NAME))
-        return None if found is None else replace(found, oldest=0)
+    def record(self) -> Record:
+        """The usage record."""
+        found = Record.decode(self.small(USAGE_NAME))
+        assert found is not None
+        return found
 
     @property
     def rows(self) -> set[str]:
@@ -71,7 +73,7 @@ class Bucket:
     def count(self, request: str) -> int:
         return self.requests.count(request)
 
-    def put_object(self, *, Bucket: str, Key: str, Body: bytes, **condition: str) -> dict[str, Any]:  # noqa: N803
+    def put_object(self, *, Bucket: str, Key: str, Body: bytes, **condition: Any) -> dict[str, Any]:  # noqa: N803
         with self._request("PUT", Key):
             found = self.objects.get(Key)
             fails = "IfNoneMatch" in condition and found is not None
@@ -80,6 +82,7 @@ class Bucket:
                 raise failed(412)
             self.tested(Key)
             self.store(Key, Body)
+            self.metadata[Key] = condition.get("Metadata", {})
         return {"ETag": self.objects[Key][1], **self._date}
 
     def get_object(self, *, Bucket: str, Key: str) -> dict[str, Any]:  # noqa: N803
@@ -88,7 +91,8 @@ class Bucket:
                 raise failed(404)
         body, etag, modified_s = self.objects[Key]
         modified = datetime.fromtimestamp(modified_s, UTC)
-        return {"Body": BytesIO(body), "ETag": etag, "LastModified": modified, **self._date}
+        found = {"Body": BytesIO(body), "ETag": etag, "LastModified": modified, **self._date}
+        return found | {"Metadata": self.metadata.get(Key, {})}
 
     def delete_object(self, *, Bucket: str, Key: str) -> None:  # noqa: N803
         del self.objects[Key]

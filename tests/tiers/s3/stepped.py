@@ -32,9 +32,9 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Entry, Move
 from nixl_tiers.tiers.nixl_agent import Registration, Span, TransferState
-from nixl_tiers.tiers.s3 import connection, control, data, deletes, janitor, lease, shared, transfers, usage
-from nixl_tiers.tiers.s3.client import Credentials
-from nixl_tiers.tiers.s3.shared import SharedRows
+from nixl_tiers.tiers.s3 import budget, connection, control, data, deletes, rows
+from nixl_tiers.tiers.s3 import tier as tier_module
+from nixl_tiers.tiers.s3.takeover import Terms
 from nixl_tiers.tiers.s3.tier import S3Tier
 from tests.support.by_hand import HandPool
 from tests.support.fake_movers import Clock
@@ -304,14 +304,12 @@ class SteppedTier:
         self.clock = bucket.clock
         self.region = HostRegion.create(GEOMETRY, rows)
         named = {"bucket": "kv-stepped", "prefix": "p", "endpoint": "http://here", "capacity": capacity_rows * ROW}
-        config = S3Config(**{"type": "s3", "shared": True, **named, **fields})
+        config = S3Config(**{"type": "s3", **named, **fields})
         self.tier = S3Tier(config, GEOMETRY, self.region, times)
         self.control = self.tier._control
         self.control.connect = self._connect  # type: ignore[method-assign]
         self.control.denials._clock = self.clock
-        shared_rows = self.tier._rows
-        assert isinstance(shared_rows, SharedRows)
-        self.rows = shared_rows
+        self.rows = self.tier._rows
         self.questions = HandPool()
         for asks in (self.rows._checker, self.rows._uploads):
             asks._pool = self.questions  # type: ignore[assignment]
@@ -319,28 +317,30 @@ class SteppedTier:
         self.finished: dict[int, list[Outcome]] = {}
         self.found: list[Entry] = []
 
-    def _connect(self, timeout_s: float = 0.0) -> Credentials:
+    def _connect(self, timeout_s: float = 0.0) -> None:
         attempt = self.control._connecting = Future()
         self.control._connect()
         self.control._connecting = None
         attempt.result(0)
-        assert self.control.connection.credentials is not None
-        return self.control.connection.credentials
 
     def open(self, namespace: bytes = NAMESPACE) -> int:
-        """And have its janitor make the usage record."""
+        """And have it write the usage record."""
         slots = self.tier.open(namespace, 0)
-        self.janitor_step()
+        self.budget_step()
         return slots
 
-    def janitor_step(self) -> None:
-        assert self.rows._janitor is not None
-        self.rows._janitor.step()
+    @property
+    def budget(self) -> budget.Budget:
+        assert self.rows._budget is not None
+        return self.rows._budget
+
+    def budget_step(self) -> None:
+        self.budget.step()
 
     def pass_time(self, seconds: float) -> None:
-        for _ in range(int(seconds / janitor.JANITOR_TERMS.renew_s)):
-            self.clock.now += janitor.JANITOR_TERMS.renew_s
-            self.janitor_step()
+        for _ in range(int(seconds / budget.TERMS.renew_s)):
+            self.clock.now += budget.TERMS.renew_s
+            self.budget_step()
             self.round()
 
     def control_steps(self, most: int = 20) -> int:
@@ -348,7 +348,7 @@ class SteppedTier:
         for count in range(most):
             if (task := self.control._next(self.clock.now)) is None:
                 return count
-            task()
+            self.control._do(task)
         return most
 
     def round(self, *, moves: bool = True) -> None:
@@ -357,7 +357,7 @@ class SteppedTier:
         self.control_steps()
         if moves:
             self.bucket.move()
-        self.tier._transfers.pace.hurry()
+        self.tier._pace.hurry()
         for done in self.tier.poll():
             self.finished[done.batch_id] = list(done.outcomes)
         self.found += self.tier.found()
@@ -405,7 +405,7 @@ class SteppedTier:
     def release(self) -> None:
         with suppress(AssertionError):
             self.bucket.move()
-        self.tier._transfers.data.poll(self.clock.now)
+        self.tier._data.poll(self.clock.now)
         self.region.close()
 
 
@@ -413,15 +413,14 @@ def install(monkeypatch: pytest.MonkeyPatch, bucket: Bucket) -> None:
     """Have every tier made from now on be a stepped one."""
     clock = bucket.clock
     time = SimpleNamespace(monotonic=clock, time=clock, sleep=lambda _: None)
-    for module in (connection, control, data, janitor, shared, transfers, usage):
+    for module in (connection, control, data, rows, tier_module):
         monkeypatch.setattr(module, "time", time)
     monkeypatch.setattr(endpoint, "time", time)  # botocore's, between two attempts
-    monkeypatch.setattr(lease, "lease_clock", clock)
-    monkeypatch.setattr(janitor, "lease_clock", clock)
+    monkeypatch.setattr(budget, "budget_clock", clock)
+    monkeypatch.setattr(rows, "budget_clock", clock)
     monkeypatch.setattr(deletes, "_works", "")
-    monkeypatch.setattr(janitor.Janitor, "start", lambda _: None)
-    intervals = janitor.JanitorIntervals(lease=janitor.replace(janitor.JANITOR_TERMS, confirm_s=0.0))
-    monkeypatch.setattr(shared, "INTERVALS", intervals)
+    monkeypatch.setattr(budget.Budget, "start", lambda _: None)
+    monkeypatch.setattr(budget, "TERMS", Terms(confirm_s=0.0))
     monkeypatch.setattr(data, "Agent", SimpleNamespace(obj=lambda parameters: Agent(bucket, parameters)))
     monkeypatch.setattr(data, "at_low_priority", lambda start: start())
     make = connection.make_client

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_tiers.tiers.s3.existence import (
+from nixl_tiers.tiers.existence import (
     MAX_CONCURRENT,
     MAX_WAVES,
     Presence,

@@ -9,7 +9,7 @@ import pytest
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.times import PRODUCTION
-from nixl_tiers.tiers.s3.existence import (
+from nixl_tiers.tiers.existence import (
     MAX_CONCURRENT,
     Answer,
     ExistenceChecker,

@@ -1,5 +1,5 @@
 """Servers that are not quite S3: listings that end early or repeat a name, deletes in one form only. Whoever lists and
-deletes copes with them: the janitor, the delete queue, the commands, a private prefix's listing."""
+deletes copes with them: sweeps, the delete queue, the commands."""
 
 from __future__ import annotations
 
@@ -10,15 +10,9 @@ from typing import Any
 import pytest
 
 from nixl_tiers.base.chunk import Outcome
-from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.s3 import stored
-from nixl_tiers.tiers.s3.control import S3Control
-from nixl_tiers.tiers.s3.listing import FullListing
-from nixl_tiers.tiers.s3.quota import PrefixQuota
 from tests.support.fake_movers import Clock
-from tests.tiers.s3.memory_bucket import failed
-from tests.tiers.s3.stepped import NAMESPACE, ROW, Bucket, SteppedTier, install
-from tests.tiers.s3.test_control import FailingListing
+from tests.tiers.s3.stepped import ROW, Bucket, SteppedTier, install
 
 CAPACITY_ROWS = 64  # so a window is one row
 
@@ -64,7 +58,7 @@ class TestListings:
     def _habits(self, bucket: Bucket, ends_early: bool, repeats_name: bool) -> None:
         bucket.page_names, bucket.ends_early, bucket.repeats_name = 50, ends_early, repeats_name
 
-    def test_the_janitor_counts_each_row_once(self, tier: SteppedTier) -> None:
+    def test_a_sweep_counts_each_row_once(self, tier: SteppedTier) -> None:
         """So the budget holds, and is used."""
         fill(tier, 400)
         tier.open()
@@ -74,16 +68,13 @@ class TestListings:
         tier.pass_time(60.0)
         assert tier.tier.denials == {}
 
-    def test_the_janitor_finds_all_movers(self, tier: SteppedTier, bucket: Bucket) -> None:
+    def test_the_writer_finds_all_movers(self, tier: SteppedTier, bucket: Bucket) -> None:
         """One that is not counted uploads nothing, for ever."""
         for number in range(120):
             bucket.put(f"p/.landed-{number:03}", b"7")
         tier.open()
         tier.pass_time(10.0)
-        janitor = tier.rows._janitor
-        assert janitor is not None
-        assert janitor._usage is not None
-        assert {f"{number:03}" for number in range(120)} <= janitor._usage.counted.keys()
+        assert {f"{number:03}" for number in range(120)} <= tier.rows.upload_quota.record.counted.keys()
 
     def test_a_sweep_that_was_interrupted_goes_on_behind_its_last_row(self, tier: SteppedTier, bucket: Bucket) -> None:
         fill(tier, 60)
@@ -107,21 +98,6 @@ class TestListings:
         assert not namespace.problem
         assert tier.bucket.rows() == set()
 
-    @pytest.mark.parametrize("foreign", [0, 50, 51])
-    def test_a_private_prefix_is_listed_as_a_whole(self, tier: SteppedTier, foreign: int) -> None:
-        """Also where the first page holds foreign names only."""
-        tier.open()
-        for number in range(foreign):
-            tier.bucket.put(f"{tier.rows.names.root}-{number:03}", b"")
-        fill(tier, 400)
-        quota = PrefixQuota(tier.rows.names, ROW, 10**9)
-        listing = FullListing(quota, tier.rows.names, (NAMESPACE.hex(), ROW), max_age_s=None, deleter=None)
-        for _ in range(30):
-            if not listing.done.is_set():
-                listing.step(tier.control.connection.client, "kv-stepped")
-        assert listing.done.is_set()
-        assert quota.used_bytes == 400 * ROW
-
 
 @pytest.mark.parametrize("form", ["Content-MD5", "one by one"])
 class TestDeletes:
@@ -129,7 +105,7 @@ class TestDeletes:
     def _habits(self, bucket: Bucket, form: str) -> None:
         bucket.deletes = form
 
-    def test_the_janitor_and_the_queue_delete_and_try_no_form_twice(self, tier: SteppedTier, form: str) -> None:
+    def test_sweeps_and_the_queue_delete_and_try_no_form_twice(self, tier: SteppedTier, form: str) -> None:
         bucket = tier.bucket
         fill(tier, 100)
         tier.open()
@@ -144,14 +120,14 @@ class TestDeletes:
         assert bucket.count("DELETE") == deletes + (form == "one by one")
         assert tier.tier.denials == {}, "no right is missing"
 
-    def test_the_janitor_keeps_its_lease_while_it_finds_out(self, tier: SteppedTier) -> None:
+    def test_the_writer_keeps_the_record_while_it_finds_out(self, tier: SteppedTier) -> None:
         """Also where each delete takes its time."""
         bucket, renewed_s = tier.bucket, []
         fill(tier, 400)
 
         def slow(request: Any) -> None:
             bucket.clock.now += 0.1 * (request.method == "DELETE")
-            renewed_s.extend([bucket.clock.now] * (request.name == "p/.janitor" and request.method == "PUT"))
+            renewed_s.extend([bucket.clock.now] * (request.name == "p/.usage" and request.method == "PUT"))
 
         bucket.fault = slow
         tier.open()
@@ -184,34 +160,17 @@ class TestDeletes:
 
 
 class TestListingsThatKeepFailing:
-    def test_the_janitors_are_a_problem_after_the_third_time(self, tier: SteppedTier, bucket: Bucket) -> None:
+    def test_those_of_sweeps_are_a_problem_after_the_third_time(self, tier: SteppedTier, bucket: Bucket) -> None:
         tier.open()
         bucket.clock.now += 40.0
         bucket.fault = lambda request: (500, "InternalError") if request.is_listing else None
         told = []
         for _ in range(4):
             bucket.clock.now += 5.0
-            tier.janitor_step()
+            tier.budget_step()
             told.append("list" in tier.tier.denials)
         assert told == [False, False, True, True]
         assert "(InternalError): rows are not deleted" in tier.tier.denials["list"]
         bucket.fault = lambda _: None
         tier.pass_time(40.0)
         assert tier.tier.denials == {}
-
-    def test_a_private_prefixs_are_too(self) -> None:
-        control = S3Control(S3Config(type="s3", bucket="kv-1", endpoint="http://127.0.0.1:1", capacity="1GiB"))
-        told = []
-
-        class Listing(FailingListing):
-            def step(self, client: object, bucket: str) -> None:
-                self.steps += 1
-                if self.steps <= 4:
-                    raise failed(500)
-                self.done.set()
-
-        control.start_listing(Listing())  # type: ignore[arg-type]
-        for _ in range(4):
-            control._list_page()
-            told.append("list" in control.denials.current())
-        assert told == [False, False, True, True]

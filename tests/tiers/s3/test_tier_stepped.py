@@ -32,7 +32,13 @@ from tests.tiers.s3.stepped import (
     key_of,
 )
 
-OK, CORRUPT, MISSING, FAILED = Outcome.OK, Outcome.CORRUPT, Outcome.MISSING, Outcome.FAILED
+OK, CORRUPT, MISSING, FAILED, NO_SPACE = (
+    Outcome.OK,
+    Outcome.CORRUPT,
+    Outcome.MISSING,
+    Outcome.FAILED,
+    Outcome.NO_SPACE,
+)
 
 
 @pytest.fixture
@@ -67,6 +73,56 @@ def tier(make_tier: Callable[..., SteppedTier]) -> SteppedTier:
 
 def get(request: Request) -> bool:
     return request.method == "GET" and request.by_nixl
+
+
+class TestBatchesAboveAWindow:
+    """A window is two rows here."""
+
+    @pytest.fixture
+    def writer(self, make_tier: Callable[..., SteppedTier]) -> SteppedTier:
+        tier = make_tier(capacity_rows=128)
+        tier.open()
+        return tier
+
+    def test_the_writer_of_the_record_stores_all_of_one(self, writer: SteppedTier) -> None:
+        batch = writer.begin_store(*range(8))
+        for _ in range(8):
+            writer.round()
+            writer.round()
+            writer.clock.now += 1.0
+            writer.budget_step()
+        assert writer.finished[batch] == [OK] * 8
+
+    def test_if_that_is_not_counted_the_rest_has_no_room(self, writer: SteppedTier, bucket: Bucket) -> None:
+        bucket.fault = lambda request: 503 if request.name.endswith(".usage") else None
+        batch = writer.begin_store(*range(4))
+        for seconds in (0.0, 0.0, PRODUCTION.s3_ready_s - 0.1):
+            writer.clock.now += seconds
+            writer.round()
+            writer.budget_step()
+            assert batch not in writer.finished
+        writer.clock.now += 0.2
+        writer.round()
+        assert writer.finished[batch] == [OK] * 2 + [NO_SPACE] * 2
+
+    def test_nobody_waits_for_another_one_to_count_it(
+        self, writer: SteppedTier, make_tier: Callable[..., SteppedTier]
+    ) -> None:
+        other = make_tier(capacity_rows=128)
+        other.open()
+        writer.pass_time(10.0)
+        other.pass_time(10.0)
+        assert other.store(*range(4)) == [OK] * 2 + [NO_SPACE] * 2
+
+    def test_nobody_waits_where_there_is_no_room(self, make_tier: Callable[..., SteppedTier], bucket: Bucket) -> None:
+        bucket.fault = lambda request: 503 if request.method == "POST" else None
+        tier = make_tier(capacity_rows=4)
+        for number in range(4):
+            bucket.put(tier.name(number + 10), bytes(ROW))
+        tier.tier.open(NAMESPACE, 0)
+        tier.pass_time(10.0)
+        assert tier.rows.upload_quota.ready
+        assert tier.store(0) == [NO_SPACE]
 
 
 class TestRowsThatAreNotTheExpectedOnes:
@@ -162,7 +218,7 @@ class TestRowsThatAreNotTheExpectedOnes:
         self, tier: SteppedTier, bucket: Bucket, typical_s: float
     ) -> None:
         """The row of host memory that waits for it is one of few, perhaps."""
-        tier.tier._transfers._downloads.typical_s = typical_s
+        tier.tier._downloads.typical_s = typical_s
         batch = tier.tier.load(tier.moves([0]))
         longest_s = PRODUCTION.s3_download_s + ROW / SLOWEST_BYTES_PER_S
         given_up_s = min(longest_s, max(PRODUCTION.late_job_s, 8 * typical_s))
@@ -176,7 +232,7 @@ class TestRowsThatAreNotTheExpectedOnes:
         self, tier: SteppedTier, bucket: Bucket
     ) -> None:
         numbers = list(range(8))
-        tier.tier._transfers._downloads.typical_s = 0.4
+        tier.tier._downloads.typical_s = 0.4
         tier.store(*numbers)
         outcomes = []
         for _ in range(2):
@@ -192,16 +248,16 @@ class TestRowsThatAreNotTheExpectedOnes:
     ) -> None:
         """Its bytes may still land there."""
         batch = tier.tier.load(tier.moves([0]))
-        free = len(tier.tier._transfers.data.free_staging)
+        free = len(tier.tier._data.free_staging)
         bucket.clock.now += PRODUCTION.s3_download_s + ROW / SLOWEST_BYTES_PER_S + 0.1
         tier.round(moves=False)
         tier.round(moves=False)
         assert tier.finished[batch] == [FAILED]
-        assert len(tier.tier._transfers.data.free_staging) == free
+        assert len(tier.tier._data.free_staging) == free
         assert tier.tier.busy
         bucket.move()
         tier.round()
-        assert len(tier.tier._transfers.data.free_staging) == free + 1
+        assert len(tier.tier._data.free_staging) == free + 1
         assert not tier.tier.busy
 
 
@@ -358,7 +414,7 @@ class TestDenials:
         before = tier.tier.used_bytes
         bucket.fault = lambda request: b"<html><body>Sign in</body></html>" if request.is_listing else None
         bucket.clock.now += 40.0
-        tier.janitor_step()
+        tier.budget_step()
         assert "not S3's" in tier.tier.denials["list"]
         assert tier.tier.used_bytes == before == 0
 
@@ -399,7 +455,7 @@ class TestDeletes:
         batch = tier.begin_store(1)
         tier.questions.run()
         tier.tier.poll()
-        assert not tier.control.has_pending_deletes
+        assert not tier.control._delete_queue
         assert tier.end(batch) == [OK]
         tier.round()
         assert tier.name(1) in bucket.objects
@@ -439,24 +495,6 @@ class TestOpening:
 
 
 class TestClose:
-    @pytest.mark.parametrize("direction", ["load", "store"])
-    def test_the_lease_is_handed_over_beside_downloads_and_not_beside_uploads(
-        self, tier: SteppedTier, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, direction: str
-    ) -> None:
-        """Of a private prefix: an upload may still arrive, when another engine has listed."""
-        if direction == "load":
-            tier.tier.load(tier.moves([0]))
-        else:
-            tier.begin_store(1)
-            tier.questions.run()
-            tier.tier.poll()
-        assert tier.tier.busy
-        handed_over: list[bool] = []
-        monkeypatch.setattr(tier.rows, "close", lambda: None)
-        monkeypatch.setattr(tier.tier._owner, "close", lambda *, release: handed_over.append(release))
-        tier.tier.close()
-        assert handed_over == [direction == "load"]
-
     def test_no_thread_is_waited_for_longer_than_its_time(self, make_tier: Callable[..., SteppedTier]) -> None:
         """However the server hangs."""
         tier = make_tier(times=changed(s3_close_s=7.0))
@@ -464,11 +502,9 @@ class TestClose:
         waited: list[float] = []
         hung = SimpleNamespace(join=waited.append, is_alive=lambda: True)
         tier.control._thread = hung  # type: ignore[assignment]
-        assert tier.rows._janitor is not None
-        tier.rows._janitor._thread = hung  # type: ignore[assignment]
+        tier.budget._thread = hung  # type: ignore[assignment]
         tier.ask(1)
         tier.questions.begin(1)
         tier.tier.close()
         assert waited == [7.0, 7.0]
         assert not tier.questions.was_waited_for
-        assert not tier.control.idle

@@ -1,4 +1,4 @@
-"""Fixtures of the S3 tier's tests: servers, credentials, a fast janitor."""
+"""Fixtures of the S3 tier's tests: servers, credentials, a fast budget."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.tiers.s3 import lease, shared
+from nixl_tiers.tiers.s3 import budget
 from tests.support.servers import S3Server
-from tests.system.tiers.s3.harness import FAST_JANITOR, QUICK_LEASE, FaultyS3, faulty_s3
+from tests.system.tiers.s3.harness import FAST, SOON, FaultyS3, faulty_s3
 from tests.tiers.s3.conftest import server_credentials
 
 __all__ = ["server_credentials"]
 
 
 @pytest.fixture(autouse=True)
-def _tenures_begin_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "OWNER_TERMS", QUICK_LEASE)
+def _takeovers_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "TERMS", SOON)
 
 
 @pytest.fixture
@@ -39,6 +39,6 @@ def faulty(server_credentials: None) -> Iterator[FaultyS3]:
 
 
 @pytest.fixture
-def fast_janitor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The S3 tier's janitor has short intervals."""
-    monkeypatch.setattr(shared, "INTERVALS", FAST_JANITOR)
+def fast_budget(_takeovers_end_soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usage record is written and taken over at short intervals."""
+    monkeypatch.setattr(budget, "TERMS", FAST)

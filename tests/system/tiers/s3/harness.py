@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import formatdate
 from functools import partial
@@ -25,23 +25,18 @@ from nixl_tiers.base.times import Times
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
-from nixl_tiers.tiers.base import Entry, Move, TierDown, TierRefused
+from nixl_tiers.tiers.base import Move, TierDown, TierRefused
 from nixl_tiers.tiers.s3.control import S3Control
-from nixl_tiers.tiers.s3.janitor import JanitorIntervals
-from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, LeaseTerms
-from nixl_tiers.tiers.s3.rows import PrefixRows
+from nixl_tiers.tiers.s3.takeover import Terms
 from nixl_tiers.tiers.s3.tier import S3Tier
-from tests.support.times import KEEPS_ITS_LEASE
+from tests.support.times import KEEPS_ITS_RECORD
 
 TIMEOUT_S = 120.0
-TIMES = msgspec.structs.replace(KEEPS_ITS_LEASE, s3_quick_s=120.0, s3_check_s=120.0, s3_upload_check_s=120.0)
+TIMES = msgspec.structs.replace(KEEPS_ITS_RECORD, s3_quick_s=120.0, s3_check_s=120.0, s3_upload_check_s=120.0)
 """On any machine existence checks get their answers, for which uploads wait, and what is left is sent at the close."""
 but = partial(msgspec.structs.replace, TIMES)
-FAST_LEASE = replace(
-    JANITOR_TERMS, lease_s=2.0, margin_s=0.5, renew_s=0.1, poll_s=0.1, retry_s=0.1, confirm_s=0.02, doubt_s=0.0
-)
-FAST_JANITOR = JanitorIntervals(renew_s=0.1, usage_timeout_s=60.0, sweep_s=0.1, lease=FAST_LEASE)
-QUICK_LEASE = LeaseTerms(confirm_s=0.02, doubt_s=0.0)  # tenures begin sooner, and one answer is believed
+FAST = Terms(renew_s=0.1, stale_s=2.0, confirm_s=0.02, sweep_s=0.1)
+SOON = Terms(confirm_s=0.02)  # the first write is soon followed by the second
 NAMESPACE = bytes(range(16))
 OTHER_NAMESPACE = bytes(range(16, 32))
 
@@ -80,7 +75,7 @@ class TierDriver:
 
     def __init__(self, geometry: Geometry, rows: int, *, engine: str = "", times: Times = TIMES, **config: Any) -> None:
         """`engine`: the ID of the engine that the tier works for; a new one unless given."""
-        fields = {"type": "s3", "capacity": 1000 * geometry.row_bytes} | config
+        fields = {"type": "s3", "capacity": 64_000 * geometry.row_bytes} | config
         self.geometry = geometry
         self.region = HostRegion.create(geometry, rows)
         self.config = S3Config(**fields)
@@ -96,16 +91,16 @@ class TierDriver:
         self.tier.close()
         self.region.close()
 
-    def open(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> list[Entry]:
-        """Open as `open_only`, and wait for the listed rows."""
-        self.open_only(namespace, epoch)
-        return self.listed_rows()
-
-    def open_only(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> int:
+    def open(self, namespace: bytes = NAMESPACE, epoch: int = 0) -> int:
         """Open, with retries as a mover does: on a busy machine the server may answer late. Returns the slots."""
         slots: list[int] = []
         assert wait_until(lambda: self._try_open(namespace, epoch, slots))
         return slots[0]
+
+    def open_ready(self) -> None:
+        """Open, and wait until rows may be stored."""
+        self.open()
+        assert wait_until(lambda: self.tier._rows.upload_quota.ready)
 
     def try_open(self) -> None:
         """Open or raise, once."""
@@ -132,19 +127,6 @@ class TierDriver:
         except TierDown:
             return False
         return True
-
-    def listed_rows(self) -> list[Entry]:
-        """The entries of the mover's next round: a listing, or upkeep of a private prefix."""
-        tier, entries = self.tier, list[Entry]()
-        deadline = time.monotonic() + TIMEOUT_S
-        rows = tier._rows
-        upkeep = isinstance(rows, PrefixRows) and rows.listed and tier.maintain_s is not None
-        for batch in tier.maintain() if upkeep else tier.list_rows():
-            entries += batch
-            if not batch:
-                assert time.monotonic() < deadline, "the listing does not end"
-                time.sleep(0.002)
-        return entries
 
     def finish(self, *batch_ids: int) -> list[list[Outcome]]:
         ended: dict[int, list[Outcome]] = {}
@@ -240,17 +222,17 @@ class FaultyS3:
     """As much of S3 as the tier uses, in memory; `fault` may fail any request, `hold` stops downloads half-way.
 
     There are no conditional writes unless it `tests_conditions`: such requests are refused, or with
-    `ignores_conditions` served like any other."""
+    `ignores_conditions` served like any other. By default it does, as nothing is stored without for a minute."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
     fault: Fault = lambda _: None
     ignores_conditions: bool = False
-    tests_conditions: bool = False
-    etag: str = ""  # of every answer; "": none, or with `tests_conditions` the right one
+    tests_conditions: bool = True
+    etag: str = ""  # of every answer; "": the right one
     versioning: tuple[int, bytes] = (200, b"<VersioningConfiguration/>")  # the answer; such requests are not recorded
     region: str = ""  # the bucket's, as reported in headers
     modified: dict[str, str] = field(default_factory=dict)  # Last-Modified, instead of LONG_AGO
-    tells_times: bool = False  # Last-Modified is the time of a PUT, and is sent with GET too
+    tells_times: bool = True  # Last-Modified is the time of a PUT, and is sent with GET too
     hold: threading.Event | None = None  # while it is not set, GET sends a byte every DRIP_S
     requests: list[Request] = field(default_factory=list)
     max_objects: int = 0  # but for manifests and the lease, which no capacity counts
@@ -385,7 +367,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _etag(self, body: bytes) -> str:
-        return f'"{hashlib.md5(body, usedforsecurity=False).hexdigest()}"' if self.s3.tests_conditions else ""
+        return f'"{hashlib.md5(body, usedforsecurity=False).hexdigest()}"'
 
     def _get(self, name: str, body: bytes, query: dict[str, list[str]]) -> None:
         if "list-type" in query:

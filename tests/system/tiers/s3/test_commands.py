@@ -19,7 +19,7 @@ from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers import manifests
 from nixl_tiers.tiers.s3 import answers
 from nixl_tiers.tiers.s3.answers import answered_at_s
-from nixl_tiers.tiers.s3.lease_state import JANITOR_TERMS, OWNER_TERMS, Record
+from nixl_tiers.tiers.s3.record import Record
 from nixl_tiers.tiers.stored import find_stored
 from tests.support.servers import S3Server, SeaweedServer
 from tests.system.tiers.s3.harness import NAMESPACE, TierDriver, wait_until
@@ -33,19 +33,18 @@ GEOMETRY = Geometry(cells=1, cell_payload=30_000)
 def test_prefix_is_inspected_verified_and_purged_under_an_open_tier(
     s3_server: S3Server,
     place: dict[str, Any],
-    fast_janitor: None,
+    fast_budget: None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(manifests, "CHECK_S", 0.02)
-    shared = isinstance(s3_server, SeaweedServer)  # one of each kind is enough
     url = f"s3://{place['bucket']}/{place['prefix']}"
 
     def run(*given: str) -> tuple[int, Any]:
         code = main([given[0], url, "--endpoint", place["endpoint"], *given[1:], "--json"])
         return code, json.loads(capsys.readouterr().out)
 
-    with TierDriver(GEOMETRY, 8, engine="node/1/abcd", **place, shared=shared) as driver:
+    with TierDriver(GEOMETRY, 8, engine="node/1/abcd", **place) as driver:
         driver.tier.describe(Description(model="org/model").of("blue"))
         driver.open()
         for number in (1, 2, 3):  # one by one: what was stored is found on a shared prefix, not stored again
@@ -60,7 +59,7 @@ def test_prefix_is_inspected_verified_and_purged_under_an_open_tier(
         (found,) = shown["namespaces"]
         assert (code, found["place"], found["rows"]) == (OK, url, 3)
         assert found["bytes"] == 3 * GEOMETRY.row_bytes
-        assert found["held_by"] == ("at least one engine" if shared else "engine node/1/abcd")
+        assert found["held_by"] == "at least one engine"
 
         code, shown = run("inspect", "--verify")
         assert (code, shown["namespaces"][0]["ok"]) == (OK, 3)
@@ -81,50 +80,14 @@ def test_prefix_is_inspected_verified_and_purged_under_an_open_tier(
         client = driver.tier._control.connection.client
         listed = client.list_objects_v2(Bucket=place["bucket"], Prefix=f"{place['prefix']}/")["Contents"]
         left = {each["Key"].removeprefix(f"{place['prefix']}/") for each in listed}
-        assert left - {f"{NAMESPACE.hex()}/about.json", ".owner"} == {
-            name for name in left if re.fullmatch(r"\.(janitor|usage|landed-[0-9a-f]+)", name)
+        assert left - {f"{NAMESPACE.hex()}/about.json"} == {
+            name for name in left if re.fullmatch(r"\.(owner|janitor|usage|landed-[0-9a-f]+)", name)
         }, "numbers and names of engines"
         assert driver.load([1, 2, 3]) == [Outcome.MISSING] * 3
         assert wait_until(lambda: driver.store([1]) == [Outcome.OK])
         assert driver.load([1]) == [Outcome.OK]
     code, shown = run("purge", "--older-than", "1h", "--yes")
     assert (code, shown["namespaces"]) == (OK, [])
-
-
-@pytest.mark.usefixtures("server_credentials")
-@pytest.mark.parametrize("ahead_s", [-3600, 120, 240, 600])
-@pytest.mark.parametrize("shared", [False, True])
-def test_holder_is_alive_to_a_date_that_is_minutes_ahead(
-    shared: bool,
-    ahead_s: float,
-    seaweedfs: SeaweedServer,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A gateway's Date, and a Last-Modified of the storage behind it."""
-    client, bucket = seaweedfs.client(), f"kv-{secrets.token_hex(4)}"
-    client.create_bucket(Bucket=bucket)
-    client.put_object(Bucket=bucket, Key=f"p/{NAMESPACE.hex()}/{object_name(b'key')}", Body=b"row")
-    name, body = OWNER_TERMS.name, Record("pod-7", 0.0, 60.0).encode()
-    if shared:
-        name, body = JANITOR_TERMS.name, b"mover 1"
-    client.put_object(Bucket=bucket, Key=f"p/{name}", Body=body)
-    monkeypatch.setattr(answers, "answered_at_s", lambda answer: (answered_at_s(answer) or 0.0) + ahead_s)
-    assert main(["inspect", f"s3://{bucket}/p", "--endpoint", seaweedfs.endpoint, "--json"]) == OK
-    (found,) = json.loads(capsys.readouterr().out)["namespaces"]
-    assert found["held_by"] == (None if ahead_s == 600 else "at least one engine" if shared else "engine pod-7")
-
-
-@pytest.mark.usefixtures("server_credentials")
-def test_shared_prefix_whose_janitor_has_ended_has_no_holder(
-    seaweedfs: SeaweedServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    client, bucket = seaweedfs.client(), f"kv-{secrets.token_hex(4)}"
-    client.create_bucket(Bucket=bucket)
-    client.put_object(Bucket=bucket, Key=f"p/{NAMESPACE.hex()}/{object_name(b'key')}", Body=b"row")
-    client.put_object(Bucket=bucket, Key=f"p/{JANITOR_TERMS.name}", Body=b"")
-    assert main(["inspect", f"s3://{bucket}/p", "--endpoint", seaweedfs.endpoint, "--json"]) == OK
-    assert json.loads(capsys.readouterr().out)["namespaces"][0]["held_by"] is None
 
 
 def test_rows_that_were_written_since_they_were_listed_stay(s3_server: S3Server, place: dict[str, Any]) -> None:
@@ -274,3 +237,38 @@ def test_verify_goes_on_after_an_object_that_may_not_be_read(
     code = main(["inspect", "--verify", url, "--endpoint", place["endpoint"], "--json"])
     (report,) = json.loads(capsys.readouterr().out)["namespaces"]
     assert (code, report["unreadable"], report["corrupt"]) == (INCOMPLETE, 1, 2)
+
+
+@pytest.mark.usefixtures("server_credentials")
+@pytest.mark.parametrize(
+    ("name", "body", "ahead_s", "held_by"),
+    [
+        (".usage", Record(0, writer="mover").encode(), 0, "at least one engine"),
+        (".usage", Record(0, writer="mover").encode(), -3600, "at least one engine"),
+        (".usage", Record(0, writer="mover").encode(), 240, "at least one engine"),
+        (".usage", Record(0, writer="mover").encode(), 600, None),
+        (".usage", Record(0, writer="").encode(), 0, None),
+        (".owner", b'{"engine": "pod-7", "since": 0, "lease": 60}', 240, "engine pod-7"),
+        (".owner", b'{"engine": "pod-7", "since": 0, "lease": 60}', 600, None),
+        (".janitor", b"mover 1", 240, "engine mover"),
+        (".janitor", b"", 0, None),
+    ],
+)
+def test_holder_is_alive_to_a_date_that_is_minutes_ahead(  # noqa: PLR0917 (of pytest's)
+    name: str,
+    body: bytes,
+    ahead_s: float,
+    held_by: str | None,
+    seaweedfs: SeaweedServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A gateway's Date, and a Last-Modified of the storage behind it. Released: at once."""
+    client, bucket = seaweedfs.client(), f"kv-{secrets.token_hex(4)}"
+    client.create_bucket(Bucket=bucket)
+    client.put_object(Bucket=bucket, Key=f"p/{NAMESPACE.hex()}/{object_name(b'key')}", Body=b"row")
+    client.put_object(Bucket=bucket, Key=f"p/{name}", Body=body)
+    monkeypatch.setattr(answers, "answered_at_s", lambda answer: (answered_at_s(answer) or 0.0) + ahead_s)
+    assert main(["inspect", f"s3://{bucket}/p", "--endpoint", seaweedfs.endpoint, "--json"]) == OK
+    (found,) = json.loads(capsys.readouterr().out)["namespaces"]
+    assert found["held_by"] == held_by

@@ -16,20 +16,16 @@ from botocore.exceptions import ClientError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nixl_tiers.config.schema import S3Config
+from nixl_tiers.base.chunk import object_name
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS
-from nixl_tiers.tiers.s3.control import S3Control
-from nixl_tiers.tiers.s3.listing import ExpirySweep, FullListing, Listing
-from nixl_tiers.tiers.s3.names import RowNames, place_of
-from nixl_tiers.tiers.s3.quota import PrefixQuota
-from tests.system.tiers.s3.harness import FaultyS3, Request, but, client_of, connects, is_listing, wait_until
+from nixl_tiers.tiers.s3.names import RowNames
+from tests.system.tiers.s3.harness import FaultyS3, client_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:tzname .* identified")  # dateutil's, of damaged times
 
 NAMES = RowNames("p q")  # with the space a listing's names are encoded
 NAMESPACE, ROW = "a" * 32, 100_000
-SERVED = (NAMESPACE, ROW)
-KEYS = sorted((b"key-%04d" % number for number in range(6)), key=place_of)
+KEYS = sorted((b"key-%04d" % number for number in range(6)), key=object_name)
 HEADERS = {
     "Date": "Mon, 23 Nov 2026 12:00:00 GMT",
     "Content-Type": "application/xml",
@@ -56,12 +52,6 @@ def page(keys: list[bytes], *, more: bool = False) -> bytes:
         + "".join(map(contents, keys))
         + "</ListBucketResult>"
     ).encode()
-
-
-def new_quota() -> PrefixQuota:
-    quota = PrefixQuota(NAMES, ROW, 1 << 30)
-    quota.serve(NAMESPACE, 0.0)
-    return quota
 
 
 ERROR = b'<?xml version="1.0"?><Error><Code>NoSuchKey</Code><Message>none</Message><HostId>h</HostId></Error>'
@@ -209,71 +199,3 @@ def test_a_damaged_value_is_a_failed_request(answers: Answers, damage: tuple[byt
     assert len(answers.list(whole)["Contents"]) == len(KEYS)
     with pytest.raises(REQUEST_ERRORS):
         answers.list(whole.replace(*damage).replace(b"</Key>", b"</Kex>" if b"<Kex>" in damage else b"</Key>"))
-
-
-@any_example
-@given(damages(page(KEYS[:4], more=True)), st.booleans())
-def test_a_listing_takes_a_damaged_page_or_asks_again(answers: Answers, body: bytes, full: bool) -> None:
-    quota = new_quota()
-    if full:
-        listing: Listing = FullListing(quota, NAMES, SERVED, max_age_s=None, deleter=None)
-    else:
-        for key in KEYS:
-            quota.reserve(key)
-        listing = ExpirySweep(quota, NAMES, SERVED, max_age_s=600.0, pause_s=0.0, deleter=None)
-    answers.bodies = [body]
-    refused = False
-    while not listing.done.is_set():
-        try:
-            listing.step(answers.client, "kv")
-        except REQUEST_ERRORS:
-            assert not listing.comparing
-            assert not refused, "a page that is whole is refused"
-            refused = True
-    if refused:
-        assert all((key in quota) is full for key in KEYS), "listed, or found to have expired"
-    assert quota.used_bytes >= 0
-    found = [entry.key for batch in listing.entries(lambda: 0) for entry in batch]
-    assert len(found) == len(set(found))
-
-
-@pytest.mark.parametrize("rows", [[1, 0], [0, 0]], ids=["out of order", "twice"])
-def test_rows_that_do_not_ascend_are_asked_for_again(answers: Answers, rows: list[int]) -> None:
-    """As after a damaged digit. A set of places that are not in order has no defined answers."""
-    quota = new_quota()
-    listing = FullListing(quota, NAMES, SERVED, max_age_s=None, deleter=None)
-    answers.bodies = [page([KEYS[row] for row in rows], more=True)]
-    with pytest.raises(REQUEST_ERRORS):
-        listing.step(answers.client, "kv")
-    answers.bodies = [page(KEYS[:2], more=True)] * 2
-    listing.step(answers.client, "kv")
-    with pytest.raises(REQUEST_ERRORS):  # a page that begins where the last one did
-        listing.step(answers.client, "kv")
-    for _ in range(2):  # the last of them has nothing
-        listing.step(answers.client, "kv")
-    assert listing.done.is_set()
-    assert all(key in quota for key in KEYS)
-
-
-def test_a_tier_logs_a_damaged_listing_once_and_lists_again(faulty: FaultyS3, caplog: pytest.LogCaptureFixture) -> None:
-    left = [page([]), page(KEYS), *[page(KEYS).replace(b"23T11:00:00.000Z", b"23T11:00:0?.000Z")] * 3]
-
-    def answer(request: Request) -> bytes | None:
-        return left.pop() if is_listing(request) and connected else None
-
-    connected, faulty.fault = False, answer
-    quota = new_quota()
-    config = S3Config(type="s3", bucket="kv-damaged", prefix="p", endpoint=faulty.endpoint, capacity="1GiB")
-    bucket = S3Control(config, times=but(s3_backoff_s=(0.01, 0.02)))
-    listing = FullListing(quota, NAMES, SERVED, max_age_s=None, deleter=None)
-    try:
-        assert wait_until(lambda: connects(bucket))
-        connected = True
-        bucket.start_listing(listing)
-        assert listing.done.wait(60)
-    finally:
-        bucket.close()
-    assert not left
-    assert all(key in quota for key in KEYS)
-    (line,) = [record.getMessage() for record in caplog.records if "listing" in record.getMessage()]
-    assert line == 'listing for s3 bucket "kv-damaged" has failed, and is retried (ResponseParserError)'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from nixl_tiers.base.times import PRODUCTION
-from nixl_tiers.tiers.s3.existence import (
+from nixl_tiers.tiers.existence import (
     MAX_CONCURRENT,
     Answer,
     ExistenceChecker,

@@ -11,14 +11,14 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.tiers.base import Entry, ExistenceAnswer
-from nixl_tiers.tiers.s3.usage import Usage
+from nixl_tiers.tiers.s3.record import Record
 from tests.system.tiers.s3.harness import LONG_AGO, FaultyS3, Request, TierDriver, but, is_listing, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ROW = SMALL.row_bytes
 
 
-pytestmark = pytest.mark.usefixtures("fast_janitor")
+pytestmark = pytest.mark.usefixtures("fast_budget")
 
 
 class Checked(NamedTuple):
@@ -48,7 +48,7 @@ def keys(*numbers: int) -> list[bytes]:
 def test_a_row_that_another_mover_has_just_stored_is_found_and_loads(
     place: dict[str, Any],
 ) -> None:
-    place |= {"shared": True, "capacity": 10_000 * ROW}
+    place |= {"capacity": 10_000 * ROW}
     with TierDriver(SMALL, 32, **place) as one, TierDriver(SMALL, 32, **place) as two:
         one.open()
         two.open()
@@ -65,7 +65,7 @@ def test_a_row_that_another_mover_has_just_stored_is_found_and_loads(
 class TestAnswers:
     @pytest.fixture
     def driver(self, faulty: FaultyS3) -> Iterator[TierDriver]:
-        with TierDriver(SMALL, 8, bucket="kv-exists", endpoint=faulty.endpoint, shared=True, write="off") as driver:
+        with TierDriver(SMALL, 8, bucket="kv-exists", endpoint=faulty.endpoint, write="off") as driver:
             driver.open()
             yield driver
 
@@ -112,22 +112,23 @@ class TestAnswers:
         assert driver.tier.gone_before == 0
         now = int(driver.tier._control.connection.server_time_s())
         monkeypatch.setattr(driver.tier._control.connection, "server_time_s", lambda: float(now))
-        quota = driver.tier._rows.upload_quota  # type: ignore[attr-defined]
+        quota = driver.tier._rows.upload_quota
         for age_s, margin_s in ((6400, 200), (10, 0), (-100, 0)):
-            quota.refresh(Usage(quota.capacity_bytes, {}, now - age_s), 60.0)
+            quota.refresh(Record(quota.capacity_bytes, {}, now - age_s))
             assert driver.tier.gone_before == now - age_s + margin_s
 
     def test_nothing_is_forgotten_early_while_there_is_room(self, driver: TierDriver) -> None:
-        quota = driver.tier._rows.upload_quota  # type: ignore[attr-defined]
+        quota = driver.tier._rows.upload_quota
         oldest = int(driver.tier._control.connection.server_time_s()) - 6400
-        room = quota.capacity_bytes - 3 * quota.window_bytes  # two movers, and what must stay free
+        room = quota.capacity_bytes - 2 * quota.window_bytes  # for that one, and what must stay free
         for nbytes, early in ((room, False), (room + 1, True)):
-            quota.refresh(Usage(nbytes, {"one": 0, "two": 0}, oldest), 60.0)
+            quota.refresh(Record(nbytes, {"one": 1, "two": 1}, oldest))  # one of them has stored since the last record
+            quota.refresh(Record(nbytes, {"one": 2, "two": 1}, oldest))
             assert (driver.tier.gone_before > oldest) is early
 
     def test_nothing_is_listed(self, driver: TierDriver, faulty: FaultyS3) -> None:
         self.put(driver, faulty, 1)
-        assert driver.listed_rows() == []
+        assert list(driver.tier.list_rows()) == []
         assert driver.tier.relist_s is None
         assert driver.tier.maintain_s is None
         assert not any(is_listing(request) for request in faulty.requests)
@@ -148,11 +149,6 @@ class TestAnswers:
         assert not driver.tier._rows.busy
         assert list(driver.tier.existence_answers()) == []
 
-    def test_a_private_prefix_has_no_existence_checks(self, faulty: FaultyS3) -> None:
-        with TierDriver(SMALL, 8, bucket="kv-exists", endpoint=faulty.endpoint) as driver:
-            driver.open()
-            assert not driver.tier.check_existence(1, keys(1), True)
-
 
 class TestUploads:
     """Before a row is uploaded it is looked whether others have stored it meanwhile."""
@@ -161,7 +157,7 @@ class TestUploads:
     def driver(self, faulty: FaultyS3) -> Iterator[TierDriver]:
         times = but(s3_absent_s=3600.0)
         faulty.tests_conditions = faulty.tells_times = True
-        with TierDriver(SMALL, 8, bucket="kv-uploads", endpoint=faulty.endpoint, shared=True, times=times) as driver:
+        with TierDriver(SMALL, 8, bucket="kv-uploads", endpoint=faulty.endpoint, times=times) as driver:
             driver.open()
             assert wait_until(lambda: driver.store([0]) == [Outcome.OK])
             driver.tier.found()
@@ -172,11 +168,11 @@ class TestUploads:
 
     def test_a_row_that_is_there_is_not_uploaded(self, driver: TierDriver, faulty: FaultyS3) -> None:
         faulty.objects[driver.name(1)] = bytes(ROW)
-        quota = driver.tier._rows.upload_quota  # type: ignore[attr-defined]
+        quota = driver.tier._rows.upload_quota
         started = quota._started
         assert driver.store([1, 2]) == [Outcome.FOUND, Outcome.OK]
         assert [self.asked(driver, faulty, number, "PUT") for number in (1, 2)] == [0, 1]
-        assert quota._started == started + ROW == quota.counter
+        assert quota._started == started + ROW == quota.counter(0.0).ended
         there, stored = driver.tier.found()
         assert (there.key, there.tick) == (key_of(1), int(datetime.fromisoformat(LONG_AGO).timestamp()))
         assert stored.key == key_of(2)
@@ -222,7 +218,7 @@ class TestUploads:
         self, driver: TierDriver, faulty: FaultyS3
     ) -> None:
         rows = driver.tier._rows
-        rows._uploads._times = but(s3_upload_check_s=0.2, s3_upload_check_retry_s=3600.0)  # type: ignore[attr-defined]
+        rows._uploads._times = but(s3_upload_check_s=0.2, s3_upload_check_retry_s=3600.0)
         gate = threading.Event()
 
         def slow(request: Request) -> None:
@@ -241,22 +237,20 @@ class TestUploads:
 
     def test_an_evicted_row_stays_for_others(self, driver: TierDriver, faulty: FaultyS3) -> None:
         driver.delete(0)
-        assert not driver.tier._control.has_pending_deletes
         assert driver.load([0]) == [Outcome.OK]
 
 
-def test_only_the_janitor_lists(faulty: FaultyS3) -> None:
-    faulty.tests_conditions = faulty.tells_times = True
-    place = {"bucket": "kv-janitor", "endpoint": faulty.endpoint, "shared": True}
-    with TierDriver(SMALL, 8, **place) as janitor, TierDriver(SMALL, 8, **place) as other:
-        janitor.open()
-        assert wait_until(lambda: janitor.store([0]) == [Outcome.OK])
-        assert wait_until(lambda: janitor.tier.gone_before > 0)
+def test_only_the_writer_of_the_record_lists(faulty: FaultyS3) -> None:
+    place = {"bucket": "kv-janitor", "endpoint": faulty.endpoint}
+    with TierDriver(SMALL, 8, **place) as first, TierDriver(SMALL, 8, **place) as other:
+        first.open()
+        assert wait_until(lambda: first.store([0]) == [Outcome.OK])
+        assert wait_until(lambda: first.tier.used_bytes > 0)
         with TierDriver(SMALL, 8, **place, write="off") as reader:
-            janitor.tier._rows._janitor.close()  # type: ignore[attr-defined]
+            first.tier._rows._budget.close()
             mark = len(faulty.requests)
             reader.open()
-            assert wait_until(lambda: reader.tier.gone_before == janitor.tier.gone_before)
+            assert wait_until(lambda: reader.tier.used_bytes > 0)
             assert wait_until(lambda: check(reader, [0]).found == keys(0))  # a slow server's answers do not count
             assert reader.load([0]) == [Outcome.OK]
             # The listing may have found the row, and the counter may have grown by it since: a bound, not a count.
@@ -265,4 +259,4 @@ def test_only_the_janitor_lists(faulty: FaultyS3) -> None:
             assert not any(is_listing(request) for request in faulty.requests[mark:])
         other.open()
         assert wait_until(lambda: other.store([1]) == [Outcome.OK])
-        assert any(is_listing(request) for request in faulty.requests[mark:]), "it is the janitor by now"
+        assert any(is_listing(request) for request in faulty.requests[mark:]), "it writes the record by now"

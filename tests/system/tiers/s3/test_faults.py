@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.tiers.base import MAX_SLOTS, TierDown, TierRefused
+from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3 import concurrency, data
 from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.concurrency import MOST
@@ -18,15 +19,11 @@ from tests.support.certificates import self_signed
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, MotoServer, S3Server, SeaweedServer, moto_server
 from tests.system.tiers.s3.harness import (
     HANG_UP,
-    NAMESPACE,
-    OTHER_NAMESPACE,
     TIMEOUT_S,
     FaultyS3,
     Request,
     TierDriver,
     but,
-    hold_requests,
-    is_listing,
     wait_until,
 )
 
@@ -41,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("server_credentials")
 @pytest.fixture
 def driver(faulty: FaultyS3) -> Iterator[TierDriver]:
     with TierDriver(SMALL, 32, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
-        driver.open()
+        driver.open_ready()
         yield driver
 
 
@@ -76,7 +73,7 @@ class TestOpen:
                     driver.try_open()
                 assert time.monotonic() - started < DOWN_S
             server.start().make_bucket("kv-faults")
-            assert driver.open() == []
+            driver.open()
             assert driver.store([1]) == [Outcome.OK]
 
     def test_a_server_that_accepts_and_never_answers(self) -> None:
@@ -97,22 +94,6 @@ class TestOpen:
             driver.fails_to_open(TierDown, str(status))
             faulty.fault = lambda _: None
             driver.open()
-
-    def test_a_listing_continues_when_the_server_recovers(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        driver.tier._control._times = but(s3_backoff_s=(0.05, 0.1))
-        driver.store([1, 2])
-        faulty.fault = failing("GET", times=8)
-        assert len(driver.open()) == 2
-
-    def test_a_reset_ends_a_hanging_listing(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        driver.store([1])
-        faulty.fault = failing("GET")
-        driver.open_only(NAMESPACE, 1)
-        listing = driver.tier.list_rows()
-        assert next(listing) == []
-        faulty.fault = lambda _: None
-        assert driver.open(OTHER_NAMESPACE) == []
-        assert list(listing) == []
 
 
 class TestCredentials:
@@ -190,8 +171,14 @@ class TestCredentials:
             driver.open()
             driver.store([1])
             path.write_text(_credentials_file("second-key"))
-            second = Request("PUT", driver.name(1), "second-key")
-            assert wait_until(lambda: driver.store([1]) == [Outcome.OK] and second in faulty.requests)
+            numbers = itertools.count(2)
+
+            def renewed() -> bool:
+                number = next(numbers)
+                assert driver.store([number]) == [Outcome.OK]
+                return Request("PUT", driver.name(number), "second-key") in faulty.requests
+
+            assert wait_until(renewed)
             assert driver.load([1]) == [Outcome.OK]
             path.unlink()  # the old credentials stay in use
             assert driver.load([1]) == [Outcome.OK]
@@ -219,9 +206,7 @@ class TestCredentials:
             faulty.hold.set()
             assert driver.finish(in_flight) == [[Outcome.OK] * 2]
             assert driver.load(range(8)) == [Outcome.OK] * 8
-            driver.delete(7)
-            assert driver.settled(7)
-        tokens = [request.session_token for request in faulty.requests]
+        tokens = [request.session_token for request in faulty.requests if request.name.count("/") == 3]
         assert tokens == sorted(tokens), "only the second token, once it is in use"
 
     def test_new_credentials_are_looked_for_when_transfers_fail(self, faulty: FaultyS3, tmp_path: Path) -> None:
@@ -282,20 +267,7 @@ class TestTransfers:
         faulty.fault = failing("PUT")
         assert driver.store([1, 2]) == [Outcome.FAILED, Outcome.FAILED]
         faulty.fault = lambda _: None
-        assert driver.settled(0)
         assert driver.store([1, 2]) == [Outcome.OK, Outcome.OK]
-
-    def test_an_upload_that_fails_after_it_arrived_is_deleted(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        def store_and_fail(request: Request) -> int | None:
-            if request.method != "PUT":
-                return None
-            faulty.objects[request.name] = bytes(ROW)
-            return 403
-
-        faulty.fault = store_and_fail
-        assert driver.store([1]) == [Outcome.FAILED]
-        assert driver.settled(0)
-        assert set(faulty.objects) <= {"nixl-tiers/.probe"}
 
     def test_an_error_page_is_not_a_missing_row(self, driver: TierDriver, faulty: FaultyS3) -> None:
         driver.store([1])
@@ -336,18 +308,18 @@ class TestTransfers:
         self, driver: TierDriver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         driver.store([1, 2])
-        staging = len(driver.tier._transfers.data.free_staging)
+        staging = len(driver.tier._data.free_staging)
         faulty.hold = threading.Event()
         with monkeypatch.context() as patch:  # of this download only: those that are answered may take their time
-            patch.setattr(driver.tier._transfers.data, "_download_s", 0.3)
+            patch.setattr(driver.tier._data, "_download_s", 0.3)
             assert driver.load([1]) == [Outcome.FAILED]
         held, faulty.hold = faulty.hold, None
-        assert len(driver.tier._transfers.data.free_staging) == staging - 1
+        assert len(driver.tier._data.free_staging) == staging - 1
         assert driver.load([2]) == [Outcome.OK]
         driver.row(1)[:] = 77
         held.set()
         driver.finish()
-        assert wait_until(lambda: driver.tier.poll() == [] and len(driver.tier._transfers.data.free_staging) == staging)
+        assert wait_until(lambda: driver.tier.poll() == [] and len(driver.tier._data.free_staging) == staging)
         assert (driver.row(1) == 77).all(), "an abandoned download wrote to the region"
         assert driver.load([1]) == [Outcome.OK]
 
@@ -370,143 +342,6 @@ class TestTransfers:
         driver.finish(uploads)
         driver.finish(*(driver.tier.load(driver.moves(range(32))) for _ in range(4)))
         assert 1 < faulty.max_concurrent <= 2 * MOST
-
-
-class TestBudget:
-    CAPACITY_ROWS = 8
-
-    @pytest.fixture
-    def small(self, faulty: FaultyS3) -> Iterator[TierDriver]:
-        config = {"bucket": "kv-faults", "endpoint": faulty.endpoint, "capacity": self.CAPACITY_ROWS * ROW + ROW // 2}
-        with TierDriver(SMALL, 64, **config) as driver:
-            driver.open()
-            yield driver
-
-    def test_a_delete_is_confirmed_before_its_space_is_used(self, small: TierDriver, faulty: FaultyS3) -> None:
-        held: list[int] = []
-        for start in range(0, 80, 4):
-            fresh = list(range(start, start + 4))
-            if len(held) == self.CAPACITY_ROWS:
-                small.delete(*held[:4])
-                held = held[4:]
-            assert small.store(fresh) == [Outcome.OK] * 4
-            held += fresh
-        assert faulty.max_objects == self.CAPACITY_ROWS
-        assert small.load(held) == [Outcome.OK] * len(held)
-
-    def test_no_more_than_the_capacity_is_stored(self, small: TierDriver, faulty: FaultyS3) -> None:
-        outcomes = small.store(list(range(10)))
-        assert outcomes == [Outcome.OK] * 8 + [Outcome.NO_SPACE] * 2
-        assert len(faulty.objects) == 8
-        assert small.store([3]) == [Outcome.OK], "a row may be overwritten when the tier is full"
-
-    def test_the_oldest_rows_of_other_namespaces_are_deleted_first(self, small: TierDriver, faulty: FaultyS3) -> None:
-        small.store(list(range(6)))
-        faulty.objects["nixl-tiers/notes.txt"] = b"not ours"
-        assert small.open(OTHER_NAMESPACE) == []
-        assert small.tier.used_bytes == 6 * ROW
-        assert small.store([10, 11]) == [Outcome.OK] * 2
-        assert len(faulty.objects) == 9, "there was room, so nothing was deleted"
-        assert small.store([12, 13, 14]) == [Outcome.OK] * 3
-        assert faulty.max_objects == self.CAPACITY_ROWS + 1
-        assert small.settled(8)
-        ours = {small.name(number, OTHER_NAMESPACE) for number in range(10, 15)}
-        assert ours | {"nixl-tiers/notes.txt"} < set(faulty.objects)
-        assert len(faulty.objects) == 9
-
-    def test_without_deletes_there_is_no_space(self, small: TierDriver, faulty: FaultyS3) -> None:
-        small.tier._control._times = but(s3_backoff_s=(0.1, 0.2))
-        small.store(list(range(8)))
-        faulty.fault = failing("POST")
-        small.delete(0, 1)
-        assert small.store([8]) == [Outcome.FAILED]
-        assert small.tier.used_bytes == 8 * ROW, "an unconfirmed delete still counts"
-        faulty.fault = lambda _: None
-        assert small.settled(6)
-        assert small.store([8, 9]) == [Outcome.OK] * 2
-        assert faulty.max_objects == 8
-
-    def test_no_upload_waits_for_a_delete_in_backoff(self, small: TierDriver, faulty: FaultyS3) -> None:
-        """It would miss the job's hard deadline, and the mover would be killed."""
-        small.tier._control._times = but(s3_backoff_s=(3600.0, 3600.0))
-        small.store(list(range(8)))
-        faulty.fault = failing("POST", status=403)
-        small.delete(0, 1)
-        assert wait_until(lambda: faulty.count("POST") > 0)
-        assert small.store([8]) == [Outcome.FAILED]
-        assert small.store([9]) == [Outcome.FAILED]
-        assert small.load([2]) == [Outcome.OK]
-
-    def test_a_row_deleted_during_its_upload_is_deleted(self, small: TierDriver, faulty: FaultyS3) -> None:
-        gate = hold_requests(faulty, lambda request: request.method == "PUT")
-        batch_id = small.begin_store([1])
-        assert wait_until(lambda: faulty.count("PUT") > 0)
-        small.delete(1)
-        gate.set()
-        small.finish(batch_id)
-        assert small.settled(0)
-        assert faulty.objects == {}
-
-    def test_an_upload_waits_for_the_delete_of_its_name(self, small: TierDriver, faulty: FaultyS3) -> None:
-        small.store([1])
-        gate = hold_requests(faulty, lambda request: request.method == "POST")
-        small.delete(1)
-        assert wait_until(lambda: faulty.count("POST") == 1)
-        batch_id = small.begin_store([1])
-        assert small.tier.poll() == []
-        assert faulty.count("PUT") == 1
-        gate.set()
-        assert small.finish(batch_id) == [[Outcome.OK]]
-        assert set(faulty.objects) == {small.name(1)}
-        assert small.load([1]) == [Outcome.OK]
-
-    def test_a_queued_delete_is_cancelled_by_an_upload(self, small: TierDriver, faulty: FaultyS3) -> None:
-        small.store([1, 2])
-        gate = hold_requests(faulty, lambda request: request.method == "POST")
-        small.delete(1)
-        assert wait_until(lambda: faulty.count("POST") == 1)
-        small.delete(2)
-        assert small.store([2]) == [Outcome.OK], "only a delete in flight is waited for"
-        gate.set()
-        assert small.settled(1)
-        assert wait_until(lambda: not small.tier._control.has_pending_deletes)
-        assert set(faulty.objects) == {small.name(2)}
-
-    def test_uploads_that_wait_are_given_up_and_those_that_run_end(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        gate = hold_requests(faulty, lambda request: request.method == "PUT")
-        batch = driver.begin_store(range(24))
-        driver.tier.give_up_waiting()
-        gate.set()
-        assert driver.finish(batch)[0] == [Outcome.OK] * concurrency.FIRST + [Outcome.FAILED] * 8
-
-    def test_a_reset_needs_no_listing(self, small: TierDriver, faulty: FaultyS3) -> None:
-        small.store([1, 2])
-        before = sum(map(is_listing, faulty.requests))
-        for epoch in (1, 2):
-            assert small.open(bytes([epoch] * 16), epoch) == []
-            assert small.tier.used_bytes == 2 * epoch * ROW
-            assert small.store([3, 4]) == [Outcome.OK] * 2
-        assert sum(map(is_listing, faulty.requests)) == before
-        small.open_only(bytes([3] * 16), 3)
-        assert small.store(range(10, 13)) == [Outcome.OK] * 3
-        assert {small.name(1), small.name(2)} < set(faulty.objects), "rows of later epochs are deleted first"
-        assert faulty.max_objects <= self.CAPACITY_ROWS
-
-    @pytest.mark.parametrize("shared", [False, True])
-    def test_any_capacity_has_a_number_of_slots(self, faulty: FaultyS3, shared: bool) -> None:
-        place = {"bucket": "kv-faults", "endpoint": faulty.endpoint, "shared": shared}
-        with TierDriver(SMALL, 4, **place, capacity="1EiB") as driver:
-            assert driver.open_only(NAMESPACE, 0) == MAX_SLOTS
-
-    def test_a_row_deleted_during_the_listing_is_not_listed(self, small: TierDriver, faulty: FaultyS3) -> None:
-        small.store([1, 2])
-        gate = hold_requests(faulty, is_listing)
-        small.open_only(NAMESPACE, 0)
-        small.delete(1)
-        gate.set()
-        assert [entry.key for entry in small.listed_rows()] == [small.moves([2])[0].key]
-        assert small.settled(1)
-        assert set(faulty.objects) == {small.name(2)}
 
 
 def _credentials_file(access_key: str, profile: str = "default", token: str = "") -> str:

@@ -11,7 +11,7 @@ from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.base.manifest import Description, Manifest
 from nixl_tiers.tiers import manifests
 from nixl_tiers.tiers.s3 import tier as tier_module
-from nixl_tiers.tiers.s3.conditional import small_object
+from nixl_tiers.tiers.s3.conditional import get_object
 from tests.support.servers import MotoServer
 from tests.system.tiers.s3.harness import NAMESPACE, OTHER_NAMESPACE, FaultyS3, Request, TierDriver, wait_until
 
@@ -35,8 +35,8 @@ def name_of(driver: TierDriver, namespace: bytes = NAMESPACE) -> str:
 
 
 def manifest_in(moto: MotoServer, driver: TierDriver) -> Manifest | None:
-    raw = small_object(moto.client(), driver.config.bucket, name_of(driver))
-    return None if raw is None else Manifest.decode(raw)
+    found = get_object(moto.client(), driver.config.bucket, name_of(driver))
+    return None if found is None else Manifest.decode(found["Body"].read())
 
 
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -59,21 +59,17 @@ def start(place: dict[str, Any], **fields: Any) -> TierDriver:
     return driver
 
 
-@pytest.mark.parametrize("shared", [False, True])
 def test_manifest_is_written_with_the_first_rows_and_is_no_row(
-    shared: bool, moto: MotoServer, place: dict[str, Any], fast_janitor: None
+    moto: MotoServer, place: dict[str, Any], fast_budget: None
 ) -> None:
-    with start(place, shared=shared, max_age=1000) as driver:
+    with start(place, max_age=1000) as driver:
         assert manifest_in(moto, driver) is None
         assert wait_until(lambda: driver.store([1]) == [Outcome.OK])
         assert wait_until(lambda: manifest_in(moto, driver) is not None)
         found = manifest_in(moto, driver)
         assert found is not None
         assert (found.namespace, found.description) == (NAMESPACE.hex(), ABOUT)
-        if shared:  # which is in force before the first upload; others may have been counted twice for a while
-            assert wait_until(lambda: driver.tier.used_bytes == GEOMETRY.row_bytes)
-    with start(place, shared=shared) as again:
-        assert wait_until(lambda: again.tier.used_bytes == GEOMETRY.row_bytes)
+    with start(place) as again:
         assert again.load([1]) == [Outcome.OK]
         assert manifest_in(moto, again) is not None
 
@@ -102,7 +98,7 @@ def test_server_that_hangs_does_not_hang_the_close(place: dict[str, Any], monkey
         hangs.set()
         goes_on.wait(300)
 
-    monkeypatch.setattr(tier_module, "small_object", hang)
+    monkeypatch.setattr(tier_module, "get_object", hang)
     driver = start(place)
     assert wait_until(lambda: bool(looks))
     assert wait_until(lambda: driver.store([1]) == [Outcome.OK])
@@ -117,15 +113,6 @@ def test_server_that_hangs_does_not_hang_the_close(place: dict[str, Any], monkey
         driver.region.close()
 
 
-def test_manifest_outlives_the_rows_that_make_room(moto: MotoServer, place: dict[str, Any]) -> None:
-    with start(place, capacity=3 * GEOMETRY.row_bytes) as driver:
-        assert driver.store([1, 2, 3]) == [Outcome.OK] * 3
-        assert wait_until(lambda: manifest_in(moto, driver) is not None)
-        driver.open(OTHER_NAMESPACE)
-        assert driver.store([4, 5, 6]) == [Outcome.OK] * 3  # in place of those of the first namespace
-        assert manifest_in(moto, driver) is not None
-
-
 def test_no_manifest_for_weights_that_were_replaced(moto: MotoServer, place: dict[str, Any]) -> None:
     with TierDriver(GEOMETRY, 8, **place) as driver:
         driver.tier.describe(ABOUT)
@@ -134,7 +121,7 @@ def test_no_manifest_for_weights_that_were_replaced(moto: MotoServer, place: dic
         driver.open(NAMESPACE, 0)
         assert driver.store([1]) == [Outcome.OK]
         assert wait_until(lambda: manifest_in(moto, driver) is not None)
-        assert small_object(moto.client(), driver.config.bucket, name_of(driver, OTHER_NAMESPACE)) is None
+        assert get_object(moto.client(), driver.config.bucket, name_of(driver, OTHER_NAMESPACE)) is None
 
 
 def test_reader_writes_no_manifest(moto: MotoServer, place: dict[str, Any]) -> None:
