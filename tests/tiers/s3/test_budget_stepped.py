@@ -133,7 +133,7 @@ class TestTheBudget:
             else:
                 mover.steps(after_s=40.0 if chance.random() < 0.02 else STEP_S / count)
             steps += 1
-            assert steps < 40_000, "uploads go on"
+            assert steps < 100_000, "uploads go on"  # of the requests of a turn more than a third may fail
         for mover in movers:
             mover.end()
         bucket.before = bucket.after = lambda _: None
