@@ -140,6 +140,7 @@ class Budget:
                 return
         if self._quota.alone and not self.takeover.may_delete(now):
             self._quota.stop()  # another mover may have written since
+        self.old.live = ""
         now = yield from self.takeover.turn(now)
         yield from self._sweeper.work(now)
 
@@ -167,8 +168,8 @@ class Budget:
         if self.old.live:
             self._denials.report(
                 KIND,
-                f'engine {self.old.live} of an older release uses the prefix "{self._prefix}", so this one only reads '
-                "there until it has ended, or has crashed for a minute",
+                f'engine {self.old.live} of an older release uses the prefix "{self._prefix}", so this one stores '
+                "there only what that one's usage record allows, until it has ended, or has crashed for a minute",
             )
         elif self._quota.ready and now - self.takeover.changed_s <= UNCHANGED_S:
             self._fine_s = now

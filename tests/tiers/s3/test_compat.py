@@ -116,6 +116,16 @@ def test_an_old_engine_that_lives_is_waited_for_and_told(bucket: Bucket, name: s
 
 
 @pytest.mark.parametrize("name", LEASES)
+def test_an_old_engine_is_told_no_more_when_another_one_goes_on_without_it(bucket: Bucket, name: str) -> None:
+    old, first, second = Old(bucket, name), New(bucket, "first"), New(bucket, "second")
+    old.turn()
+    passes(100.0, first, second, old)
+    passes(200.0, first, second)
+    assert [first.writes, second.writes].count(True) == 1
+    assert [first.denials.current(), second.denials.current()] == [{}, {}]
+
+
+@pytest.mark.parametrize("name", LEASES)
 def test_one_that_was_closed_is_not_waited_for(bucket: Bucket, name: str) -> None:
     old, new = Old(bucket, name), New(bucket)
     old.turn()
