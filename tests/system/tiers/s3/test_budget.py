@@ -86,11 +86,11 @@ def rows_in(server: S3Server, place: dict[str, Any]) -> list[str]:
 def disconnect(driver: TierDriver) -> None:
     """From now on this mover's budget does not reach the server; to the others it is dead."""
 
-    def client() -> Any:
-        raise EndpointConnectionError(endpoint_url="disconnected")
+    class Disconnected:
+        def __getattr__(self, name: str) -> Any:
+            raise EndpointConnectionError(endpoint_url="disconnected")
 
-    budget = budget_of(driver)
-    budget._client = budget._delete_client = budget.old.client = client
+    budget_of(driver)._connection = Disconnected()
 
 
 class TestRowsOfOtherMovers:

@@ -247,7 +247,7 @@ def test_only_the_writer_of_the_record_lists(faulty: FaultyS3) -> None:
         assert wait_until(lambda: first.store([0]) == [Outcome.OK])
         assert wait_until(lambda: first.tier.used_bytes > 0)
         with TierDriver(SMALL, 8, **place, write="off") as reader:
-            first.tier._rows._budget.close()
+            first.tier._rows._budget.close(60.0)
             mark = len(faulty.requests)
             reader.open()
             assert wait_until(lambda: reader.tier.used_bytes > 0)
