@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
+
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.config.kinds import import_object
 from nixl_tiers.config.schema import FileConfig, S3Config, Size, StorageConfig
@@ -105,6 +107,7 @@ class FastBudgetConfig(S3Config):
     type: str
     window_share: int = 64
     stale_s: float = 5.0
+    ready_s: float = KEEPS_ITS_RECORD.s3_ready_s
     label: ClassVar[str] = "s3"
     implementation: ClassVar[str] = f"{__name__}:s3_with_fast_budget"
 
@@ -115,7 +118,8 @@ def s3_with_fast_budget(config: FastBudgetConfig, geometry: Geometry, region: Ho
 
     budget.TERMS = Terms(renew_s=0.1, stale_s=config.stale_s, confirm_s=0.05, sweep_s=1.0)  # type: ignore[misc]
     record.WINDOW_SHARE = config.window_share  # type: ignore[misc]
-    return s3_tier.S3Tier(config, geometry, region, KEEPS_ITS_RECORD)
+    times = msgspec.structs.replace(KEEPS_ITS_RECORD, s3_ready_s=config.ready_s)
+    return s3_tier.S3Tier(config, geometry, region, times)
 
 
 class PatientConfig(S3Config):

@@ -92,7 +92,7 @@ def test_missing_permission(
     """It is logged once, shown in `problem` while it lasts, and heals."""
     caplog.set_level(logging.INFO, "nixl_tiers")
     # Small, so that objects are evicted; but with windows of more than one row.
-    small = {"type": "tests.mover.stub_tiers:FastBudgetConfig", "window_share": 8, "capacity": 4 << 20}
+    small = {"type": "tests.mover.stub_tiers:FastBudgetConfig", "window_share": 8, "ready_s": 1.0, "capacity": 4 << 20}
     rig = s3_rig(f"{kind} denied (403)", fields=small, **patient)
     assert isinstance(rig.tier, S3Config)
     denied = partial(ProxyFault, FaultKind.ERROR_STATUS, status=403, code="AccessDenied")
