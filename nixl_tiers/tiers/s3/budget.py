@@ -22,7 +22,7 @@ from nixl_tiers.tiers.s3.connection import S3Connection
 from nixl_tiers.tiers.s3.deletes import delete_names
 from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME, RowNames, below
 from nixl_tiers.tiers.s3.record import Counter, Record, UploadQuota
-from nixl_tiers.tiers.s3.sweep import Listed, Sweeper, whole_listing
+from nixl_tiers.tiers.s3.sweep import BEGIN, DELETE, PAGE, Listed, Sweeper, whole_listing
 from nixl_tiers.tiers.s3.takeover import Steps, Takeover, Terms
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Budget:
         self._pages: Iterator[dict[str, Any]] = iter(())
         self._wake, self._stop = threading.Event(), threading.Event()
         self._claim, self._keep, self._wait = self.old.claim, self.old.keep, self._stop.wait
-        quota.half_used = self._wake.set
+        quota.half_used = self._half_used
         self._thread = threading.Thread(target=self._run, name="nixl_tiers-budget", daemon=True)
 
     def start(self) -> None:
@@ -94,6 +94,11 @@ class Budget:
         self._stop.set()
         self._wake.set()
         self._thread.join(within_s)
+
+    def _half_used(self) -> None:
+        """On the mover's loop: have a turn soon, also between the pages of a listing."""
+        self.takeover.next_s = min(self.takeover.next_s, budget_clock() + LEAST_TURN_S)
+        self._wake.set()
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
@@ -145,10 +150,10 @@ class Budget:
         yield from self._sweeper.work(now)
 
     def _drive(self, steps: Steps[Any]) -> None:
-        """Ask the server what these steps ask."""
+        """Ask the server what these steps ask; but no more pages and deletes once this ends."""
         try:
             asked = next(steps)
-            while True:
+            while not (self._stop.is_set() and asked.what in (BEGIN, PAGE, DELETE)):
                 try:
                     answer = getattr(self, f"_{asked.what}")(asked.given)
                 except Exception as error:  # noqa: BLE001 (the steps say what it means)
@@ -156,7 +161,8 @@ class Budget:
                 else:
                     asked = steps.send((budget_clock(), answer))
         except StopIteration:
-            pass
+            return
+        steps.close()
 
     def _report(self) -> None:
         """Say so if nothing may be uploaded for long."""
@@ -171,8 +177,8 @@ class Budget:
                 f'engine {self.old.live} of an older release uses the prefix "{self._prefix}", so this one stores '
                 "there only what that one's usage record allows, until it has ended, or has crashed for a minute",
             )
-        elif self._quota.ready and now - self.takeover.changed_s <= UNCHANGED_S:
-            self._fine_s = now
+        elif (self._quota.ready or self._quota.alone) and now - self.takeover.changed_s <= UNCHANGED_S:
+            self._fine_s = now  # or another one stores alone, which is told
             self._denials.succeeded(KIND)
         elif now - self._fine_s > UNCHANGED_S:
             self._denials.report(

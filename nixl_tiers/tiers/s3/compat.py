@@ -26,8 +26,7 @@ MAX_LEASE_S: Final = 3600.0
 
 
 def _holder_of(name: str, raw: bytes) -> tuple[str, float]:
-    """Who holds the lease of this name, and for how many seconds without a renewal. "": it was released, or by nobody
-    known, or is that of an engine of this release."""
+    """Who holds the lease of this name, and for how many seconds without a renewal. "": it was released."""
     holder, lease_s = raw.partition(b" ")[0].decode("ascii", "replace"), 30.0
     if name == OWNER_NAME:
         try:
@@ -35,7 +34,7 @@ def _holder_of(name: str, raw: bytes) -> tuple[str, float]:
             holder, lease_s = str(found["engine"]), min(MAX_LEASE_S, max(60.0, float(found["lease"])))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             holder, lease_s = "?", 60.0
-    return "" if holder.startswith(NEW) else holder[:128], lease_s
+    return holder[:128], lease_s
 
 
 def old_engine_now(client: Any, bucket: str, prefix: str) -> str:
@@ -45,7 +44,7 @@ def old_engine_now(client: Any, bucket: str, prefix: str) -> str:
         found = get_object(client, bucket, below(prefix, name))
         if found is not None:
             holder, lease_s = _holder_of(name, found["Body"].read(1 << 16))
-            if holder and age_s(found) <= lease_s + SKEW_S:
+            if holder and not holder.startswith(NEW) and age_s(found) <= lease_s + SKEW_S:
                 return holder
     return ""
 
@@ -78,26 +77,30 @@ class OldEngines:
         """Who kept this mover from taking the record over, when that was asked last."""
         self._leases = _Lease(OWNER_NAME, 15.0), _Lease(JANITOR_NAME, 0.0)
 
-    def claim(self, now: float) -> bool:
-        """Whether both leases are this mover's now."""
-        self.live = next(filter(None, [self._old_holder(lease, now) for lease in self._leases]), "")
-        return not self.live and all(self._write(lease, now) for lease in self._leases)
+    def claim(self, now: float) -> bool | None:
+        """Whether a private engine has stored since the usage record was last written, and counted it nowhere; None: an
+        old engine lives."""
+        (was_owned, owner), (_, janitor) = (self._old_holder(lease, now) for lease in self._leases)
+        self.live = owner or janitor
+        return None if self.live else was_owned
 
     def keep(self, now: float) -> bool:
         """Renew what is due. False: an old engine has taken one of them."""
-        due = (lease for lease in self._leases if now >= lease.wrote_s + lease.every_s)
-        return all(self._write(lease, now) for lease in due) or self.claim(now)
+        due = [lease for lease in self._leases if now >= lease.wrote_s + lease.every_s]
+        if all(self._write(lease, now) for lease in due):
+            return True
+        return self.claim(now) is not None and all(self._write(lease, now) for lease in self._leases)
 
-    def _old_holder(self, lease: _Lease, now: float) -> str:
-        """As far as is known, or ""."""
+    def _old_holder(self, lease: _Lease, now: float) -> tuple[bool, str]:
+        """Whether an old engine was the last to hold it; and which one does, as far as is known, or ""."""
         found = self._get(lease.name)
         if found is None:
             lease.etag = None
-            return ""
+            return False, ""
         if found["ETag"] != lease.etag:
             lease.etag, lease.seen_s = found["ETag"], now
         holder, lease_s = _holder_of(lease.name, found["Body"].read(1 << 16))
-        return "" if now - lease.seen_s >= lease_s else holder
+        return not holder.startswith(NEW), "" if holder.startswith(NEW) or now - lease.seen_s >= lease_s else holder
 
     def _write(self, lease: _Lease, now: float) -> bool:
         write = secrets.token_hex(8)

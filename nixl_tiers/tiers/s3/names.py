@@ -10,8 +10,7 @@ from nixl_tiers.base.manifest import MANIFEST_NAME
 
 WRITE_TEST_NAME: Final = ".probe"
 """Below the prefix: a small object that is written to find out whether uploads are allowed and conditional writes
-supported. It is overwritten and never deleted, because other movers that share the prefix may be in the middle of such
-a test."""
+supported. The first kind is overwritten and never deleted; the other's name ends in the mover's ID."""
 
 RECENT_NAMES: Final = 2048  # more than transfers run at once: each of them asks several times
 

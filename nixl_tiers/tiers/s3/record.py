@@ -204,12 +204,21 @@ class Account:
         """Whether a sweep must precede deletes for room: too much of what is counted may not be there."""
         return not self.swept or self.windows > MAX_WINDOWS or self.failed > self._window_bytes
 
+    @property
+    def has_uncounted(self) -> bool:
+        """Whether a mover stores nothing until a sweep has begun that counts it."""
+        return not self._counters.keys() <= self.counted.keys()
+
     def read(self, counters: Mapping[str, Counter]) -> None:
         """The counters, read after the record that the next one replaces."""
         self._counters = counters
         for mover, counter in counters.items():
             before, known = self.counted.get(mover), self._failed.get(mover)
             self._failed[mover] = counter.failed
+            if before is not None and counter.ended > before + 2 * self._window_bytes:
+                # Nobody may have uploaded so much, so it is damaged. Who is not counted writes it again.
+                before = None
+                del self.counted[mover]
             if before is None:
                 if counter.ended <= self._window_bytes:  # else it waits for a sweep
                     self._add(mover, counter.ended)

@@ -9,6 +9,7 @@ full, it deletes what its first sweep finds among the oldest.
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections.abc import Callable, Iterator
@@ -179,11 +180,14 @@ class Sweeper:
     def _is_due(self) -> bool:
         account, quota = self._account, self._takeover.quota
         assert account is not None
-        if account.sweep_first or self._sweep_due or 2 * len(self._victims) <= self._kept > 0:
+        if account.sweep_first or account.has_uncounted or self._sweep_due:
+            return True
+        if 2 * len(self._victims) <= self._kept > 0:
             return True
         if self._rows is None and account.nbytes + 3 * quota.window_bytes > quota.capacity_bytes:
             return True  # room will be needed soon, and there are no names
-        return self._server_s() - account.swept >= min(SWEEP_AGE_S, self._max_age_s / SWEEPS_PER_AGE)
+        age_s = self._server_s() - account.swept
+        return not 0 <= age_s < min(SWEEP_AGE_S, self._max_age_s / SWEEPS_PER_AGE)  # a clock may have been wrong
 
     def _renew(self, steps: Steps[float]) -> Steps[float]:
         """A turn of the takeover, between two requests."""
@@ -247,7 +251,7 @@ class Sweeper:
         """Delete expired rows, and if less than a window is free the oldest others until two are."""
         account, quota = self._account, self._takeover.quota
         assert account is not None
-        window, capacity, goal = quota.window_bytes, quota.capacity_bytes, account.nbytes
+        window, capacity, goal = quota.window_bytes, quota.capacity_bytes, math.inf
         if account.nbytes + window > capacity and not account.sweep_first:
             # A window more than necessary, or there would be room for one row at a time.
             goal = max(0, capacity - 2 * window)

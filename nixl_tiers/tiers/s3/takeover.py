@@ -52,7 +52,7 @@ READ: Final = "read"  # -> (ETag, Record), each of which may be None
 WRITE: Final = "write"  # (Record, ETag that it must have; None: there must be none) -> ETag, or None
 COUNTERS: Final = "read_counters"  # -> Counter of each mover that has one
 PUBLISH: Final = "publish"  # Counter of this mover
-CLAIM: Final = "claim"  # the time -> whether no engine of an older release lives that would not be told by the record
+CLAIM: Final = "claim"  # the time -> whether an older release has stored here without the record; None: it lives
 KEEP: Final = "keep"  # the time: tell engines of older releases that the prefix is in use -> False: one of them has it
 WAIT: Final = "wait"  # seconds
 
@@ -121,10 +121,7 @@ class Takeover:
         wrote, now = yield from self._write(account.record(self.quota.mover, self._nonce()), now)
         if not wrote:
             return (yield from self._read())
-        now, kept = yield Ask(KEEP, now)
-        if not kept:
-            self.account = None
-        return now
+        return (yield from self._keep(now))
 
     def release(self, now: float) -> Steps[float]:
         """At the end: others need not wait."""
@@ -155,11 +152,11 @@ class Takeover:
         return now - self.changed_s >= self.terms.stale_s
 
     def _take(self, now: float) -> Steps[float]:
-        now, free = yield Ask(CLAIM, now)
-        if not free:
+        now, unseen = yield Ask(CLAIM, now)
+        if unseen is None:
             return now
         if not self._stayed(now):
-            record = self._first()
+            record = self._first(unseen=unseen)
             self._taking = record.write, now
             wrote, now = yield from self._write(record, now)
             if not wrote:
@@ -173,6 +170,13 @@ class Takeover:
         wrote, now = yield from self._write(account.record(self.quota.mover, self._nonce()), now)
         if wrote and now - self._taking[1] < self.terms.take_s:
             self.account = account
+            now = yield from self._keep(now)
+        return now
+
+    def _keep(self, now: float) -> Steps[float]:
+        now, kept = yield Ask(KEEP, now)
+        if not kept:
+            self.account = None
         return now
 
     def _stayed(self, now: float) -> bool:
@@ -181,9 +185,12 @@ class Takeover:
         stayed = self.record is not None and self.record.write == write
         return stayed and self.terms.confirm_s <= now - began_s < self.terms.take_s
 
-    def _first(self) -> Record:
-        """A copy of what there is: same bytes, counts, and how far was deleted."""
+    def _first(self, *, unseen: bool) -> Record:
+        """A copy of what there is: same bytes, counts, and how far was deleted. `unseen`: there may be more than it
+        says, so nothing is stored before a sweep."""
         copied = self.record or Record(self.quota.capacity_bytes)
+        if unseen:
+            copied = replace(copied, nbytes=max(copied.nbytes, self.quota.capacity_bytes), swept=0)
         return replace(copied, writer=self.quota.mover, write=self._nonce())
 
     def _account(self, counters: Mapping[str, Counter]) -> Account:

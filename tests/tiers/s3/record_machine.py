@@ -192,7 +192,7 @@ class World:
                 self.published.append((process.name, given))
                 self.highest[process.name] = max(given.ended, self.highest.get(process.name, 0))
             case str(what) if what == CLAIM:
-                return True
+                return False
             case str(what) if what == BEGIN:
                 process.listed_to = given
                 self.listings += not given

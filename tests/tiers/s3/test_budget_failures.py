@@ -309,8 +309,9 @@ class TestSweepsUnderThrottling:
 
 
 class TestCountersThatCannotBeRead:
+    @pytest.mark.parametrize("damaged", [b"?", b"9" * 15])
     @pytest.mark.parametrize("uploaded", [0, 10])
-    def test_one_that_has_arrived_damaged_is_written_again(self, uploaded: int) -> None:
+    def test_one_that_has_arrived_damaged_is_written_again(self, uploaded: int, damaged: bytes) -> None:
         """Else its mover would wait for an hour: nothing is granted, so that the counter does not change."""
         bucket = Bucket()
         terms = replace(SELDOM, renew_s=5.0)
@@ -330,10 +331,11 @@ class TestCountersThatCannotBeRead:
         def damage(name: str) -> None:
             if name == f"PUT {COUNTER_NAME}two":
                 bucket.after = lambda _: None
-                bucket.store(f"p/{COUNTER_NAME}two", b"?")
+                bucket.store(f"p/{COUNTER_NAME}two", damaged)
 
         bucket.after = damage
-        passes(30)
+        passes(60)
+        assert bucket.record.nbytes < 100 * ROW
         assert uploads(quota, bucket, range(100, 101)) == 1
 
     def test_one_of_a_mover_that_is_gone_stops_nobody(self, caplog: pytest.LogCaptureFixture) -> None:

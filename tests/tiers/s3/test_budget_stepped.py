@@ -222,6 +222,7 @@ class TestTheBudget:
         for number in range(0, 40, WINDOW_ROWS // 2):
             stored += mover.store(*(name_of(n) for n in range(number, number + WINDOW_ROWS // 2)))
             assert mover.budget._wake.is_set()
+            assert mover.budget.takeover.next_s <= bucket.now_s + LEAST_TURN_S, "also between the pages of a listing"
             mover.budget._wake.clear()
             mover.steps(after_s=0.0)
         assert stored == 40
@@ -265,6 +266,30 @@ class TestWhatIsDeleted:
         bucket.now_s += 100.0 - STEP_S - 3.0
         mover.steps(8)
         assert bucket.rows == set()
+
+    def test_no_others_than_those_that_are_too_old_while_uploads_are_counted(self) -> None:
+        bucket = Bucket()
+        me, other = (Mover(bucket, name, max_age_s=100.0) for name in ("me", "other"))
+        for each in (me, other, me, other):
+            each.steps()
+        old, young = [name_of(n) for n in range(2)], [name_of(n) for n in range(10, 14)]
+        assert other.store(*old) == len(old)
+        bucket.now_s += 60.0
+        assert other.store(*young) == len(young)
+        for each in (other, me, me, me):
+            each.steps()
+        assert bucket.rows == {*old, *young}
+
+        def slow(request: str) -> None:
+            if request == "DELETE rows":
+                bucket.now_s += TERMS.renew_s + 1
+                other.store(*(name_of(n) for n in range(20, 24)))
+                other.steps(after_s=0.0)
+
+        bucket.before = slow
+        me.steps(5)
+        assert bucket.rows >= {*young}
+        assert not bucket.rows & {*old}
 
     def test_more_than_one_request_may_name(self) -> None:
         bucket = Bucket()
@@ -367,6 +392,29 @@ class TestSweeps:
         mover = Mover(bucket, "me")
         mover.steps(3 * 720 + 10)
         assert bucket.count(LISTING) == 4
+
+    def test_a_date_that_was_wrong_puts_none_off(self) -> None:
+        bucket = Bucket(ahead_s=86400.0)
+        mover = Mover(bucket, "me")
+        mover.steps()
+        bucket.ahead_s = 0.0
+        mover.steps(10)
+        assert bucket.count(LISTING) == 2
+
+    def test_a_prefix_that_somebody_has_emptied_is_written_to_again_by_all(self) -> None:
+        """Which `aws s3 rm --recursive` does while engines run. Their counters are above a window."""
+        bucket = Bucket()
+        movers = [Mover(bucket, name, CAPACITY_ROWS + 2 * WINDOW_ROWS) for name in ("a", "b", "c")]
+        for number in range(20):
+            for place, each in enumerate(movers):
+                each.steps(after_s=STEP_S / 3)
+                each.store(*(name_of(100 * place + n) for n in range(3 * number, 3 * number + 3)))
+        bucket.objects.clear()
+        for _ in range(20):
+            for each in movers:
+                each.steps(after_s=STEP_S / 3)
+        assert [each.store(name_of(1000 + place)) for place, each in enumerate(movers)] == [1, 1, 1]
+        assert bucket.count(LISTING) < 20
 
     def test_one_with_an_age_more_often(self) -> None:
         bucket = Bucket()
@@ -517,6 +565,7 @@ class TestWhoDoesNotWrite:
             one.steps(after_s=2.5)
             two.steps(after_s=2.5)
         assert two.store(name_of(1001)) == 0
+        assert [*two.denials.current()] == ["conditional writes"], "the record is renewed all the time"
         assert one.store(name_of(1001)) == 1
         (problem,) = one.denials.current().values()
         assert "does not support conditional writes" in problem
@@ -585,6 +634,21 @@ class TestTheSteps:
         bucket.before = lambda _: None
         assert bucket.record.nbytes == 50 * ROW
         assert bucket.count(LISTING) <= 12 * 2 + 12 * 30 // 6, "no page twice for an interruption"
+
+    @pytest.mark.parametrize("stop", [LISTING, "DELETE rows"])
+    def test_one_that_is_closed_in_a_sweep_hands_over(self, stop: str) -> None:
+        """A listing may take many minutes, and a process that ends has two seconds."""
+        bucket = Bucket(page_names=10)
+        fill(bucket, 2 * CAPACITY_ROWS)
+        mover = Mover(bucket, "me")
+        bucket.before = lambda request: mover.budget._stop.set() if request == stop else None
+        mover.steps()
+        asked = [*bucket.requests]
+        mover.budget.end()
+        assert asked.count(stop) == 1
+        other = Mover(bucket, "other")
+        other.steps()
+        assert other.writes
 
     def test_the_thread_makes_them_until_it_is_closed_and_then_hands_over(
         self, monkeypatch: pytest.MonkeyPatch

@@ -125,6 +125,27 @@ def test_an_old_engine_is_told_no_more_when_another_one_goes_on_without_it(bucke
     assert [first.denials.current(), second.denials.current()] == [{}, {}]
 
 
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "crashed"])
+def test_what_a_private_engine_has_stored_beside_a_record_counts(bucket: Bucket, closed: bool) -> None:
+    """As after a rollback: it neither reads the record nor changes it."""
+    first, old = New(bucket, "first"), Old(bucket, OWNER_NAME)
+    passes(60.0, first)
+    first.budget.end()
+    passes(100.0, old)
+    for number in range(CAPACITY_ROWS):
+        bucket.store(row(number))
+    if closed:
+        old.close()
+    later = New(bucket, "later")
+    for number in range(CAPACITY_ROWS, 2 * CAPACITY_ROWS):
+        passes(5.0, later)
+        if later.quota.try_acquire(ROW):
+            bucket.store(row(number))
+            later.quota.upload_ended(ROW, bucket.now_s)
+        assert len(bucket.rows) <= CAPACITY_ROWS
+    assert later.writes
+
+
 @pytest.mark.parametrize("name", LEASES)
 def test_one_that_was_closed_is_not_waited_for(bucket: Bucket, name: str) -> None:
     old, new = Old(bucket, name), New(bucket)

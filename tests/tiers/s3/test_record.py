@@ -148,7 +148,7 @@ def drive(
                 case str(what) if what == COUNTERS:
                     answer = found
                 case str(what) if what in (CLAIM, KEEP):
-                    answer = True
+                    answer = what == KEEP
                 case str(what) if what in (WAIT, PUBLISH):
                     answer = None
             ask = steps.send((now, answer))

@@ -40,8 +40,8 @@ class RunningSweepDropsNewWindows(Account):
 class DeletesAreSubtractedBeforeASweep(Takeover):
     """The record that is made where there is none counts as swept."""
 
-    def _first(self) -> Record:
-        record = super()._first()
+    def _first(self, *, unseen: bool) -> Record:
+        record = super()._first(unseen=unseen)
         return record if self.record is not None else replace(record, swept=1, oldest=990_000)
 
 
@@ -79,7 +79,7 @@ class DeletesAreSubtractedTwice(Account):
 
 
 class UnknownPrefixCountsAsEmpty(Takeover):
-    def _first(self) -> Record:
+    def _first(self, *, unseen: bool) -> Record:
         return replace(self.record or Record(0), writer=self.quota.mover, write=self._nonce())
 
 
@@ -97,7 +97,7 @@ class TakeoverIsOneWrite(Takeover):
 
     def _take(self, now: float) -> Steps[float]:
         now, counters = yield Ask(COUNTERS)
-        self.record = self._first()
+        self.record = self._first(unseen=False)
         account = self._account(counters)
         wrote, now = yield from self._write(account.record(self.quota.mover, self._nonce()), now)
         if wrote:
