@@ -97,6 +97,5 @@ def test_eight_pods_are_those_of_the_overlay_with_one_larger_prefix() -> None:
     assert after.storage[0] == before.storage[0]
     ours, theirs = after.storage[1], before.storage[1]
     assert isinstance(ours, schema.S3Config)
-    assert ours.shared
     assert ours.model_copy(update={"capacity": theirs.capacity}) == theirs
     assert ours.capacity == 4 * theirs.capacity

@@ -176,7 +176,7 @@ def test_schemas_refuse_what_is_wrong() -> None:
 def test_configuration_is_valid_and_shares_one_prefix(config: Any, name: str) -> None:
     assert warnings_of(config) == []
     *disks, objects = config.storage
-    assert objects.shared
+    assert isinstance(objects, schema.S3Config)
     assert objects.prefix
     assert [disk.require_mount for disk in disks] == [True] * (name != "base")
 
