@@ -117,10 +117,10 @@ class Soak:
         )
 
     def run(self, seconds: float, report: Callable[[RoundResult], None]) -> None:
-        """Run rounds until `seconds` have passed, at least one. Stop after a finding."""
+        """Run rounds until `seconds` have passed, at least two: one begins with rows. Stop after a finding."""
         end = time.monotonic() + seconds
         before = ResourceCount.take()
-        while not self.findings and (not self.rounds or time.monotonic() < end):
+        while not self.findings and (len(self.rounds) < 2 or time.monotonic() < end):
             self._run_round(min(self._round_s, max(5.0, end - time.monotonic())))
             self._check_no_leaks(before)
             report(self.rounds[-1])
