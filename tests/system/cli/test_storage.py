@@ -226,11 +226,13 @@ def test_inspect_wraps_nothing_on_a_narrow_terminal(
     assert "org/model" in whose
 
 
+@pytest.mark.parametrize("header", [None, bytes(PAGE)], ids=["no journal", "damaged"])
 def test_rows_without_a_journal_are_verified_by_their_seals(
-    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
+    header: bytes | None, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write("slabs", tmp_path, region)
-    next(iter(tmp_path.rglob("manifest.journal"))).unlink()
+    (journal,) = tmp_path.rglob("manifest.journal")
+    journal.unlink() if header is None else journal.write_bytes(header + journal.read_bytes()[PAGE:])
     code, shown = run(capsys, "inspect", "--verify", tmp_path)
     assert (code, shown["namespaces"][0]["ok"]) == (OK, ROWS)
     assert run(capsys, "inspect", tmp_path)[1]["namespaces"][0]["unknown_slots"] >= ROWS

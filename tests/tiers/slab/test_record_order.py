@@ -354,7 +354,12 @@ def test_no_store_or_load_waits_for_a_flush(killed: Killed, right: str) -> None:
         killed.one.close()
 
 
-def test_no_row_is_written_while_not_even_the_header_can_be(killed: Killed, right: str) -> None:
+@pytest.mark.parametrize("way", [None, "by_nixl"], ids=["the worker", "NIXL"])
+def test_no_row_is_written_while_not_even_the_header_can_be(
+    way: str | None, killed: Killed, right: str, request: pytest.FixtureRequest
+) -> None:
+    if way is not None:
+        request.getfixturevalue(way)
     with installed(right, killed.hook):
         killed.start()
         killed.looks = False
