@@ -152,15 +152,17 @@ class MoveQueue:
         self.waiting.extendleft(reversed(self.waiting.popleft().split()))
 
     def poll(self) -> int:
-        """Go on with units that need not wait any more, also for each other; returns how many steps that were."""
-        steps = 0
-        for unit in [*self.running]:
-            while unit.ready:
-                steps += 1
-                if not unit.advance():
-                    self._ended(unit)
-                    break
-        return steps + self.poll() if steps else 0
+        """Go on with units that need not wait any more, also for each other; returns how many steps that were. None of
+        those that begin meanwhile."""
+        units, steps, before = [*self.running], 0, -1
+        while steps != before:
+            before = steps
+            for unit in units:
+                while unit in self.running and unit.ready:
+                    steps += 1
+                    if not unit.advance():
+                        self._ended(unit)
+        return steps
 
     def give_up(self) -> None:
         """End what has not been started as FAILED."""

@@ -56,8 +56,8 @@ class Growth:
                 if fewer:
                     yield from until(self._allocator.submit(self._shard.grow, slabs.end))
                     self.slots = slabs.layout.slots
-        # Before the journal is complete, what is in the tail is not known.
-        if self._shard.journal.complete:
+        # Before the journal is complete, what is in the tail is not known; and a growth that hangs may still end.
+        if self._shard.journal.complete and not growing():
             yield from self._free_tail(in_use())
 
     def _free_tail(self, in_use: set[int]) -> Iterator[list[Entry]]:

@@ -335,7 +335,8 @@ class JournalFile:
         wanted, most = (PAGE + RECORD_BYTES * min(count, self._slots) for count in (slots, self._slots))
         if wanted > self._bytes:
             end = min(-(-wanted // _EXTENT_BYTES) * _EXTENT_BYTES, most)
-            extend(self._descriptor, self._bytes, end, self.path)
+            begin = os.fstat(self._descriptor).st_size  # the header may have been written since it was opened
+            extend(self._descriptor, begin, end, self.path)
             self._bytes = end
             _library().nixl_tiers_records_room(self.writer, self.records)
 
@@ -352,8 +353,9 @@ class JournalFile:
     def close(self, *, right: bool = False) -> None:
         """`right`: its records are, and all were written: make them durable, and have the header say so. Does not
         raise."""
-        if self.writer is not None:
-            _library().nixl_tiers_records_close(self.writer, right)
+        writer, self.writer = self.writer, None
+        if writer is not None:
+            _library().nixl_tiers_records_close(writer, right)
         os.close(self._descriptor)
 
 

@@ -128,7 +128,9 @@ class Shard:
         while not scan.done:
             yield []
         rows = scan.rows
-        duplicates = yield from until(self.journal.threads.submit(self.journal.duplicates, [row.key for row in rows]))
+        duplicates = yield from until(
+            self.journal.threads.submit(lambda: self.journal.duplicates([row.key for row in rows]))
+        )
         for start in range(0, len(rows), MAX_ENTRIES):
             batch = []
             for number, row in enumerate(rows[start : start + MAX_ENTRIES], start):

@@ -106,11 +106,12 @@ class Slabs:
     def select(self, wanted: Sequence[int] | NDArray[np.int64]) -> Iterator[SlabSlots]:
         """The allocated ones of the wanted slots, by slab. `wanted`: in order. The result may be iterated over on any
         thread."""
+        wanted = np.asarray(wanted, np.int64)
         for slab, known in sorted(self._slabs.copy().items()):
             first = slab * self.layout.slots_per_slab
             start, end = np.searchsorted(wanted, [first, first + known.slots])
             if start < end:
-                yield SlabSlots(self._folder, slab_name(slab), first, np.asarray(wanted[start:end]) - first)
+                yield SlabSlots(self._folder, slab_name(slab), first, wanted[start:end] - first)
 
     def disk_is_full(self) -> bool:
         """Whether a write may have failed for lack of space: possible only in files that are not allocated ahead."""
