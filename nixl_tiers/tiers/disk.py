@@ -323,17 +323,13 @@ def read_past_cache(folder: Folder, name: str, offset: int, nbytes: int) -> NDAr
 
 
 def _read(folder: Folder, name: str, offset: int, nbytes: int, flags: int) -> NDArray[np.uint8]:
-    descriptor = folder.open(name, os.O_RDONLY | flags)
-    try:
-        with mmap.mmap(-1, align(nbytes)) as memory:
-            count, got = 0, PAGE
-            while got and count < nbytes and count % PAGE == 0:
-                with memoryview(memory) as view, view[count:] as rest:
-                    got = os.preadv(descriptor, [rest], offset + count)
-                count += got
-            return np.frombuffer(memory[: min(count, nbytes)], np.uint8)
-    finally:
-        os.close(descriptor)
+    with folder.opened(name, os.O_RDONLY | flags) as descriptor, mmap.mmap(-1, align(nbytes)) as memory:
+        count, got = 0, PAGE
+        while got and count < nbytes and count % PAGE == 0:
+            with memoryview(memory) as view, view[count:] as rest:
+                got = os.preadv(descriptor, [rest], offset + count)
+            count += got
+        return np.frombuffer(memory[: min(count, nbytes)], np.uint8)
 
 
 def try_out(folder: Folder, *, direct: bool, in_place: bool) -> None:
@@ -344,8 +340,7 @@ def try_out(folder: Folder, *, direct: bool, in_place: bool) -> None:
     flags = os.O_DIRECT if direct else 0
     try:
         with mmap.mmap(-1, 3 * PAGE) as pages:
-            descriptor = folder.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags)
-            try:
+            with folder.opened(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags) as descriptor:
                 doing = "allocated"
                 failed = fallocate(descriptor, 0, len(pages))
                 if failed and failed != errno.EOPNOTSUPP:
@@ -358,8 +353,6 @@ def try_out(folder: Folder, *, direct: bool, in_place: bool) -> None:
                     pages[PAGE : 2 * PAGE] = bytes([2]) * PAGE
                     with memoryview(pages) as view, view[PAGE : 2 * PAGE] as page:
                         _write(descriptor, page, PAGE)
-            finally:
-                os.close(descriptor)
             doing = "renamed"
             folder.rename(name, folder, new)
             doing = "read back"

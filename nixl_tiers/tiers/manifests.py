@@ -105,10 +105,7 @@ def read_manifest(folder: Folder) -> bytes | None:
     """The first bytes of a directory's manifest, as many as one may have; None if there is none, or something else in
     its place, which a rename replaces. Raises OSError."""
     try:
-        descriptor = folder.open(MANIFEST_NAME, os.O_RDONLY)
+        with folder.opened(MANIFEST_NAME, os.O_RDONLY) as descriptor:
+            return os.read(descriptor, _READ_BYTES)
     except (FileNotFoundError, NotOwned):
         return None
-    try:
-        return os.read(descriptor, _READ_BYTES)
-    finally:
-        os.close(descriptor)

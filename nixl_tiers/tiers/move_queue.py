@@ -157,11 +157,13 @@ class MoveQueue:
         units, steps, before = [*self.running], 0, -1
         while steps != before:
             before = steps
-            for unit in units:
-                while unit in self.running and unit.ready:
+            for unit in [*units]:
+                while unit.ready:
                     steps += 1
                     if not unit.advance():
                         self._ended(unit)
+                        units.remove(unit)
+                        break
         return steps
 
     def give_up(self) -> None:

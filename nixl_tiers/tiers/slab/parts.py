@@ -228,13 +228,11 @@ def lock_file(
     folder: Folder, name: str, how: int = fcntl.LOCK_EX, flags: int = os.O_RDWR | os.O_CREAT, wait_s: float = 0.0
 ) -> Iterator[int | None]:
     """Lock a file: its descriptor, or None if another process has had it locked for `wait_s`. Raises OSError."""
-    lock, deadline = folder.open(name, flags), time.monotonic() + wait_s
-    try:
+    deadline = time.monotonic() + wait_s
+    with folder.opened(name, flags) as lock:
         while not (held := _try_lock(lock, how)) and time.monotonic() < deadline:
             time.sleep(_LOCK_POLL_S)
         yield lock if held else None
-    finally:
-        os.close(lock)
 
 
 def _try_lock(lock: int, how: int) -> bool:

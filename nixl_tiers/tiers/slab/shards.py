@@ -184,9 +184,9 @@ class Shards(Parts):
         """Delete what a part has beyond its bound, the least recently used shards first, and of the last one no more
         slabs than needed. Whether it is within; False if a process holds it. Raises OSError."""
         sizes = self._sizes(part)
-        excess = sum(sizes.values()) - bound
+        excess, last = sum(sizes.values()) - bound, next(reversed(sizes), None)
         for shard, nbytes in sizes.items():
-            least = excess if shard == [*sizes][-1] else math.inf
+            least = excess if shard == last else math.inf
             if excess > 0 and not self.delete_shard(shard, least):
                 return False
             excess -= nbytes
