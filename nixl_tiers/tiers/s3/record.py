@@ -96,6 +96,8 @@ class UploadQuota:
         """Called by the mover's loop when half a window has ended that was not published."""
         self.alone = False
         """Whether only the mover that the record names may store: the server has no conditional writes."""
+        self.has_others = False
+        """Whether another mover has stored since this one began."""
         self.record = Record(0)
         """As it was read or written last; before, one that counts nobody."""
         self._may_start = False  # as far as that says
@@ -158,7 +160,9 @@ class UploadQuota:
         with self._lock:
             if record != self.record:
                 before = self.record.counted
-                self._active = max(1, sum(n > before.get(mover, n) for mover, n in record.counted.items()))
+                rising = {mover for mover, n in record.counted.items() if n > before.get(mover, n)}
+                self._active = max(1, len(rising))
+                self.has_others |= not rising <= {self.mover}
             self.record = record
             self._may_start = self.mover in record.counted and (not self.alone or record.writer == self.mover)
 

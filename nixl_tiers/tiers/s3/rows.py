@@ -1,7 +1,8 @@
 """The rows of a prefix, which engines share. Nothing is listed here, and no row is counted.
 
-Whether a row is there is asked (existence.py): when a request wants it, and before it is uploaded. The budget
-(budget.py) grants uploads, deletes, and says how far was deleted.
+Whether a row is there is asked (existence.py): when a request wants it, and, if other movers store too, before it is
+uploaded. The budget (budget.py) grants uploads, deletes, and says how far was deleted. A row that is written again
+though it was there counts twice until the next sweep.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ class Rows:
     # --- uploads ----------------------------------------------------------------------------------------------------
 
     def stores_begin(self, moves: Sequence[Move]) -> None:
-        """These rows are going to ask for room."""
+        """These rows are going to ask for room. Others may have stored them meanwhile."""
+        if not self.upload_quota.has_others:  # a question costs more than an upload of 64 KiB
+            return
         now = time.monotonic()
         self._uploads.ask(move.key for move in moves if self._absent.get(move.key, 0.0) <= now)
 
