@@ -22,7 +22,7 @@ from nixl_tiers.config.fields import shown
 from nixl_tiers.config.schema import ConfigError, TiersConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.blocking import Interrupts, StallTimeout
-from nixl_tiers.runtime.coordinator import Coordinator
+from nixl_tiers.runtime.coordinator import LOCATE_BATCH, Coordinator
 from nixl_tiers.runtime.here import ask
 from nixl_tiers.store_get import StoreGet
 
@@ -140,10 +140,10 @@ class TieredStore:
                     self._wait_for_room(len(keys[part]), stall, interrupts)
                     if not self._put_part(keys[part], chunks[part], whole, interrupts):
                         break
-                places = self.coordinator.locate(keys)
+                places = self._locate(keys)
             finally:
                 with self.coordinator.core() as core:
-                    core.finish_request(whole)
+                    core.finish(whole)
             return next((i for i, place in enumerate(places) if place is None), len(keys))
 
     def _put_part(
@@ -155,8 +155,8 @@ class TieredStore:
         while True:
             written = self._write(left, interrupts)
             with self.coordinator.core() as core:
-                core.pin(keys, whole)  # before a search for more room finds these
-            places = self.coordinator.locate(keys)
+                core.pin(whole, keys)  # before a search for more room finds these
+            places = self._locate(keys)
             if None not in places:
                 return True
             missing = {key for key, place in zip(keys, places, strict=True) if place is None}
@@ -170,7 +170,7 @@ class TieredStore:
         """Write those that no host row holds, as far as there is room. Returns which ones."""
         name = next(self._names)  # a new request: rows of earlier parts are older, and evicted first
         try:
-            plan = self.coordinator.prepare_store(list(chunk_of), name, call=True)
+            plan = self.coordinator.prepare_store(name, list(chunk_of), call=True)
             for key, row in zip(plan.keys, plan.rows, strict=True):
                 self._region.rows_view[row, : self.chunk_bytes] = chunk_of[key]
                 interrupts.point()
@@ -224,7 +224,7 @@ class TieredStore:
         Raises TypeError or ValueError for invalid keys, RuntimeError after `close`.
         """
         with self._call():
-            return self.coordinator.locate(_checked_keys(keys))
+            return self._locate(_checked_keys(keys))
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Wait until each tier has listed all that it held, or is down. False if that took longer than `timeout_s`
@@ -294,6 +294,13 @@ class TieredStore:
     def _check_open(self) -> None:
         if self.coordinator.closed:
             raise RuntimeError("this store is closed")
+
+    def _locate(self, keys: Sequence[Key]) -> list[str | None]:
+        places: list[str | None] = []
+        for start in range(0, len(keys), LOCATE_BATCH):
+            with self.coordinator.core() as core:
+                places += core.where(keys[start : start + LOCATE_BATCH], self.coordinator.now())
+        return places
 
     def _wait_for_room(self, count: int, stall: StallTimeout, interrupts: Interrupts) -> None:
         """Back-pressure: hold up a put that is faster than the tiers, or than the memory of the first minutes."""

@@ -8,6 +8,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, Final
 
 from nixl_tiers.core.key_lookup import Lookup
+from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.runtime.blocking import StallTimeout
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class StoreGet:
                 try:
                     answers = self._look_up(core, first)
                     if stalled or Lookup.PENDING not in answers:
-                        hits, rows = self._load(first, answers)
+                        hits, rows = self._load(core, first, answers)
                         break
                 finally:
                     core.end_step()
@@ -120,7 +121,7 @@ class StoreGet:
     def _look_up(self, core: TierManager, part: Slice) -> list[Lookup]:
         """`end_step` follows in the same hold."""
         now = self._coordinator.now()
-        answers = [core.lookup(key, part.name, None, now) for key in part.keys]
+        answers = core.look_up_keys(part.name, part.keys, now)
         pending = {key for key, answer in zip(part.keys, answers, strict=True) if answer is Lookup.PENDING}
         (part.to_come,) = core.rows_to_come([part.name])
         part.unsure = len(pending) > part.to_come
@@ -129,17 +130,18 @@ class StoreGet:
         part.hits = hits
         return answers
 
-    def _load(self, part: Slice, answers: Sequence[Lookup]) -> tuple[list[bool], list[int]]:
+    def _load(self, core: TierManager, part: Slice, answers: Sequence[Lookup]) -> tuple[list[bool], list[int]]:
         hits = [answer is Lookup.HIT for answer in answers]  # what is pending is none
-        self._coordinator.count_misses([key for key, hit in zip(part.keys, hits, strict=True) if not hit], part.name)
-        return hits, self._coordinator.prepare_load(list(compress(part.keys, hits)), part.name, call=True).tolist()
+        missed = [key for key, hit in zip(part.keys, hits, strict=True) if not hit]
+        core.count_misses(part.name, missed, self._coordinator.now())
+        return hits, self._coordinator.prepare_load(part.name, list(compress(part.keys, hits)), call=True).rows
 
     def _add_slice(self) -> Slice:
         part = Slice(next(self._names), self._next, self._keys[self._next : self._next + self._per_slice])
         self._slices.append(part)
         self._next += len(part.keys)
         with self._coordinator.core() as core:
-            core.be_patient(part.name)
+            core.arrive(part.name, RequestWishes(patient=True))
         return part
 
     def _ask_ahead(self) -> None:

@@ -56,7 +56,7 @@ class KeyLookups:
             or request.asked.get(key, False)
             or self._promotion.enqueue(key, request, now)
             or (check and self._checks.should_wait(key, request, now))
-            or (request.patient and self._promotion.may_be_listed(key, request, now))
+            or (request.wishes.patient and self._promotion.may_be_listed(key, request, now))
         ):
             self._promotion.wait(request, now)
             request.note_missing(key)

@@ -68,7 +68,7 @@ class Misses:
         for tier, is_held in zip(self._state.tiers, holds, strict=True):
             if not is_held:
                 continue
-            if request.allowed is not None and tier.number not in request.allowed:
+            if request.wishes.allowed is not None and tier.number not in request.wishes.allowed:
                 reason = reason or (tier.number, "missed_excluded")
             elif not (member := tier.member_of(key)).readable:
                 reason = (tier.number, "missed_down" if member.state is TierState.DOWN else "missed_open")

@@ -51,17 +51,17 @@ class Holds:
     def __init__(self, store: nixl_tiers.TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lookups = self.longest = self._here = self._depth = 0
         self._hold, self._changed = store.coordinator._hold, store.coordinator.changed
-        lookup = store.coordinator._core.lookup
+        look_up = store.coordinator._core.look_up_keys
 
-        def counted(*arguments: Any) -> Any:
-            self.lookups += 1
-            self._here += 1
+        def counted(name: str, keys: Any, *arguments: Any) -> Any:
+            self.lookups += len(keys)
+            self._here += len(keys)
             self.longest = max(self.longest, self._here)
             if not self._depth:
                 self._here = 0
-            return lookup(*arguments)
+            return look_up(name, keys, *arguments)
 
-        monkeypatch.setattr(store.coordinator._core, "lookup", counted)
+        monkeypatch.setattr(store.coordinator._core, "look_up_keys", counted)
         monkeypatch.setattr(store.coordinator, "_hold", self)
         monkeypatch.setattr(store.coordinator, "changed", self)
 
