@@ -31,7 +31,7 @@ from nixl_tiers.core.key_lookup import KeyLookups, Lookup
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.lookup import Chains, Scan
 from nixl_tiers.core.measurements import Measurements
-from nixl_tiers.core.misses import Misses
+from nixl_tiers.core.misses import Cause, Misses
 from nixl_tiers.core.prefetch_queue import Rank
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.promotion import Promotion, RequestIndex
@@ -205,9 +205,10 @@ class TierManager:
         rows = map(self.host.index.get, keys)
         return [CPU if row is None else row.source for row in rows]
 
-    def count_misses(self, name: str, keys: Sequence[Key], now: float) -> None:
-        """Count why the request has to compute these chunks, in prefix order from its first miss. Once a chunk."""
-        self._misses.count(keys, self._requests.get(name), now)
+    def count_misses(self, name: str, keys: Iterable[Key], now: float, last: Cause = None) -> Cause:
+        """Count why the request has to compute these chunks, in prefix order from its first miss. Once a chunk.
+        `last`: what this returned of the chunks before these."""
+        return self._misses.count(keys, self._requests.get(name), now, last)
 
     def end_step(self, began: Iterable[str] = (), preempted: Iterable[str] = ()) -> None:
         """The scheduler's step is over: its hits that it did not load may be evicted again. `began`: requests that

@@ -120,9 +120,10 @@ class Lookups:
                 group = get_offload_group_idx(key)
                 behind = [other for other in behind if get_offload_group_idx(other) == group]
             missed += behind
+        last = None
         for start in range(0, len(missed), COUNT_BATCH):
             with self._coordinator.core() as core:
-                core.count_misses(request, missed[start : start + COUNT_BATCH], self._coordinator.now())
+                last = core.count_misses(request, missed[start : start + COUNT_BATCH], self._coordinator.now(), last)
 
     def end_step(self) -> None:
         """Before the next one, each request is looked up anew."""

@@ -412,6 +412,17 @@ def test_a_chunk_is_a_miss_once_a_request_however_often_it_is_looked_up(rig: Man
     assert rig.manager.get_stats().data["data"]["nixl_tiers:misses"]["none", "never_stored"] == 1
 
 
+def test_misses_are_the_same_however_many_holds_it_takes_to_count_them(
+    rig: ManagerRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nixl_tiers.vllm.lookups.COUNT_BATCH", 2)
+    keys = keys_of(ROWS)
+    rig.store(rig.request("writer", *keys[1:]), *keys[1:])
+    assert rig.manager.lookup(keys[0], rig.request("reader", *keys)) is LookupResult.MISS
+    values = rig.manager.get_stats().data["data"]
+    assert values["nixl_tiers:misses"]["none", "never_stored"] == ROWS, "what is behind a miss has its reason"
+
+
 class ScriptedCoordinator:
     """A coordinator, and its core, with scripted answers, for what host memory alone cannot show."""
 
@@ -442,7 +453,7 @@ class ScriptedCoordinator:
     def look_up_keys(self, request: str, keys: Sequence[bytes], *_: Any, **__: Any) -> list[Lookup]:
         return [self.answer for _ in keys]
 
-    def count_misses(self, request: str, keys: list[bytes], now: float) -> None:
+    def count_misses(self, request: str, keys: list[bytes], now: float, last: None) -> None:
         pass
 
     def look_up(self, request: str, chain: Chain, start: int, now: float, first: int) -> Scan:
