@@ -59,7 +59,7 @@ class Coordinator:
     The region belongs to the coordinator, and is closed with it. Several threads may call.
 
     `now()`: the seconds in which this process ran, which the core takes as time: of a pause, as of a stopped machine,
-    hardly anything counts.
+    hardly anything counts, where there are storage tiers.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class Coordinator:
         self.config = config
         self.region = region
         self.changed = threading.Condition(lock)
-        self.now = clock or RunningClock()
+        # Without storage tiers nothing reads a clock while the engine is idle, which would be taken for a pause.
+        self.now = clock or (RunningClock() if config.storage else time.monotonic)
         self._core = core
         self._link = MoverLink(
             core,

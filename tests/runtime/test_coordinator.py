@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.testing.config import MemoryConfig
 from tests.support import inside
+from tests.support.core import all_good, end_step
 
 CHUNK_BYTES = 60_000
 GEOMETRY = Geometry(1, CHUNK_BYTES)
@@ -78,6 +80,24 @@ def test_copies_during_which_the_machine_was_stopped_took_no_time_meanwhile() ->
         price = inside.state(core).price_of_copies(now)
         assert 0.0 < price.seconds(1) < 2 * COUNTED_S
         coordinator.close(0.0)
+
+
+def test_without_storage_tiers_the_time_of_an_idle_engine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No supervisor reads the clock once a second then, which tells an idle engine from a stopped machine."""
+    moments = {"now": 0.0}
+    monkeypatch.setattr(time, "monotonic", lambda: moments["now"])
+    monkeypatch.setattr(RunningClock.__init__, "__defaults__", (time.monotonic,))
+    config = configuration.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
+    coordinator = Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, 8))
+    with coordinator.core() as core:
+        core.prepare_store("r", [b"a"])
+        core.complete_store([b"a"], all_good)
+        assert core.retain([b"a"], coordinator.now() + 60.0)
+    for _ in range(3):  # requests come and go once in a while
+        moments["now"] += 300.0
+        end_step(coordinator)
+    assert coordinator.counters()["cpu"]["retained_rows"] == 0
+    coordinator.close(0.0)
 
 
 def test_rows_are_used_as_far_as_their_memory_is_there() -> None:
