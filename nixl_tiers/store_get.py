@@ -26,19 +26,19 @@ AHEAD_KEYS: Final = 4096  # that may come up at once
 class Slice:
     """Some of the keys, from `start` on, and the request (`name`) on whose behalf they come up.
 
-    `to_come`: rows that it has asked for and that have not come; `hits`: of its last look-ups. `unsure`: it waits for
+    `come`: rows that it has asked for and that have come; `to_come`: that have not; `hits`: of its last look-ups. `unsure`: it waits for
     something else too, such as a tier's listing or answer, so that only look-ups can tell what of it is to be brought
     up.
     """
 
-    __slots__ = ("hits", "keys", "name", "start", "to_come", "unsure")
+    __slots__ = ("come", "hits", "keys", "name", "start", "to_come", "unsure")
 
     def __init__(self, name: str, start: int, keys: Sequence[Key]) -> None:
         self.name = name
         self.start = start
         self.keys = keys
         self.hits: int | None = None
-        self.to_come = 0
+        self.come = self.to_come = 0
         self.unsure = False
 
 
@@ -123,7 +123,7 @@ class StoreGet:
         now = self._coordinator.now()
         answers = core.look_up_keys(part.name, part.keys, now)
         pending = {key for key, answer in zip(part.keys, answers, strict=True) if answer is Lookup.PENDING}
-        (part.to_come,) = core.rows_to_come([part.name])
+        ((_, part.to_come),) = core.rows_to_come([part.name])
         part.unsure = len(pending) > part.to_come
         hits = answers.count(Lookup.HIT)
         self._come += 0 if part.hits is None else max(0, hits - part.hits)
@@ -158,9 +158,9 @@ class StoreGet:
     def _has_stalled(self, core: TierManager) -> bool:
         """Whether no row has come for as long as may be waited."""
         names = [part.name for part in self._slices]
-        for part, to_come in zip(self._slices, core.rows_to_come(names), strict=True):
-            self._come += max(0, part.to_come - to_come)
-            part.to_come = to_come
+        for part, (come, to_come) in zip(self._slices, core.rows_to_come(names), strict=True):
+            self._come += come - part.come
+            part.come, part.to_come = come, to_come
         stalled = self._stall.expired(self._come)
         core.wait_on(names, self._coordinator.now() + self._stall.left_s)
         return stalled

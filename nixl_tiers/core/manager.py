@@ -303,9 +303,10 @@ class TierManager:
         """Of each key the first tier in which it could be hit now."""
         return [self._where(key, now) for key in keys]
 
-    def rows_to_come(self, names: Iterable[str]) -> list[int]:
-        """How many rows each of these requests has asked for, and waits for, of storage tiers. O(1) for each."""
-        return [self._requests.get(name).rows_awaited for name in names]
+    def rows_to_come(self, names: Iterable[str]) -> list[tuple[int, int]]:
+        """Of each of these requests: how many of the rows that it has asked storage tiers for have come so far, and for
+        how many it waits. O(1) for each."""
+        return [(each.rows_come, each.rows_awaited) for each in map(self._requests.get, names)]
 
     def wait_on(self, names: Iterable[str], until_s: float) -> None:
         """Those of these requests that wait have this deadline from now on."""

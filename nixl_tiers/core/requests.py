@@ -80,6 +80,7 @@ class Request:
         "position",
         "rescan",
         "rows_awaited",
+        "rows_come",
         "scan_hits",
         "seen_s",
         "step",
@@ -110,6 +111,7 @@ class Request:
         # Keys queued for promotion on its behalf: True until they have come, False once the host had no room.
         self.asked: dict[Key, bool] = {}
         self.rows_awaited = 0  # how many of them are True
+        self.rows_come = 0  # how many have come, of all that it has ever asked for
         self.pinned: dict[Key, Row] = {}
         self._counted_as_waiting = 0  # what of Generation.pinned_by_waiting it accounts for
         self.scan_hits: list[Row] = []  # hits of the scan so far, to be pinned if the request turns out to wait
@@ -164,12 +166,12 @@ class Request:
 
     def row_arrived(self, key: Key) -> None:
         """This row is in host memory: it asks for it no more."""
-        self.rows_awaited -= self.asked.pop(key, False)
-        self._count()
+        self.rows_come += self.asked.get(key, False)
+        self._ask_no_more(key)
 
     def withdraw(self, key: Key) -> None:
         """It asks for this row no more: its tier cannot load it now."""
-        self.row_arrived(key)
+        self._ask_no_more(key)
         self.idle_until_s = NEVER
 
     def refuse(self, key: Key) -> None:
@@ -254,6 +256,10 @@ class Request:
         self.scan_hits.clear()
         self.asked.clear()
         self.rows_awaited = 0
+        self._count()
+
+    def _ask_no_more(self, key: Key) -> None:
+        self.rows_awaited -= self.asked.pop(key, False)
         self._count()
 
     def _count(self) -> None:
