@@ -26,9 +26,9 @@ AHEAD_KEYS: Final = 4096  # that may come up at once
 class Slice:
     """Some of the keys, from `start` on, and the request (`name`) on whose behalf they come up.
 
-    `come`: rows that it has asked for and that have come; `to_come`: that have not; `hits`: of its last look-ups. `unsure`: it waits for
-    something else too, such as a tier's listing or answer, so that only look-ups can tell what of it is to be brought
-    up.
+    `come`: rows that it has asked for and that have come; `to_come`: that have not; `hits`: of its last look-ups.
+    `unsure`: it waits for something else too, such as a tier's listing or answer, so that only look-ups can tell what
+    of it is to be brought up.
     """
 
     __slots__ = ("come", "hits", "keys", "name", "start", "to_come", "unsure")

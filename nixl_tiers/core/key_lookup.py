@@ -19,7 +19,7 @@ class Lookup(Enum):
 
 
 class KeyLookups:
-    """Answers look-ups of single keys (`TierManager.lookup`)."""
+    """Answers look-ups of single keys (`TierManager.look_up_keys`)."""
 
     def __init__(self, state: CascadeState, checks: ExistenceChecks, promotion: Promotion) -> None:
         self._host = state.host
@@ -29,7 +29,7 @@ class KeyLookups:
     def lookup(
         self, request: Request, key: Key, position: int | None, now: float, first: int, *, check: bool
     ) -> Lookup:
-        """See `TierManager.lookup`."""
+        """See `TierManager.look_up_keys`."""
         waits = request.begin(self._host.step, position)
         if request.answered:
             return Lookup.MISS
