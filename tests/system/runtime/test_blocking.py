@@ -151,7 +151,7 @@ def test_a_flush_may_be_interrupted(store: nixl_tiers.TieredStore, monkeypatch: 
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         return 1
 
-    monkeypatch.setattr(store.coordinator._core, "backlog", backlog)
+    monkeypatch.setattr(store.coordinator._core.writeback, "backlog", backlog)
     with pytest.raises(KeyboardInterrupt):
         store.flush(120)
     assert not store.flush(0.01)
