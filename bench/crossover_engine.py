@@ -32,8 +32,8 @@ class Trace:
         note = self._note
         _after(pricing, "choose", self._chosen)
         _after(core, "anticipate", lambda _, *given: note("arrives", len(given[1])))
-        _after(core.copies, "prepare_load", lambda _, keys, *_more, **_named: note("loads", len(keys)))
-        _after(core.copies, "copied", lambda _, rows, seconds, *_more, **_named: note("copied", rows, seconds))
+        _after(core, "prepare_load", lambda _, __, keys, *_more, **_named: note("loads", len(keys)))
+        _after(core._copies, "copied", lambda _, rows, seconds, *_more, **_named: note("copied", rows, seconds))
         _after(core._promotion, "give_up_waiting", lambda *_: note("gives up"))
         _after(core._measurements, "declined", lambda _, *given: note("declines", len(given[1])))
         _after(core, "turn", lambda jobs, *_: [self._note_job("starts", job) for job in jobs])

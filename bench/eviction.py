@@ -35,6 +35,7 @@ from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import CPU
 from nixl_tiers.core.types import TierSpec
+from tests.support.core import all_good, look_up_key
 
 ROOT = Path(__file__).resolve().parent.parent
 ROW_BYTES = 4096  # nothing is moved
@@ -124,7 +125,7 @@ def _look_up(core: TierManager, prompt: Prompt, meter: Meter) -> list[Key]:
         pending = False
         with meter.take("lookup"):
             for end, key in enumerate(prompt.keys):
-                answer = core.lookup(key, prompt.name, end, prompt.now_s)
+                answer = look_up_key(core, key, prompt.name, end, prompt.now_s)
                 if answer is Lookup.MISS:
                     break
                 pending = pending or answer is Lookup.PENDING
@@ -139,13 +140,13 @@ def _look_up(core: TierManager, prompt: Prompt, meter: Meter) -> list[Key]:
 def _serve(core: TierManager, prompt: Prompt, found: list[Key], meter: Meter) -> None:
     rest = prompt.keys[len(found) :]
     with meter.take("load"):
-        core.copies.prepare_load(found, prompt.name)
-        core.copies.complete_load(prompt.name)
+        core.prepare_load(prompt.name, found, 0.0)
+        core.complete_load(prompt.name, 0.0)
     with meter.take("store"):
-        plan = core.copies.prepare_store(rest, prompt.name)
-        core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())
+        plan = core.prepare_store(prompt.name, rest)
+        core.complete_store(plan.keys, all_good)
     with meter.take("end"):
-        core.finish_request(prompt.name)
+        core.finish(prompt.name)
         core.end_step()
     for kind, keys in (("load", found), ("store", rest), ("end", prompt.keys)):
         meter.count(kind, len(keys))

@@ -40,6 +40,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm.connector import NixlTiersConnector
 from nixl_tiers.vllm.manager import NixlTiersManager
+from tests.support.core import all_good
 from tests.support.vllm_lookups import hashes
 
 PROMPTS: Final = 50
@@ -153,9 +154,9 @@ def _tiers(chains: list[list[OffloadKey]], storage: int, chunk_tokens: int) -> t
     coordinator = Coordinator(config, Namespace.of({"bench": 1}), region)
     core: Any = coordinator._core
     for number, chain in enumerate(chains):
-        core.copies.prepare_store(chain, f"put-{number}")
-        core.copies.complete_store(core.copies.rows_being_filled(chain), ())
-        core.finish_request(f"put-{number}")
+        core.prepare_store(f"put-{number}", chain)
+        core.complete_store(chain, all_good)
+        core.finish(f"put-{number}")
     for tier in range(storage):
         take_all(core.events.opened(tier, 2 * rows))
         listed = enumerate(key for chain in chains for key in chain)

@@ -37,6 +37,7 @@ from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.types import Job, TierSpec
+from tests.support.core import all_good
 
 OUT: Final = Path(__file__).resolve().parent.parent / "bench-out" / "queueing.json"
 CHUNK_TOKENS: Final = 512  # of the trace's blocks
@@ -161,7 +162,7 @@ class VirtualEngine:
             request = arriving.popleft()
             queue.append(request)
             if self._arm.queue:
-                self.core.queue(request.name)
+                self.core.arrive(request.name)
             if self._arm.ahead:
                 self.core.anticipate(request.name, request.keys, (0.0,))
             if self._busy:  # the engine's next step, which has no room for it, begins soon: prompts come in chunks
@@ -174,11 +175,11 @@ class VirtualEngine:
             if not (self._arm.tiers and request.keys):
                 self.core.end_step([request.name])
                 return request, 0
-            scan = self.core.scan(request.name, Chain((Group(request.keys, CHUNK_TOKENS),)), 0, self.now)
+            scan = self.core.look_up(request.name, Chain((Group(request.keys, CHUNK_TOKENS),)), 0, self.now)
             if not scan.waits:
                 hits = scan.end // CHUNK_TOKENS
                 if hits:
-                    self.core.copies.prepare_load(request.keys[:hits], request.name)
+                    self.core.prepare_load(request.name, request.keys[:hits], 0.0)
                 self.core.end_step()
                 return request, hits
         self.core.end_step()
@@ -188,17 +189,16 @@ class VirtualEngine:
         self._busy = True
         if hits:
             self._pass(hits * self._machine.copy_s, arriving, queue)
-            self.core.copies.complete_load(request.name)
-            self.core.copies.copied(hits, hits * self._machine.copy_s, self.now)
+            self.core.complete_load(request.name, self.now, hits * self._machine.copy_s)
         tokens = len(request.keys) * CHUNK_TOKENS + 1
         self._pass(self._machine.compute_s(hits * CHUNK_TOKENS, tokens), arriving, queue)
         self._busy = False
         self.result.first_s.append(self.now - request.arrival_s)
         self.result.loaded += hits
         if self._arm.tiers:
-            plan = self.core.copies.prepare_store(request.keys[hits:], request.name)
-            self.core.copies.complete_store(self.core.copies.rows_being_filled(plan.keys), ())
-            self.core.finish_request(request.name)
+            plan = self.core.prepare_store(request.name, request.keys[hits:])
+            self.core.complete_store(plan.keys, all_good)
+            self.core.finish(request.name)
             self.core.end_step()
 
     def _pass(self, seconds: float, arriving: deque[Request], queue: deque[Request]) -> None:

@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -20,18 +21,23 @@ from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.fields import shown
 from nixl_tiers.config.schema import ConfigError, TiersConfig
+from nixl_tiers.core.key_lookup import Lookup
+from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.blocking import Interrupts, StallTimeout
-from nixl_tiers.runtime.coordinator import Coordinator
+from nixl_tiers.runtime.coordinator import LOCATE_BATCH, Coordinator
 from nixl_tiers.runtime.here import ask
-from nixl_tiers.store_get import StoreGet
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from nixl_tiers.core.manager import TierManager
+
 log = logging.getLogger(__name__)
 
 PUT_KEYS: Final = 1024  # whose rows are allocated in one hold of the lock
+GET_KEYS: Final = 256  # that are looked up, and whose load is prepared, in one hold
+AHEAD_KEYS: Final = 4096  # that a get has come up at once
 MEMORY_POLL_S: Final = 0.01
 
 
@@ -98,6 +104,23 @@ def _chunk_bytes(value: object) -> int:
     return int(value)
 
 
+@dataclass(slots=True)
+class _Part:
+    """Some of the keys of a get, from place `start` on, and the request (`name`) on whose behalf they come up.
+
+    `come`: how many rows have, of those that it has asked for; `to_come`: and have not. `unsure`: it waits for
+    something else too, such as a tier's listing or answer, so that only look-ups can tell what of it is to be brought
+    up. Of such parts one at a time is asked for: a medium answers few questions at once.
+    """
+
+    name: str
+    start: int
+    keys: list[Key]
+    come: int = 0
+    to_come: int = 0
+    unsure: bool = False
+
+
 class TieredStore:
     """Puts and gets chunks by key, over host memory and any number of storage tiers.
 
@@ -114,6 +137,8 @@ class TieredStore:
         quarter = max(1, self._region.rows // 4)
         self._batch = min(PUT_KEYS, quarter)
         self._most_waiting = 2 * quarter  # rows that a put leaves to be written to storage
+        self._most_asked = min(AHEAD_KEYS, quarter)
+        self._get_keys = min(GET_KEYS, max(1, self._most_asked // 4))
 
     def put(self, keys: Sequence[Key], rows: Any) -> int:
         """Store chunk `rows[i]` under `keys[i]`. Returns how many of them, counted from the first, are in a tier now.
@@ -140,10 +165,10 @@ class TieredStore:
                     self._wait_for_room(len(keys[part]), stall, interrupts)
                     if not self._put_part(keys[part], chunks[part], whole, interrupts):
                         break
-                places = self.coordinator.locate(keys)
+                places = self._locate(keys)
             finally:
                 with self.coordinator.core() as core:
-                    core.finish_request(whole)
+                    core.finish(whole)
             return next((i for i, place in enumerate(places) if place is None), len(keys))
 
     def _put_part(
@@ -155,8 +180,8 @@ class TieredStore:
         while True:
             written = self._write(left, interrupts)
             with self.coordinator.core() as core:
-                core.pin(keys, whole)  # before a search for more room finds these
-            places = self.coordinator.locate(keys)
+                core.pin(whole, keys)  # before a search for more room finds these
+            places = self._locate(keys)
             if None not in places:
                 return True
             missing = {key for key, place in zip(keys, places, strict=True) if place is None}
@@ -170,7 +195,7 @@ class TieredStore:
         """Write those that no host row holds, as far as there is room. Returns which ones."""
         name = next(self._names)  # a new request: rows of earlier parts are older, and evicted first
         try:
-            plan = self.coordinator.prepare_store(list(chunk_of), name, call=True)
+            plan = self.coordinator.prepare_store(name, list(chunk_of), call=True)
             for key, row in zip(plan.keys, plan.rows, strict=True):
                 self._region.rows_view[row, : self.chunk_bytes] = chunk_of[key]
                 interrupts.point()
@@ -192,15 +217,74 @@ class TieredStore:
         """
         with self._call() as interrupts:
             keys = _checked_keys(keys)
-            rows = _out_of(out, len(keys), self.chunk_bytes)
-            return StoreGet(
-                self.coordinator,
-                keys,
-                rows,
-                wait_s=self._wait_s,
-                names=self._names,
-                point=lambda: self._point(interrupts),
-            ).run()
+            return self._get(keys, _out_of(out, len(keys), self.chunk_bytes), interrupts)
+
+    def _get(self, keys: list[Key], out: NDArray[np.uint8], interrupts: Interrupts) -> list[bool]:
+        """Part by part: each is looked up when there is room for what it asks for, and again when all of that has come,
+        which is read then; or when nothing has come of any of them for `wait_s`."""
+        hits, stall = [False] * len(keys), StallTimeout(self._wait_s)
+        parts: list[_Part] = []  # that are asked for
+        begun = come = 0  # keys of the parts so far; rows that have come for those that are read
+        try:
+            while begun < len(keys) or parts:
+                room = self._most_asked - sum(len(part.keys) for part in parts)
+                may_ask = not parts or (room >= self._get_keys and not any(part.unsure for part in parts))
+                if new := begun < len(keys) and may_ask:
+                    parts.append(_Part(next(self._names), begun, keys[begun : begun + self._get_keys]))
+                    begun += self._get_keys
+                with self.coordinator.core() as core:
+                    if new:
+                        core.arrive(parts[-1].name, RequestWishes(patient=True))
+                    part = parts[-1] if new else self._due(core, parts, stall, come, interrupts)
+                    rows = self._look_up(core, part, stalled=stall.left_s <= 0)
+                if rows is None:
+                    continue
+                for place, row in rows.items():
+                    out[place] = self._region.rows_view[row, : self.chunk_bytes]
+                    hits[place] = True
+                    self._point(interrupts)
+                come += part.come
+                parts.remove(part)
+                self.coordinator.end_call(part.name)
+        finally:
+            for part in parts:
+                self.coordinator.end_call(part.name)
+        return hits
+
+    def _due(
+        self, core: TierManager, parts: Sequence[_Part], stall: StallTimeout, come: int, interrupts: Interrupts
+    ) -> _Part:
+        """Wait for a part to be looked up again. One that is not known to come is, whenever something has happened."""
+        names, unsure = [part.name for part in parts], next((part for part in parts if part.unsure), None)
+        waited = False
+        while True:
+            for part, (come_of, to_come) in zip(parts, core.rows_to_come(names), strict=True):
+                part.come, part.to_come = come_of, to_come
+            stalled = stall.expired(come + sum(part.come for part in parts))
+            core.wait_on(names, self.coordinator.now() + stall.left_s)
+            for part in parts:
+                if stalled or not (part.to_come or part.unsure):
+                    return part
+            if waited and unsure is not None:
+                return unsure
+            self._wait(stall, interrupts)
+            waited = True
+
+    def _look_up(self, core: TierManager, part: _Part, *, stalled: bool) -> dict[int, int] | None:
+        """The host rows of what is there of a part, by the place of each key; None if the rest is worth a wait."""
+        now = self.coordinator.now()
+        answers = core.look_up_keys(part.name, part.keys, now)
+        pending = {key for key, answer in zip(part.keys, answers, strict=True) if answer is Lookup.PENDING}
+        ((part.come, part.to_come),) = core.rows_to_come([part.name])
+        part.unsure = len(pending) > part.to_come
+        rows = None
+        if stalled or not pending:
+            found = {at: part.keys[at] for at, answer in enumerate(answers) if answer is Lookup.HIT}
+            core.count_misses(part.name, [key for at, key in enumerate(part.keys) if at not in found], now)
+            plan = self.coordinator.prepare_load(part.name, list(found.values()), call=True)
+            rows = {part.start + at: row for at, row in zip(found, plan.rows, strict=True)}
+        core.end_step()
+        return rows
 
     def prefetch(self, keys: Sequence[Key]) -> None:
         """Promote chunks to host memory in the background, so that a later `get` need not wait for storage.
@@ -224,7 +308,7 @@ class TieredStore:
         Raises TypeError or ValueError for invalid keys, RuntimeError after `close`.
         """
         with self._call():
-            return self.coordinator.locate(_checked_keys(keys))
+            return self._locate(_checked_keys(keys))
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Wait until each tier has listed all that it held, or is down. False if that took longer than `timeout_s`
@@ -294,6 +378,13 @@ class TieredStore:
     def _check_open(self) -> None:
         if self.coordinator.closed:
             raise RuntimeError("this store is closed")
+
+    def _locate(self, keys: Sequence[Key]) -> list[str | None]:
+        places: list[str | None] = []
+        for start in range(0, len(keys), LOCATE_BATCH):
+            with self.coordinator.core() as core:
+                places += core.where(keys[start : start + LOCATE_BATCH], self.coordinator.now())
+        return places
 
     def _wait_for_room(self, count: int, stall: StallTimeout, interrupts: Interrupts) -> None:
         """Back-pressure: hold up a put that is faster than the tiers, or than the memory of the first minutes."""

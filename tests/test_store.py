@@ -41,6 +41,7 @@ class SlowTier:
         self.stop_s = 0.0  # during the next wait the machine is stopped for so long
         self._stopped_s = 0.0
         self._stuck = stuck
+        self.outcome = Outcome.OK
         self._jobs: deque[Job] = deque()
         path = {"type": "file", "path": "/nowhere", "capacity": "1MiB", "min_free": 0}
         geometry = Geometry(1, SIZE)
@@ -70,7 +71,7 @@ class SlowTier:
         stuck = [job for job in self._jobs if job.moves[0].key in self._stuck]
         self._jobs = deque(job for job in self._jobs if job not in stuck)
         if self._jobs:
-            self._core.events.finished(0, self._jobs.popleft().id, [Outcome.OK], self.now)
+            self._core.events.finished(0, self._jobs.popleft().id, [self.outcome], self.now)
         return True
 
 
@@ -90,9 +91,18 @@ def test_no_key_is_a_miss_because_the_machine_was_stopped(monkeypatch: pytest.Mo
         assert store.get(keys, np.zeros((60, SIZE), np.uint8)) == [True] * 60
 
 
-def test_row_that_never_comes_is_a_miss_soon_after_the_last_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_never_come_are_misses_soon_after_the_last_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = keys_of(60)
-    tier = SlowTier(keys, monkeypatch, keys[0])
+    tier = SlowTier(keys, monkeypatch, *keys[::20])
     with TieredStore(tier.coordinator) as store:
-        assert store.get(keys, np.zeros((60, SIZE), np.uint8)) == [False] + [True] * 59
-    assert tier.now <= 100.0 + 60 * POLL_S + 2 * WAIT_S
+        assert store.get(keys, np.zeros((60, SIZE), np.uint8)) == ([False] + [True] * 19) * 3
+    assert tier.now <= 100.0 + 60 * POLL_S + WAIT_S
+
+
+def test_rows_that_are_given_up_prolong_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = keys_of(60)
+    tier = SlowTier(keys, monkeypatch)
+    tier.outcome = Outcome.FAILED
+    with TieredStore(tier.coordinator) as store:
+        assert store.get(keys, np.zeros((60, SIZE), np.uint8)) == [False] * 60
+    assert tier.now <= 100.0 + WAIT_S + POLL_S

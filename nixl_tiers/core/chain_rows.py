@@ -112,7 +112,7 @@ class RowFinder:
         """Whether the host, or a tier that the request may load from, has the key's row."""
         if key in self._host.index:
             return True
-        allowed = request.allowed
+        allowed = request.wishes.allowed
         return any((allowed is None or tier.number in allowed) and tier.can_load(key, now) for tier in self._tiers)
 
     # --- inside ------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class RowFinder:
         if request.rows_awaited < len(request.asked):
             stop = next((place for place in absent if not request.asked.get(keys[place], True)), stop)
         for tier in self._tiers:
-            if request.allowed is not None and tier.number not in request.allowed:
+            if request.wishes.allowed is not None and tier.number not in request.wishes.allowed:
                 continue
             here = tier.can_load_many([keys[place] for place in absent], now)
             if False not in here:

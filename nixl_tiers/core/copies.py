@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.promotion import Promotion, RequestIndex
+from nixl_tiers.core.requests import Request
 from nixl_tiers.core.rows import CPU, Generation, Row, RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Load, Savings
 from nixl_tiers.core.writeback import WriteBack
 
 _READY: Final = RowState.READY  # members of an enum are found by a slow attribute look-up before Python 3.12
+
+
+Judge = Callable[[Sequence[Row]], tuple[Collection[Key], Collection[Key]]]
+"""Says of rows that nobody writes any more which keys' hold nothing usable, and which lack their first sub-blocks, so
+that no load can use them."""
 
 
 class LoadPlan(NamedTuple):
@@ -66,24 +72,26 @@ class Copies:
 
     def prepare_load(
         self,
-        keys: Sequence[Key],
         name: str,
+        keys: Sequence[Key],
+        now: float,
         *,
-        call: bool = False,
         tokens: Sequence[int] = (),
-        load: Load | None = None,
+        end: int | None = None,
+        call: bool = False,
     ) -> LoadPlan:
         """Pin the rows of `keys`, all of them hits of this step. `tokens`: how many each key saves the engine from
-        computing, and `load`: which ones they are and when their copy began, for the metrics.
+        computing, and `end`: the token of the request before which they end, for the metrics.
 
         They are pinned until complete_load or, if a `call` is to read them, end_call.
         """
         request = self._requests.get(name)
+        load = None if end is None else Load(max(0, end - sum(tokens)), end, now)
         tick = self._state.tick_of(request)
         rows = [self._host.index[key] for key in keys]
         assert {row.state for row in rows} <= {_READY}, "load of a row that is not ready"
         self._reference(rows, name, call)
-        self._use(rows, name, tick)
+        self._use(rows, request, tick)
         sources = [row.source for row in rows]
         if not call:
             self._loads.setdefault(name, []).append(rows)
@@ -106,30 +114,24 @@ class Copies:
         missing = {place: row.missing for place, row in enumerate(rows) if row.missing}
         return LoadPlan([row.index for row in rows], sources, missing)
 
-    def partial(self, keys: Sequence[Key]) -> dict[int, int]:
-        """Of the host's rows of `keys`, those that lack sub-blocks: place in `keys` -> how many at the beginning."""
-        missing = (self._host.index[key].missing for key in keys)
-        return {place: count for place, count in enumerate(missing) if count}
+    def complete_load(
+        self, name: str, now: float, took_s: float | None = None, *, at_most: bool = False, failed: bool = False
+    ) -> None:
+        """Workers are done with the rows of this request's load. They took so long, or less (`at_most`), if known.
 
-    def complete_load(self, name: str) -> None:
-        """Workers are done reading the rows of this request's load."""
-        read = self._end_load(name)
-        for row in read:
+        `failed`: they could not read them: they are misses, and so is every key to the request from now on. Otherwise
+        it would hit the same row, and fail, again and again.
+        """
+        rows = self._end_load(name)
+        for row in rows:
             row.source = CPU
-        self._host.counters.bytes_read += len(read) * self._state.row_bytes
-
-    def fail_load(self, name: str) -> None:
-        """Workers are done with the rows of this request's load and could not read them: they are misses, and so is
-        every key to it from now on. Otherwise it would hit the same row, and fail, again and again."""
-        request = self._requests.by_name.get(name)
-        if request is not None:
-            request.load_failed = True
-        for row in self._end_load(name):
-            row.source = CPU
-            self._host.counters.failed_loads += 1
-            if not row.worker_refs:  # else another load reads it too, and has its own end
-                self._host.counters.unreadable += 1
-                self._host.invalidate(row)
+        if failed:
+            self._load_failed(name, rows, now)
+            return
+        self._host.counters.bytes_read += len(rows) * self._state.row_bytes
+        self._savings.load_ended(name, now)
+        if took_s is not None:
+            self.copied(len(rows), took_s, now, at_most=at_most)
 
     def reset(self, garbage: DeferredFree) -> None:
         """Workers report nothing of the loads of before."""
@@ -147,7 +149,7 @@ class Copies:
 
     # --- stores ------------------------------------------------------------------------------------------------
 
-    def prepare_store(self, keys: Sequence[Key], name: str, *, call: bool = False) -> StorePlan:
+    def prepare_store(self, name: str, keys: Sequence[Key], *, call: bool = False) -> StorePlan:
         """Rows for those of `keys` (in prefix order) that the host does not hold; for their prefix if it is full.
 
         They are written until complete_store or, if a `call` is to write them, end_call.
@@ -156,68 +158,71 @@ class Copies:
         request = self._requests.get(name)
         tick = self._state.tick_of(request)
         if len(fresh) < len(keys):
-            self._use([row for key in keys if (row := self._host.index.get(key)) is not None], name, tick)
-        room = self._state.make_room(len(fresh), request.tenant)
+            self._use([row for key in keys if (row := self._host.index.get(key)) is not None], request, tick)
+        room = self._state.make_room(len(fresh), request.wishes.tenant)
         self._store_seq += 1
         plan = StorePlan(fresh[:room], [], self._store_seq)
         for key in plan.keys:
-            row = self._host.insert(key, RowState.FILLING, tick, request.tenant)
+            row = self._host.insert(key, RowState.FILLING, tick, request.wishes.tenant)
             self._reference((row,), name, call)
-            row.host_only = name in self._requests.host_only
+            row.host_only = request.wishes.host_only
             row.store_seq = self._store_seq
             plan.rows.append(row.index)
         self._host.counters.dropped_full += len(fresh) - room
         return plan
 
-    def rows_being_filled(self, keys: Iterable[Key]) -> list[Row]:
-        """The rows of `keys` that workers fill now, in prefix order (`keys` may be a set)."""
-        rows = (self._host.index.get(key) for key in keys)
-        filling = (r for r in rows if r is not None and r.worker_refs and r.state is RowState.FILLING)
-        return sorted(filling, key=lambda r: r.order)
-
-    def complete_store(self, rows: Iterable[Row], failed: Collection[Key], incomplete: Collection[Key] = ()) -> None:
-        """Workers are done writing these rows. Those of `failed` hold nothing usable; those of `incomplete` lack their
-        first sub-blocks, so that no load can use them."""
-        rows = list(rows)
+    def complete_store(self, keys: Iterable[Key], judge: Judge, dropped: Collection[Key] = ()) -> None:
+        """Workers are done writing the rows of `keys` (in any order). What they copied of `dropped` is of no use."""
+        rows = self._being_filled(keys)
+        kept = [row for row in rows if row.key not in dropped] if dropped else rows
+        bad = judge(kept)
         for row in rows:
             row.worker_refs = 0
-        filled = self._filled(rows, failed, incomplete)
-        for generation in dict.fromkeys(row.generation for row in filled):
+            if row.key in dropped:
+                self._host.invalidate(row)
+        filled = self._filled(kept, *bad)
+        for generation in dict.fromkeys(row.generation for row in rows if row.key in dropped or row.state is _READY):
             self._flushed_before(generation)
         self._write_on(filled)
 
-    def drop_store(self, keys: Iterable[Key]) -> None:
-        """Instead of complete_store, if what workers copied is of no use: these rows are no hits."""
-        for row in self.rows_being_filled(keys):
-            row.worker_refs = 0
-            self._host.invalidate(row)
-            self._flushed_before(row.generation)
-
-    def rows_being_filled_by_call(self, name: str) -> list[Row]:
-        """The rows that a call fills now and that a look-up could find afterwards, in prefix order."""
-        return [row for row in self._calls.get(name, ()) if row.state is RowState.FILLING and not row.invalidated]
-
-    def end_call(self, name: str, failed: Collection[Key], incomplete: Collection[Key] = ()) -> None:
+    def end_call(self, name: str, judge: Judge) -> None:
         """A call has ended, well or not: it neither reads nor writes any row from now on, and its request is finished.
-        Of the rows that it was to fill, `failed` and `incomplete` are as in complete_store."""
-        written = []
-        for row in self._calls.pop(name, ()):
+        Does nothing else for a call without rows."""
+        rows = self._calls.get(name, ())
+        written = [row for row in rows if row.state is RowState.FILLING and not row.invalidated]
+        bad = judge(written)
+        self._calls.pop(name, None)
+        for row in rows:
             row.call_refs -= 1
             if row.invalidated:
                 self._host.reclaim(row)
             elif row.state is not RowState.FILLING:
                 row.source = CPU
                 self._host.counters.bytes_read += self._state.row_bytes
-            else:
-                written.append(row)
-        self._write_on(self._filled(written, failed, incomplete))
+        self._write_on(self._filled(written, *bad))
         self._requests.finish(name)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _use(self, rows: Sequence[Row], name: str, tick: int) -> None:
+    def _being_filled(self, keys: Iterable[Key]) -> list[Row]:
+        """The rows of `keys` that workers fill now, in prefix order."""
+        rows = (self._host.index.get(key) for key in keys)
+        filling = (r for r in rows if r is not None and r.worker_refs and r.state is RowState.FILLING)
+        return sorted(filling, key=lambda r: r.order)
+
+    def _load_failed(self, name: str, rows: Sequence[Row], now: float) -> None:
+        if (request := self._requests.by_name.get(name)) is not None:
+            request.load_failed = True
+        for row in rows:
+            self._host.counters.failed_loads += 1
+            if not row.worker_refs:  # else another load reads it too, and has its own end
+                self._host.counters.unreadable += 1
+                self._host.invalidate(row)
+        self._savings.load_failed(name, now)
+
+    def _use(self, rows: Sequence[Row], request: Request, tick: int) -> None:
         self._host.touch(rows, tick)
-        if name not in self._requests.host_only:
+        if not request.wishes.host_only:
             for row in rows:
                 if row.host_only:
                     self._writeback.allow(row)

@@ -46,13 +46,14 @@ class EngineHits:
         self.waiting = 0
         """How many keys are to be touched."""
 
-    def add(self, keys: Sequence[Key], name: str) -> None:
+    def add(self, name: str, keys: Sequence[Key]) -> None:
         """The engine used these chunks, in prefix order, for a request. Looks at none of them; nobody may change
         `keys` from now on."""
-        request_tick = self._state.tick_of(self._requests.get(name))
-        tick = 0 if name in self._requests.evicted_first else self._state.tick
+        request = self._requests.get(name)
+        request_tick = self._state.tick_of(request)
+        tick = 0 if request.wishes.evict_first else self._state.tick
         self._state.tick += 1
-        self._queue.append(_Hits(keys, tick, request_tick, name in self._requests.host_only))
+        self._queue.append(_Hits(keys, tick, request_tick, request.wishes.host_only))
         self.waiting += len(keys)
         while self.waiting > MAX_KEYS:
             self._drop_first()

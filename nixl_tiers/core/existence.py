@@ -159,7 +159,7 @@ class ExistenceChecks:
         if not self.tiers:
             return False
         until_s = request.check_deadline_s
-        if request.patient:
+        if request.wishes.patient:
             until_s = float("inf")  # its own deadline ends its wait
         elif until_s is None:  # counted from when it began to wait for anything
             since_s = now if request.deadline_s is None else request.deadline_s - self._limits.wait_s
@@ -172,7 +172,7 @@ class ExistenceChecks:
             return False
         # If the first key of a chain is absent, the others need no check.
         most = 1 if request.ascending and not request.first_key_found else self._limits.keys_per_check
-        if request.check_queued and len(request.unknown) >= most and not request.patient:
+        if request.check_queued and len(request.unknown) >= most and not request.wishes.patient:
             return False
         if not sum(self._worth(shared, key, request, now) for shared in self._open_to(request)):
             return False
@@ -258,7 +258,7 @@ class ExistenceChecks:
             if found:
                 # Its next scan collects what was found, and checks what follows.
                 request.first_key_found = request.rescan = True
-            if request.patient and not request.check_queued:
+            if request.wishes.patient and not request.check_queued:
                 self._ask_on(shared, check.question, request, now)
 
     def mark_absent(self, tier: int, key: Key, now: float) -> None:
@@ -295,16 +295,17 @@ class ExistenceChecks:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _open_to(self, request: Request) -> Iterator[_TierChecks]:
-        return (s for s in self.tiers.values() if request.allowed is None or s.tier.number in request.allowed)
+        allowed = request.wishes.allowed
+        return (s for s in self.tiers.values() if allowed is None or s.tier.number in allowed)
 
     def _worth(self, shared: _TierChecks, key: Key, request: Request, now: float) -> bool:
         """Whether to wait for a check of this tier. What is not waited for is asked later."""
         if not shared.tier.readable or not shared.is_unknown(key, now):
             return False
-        if shared.slow and not request.patient:
+        if shared.slow and not request.wishes.patient:
             shared.ask_later(key)
             return False
-        if shared.has_room(now) or key in shared.by_first or (request.patient and not shared.slow):
+        if shared.has_room(now) or key in shared.by_first or (request.wishes.patient and not shared.slow):
             return True
         shared.ask_later(key)
         return False
@@ -314,7 +315,7 @@ class ExistenceChecks:
         first = next((key for key in request.unknown if request.ascending or not shared.is_absent(key, now)), None)
         if first is None or shared.is_absent(first, now):
             return True
-        waits = request.patient or not shared.slow
+        waits = request.wishes.patient or not shared.slow
         check = shared.by_first.get(first) if waits else None
         if check is None and waits and shared.has_room(now):
             keys: list[Key] = []
@@ -327,7 +328,7 @@ class ExistenceChecks:
         if check is not None:
             check.requests.append(request)
             request.open_checks += 1
-        elif request.patient and shared.tier.readable and not shared.slow:
+        elif request.wishes.patient and shared.tier.readable and not shared.slow:
             return False
         else:
             shared.ask_later(first)

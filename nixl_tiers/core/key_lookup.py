@@ -19,7 +19,7 @@ class Lookup(Enum):
 
 
 class KeyLookups:
-    """Answers look-ups of single keys (`TierManager.lookup`)."""
+    """Answers look-ups of single keys (`TierManager.look_up_keys`)."""
 
     def __init__(self, state: CascadeState, checks: ExistenceChecks, promotion: Promotion) -> None:
         self._host = state.host
@@ -29,7 +29,7 @@ class KeyLookups:
     def lookup(
         self, request: Request, key: Key, position: int | None, now: float, first: int, *, check: bool
     ) -> Lookup:
-        """See `TierManager.lookup`."""
+        """See `TierManager.look_up_keys`."""
         waits = request.begin(self._host.step, position)
         if request.answered:
             return Lookup.MISS
@@ -56,7 +56,7 @@ class KeyLookups:
             or request.asked.get(key, False)
             or self._promotion.enqueue(key, request, now)
             or (check and self._checks.should_wait(key, request, now))
-            or (request.patient and self._promotion.may_be_listed(key, request, now))
+            or (request.wishes.patient and self._promotion.may_be_listed(key, request, now))
         ):
             self._promotion.wait(request, now)
             request.note_missing(key)

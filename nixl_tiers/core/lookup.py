@@ -53,7 +53,7 @@ class _Look:
 
 
 class Chains:
-    """Scans of chains on behalf of requests (`TierManager.scan`)."""
+    """Scans of chains on behalf of requests (`TierManager.look_up`)."""
 
     def __init__(
         self,
@@ -77,6 +77,24 @@ class Chains:
         if request.wait is not None and request.wait.end != chain.end:
             # The engine has more of it than before, of a request that may load only so much: it is chosen anew.
             request.wait, request.rescan = None, True
+        elif self._still_waits(request, start, now):
+            return Scan(True, chain.end if request.chosen is None else request.chosen)
+        scan = self._scan(request, chain, start, first, now)
+        request.hit_end = 0 if scan.waits else scan.end
+        return scan
+
+    def shares(self, request: Request, chain: Chain, start: int) -> bool:
+        """Whether a worker is copying to the engine what its last look-up has found at token `start`: the engine keeps
+        the request back until that load has ended, to share its blocks."""
+        keys, tokens, _ = chain.groups[0]
+        if request.hit_end < start + tokens or request.generation is not self._host.generation:
+            return False
+        row = self._host.index.get(keys[start // tokens])
+        return row is not None and row.state is _READY and row.worker_refs > 0
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _scan(self, request: Request, chain: Chain, start: int, first: int, now: float) -> Scan:
         rescan = request.rescan
         request.begin(self._host.step, start)
         request.idle_until_s = NEVER
@@ -113,21 +131,17 @@ class Chains:
         request.chosen = None if open_end else chosen
         return Scan(True, end if open_end else chosen)
 
-    def still_waits(self, request: Request, now: float) -> bool:
-        """Whether a request waits of which `scan` would find out nothing in this step that its last one has not: what
-        it waits for is on its way, and the wait was judged a moment ago."""
+    def _still_waits(self, request: Request, start: int, now: float) -> bool:
+        """Whether a request waits of which `_scan` would find out nothing in this step that its last one has not: what
+        it waits for is on its way, and the wait was judged a moment ago. A long queue of such requests is looked up at
+        every step."""
         if now >= request.idle_until_s or request.rescan or self._promotion.has_expired(request, now):
             return False
         if not request.waiting:
             return False
-        last = request.missing[-1][1]
+        place, last = request.missing[-1]
         row = self._host.index.get(last)
-        if row.state is _READY if row is not None else not request.asked.get(last):
-            return False
-        request.seen_s = now
-        return True
-
-    # --- inside ------------------------------------------------------------------------------------------------
+        return (place or 0) > start and (row.state is not _READY if row is not None else request.asked.get(last, False))
 
     def _choose(self, look: _Look) -> tuple[int, float]:
         """Up to which token to load, and when that is expected to be in host memory."""
@@ -280,7 +294,7 @@ class Chains:
             if not (
                 self._promotion.enqueue(key, request, now)  # a suspect, a circuit that is open: noted there
                 or self._checks.should_wait(key, request, now)
-                or (request.patient and self._promotion.may_be_listed(key, request, now))
+                or (request.wishes.patient and self._promotion.may_be_listed(key, request, now))
             ):
                 break
             self._promotion.wait(request, now)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Eviction, Prefer, Write
@@ -30,13 +31,14 @@ from nixl_tiers.core.key_lookup import KeyLookups, Lookup
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.lookup import Chains, Scan
 from nixl_tiers.core.measurements import Measurements
-from nixl_tiers.core.misses import Misses
+from nixl_tiers.core.misses import Cause, Misses
 from nixl_tiers.core.prefetch_queue import Rank
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.promotion_jobs import PromotionJobs
+from nixl_tiers.core.requests import NO_WISHES, RequestWishes
 from nixl_tiers.core.retention import Retention
-from nixl_tiers.core.rows import CPU, Row, RowState
+from nixl_tiers.core.rows import CPU, RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import EvictionHistory, Savings, TierStats
 from nixl_tiers.core.tier import Tier
@@ -49,8 +51,8 @@ from nixl_tiers.core.writeback import WriteBack
 class TierManager:
     """The cascade over one host tier of `rows` rows of `row_bytes` bytes and any number of storage tiers, in order.
 
-    A scheduler asks it what can be hit, `copies` for host rows to load from and to store to, and movers report to
-    `events`.
+    A scheduler, or a thread that uses the store without an engine, asks it what can be hit, and for host rows to load
+    from and to store to; movers report to `events`.
     """
 
     def __init__(
@@ -88,24 +90,24 @@ class TierManager:
         )
         self.movers = self._state.movers
         self._misses = Misses(self._state)
-        self._writeback = WriteBack(self._state)
+        self.writeback = WriteBack(self._state)
         self._promotion = Promotion(self._state, self.checks)
-        self.savings = Savings(self.prefill, self._state.counters_of)
-        self._requests = RequestIndex(self.host, self._promotion, self.savings)
-        self._promotion_jobs = PromotionJobs(self._state, self.checks, self._writeback, self._promotion)
+        self._savings = Savings(self.prefill, self._state.counters_of)
+        self._requests = RequestIndex(self.host, self._promotion, self._savings)
+        self._promotion_jobs = PromotionJobs(self._state, self.checks, self.writeback, self._promotion)
         self._measurements = Measurements(self._state, self._requests, self._promotion_jobs)
-        self.engine_hits = EngineHits(self._state, self._requests, self._writeback)
-        self.retention = Retention(self._state, self._promotion.prefetch_queue)
-        self.health = Health(self._state, self._promotion_jobs, self._writeback)
+        self._engine_hits = EngineHits(self._state, self._requests, self.writeback)
+        self._retention = Retention(self._state, self._promotion.prefetch_queue)
+        self.health = Health(self._state, self._promotion_jobs, self.writeback)
         self.events = Events(
             self._state,
             self.checks,
             self._promotion,
             self._promotion_jobs,
-            self._writeback,
+            self.writeback,
             measurements=self._measurements,
-            engine_hits=self.engine_hits,
-            retention=self.retention,
+            engine_hits=self._engine_hits,
+            retention=self._retention,
             health=self.health,
         )
         self.urgency = Urgency(
@@ -113,130 +115,100 @@ class TierManager:
             self.checks,
             self._promotion,
             self._promotion_jobs,
-            self._writeback,
+            self.writeback,
             measurements=self._measurements,
-            engine_hits=self.engine_hits,
-            retention=self.retention,
+            engine_hits=self._engine_hits,
+            retention=self._retention,
         )
-        self.copies = Copies(self._state, self._requests, self._promotion, self._writeback, self.savings)
+        self._copies = Copies(self._state, self._requests, self._promotion, self.writeback, self._savings)
         self._keys = KeyLookups(self._state, self.checks, self._promotion)
         worth = Worth(self._state, self._requests)
         self._chains = Chains(self._state, self.checks, self._promotion, self._measurements, worth=worth)
+        # What one part does for a front end: its calls as they are.
+        self.prepare_load = self._copies.prepare_load
+        self.complete_load = self._copies.complete_load
+        self.prepare_store = self._copies.prepare_store
+        self.complete_store = self._copies.complete_store
+        self.end_call = self._copies.end_call
+        self.used = self._engine_hits.add
+        self.retain = self._retention.retain
+        self.pressure = self.writeback.pressure
+        self.flushed = self.host.flushed
+        self.fit = self._state.fit
+        self.take_samples = self._state.samples.take
 
     # --- requests ----------------------------------------------------------------------------------------------
 
-    def lookup(
-        self, key: Key, name: str, position: int | None, now: float, first: int = 0, *, check: bool = True
-    ) -> Lookup:
-        """Is `key` a hit for request `name`? O(1). PENDING is answered within the request's deadline.
+    def arrive(self, name: str, wishes: RequestWishes = NO_WISHES) -> None:
+        """A new request waits for its turn: its first look-up, or that it begins (`end_step`). It waits, too, while
+        another one computes."""
+        if wishes != NO_WISHES:
+            self._requests.wishes[name] = wishes
+        if self.tiers:
+            self._requests.queued.add(name)
 
-        `first`: the first sub-block that the load is going to read; a row that lacks it is a miss. `check`: whether the
-        existence of an unknown key may be checked.
-        """
-        request = self._requests.looked_up(name, now)
-        if request.load_failed:
-            return Lookup.MISS
-        return self._keys.lookup(request, key, position, now, first, check=check)
+    def set_tenant(self, name: str, tenant: int) -> None:
+        """Of a request that has arrived, before its first look-up."""
+        self._requests.wishes[name] = self._requests.wishes.get(name, NO_WISHES)._replace(tenant=tenant)
 
-    def scan(self, name: str, chain: Chain, start: int, now: float, first: int = 0) -> Scan:
+    def anticipate(self, name: str, keys: Sequence[Key], rank: Rank) -> bool | None:
+        """A request waits for its turn, which comes the sooner, the lower its `rank` is. Until then its chain is
+        promoted in the background, up to the first key that no tier holds, behind what is promoted for requests whose
+        turn has come, and kept for it as far as these leave room. `keys`: of its full-attention groups, in the order of
+        their end tokens, from the first that the engine itself has not cached.
+
+        Without keys it only says whether the request would be one of the next in line: for others it brings nothing.
+        None, and nothing: its turn has come, or it has ended."""
+        line = self._promotion.prefetch_queue
+        if name not in self._requests.queued:
+            return None
+        if not keys:
+            return line.has_room(rank)
+        if not (request := self._requests.get(name)).in_prefetch_queue:
+            line.join(request, keys, rank)
+        return True
+
+    def look_up(self, name: str, chain: Chain, start: int, now: float, first: int = 0) -> Scan:
         """All look-ups of a request in this step at once, of its chain from token `start` on: what of it the request
-        loads, and whether it waits for that. Instead of `lookup` for each key; keys of windowed groups are looked up
-        besides, after it in the same step. `first`: as in `lookup`, of each chunk."""
+        loads, and whether it waits for that. Keys of windowed groups are looked up besides (`look_up_keys`), after it
+        in the same step. `first`: the first sub-block that the load is going to read of a chunk; one whose row lacks it
+        is a miss."""
+        known = self._requests.by_name.get(name)
+        if known is not None and self._chains.shares(known, chain, start):
+            return Scan(True, chain.end)
         request = self._requests.looked_up(name, now)
         if request.load_failed:
             return Scan(False, start)
         return self._chains.scan(request, chain, start, first, now)
 
-    def is_being_loaded(self, key: Key) -> bool:
-        """Whether a worker is copying this row to the engine."""
-        row = self.host.index.get(key)
-        return row is not None and row.state is RowState.READY and row.worker_refs > 0
-
-    def still_waits(self, name: str, now: float) -> bool:
-        """Whether a request that waited in the step before waits in this one too, and need not be scanned for that: a
-        long queue of such requests is looked up at every step."""
-        request = self._requests.by_name.get(name)
-        if request is None or request.load_failed or request.generation is not self.host.generation:
-            return False
-        return self._chains.still_waits(request, now)
-
-    def queue(self, name: str) -> None:
-        """A new request waits for its turn: its first look-up, or that it begins (`end_step`). It waits, too, while
-        another one computes."""
-        if self.tiers:
-            self._requests.queued.add(name)
-
-    def anticipate(self, name: str, keys: Sequence[Key], rank: Rank) -> None:
-        """A new request waits for its turn: its first look-up, which comes the sooner, the lower its `rank` is. Until
-        then its chain is promoted in the background, up to the first key that no tier holds, behind what is promoted
-        for requests whose turn has come, and kept for it as far as these leave room. `keys`: of its full-attention
-        groups, in the order of their end tokens, from the first that the engine itself has not cached."""
-        request = self._requests.get(name)
-        if self.tiers and keys and request.step < 0 and not request.in_prefetch_queue:
-            self._promotion.prefetch_queue.join(request, keys, rank)
-
-    def line_has_room(self, rank: Rank) -> bool:
-        """Whether a request of this rank would be one of the next in line: for others `anticipate` brings nothing."""
-        return self._promotion.prefetch_queue.has_room(rank)
-
-    def is_queued(self, name: str) -> bool:
-        """Whether the request still waits for its turn."""
-        return name in self._requests.queued
-
-    def prefetch(self, keys: Sequence[Key]) -> None:
-        """Promote those of `keys` that storage tiers hold, in this order, behind all that requests wait for. Rows that
-        have come are ordinary rows of the host tier; of those that `line_share` of it has no room for nothing comes."""
-        if self.tiers and keys:
-            self._promotion.prefetch_queue.prefetch(keys)
-            self._state.turn_due = True
-
-    def set_allowed_tiers(self, name: str, tiers: Iterable[int]) -> None:
-        """Let a new request load from these storage tiers only, until it is finished. Host memory is always a hit."""
-        self._requests.allowed[name] = frozenset(tiers)
-
-    def keep_in_host(self, name: str) -> None:
-        """Write nothing that a new request stores to storage tiers, on its behalf, until it is finished. A chunk that
-        another request, without this, stores or uses too is written like any other from then on."""
-        self._requests.host_only.add(name)
-
-    def set_tenant(self, name: str, tenant: int) -> None:
-        """What a new request stores and promotes counts against this tenant's quota, until it is finished. Requests of
-        different tenants must have no key in common."""
-        self._requests.tenants[name] = tenant
-
-    def tenant_of(self, name: str) -> int:
-        """Of a request that has not been finished; 0: none."""
-        return self._requests.tenants.get(name, 0)
-
-    def evict_first(self, name: str) -> None:
-        """Let what a new request stores, or has promoted, be evicted first, until another request uses it, in host
-        memory and in tiers of this engine's own. What it uses of others' rows makes these no younger."""
-        self._requests.evicted_first.add(name)
-
-    def be_patient(self, name: str) -> None:
-        """Let this request wait for unknown keys as long as for any rows, while a tier may turn out to hold them: one
-        that is being listed, or that is asked and has not answered yet."""
-        self._requests.get(name).patient = True
-
-    def rows_to_come(self, names: Iterable[str]) -> list[int]:
-        """How many rows each of these requests has asked for, and waits for, of storage tiers. O(1) for each."""
-        return [self._requests.get(name).rows_awaited for name in names]
-
-    def wait_on(self, names: Iterable[str], until_s: float) -> None:
-        """Those of these requests that wait have this deadline from now on."""
-        for name in names:
-            request = self._requests.get(name)
-            if request.deadline_s is not None:
-                request.deadline_s = until_s
+    def look_up_keys(
+        self,
+        name: str,
+        keys: Sequence[Key],
+        now: float,
+        first: int = 0,
+        *,
+        positions: Iterable[int | None] = repeat(None),
+        check: bool = True,
+    ) -> list[Lookup]:
+        """Which of `keys`, whose ends are at these tokens of the request, are hits for it? O(1) a key. PENDING is
+        answered within the request's deadline. `check`: whether the existence of unknown keys may be checked."""
+        request = self._requests.looked_up(name, now)
+        if request.load_failed:
+            return [Lookup.MISS] * len(keys)
+        look_up = self._keys.lookup
+        places = zip(keys, positions, strict=False)
+        return [look_up(request, key, position, now, first, check=check) for key, position in places]
 
     def sources(self, keys: Iterable[Key]) -> list[str]:
         """Of hits: the tiers that their bytes came from."""
         rows = map(self.host.index.get, keys)
         return [CPU if row is None else row.source for row in rows]
 
-    def count_misses(self, keys: Iterable[Key], name: str, now: float) -> None:
-        """Count why the request has to compute these chunks, in prefix order from its first miss. Once a chunk."""
-        self._misses.count(keys, self._requests.get(name), now)
+    def count_misses(self, name: str, keys: Iterable[Key], now: float, last: Cause = None) -> Cause:
+        """Count why the request has to compute these chunks, in prefix order from its first miss. Once a chunk.
+        `last`: what this returned of the chunks before these."""
+        return self._misses.count(keys, self._requests.get(name), now, last)
 
     def end_step(self, began: Iterable[str] = (), preempted: Iterable[str] = ()) -> None:
         """The scheduler's step is over: its hits that it did not load may be evicted again. `began`: requests that
@@ -260,8 +232,8 @@ class TierManager:
                 self._promotion.release(request)
                 request.rearm()  # what it computed is stored by now: it is weighed anew
 
-    def pin(self, keys: Iterable[Key], name: str) -> None:
-        """Pin the rows of `keys` until request `name` ends, if no tier below can take them: a put of more than the host
+    def pin(self, name: str, keys: Iterable[Key]) -> None:
+        """Pin the rows of `keys` until the request ends, if no tier below can take them: a put of more than the host
         holds would otherwise evict its own beginning, without which the rest is worth little."""
         if any(tier.writable and tier.spec.write is not Write.OFF for tier in self.tiers):
             return
@@ -270,28 +242,23 @@ class TierManager:
             if (row := self.host.index.get(key)) is not None:
                 request.pin(row)
 
-    def finish_request(self, name: str) -> None:
+    def finish(self, name: str) -> None:
         """The request has ended: unpin its rows."""
         self._requests.finish(name)
 
-    # --- writes to storage tiers -------------------------------------------------------------------------------
-
-    def demote(self, rows: Iterable[Row]) -> None:
-        """The engine shuts down: queue those of the host's rows that the tier below it lacks."""
-        self._writeback.demote(rows)
-        self._state.turn_due = True
-
-    def await_writes(self, threads: int) -> None:
-        """So many more threads wait for rows to be written (fewer, if negative)."""
-        self._writeback.awaited += threads
-
-    def backlog(self) -> int:
-        """Rows queued for or being written to the tier that is furthest behind."""
-        return self._writeback.backlog()
-
-    def pressure(self) -> int:
-        """The same of the tiers that are writable now."""
-        return self._writeback.pressure()
+    def prefetch(self, keys: Sequence[Key], at_s: float | None = None, tenant: int = 0) -> bool:
+        """Promote those of `keys` that storage tiers hold, in this order, behind all that requests wait for. Rows that
+        have come are ordinary rows of the host tier; of those that `line_share` of it has no room for nothing comes.
+        `at_s`: not before this time; False, and nothing, if more than the host can hold is planned, or there is nothing
+        to promote from. Nobody may change `keys`."""
+        if not self.tiers:
+            return False
+        if at_s is not None:
+            return self._retention.plan(keys, at_s, tenant)
+        if keys:
+            self._promotion.prefetch_queue.prefetch(keys, tenant)
+            self._state.turn_due = True
+        return True
 
     # --- resets and time ---------------------------------------------------------------------------------------
 
@@ -301,13 +268,13 @@ class TierManager:
         that began after the reset completes; those of a call when it ends. Storage tiers are emptied (of this epoch)
         unless `keep_tiers`, until `events.opened`.
         """
-        self.savings.reset()
-        self.copies.reset(self.garbage)
+        self._savings.reset()
+        self._copies.reset(self.garbage)
         self._promotion_jobs.reset(self.garbage)
         self._promotion.reset(self.garbage)
         self._measurements.reset()
-        self.engine_hits.reset(self.garbage)
-        self.retention.reset(self.garbage)
+        self._engine_hits.reset(self.garbage)
+        self._retention.reset(self.garbage)
         self._state.gone.clear()
         self.checks.reset(self.garbage)
         self.host.reset(self.garbage)
@@ -319,19 +286,11 @@ class TierManager:
             announced.reset()
         self.events.work(now)
 
-    def flushed(self) -> None:
-        """Workers have ended every job that was open at the last reset."""
-        self.host.flushed()
-
     def turn(self, received_s: float, now: float) -> list[Job]:
         """Apply what has timed out by `received_s` (jobs, existence checks, rows that were promoted for nothing), and
         plan the jobs to start now; one slice of that (`Events.turn`)."""
         self.checks.expire(received_s)
         return self.events.turn(received_s, now)
-
-    def rows_of(self, tier: int | None, tenant: int) -> int:
-        """How many rows a storage tier, or the host (None), has of one tenant, whatever their state."""
-        return self.host.rows_of(tenant) if tier is None else self.tiers[tier].index.rows.count_of(tenant)
 
     # --- what is where -----------------------------------------------------------------------------------------
 
@@ -340,16 +299,21 @@ class TierManager:
         self._state.announced = Announced(self.host, self.tiers, most_stored)
         return self._state.announced
 
-    def where(self, key: Key, now: float) -> str | None:
-        """The first tier in which `key` could be hit now."""
-        row = self.host.index.get(key)
-        if row is not None and row.state is RowState.READY:
-            return CPU
-        return next((tier.spec.name for tier in self.tiers if tier.can_load(key, now)), None)
+    def where(self, keys: Iterable[Key], now: float) -> list[str | None]:
+        """Of each key the first tier in which it could be hit now."""
+        return [self._where(key, now) for key in keys]
 
-    def fit(self, rows: int) -> None:
-        """So many rows the host has, or will have when all memory is there."""
-        self._state.fit(rows)
+    def rows_to_come(self, names: Iterable[str]) -> list[tuple[int, int]]:
+        """Of each of these requests: how many of the rows that it has asked storage tiers for have come so far, and for
+        how many it waits. O(1) for each."""
+        return [(each.rows_come, each.rows_awaited) for each in map(self._requests.get, names)]
+
+    def wait_on(self, names: Iterable[str], until_s: float) -> None:
+        """Those of these requests that wait have this deadline from now on."""
+        for name in names:
+            request = self._requests.get(name)
+            if request.deadline_s is not None:
+                request.deadline_s = until_s
 
     def counters(self) -> Mapping[str, TierStats]:
         """By tier, including the host's."""
@@ -371,11 +335,15 @@ class TierManager:
             )
         return stats
 
-    def take_samples(self) -> dict[tuple[str, str], list[float]]:
-        """Of histograms, since the last call: (tier, number) -> samples."""
-        return self._state.samples.take()
-
     @property
     def waiting_requests(self) -> int:
         """Requests that wait for promotions."""
         return self._promotion.waiting_count
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _where(self, key: Key, now: float) -> str | None:
+        row = self.host.index.get(key)
+        if row is not None and row.state is RowState.READY:
+            return CPU
+        return next((tier.spec.name for tier in self.tiers if tier.can_load(key, now)), None)

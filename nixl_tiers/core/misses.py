@@ -14,6 +14,9 @@ from nixl_tiers.core.types import TierState
 Reason = tuple[int, str]
 """The number of the tier that it is about, or HOST, and the counter."""
 
+Cause = Reason | int | None
+"""Of one chunk: a reason, a tag of `EvictionHistory` (0: not known there), or None: it is not to be counted."""
+
 _NEVER_STORED: Final[Reason] = (HOST, "missed_never_stored")
 _OF_GONE: Final = {
     Gone.EVICTED: "missed_evicted",
@@ -28,17 +31,18 @@ class Misses:
     def __init__(self, state: CascadeState) -> None:
         self._state = state
 
-    def count(self, keys: Iterable[Key], request: Request, now: float) -> None:
+    def count(self, keys: Iterable[Key], request: Request, now: float, last: Cause) -> Cause:
         """`request` has to compute the chunks of `keys`, in prefix order from its first miss. What is there behind a
-        miss is worth nothing: it has the reason of that miss. What was declined or came too late was counted then."""
+        miss is worth nothing: it has the reason of that miss. What was declined or came too late was counted then.
+        `last`: what this returned of the keys before."""
         keys, tiers = list(keys), self._state.tiers
         holds = [list(map(self._state.host.index.__contains__, keys))]
         holds += [tier.index.rows.has_many(keys, False) for tier in tiers]
         listing = next((tier.number for tier in tiers if tier.state is TierState.LISTING), None)
         unknown = _NEVER_STORED if listing is None else (listing, "missed_listing")
-        reasons: Sequence[Reason | int | None] = self._state.gone.find_many(keys)  # tags; 0 if not known
+        reasons: Sequence[Cause] = self._state.gone.find_many(keys)  # tags; 0 if not known
         if any(True in each for each in holds):
-            reasons = list(self._along(zip(keys, reasons, zip(*holds, strict=True), strict=True), request, now))
+            reasons = list(self._along(zip(keys, reasons, zip(*holds, strict=True), strict=True), request, now, last))
         for reason in set(reasons):  # few
             if reason is None:
                 continue
@@ -46,13 +50,13 @@ class Misses:
             if tier < len(tiers):
                 counters = self._state.host.counters if tier == HOST else tiers[tier].counters
                 setattr(counters, name, getattr(counters, name) + reasons.count(reason))
+        return reasons[-1] if reasons else last
 
     def _along(
-        self, chunks: Iterable[tuple[Key, Reason | int | None, Sequence[bool]]], request: Request, now: float
-    ) -> Iterator[Reason | int | None]:
+        self, chunks: Iterable[tuple[Key, Cause, Sequence[bool]]], request: Request, now: float, last: Cause
+    ) -> Iterator[Cause]:
         """The reasons of `chunks`: (key, its reason if nobody holds it, whether the host and each tier do). What is
-        held has the reason of what is before it, if it could be loaded; None: it is not to be counted."""
-        last: Reason | int | None = None
+        held has the reason of what is before it, if it could be loaded."""
         for key, reason, holds in chunks:
             if True not in holds:
                 last = reason
@@ -68,7 +72,7 @@ class Misses:
         for tier, is_held in zip(self._state.tiers, holds, strict=True):
             if not is_held:
                 continue
-            if request.allowed is not None and tier.number not in request.allowed:
+            if request.wishes.allowed is not None and tier.number not in request.wishes.allowed:
                 reason = reason or (tier.number, "missed_excluded")
             elif not (member := tier.member_of(key)).readable:
                 reason = (tier.number, "missed_down" if member.state is TierState.DOWN else "missed_open")

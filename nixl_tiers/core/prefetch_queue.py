@@ -17,7 +17,7 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.existence import ExistenceChecks
-from nixl_tiers.core.requests import Request
+from nixl_tiers.core.requests import Request, RequestWishes
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import Tier
@@ -96,10 +96,10 @@ class PrefetchQueue:
         as far as the share has room for all of them; of calls beyond a number of places nothing is promoted."""
         last = self._places[-1] if self._places else None
         few = last is not None and last.prefetch and not last.at and len(last.keys) + len(keys) <= self._share
-        if last is not None and few and isinstance(last.keys, list) and last.request.tenant == tenant:
+        if last is not None and few and isinstance(last.keys, list) and last.request.wishes.tenant == tenant:
             last.keys += keys
         elif len(self._places) < MAX_PREFETCHES or not self._places[-MAX_PREFETCHES].prefetch:
-            request = Request(f"prefetch {self._joined}", self._host.generation, None, tenant)
+            request = Request(f"prefetch {self._joined}", self._host.generation, RequestWishes(tenant))
             request.ascending = False
             self.join(request, list(keys), AFTER_ALL)
 
@@ -219,7 +219,7 @@ class PrefetchQueue:
 
     def _tier_of(self, request: Request, key: Key, now: float) -> Tier | None:
         for tier in self._state.tiers:
-            if (request.allowed is None or tier.number in request.allowed) and tier.can_load(key, now):
+            if (request.wishes.allowed is None or tier.number in request.wishes.allowed) and tier.can_load(key, now):
                 return tier
         return None
 

@@ -12,7 +12,7 @@ from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.host import HostTier
 from nixl_tiers.core.prefetch_queue import PrefetchQueue
-from nixl_tiers.core.requests import Request
+from nixl_tiers.core.requests import NO_WISHES, Request, RequestWishes
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Savings
@@ -51,7 +51,7 @@ class Promotion:
         if request.expired or (key in request.asked and not request.asked[key]):
             return False
         for tier in self._state.tiers:
-            if (request.allowed is None or tier.number in request.allowed) and tier.can_load(key, now):
+            if (request.wishes.allowed is None or tier.number in request.wishes.allowed) and tier.can_load(key, now):
                 tier.queue_load(request, key)
                 if not request.asked.get(key):
                     request.ask((key,))
@@ -128,7 +128,7 @@ class Promotion:
             tier.state is TierState.LISTING
             and tier.readable
             and key not in tier.index
-            and (request.allowed is None or tier.number in request.allowed)
+            and (request.wishes.allowed is None or tier.number in request.wishes.allowed)
             and not self._checks.known_absent(tier.number, key, now)
             for tier in self._state.tiers
         )
@@ -229,18 +229,14 @@ class RequestIndex:
         self._promotion = promotion
         self._savings = savings
         self.by_name: dict[str, Request] = {}
-        self.allowed: dict[str, frozenset[int]] = {}  # requests that may not load from every storage tier
+        self.wishes: dict[str, RequestWishes] = {}  # of those that have any
         self.queued: set[str] = set()  # requests that wait for their turn
-        self.tenants: dict[str, int] = {}  # requests whose rows count against a quota
-        self.host_only: set[str] = set()  # requests on whose behalf nothing is written to storage tiers
-        self.evicted_first: set[str] = set()  # requests whose uses count as the oldest
 
     def get(self, name: str) -> Request:
         request = self.by_name.get(name)
         if request is None:
-            allowed, tenant = self.allowed.get(name), self.tenants.get(name, 0)
-            request = self.by_name[name] = Request(name, self._host.generation, allowed, tenant)
-            request.tick = 0 if name in self.evicted_first else None
+            wishes = self.wishes.get(name, NO_WISHES)
+            request = self.by_name[name] = Request(name, self._host.generation, wishes)
         request.belongs_to(self._host.generation)
         return request
 
@@ -256,10 +252,7 @@ class RequestIndex:
 
     def finish(self, name: str) -> None:
         """The request has ended: unpin its rows."""
-        self.allowed.pop(name, None)
-        self.tenants.pop(name, None)
-        self.host_only.discard(name)
-        self.evicted_first.discard(name)
+        self.wishes.pop(name, None)
         self.queued.discard(name)
         self._savings.forget(name)
         request = self.by_name.pop(name, None)

@@ -111,7 +111,7 @@ class PromotionJobs:
                 put_off += self._without_room(key, requests)
                 continue
             first = requests[0]
-            row = self._host.insert(key, RowState.LOADING, self._state.tick_of(first), first.tenant)
+            row = self._host.insert(key, RowState.LOADING, self._state.tick_of(first), first.wishes.tenant)
             row.source = tier.spec.name
             moves.append(tier.start_load(row))
             self._loading_for[row.order] = requests
@@ -229,7 +229,7 @@ class PromotionJobs:
     def _within_quotas(self, wanted: dict[Key, list[Request]]) -> dict[Key, list[Request]]:
         """Those that the quotas of their tenants have room for. The prefixes of others end there: the rows of their
         tenant are all in use."""
-        fits = within_quotas([requests[0].tenant for requests in wanted.values()], self._state.make_quota_room)
+        fits = within_quotas([requests[0].wishes.tenant for requests in wanted.values()], self._state.make_quota_room)
         within = {}
         for (key, requests), fit in zip(wanted.items(), fits, strict=True):
             if fit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.rows import Generation, Row
@@ -24,6 +24,28 @@ class Wait:
     places: list[tuple[int, int]]  # the tiers, by number, and the place of its last row in the queue of each
 
 
+class RequestWishes(NamedTuple):
+    """What a front end wishes for a request, until it is finished.
+
+    `tenant`: whose quota its rows count against; 0: none. Requests of different tenants must have no key in common.
+    `allowed`: the storage tiers that it may load from; None: all. Host memory is always a hit. `host_only`: nothing
+    that it stores is written to storage tiers on its behalf; a chunk that another request, without this, stores or uses
+    too is written like any other from then on. `evict_first`: what it stores, or has promoted, is evicted first, until
+    another request uses it, in host memory and in tiers of this engine's own; what it uses of others' rows makes these
+    no younger. `patient`: it waits for unknown keys as long as for any rows, while a tier may turn out to hold them:
+    one that is being listed, or that is asked and has not answered yet.
+    """
+
+    tenant: int = 0
+    allowed: frozenset[int] | None = None
+    host_only: bool = False
+    evict_first: bool = False
+    patient: bool = False
+
+
+NO_WISHES: Final = RequestWishes()
+
+
 class Request:
     """Scheduler-side state of one request, from its first look-up to its end.
 
@@ -33,7 +55,6 @@ class Request:
 
     __slots__ = (
         "_counted_as_waiting",
-        "allowed",
         "answered",
         "ascending",
         "asked",
@@ -45,6 +66,7 @@ class Request:
         "first_key_found",
         "first_scan",
         "generation",
+        "hit_end",
         "idle_until_s",
         "in_prefetch_queue",
         "load_failed",
@@ -53,31 +75,28 @@ class Request:
         "missing",
         "name",
         "open_checks",
-        "patient",
         "pending",
         "pinned",
         "position",
         "rescan",
         "rows_awaited",
+        "rows_come",
         "scan_hits",
         "seen_s",
         "step",
         "stopped",
-        "tenant",
         "tick",
         "unknown",
         "wait",
         "waited_since_s",
+        "wishes",
     )
 
-    def __init__(
-        self, name: str, generation: Generation, allowed: frozenset[int] | None = None, tenant: int = 0
-    ) -> None:
+    def __init__(self, name: str, generation: Generation, wishes: RequestWishes = NO_WISHES) -> None:
         self.name = name
-        self.tenant = tenant  # whose quota its rows count against; 0: none
         self.generation = generation
-        self.allowed = allowed  # the storage tiers that it may load from; None: all
-        self.tick: int | None = None
+        self.wishes = wishes
+        self.tick = 0 if wishes.evict_first else None
         # One deadline for all that it waits for: armed at its first PENDING, and again only after a load was prepared.
         self.deadline_s: float | None = None
         # For metrics: when its wait began, when it last looked up while it waited, and the lowest tier that it asked.
@@ -87,12 +106,12 @@ class Request:
         self.pending = False  # it waits for promotions, or has rows pinned
         self.in_prefetch_queue = False  # and it was not looked up yet (prefetch_queue.py)
         self.expired = False  # nothing is promoted for it any more: too late, computing is quicker, or it has ended
-        self.patient = False  # it waits for all that a tier may turn out to hold, and no shorter time for checks
         self.lost: int | None = None  # the tier that lacked one of its rows: what is behind it there is not loaded
         self.load_failed = False  # one of its loads failed: it computes everything itself
         # Keys queued for promotion on its behalf: True until they have come, False once the host had no room.
         self.asked: dict[Key, bool] = {}
         self.rows_awaited = 0  # how many of them are True
+        self.rows_come = 0  # how many have come, of all that it has ever asked for
         self.pinned: dict[Key, Row] = {}
         self._counted_as_waiting = 0  # what of Generation.pinned_by_waiting it accounts for
         self.scan_hits: list[Row] = []  # hits of the scan so far, to be pinned if the request turns out to wait
@@ -112,6 +131,7 @@ class Request:
         self.rescan = False
         # Load or recompute (lookup.py): nothing is loaded beyond this token, whatever turns up there meanwhile.
         self.chosen: int | None = None
+        self.hit_end = 0  # up to which token its last look-up of its chain found everything, if that waits for nothing
         self.wait: Wait | None = None  # what its wait is judged by
         self.idle_until_s = NEVER  # its wait need not be judged before, unless its last row comes
 
@@ -146,12 +166,12 @@ class Request:
 
     def row_arrived(self, key: Key) -> None:
         """This row is in host memory: it asks for it no more."""
-        self.rows_awaited -= self.asked.pop(key, False)
-        self._count()
+        self.rows_come += self.asked.get(key, False)
+        self._ask_no_more(key)
 
     def withdraw(self, key: Key) -> None:
         """It asks for this row no more: its tier cannot load it now."""
-        self.row_arrived(key)
+        self._ask_no_more(key)
         self.idle_until_s = NEVER
 
     def refuse(self, key: Key) -> None:
@@ -207,6 +227,7 @@ class Request:
         self.deadline_s = None
         self.expired = False
         self.chosen = self.wait = self.lost = None
+        self.hit_end = 0
         self._count()
 
     def note_missing(self, key: Key) -> None:
@@ -220,6 +241,7 @@ class Request:
             self.generation = generation
             self.pending = False
             self.chosen = self.wait = self.lost = None
+            self.hit_end = 0
             for collection in (self.pinned, self.scan_hits, self.asked):
                 collection.clear()
             self.rows_awaited = self._counted_as_waiting = 0
@@ -234,6 +256,10 @@ class Request:
         self.scan_hits.clear()
         self.asked.clear()
         self.rows_awaited = 0
+        self._count()
+
+    def _ask_no_more(self, key: Key) -> None:
+        self.rows_awaited -= self.asked.pop(key, False)
         self._count()
 
     def _count(self) -> None:

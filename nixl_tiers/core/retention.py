@@ -18,7 +18,7 @@ LONGEST_S: Final = 3600.0  # that anything is retained, or put off
 
 class Retention:
     """Agents say when they come back: rows that they need are kept until then (`retain`), or brought up again
-    (`prefetch`). Both are bounded over all requests, so that the rest of the host serves everybody else."""
+    (`plan`). Both are bounded over all requests, so that the rest of the host serves everybody else."""
 
     def __init__(self, state: CascadeState, prefetch_queue: PrefetchQueue) -> None:
         self._state = state
@@ -57,10 +57,9 @@ class Retention:
             self.waiting = True
         return True
 
-    def prefetch(self, keys: Sequence[Key], at_s: float, tenant: int = 0) -> bool:
-        """Promote `keys` at about `at_s` (TierManager.prefetch); False, and nothing, if more than the host can hold
-        is planned, or there is nothing to promote from. Nobody may change `keys`."""
-        if not self._state.tiers or self._planned_keys + len(keys) > self._host.rows:
+    def plan(self, keys: Sequence[Key], at_s: float, tenant: int) -> bool:
+        """Promote `keys` at about `at_s` (TierManager.prefetch)."""
+        if self._planned_keys + len(keys) > self._host.rows:
             return False
         self._plans += 1
         self._planned_keys += len(keys)

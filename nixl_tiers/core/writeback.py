@@ -63,6 +63,7 @@ class WriteBack:
                 is_here = row.state is RowState.READY and self._host.index.get(row.key) is row
                 if is_here and not row.host_only and row.key not in target.index:
                     target.to_store.setdefault(row.key, row.tick)
+        self._state.turn_due = True
 
     def clean(self, now: float | None = None) -> None:
         """Select victims ahead of need in every tier whose evictions are written below, so that a reserve of rows is

@@ -124,7 +124,7 @@ class Waits:
     def until_written(self, timeout_s: float | None) -> bool:
         """See `Coordinator.flush`."""
         with Interrupts() as interrupts, self.awaiting_writes():
-            return self._until(lambda: self.closed or self._core.backlog() == 0, timeout_s, interrupts)
+            return self._until(lambda: self.closed or self._core.writeback.backlog() == 0, timeout_s, interrupts)
 
     def write_down(self, until_s: float) -> None:
         """The process is about to exit: write what a tier with `write: on_evict` does not hold yet, as long as there is
@@ -134,7 +134,7 @@ class Waits:
             self._until(lambda: self._link.ready, until_s - time.monotonic(), interrupts)
             self.demote_all()
             with self.awaiting_writes():
-                self._until(lambda: self._core.backlog() == 0, until_s - time.monotonic(), interrupts)
+                self._until(lambda: self._core.writeback.backlog() == 0, until_s - time.monotonic(), interrupts)
 
     def demote_all(self) -> None:
         """Queue all rows that a tier with `write: on_evict` does not hold yet."""
@@ -147,19 +147,19 @@ class Waits:
                 part = next(slices, None)
         for start in range(0, len(rows), SLICE):
             with self._hold as core:
-                core.demote(rows[start : start + SLICE])
+                core.writeback.demote(rows[start : start + SLICE])
 
     @contextmanager
     def awaiting_writes(self) -> Iterator[None]:
         """See `Coordinator.awaiting_writes`."""
         with self._hold as core:
-            core.await_writes(1)
+            core.writeback.awaited += 1
         try:
             self._link.wake(at_once=True)
             yield
         finally:
             with self._hold as core:
-                core.await_writes(-1)
+                core.writeback.awaited -= 1
 
     def _until(self, condition: Callable[[], bool], timeout_s: float | None, interrupts: Interrupts) -> bool:
         """Poll `condition` in a hold, and at every change."""

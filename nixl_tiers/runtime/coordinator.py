@@ -17,9 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self
-
-import numpy as np
+from typing import TYPE_CHECKING, Final, Self
 
 from nixl_tiers.base import native
 from nixl_tiers.base.chunk import Key, Namespace, check_keys
@@ -33,7 +31,6 @@ from nixl_tiers.config.schema import ConfigError, TiersConfig, format_size
 from nixl_tiers.config.warnings import warnings_of
 from nixl_tiers.core.copies import LoadPlan, StorePlan
 from nixl_tiers.core.limits import Limits
-from nixl_tiers.core.stats import Load
 from nixl_tiers.runtime.blocking import Waits
 from nixl_tiers.runtime.copies import OpenLoads, bad_rows, ended_rows, take_memory
 from nixl_tiers.runtime.hold import Hold
@@ -43,16 +40,14 @@ from nixl_tiers.runtime.numbers import counters, problems
 from nixl_tiers.runtime.prefill_cache import PrefillCache, PrefillSpeed
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from nixl_tiers.memory.region import HostRegion
     from nixl_tiers.mover.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
 _coordinators: weakref.WeakSet[Coordinator] = weakref.WeakSet()
-LOCATE_BATCH: Final = 64  # keys that are looked up in one hold
-COUNT_BATCH: Final = 512  # and whose misses are counted, which takes less
+LOCATE_BATCH: Final = 64  # that are looked up in one hold
+COUNT_BATCH: Final = 512  # whose misses are counted, or rows retained, which takes less
 
 
 class TierRefusedError(RuntimeError):
@@ -64,7 +59,7 @@ class Coordinator:
     The region belongs to the coordinator, and is closed with it. Several threads may call.
 
     `now()`: the seconds in which this process ran, which the core takes as time: of a pause, as of a stopped machine,
-    hardly anything counts.
+    hardly anything counts, where there are storage tiers.
     """
 
     def __init__(
@@ -91,7 +86,8 @@ class Coordinator:
         self.config = config
         self.region = region
         self.changed = threading.Condition(lock)
-        self.now = clock or RunningClock()
+        # Without storage tiers nothing reads a clock while the engine is idle, which would be taken for a pause.
+        self.now = clock or (RunningClock() if config.storage else time.monotonic)
         self._core = core
         self._link = MoverLink(
             core,
@@ -106,6 +102,7 @@ class Coordinator:
         self._hold = Hold(core, self._link, lock, self.now)
         self._waits = Waits(core, self._link, self._hold)
         self._open_loads = OpenLoads(region)
+        self._judge = partial(bad_rows, region)
         self.prefill = PrefillSpeed(self._hold)
         self._pid = os.getpid()
         self._end = finalize_once(self, partial(_end, self._link.supervisor, region, times.finalizer_s))
@@ -237,46 +234,34 @@ class Coordinator:
     def namespace(self) -> Namespace:
         return self._link.namespace
 
-    def plan_load(
+    def prepare_load(
         self,
+        name: str,
         keys: Sequence[Key],
-        request: str,
         *,
-        call: bool = False,
         tokens: Sequence[int] = (),
         end: int | None = None,
+        call: bool = False,
     ) -> LoadPlan:
-        """Host rows of keys that this step's look-ups called hits, pinned until complete_load; or, where `request` is
-        the `call` of a thread, until end_call. `tokens`: of each key, and `end`: the token of the request before which
-        they end, for the metrics."""
+        """Host rows of keys that this step's look-ups called hits, pinned until complete_load; or, where `name` is the
+        `call` of a thread, until end_call (`Copies.prepare_load`)."""
         with self._hold as core:
-            load = None if end is None else Load(max(0, end - sum(tokens)), end, self.now())
-            plan = core.copies.prepare_load(keys, request, call=call, tokens=tokens, load=load)
-            self._open_loads.begin(len(keys), request, call=call)
+            plan = core.prepare_load(name, keys, self.now(), tokens=tokens, end=end, call=call)
+            self._open_loads.begin(len(keys), name, call=call)
         return plan
 
-    def prepare_load(self, keys: Sequence[Key], request: str, **named: Any) -> NDArray[np.int64]:
-        """The rows of `plan_load`."""
-        return np.array(self.plan_load(keys, request, **named).rows, np.int64)
-
-    def complete_load(self, request: str) -> None:
-        """Workers are done reading the rows that `request` loaded."""
+    def complete_load(
+        self, name: str, took_s: float | None = None, *, at_most: bool = False, failed: bool = False
+    ) -> None:
+        """Workers are done reading the rows that request `name` loaded, or could not (`Copies.complete_load`)."""
         with self._hold as core:
-            core.copies.complete_load(request)
-            core.savings.load_ended(request, self.now())
-            self._open_loads.end(request)
+            core.complete_load(name, self.now(), took_s, at_most=at_most, failed=failed)
+            self._open_loads.end(name)
 
-    def fail_load(self, request: str) -> None:
-        """Instead of complete_load, if a worker could not copy all of them: `request` gets no more hits."""
-        with self._hold as core:
-            core.copies.fail_load(request)
-            core.savings.load_failed(request, self.now())
-            self._open_loads.end(request)
-
-    def prepare_store(self, keys: Sequence[Key], request: str, *, call: bool = False) -> StorePlan:
+    def prepare_store(self, name: str, keys: Sequence[Key], *, call: bool = False) -> StorePlan:
         """Rows to fill with the new ones of `keys`, in prefix order; fewer than asked when the host tier is full.
 
-        The caller owns them until complete_store; or, if `request` is the `call` of a thread, until end_call.
+        The caller owns them until complete_store; or, if `name` is the `call` of a thread, until end_call.
         Raises TypeError or ValueError for an invalid key.
         """
         check_keys(keys)
@@ -288,7 +273,7 @@ class Coordinator:
                 # take back the rows of those that the workers have ended by their control words.
                 most = max(LOCATE_BATCH, len(keys))
                 host.release_unflushed(ended_rows(self.region, host.unflushed_stores(most)))
-            return core.copies.prepare_store(keys, request, call=call)
+            return core.prepare_store(name, keys, call=call)
 
     def has_memory(self, count: int) -> bool:
         """Whether so many rows are free, or no more rows are about to come."""
@@ -296,45 +281,19 @@ class Coordinator:
             take_memory(core, self.region)
             return not core.host.grows or core.host.free >= count
 
-    def complete_store(self, keys: Collection[Key]) -> None:
-        """Every worker has ended the store job of `keys`; the region's control words say which rows are good."""
+    def complete_store(self, keys: Collection[Key], dropped: Collection[Key] = ()) -> None:
+        """Every worker has ended the store job of `keys`; the region's control words say which rows are good. What was
+        copied of `dropped` is of no use."""
         with self._hold as core:
-            rows = core.copies.rows_being_filled(keys)
-            core.copies.complete_store(rows, *bad_rows(self.region, rows))
+            core.complete_store(keys, self._judge, dropped)
 
     def end_call(self, call: str) -> None:
         """A thread's call has ended, successfully or not, and touches no row any more. Those that it was to fill are
         hits if the region's control words say so. Does nothing for a call without rows."""
         with self._hold as core:
-            rows = core.copies.rows_being_filled_by_call(call)
-            core.copies.end_call(call, *bad_rows(self.region, rows))
+            core.end_call(call, self._judge)
             self._open_loads.end_call(call)
             self.changed.notify_all()
-
-    def count_misses(self, keys: Sequence[Key], request: str) -> None:
-        """Count why the request has to compute these chunks, in prefix order from its first miss. Once a chunk."""
-        for start in range(0, len(keys), COUNT_BATCH):
-            with self._hold as core:
-                core.count_misses(keys[start : start + COUNT_BATCH], request, self.now())
-
-    def retain(self, keys: Sequence[Key], seconds: float) -> bool:
-        """Keep those of `keys`, in prefix order, that host memory holds from eviction; False: only the front of them,
-        as the share for that is full."""
-        until_s = self.now() + seconds
-        for start in range(0, len(keys), COUNT_BATCH):
-            with self._hold as core:
-                if not core.retention.retain(keys[start : start + COUNT_BATCH], until_s):
-                    return False
-        return True
-
-    def locate(self, keys: Sequence[Key]) -> list[str | None]:
-        """Of each key the first tier that holds it now. Starts no promotion."""
-        places: list[str | None] = []
-        for start in range(0, len(keys), LOCATE_BATCH):
-            with self._hold as core:
-                now = self.now()
-                places += [core.where(key, now) for key in keys[start : start + LOCATE_BATCH]]
-        return places
 
     def look_on(self) -> bool:
         """Whether the last prepare_store found too little room only because it looks at a bounded number of pinned

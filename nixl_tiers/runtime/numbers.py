@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from nixl_tiers.base.metrics import number_of_quota
@@ -40,10 +40,11 @@ def counters(
 
 def _of_tenants(core: TierManager, named: Mapping[str, int]) -> dict[str, dict[str, float]]:
     """The rows of each quota, in host memory and in tiers that keep quotas."""
-    places = {"cpu": None, **{tier.spec.name: place for place, tier in enumerate(core.tiers) if tier.spec.quotas}}
+    places: dict[str, Callable[[int], int]] = {"cpu": core.host.rows_of}
+    places |= {tier.spec.name: tier.index.rows.count_of for tier in core.tiers if tier.spec.quotas}
     return {
-        name: {number_of_quota(quota): core.rows_of(place, tenant) for quota, tenant in named.items()}
-        for name, place in places.items()
+        name: {number_of_quota(quota): rows_of(tenant) for quota, tenant in named.items()}
+        for name, rows_of in places.items()
     }
 
 

@@ -187,11 +187,16 @@ class Arrivals:
         self._count += 1
         heappush(self.waiting, (rank, self._count, request))
 
-    def take(self, has_room: Callable[[Rank], bool]) -> Iterator[tuple[str, Rank]]:
-        """Those that are next by now, and are kept here no more. `has_room`: whether a request of this rank is."""
-        while self.waiting and has_room(self.waiting[0][0]):
-            rank, _, request = heappop(self.waiting)
-            yield request, rank
+    def take(self, is_next: Callable[[str, Rank], bool | None]) -> Iterator[tuple[str, Rank]]:
+        """Those that are next by now, and are kept here no more. `is_next`: whether this one is; None: it has begun, or
+        ended."""
+        while self.waiting:
+            rank, _, request = self.waiting[0]
+            if (found := is_next(request, rank)) is False:
+                return
+            heappop(self.waiting)
+            if found:
+                yield request, rank
 
 
 def chain_at_arrival(scheduler: Any, pool: Any, name: str) -> list[OffloadKey]:

@@ -209,9 +209,7 @@ class NixlTiersConnector(OffloadingConnector):
     def _fill_line(self) -> None:
         """Requests are next in line by now: read their chains."""
         manager = self._manager
-        for request, rank in self._arrivals.take(manager.line_has_room):
-            if not manager.is_queued(request):
-                continue  # it has begun, or ended
+        for request, rank in self._arrivals.take(lambda request, rank: manager.anticipate(request, (), rank)):
             try:
                 keys = chain_at_arrival(self.scheduler, self._kv_cache_manager.block_pool, request)
             except Exception as error:  # noqa: BLE001 - what vLLM keeps there is its own, and its change ends no engine

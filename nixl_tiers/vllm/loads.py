@@ -25,7 +25,7 @@ class Loads:
         # Of the last load, as vLLM asks right behind it: the request, its tokens, and the tier of each key.
         self._last: tuple[str, int, Sequence[OffloadKey], Sequence[str]] = ("", 0, (), ())
         self._source_of: dict[OffloadKey, str] | None = None  # the same, once it has been asked for
-        self._open: dict[str, tuple[float, int]] = {}  # by request: since when, rows
+        self._open: dict[str, float] = {}  # by request: since when
         self._beside: set[str] = set()  # those in whose time the engine computed: their end was reported later
         self._failed: set[str] = set()  # those that a worker could not copy
         self.prepared = False
@@ -42,8 +42,8 @@ class Loads:
     def prepare(self, keys: Sequence[OffloadKey], counts: list[int], request: str, end: int) -> RowsSpec:
         """Pin the rows of `keys`, of which each KV group has so many. `end`: the last one's end token."""
         tokens = self._groups.saved_tokens(keys, counts)
-        plan = self._coordinator.plan_load(keys, request, tokens=tokens, end=end)
-        self._open[request] = self._coordinator.now(), len(keys)
+        plan = self._coordinator.prepare_load(request, keys, tokens=tokens, end=end)
+        self._open[request] = self._coordinator.now()
         self.prepared = True
         self._last, self._source_of = (request, sum(tokens), keys, plan.sources), None
         return RowsSpec(np.array(plan.rows, np.int64), counts, missing=plan.missing)
@@ -67,18 +67,12 @@ class Loads:
         return self._sources[sources[0]]
 
     def complete(self, request: str) -> None:
-        began = self._open.pop(request, None)
-        beside = request in self._beside
+        began_s = self._open.pop(request, None)
+        took_s = None if began_s is None else self._coordinator.now() - began_s
+        beside, failed = request in self._beside, request in self._failed
         self._beside.discard(request)
-        if request in self._failed:
-            self._failed.remove(request)
-            self._coordinator.fail_load(request)
-        else:
-            self._coordinator.complete_load(request)
-            if began is not None:
-                now = self._coordinator.now()
-                with self._coordinator.core() as core:
-                    core.copies.copied(began[1], now - began[0], now, at_most=beside)
+        self._failed.discard(request)
+        self._coordinator.complete_load(request, took_s, at_most=beside, failed=failed)
 
     def fail(self, request: str) -> bool:
         """A worker could not copy the request's load. False, and without effect, if it has none."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from nixl_tiers.core.key_lookup import Lookup
-from nixl_tiers.core.lookup import Scan
-from nixl_tiers.runtime.coordinator import Coordinator
+from nixl_tiers.runtime.coordinator import COUNT_BATCH, Coordinator
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.chains import Answers, RequestChain, RequestChains, answers_of
 from nixl_tiers.vllm.compat import (
@@ -61,10 +60,6 @@ class Lookups:
         name = context.req_id
         mine = self.chains.again(key, context)
         if mine is not None:  # nothing is new but the time: a long queue of such requests is looked up at every step
-            if mine.waiting is not None and not self._gate.watches and self._still_waits(name):
-                self.waiting.add(name)
-                self.answers[name] = mine.waiting
-                return mine.waiting
             position = mine.first
             self._gate.looked_up(context, position)
         else:
@@ -75,16 +70,7 @@ class Lookups:
             elif name not in self._touched:
                 self._touch_prefix(context, position)
             mine = None if self._finds_nothing(name) else self.chains.of(key, context, position)
-        answers: Answers = {}
-        if mine is not None:
-            start = mine.start(position)
-            if self._is_deferred(mine, position, key):
-                # vLLM defers it until that load has ended, and would look up all of the chain before, at every step.
-                self.waiting.add(name)
-                answers = answers_of(mine.chain, start, Scan(True, mine.chain.end))
-            else:
-                answers = self._scan(key, name, mine, start)
-        self.answers[name] = answers
+        answers = self.answers[name] = {} if mine is None else self._scan(key, name, mine, mine.start(position))
         return answers
 
     def alone(self, key: OffloadKey, context: ReqContext, answers: Answers) -> LookupResult:
@@ -102,7 +88,9 @@ class Lookups:
                 return LookupResult.MISS
         now = self._coordinator.now()
         with self._coordinator.core() as core:
-            found = core.lookup(key, context.req_id, position, now, self._last_sub_block, check=whole)
+            (found,) = core.look_up_keys(
+                context.req_id, (key,), now, self._last_sub_block, positions=(position,), check=whole
+            )
         answer = _ANSWERS[found]
         if answer is LookupResult.HIT_PENDING:
             self.waiting.add(context.req_id)
@@ -132,7 +120,10 @@ class Lookups:
                 group = get_offload_group_idx(key)
                 behind = [other for other in behind if get_offload_group_idx(other) == group]
             missed += behind
-        self._coordinator.count_misses(missed, request)
+        last = None
+        for start in range(0, len(missed), COUNT_BATCH):
+            with self._coordinator.core() as core:
+                last = core.count_misses(request, missed[start : start + COUNT_BATCH], self._coordinator.now(), last)
 
     def end_step(self) -> None:
         """Before the next one, each request is looked up anew."""
@@ -163,7 +154,7 @@ class Lookups:
         """What the whole chain is in this step, of which `key` is looked up first."""
         now = self._coordinator.now()
         with self._coordinator.core() as core:
-            mine.scan = core.scan(name, mine.chain, start, now, self._last_sub_block)
+            mine.scan = core.look_up(name, mine.chain, start, now, self._last_sub_block)
         if not mine.scan.waits:
             mine.waiting = mine.asked = None
             return answers_of(mine.chain, start, mine.scan)
@@ -172,20 +163,6 @@ class Lookups:
         if mine.waiting is None or mine.asked != key:
             mine.waiting, mine.asked = answers_of(mine.chain, start, mine.scan), key
         return mine.waiting
-
-    def _is_deferred(self, mine: RequestChain, position: int, key: OffloadKey) -> bool:
-        """Whether vLLM keeps this request back although its last scan waited for nothing and found this key: another
-        request is loading the chunk, and its blocks are to be shared."""
-        last = mine.scan
-        if last is None or last.waits or last.end < position:
-            return False
-        with self._coordinator.core() as core:
-            return core.is_being_loaded(key)
-
-    def _still_waits(self, name: str) -> bool:
-        now = self._coordinator.now()
-        with self._coordinator.core() as core:
-            return core.still_waits(name, now)
 
     def _touch_prefix(self, context: ReqContext, position: int | None) -> None:
         """Touch what vLLM hits in its own cache: all before `position`, or everything if nothing was looked up.
@@ -197,4 +174,4 @@ class Lookups:
         own = [key for key, end in positions_of(context).items() if position is None or end < position]
         if own:
             with self._coordinator.core() as core:
-                core.engine_hits.add(own, context.req_id)
+                core.used(context.req_id, own)

@@ -114,8 +114,7 @@ class NixlTiersManager(OffloadingManager):
     def salt_of(self, request: str, salt: str | None) -> None:
         """The `cache_salt` of a new request, by which it belongs to a tenant. NixlTiersConnector calls it."""
         if self._has_quotas and (tenant := self._coordinator.tenants.number_of(salt)):
-            with self._coordinator.core() as core:
-                core.set_tenant(request, tenant)
+            self._wishes.belongs(request, tenant)
 
     def windows_are_known(self, windows: Mapping[int, int | None]) -> None:
         """NixlTiersConnector calls it: of each KV group, by vLLM's number, how many chunks before its end a load needs;
@@ -154,20 +153,10 @@ class NixlTiersManager(OffloadingManager):
             self._lookups.load_none.add(request)
         return RequestOffloadingContext()
 
-    def anticipate(self, request: str, keys: Sequence[OffloadKey], rank: Rank) -> None:
-        """A new request waits for its turn. NixlTiersConnector calls it (TierManager.anticipate)."""
+    def anticipate(self, request: str, keys: Sequence[OffloadKey], rank: Rank) -> bool | None:
+        """See TierManager.anticipate. NixlTiersConnector calls it."""
         with self._coordinator.core() as core:
-            core.anticipate(request, keys, rank)
-
-    def line_has_room(self, rank: Rank) -> bool:
-        """Whether a new request of this rank would be one of the next (TierManager.line_has_room)."""
-        with self._coordinator.core() as core:
-            return core.line_has_room(rank)
-
-    def is_queued(self, request: str) -> bool:
-        """Whether the request still waits for its turn."""
-        with self._coordinator.core() as core:
-            return core.is_queued(request)
+            return core.anticipate(request, keys, rank)
 
     def anticipates(self, request: str) -> bool:
         """Whether anything may be promoted for a new request."""
@@ -246,12 +235,8 @@ class NixlTiersManager(OffloadingManager):
         self._look_at_weights()
         spoiled = self._stores.completed(keys)
         if self.weights.closed:  # what was copied may be of either weights
-            spoiled = keys
-        if spoiled:
-            with self._coordinator.core() as core:
-                core.copies.drop_store(spoiled)
-            keys = [key for key in keys if key not in spoiled]
-        self._coordinator.complete_store(keys)
+            spoiled = set(keys)
+        self._coordinator.complete_store(keys, spoiled)
 
     def spoil(self, keys: Iterable[OffloadKey]) -> None:
         """Of these open stores the engine may write to the blocks before they are copied: their rows are dropped."""

@@ -30,7 +30,7 @@ class Stores:
         row_of: Mapping[OffloadKey, int] = {}
         store_seq = 0
         if keys:
-            plan = self._coordinator.prepare_store(keys, context.req_id)
+            plan = self._coordinator.prepare_store(context.req_id, keys)
             row_of, store_seq = dict(zip(plan.keys, plan.rows, strict=True)), plan.store_seq
         # vLLM lists the blocks of a job in the order in which it offered the keys, whatever the order of this answer.
         accepted = [key for key in offered if key in row_of]

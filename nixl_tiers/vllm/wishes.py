@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from nixl_tiers.config.schema import TiersConfig
-from nixl_tiers.runtime.coordinator import Coordinator
-from nixl_tiers.vllm.compat import ReqContext, positions_of
+from nixl_tiers.core.requests import RequestWishes
+from nixl_tiers.runtime.coordinator import COUNT_BATCH, Coordinator
+from nixl_tiers.vllm.compat import OffloadKey, ReqContext, positions_of
 from nixl_tiers.vllm.hints import AtEnd, Outcome, Verb
 from nixl_tiers.vllm.request_options import RequestOptions, RequestOptionsReader, Scope
 
@@ -21,19 +22,17 @@ class Wishes:
         self.store_none: set[str] = set()
         self.promote_none: set[str] = set()
         self.at_end: dict[str, tuple[AtEnd, ...]] = {}
+        self._tenants: dict[str, int] = {}
 
     def begin(self, context: ReqContext) -> RequestOptions:
         """A new request is queued."""
         request = context.req_id
         options = self._reader.read(context)
+        wishes = RequestWishes(
+            allowed=options.tiers, host_only=options.store is not Scope.ALL, evict_first=options.hints.evict_first
+        )
         with self._coordinator.core() as core:
-            core.queue(request)
-            if options.tiers is not None:
-                core.set_allowed_tiers(request, options.tiers)
-            if options.store is not Scope.ALL:
-                core.keep_in_host(request)
-            if options.hints.evict_first:
-                core.evict_first(request)
+            core.arrive(request, wishes)
         if not (options.loads and (options.tiers is None or options.tiers)):
             self.promote_none.add(request)
         if options.store is Scope.NONE:
@@ -42,15 +41,20 @@ class Wishes:
             self.at_end[request] = options.hints.at_end
         return options
 
+    def belongs(self, request: str, tenant: int) -> None:
+        """A new request is this tenant's."""
+        self._tenants[request] = tenant
+        with self._coordinator.core() as core:
+            core.set_tenant(request, tenant)
+
     def end(self, context: ReqContext) -> None:
         """The request has ended, and is forgotten; what it asked for the time after it is begun."""
         request = context.req_id
         for names in (self.store_none, self.promote_none):
             names.discard(request)
-        hints = self.at_end.pop(request, ())
+        hints, tenant = self.at_end.pop(request, ()), self._tenants.pop(request, 0)
         with self._coordinator.core() as core:
-            tenant = core.tenant_of(request) if hints else 0
-            core.finish_request(request)
+            core.finish(request)
         if hints:
             self._follow(hints, context, tenant)
 
@@ -67,8 +71,16 @@ class Wishes:
         keys = sorted(positions, key=positions.__getitem__)
         for hint in hints:
             if hint.verb is Verb.RETAIN:
-                done = self._coordinator.retain(keys, hint.seconds)
+                done = self._retain(keys, self._coordinator.now() + hint.seconds)
             else:
                 with self._coordinator.core() as core:
-                    done = core.retention.prefetch(keys, self._coordinator.now() + hint.seconds, tenant)
+                    done = core.prefetch(keys, self._coordinator.now() + hint.seconds, tenant)
             self._reader.hints.ended(hint, done=done)
+
+    def _retain(self, keys: Sequence[OffloadKey], until_s: float) -> bool:
+        """False: only the front of them, as the share for that is full."""
+        for start in range(0, len(keys), COUNT_BATCH):
+            with self._coordinator.core() as core:
+                if not core.retain(keys[start : start + COUNT_BATCH], until_s):
+                    return False
+        return True

@@ -16,6 +16,7 @@ from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import TierSpec, TierState
+from tests.support import inside
 from tests.support.columns import PlainColumns
 from tests.support.core import opened, put
 from tests.support.replay import examples
@@ -69,7 +70,7 @@ class Router:
             if all_known and told == there:
                 readable = [tier for tier in core.tiers if tier.number in told and tier.can_load(key, now)]
                 first = "cpu" if None in told else next((tier.spec.name for tier in readable), None)
-                require(core.where(key, now) == first, f"{key!r} is located in another tier than {first}")
+                require(core.where([key], now)[0] == first, f"{key!r} is located in another tier than {first}")
 
 
 class FollowedSimulation(Simulation):
@@ -312,4 +313,4 @@ def test_without_followers_nothing_is_kept() -> None:
     core = TierManager(4, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)])
     assert core.host.changed is None
     assert core.tiers[0].index.changed is None
-    assert core._state.announced is None
+    assert inside.state(core).announced is None

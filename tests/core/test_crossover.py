@@ -13,7 +13,7 @@ from nixl_tiers.core.lookup import Chain, Group, Scan
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.types import Job, TierSpec
-from tests.support.core import opened, put
+from tests.support.core import all_good, opened, put
 
 TOKENS = 128
 ROW_BYTES = 2_950_000
@@ -59,7 +59,7 @@ class Engine:
         put(self.core, keys[:held])
         self.asked += 1
         name, began_s = f"r{self.asked}", self.now
-        self.core.queue(name)
+        self.core.arrive(name)
         self.core.anticipate(name, keys, (0.0,))
         self._advance(self.now)  # the supervisor may be quicker than the scheduler
         while (scan := self._scan(name, keys)).waits:
@@ -67,19 +67,19 @@ class Engine:
         loaded = scan.end // TOKENS
         self._advance(self.now + self.step_s + (length - loaded) * TOKENS / TOKENS_PER_S)
         took_s = self.now - began_s
-        self.core.copies.complete_load(name)
-        self.core.copies.complete_store(self.core.copies.rows_being_filled(keys), set())
-        self.core.finish_request(name)
+        self.core.complete_load(name, 0.0)
+        self.core.complete_store(keys, all_good)
+        self.core.finish(name)
         self._advance(self.now + pause_s)
         return took_s
 
     def _scan(self, name: str, keys: Sequence[Key]) -> Scan:
         """A step. What it computes is stored: it gets its host rows before the supervisor's next turn."""
-        scan = self.core.scan(name, Chain((Group(keys, TOKENS),)), 0, self.now)
+        scan = self.core.look_up(name, Chain((Group(keys, TOKENS),)), 0, self.now)
         if not scan.waits:
             loaded = scan.end // TOKENS
-            self.core.copies.prepare_load(keys[:loaded], name)
-            self.core.copies.prepare_store(keys[loaded:], name)
+            self.core.prepare_load(name, keys[:loaded], 0.0)
+            self.core.prepare_store(name, keys[loaded:])
         self.core.end_step([] if scan.waits else [name])
         return scan
 

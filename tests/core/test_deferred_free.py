@@ -14,7 +14,7 @@ from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.slots import Slots
 from nixl_tiers.core.types import TierSpec
-from tests.support.core import opened
+from tests.support.core import all_good, opened
 
 ROWS = 4096
 CHUNKS = 16  # a request
@@ -28,9 +28,9 @@ def test_garbage_collector_does_not_track_rows(policy: Eviction) -> None:
     before, walked_before = tracked(), walked()
     for number in range(ROWS // CHUNKS):
         keys = [b"%d %d" % (number, chunk) for chunk in range(CHUNKS)]
-        plan = core.copies.prepare_store(keys, f"{number}")
-        core.copies.complete_store(core.copies.rows_being_filled(plan.keys), set())
-        core.finish_request(f"{number}")
+        plan = core.prepare_store(f"{number}", keys)
+        core.complete_store(plan.keys, all_good)
+        core.finish(f"{number}")
         core.end_step()
         for job in core.events.plan(0.0):
             core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)

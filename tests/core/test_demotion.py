@@ -14,7 +14,7 @@ from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import Direction, Job, TierSpec
-from tests.support.core import expire, opened, rows_of
+from tests.support.core import all_good, expire, look_up_key, opened, rows_of
 
 
 def manager(rows: int, writes: Sequence[Write], slots: Sequence[int]) -> TierManager:
@@ -27,9 +27,9 @@ def manager(rows: int, writes: Sequence[Write], slots: Sequence[int]) -> TierMan
 
 
 def put(core: TierManager, key: Key, now: float) -> None:
-    plan = core.copies.prepare_store([key], key.decode())
-    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), set())
-    core.finish_request(key.decode())
+    plan = core.prepare_store(key.decode(), [key])
+    core.complete_store(plan.keys, all_good)
+    core.finish(key.decode())
     core.end_step()
 
 
@@ -64,7 +64,7 @@ def test_host_victims_are_written_to_the_tier_below(writes: tuple[Write, ...]) -
     for key in keys(40):
         put(core, key, 0.0)
         settle(core)
-    assert all(core.where(key, 0.0) for key in keys(40))
+    assert all(place for place in core.where(keys(40), 0.0))
     assert core.tiers[-1].counters.dropped == 0
     assert len(core.tiers[-1].index) <= 40 - 8 + 3  # lazily: what still fits the host was not written
 
@@ -94,13 +94,13 @@ def test_victims_wait_while_the_host_is_full_of_pinned_rows() -> None:
         put(core, key, 0.0)
         settle(core)
     filling = [b"filling-%d" % number for number in range(8)]
-    assert len(core.copies.prepare_store(filling, "request").keys) == 8
+    assert len(core.prepare_store("request", filling).keys) == 8
     core.events.resized(0, 3)
     for _ in range(20):
         assert core.turn(0.0, 0.0) == []
     assert list(core.tiers[0].index.evicting) == keys(1)
     assert not core.events.unfinished
-    core.copies.complete_store(core.copies.rows_being_filled(filling), ())
+    core.complete_store(filling, all_good)
     assert [move.key for _ in range(20) for job in core.turn(1.0, 1.0) for move in job.moves if job.tier == 0]
 
 
@@ -118,7 +118,7 @@ def test_victims_of_a_storage_tier_are_demoted_further_down(first: Write) -> Non
     for key in keys(60):
         put(core, key, 0.0)
         settle(core)
-    assert all(core.where(key, 0.0) for key in keys(60))
+    assert all(place for place in core.where(keys(60), 0.0))
     assert [tier.counters.dropped for tier in core.tiers] == [0, 0]
     assert len(core.tiers[0].index.slots) <= 12
     rows = core.host.index.values()
@@ -131,8 +131,8 @@ def test_store_never_waits_for_writeback() -> None:
         put(core, key, 0.0)  # no mover ever answers
         core.events.plan(0.0)
     # Rows that a mover reads are pinned, others are evicted unwritten, the oldest first, and each is counted.
-    lost = [key for key in keys(20) if core.where(key, 0.0) is None]
-    assert core.where(keys(20)[-1], 0.0) == "cpu"
+    lost = [key for key in keys(20) if core.where([key], 0.0)[0] is None]
+    assert core.where([keys(20)[-1]], 0.0)[0] == "cpu"
     assert core.tiers[0].counters.dropped == len(lost) > 0
 
 
@@ -143,7 +143,7 @@ def test_victims_that_cannot_be_written_stay() -> None:
     for job in core.events.plan(0.0):
         core.events.finished(job.tier, job.id, [Outcome.NO_SPACE] * len(job.moves), 0.0)
     core.events.down(0, 0.0)
-    assert all(core.where(key, 0.0) == "cpu" for key in keys(7))
+    assert all(place == "cpu" for place in core.where(keys(7), 0.0))
     assert not core.host.evicting
 
 
@@ -153,13 +153,13 @@ def test_victim_that_is_used_again_is_not_evicted_when_its_write_ends() -> None:
         put(core, key, 0.0)
     jobs = core.events.plan(0.0)
     victim = next(iter(core.host.evicting))
-    core.lookup(victim, "again", 0, 0.0)
-    core.copies.prepare_load([victim], "again")
-    core.copies.complete_load("again")
+    look_up_key(core, victim, "again", 0, 0.0)
+    core.prepare_load("again", [victim], 0.0)
+    core.complete_load("again", 0.0)
     core.end_step()
     for job in jobs:
         core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    assert core.where(victim, 0.0) == "cpu"
+    assert core.where([victim], 0.0)[0] == "cpu"
 
 
 def test_victim_that_is_pinned_when_its_write_ends_does_not_count_as_one_for_ever() -> None:
@@ -169,11 +169,11 @@ def test_victim_that_is_pinned_when_its_write_ends_does_not_count_as_one_for_eve
         put(core, key, 0.0)
     jobs = core.events.plan(0.0)
     victim = next(iter(core.host.evicting))
-    assert core.lookup(victim, "again", 0, 0.0) is Lookup.HIT
+    assert look_up_key(core, victim, "again", 0, 0.0) is Lookup.HIT
     for job in jobs:
         core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    assert core.where(victim, 0.0) == "cpu"
-    core.finish_request("again")  # it does not load it
+    assert core.where([victim], 0.0)[0] == "cpu"
+    core.finish("again")  # it does not load it
     core.end_step()
     settle(core)
     assert core.host.free == 2
@@ -184,7 +184,7 @@ def test_shutdown_can_write_all_dirty_rows() -> None:
     core = manager(8, (Write.ON_EVICT,), (100,))
     for key in keys(6):
         put(core, key, 0.0)
-    core.demote(list(core.host.index.values()))
+    core.writeback.demote(list(core.host.index.values()))
     settle(core)
     assert rows_of(core.tiers[0]).keys() == set(keys(6))
 
@@ -192,7 +192,7 @@ def test_shutdown_can_write_all_dirty_rows() -> None:
 def test_promotions_are_planned_before_demotions() -> None:
     core = manager(8, (Write.THROUGH, Write.ON_EVICT), (20, 100))
     core.events.listed(0, [(slot, key, slot) for slot, key in enumerate(keys(20))], last=True)
-    assert core.lookup(keys(20)[-1], "request", 0, 0.0) is Lookup.PENDING
+    assert look_up_key(core, keys(20)[-1], "request", 0, 0.0) is Lookup.PENDING
     first, *others = core.events.plan(0.0)
     assert [move.key for move in first.moves] == [keys(20)[-1]], "in a job of its own"
     assert [move.key for job in others for move in job.moves] == keys(2), "of five that leave, a quarter of the host"
@@ -218,7 +218,7 @@ def test_victims_evicted_unwritten_are_counted_as_dropped() -> None:
         for job in core.events.plan(0.0):  # of the tier below, no mover ever answers
             if job.tier == 0:
                 core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    nowhere = [key for key in keys(24) if core.where(key, 0.0) is None]
+    nowhere = [key for key in keys(24) if core.where([key], 0.0)[0] is None]
     assert nowhere
     under_way = {move.key for job in core.tiers[1].jobs.values() for move in job.moves}
     lost = [key for key in keys(24) if key not in core.tiers[0].index and key not in under_way]
@@ -249,15 +249,15 @@ def test_row_that_is_used_while_it_is_demoted_stays_in_the_host() -> None:
     (load,) = core.events.plan(0.0)
     key = load.moves[0].key
     core.events.finished(load.tier, load.id, [Outcome.OK], 0.0)
-    assert core.lookup(key, "request", 0, 0.0) is Lookup.HIT
-    core.copies.prepare_load([key], "request")
-    core.copies.complete_load("request")
-    core.finish_request("request")
+    assert look_up_key(core, key, "request", 0, 0.0) is Lookup.HIT
+    core.prepare_load("request", [key], 0.0)
+    core.complete_load("request", 0.0)
+    core.finish("request")
     core.end_step()
     core.events.finished(store.tier, store.id, [Outcome.OK], 0.0)
     settle(core)
     assert key in core.tiers[1].index
-    assert core.where(key, 0.0) == "cpu"
+    assert core.where([key], 0.0)[0] == "cpu"
 
 
 def test_victims_that_cannot_be_demoted_now_are_not_selected_again_at_once() -> None:
@@ -268,9 +268,9 @@ def test_victims_that_cannot_be_demoted_now_are_not_selected_again_at_once() -> 
     for tier in range(2):
         opened(core, tier, 4)
         core.events.listed(tier, [(slot, key, 1) for slot, key in enumerate(keys(4 - 4 * tier))], last=True)
-    core.copies.prepare_store(keys(4), "request")
+    core.prepare_store("request", keys(4))
     assert not turns(core, 0.0)
-    core.copies.complete_store(core.copies.rows_being_filled(keys(4)), ())
+    core.complete_store(keys(4), all_good)
     assert [job.tier for job in turns(core, 1.0)] == [1]
 
 
@@ -362,21 +362,21 @@ class SlowTierBelow:
             self.most_pinned = max(self.most_pinned, pinned)
 
     def put(self, chunks: Sequence[Key]) -> int:
-        plan = self.core.copies.prepare_store(chunks, "put")
-        self.core.copies.complete_store(self.core.copies.rows_being_filled(plan.keys), set())
-        self.core.finish_request("put")
+        plan = self.core.prepare_store("put", chunks)
+        self.core.complete_store(plan.keys, all_good)
+        self.core.finish("put")
         self.core.end_step()
         return len(plan.keys)
 
     def get(self, chunks: Sequence[Key]) -> int:
         while True:
-            answers = [self.core.lookup(key, "get", place, self.now) for place, key in enumerate(chunks)]
+            answers = [look_up_key(self.core, key, "get", place, self.now) for place, key in enumerate(chunks)]
             if Lookup.PENDING not in answers:
                 break
             self.core.end_step()
             self.passes(0.005)
         self.core.end_step()
-        self.core.finish_request("get")
+        self.core.finish("get")
         return answers.count(Lookup.HIT)
 
     def life(self) -> tuple[int, int, float]:
@@ -480,9 +480,9 @@ def test_an_old_place_in_the_queue_ends_a_demotion_and_not_its_load() -> None:
     core.events.plan(0.0)
     assert key not in above.staged
     assert core.host.index[key].source == "tier0"
-    assert core.lookup(key, "request", None, 0.0) is Lookup.PENDING
+    assert look_up_key(core, key, "request", None, 0.0) is Lookup.PENDING
     core.events.finished(0, loads[0].id, [Outcome.OK] * len(loads[0].moves), 0.0)
-    assert core.lookup(key, "request", None, 0.0) is Lookup.HIT
+    assert look_up_key(core, key, "request", None, 0.0) is Lookup.HIT
 
 
 def test_promotion_that_waited_for_a_full_host_waits_for_writeback_too() -> None:
@@ -490,15 +490,15 @@ def test_promotion_that_waited_for_a_full_host_waits_for_writeback_too() -> None
     core = manager(8, (Write.OFF, Write.ON_EVICT), (100, 100))
     core.events.listed(0, [(0, b"old", 0)], last=True)
     filling = [b"filling-%d" % number for number in range(8)]
-    core.copies.prepare_store(filling, "filling")
-    assert core.lookup(b"old", "request", 0, 0.0) is Lookup.PENDING
+    core.prepare_store("filling", filling)
+    assert look_up_key(core, b"old", "request", 0, 0.0) is Lookup.PENDING
     core.end_step()
     assert core.turn(0.0, 0.0) == []
-    core.copies.complete_store(core.copies.rows_being_filled(filling), ())
+    core.complete_store(filling, all_good)
     core.end_step()
     for now in (0.1, 0.2, 0.3):
         for job in core.turn(now, now):
             core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), now)
-    assert core.lookup(b"old", "request", 0, 0.3) is Lookup.HIT
+    assert look_up_key(core, b"old", "request", 0, 0.3) is Lookup.HIT
     assert core.tiers[1].counters.dropped == 0
-    assert all(core.where(key, 0.3) for key in filling)
+    assert all(place for place in core.where(filling, 0.3))

@@ -11,6 +11,7 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import Direction, TierSpec
+from tests.support import inside
 from tests.support.core import opened, put
 
 
@@ -51,7 +52,7 @@ def behind() -> TierManager:
 def evicted() -> TierManager:
     core = cascade()
     put(core, [b"one"])
-    core._state.make_room(4)  # before it was written
+    inside.state(core).make_room(4)  # before it was written
     settle(core)
     return core
 
@@ -59,7 +60,7 @@ def evicted() -> TierManager:
 def evicted_above_a_tier_that_is_down() -> TierManager:
     core = TierManager(4, 4096, [TierSpec("file", Write.ON_EVICT, physical_slots=True)], Limits())
     put(core, [b"one"])
-    core._state.make_room(4)
+    inside.state(core).make_room(4)
     return core
 
 

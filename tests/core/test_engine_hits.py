@@ -12,10 +12,12 @@ from nixl_tiers.config import schema as configuration
 from nixl_tiers.core import engine_hits
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.types import TierSpec
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
-from tests.support.core import end_step, opened, put, touched
+from tests.support import inside
+from tests.support.core import all_good, end_step, opened, put, touched
 
 KEYS = [b"key-%03d" % number for number in range(200)]
 LIMITS = Limits(rows_per_slice=16)
@@ -52,16 +54,16 @@ def core_of(*, rows: int = len(KEYS), policy: Eviction = "lru", stored: int = 0)
 def test_a_report_looks_at_no_key_and_is_worked_off_in_slices() -> None:
     core = core_of(stored=100)
     hits = Unread(KEYS[:40])
-    core.engine_hits.add(hits, "request")
-    core.finish_request("request")
+    core.used("request", hits)
+    core.finish("request")
     assert core.urgency.wants_turn == (True, False)
     hits.readable = True
     turns = 0
-    while core.engine_hits.waiting:
-        before = core.engine_hits.waiting
+    while inside.uses_to_note(core):
+        before = inside.uses_to_note(core)
         core.turn(0.0, 0.0)
-        assert 0 < before - core.engine_hits.waiting <= LIMITS.rows_per_slice
-        assert core.events.unfinished or not core.engine_hits.waiting
+        assert 0 < before - inside.uses_to_note(core) <= LIMITS.rows_per_slice
+        assert core.events.unfinished or not inside.uses_to_note(core)
         turns += 1
     assert turns == 3
     assert not core.urgency.can_start
@@ -71,9 +73,9 @@ def test_a_report_looks_at_no_key_and_is_worked_off_in_slices() -> None:
 
 def test_of_several_reports_the_last_one_counts() -> None:
     core = core_of(stored=6)
-    core.engine_hits.add(KEYS[:2], "first")
-    core.engine_hits.add(KEYS[2:4], "second")
-    core.engine_hits.add(KEYS[:1], "third")
+    core.used("first", KEYS[:2])
+    core.used("second", KEYS[2:4])
+    core.used("third", KEYS[:1])
     core.events.work(0.0)
     assert core.tiers[0].index.select_victims(6) == [KEYS[4], KEYS[5], KEYS[1], KEYS[3], KEYS[2], KEYS[0]]
 
@@ -82,7 +84,7 @@ def test_of_several_reports_the_last_one_counts() -> None:
 def test_a_root_leaves_after_what_its_request_stores_behind_it(later: bool) -> None:
     core = core_of(rows=8)
     put(core, KEYS[:4], "another")
-    core.engine_hits.add(KEYS[:4], "request")
+    core.used("request", KEYS[:4])
     if not later:
         core.events.work(0.0)
     put(core, KEYS[4:8], "request")
@@ -94,8 +96,8 @@ def test_a_root_leaves_after_what_its_request_stores_behind_it(later: bool) -> N
 def test_what_a_request_has_stored_and_then_hits_was_used_once() -> None:
     """The report of a request that looked nothing up has all of its chunks. ARC keeps what several requests used."""
     core = core_of(policy="arc")
-    core.copies.prepare_store(KEYS[:1], "request")
-    core.copies.complete_store(core.copies.rows_being_filled(KEYS[:1]), set())
+    core.prepare_store("request", KEYS[:1])
+    core.complete_store(KEYS[:1], all_good)
     end_all_stores(core)
     touched(core, KEYS[:1], "request")
     put(core, KEYS[1:2], "another")
@@ -106,9 +108,9 @@ def test_what_a_request_has_stored_and_then_hits_was_used_once() -> None:
 
 def test_a_reset_forgets_what_was_reported() -> None:
     core = core_of()
-    core.engine_hits.add(Unread(KEYS[:40]), "request")
+    core.used("request", Unread(KEYS[:40]))
     core.reset(keep_tiers=True)
-    assert core.engine_hits.waiting == 0
+    assert inside.uses_to_note(core) == 0
     core.turn(0.0, 0.0)
 
 
@@ -116,11 +118,11 @@ def test_reports_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_hits, "MAX_KEYS", 50)
     core = core_of(stored=100)
     for start in range(0, 100, 20):
-        core.engine_hits.add(KEYS[start : start + 20], f"request {start}")
-        assert core.engine_hits.waiting <= 50
+        core.used(f"request {start}", KEYS[start : start + 20])
+        assert inside.uses_to_note(core) <= 50
     touched(core, [], "none")
     assert core.tiers[0].index.select_victims(60) == KEYS[:60]
-    assert core.engine_hits.waiting == 0
+    assert inside.uses_to_note(core) == 0
 
 
 def test_without_storage_tiers_steps_work_them_off() -> None:
@@ -129,9 +131,9 @@ def test_without_storage_tiers_steps_work_them_off() -> None:
         coordinator = Coordinator(tiers, Namespace.of({"name": "n"}), region)
         core = coordinator._core
         put(core, KEYS[:8], "first")
-        core.engine_hits.add(KEYS[:4] * 100, "request")
+        core.used("request", KEYS[:4] * 100)
         end_step(coordinator)
-        assert core.engine_hits.waiting == 0
+        assert inside.uses_to_note(core) == 0
         core.host.make_room(4)
         assert list(core.host.index) == KEYS[:4]
         coordinator.close(0.0)
@@ -140,7 +142,7 @@ def test_without_storage_tiers_steps_work_them_off() -> None:
 def test_the_first_request_is_told_from_one_of_low_priority() -> None:
     """Which gives what it stores the oldest use of all, as if it had been no use."""
     core = TierManager(8, 4096, [], LIMITS)
-    core.evict_first("low")
+    core.arrive("low", RequestWishes(evict_first=True))
     put(core, KEYS[:1], "low")
     touched(core, KEYS[:1], "first")
     assert core.host.index[KEYS[0]].tick > 0

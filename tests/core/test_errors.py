@@ -17,7 +17,7 @@ from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import Job, TierSpec
-from tests.support.core import opened, rows_of
+from tests.support.core import all_good, look_up_key, opened, rows_of
 
 ROWS, LISTED = 16, 6
 PLANNERS = tuple(f"core/{name}.py" for name in ("events", "health", "promotion", "writeback", "state"))
@@ -63,15 +63,15 @@ def busy_core(write: Write) -> TierManager:
     opens(core)
     store(core, [b"row-%d" % number for number in range(ROWS - 2)])
     for position in range(LISTED):
-        assert core.lookup(b"listed-%d" % position, "waits", position, 0.0) is not Lookup.MISS
+        assert look_up_key(core, b"listed-%d" % position, "waits", position, 0.0) is not Lookup.MISS
     core.end_step()
     return core
 
 
 def store(core: TierManager, keys: list[Key]) -> int:
-    plan = core.copies.prepare_store(keys, "store")
-    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())
-    core.finish_request("store")
+    plan = core.prepare_store("store", keys)
+    core.complete_store(plan.keys, all_good)
+    core.finish("store")
     core.end_step()
     return len(plan.keys)
 
@@ -115,16 +115,16 @@ def test_error_at_any_call_leaves_nothing_pinned_after_the_movers_death(what: st
         opens(core)
         turns(core, later)
         for position in range(LISTED):
-            core.lookup(b"listed-%d" % position, "again", position, later)
+            look_up_key(core, b"listed-%d" % position, "again", position, later)
         core.end_step()
         turns(core, later)
         for key in [b"listed-%d" % position for position in range(LISTED)]:
-            assert core.lookup(key, "again", None, later) is Lookup.HIT
-        core.finish_request("waits")
-        core.finish_request("again")
+            assert look_up_key(core, key, "again", None, later) is Lookup.HIT
+        core.finish("waits")
+        core.finish("again")
         core.end_step()
         assert store(core, [b"new-%d" % place for place in range(ROWS)]) == ROWS
         turns(core, later)
         assert all(row.state is RowState.READY and not row.request_pins for row in core.host.index.values())
-        assert core.backlog() == 0
+        assert core.writeback.backlog() == 0
     assert number > 60

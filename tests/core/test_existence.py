@@ -14,9 +14,10 @@ from nixl_tiers.core.existence import ExistenceCheck
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.requests import Request
+from nixl_tiers.core.requests import Request, RequestWishes
 from nixl_tiers.core.types import Direction, TierSpec
-from tests.support.core import expire, opened, put, rows_of
+from tests.support import inside
+from tests.support.core import all_good, anticipate, expire, look_up_key, opened, put, rows_of
 
 CHAIN = [b"k%d" % i for i in range(8)]
 LIMITS = Limits(
@@ -46,14 +47,14 @@ class CheckedCore:
         """One step's look-ups of a full-attention group, which stop at the first miss."""
         answers: list[Lookup] = []
         for position, key in enumerate(keys):
-            answers.append(self.core.lookup(key, name, position, self.now))
+            answers.append(look_up_key(self.core, key, name, position, self.now))
             if answers[-1] is MISS:
                 break
         self.core.end_step()
         return answers
 
     def each(self, name: str, keys: Sequence[bytes]) -> list[Lookup]:
-        answers = [self.core.lookup(key, name, None, self.now) for key in keys]
+        answers = [look_up_key(self.core, key, name, None, self.now) for key in keys]
         self.core.end_step()
         return answers
 
@@ -203,9 +204,9 @@ def test_checks_are_shared_and_bounded(core: CheckedCore) -> None:
 
 
 def test_hits_before_an_unknown_key_are_pinned_during_its_check(core: CheckedCore) -> None:
-    plan = core.core.copies.prepare_store(CHAIN[:2], "w")
-    core.core.copies.complete_store(core.core.copies.rows_being_filled(plan.keys), set())
-    core.core.finish_request("w")
+    plan = core.core.prepare_store("w", CHAIN[:2])
+    core.core.complete_store(plan.keys, all_good)
+    core.core.finish("w")
     assert core.scan("r", CHAIN[:4]) == [HIT, HIT, PENDING, MISS]
     (probe,) = core.asked()
     assert probe.keys == CHAIN[2:3]
@@ -273,9 +274,9 @@ def test_tier_with_open_circuit_is_neither_checked_nor_waited_for(core: CheckedC
 
 
 def test_request_checks_only_its_allowed_tiers(core: CheckedCore) -> None:
-    core.core.set_allowed_tiers("r", [1])
+    core.core.arrive("r", RequestWishes(allowed=frozenset([1])))
     assert core.scan("r") == [MISS]
-    core.core.set_allowed_tiers("s", [0])
+    core.core.arrive("s", RequestWishes(allowed=frozenset([0])))
     assert core.scan("s") == [PENDING, MISS]
     assert len(core.asked()) == 1
 
@@ -300,7 +301,7 @@ class TestPatientRequests:
     @pytest.fixture
     def core(self) -> CheckedCore:
         core = CheckedCore()
-        core.core.be_patient("get")
+        core.core.arrive("get", RequestWishes(patient=True))
         return core
 
     def test_it_waits_longer_than_others(self, core: CheckedCore) -> None:
@@ -331,7 +332,7 @@ class TestPatientRequests:
 
     def test_it_is_told_of_more_keys_than_one_check_takes(self) -> None:
         core = CheckedCore(limits=replace(LIMITS, absent_keys=100))
-        core.core.be_patient("get")
+        core.core.arrive("get", RequestWishes(patient=True))
         assert core.each("get", CHAIN) == [PENDING] * 8
         (check,) = core.asked()
         assert check.keys == CHAIN[:5]
@@ -352,14 +353,14 @@ class TestPatientRequests:
         core.now = 21.0
         core.asked()
         core.now = 27.0
-        core.core.be_patient("again")
+        core.core.arrive("again", RequestWishes(patient=True))
         assert core.each("again", CHAIN[:2]) == [PENDING] * 2
         (check,) = core.asked()
         assert check.keys == CHAIN[:2]
 
     def test_many_keys_are_not_late_for_their_number(self) -> None:
         core = CheckedCore(limits=replace(LIMITS, keys_per_check=64))
-        core.core.be_patient("get")
+        core.core.arrive("get", RequestWishes(patient=True))
         keys = [b"%d" % number for number in range(64)]
         core.each("get", keys)
         (check,) = core.asked()
@@ -372,7 +373,7 @@ class TestAheadOfRequests:
     """Requests that wait for their turn, and prefetches."""
 
     def arrive(self, core: CheckedCore, name: str, keys: Sequence[bytes] = CHAIN) -> None:
-        core.core.anticipate(name, keys, (0.0,))
+        anticipate(core.core, name, keys, (0.0,))
         core.core.end_step()
 
     def planned(self, core: CheckedCore) -> tuple[list[bytes], list[ExistenceCheck]]:
@@ -418,7 +419,7 @@ class TestAheadOfRequests:
         core.core.events.existence_checked(0, check.id, [], core.now)
         for core.now in (1.0, 6.0, 20.0):
             assert self.planned(core)[1] == []
-        assert not core.core._promotion.prefetch_queue.busy
+        assert not inside.line_is_busy(core.core)
 
     def test_a_slow_tier_is_asked_later(self, core: CheckedCore) -> None:
         core.core.checks.tiers[0].mark_slow(core.now)
@@ -447,7 +448,7 @@ class TestAheadOfRequests:
             self.arrive(each, "r")
             each.core.prefetch(CHAIN)
             assert self.planned(each) == ([], [])
-            assert not each.core._promotion.prefetch_queue.busy
+            assert not inside.line_is_busy(each.core)
 
 
 class TestWhatOthersDelete:
@@ -455,7 +456,7 @@ class TestWhatOthersDelete:
         core.core.events.listed(0, [(0, key, first + n) for n, key in enumerate(keys)], last=False)
 
     def places(self, core: CheckedCore) -> list[bytes]:
-        return [key for key in CHAIN if core.core.where(key, core.now)]
+        return [key for key in CHAIN if core.core.where([key], core.now)[0]]
 
     def test_rows_written_before_are_forgotten_in_slices(self) -> None:
         core = CheckedCore(limits=replace(LIMITS, rows_per_slice=2))
@@ -505,7 +506,7 @@ class TestWhatOthersDelete:
     def test_a_row_that_is_missing_ends_its_chain(self, core: CheckedCore) -> None:
         """What was behind it was written at about the same time, and is worth nothing without it."""
         self.known(core)
-        core.core._state.load_window = 2
+        inside.state(core.core).load_window = 2
         assert core.scan("r") == [PENDING] * 8
         (job,) = core.core.events.plan(core.now)
         assert [move.key for move in job.moves] == CHAIN[:2]
@@ -520,7 +521,7 @@ class TestWhatOthersDelete:
 
     def test_unrelated_keys_are_not_lost_with_one(self, core: CheckedCore) -> None:
         self.known(core)
-        core.core._state.load_window = 2
+        inside.state(core.core).load_window = 2
         assert core.each("r", CHAIN) == [PENDING] * 8
         (job,) = core.core.events.plan(core.now)
         core.core.events.finished(0, job.id, [Outcome.MISSING, Outcome.OK], core.now)

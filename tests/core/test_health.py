@@ -17,7 +17,7 @@ from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import Direction, TierSpec
 from tests.support.columns import PlainColumns
-from tests.support.core import opened, put
+from tests.support.core import look_up_key, opened, put
 
 
 def killed(write: Write, rows: list[tuple[int, Key, int]]) -> TierManager:
@@ -42,7 +42,9 @@ def test_circuit_of_a_tier_that_is_only_read_closes(rows: list[tuple[int, Key, i
             assert rows
             core.events.finished(0, job.id, [Outcome.OK], now)
     assert core.tiers[0].circuit is BreakerState.CLOSED
-    assert core.lookup(b"b", "request", None, 5.0) is Lookup.PENDING, "another engine may have stored it meanwhile"
+    assert look_up_key(core, b"b", "request", None, 5.0) is Lookup.PENDING, (
+        "another engine may have stored it meanwhile"
+    )
 
 
 def test_stores_of_an_empty_tier_are_probed() -> None:
@@ -59,7 +61,7 @@ def test_suspect_probes_a_circuit_if_no_other_row_is_known() -> None:
     tier.denylist.suspect([b"a"], 0.0)
     core.turn(now, now)
     assert tier.circuit is BreakerState.HALF_OPEN
-    assert core.lookup(b"a", "request", None, now) is Lookup.MISS
+    assert look_up_key(core, b"a", "request", None, now) is Lookup.MISS
     (job,) = core.turn(now, now)
     assert [move.key for move in job.moves] == [b"a"]
     core.events.finished(0, job.id, [Outcome.OK], now)
@@ -131,7 +133,7 @@ def test_suspect_of_any_full_attention_group_is_tried_again(groups: int) -> None
     core.events.listed(0, [(slot, key, 1) for slot, key in enumerate(keys)], last=True)
     core.tiers[0].denylist.suspect(keys[-1:], 0.0)
     now = core.limits.retry_s
-    assert not core.scan("request", Chain([Group([key], 16) for key in keys]), 0, now).waits
+    assert not core.look_up("request", Chain([Group([key], 16) for key in keys]), 0, now).waits
     (job,) = core.turn(now, now)
     assert [move.key for move in job.moves] == keys[-1:]
 
@@ -309,7 +311,7 @@ def test_row_that_has_just_failed_is_no_probe() -> None:
     tier, now = core.tiers[0], 1.0
     tier.denylist.record_failure(KEYS[0], now)
     for _ in range(PROBES):
-        assert core.lookup(KEYS[0], "request", None, now) is Lookup.MISS
+        assert look_up_key(core, KEYS[0], "request", None, now) is Lookup.MISS
         (job,) = core.turn(now, now)
         assert KEYS[0] not in [move.key for move in job.moves]
         core.events.finished(0, job.id, [Outcome.OK], now)

@@ -12,7 +12,7 @@ from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.state import JOBS_A_WINDOW, STORE_JOBS
 from nixl_tiers.core.types import Direction, Job, TierSpec
-from tests.support.core import opened, put
+from tests.support.core import look_up_key, opened, put
 
 ROW = 2 << 20
 LIMITS = Limits()
@@ -64,12 +64,12 @@ def loaded(rows: int, bytes_per_s: float) -> int:
     now, keys = 0.0, iter(range(1200))
     for request in range(20):
         for position in range(60):
-            core.lookup(key_of(next(keys)), f"request {request}", position, now)
+            look_up_key(core, key_of(next(keys)), f"request {request}", position, now)
         core.end_step()
         sizes: list[int] = []
         while jobs := core.turn(now, now):
             sizes += end(core, jobs, now, bytes_per_s)
-        core.finish_request(f"request {request}")
+        core.finish(f"request {request}")
         now += 1.0
     return max(sizes)
 

@@ -20,8 +20,10 @@ from nixl_tiers.core.lookup import Scan
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import HOST, Run, TierPrice, choose
+from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.types import Direction, Job, TierSpec
-from tests.support.core import expire, opened
+from tests.support import inside
+from tests.support.core import all_good, expire, look_up_key, opened
 
 TOKENS = 16
 ROW_BYTES = 1000
@@ -74,12 +76,12 @@ class Engine:
 
     def put(self, keys: Sequence[Key]) -> None:
         """Host memory holds these."""
-        self.core.copies.prepare_store(keys, "put")
-        self.core.copies.complete_store(self.core.copies.rows_being_filled(keys), ())
-        self.core.finish_request("put")
+        self.core.prepare_store("put", keys)
+        self.core.complete_store(keys, all_good)
+        self.core.finish("put")
 
     def scan(self, name: str = "r", *more: Group, start: int = 0, keys: Sequence[Key] = KEYS) -> Scan:
-        scan = self.core.scan(name, Chain((Group(keys, TOKENS), *more)), start, self.now)
+        scan = self.core.look_up(name, Chain((Group(keys, TOKENS), *more)), start, self.now)
         self.core.end_step()
         return scan
 
@@ -105,7 +107,7 @@ def test_chain_that_loads_sooner_than_it_computes_is_loaded() -> None:
     assert engine.scan() == Scan(True, END)
     engine.load_all()
     assert engine.scan() == Scan(False, END)
-    assert engine.core.copies.prepare_load(KEYS, "r").rows
+    assert engine.core.prepare_load("r", KEYS, 0.0).rows
 
 
 def test_chain_that_computes_sooner_than_it_loads_is_computed() -> None:
@@ -154,7 +156,7 @@ def test_rows_queued_ahead_count() -> None:
     others = [b"other%d" % number for number in range(100)]
     engine.store(FILE, [*KEYS, *others], row_s=None)
     assert engine.scan("first") == Scan(True, END)
-    engine.core.finish_request("first")
+    engine.core.finish("first")
     engine.plan()
     for number in range(10):
         engine.scan(f"o{number}", keys=others[10 * number : 10 * number + 10])
@@ -184,7 +186,7 @@ def test_rows_in_host_memory_are_always_loaded() -> None:
     engine = Engine()
     engine.put(KEYS[:4])
     engine.store(S3, KEYS[4:], row_s=5.0)
-    engine.core.copies.copied(1, 5.0, 0.0)
+    inside.copied(engine.core, 1, 5.0, 0.0)
     assert engine.scan() == Scan(False, 4 * TOKENS)
 
 
@@ -202,10 +204,10 @@ def test_row_that_a_slow_tier_is_loading_is_not_there_yet() -> None:
 def test_rows_that_are_not_waited_for_do_not_end_a_wait() -> None:
     """The host's rows are being written, and what of the chain a slow tier has is computed: others may load that."""
     engine = Engine()
-    engine.core.copies.prepare_store(KEYS[:4], "writer")
+    engine.core.prepare_store("writer", KEYS[:4])
     engine.store(FILE, KEYS[4:], row_s=5.0)
     assert engine.scan("other", keys=KEYS[4:]) == Scan(False, 0)
-    engine.core.tiers[FILE].queue_load(engine.core._requests.get("other"), KEYS[5])
+    engine.core.tiers[FILE].queue_load(inside.requests(engine.core).get("other"), KEYS[5])
     for _ in range(2):
         assert engine.scan() == Scan(True, 4 * TOKENS)
     engine.now = 0.1
@@ -229,7 +231,7 @@ def copies_take(engine: Engine, row_s: float, times: int = 3) -> None:
     """So many copies of a row to the engine, one after the other, took so long."""
     for _ in range(times):
         engine.now += row_s
-        engine.core.copies.copied(1, row_s, engine.now)
+        inside.copied(engine.core, 1, row_s, engine.now)
 
 
 def test_copy_to_the_engine_counts() -> None:
@@ -243,16 +245,16 @@ def test_one_slow_copy_at_the_beginning_does_not_have_tiers_declined() -> None:
     """It was the only one: what was declined was not copied, and nothing showed that it had been an accident."""
     engine = Engine()
     engine.store(FILE, KEYS, row_s=0.01)
-    engine.core.copies.copied(1, 0.6, 0.0)
+    inside.copied(engine.core, 1, 0.6, 0.0)
     for number in range(1000):
         name = f"request {number}"
         assert engine.scan(name).waits
         engine.load_all()
         assert engine.scan(name) == Scan(False, END)
-        engine.core.copies.prepare_load(KEYS, name)
-        engine.core.copies.complete_load(name)
-        engine.core.copies.copied(len(KEYS), 0.001, engine.now)
-        engine.core.finish_request(name)
+        engine.core.prepare_load(name, KEYS, 0.0)
+        engine.core.complete_load(name, 0.0)
+        inside.copied(engine.core, len(KEYS), 0.001, engine.now)
+        engine.core.finish(name)
         engine.core.host.make_room(256)
         engine.now += 3.6
 
@@ -267,7 +269,7 @@ def test_copies_that_were_slow_are_tried_again_now_and_then() -> None:
             loads.append(engine.now)
             engine.load_all()
             copies_take(engine, 0.6, times=1)
-        engine.core.finish_request(f"request {number}")
+        engine.core.finish(f"request {number}")
         engine.core.host.make_room(256)
         engine.now += 3.6
     assert all(40 < after - before < 120 for before, after in pairwise(loads)), "they still are"
@@ -284,14 +286,14 @@ def test_copy_that_is_reported_late_does_not_make_slow_ones_last() -> None:
     assert not engine.scan("first").waits
     for _ in range(300):
         engine.now += 1.0
-        engine.core.copies.copied(1, 0.4, engine.now, at_most=True)
+        inside.copied(engine.core, 1, 0.4, engine.now, at_most=True)
     assert engine.scan("second").waits
 
 
 def test_copy_of_no_rows_says_nothing() -> None:
     engine = Engine()
     engine.store(FILE, KEYS, row_s=0.01)
-    engine.core.copies.copied(0, 0.2, 0.0)
+    inside.copied(engine.core, 0, 0.2, 0.0)
     copies_take(engine, 0.2)
     assert engine.scan() == Scan(False, 0)
 
@@ -299,20 +301,19 @@ def test_copy_of_no_rows_says_nothing() -> None:
 def test_copy_that_is_reported_late_does_not_count_but_a_quicker_one_does() -> None:
     engine = Engine()
     engine.store(FILE, KEYS, row_s=0.01)
-    copies = engine.core.copies
-    copies.copied(1, 5.0, 0.0, at_most=True)
+    inside.copied(engine.core, 1, 5.0, 0.0, at_most=True)
     assert engine.scan("first") == Scan(True, END), "nothing is known yet"
     for second in range(10):
-        copies.copied(1, 0.05, second)
-        copies.copied(1, 5.0, second, at_most=True)
+        inside.copied(engine.core, 1, 0.05, second)
+        inside.copied(engine.core, 1, 5.0, second, at_most=True)
     engine.now = 10.0
     assert engine.scan("second") == Scan(True, END)
     for second in range(10, 20):
-        copies.copied(1, 0.2, second)
+        inside.copied(engine.core, 1, 0.2, second)
     engine.now = 20.0
     assert engine.scan("third") == Scan(False, 0)
     for second in range(20, 30):
-        copies.copied(1, 0.001, second, at_most=True)
+        inside.copied(engine.core, 1, 0.001, second, at_most=True)
     assert engine.scan("fourth") == Scan(True, END)
 
 
@@ -354,11 +355,11 @@ def test_hits_of_a_request_that_was_not_scheduled_for_long_are_kept_for_their_lo
     engine.load_all()
     engine.now += LIMITS.pin_s - 1.0
     chain = Chain((Group(KEYS, TOKENS),))
-    assert engine.core.scan("r", chain, 0, engine.now) == Scan(False, END)
+    assert engine.core.look_up("r", chain, 0, engine.now) == Scan(False, END)
     engine.now += LIMITS.wait_s + 2.0  # its pins end within the step
     expire(engine.core, engine.now)
     engine.put([b"other%d" % number for number in range(256)])
-    assert engine.core.copies.prepare_load(KEYS, "r").rows
+    assert engine.core.prepare_load("r", KEYS, 0.0).rows
 
 
 def test_wait_ends_when_computing_is_quicker_and_what_has_come_is_used() -> None:
@@ -374,7 +375,7 @@ def test_wait_ends_when_computing_is_quicker_and_what_has_come_is_used() -> None
     engine.now = 0.8 + 2.1
     assert engine.scan() == Scan(False, 4 * TOKENS)
     assert engine.core.tiers[FILE].counters.missed_late == 4
-    assert len(engine.core.copies.prepare_load(KEYS[:4], "r").rows) == 4
+    assert len(engine.core.prepare_load("r", KEYS[:4], 0.0).rows) == 4
     engine.end(second)
 
 
@@ -392,10 +393,10 @@ def test_wait_is_judged_again_when_an_eighth_of_what_it_may_last_is_over() -> No
     engine = Engine(chunk_s=0.02)  # all of it: 0.16 s
     engine.store(FILE, KEYS, row_s=0.01)  # 0.08 s
     assert engine.scan() == Scan(True, END)
-    assert not engine.core.still_waits("r", engine.now), "it was not judged yet"
+    assert not inside.rests(engine.core, "r", engine.now), "it was not judged yet"
     assert engine.scan() == Scan(True, END)
-    assert engine.core.still_waits("r", 0.009)
-    assert not engine.core.still_waits("r", 0.011)
+    assert inside.rests(engine.core, "r", 0.009)
+    assert not inside.rests(engine.core, "r", 0.011)
 
 
 def test_wait_that_may_last_long_is_judged_again_soon() -> None:
@@ -404,8 +405,8 @@ def test_wait_that_may_last_long_is_judged_again_soon() -> None:
     engine.store(FILE, KEYS, row_s=0.01)
     for _ in range(2):
         assert engine.scan() == Scan(True, END)
-    assert engine.core.still_waits("r", 0.04)
-    assert not engine.core.still_waits("r", 0.06)
+    assert inside.rests(engine.core, "r", 0.04)
+    assert not inside.rests(engine.core, "r", 0.06)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.MISSING, Outcome.FAILED])
@@ -416,26 +417,26 @@ def test_wait_is_judged_at_once_when_a_row_will_not_come_or_all_have(outcome: Ou
         assert engine.scan() == Scan(True, END)
     first, second = engine.plan()
     engine.end(first)
-    assert engine.core.still_waits("r", 0.0), "the others are on their way"
+    assert inside.rests(engine.core, "r", 0.0), "the others are on their way"
     engine.core.events.finished(second.tier, second.id, [outcome, *[Outcome.OK] * 3], 0.0)
     engine.plan()
-    assert not engine.core.still_waits("r", 0.0)
+    assert not inside.rests(engine.core, "r", 0.0)
 
 
 def test_request_that_was_released_preempted_or_reset_is_scanned_anew() -> None:
     for change in (
         lambda core: core.end_step(preempted=["r"]),
-        lambda core: core.finish_request("r"),
+        lambda core: core.finish("r"),
         lambda core: core.reset(keep_tiers=True),
-        lambda core: core.copies.fail_load("r"),
+        lambda core: core.complete_load("r", 0.0, failed=True),
     ):
         engine = Engine(chunk_s=5.0)
         engine.store(FILE, KEYS, row_s=0.01)
         for _ in range(2):
             assert engine.scan() == Scan(True, END)
-        assert engine.core.still_waits("r", 0.0)
+        assert inside.rests(engine.core, "r", 0.0)
         change(engine.core)
-        assert not engine.core.still_waits("r", 0.0)
+        assert not inside.rests(engine.core, "r", 0.0)
 
 
 def test_wait_with_a_windowed_group_is_judged_at_every_step() -> None:
@@ -445,7 +446,7 @@ def test_wait_with_a_windowed_group_is_judged_at_every_step() -> None:
     engine.store(FILE, [*KEYS, *window.keys], row_s=0.01)
     for _ in range(2):
         assert engine.scan("r", window).waits
-    assert not engine.core.still_waits("r", 0.0)
+    assert not inside.rests(engine.core, "r", 0.0)
 
 
 def test_wait_goes_on_while_little_is_left() -> None:
@@ -491,14 +492,14 @@ def test_seconds_that_were_waited_for_nothing_are_counted() -> None:
     engine.scan()
     engine.now = 4.0
     assert engine.scan() == Scan(False, 0)
-    engine.core.finish_request("r")
+    engine.core.finish("r")
     assert lost.lost_vain_s == pytest.approx(4.0)
     engine.scan("another")
     engine.load_all()
     engine.now += 1.0
     assert engine.scan("another") == Scan(False, END)
-    engine.core.copies.prepare_load(KEYS, "another")
-    engine.core.finish_request("another")
+    engine.core.prepare_load("another", KEYS, 0.0)
+    engine.core.finish("another")
     assert lost.lost_vain_s == pytest.approx(4.0), "that wait has brought something"
 
 
@@ -544,7 +545,7 @@ def test_tier_that_hangs_is_found_although_no_request_waits_for_it() -> None:
         engine.plan()
         engine.now += 4.0
         engine.scan(f"r{number}", keys=KEYS[number % 8 :])
-        engine.core.finish_request(f"r{number}")
+        engine.core.finish(f"r{number}")
         if engine.core.tiers[FILE].circuit is not BreakerState.CLOSED or engine.core.health.overdue(engine.now):
             return
     pytest.fail("the tier is still in use")
@@ -601,7 +602,7 @@ def test_slow_tier_is_measured_again_and_no_request_waits_for_that() -> None:
     assert [move.key for move in job.moves] == KEYS[:2]
     engine.now += 0.02
     engine.end(job)
-    engine.core.finish_request("second")
+    engine.core.finish("second")
     assert engine.scan("fourth").end >= 2 * TOKENS, "the rows are there"
     assert engine.core.host.make_room(256) != [], "nothing pins them"
 
@@ -629,16 +630,16 @@ class Medium:
         first = self.ROWS * self.asked % len(self.keys)
         chain, name = Chain((Group(self.keys[first : first + self.ROWS], TOKENS),)), f"m{self.asked}"
         end_s = self.now + 2.0
-        scan = self.core.scan(name, chain, 0, self.now)
+        scan = self.core.look_up(name, chain, 0, self.now)
         loads = scan.waits
         self.core.end_step()
         while self.now < end_s:
             self.turn()
             self.now += 0.02
             if scan.waits:
-                scan = self.core.scan(name, chain, 0, self.now)
+                scan = self.core.look_up(name, chain, 0, self.now)
                 self.core.end_step()
-        self.core.finish_request(name)
+        self.core.finish(name)
         return loads
 
     def turn(self) -> None:
@@ -681,7 +682,7 @@ def test_jobs_that_start_together_show_what_all_of_them_take(shared: bool) -> No
     core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
     now = 0.0
     for rows in (40, 8, 40, 8, 40):
-        core.scan(f"r{now}", Chain((Group(keys[:rows], TOKENS),)), 0, now)
+        core.look_up(f"r{now}", Chain((Group(keys[:rows], TOKENS),)), 0, now)
         core.end_step()
         jobs = core.events.plan(now)
         moved = 0
@@ -690,7 +691,7 @@ def test_jobs_that_start_together_show_what_all_of_them_take(shared: bool) -> No
             end_s = now + 0.005 + 0.03 * (rows if shared else moved)
             core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), end_s)
         assert moved == rows
-        core.finish_request(f"r{now}")
+        core.finish(f"r{now}")
         core.reset(True)
         core.flushed()
         now += 10.0
@@ -735,7 +736,7 @@ def test_throughput_counts_the_requests_that_wait_while_one_computes(prefer: Pre
     engine = Engine(prefer=prefer)
     engine.store(FILE, KEYS, row_s=0.15)
     for number in range(4):
-        engine.core.scan(f"other{number}", Chain((Group([b"x"], TOKENS),)), 0, 0.0)
+        engine.core.look_up(f"other{number}", Chain((Group([b"x"], TOKENS),)), 0, 0.0)
     assert engine.scan() == Scan(end > 0, end)
 
 
@@ -743,9 +744,9 @@ def test_requests_whose_turn_is_still_to_come_are_counted_while_one_computes() -
     engine = Engine()
     engine.store(FILE, KEYS, row_s=0.15)
     assert engine.scan("alone") == Scan(False, 0)
-    engine.core.queue("next")
+    engine.core.arrive("next")
     assert engine.scan("first") == Scan(True, END)
-    engine.core.finish_request("first")
+    engine.core.finish("first")
     engine.core.end_step(began=["next"])
     assert engine.scan("second") == Scan(False, 0)
 
@@ -754,7 +755,7 @@ def test_wait_lasts_longer_while_others_wait_for_their_turn() -> None:
     """To compute instead would hold them up."""
     engine = Engine()  # all of it: 0.8 s
     engine.store(FILE, KEYS, row_s=0.01)
-    engine.core.queue("next")
+    engine.core.arrive("next")
     assert engine.scan() == Scan(True, END)
     engine.plan()
     engine.now = 0.08 + 1.5
@@ -794,7 +795,7 @@ def test_rows_of_windowed_groups_take_time_too() -> None:
     own = [b"w%d" % number for number in range(8)]
     engine.store(FILE, [*KEYS, *own], row_s=0.09)
     assert engine.scan("all of them full") == Scan(True, END)
-    engine.core.finish_request("all of them full")
+    engine.core.finish("all of them full")
     engine.load_all()
     assert engine.scan("r", Group(own, TOKENS, window=2)) == Scan(False, 0)
 
@@ -813,7 +814,7 @@ def test_store_without_an_engine_never_prices() -> None:
     engine = Engine(chunk_s=0.0001)
     engine.store(FILE, KEYS, row_s=1.0)
     for engine.now in (0.0, 9.9):
-        assert engine.core.lookup(KEYS[0], "call", None, engine.now) is Lookup.PENDING
+        assert look_up_key(engine.core, KEYS[0], "call", None, engine.now) is Lookup.PENDING
         engine.core.end_step()
 
 
@@ -828,7 +829,7 @@ def test_request_that_may_not_use_a_tier_computes_what_only_that_has() -> None:
     engine = Engine()
     engine.store(FILE, KEYS[:4], row_s=0.01)
     engine.store(S3, KEYS[4:], row_s=0.01)
-    engine.core.set_allowed_tiers("r", [FILE])
+    engine.core.arrive("r", RequestWishes(allowed=frozenset([FILE])))
     assert engine.scan() == Scan(True, 4 * TOKENS)
 
 

@@ -11,8 +11,9 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.types import Direction, Job, TierSpec
-from tests.support.core import expire, opened, put, rows_of, touched
+from tests.support.core import all_good, expire, look_up_key, opened, put, rows_of, touched
 
 HIT, PENDING, MISS = Lookup.HIT, Lookup.PENDING, Lookup.MISS
 CHAIN = [bytes([n]) * 8 for n in range(1, 9)]
@@ -44,7 +45,7 @@ def scan(core: TierManager, keys: Sequence[Key], request: str, now: float = 0.0)
     """What a full-attention group does: up the prefix, until a miss."""
     answers = []
     for position, key in enumerate(keys):
-        answers.append(core.lookup(key, request, position, now))
+        answers.append(look_up_key(core, key, request, position, now))
         if answers[-1] is MISS:
             break
     return answers
@@ -55,7 +56,16 @@ def test_deepest_chunk_of_the_oldest_prefix_is_evicted_first() -> None:
     put(core, CHAIN[:3], "old")
     put(core, CHAIN[3:6], "new")
     put(core, CHAIN[6:8], "newer")
-    assert [core.where(key, 0.0) is not None for key in CHAIN] == [True, False, False, True, True, True, True, True]
+    assert [place is not None for place in core.where(CHAIN, 0.0)] == [
+        True,
+        False,
+        False,
+        True,
+        True,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_used_prefix_outlives_a_newer_one() -> None:
@@ -63,20 +73,20 @@ def test_used_prefix_outlives_a_newer_one() -> None:
     put(core, CHAIN[:3], "old")
     put(core, CHAIN[3:6], "new")
     assert scan(core, CHAIN[:3], "again") == [HIT] * 3
-    core.copies.prepare_load(CHAIN[:3], "again")
-    core.copies.complete_load("again")
+    core.prepare_load("again", CHAIN[:3], 0.0)
+    core.complete_load("again", 0.0)
     core.end_step()
     put(core, CHAIN[6:8], "newer")
-    assert [core.where(key, 0.0) is not None for key in CHAIN[:6]] == [True, True, True, True, False, False]
+    assert [place is not None for place in core.where(CHAIN[:6], 0.0)] == [True, True, True, True, False, False]
 
 
 def test_full_host_accepts_a_prefix_of_a_store() -> None:
     core = manager(rows=4, tiers=())
-    first = core.copies.prepare_store(CHAIN[:3], "a")
+    first = core.prepare_store("a", CHAIN[:3])
     assert len(first.keys) == 3
-    second = core.copies.prepare_store(CHAIN[3:6], "b")
+    second = core.prepare_store("b", CHAIN[3:6])
     assert second.keys == CHAIN[3:4]
-    assert core.copies.prepare_store(CHAIN[6:8], "c").keys == []
+    assert core.prepare_store("c", CHAIN[6:8]).keys == []
 
 
 def test_first_scan_collects_and_later_scans_stop_at_the_first_pending_key() -> None:
@@ -94,7 +104,7 @@ def test_first_scan_collects_and_later_scans_stop_at_the_first_pending_key() -> 
 def test_windowed_group_gets_no_miss_while_it_waits() -> None:
     core = only_stored(CHAIN)
     for _ in range(3):
-        answers = [core.lookup(CHAIN[i], "r", i, 0.0) for i in reversed(range(8))]
+        answers = [look_up_key(core, CHAIN[i], "r", i, 0.0) for i in reversed(range(8))]
         assert answers == [PENDING] * 8
         core.end_step()
 
@@ -114,11 +124,11 @@ def test_hit_is_not_evicted_before_its_step_ends() -> None:
     put(core, CHAIN[:1], "oldest")
     put(core, CHAIN[1:2], "newer")
     run(core, core.events.plan(0.0))
-    assert core.lookup(CHAIN[0], "r", 0, 0.0) is HIT
-    assert core.lookup(CHAIN[2], "other", 0, 0.0) is PENDING
+    assert look_up_key(core, CHAIN[0], "r", 0, 0.0) is HIT
+    assert look_up_key(core, CHAIN[2], "other", 0, 0.0) is PENDING
     assert [move.key for job in core.events.plan(0.0) for move in job.moves] == [CHAIN[2]]
-    assert core.where(CHAIN[0], 0.0) == "cpu"  # although it was the oldest
-    assert len(core.copies.prepare_load(CHAIN[:1], "r").rows) == 1
+    assert core.where([CHAIN[0]], 0.0)[0] == "cpu"  # although it was the oldest
+    assert len(core.prepare_load("r", CHAIN[:1], 0.0).rows) == 1
 
 
 def test_promotions_do_not_evict_rows_pinned_by_their_request() -> None:
@@ -145,12 +155,12 @@ def waiting_and_loading(core: TierManager, prefixes: dict[str, list[Key]], steps
             if PENDING not in answers:
                 hits[name] = answers.count(HIT)
                 loaded.append(name)
-                core.copies.prepare_load(keys[: hits[name]], name)
+                core.prepare_load(name, keys[: hits[name]], 0.0)
         core.end_step()
         run(core, core.events.plan(0.0))
         core.events.plan(0.0)
         for name in loaded:
-            core.copies.complete_load(name)
+            core.complete_load(name, 0.0)
     return hits
 
 
@@ -173,7 +183,7 @@ def test_requests_whose_rows_fill_the_host_do_not_wait_for_each_other() -> None:
     core = only_stored(CHAIN, rows=4, tiers=("file",))
     for step in range(2):  # rows of both, in turns
         for name, keys in (("a", CHAIN[:4]), ("b", CHAIN[4:])):
-            core.lookup(keys[step], name, step, 0.0)
+            look_up_key(core, keys[step], name, step, 0.0)
         run(core, core.events.plan(0.0))
         core.end_step()
     hits = waiting_and_loading(core, {"a": CHAIN[:4], "b": CHAIN[4:]}, steps=5)
@@ -214,9 +224,9 @@ def test_hit_counts_once_for_the_tier_it_was_promoted_from() -> None:
     run(core, core.events.plan(0.0))
     core.end_step()
     assert scan(core, CHAIN[:1], "r") == [HIT]
-    core.copies.prepare_load(CHAIN[:1], "r")
+    core.prepare_load("r", CHAIN[:1], 0.0)
     assert core.sources(CHAIN[:1]) == ["file"]
-    core.copies.complete_load("r")
+    core.complete_load("r", 0.0)
     assert core.sources(CHAIN[:1]) == ["cpu"]
     assert core.tiers[0].counters.hits == 1
 
@@ -226,7 +236,7 @@ def test_a_load_of_rows_that_are_not_ready_is_an_error() -> None:
     assert scan(core, CHAIN[:1], "r") == [PENDING]
     core.events.plan(0.0)
     with pytest.raises(AssertionError, match="not ready"):
-        core.copies.prepare_load(CHAIN[:1], "r")
+        core.prepare_load("r", CHAIN[:1], 0.0)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.MISSING, Outcome.FAILED])
@@ -245,7 +255,7 @@ def test_failed_promotion_falls_back_to_the_next_tier_then_misses(outcome: Outco
     assert scan(core, CHAIN[:1], "r") == [MISS]
     assert core.events.plan(0.0) == []
     expected = None if outcome is not Outcome.FAILED else "file"
-    assert core.where(CHAIN[0], core.limits.retry_s + 1) == expected
+    assert core.where([CHAIN[0]], core.limits.retry_s + 1)[0] == expected
 
 
 def test_row_is_sealed_once_and_the_second_tier_waits() -> None:
@@ -269,8 +279,8 @@ def test_next_tier_seals_if_the_first_store_fails() -> None:
 
 def test_write_through_keeps_prefix_order() -> None:
     core = manager()
-    plan = core.copies.prepare_store(CHAIN, "r")
-    core.copies.complete_store(core.copies.rows_being_filled(set(plan.keys)), set())
+    plan = core.prepare_store("r", CHAIN)
+    core.complete_store(set(plan.keys), all_good)
     assert [move.key for job in core.events.plan(0.0) for move in job.moves] == CHAIN
 
 
@@ -294,9 +304,9 @@ def test_tier_that_is_down_misses_at_once_and_keeps_its_rows() -> None:
     assert core.tiers[0].counters.dropped == 1
     opened(core, 0, 100)
     assert scan(core, CHAIN[:2], "again") == [PENDING, PENDING], "they serve while the tier lists"
-    core.finish_request("again")
+    core.finish("again")
     core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(CHAIN[1:2], 1)], last=True)
-    assert [core.where(key, 0.0) for key in CHAIN[:2]] == [None, "file"], "what is not listed again is gone"
+    assert core.where(CHAIN[:2], 0.0) == [None, "file"], "what is not listed again is gone"
 
 
 def test_trial_success_of_one_suspect_starts_trials_of_its_batch() -> None:
@@ -305,7 +315,7 @@ def test_trial_success_of_one_suspect_starts_trials_of_its_batch() -> None:
     jobs = core.events.plan(0.0)
     core.health.watch(6.0)
     run(core, jobs)
-    core.finish_request("r")
+    core.finish("r")
     assert scan(core, CHAIN[:4], "too early", 7.0) == [MISS]
     assert core.events.plan(7.0) == []
     assert scan(core, CHAIN[:4], "other", 12.0) == [MISS]
@@ -316,7 +326,7 @@ def test_trial_success_of_one_suspect_starts_trials_of_its_batch() -> None:
             bad = job.moves[0].key == CHAIN[2]
             core.events.finished(0, job.id, [Outcome.FAILED if bad else Outcome.OK], 12.0)
     assert sorted(tried) == [[key] for key in CHAIN[:4]], "each of them once, alone"
-    core.finish_request("other")
+    core.finish("other")
     assert scan(core, CHAIN[:4], "again", 13.0) == [PENDING, PENDING, MISS]
 
 
@@ -326,7 +336,7 @@ def test_failing_storage_behaves_like_a_host_only_cascade() -> None:
         answers = [scan(core, keys, f"scan{n}") for core in (bare, failing)]
         assert answers[0] == answers[1]
         for core in (bare, failing):
-            core.finish_request(f"scan{n}")
+            core.finish(f"scan{n}")
             put(core, keys, f"put{n}")
             run(core, core.events.plan(float(n)), Outcome.FAILED)
         assert sorted(bare.host.index) == sorted(failing.host.index)
@@ -339,7 +349,7 @@ def test_results_of_unknown_jobs_are_ignored() -> None:
     (job,) = core.events.plan(0.0)
     core.events.lost(0, 0.0)
     run(core, [job])
-    assert core.where(CHAIN[0], 0.0) == "cpu"
+    assert core.where([CHAIN[0]], 0.0)[0] == "cpu"
     assert CHAIN[0] not in core.tiers[0].index
     assert core.host.index[CHAIN[0]].mover_refs == 0
 
@@ -357,14 +367,14 @@ def test_root_touched_by_the_engine_outlives_older_leaves() -> None:
     put(core, CHAIN[4:6], "other")
     touched(core, CHAIN[:2], "again")  # hits in the engine's own memory
     assert scan(core, CHAIN[2:4], "again") == [HIT, HIT]
-    core.copies.prepare_load(CHAIN[2:4], "again")
-    core.copies.complete_load("again")
+    core.prepare_load("again", CHAIN[2:4], 0.0)
+    core.complete_load("again", 0.0)
     core.end_step()
     put(core, CHAIN[6:8], "new")
-    assert [core.where(key, 0.0) is not None for key in CHAIN] == [True] * 4 + [False] * 2 + [True] * 2
+    assert [place is not None for place in core.where(CHAIN, 0.0)] == [True] * 4 + [False] * 2 + [True] * 2
     put(core, [b"one more"], "newer")
-    assert core.where(CHAIN[3], 0.0) is None  # the leaf
-    assert core.where(CHAIN[0], 0.0) == "cpu"
+    assert core.where([CHAIN[3]], 0.0)[0] is None  # the leaf
+    assert core.where([CHAIN[0]], 0.0)[0] == "cpu"
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["closed", "half-open"])
@@ -390,26 +400,26 @@ def test_row_listed_as_removed_is_a_miss_unless_it_is_being_read() -> None:
     (job,) = core.events.plan(0.0)
     core.events.listed(0, [(-1, key, 0) for key in (*CHAIN[:2], b"never heard of")], last=False)
     assert core.tiers[0].index.slots.free == core.tiers[0].index.slots.limit - 1
-    assert core.where(CHAIN[1], 0.0) is None
+    assert core.where([CHAIN[1]], 0.0)[0] is None
     run(core, [job], Outcome.MISSING)
-    assert core.where(CHAIN[0], 0.0) is None
+    assert core.where([CHAIN[0]], 0.0)[0] is None
     core.events.listed(0, [(0, CHAIN[1], 5)], last=False)  # and it may come again
-    assert core.where(CHAIN[1], 0.0) == "file"
+    assert core.where([CHAIN[1]], 0.0)[0] == "file"
 
 
 def test_request_whose_load_failed_gets_no_more_hits() -> None:
     core = manager(tiers=())
     put(core, CHAIN[:3])
     assert scan(core, CHAIN[:2], "r") == [HIT, HIT]
-    core.copies.prepare_load(CHAIN[:2], "r")
-    core.copies.fail_load("r")
+    core.prepare_load("r", CHAIN[:2], 0.0)
+    core.complete_load("r", 0.0, failed=True)
     core.end_step()
     assert scan(core, CHAIN[2:3], "r") == [MISS], "a request that was computed once is not tried again"
     assert scan(core, CHAIN[:1], "other") == [MISS]
     assert scan(core, CHAIN[2:3], "other") == [HIT]
     assert core.host.counters.failed == 2
     assert core.host.used == 1
-    core.finish_request("r")
+    core.finish("r")
     assert scan(core, CHAIN[2:3], "r") == [HIT], "a name that comes again is another request"
 
 
@@ -417,10 +427,10 @@ def test_row_whose_load_failed_stays_while_another_load_reads_it() -> None:
     core = manager(tiers=())
     put(core, CHAIN[:1])
     for request in ("bad", "good"):
-        core.lookup(CHAIN[0], request, 0, 0.0)
-        core.copies.prepare_load(CHAIN[:1], request)
-    core.copies.fail_load("bad")
-    core.copies.complete_load("good")
+        look_up_key(core, CHAIN[0], request, 0, 0.0)
+        core.prepare_load(request, CHAIN[:1], 0.0)
+    core.complete_load("bad", 0.0, failed=True)
+    core.complete_load("good", 0.0)
     core.end_step()
     core.reset(keep_tiers=False)
     assert core.host.used == 0
@@ -428,19 +438,19 @@ def test_row_whose_load_failed_stays_while_another_load_reads_it() -> None:
 
 def test_request_loads_from_its_allowed_tiers_only() -> None:
     core = only_stored(CHAIN[:2], tiers=("file", "s3"))
-    core.set_allowed_tiers("far", [1])
-    core.set_allowed_tiers("none", [])
+    core.arrive("far", RequestWishes(allowed=frozenset([1])))
+    core.arrive("none", RequestWishes(allowed=frozenset([])))
     assert scan(core, CHAIN[:2], "none") == [MISS]
     assert scan(core, CHAIN[:1], "far") == [PENDING]
     assert [job.tier for job in core.events.plan(0.0)] == [1]
     core.reset(keep_tiers=True)  # which forgets requests, but not what they asked for
     assert scan(core, CHAIN[1:2], "none") == [MISS]
-    core.finish_request("none")
+    core.finish("none")
     assert scan(core, CHAIN[1:2], "none") == [PENDING]
     assert [job.tier for job in core.events.plan(0.0)] == [0]
     put(core, CHAIN[2:3])
-    core.set_allowed_tiers("host", [])
-    assert core.lookup(CHAIN[2], "host", 0, 0.0) is HIT
+    core.arrive("host", RequestWishes(allowed=frozenset([])))
+    assert look_up_key(core, CHAIN[2], "host", 0, 0.0) is HIT
 
 
 def stored_keys(core: TierManager) -> set[Key]:
@@ -452,7 +462,7 @@ def stored_keys(core: TierManager) -> set[Key]:
 
 def test_chunks_of_a_host_only_request_are_hits_and_are_not_written() -> None:
     core = manager()
-    core.keep_in_host("private")
+    core.arrive("private", RequestWishes(host_only=True))
     put(core, CHAIN[:2], "private")
     assert stored_keys(core) == set()
     assert scan(core, CHAIN[:2], "r") == [HIT, HIT]
@@ -463,34 +473,34 @@ def test_chunks_of_a_host_only_request_are_hits_and_are_not_written() -> None:
 @pytest.mark.parametrize("use", ["store", "load", "touch"])
 def test_use_by_another_request_lifts_host_only(use: str) -> None:
     core = manager()
-    core.keep_in_host("private")
+    core.arrive("private", RequestWishes(host_only=True))
     put(core, CHAIN[:2], "private")
     for other in ("private too", "other"):
         if other == "private too":
-            core.keep_in_host(other)
+            core.arrive(other, RequestWishes(host_only=True))
         if use == "store":
-            core.copies.prepare_store(CHAIN[:1], other)
+            core.prepare_store(other, CHAIN[:1])
         elif use == "touch":
             touched(core, CHAIN[:1], other)
         else:
             assert scan(core, CHAIN[:1], other) == [HIT]
-            core.copies.prepare_load(CHAIN[:1], other)
-            core.copies.complete_load(other)
+            core.prepare_load(other, CHAIN[:1], 0.0)
+            core.complete_load(other, 0.0)
         assert stored_keys(core) == (set() if other == "private too" else {CHAIN[0]})
 
 
 def test_host_only_row_that_is_still_being_filled_is_written_if_another_request_stores_it() -> None:
     core = manager()
-    core.keep_in_host("private")
-    plan = core.copies.prepare_store(CHAIN[:2], "private")
-    assert core.copies.prepare_store(CHAIN[:1], "other").keys == []
-    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), set())
+    core.arrive("private", RequestWishes(host_only=True))
+    plan = core.prepare_store("private", CHAIN[:2])
+    assert core.prepare_store("other", CHAIN[:1]).keys == []
+    core.complete_store(plan.keys, all_good)
     assert stored_keys(core) == {CHAIN[0]}
 
 
 def test_host_only_rows_are_no_probes_of_a_tier_whose_circuit_is_open() -> None:
     core = manager()
-    core.keep_in_host("private")
+    core.arrive("private", RequestWishes(host_only=True))
     put(core, CHAIN[:2], "private")
     breaker = core.tiers[0].members[0].breakers[Direction.STORE]
     breaker.trip(0.0)
@@ -505,20 +515,20 @@ def test_host_only_rows_are_evicted_without_a_write() -> None:
     core = TierManager(4, 4096, [TierSpec("file", Write.ON_EVICT, physical_slots=True)], Limits(reserve_share=0.5))
     opened(core, 0, 100)
     core.events.listed(0, [], last=True)
-    core.keep_in_host("private")
+    core.arrive("private", RequestWishes(host_only=True))
     put(core, CHAIN[:2], "private")
-    core.demote(core.host.index.values())
+    core.writeback.demote(core.host.index.values())
     put(core, CHAIN[2:6])
     assert stored_keys(core) & {*CHAIN[:2]} == set()
     assert core.tiers[0].counters.dropped == 0
-    assert all(core.where(key, 0.0) is None for key in CHAIN[:2])
+    assert all(place is None for place in core.where(CHAIN[:2], 0.0))
 
 
 def test_open_tier_is_resized_without_losing_rows() -> None:
     core = only_stored(CHAIN[:6])
     core.events.resized(0, 4)
     assert scan(core, CHAIN[:6], "r") == [PENDING] * 6  # what stands beyond is there until it is said to be gone
-    core.finish_request("r")
+    core.finish("r")
     tier = core.tiers[0]
     beyond = [key for key in CHAIN[:6] if rows_of(tier)[key].slot >= 4]
     assert len(beyond) == 2
@@ -553,7 +563,7 @@ def pending_s(
 
 def test_no_request_waits_beyond_its_deadline_for_a_row_being_filled() -> None:
     core = manager(wait_s=2.0)
-    core.copies.prepare_store(CHAIN[:1], "writer")  # whose workers never end
+    core.prepare_store("writer", CHAIN[:1])  # whose workers never end
     assert pending_s(core, CHAIN[:2], "reader") <= 2.5
 
 
@@ -562,7 +572,7 @@ def test_no_request_waits_beyond_its_deadline_for_a_tier_that_hangs() -> None:
     core = manager(rows=4, wait_s=2.0)
     core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(CHAIN)], last=True)
     now = 0.0
-    while PENDING in [core.lookup(key, "reader", None, now) for key in CHAIN]:
+    while PENDING in [look_up_key(core, key, "reader", None, now) for key in CHAIN]:
         core.end_step()
         now += 0.5
         expire(core, now)
@@ -574,13 +584,13 @@ def test_no_request_waits_beyond_its_deadline_for_a_tier_that_hangs() -> None:
 def test_reset_does_not_rearm_the_deadline(keep_tiers: bool) -> None:
     core = manager(wait_s=2.0)
     for half_second in range(6):
-        core.copies.prepare_store(CHAIN[:1], "writer")  # whose workers never end
+        core.prepare_store("writer", CHAIN[:1])  # whose workers never end
         late = half_second > 4
         assert scan(core, CHAIN[:1], "reader", now=half_second / 2) == [MISS if late else PENDING]
         core.end_step()
         core.reset(keep_tiers)
-    core.finish_request("reader")
-    core.copies.prepare_store(CHAIN[:1], "writer")
+    core.finish("reader")
+    core.prepare_store("writer", CHAIN[:1])
     assert scan(core, CHAIN[:1], "reader", now=3.0) == [PENDING]
 
 
@@ -590,8 +600,8 @@ def test_preempted_request_may_wait_again_after_a_load() -> None:
     run(core, core.events.plan(0.0))
     core.end_step()
     assert scan(core, CHAIN[:2], "r", now=1.0) == [HIT, HIT]
-    core.copies.prepare_load(CHAIN[:2], "r")
-    core.copies.complete_load("r")
+    core.prepare_load("r", CHAIN[:2], 0.0)
+    core.complete_load("r", 0.0)
     core.end_step()
     late = 10 * core.limits.wait_s
     assert scan(core, CHAIN[2:4], "r", now=late) == [PENDING, PENDING]
@@ -609,8 +619,8 @@ def test_expired_request_waits_again_only_after_a_load() -> None:
     assert scan(core, chain, "r", now=late) == [HIT, MISS]
     core.end_step()
     assert scan(core, chain, "r", now=late + 1) == [HIT, MISS]
-    core.copies.prepare_load([b"root"], "r")
-    core.copies.complete_load("r")
+    core.prepare_load("r", [b"root"], 0.0)
+    core.complete_load("r", 0.0)
     core.end_step()
     core.tiers[0].to_store.clear()
     assert core.events.plan(late + 2) == [], "what it asked for before is no longer promoted"
@@ -624,8 +634,8 @@ def test_rows_of_jobs_before_a_reset_are_released_by_later_jobs() -> None:
         chain = [b"%d-%d" % (number, place) for place in range(8)]
         put(core, chain[:3], f"ready-{number}")
         assert scan(core, chain[:3], f"load-{number}") == [HIT] * 3
-        core.copies.prepare_load(chain[:3], f"load-{number}")
-        assert core.copies.prepare_store(chain[3:], f"store-{number}").rows
+        core.prepare_load(f"load-{number}", chain[:3], 0.0)
+        assert core.prepare_store(f"store-{number}", chain[3:]).rows
         core.reset(keep_tiers=False)
         assert core.host.used == 8, "a row is given away before the engine can know that it is quiet"
     put(core, CHAIN[:1])
@@ -634,15 +644,15 @@ def test_rows_of_jobs_before_a_reset_are_released_by_later_jobs() -> None:
 
 def test_end_of_a_call_does_not_release_rows_of_others() -> None:
     core = manager(tiers=())
-    by_workers = core.copies.prepare_store(CHAIN[:2], "workers")
-    by_call = core.copies.prepare_store(CHAIN[2:4], "before", call=True)
+    by_workers = core.prepare_store("workers", CHAIN[:2])
+    by_call = core.prepare_store("before", CHAIN[2:4], call=True)
     core.reset(keep_tiers=False)
-    core.copies.prepare_store(CHAIN[2:3], "after", call=True)
-    core.copies.end_call("after", set())
+    core.prepare_store("after", CHAIN[2:3], call=True)
+    core.end_call("after", all_good)
     assert core.host.used == len(by_workers.rows) + len(by_call.rows) + 1
     put(core, CHAIN[4:5])  # ends the workers' jobs
     assert core.host.used == len(by_call.rows) + 2
-    core.copies.end_call("before", set())
+    core.end_call("before", all_good)
     assert core.host.used == 2
     assert scan(core, CHAIN[2:4], "who") == [HIT, MISS]
 

@@ -14,7 +14,8 @@ from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import ENOUGH_SAMPLES
 from nixl_tiers.core.types import Direction, Job, TierSpec
-from tests.support.core import opened, put
+from tests.support import inside
+from tests.support.core import all_good, opened, put
 
 TOKENS = 128
 ROW_BYTES = 3_000_000
@@ -49,15 +50,15 @@ class Engine:
 
     def decline(self, name: str = "r", keys: Sequence[Key] = KEYS) -> None:
         """A step of a request that computes all of its chain, and stores it."""
-        scan = self.core.scan(name, Chain((Group(keys, TOKENS),)), 0, self.now)
+        scan = self.core.look_up(name, Chain((Group(keys, TOKENS),)), 0, self.now)
         assert not scan.waits
         assert scan.end == 0
-        self.core.copies.prepare_store(keys, name)
+        self.core.prepare_store(name, keys)
         self.core.end_step([name])
 
     def finish(self, name: str = "r") -> None:
-        self.core.copies.complete_store(self.core.copies.rows_being_filled(KEYS), set())
-        self.core.finish_request(name)
+        self.core.complete_store(KEYS, all_good)
+        self.core.finish(name)
 
     def ask(self) -> None:
         """A whole request, before which nothing is in host memory."""
@@ -104,11 +105,11 @@ def test_rows_that_the_request_is_storing_are_measured() -> None:
 def test_rows_that_the_host_lacks_are_there_after_a_measurement() -> None:
     engine = Engine()
     engine.decline(keys=KEYS[:4])
-    engine.core.finish_request("r")
+    engine.core.finish("r")
     engine.core.host.index.pop(KEYS[0])
     (job,) = engine.plan()
     engine.end(job)
-    assert engine.core.where(KEYS[0], engine.now) == "cpu"
+    assert engine.core.where([KEYS[0]], engine.now)[0] == "cpu"
 
 
 def test_nothing_is_measured_while_requests_are_alive_but_not_for_long() -> None:
@@ -127,11 +128,11 @@ def test_request_that_has_come_meanwhile_is_alive(alive: str) -> None:
     engine = Engine()
     engine.ask()
     if alive == "queued":
-        engine.core.queue("next")
+        engine.core.arrive("next")
     else:
-        engine.core.scan("next", Chain((Group([b"x"], TOKENS),)), 0, engine.now)
+        engine.core.look_up("next", Chain((Group([b"x"], TOKENS),)), 0, engine.now)
     assert engine.plan() == []
-    engine.core.finish_request("next")
+    engine.core.finish("next")
     assert engine.measured()
 
 
@@ -193,7 +194,7 @@ def test_different_sizes_tell_the_latency() -> None:
     assert engine.measured() == 3
     assert engine.tier.loads.seconds(11 * ROW_BYTES) == pytest.approx(0.38, rel=0.1)
     engine.forget()
-    assert engine.core.scan("again", Chain((Group(KEYS, TOKENS),)), 0, engine.now).waits
+    assert engine.core.look_up("again", Chain((Group(KEYS, TOKENS),)), 0, engine.now).waits
 
 
 def test_one_request_is_enough_to_find_a_change() -> None:
@@ -231,7 +232,7 @@ def test_measurement_that_fails_is_not_repeated_at_once() -> None:
         assert engine.plan() == []
         engine.now += 0.2
     assert engine.core.host.index[KEYS[0]].sealed is False, "the row that the request stored is untouched"
-    assert engine.core.where(KEYS[0], engine.now) == "cpu"
+    assert engine.core.where([KEYS[0]], engine.now)[0] == "cpu"
 
 
 def test_tier_that_loads_for_requests_meanwhile_is_not_measured() -> None:
@@ -242,7 +243,7 @@ def test_tier_that_loads_for_requests_meanwhile_is_not_measured() -> None:
     engine.row_s = 0.01
     for rows in (1, 5) * 20:
         engine.tier.loads.record(rows * ROW_BYTES, engine.seconds(rows), engine.now)
-    assert engine.core.scan("other", Chain((Group(others, TOKENS),)), 0, engine.now).waits
+    assert engine.core.look_up("other", Chain((Group(others, TOKENS),)), 0, engine.now).waits
     jobs = engine.plan()
     assert sum(len(job.moves) for job in jobs) <= len(others)
     engine.now += 1.0
@@ -250,7 +251,7 @@ def test_tier_that_loads_for_requests_meanwhile_is_not_measured() -> None:
     for job in jobs:
         engine.end(job)
     engine.finish()
-    engine.core.finish_request("other")
+    engine.core.finish("other")
     engine.now += 1.0
     assert engine.plan() == []
 
@@ -265,7 +266,7 @@ def test_tier_whose_mover_was_killed_is_not_measured() -> None:
     engine.core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(KEYS)], last=True)
     engine.now += 0.5
     assert engine.plan() == []
-    assert not engine.core._measurements.to_come
+    assert not inside.measurements(engine.core).to_come
 
 
 def test_reset_ends_what_is_to_be_measured() -> None:
@@ -301,8 +302,8 @@ def test_tier_of_large_rows_that_was_never_loaded_from_is_measured_by_one() -> N
         opened(core, number, 1000)
         core.events.listed(number, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
     core.tiers[0].loads.record(80_000_000, 1.0, 0.0)
-    assert core.scan("r", Chain((Group(KEYS, TOKENS),)), 0, 100.0).end == 0
-    core.finish_request("r")
+    assert core.look_up("r", Chain((Group(KEYS, TOKENS),)), 0, 100.0).end == 0
+    core.finish("r")
     jobs = core.turn(100.0, 100.0)
     assert [(job.tier, len(job.moves)) for job in jobs] == [(0, 1), (1, 1)]
 
@@ -311,7 +312,7 @@ def test_what_is_not_written_below_is_not_evicted_for_a_measurement() -> None:
     engine = Engine(write=Write.ON_EVICT, rows=16)
     put(engine.core, [b"old%d" % number for number in range(5)])
     engine.decline()
-    engine.core.finish_request("r")
+    engine.core.finish("r")
     assert engine.core.host.free == 0
     evictions = engine.core.host.counters.evictions
     engine.now += 1.0

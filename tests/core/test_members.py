@@ -10,6 +10,7 @@ from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.slots import slots_each
 from nixl_tiers.core.types import Direction, TierState
+from tests.support import inside
 from tests.support.columns import PlainColumns
 from tests.support.core import opened, put, rows_of
 from tests.support.members import MEMBERS, PROMPT, SLOTS, TOKENS, Machine
@@ -92,10 +93,11 @@ def test_a_hung_member_takes_neither_room_nor_messages_from_the_others(machine: 
     machine.hang = {3}
     machine.store(OTHER)
     stored = [key for key in OTHER if machine.tier.index.rows.is_stored(key)]
-    assert len(stored) == len(OTHER) - machine.core._state.store_window // MEMBERS, "it has its share of the window"
+    share = inside.state(machine.core).store_window // MEMBERS
+    assert len(stored) == len(OTHER) - share, "it has its share of the window"
     machine.forget_host()
     chain = Chain((Group(PROMPT, TOKENS),))
-    assert machine.core.scan("waits", chain, 0, machine.now).waits
+    assert machine.core.look_up("waits", chain, 0, machine.now).waits
     machine.core.end_step()
     machine.turn()
     there = [key for key in PROMPT if key in machine.core.host.index and machine.tier.member_of(key).number != 3]
@@ -117,9 +119,9 @@ def test_a_hung_member_has_no_more_than_its_part_of_the_window() -> None:
     machine = Machine(host=40)
     machine.store(PROMPT)
     machine.forget_host()
-    assert sum(machine.tier.member_of(key).number == 3 for key in PROMPT) >= machine.core._state.load_window
+    assert sum(machine.tier.member_of(key).number == 3 for key in PROMPT) >= inside.state(machine.core).load_window
     machine.hang = {3}
-    assert machine.core.scan("waits", Chain((Group(PROMPT, TOKENS),)), 0, machine.now).waits
+    assert machine.core.look_up("waits", Chain((Group(PROMPT, TOKENS),)), 0, machine.now).waits
     machine.core.end_step()
     machine.turn()
     there = [key for key in PROMPT if key in machine.core.host.index and machine.tier.member_of(key).number != 3]
@@ -278,10 +280,10 @@ def test_a_circuit_is_probed_with_a_row_of_its_own_member(machine: Machine) -> N
 
 def test_an_expired_request_blames_the_member_that_it_waited_for(machine: Machine) -> None:
     machine.hang = {3}
-    assert machine.core.scan("request", Chain((Group(PROMPT, TOKENS),)), 0, machine.now).waits
+    assert machine.core.look_up("request", Chain((Group(PROMPT, TOKENS),)), 0, machine.now).waits
     machine.core.end_step()
     machine.turn()
-    assert not machine.core.scan("request", Chain((Group(PROMPT, TOKENS),)), 0, machine.now + 60.0).waits
+    assert not machine.core.look_up("request", Chain((Group(PROMPT, TOKENS),)), 0, machine.now + 60.0).waits
     failures = [sum(not good for _, good in member.loads._results) for member in machine.tier.members]
     assert failures == [0, 0, 0, 1]
 
@@ -289,7 +291,7 @@ def test_an_expired_request_blames_the_member_that_it_waited_for(machine: Machin
 def test_a_bad_row_keeps_its_slot_while_another_job_reads_it(machine: Machine) -> None:
     machine.hang = {0, 1, 2, 3}
     key, free = PROMPT[0], machine.tier.index.slots.free
-    assert machine.core.scan("request", Chain((Group([key], TOKENS),)), 0, machine.now).waits
+    assert machine.core.look_up("request", Chain((Group([key], TOKENS),)), 0, machine.now).waits
     machine.core.end_step()
     machine.turn()
     (job,) = machine.tier.jobs.values()

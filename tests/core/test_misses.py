@@ -11,9 +11,10 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.stats import HOST, MISSED, TABLE_BITS, EvictionHistory, Gone, tag_of, tier_and_reason
 from nixl_tiers.core.types import Direction, TierSpec
-from tests.support.core import opened, put
+from tests.support.core import look_up_key, opened, put
 
 ONE, TWO = b"one", b"two"
 
@@ -34,10 +35,10 @@ def missed(core: TierManager) -> dict[tuple[str, str], int]:
 
 def miss(core: TierManager, *keys: Key, now: float = 0.0) -> dict[tuple[str, str], int]:
     """Look `keys` up, which must not wait, and count the misses among them from the first on."""
-    answers = [core.lookup(key, "get", place, now) for place, key in enumerate(keys)]
+    answers = [look_up_key(core, key, "get", place, now) for place, key in enumerate(keys)]
     assert Lookup.PENDING not in answers
-    core.count_misses(keys[answers.index(Lookup.MISS) :], "get", now)
-    core.finish_request("get")
+    core.count_misses("get", keys[answers.index(Lookup.MISS) :], now)
+    core.finish("get")
     core.end_step()
     return missed(core)
 
@@ -68,7 +69,7 @@ def test_a_chunk_that_the_medium_has_removed_is_expired() -> None:
 
 def test_a_corrupt_chunk_has_failed_there() -> None:
     core = cascade(ONE)
-    assert core.lookup(ONE, "get", 0, 0.0) is Lookup.PENDING
+    assert look_up_key(core, ONE, "get", 0, 0.0) is Lookup.PENDING
     core.end_step()
     (job,) = core.events.plan(0.0)
     core.events.finished(0, job.id, [Outcome.CORRUPT], 0.0)
@@ -101,13 +102,13 @@ def test_a_chunk_that_may_still_be_listed() -> None:
 
 def test_a_chunk_of_a_tier_that_the_request_excludes() -> None:
     core = cascade(ONE)
-    core.set_allowed_tiers("get", ())
+    core.arrive("get", RequestWishes(allowed=frozenset(())))
     assert miss(core, ONE) == {("s3", "excluded"): 1}
 
 
 def test_a_chunk_that_comes_too_late() -> None:
     core = cascade(ONE, TWO)
-    assert core.lookup(ONE, "get", 0, 0.0) is core.lookup(TWO, "get", 1, 0.0) is Lookup.PENDING
+    assert look_up_key(core, ONE, "get", 0, 0.0) is look_up_key(core, TWO, "get", 1, 0.0) is Lookup.PENDING
     core.end_step()
     assert miss(core, ONE, TWO, now=11.0) == {("s3", "late"): 2}
 
@@ -115,7 +116,7 @@ def test_a_chunk_that_comes_too_late() -> None:
 def test_a_chunk_that_the_host_has_no_room_for() -> None:
     """It is full of what the request itself waits with for more."""
     core = cascade(ONE, TWO, rows=1)
-    assert core.lookup(ONE, "get", 0, 0.0) is core.lookup(TWO, "get", 1, 0.0) is Lookup.PENDING
+    assert look_up_key(core, ONE, "get", 0, 0.0) is look_up_key(core, TWO, "get", 1, 0.0) is Lookup.PENDING
     core.end_step()
     while jobs := core.events.plan(0.0):
         for job in jobs:
@@ -127,9 +128,9 @@ def test_a_chunk_that_is_there_behind_a_miss_has_the_reason_of_that_miss() -> No
     core = cascade(TWO, rows=1)
     put(core, [ONE])
     put(core, [b"another"])
-    answer = core.lookup(ONE, "get", 0, 0.0)
+    answer = look_up_key(core, ONE, "get", 0, 0.0)
     assert answer is Lookup.MISS
-    core.count_misses([ONE, TWO], "get", 0.0)
+    core.count_misses("get", [ONE, TWO], 0.0)
     assert missed(core) == {("cpu", "evicted"): 2}
 
 
@@ -138,7 +139,7 @@ def test_what_is_there_behind_a_miss_has_its_reason_up_to_the_next_miss() -> Non
     core = cascade(keys[2], keys[3], keys[5], rows=1)
     put(core, [keys[4]])
     put(core, [b"another"])
-    core.count_misses(keys, "get", 0.0)
+    core.count_misses("get", keys, 0.0)
     assert missed(core) == {("cpu", "never_stored"): 4, ("cpu", "evicted"): 2}
 
 
@@ -200,7 +201,7 @@ def test_a_miss_costs_no_more_beside_many_others() -> None:
         calls = 0
         sys.setprofile(count)
         try:
-            core.count_misses(keys, "get", 0.0)
+            core.count_misses("get", keys, 0.0)
         finally:
             sys.setprofile(None)
         assert missed(core) == {("cpu", "never_stored"): len(keys)}

@@ -14,7 +14,7 @@ from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core import listing, manager
-from nixl_tiers.core.copies import Copies
+from nixl_tiers.core.copies import Copies, Judge
 from nixl_tiers.core.engine_hits import EngineHits
 from nixl_tiers.core.events import Events
 from nixl_tiers.core.existence import ExistenceChecks
@@ -26,13 +26,14 @@ from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.measurements import Measurements
 from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.promotion_jobs import PromotionJobs
-from nixl_tiers.core.requests import Request
+from nixl_tiers.core.requests import NO_WISHES, Request, RequestWishes
 from nixl_tiers.core.retention import Retention
 from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.slots import MemberSlots, Slots
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Columns, Job, PlannedMove
 from nixl_tiers.core.writeback import WriteBack
+from tests.support.core import all_good
 from tests.support.plain_rows import PlainTierRows
 from tests.support.simulation import SimulatedJob, SimulatedMover, Simulation
 from tests.support.stateful import CascadeStateMachine, MemberStateMachine, TenantStateMachine
@@ -78,8 +79,8 @@ class RowReusedAfterReset(TierManager):
 class CallsRowsFlushed(Copies):
     """A call that ends after a reset releases the rows of all calls from before it, as workers' jobs do."""
 
-    def end_call(self, name: str, failed: Collection[Key]) -> None:
-        super().end_call(name, failed)
+    def end_call(self, name: str, judge: Judge) -> None:
+        super().end_call(name, judge)
         for row in [row for rows in self._calls.values() for row in rows if row.invalidated]:
             row.call_refs = 0
             self._host.reclaim(row)
@@ -88,15 +89,15 @@ class CallsRowsFlushed(Copies):
 class CallEndsByKey(Copies):
     """A call from before a reset ends the rows that have the same keys after it."""
 
-    def end_call(self, name: str, failed: Collection[Key]) -> None:
+    def end_call(self, name: str, judge: Judge) -> None:
         rows = self._calls.get(name, [])
         rows[:] = [self._host.index.get(row.key, row) for row in rows]
-        super().end_call(name, failed)
+        super().end_call(name, judge)
 
 
 class InterruptedCallIsAHit(Copies):
-    def end_call(self, name: str, failed: Collection[Key]) -> None:
-        super().end_call(name, set())
+    def end_call(self, name: str, judge: Judge) -> None:
+        super().end_call(name, all_good)
 
 
 class HostOnlyRowIsWritten(WriteBack):
@@ -150,8 +151,8 @@ class FailedLoadIsAHit(PromotionJobs):
 
 
 class FailedCopyIsAHit(Copies):
-    def complete_store(self, rows: Iterable[Row], failed: Iterable[Key]) -> None:
-        super().complete_store(rows, set())
+    def complete_store(self, keys: Iterable[Key], judge: Judge, dropped: Collection[Key] = ()) -> None:
+        super().complete_store(keys, all_good, dropped)
 
 
 class RequestNeverExpires(Promotion):
@@ -257,10 +258,10 @@ class ResetUncounted(TierManager):
 
 
 class PinForgotten(Copies):
-    def complete_load(self, name: str) -> None:
+    def complete_load(self, name: str, *arguments: float, **named: bool) -> None:
         for rows in self._loads.get(name, ())[:1]:
             del rows[0]
-        super().complete_load(name)
+        super().complete_load(name, *arguments, **named)
 
 
 class OldEpochSurvives(TierManager):
@@ -338,13 +339,13 @@ class ChecksAbsentKeysAgain(Events):
 
 
 class WaitsForLateChecks(TierManager):
-    def lookup(self, key, name, position, now):  # type: ignore[no-untyped-def]
+    def look_up_keys(self, name, *arguments, **named):  # type: ignore[no-untyped-def]
         self._requests.get(name).check_deadline_s = float("inf")
-        return super().lookup(key, name, position, now)
+        return super().look_up_keys(name, *arguments, **named)
 
-    def scan(self, name, *arguments, **named):  # type: ignore[no-untyped-def]
+    def look_up(self, name, *arguments, **named):  # type: ignore[no-untyped-def]
         self._requests.get(name).check_deadline_s = float("inf")
-        return super().scan(name, *arguments, **named)
+        return super().look_up(name, *arguments, **named)
 
 
 class PriceForgetsDeadline(Chains):
@@ -358,7 +359,7 @@ class PriceForgetsDeadline(Chains):
 class WaitIsNotJudgedAgain(Chains):
     """A request that waits is not looked at again."""
 
-    def still_waits(self, request, now):  # type: ignore[no-untyped-def]
+    def _still_waits(self, request, start, now):  # type: ignore[no-untyped-def]
         return request.waiting
 
 
@@ -541,8 +542,8 @@ class ListingOfOneMemberEndsAll(Events):
 
 
 class MissesWhileListing(TierManager):
-    def be_patient(self, name: str) -> None:
-        pass
+    def arrive(self, name: str, wishes: RequestWishes = NO_WISHES) -> None:
+        super().arrive(name, wishes._replace(patient=False))
 
 
 class StoredOlderThanListed(WriteBack):

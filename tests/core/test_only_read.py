@@ -8,7 +8,7 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import TierSpec
-from tests.support.core import opened
+from tests.support.core import look_up_key, opened
 
 
 @pytest.mark.parametrize("physical", [True, False])
@@ -20,7 +20,7 @@ def test_core_has_nothing_deleted_that_it_only_reads(physical: bool) -> None:
     core.events.listed(0, rows, last=True)
     assert tier.index.make_room(4) == []
     assert len(tier.index.slots) == 4
-    core.lookup(b"1", "request", None, 1.0)
+    look_up_key(core, b"1", "request", None, 1.0)
     (job,) = core.turn(1.0, 1.0)
     core.events.finished(0, job.id, [Outcome.CORRUPT], 1.0)
     assert b"1" not in tier.index

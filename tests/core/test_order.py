@@ -12,7 +12,7 @@ from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import TierSpec
-from tests.support.core import opened, put
+from tests.support.core import look_up_key, opened, put
 
 
 def test_victims_leave_a_tier_in_the_order_in_which_they_were_selected() -> None:
@@ -32,8 +32,8 @@ def test_rows_that_could_not_be_copied_leave_in_prefix_order() -> None:
     put(core, keys)
     gone: list[bytes] = []
     core.host.changed = gone.append
-    core.copies.prepare_load(keys, "request")
-    core.copies.fail_load("request")
+    core.prepare_load("request", keys, 0.0)
+    core.complete_load("request", 0.0, failed=True)
     assert gone == keys
 
 
@@ -43,9 +43,9 @@ def test_waits_of_preempted_requests_are_samples_in_the_order_of_their_names() -
         opened(core, 0, 8)
         core.events.listed(0, [(slot, key, 0) for slot, key in enumerate([b"a", b"b", b"c"])], last=True)
         for began_s, name in enumerate(["a", "b", "c"]):
-            assert core.lookup(name.encode(), name, 0, float(began_s)) is Lookup.PENDING
+            assert look_up_key(core, name.encode(), name, 0, float(began_s)) is Lookup.PENDING
         core.end_step()
         for name in ["a", "b", "c"]:
-            core.lookup(name.encode(), name, 0, 3.0)
+            look_up_key(core, name.encode(), name, 0, 3.0)
         core.end_step(preempted=order)
         assert core.take_samples()["file", "wait_vain"] == [3.0, 2.0, 1.0]

@@ -14,7 +14,7 @@ from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.pricing import ENOUGH_SAMPLES
 from nixl_tiers.core.types import Direction, Job, TierSpec
 from nixl_tiers.core.urgency import PAUSE_SHARE
-from tests.support.core import opened, put
+from tests.support.core import look_up_key, opened, put
 
 ROW = 1 << 20
 ROWS = 400
@@ -114,9 +114,9 @@ def test_who_waits_for_writes_waits_for_no_long_pause() -> None:
     measured(core, seconds=0.04)
     put(core, KEYS[ROWS : ROWS + WINDOW])
     core.turn(1e4, 1e4)
-    core.await_writes(1)
+    core.writeback.awaited += 1
     assert core.urgency.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
-    core.await_writes(-1)
+    core.writeback.awaited -= 1
     assert core.urgency.pause_s == LIMITS.pause_s
 
 
@@ -154,12 +154,12 @@ def test_no_request_waits_for_a_pause_to_end() -> None:
     put(core, KEYS[ROWS : ROWS + WINDOW])
     stores = core.turn(1e4, 1e4)
     assert core.urgency.pause_s > 0
-    assert core.lookup(b"stored", "request", 0, 1e4) is Lookup.PENDING
+    assert look_up_key(core, b"stored", "request", 0, 1e4) is Lookup.PENDING
     core.end_step()
     assert core.urgency.urgent
     assert core.urgency.pause_s == 0
     loads = core.turn(1e4, 1e4)
-    core.finish_request("request")  # its row still comes, and another may ask for it
+    core.finish("request")  # its row still comes, and another may ask for it
     assert core.urgency.urgent
     assert core.urgency.pause_s == 0
     end(core, loads, 1e4 + 0.1)
@@ -171,16 +171,16 @@ def test_no_request_waits_for_a_pause_to_end() -> None:
 def test_a_step_brings_no_turn_while_all_that_requests_wait_for_is_under_way() -> None:
     """Each turn takes the interpreter's lock from a step, and the end of a load brings one anyway."""
     core = core_of()
-    assert core.lookup(b"stored", "request", 0, 1e4) is Lookup.PENDING
+    assert look_up_key(core, b"stored", "request", 0, 1e4) is Lookup.PENDING
     core.end_step()
     assert core.urgency.wants_turn == (True, True)
     loads = core.turn(1e4, 1e4)
-    assert core.lookup(b"stored", "request", 0, 1e4) is Lookup.PENDING
+    assert look_up_key(core, b"stored", "request", 0, 1e4) is Lookup.PENDING
     core.end_step()
     assert core.urgency.wants_turn == (False, False)
     assert core.urgency.urgent
     end(core, loads, 1e4 + 0.1)
-    assert core.lookup(b"stored", "request", 0, 1e4 + 0.1) is Lookup.HIT
+    assert look_up_key(core, b"stored", "request", 0, 1e4 + 0.1) is Lookup.HIT
 
 
 def test_no_allocation_waits_for_a_pause_to_end() -> None:

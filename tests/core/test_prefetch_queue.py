@@ -9,9 +9,11 @@ from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefetch_queue import MAX_PREFETCHES
+from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.types import Direction
 from tests.core.test_manager import HIT, MISS, PENDING, manager, run, scan
-from tests.support.core import put
+from tests.support import inside
+from tests.support.core import all_good, anticipate, look_up_key, put
 
 FIRST = (0.0,)
 
@@ -30,7 +32,7 @@ def stored(*chains: Sequence[Key], rows: int, **limits: float) -> TierManager:
 
 def wait_in_line(core: TierManager, name: str, keys: Sequence[Key], rank: tuple[float, ...]) -> None:
     """The request arrives, and a step passes it over."""
-    core.anticipate(name, keys, rank)
+    anticipate(core, name, keys, rank)
     core.end_step()
 
 
@@ -44,7 +46,7 @@ def come_up(core: TierManager, outcome: Outcome = Outcome.OK) -> list[Key]:
 
 
 def in_host(core: TierManager, keys: Sequence[Key]) -> int:
-    return sum(core.where(key, 0.0) == "cpu" for key in keys)
+    return sum(core.where([key], 0.0)[0] == "cpu" for key in keys)
 
 
 def test_request_finds_its_rows_in_host_memory_when_its_turn_comes() -> None:
@@ -54,18 +56,18 @@ def test_request_finds_its_rows_in_host_memory_when_its_turn_comes() -> None:
     wait_in_line(core, "a", a, FIRST)
     assert come_up(core) == [*a, *b], "in the order of their turns"
     assert scan(core, a, "a") == [HIT] * 4
-    core.copies.prepare_load(a, "a")
-    core.copies.complete_load("a")
+    core.prepare_load("a", a, 0.0)
+    core.complete_load("a", 0.0)
     core.end_step()
     assert scan(core, b, "b", now=1e6) == [HIT] * 4, "its time in the queue is no waiting"
-    assert not core._promotion.prefetch_queue.busy
+    assert not inside.line_is_busy(core)
 
 
 def test_request_whose_turn_comes_at_once_gets_nothing_before_it_is_looked_up() -> None:
     """It may well choose to compute: its look-up weighs that, and a promotion before it would be in vain."""
     a = chain("a")
     core = stored(a, rows=16)
-    core.anticipate("a", a, FIRST)
+    anticipate(core, "a", a, FIRST)
     assert core.events.plan(0.0) == []
     assert not core.urgency.busy, "nothing wakes the supervisor either"
     core.end_step()
@@ -107,7 +109,7 @@ def test_line_queues_no_more_than_the_window_of_loads() -> None:
     """However fast the tier is: one whose turn comes is next when these have come."""
     a, b = chain("a", 16), chain("b", 2)
     core = stored(a, b, rows=64, ahead_s=1e3)
-    core._state.load_window = 4
+    inside.state(core).load_window = 4
     wait_in_line(core, "a", a, FIRST)
     jobs = core.events.plan(0.0)
     assert scan(core, b, "b") == [PENDING] * 2
@@ -124,7 +126,7 @@ def test_line_holds_its_share_of_the_host_and_no_more() -> None:
     other = chain("other", 12)
     put(core, other)
     assert (in_host(core, a), in_host(core, b), in_host(core, other)) == (4, 2, 6), "and keeps them"
-    core.finish_request("r0")
+    core.finish("r0")
     assert come_up(core) == [*b[2:], *c[:2]]
 
 
@@ -144,7 +146,7 @@ def test_rows_come_up_for_the_requests_that_are_next_only() -> None:
     for number, keys in enumerate((a, b, c)):
         wait_in_line(core, f"r{number}", keys, (number,))
     assert come_up(core) == [*a, *b]
-    core.finish_request("r0")
+    core.finish("r0")
     assert come_up(core) == c
 
 
@@ -171,7 +173,7 @@ def test_line_gives_way_to_a_request_whose_turn_has_come() -> None:
     run(core, jobs)
     core.end_step()
     assert scan(core, b, "b") == [HIT] * 8
-    core.finish_request("b")
+    core.finish("b")
     core.end_step()
     assert scan(core, a, "a") == [PENDING] * 4, "it gets them at its turn"
 
@@ -186,7 +188,7 @@ def test_chain_ends_at_its_first_hole() -> None:
 def test_line_asks_only_the_tiers_that_a_request_may_load_from() -> None:
     a = chain("a")
     core = stored(a, rows=8)
-    core.set_allowed_tiers("a", [])
+    core.arrive("a", RequestWishes(allowed=frozenset([])))
     wait_in_line(core, "a", a, FIRST)
     assert come_up(core) == []
     assert scan(core, a, "a") == [MISS]
@@ -198,7 +200,7 @@ def test_row_that_fails_to_come_up_is_looked_up_at_its_turn() -> None:
     wait_in_line(core, "a", a, FIRST)
     come_up(core, Outcome.CORRUPT)
     assert scan(core, a, "a") == [MISS]
-    core.finish_request("a")
+    core.finish("a")
     assert not any(row.request_pins for row in core.host.index.values())
 
 
@@ -207,9 +209,9 @@ def test_aborted_request_leaves_the_line_and_unpins_its_rows() -> None:
     core = stored(a, rows=8)
     wait_in_line(core, "a", a, FIRST)
     come_up(core)
-    core.finish_request("a")
+    core.finish("a")
     assert not any(row.request_pins for row in core.host.index.values())
-    assert not core._promotion.busy
+    assert not inside.promotion(core).busy
 
 
 def test_reset_empties_the_line() -> None:
@@ -228,7 +230,7 @@ def test_prefetch_brings_rows_up_and_leaves_them_unpinned() -> None:
     core.prefetch([a[0], b"nowhere", *a[1:]])
     assert come_up(core) == a
     assert not any(row.request_pins for row in core.host.index.values())
-    assert not core._promotion.busy
+    assert not inside.promotion(core).busy
     assert scan(core, a, "get") == [HIT] * 4
 
 
@@ -237,7 +239,7 @@ def test_prefetch_of_more_than_the_share_brings_its_beginning() -> None:
     core = stored(a, rows=16)
     core.prefetch(a)
     assert come_up(core) == a[:8]
-    assert not core._promotion.busy
+    assert not inside.promotion(core).busy
 
 
 def test_prefetch_goes_behind_every_request_in_line() -> None:
@@ -255,10 +257,10 @@ def test_rows_that_were_loaded_are_not_counted_as_promoted_in_vain() -> None:
     come_up(core)
     core.prefetch(b)
     assert come_up(core) == [], "others hold the line's share"
-    assert [core.lookup(key, "a", place, 0.0) for place, key in enumerate(a)] == [Lookup.HIT] * 4
-    core.copies.prepare_load(a, "a")
-    core.copies.complete_load("a")
-    core.finish_request("a")
+    assert [look_up_key(core, key, "a", place, 0.0) for place, key in enumerate(a)] == [Lookup.HIT] * 4
+    core.prepare_load("a", a, 0.0)
+    core.complete_load("a", 0.0)
+    core.finish("a")
     core.end_step()
     assert come_up(core) == b
     put(core, chain("other", 8))
@@ -282,10 +284,10 @@ def test_request_that_begins_without_a_look_up_leaves_the_line() -> None:
 def test_line_gives_way_although_promotions_wait_for_room() -> None:
     a, b = chain("a"), chain("b")
     core = stored(a, b, rows=8, line_share=1.0)
-    core.copies.prepare_store(chain("filling", 5), "filling")
+    core.prepare_store("filling", chain("filling", 5))
     wait_in_line(core, "b", b, (1.0,))
     run(core, core.events.plan(0.0))
-    assert core._promotion.host_full
+    assert inside.promotion(core).host_full
     assert scan(core, a, "a")[0] is PENDING
     assert a[0] in come_up(core)
 
@@ -298,7 +300,7 @@ def test_request_that_has_given_way_gets_nothing_that_was_queued_for_it() -> Non
     core.tiers[0].members[0].send_credits = 0
     assert core.events.plan(0.0) == []
     assert len(core.tiers[0].to_load) == 1, "its mover takes nothing now"
-    assert len(core.copies.prepare_store(chain("busy", 7), "busy").rows) == 7
+    assert len(core.prepare_store("busy", chain("busy", 7)).rows) == 7
     assert scan(core, turn, "turn") == [PENDING]
     core.tiers[0].members[0].send_credits = 10
     loads = [job for job in core.events.plan(0.0) if job.direction is Direction.LOAD]
@@ -312,7 +314,7 @@ def test_line_without_anything_left_to_promote_is_not_busy() -> None:
     core = stored(a, rows=8)
     wait_in_line(core, "a", [*a[:2], b"nowhere", *a[2:]], FIRST)
     come_up(core)
-    assert not core._promotion.prefetch_queue.busy
+    assert not inside.line_is_busy(core)
     assert scan(core, a[:2], "a") == [HIT] * 2
 
 
@@ -339,9 +341,9 @@ def test_request_waits_for_room_beside_one_that_has_got_all_it_will_get() -> Non
     assert scan(core, a, "a") == [HIT] * 4 + [MISS], "for the last one there was no room"
     assert scan(core, b, "b")[0] is PENDING
     assert come_up(core) == []
-    core.copies.prepare_load(a[:4], "a")
-    core.copies.complete_load("a")
-    core.finish_request("a")
+    core.prepare_load("a", a[:4], 0.0)
+    core.complete_load("a", 0.0)
+    core.finish("a")
     core.end_step()
     assert scan(core, b, "b")[0] is PENDING
     assert come_up(core) == b
@@ -350,11 +352,11 @@ def test_request_waits_for_room_beside_one_that_has_got_all_it_will_get() -> Non
 def test_prefetch_that_found_no_room_ends_and_unpins_its_rows() -> None:
     a, b = chain("a"), chain("b")
     core = stored(a, b, rows=8, line_share=0.5)
-    core.copies.prepare_store(chain("filling", 5), "filling")
+    core.prepare_store("filling", chain("filling", 5))
     core.prefetch(a)
     assert come_up(core) == a[:3]
     assert not any(row.request_pins for row in core.host.index.values())
-    core.copies.complete_store(core.copies.rows_being_filled(chain("filling", 5)), ())
+    core.complete_store(chain("filling", 5), all_good)
     core.prefetch(b)
     assert come_up(core) == b, "and the line goes on"
 
@@ -370,29 +372,29 @@ def test_turn_with_a_host_full_of_pinned_rows_walks_over_no_queue() -> None:
 
     a, b = chain("a"), chain("b")
     core = stored(a, b, rows=8)
-    core.copies.prepare_store(chain("filling", 8), "filling")
+    core.prepare_store("filling", chain("filling", 8))
     assert scan(core, a, "a")[0] is PENDING
     assert scan(core, b, "b")[0] is PENDING
     assert core.turn(0.0, 0.0) == []
-    core._promotion._waiting = Unwalked(core._promotion._waiting)
+    inside.promotion(core)._waiting = Unwalked(inside.waiting(core))
     assert core.turn(0.5, 0.5) == []
-    assert core._promotion.host_full, "what is being stored will be unpinned"
-    core.copies.complete_store(core.copies.rows_being_filled(chain("filling", 8)), ())
+    assert inside.promotion(core).host_full, "what is being stored will be unpinned"
+    core.complete_store(chain("filling", 8), all_good)
     assert come_up(core) == [*a, *b]
 
 
 def test_line_has_room_for_those_that_would_be_next() -> None:
     a, b = chain("a"), chain("b")
     core = stored(a, b, rows=8, line_requests=2)
-    assert core.line_has_room(FIRST)
-    core.queue("a")
-    core.anticipate("a", a, FIRST)
-    core.anticipate("b", b, (1.0,))
-    assert [core.line_has_room((rank,)) for rank in (-1.0, 0.5, 1.0, 2.0)] == [True, True, False, False]
-    assert core.is_queued("a")
+    for name in ("a", "b", "c"):
+        core.arrive(name)
+    assert core.anticipate("a", (), FIRST)
+    assert core.anticipate("a", a, FIRST)
+    assert core.anticipate("b", b, (1.0,))
+    assert [core.anticipate("c", (), (rank,)) for rank in (-1.0, 0.5, 1.0, 2.0)] == [True, True, False, False]
     scan(core, a, "a")
-    assert not core.is_queued("a")
-    assert core.line_has_room((2.0,))
+    assert core.anticipate("a", (), FIRST) is None, "its turn has come"
+    assert core.anticipate("c", (), (2.0,))
 
 
 def test_many_prefetches_of_one_key_each_come_up_together() -> None:
@@ -412,7 +414,7 @@ def test_many_prefetches_of_one_key_each_come_up_together() -> None:
         rounds += 1
     assert in_host(core, [*a, *b]) == 100
     assert rounds == 2, "those that were under way, and all others"
-    assert not core._promotion.busy
+    assert not inside.promotion(core).busy
 
 
 def test_prefetches_that_hold_nothing_make_way_within_a_slice() -> None:
@@ -434,31 +436,30 @@ def test_line_of_prefetches_is_bounded() -> None:
     core = stored(rows=8)
     for number in range(1000):
         core.prefetch([b"%d-%d" % (number, place) for place in range(4)])
-    assert len(core._promotion.prefetch_queue._places) == MAX_PREFETCHES
+    assert len(inside.line(core)) == MAX_PREFETCHES
 
 
 def test_request_in_line_gets_the_beginning_of_its_chain_when_a_full_host_has_room() -> None:
     a = chain("a", 8)
     core = stored(a, rows=16, line_share=1.0)
-    core.copies.prepare_store(chain("filling", 13), "filling")
+    core.prepare_store("filling", chain("filling", 13))
     wait_in_line(core, "a", a, FIRST)
     assert come_up(core) == a[:3]
-    core.copies.complete_store(core.copies.rows_being_filled(chain("filling", 13)), ())
+    core.complete_store(chain("filling", 13), all_good)
     core.end_step()
     assert come_up(core) == a[3:], "from where there was no room"
-    assert (
-        core._promotion.prefetch_queue._of["a"].held == sum(row.request_pins for row in core.host.index.values()) == 8
-    )
+    (place,) = inside.line(core)
+    assert place.held == sum(row.request_pins for row in core.host.index.values()) == 8
     assert scan(core, a, "a") == [HIT] * 8
 
 
 def test_line_rests_while_the_host_has_no_room() -> None:
     a = chain("a", 8)
     core = stored(a, rows=8)
-    core.copies.prepare_store(chain("filling", 8), "filling")
+    core.prepare_store("filling", chain("filling", 8))
     wait_in_line(core, "a", a, FIRST)
     for _ in range(5):
         core.turn(0.0, 0.0)
-    assert not core._promotion.prefetch_queue.busy, "until a step has passed"
+    assert not inside.line_is_busy(core), "until a step has passed"
     core.end_step()
-    assert core._promotion.prefetch_queue.busy
+    assert inside.line_is_busy(core)

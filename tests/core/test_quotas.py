@@ -10,7 +10,7 @@ from nixl_tiers.core.events import Outcome
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import Direction, TierSpec
-from tests.support.core import opened, put, rows_of
+from tests.support.core import look_up_key, opened, put, rows_of
 
 ROWS, QUOTA = 10, 3
 
@@ -33,9 +33,9 @@ def test_a_tenant_at_its_quota_evicts_its_own_least_recently_used_rows_and_no_ot
     assert len(stored(core, 0, "other", 4)) == 4
     first, second = stored(core, 1, "first", 2), stored(core, 1, "second", 1)
     core.set_tenant("user", 1)
-    assert core.lookup(first[0], "user", 1, 0.0) is Lookup.HIT
-    core.copies.prepare_load(first[:1], "user")
-    core.copies.complete_load("user")
+    assert look_up_key(core, first[0], "user", 1, 0.0) is Lookup.HIT
+    core.prepare_load("user", first[:1], 0.0)
+    core.complete_load("user", 0.0)
     core.end_step()
     third = stored(core, 1, "third", 2)
     assert len(third) == 2
@@ -58,11 +58,11 @@ def test_rows_in_use_are_not_evicted_for_their_tenant_and_nothing_else_is() -> N
     stored(core, 0, "other", 7)
     used = stored(core, 1, "used", QUOTA)
     for key in used:
-        assert core.lookup(key, "reader", 1, 0.0) is Lookup.HIT
-    core.copies.prepare_load(used, "reader")
+        assert look_up_key(core, key, "reader", 1, 0.0) is Lookup.HIT
+    core.prepare_load("reader", used, 0.0)
     assert stored(core, 1, "refused", 2) == []
     assert all(key in core.host.index for key in [*used, *keys_of("other", 7)])
-    core.copies.complete_load("reader")
+    core.complete_load("reader", 0.0)
     core.end_step()
     assert len(stored(core, 1, "later", 2)) == 2, "the tenant's cache is not frozen"
 
@@ -124,7 +124,7 @@ def test_a_promoted_row_counts_against_the_quota_of_who_asked_for_it() -> None:
     core.host.quotas = (1, 1)
     stored(core, 1, "own", 1)
     core.set_tenant("reader", 1)
-    assert core.lookup(b"found", "reader", 1, 0.0) is Lookup.PENDING
+    assert look_up_key(core, b"found", "reader", 1, 0.0) is Lookup.PENDING
     (job,) = [job for job in core.turn(0.0, 0.0) if job.direction is Direction.LOAD]
     core.events.finished(0, job.id, [Outcome.OK], 0.0)
     assert list(core.host.index) == [b"found"], "in the place of the tenant's other row"

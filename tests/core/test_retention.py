@@ -8,9 +8,11 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Eviction
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.requests import RequestWishes
 from tests.core.test_manager import HIT, MISS, PENDING, manager, scan
 from tests.core.test_prefetch_queue import chain, come_up, in_host, stored
-from tests.support.core import expire, put, rows_of, touched
+from tests.support import inside
+from tests.support.core import all_good, expire, put, rows_of, touched
 
 
 def alone(rows: int, policy: Eviction = "lru") -> TierManager:
@@ -19,7 +21,7 @@ def alone(rows: int, policy: Eviction = "lru") -> TierManager:
 
 
 def retain(core: TierManager, keys: list[Key], until_s: float) -> bool:
-    return core.retention.retain(keys, until_s)
+    return core.retain(keys, until_s)
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
@@ -48,7 +50,7 @@ def test_beyond_the_share_the_front_of_the_prefix_is_retained() -> None:
     assert not retain(core, late, 60.0), "over all requests"
     for number in range(8):
         put(core, chain(f"other{number}"))
-    assert [core.where(key, 0.0) for key in [*kept, *late]] == ["cpu"] * 4 + [None] * 4
+    assert core.where([*kept, *late], 0.0) == ["cpu"] * 4 + [None] * 4
 
 
 def test_a_longer_retention_counts_and_takes_no_more_room() -> None:
@@ -58,7 +60,7 @@ def test_a_longer_retention_counts_and_takes_no_more_room() -> None:
     expire(core, 89.0)
     assert core.host.retained == 4
     expire(core, 90.0)
-    assert not core.retention.waiting
+    assert not inside.retention_waits(core)
     assert core.host.retained == 0
 
 
@@ -67,8 +69,8 @@ def test_released_rows_go_by_their_last_use_and_leaf_first() -> None:
     put(core, kept)
     retain(core, kept, 10.0)
     put(core, chain("older"))
-    core.copies.prepare_store([*kept, *chain("deeper", 2)], "again")  # uses them, and goes on
-    core.copies.complete_store(core.copies.rows_being_filled(chain("deeper", 2)), set())
+    core.prepare_store("again", [*kept, *chain("deeper", 2)])  # uses them, and goes on
+    core.complete_store(chain("deeper", 2), all_good)
     core.end_step()
     put(core, chain("newer"))
     expire(core, 10.0)
@@ -80,8 +82,8 @@ def test_a_row_that_cannot_be_read_is_retained_no_more() -> None:
     core, kept = alone(8), chain("kept", 2)
     put(core, kept)
     retain(core, kept, 60.0)
-    core.copies.prepare_load(kept[:1], "reader")
-    core.copies.fail_load("reader")
+    core.prepare_load("reader", kept[:1], 0.0)
+    core.complete_load("reader", 0.0, failed=True)
     assert core.host.retained == 1
     put(core, kept)
     assert retain(core, kept, 90.0)
@@ -105,7 +107,7 @@ def test_a_request_that_needs_more_than_the_rest_of_the_host_does_not_wait_for_r
     core, kept, long = stored(chain("long", 8), rows=8, retain_share=0.5), chain("kept"), chain("long", 8)
     put(core, kept)
     come_up(core)
-    core.retention.retain(kept, 60.0)
+    core.retain(kept, 60.0)
     assert scan(core, long, "r") == [PENDING] * 8
     core.end_step()
     assert come_up(core) == long[:4]
@@ -116,9 +118,9 @@ def test_a_reset_forgets_what_was_retained_and_what_was_to_be_promoted() -> None
     core = stored(chain("a"), rows=16)
     put(core, chain("kept"))
     retain(core, chain("kept"), 60.0)
-    core.retention.prefetch(chain("a"), 5.0)
+    core.prefetch(chain("a"), 5.0)
     core.reset(keep_tiers=True)
-    assert not core.retention.waiting
+    assert not inside.retention_waits(core)
     assert core.host.retained == 0
     expire(core, 60.0)
     assert come_up(core) == []
@@ -130,7 +132,7 @@ def test_the_end_of_a_retention_is_a_use_in_tiers_below() -> None:
     core, kept, used = manager(16), chain("kept"), chain("used")
     put(core, kept)
     put(core, used)
-    core.retention.retain(kept, 10.0)
+    core.retain(kept, 10.0)
     come_up(core)
     touched(core, used, "later")
     expire(core, 10.0)
@@ -163,30 +165,30 @@ def test_a_host_without_storage_tiers_takes_turns_for_what_is_retained() -> None
 def test_chunks_come_up_again_when_they_are_to_be_needed() -> None:
     a = chain("a")
     core = stored(a, rows=16)
-    assert core.retention.prefetch(a, 5.0)
+    assert core.prefetch(a, 5.0)
     expire(core, 4.9)
     assert come_up(core) == []
     expire(core, 5.0)
     assert come_up(core) == a
     assert scan(core, a, "next turn") == [HIT] * 4
-    assert not core.retention.waiting
+    assert not inside.retention_waits(core)
 
 
 def test_no_more_is_planned_to_come_up_than_the_host_holds() -> None:
     core = stored(chain("a"), rows=16)
-    assert [core.retention.prefetch(chain(name), 5.0) for name in "aaaaa"] == [True] * 4 + [False]
+    assert [core.prefetch(chain(name), 5.0) for name in "aaaaa"] == [True] * 4 + [False]
     expire(core, 5.0)
-    assert core.retention.prefetch(chain("a"), 9.0)
-    assert not alone(16).retention.prefetch(chain("a"), 5.0), "there is nothing to promote from"
+    assert core.prefetch(chain("a"), 9.0)
+    assert not alone(16).prefetch(chain("a"), 5.0), "there is nothing to promote from"
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
 def test_what_a_request_of_low_priority_stores_goes_first(policy: Eviction) -> None:
     core = alone(12, policy)
     put(core, chain("older"))
-    core.evict_first("batch")
+    core.arrive("batch", RequestWishes(evict_first=True))
     put(core, chain("low"), "batch")
-    assert not core._requests.evicted_first, "its name is forgotten"
+    assert not inside.requests(core).wishes, "its name is forgotten"
     put(core, chain("newer"))
     put(core, chain("newest"))
     assert [in_host(core, chain(name)) for name in ("older", "low", "newer", "newest")] == [4, 0, 4, 4]
@@ -195,7 +197,7 @@ def test_what_a_request_of_low_priority_stores_goes_first(policy: Eviction) -> N
 def test_what_another_request_uses_goes_first_no_more() -> None:
     core = alone(12)
     put(core, chain("older"))
-    core.evict_first("batch")
+    core.arrive("batch", RequestWishes(evict_first=True))
     put(core, chain("low"), "batch")
     put(core, chain("low"), "another")
     put(core, chain("newer"))
@@ -208,12 +210,12 @@ def test_a_request_of_low_priority_makes_nothing_younger() -> None:
     put(core, chain("first", 1))
     put(core, chain("older"))
     put(core, chain("newer"))
-    core.evict_first("batch")
+    core.arrive("batch", RequestWishes(evict_first=True))
     touched(core, chain("older"), "batch")
     assert scan(core, chain("older"), "batch") == [HIT] * 4
-    core.copies.prepare_load(chain("older"), "batch")
-    core.copies.complete_load("batch")
-    core.finish_request("batch")
+    core.prepare_load("batch", chain("older"), 0.0)
+    core.complete_load("batch", 0.0)
+    core.finish("batch")
     core.end_step()
     put(core, chain("newest", 9))
     assert [in_host(core, chain(name)) for name in ("older", "newer")] == [0, 4]
@@ -222,7 +224,7 @@ def test_a_request_of_low_priority_makes_nothing_younger() -> None:
 def test_what_a_request_of_low_priority_stores_goes_first_below_too() -> None:
     core = manager(16)
     put(core, chain("older"))
-    core.evict_first("batch")
+    core.arrive("batch", RequestWishes(evict_first=True))
     put(core, chain("low"), "batch")
     come_up(core)
     assert core.tiers[0].index.select_victims(4) == list(reversed(chain("low")))
@@ -240,7 +242,7 @@ def test_a_tenant_retains_no_more_than_a_share_of_its_quota() -> None:
     assert list(core.host.retained_of) == [0, 2]
     of_tenant(core, chain("other", 2), "other")
     assert in_host(core, chain("other", 2)) == 2, "it finds room in its quota"
-    assert [core.where(key, 0.0) for key in kept] == ["cpu", "cpu", None, None]
+    assert core.where(kept, 0.0) == ["cpu", "cpu", None, None]
     assert all(retain(core, key, 60.0) for key in ([kept[0]], kept[:2]))
     expire(core, 60.0)
     assert list(core.host.retained_of) == [0, 0]
@@ -248,7 +250,7 @@ def test_a_tenant_retains_no_more_than_a_share_of_its_quota() -> None:
 
 def test_what_comes_up_again_counts_against_its_tenants_quota() -> None:
     core = manager(16)
-    core.retention.prefetch(chain("a"), 1.0, 1)
-    core.retention.prefetch(chain("b"), 1.0, 2)
+    core.prefetch(chain("a"), 1.0, 1)
+    core.prefetch(chain("b"), 1.0, 2)
     expire(core, 1.0)
-    assert [place.request.tenant for place in core._promotion.prefetch_queue._places] == [1, 2]
+    assert [place.request.wishes.tenant for place in inside.line(core)] == [1, 2]

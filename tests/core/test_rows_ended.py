@@ -13,7 +13,7 @@ from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import Direction, Job, TierSpec
-from tests.support.core import opened, put
+from tests.support.core import look_up_key, opened, put
 
 OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
 KEYS = [b"%d" % number for number in range(4)]
@@ -40,7 +40,7 @@ class Engine:
     def load(self, request: str = "request") -> Job:
         """The job that loads KEYS for a request."""
         for position, key in enumerate(KEYS):
-            self.core.lookup(key, request, position, self.now)
+            look_up_key(self.core, key, request, position, self.now)
         self.core.end_step()
         (job,) = self.turn()
         assert [move.key for move in job.moves] == KEYS
@@ -58,7 +58,7 @@ class Engine:
         self.core.events.rows_ended(0, job.id, rows, [outcome] * len(rows), self.now)
 
     def looks_up(self, key: bytes, request: str = "other") -> Lookup:
-        return self.core.lookup(key, request, None, self.now)
+        return look_up_key(self.core, key, request, None, self.now)
 
 
 def test_a_loaded_row_is_a_hit_before_its_job_has_ended() -> None:

@@ -21,7 +21,8 @@ from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.types import Job, TierSpec, TierState
-from tests.support.core import expire, opened, put
+from tests.support import inside
+from tests.support.core import all_good, expire, look_up_key, opened, put
 
 SLICE = 4
 ROWS = 1000
@@ -53,7 +54,7 @@ def scan(core: TierManager, name: str, now: float = 0.0) -> list[Lookup]:
     """One step's look-ups, as vLLM makes them: up to the first miss."""
     answers = []
     for position, key in enumerate(CHAIN):
-        answers.append(core.lookup(key, name, position, now))
+        answers.append(look_up_key(core, key, name, position, now))
         if answers[-1] is Lookup.MISS:
             break
     core.end_step()
@@ -62,9 +63,9 @@ def scan(core: TierManager, name: str, now: float = 0.0) -> list[Lookup]:
 
 def fill(core: TierManager, count: int) -> None:
     keys = [b"filled-%d" % number for number in range(count)]
-    core.copies.prepare_store(keys, "filler")
-    core.copies.complete_store(core.copies.rows_being_filled(keys), ())
-    core.finish_request("filler")
+    core.prepare_store("filler", keys)
+    core.complete_store(keys, all_good)
+    core.finish("filler")
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_kill_is_worked_off_in_slices(most_work: Callable[..., int]) -> None:
         scan(core, f"request-{number}")
     assert sum(len(job.moves) for job in turns(core)) == len(CHAIN)
     assert most_work(core.events.killed, 0, 1.0) <= 3 * MOST
-    while core.tiers[0].members[0].dead[0].to_abandon or core._promotion_jobs._retries:
+    while core.tiers[0].members[0].dead[0].to_abandon or inside.retries(core):
         assert most_work(expire, core, 1.0) <= 3 * MOST
     assert core.tiers[0].quarantined == len(CHAIN), "rows are quarantined until their mover is reaped"
     assert most_work(core.events.lost, 0, 1.0) <= 3 * MOST
@@ -120,7 +121,7 @@ def test_work_and_planning_take_turns_while_slices_are_used_up() -> None:
     core.events.killed(0, 1.0)
     core.events.lost(0, 1.0)
     planned: list[int] = []
-    while core.tiers[0].members[0].dead or core._promotion_jobs._retries:
+    while core.tiers[0].members[0].dead or inside.retries(core):
         planned.append(sum(len(job.moves) for job in core.turn(1.0, 1.0)))
         assert planned[-1] <= SLICE
     assert any(planned), "planning waits for all of the work"
@@ -165,7 +166,7 @@ def test_mover_that_is_reaped_while_its_kill_is_worked_off_loses_no_row() -> Non
     opened(core, 0, 10_000)
     core.events.listed(0, [], last=True)
     assert not [job for job in core.events.plan(1.0) if job.tier == 0], "suspects are not known yet"
-    core.finish_request("request")
+    core.finish("request")
     turns(core, 1.0)
     assert not core.tiers[0].members[0].dead
     assert core.tiers[0].denylist.is_suspect(CHAIN[0])
@@ -190,7 +191,7 @@ def test_result_of_a_dead_job_is_ignored() -> None:
     core.events.killed(0, 1.0)
     last = jobs[-1]
     core.events.finished(0, last.id, [Outcome.OK] * len(last.moves), 1.0)
-    assert core.lookup(last.moves[-1].key, "other", 0, 1.0) is not Lookup.HIT
+    assert look_up_key(core, last.moves[-1].key, "other", 0, 1.0) is not Lookup.HIT
 
 
 def test_plan_starts_a_slice_of_moves() -> None:
@@ -225,15 +226,15 @@ def test_rows_of_before_a_reset_are_free_as_soon_as_they_are_needed() -> None:
     core = manager()
     fill(core, ROWS)
     core.reset(False, 0.0)
-    assert len(core.copies.prepare_store(CHAIN, "new").rows) == len(CHAIN)
+    assert len(core.prepare_store("new", CHAIN).rows) == len(CHAIN)
 
 
 def test_row_in_use_at_a_reset_is_not_free_before_it_is_flushed() -> None:
     core = manager(rows=100)
     keys = [b"open-%d" % number for number in range(60)]
-    core.copies.prepare_store(keys, "store")
+    core.prepare_store("store", keys)
     core.reset(False, 0.0)
-    assert len(core.copies.prepare_store(CHAIN, "new").rows) == 40
+    assert len(core.prepare_store("new", CHAIN).rows) == 40
     core.flushed()
     turns(core)
     assert core.host.used == 40
@@ -241,16 +242,16 @@ def test_row_in_use_at_a_reset_is_not_free_before_it_is_flushed() -> None:
 
 def test_a_load_that_began_after_a_reset_ends_behind_all_jobs_of_before() -> None:
     core = manager()
-    core.copies.prepare_store([b"open"], "job")
+    core.prepare_store("job", [b"open"])
     core.reset(keep_tiers=True)
     scan(core, "request")
     for job in turns(core):
         core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    core.copies.prepare_load(CHAIN[:4], "request")
+    core.prepare_load("request", CHAIN[:4], 0.0)
     assert core.host.has_unflushed
-    core.copies.complete_load("request")
+    core.complete_load("request", 0.0)
     assert not core.host.has_unflushed
-    assert core.host.counters.bytes_read == 4 * core._state.row_bytes
+    assert core.host.counters.bytes_read == 4 * inside.state(core).row_bytes
 
 
 def test_without_storage_tiers_a_step_has_turns_while_a_request_waits() -> None:
@@ -258,8 +259,8 @@ def test_without_storage_tiers_a_step_has_turns_while_a_request_waits() -> None:
     core = TierManager(4, 4096, [])
     core.end_step()
     assert core.urgency.take_work() == (False, False)
-    core.copies.prepare_store([b"filling"], "writer")
-    assert core.lookup(b"filling", "reader", 1, 0.0) is Lookup.PENDING
+    core.prepare_store("writer", [b"filling"])
+    assert look_up_key(core, b"filling", "reader", 1, 0.0) is Lookup.PENDING
     core.end_step()
     assert core.urgency.take_work() == (True, False)
 
@@ -295,7 +296,7 @@ def test_scan_that_begins_behind_what_was_missing_finds_the_rest() -> None:
     for job in jobs:
         core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
     begins = len(first.moves)
-    answers = [core.lookup(key, "request", begins + place, 0.0) for place, key in enumerate(CHAIN[begins:])]
+    answers = [look_up_key(core, key, "request", begins + place, 0.0) for place, key in enumerate(CHAIN[begins:])]
     assert answers == [Lookup.HIT] * (len(CHAIN) - begins)
 
 
@@ -329,13 +330,13 @@ def test_eviction_passes_over_a_bounded_number_of_pinned_rows(policy: Eviction) 
     rows = 6 * MAX_LOOKS
     core = TierManager(rows, 4096, [], policy=policy)
     keys = [b"row-%d" % number for number in range(rows)]
-    core.copies.prepare_store(keys, "store")
-    core.copies.complete_store(core.copies.rows_being_filled(keys), ())
+    core.prepare_store("store", keys)
+    core.complete_store(keys, all_good)
     held = keys[::-1][: rows - 10]  # those that are evicted first
     core.end_step()
-    core.copies.prepare_load(held, "load")
+    core.prepare_load("load", held, 0.0)
     with counted_looks() as looks:
-        core.copies.prepare_store([b"new"], "new")
+        core.prepare_store("new", [b"new"])
         assert looks.total() <= MAX_LOOKS + 4
         for _ in range(rows):
             if not core.urgency.busy:
@@ -344,7 +345,7 @@ def test_eviction_passes_over_a_bounded_number_of_pinned_rows(policy: Eviction) 
             expire(core, 0.0)
             assert looks.total() <= MAX_LOOKS + 4
     assert not core.urgency.busy, "it looks on for ever"
-    assert len(core.copies.prepare_store([b"other"], "other").rows) == 1, "rows behind the pinned ones were not found"
+    assert len(core.prepare_store("other", [b"other"]).rows) == 1, "rows behind the pinned ones were not found"
 
 
 def test_what_a_listing_has_not_confirmed_is_swept_once_and_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,12 +384,12 @@ def test_eviction_passes_over_a_bounded_number_of_pinned_rows_that_wait_for_thei
     fill(core, rows)
     core.end_step()
     for _ in range(rows):
-        core.copies.complete_store((), ())  # selects victims ahead of need
+        core.complete_store((), all_good)  # selects victims ahead of need
     assert len(core.host.evicting) == rows
     for key in list(core.host.evicting)[: rows - 10]:
-        assert core.lookup(key, "reader", None, 0.0) is Lookup.HIT  # so they stay for this step
+        assert look_up_key(core, key, "reader", None, 0.0) is Lookup.HIT  # so they stay for this step
     with counted_looks() as looks:
-        core.copies.prepare_store([b"new"], "new")
+        core.prepare_store("new", [b"new"])
         assert looks.total() <= 2 * MAX_LOOKS
         for _ in range(rows):
             if not core.host.searching:
@@ -396,7 +397,7 @@ def test_eviction_passes_over_a_bounded_number_of_pinned_rows_that_wait_for_thei
             looks.clear()
             core.host.look_on()
             assert looks.total() <= 2 * MAX_LOOKS
-    assert len(core.copies.prepare_store([b"other"], "other").rows) == 1, "rows behind the pinned ones were not found"
+    assert len(core.prepare_store("other", [b"other"]).rows) == 1, "rows behind the pinned ones were not found"
 
 
 def test_a_turn_deletes_a_bounded_number_of_rows_and_stores_nothing_before_they_are_sent() -> None:
@@ -438,7 +439,7 @@ def test_what_stores_evict_is_deleted_before_them_however_much_waits_already() -
 def test_many_resets_without_a_flush_leave_nothing_behind() -> None:
     core = manager()
     fill(core, 3)
-    plan = core.copies.prepare_store([b"open"], "job")
+    plan = core.prepare_store("job", [b"open"])
     for _ in range(1000):
         core.reset(keep_tiers=True)
     while core.garbage:
@@ -459,8 +460,8 @@ def test_search_for_victims_in_a_host_of_pinned_rows_ends() -> None:
     fill(core, rows)
     pinned = [b"filled-%d" % number for number in range(rows)]
     for key in pinned:
-        assert core.lookup(key, "reader", None, 0.0) is Lookup.HIT
-    core.copies.prepare_load(pinned, "reader")
+        assert look_up_key(core, key, "reader", None, 0.0) is Lookup.HIT
+    core.prepare_load("reader", pinned, 0.0)
     core.end_step()
     for queue in (tier.to_store for tier in core.tiers):
         queue.clear()
@@ -468,7 +469,7 @@ def test_search_for_victims_in_a_host_of_pinned_rows_ends() -> None:
     for _ in range(20):
         assert not turns(core)  # there is an end to what is done at once
     assert Lookup.PENDING in scan(core, "waits")  # for the reader's rows
-    core.copies.complete_load("reader")
+    core.complete_load("reader", 0.0)
     for _ in range(20):
         if turns(core):
             return
@@ -482,7 +483,7 @@ def test_requests_whose_deadlines_pass_together_are_released_in_slices() -> None
     turns(core)
     late = core.limits.pin_s + core.limits.wait_s + 1
     expire(core, late)
-    waiting = len(core._promotion._waiting)
+    waiting = len(inside.waiting(core))
     turns(core, late)
-    assert not core._promotion._waiting
+    assert not inside.waiting(core)
     assert waiting >= 20 - MOST

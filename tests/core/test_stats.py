@@ -18,7 +18,7 @@ from nixl_tiers.core.rows import CPU
 from nixl_tiers.core.stats import MAX_SAMPLES, Counters, Load, Samples, Savings
 from nixl_tiers.core.types import Direction, TierSpec
 from tests.support.columns import PlainColumns
-from tests.support.core import expire, opened, rows_of
+from tests.support.core import all_good, expire, look_up_key, opened, rows_of
 
 ROW_BYTES = 4096
 OUT = ("evictions", "corrupt", "missing", "unreadable", "removed", "reset")
@@ -42,12 +42,12 @@ class CountedCascade:
             self.core.events.listed(tier, [], last=True)
 
     def put(self, *keys: Key, failed: Sequence[Key] = (), incomplete: Sequence[Key] = ()) -> None:
-        plan = self.core.copies.prepare_store(keys, "put")
-        self.core.copies.complete_store(self.core.copies.rows_being_filled(plan.keys), failed, incomplete)
+        plan = self.core.prepare_store("put", keys)
+        self.core.complete_store(plan.keys, lambda _: (failed, incomplete))
         self.ends("put")
 
     def scan(self, key: Key) -> Lookup:
-        answer = self.core.lookup(key, "get", 0, self.now)
+        answer = look_up_key(self.core, key, "get", 0, self.now)
         self.core.end_step()
         return answer
 
@@ -59,13 +59,13 @@ class CountedCascade:
             self.settle(outcome)
             for probe in self.core.events.plan_checks(self.now):
                 self.core.events.existence_checked(probe.tier, probe.id, probe.keys, self.now)
-        found = self.core.lookup(key, "get", 0, self.now) is Lookup.HIT
+        found = look_up_key(self.core, key, "get", 0, self.now) is Lookup.HIT
         if found:
-            self.core.copies.prepare_load([key], "get", tokens=[16])
+            self.core.prepare_load("get", [key], 0.0, tokens=[16])
             if copied:
-                self.core.copies.complete_load("get")
+                self.core.complete_load("get", 0.0)
             else:
-                self.core.copies.fail_load("get")
+                self.core.complete_load("get", 0.0, failed=True)
         self.ends("get")
         return found
 
@@ -77,7 +77,7 @@ class CountedCascade:
                 self.check()
 
     def ends(self, name: str) -> None:
-        self.core.finish_request(name)
+        self.core.finish(name)
         self.core.end_step()
         self.check()
 
@@ -199,15 +199,15 @@ def cascade(*stored: Key) -> TierManager:
 
 
 def scan(core: TierManager, now: float) -> list[Lookup]:
-    answers = [core.lookup(key, "request", place, now) for place, key in enumerate(KEYS)]
+    answers = [look_up_key(core, key, "request", place, now) for place, key in enumerate(KEYS)]
     core.end_step()
     return answers
 
 
 def test_a_job_is_one_sample_of_its_tier() -> None:
     core = cascade()
-    plan = core.copies.prepare_store(KEYS, "put")
-    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())
+    plan = core.prepare_store("put", KEYS)
+    core.complete_store(plan.keys, all_good)
     (job,) = core.events.plan(5.0)
     core.events.finished(0, job.id, [Outcome.OK, Outcome.OK, Outcome.FAILED], 5.5)
     assert core.take_samples() == {("file", "store_seconds"): [0.5], ("file", "store_bytes"): [2 * ROW_BYTES]}
@@ -216,8 +216,8 @@ def test_a_job_is_one_sample_of_its_tier() -> None:
 
 def test_a_job_without_any_row_moved_is_no_sample() -> None:
     core = cascade()
-    plan = core.copies.prepare_store(KEYS, "put")
-    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), ())
+    plan = core.prepare_store("put", KEYS)
+    core.complete_store(plan.keys, all_good)
     (job,) = core.events.plan(5.0)
     core.events.finished(0, job.id, [Outcome.FAILED] * 3, 5.5)
     assert core.take_samples() == {}
@@ -231,7 +231,7 @@ def test_time_to_compute_is_no_wait_of_a_request_that_is_preempted() -> None:
     core.events.finished(1, job.id, [Outcome.OK] * 3, 12.0)
     core.end_step(preempted=["request"])
     assert scan(core, 50.0) == [Lookup.HIT] * 3
-    core.copies.prepare_load(KEYS, "request")
+    core.prepare_load("request", KEYS, 0.0)
     samples = core.take_samples()
     assert samples["s3", "wait_vain"] == [10.5]
     assert ("s3", "wait_loaded") not in samples
@@ -243,8 +243,8 @@ def test_a_wait_is_one_sample_of_the_lowest_tier_that_was_asked() -> None:
     (job,) = core.events.plan(2.0)
     core.events.finished(1, job.id, [Outcome.OK] * 3, 3.0)
     assert scan(core, 3.5) == [Lookup.HIT] * 3
-    core.copies.prepare_load(KEYS, "request")
-    core.finish_request("request")
+    core.prepare_load("request", KEYS, 0.0)
+    core.finish("request")
     samples = core.take_samples()
     assert samples["s3", "wait_loaded"] == [2.5]
     assert samples["s3", "promotion_seconds"] == [2.0], "queue and load"
@@ -257,14 +257,14 @@ def test_a_wait_after_which_nothing_was_loaded_was_in_vain() -> None:
     scan(core, 1.0)
     scan(core, 11.5)
     scan(core, 20.0)
-    core.finish_request("request")
+    core.finish("request")
     assert core.take_samples() == {("s3", "wait_vain"): [10.5]}
 
 
 def test_a_request_that_never_waited_is_no_sample() -> None:
     core = cascade()
     assert scan(core, 1.0) == [Lookup.MISS] * 3
-    core.finish_request("request")
+    core.finish("request")
     assert core.take_samples() == {}
 
 
@@ -352,26 +352,26 @@ def test_end_of_a_long_prompt_is_worth_more_than_its_beginning() -> None:
 
 
 def stored(core: TierManager, *keys: bytes) -> None:
-    plan = core.copies.prepare_store(keys, "writer")
-    core.copies.complete_store(core.copies.rows_being_filled(keys), ())
+    plan = core.prepare_store("writer", keys)
+    core.complete_store(keys, all_good)
     assert plan.keys == list(keys)
 
 
 def test_load_of_a_request_that_ended_or_of_before_a_reset_is_not_counted() -> None:
-    for end in (lambda core: core.finish_request("r"), lambda core: core.reset(True)):
+    for end in (lambda core: core.finish("r"), lambda core: core.reset(True)):
         core = TierManager(8, 4096, [], prefill=PrefillEstimate(SPEED))
         stored(core, b"a", b"b")
-        assert [core.lookup(key, "r", None, 1.0) for key in (b"a", b"b")] == [Lookup.HIT, Lookup.HIT]
-        core.copies.prepare_load((b"a", b"b"), "r", tokens=(64, 64), load=Load(0, 128, 1.0))
+        assert [look_up_key(core, key, "r", None, 1.0) for key in (b"a", b"b")] == [Lookup.HIT, Lookup.HIT]
+        core.prepare_load("r", (b"a", b"b"), 1.0, tokens=(64, 64), end=128)
         end(core)
-        core.savings.load_ended("r", 2.0)
+        core.complete_load("r", 2.0)
         assert core.host.counters.saved_prefill_s == 0
 
 
 def test_tokens_of_a_load_are_those_of_the_tier_that_they_came_from() -> None:
     core = TierManager(8, 4096, [], prefill=PrefillEstimate(SPEED))
     stored(core, b"a", b"b")
-    core.copies.prepare_load((b"a", b"b"), "r", tokens=(64, 64), load=Load(0, 128, 1.0))
-    core.savings.load_ended("r", 1.028)
+    core.prepare_load("r", (b"a", b"b"), 1.0, tokens=(64, 64), end=128)
+    core.complete_load("r", 1.028)
     assert core.host.counters.saved_prefill_s == pytest.approx(0.128)
     assert core.host.counters.saved_first_token_s == pytest.approx(0.1)

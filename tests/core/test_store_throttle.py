@@ -17,7 +17,7 @@ from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.store_throttle import StoreThrottle
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction, Job, TierSpec
-from tests.support.core import opened
+from tests.support.core import all_good, look_up_key, opened
 
 ROWS = 100
 LIMITS = Limits(store_hold_s=0.5, hold_share=0.25, load_share=0.2, store_share=0.1, reserve_share=0.1)
@@ -40,14 +40,14 @@ class Driver:
             self.core.events.listed(tier, [(0, key, 0) for key in listed], last=True)
 
     def put(self, *keys: Key) -> None:
-        plan = self.core.copies.prepare_store(keys, "put")
+        plan = self.core.prepare_store("put", keys)
         assert len(plan.keys) == len(keys)
-        self.core.copies.complete_store(self.core.copies.rows_being_filled(plan.keys), ())
-        self.core.finish_request("put")
+        self.core.complete_store(plan.keys, all_good)
+        self.core.finish("put")
         self.core.end_step()
 
     def ask(self, key: Key, request: str | None = None) -> None:
-        assert self.core.lookup(key, request or f"asks for {key!r}", 0, self.now) is Lookup.PENDING
+        assert look_up_key(self.core, key, request or f"asks for {key!r}", 0, self.now) is Lookup.PENDING
         self.core.end_step()
 
     def turn(self) -> list[Job]:
@@ -122,7 +122,7 @@ def steady_stream(driver: Driver, seconds: float) -> Iterator[list[Key]]:
         driver.now = number * TURN_S
         driver.ask(STORED[number], f"asks-{number}")
         yield driver.stored()
-        driver.core.finish_request(f"asks-{number - 1}")
+        driver.core.finish(f"asks-{number - 1}")
         driver.end_loads()
 
 
@@ -201,7 +201,7 @@ def test_victims_of_a_storage_tier_wait_too() -> None:
     (load,) = driver.turn()
     assert load.tier == 1
     core.events.listed(0, [(0, b"upper-%d" % number, 0) for number in range(14, 19)], last=True)
-    core._writeback.clean()
+    core.writeback.clean()
     assert core.tiers[0].to_demote
     assert driver.turn() == []
     driver.end(load)
@@ -213,5 +213,5 @@ def test_shutdown_does_not_wait_for_promotions() -> None:
     driver.put(*new_keys(WINDOW))
     driver.ask(STORED[0])
     driver.turn()
-    driver.core.demote(list(driver.core.host.index.values()))
+    driver.core.writeback.demote(list(driver.core.host.index.values()))
     assert driver.stored() == new_keys(WINDOW)

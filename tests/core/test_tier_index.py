@@ -15,8 +15,9 @@ from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import MAX_USES, MOST_TICK
 from nixl_tiers.core.types import TierSpec, TierState
+from tests.support import inside
 from tests.support.columns import PlainColumns
-from tests.support.core import opened, put, rows_of, touched
+from tests.support.core import look_up_key, opened, put, rows_of, touched
 
 KEYS = [b"key-%02d" % number for number in range(40)]
 SLOTS = 100
@@ -182,7 +183,7 @@ def test_newest_use_of_a_row_counts_and_is_sent_once() -> None:
     core = core_of()
     for request in ("one", "two"):
         touched(core, KEYS[:2], request)
-    tick = core._state.tick - 1
+    tick = inside.state(core).tick - 1
     index = core.tiers[0].index
     assert index.take_uses(1) == [(0, tick - 1)] or index.newest_listed
     assert index.take_uses(5) == [(1, tick)]
@@ -236,7 +237,7 @@ def test_use_before_the_listing_ended_counts_as_later_than_all_that_is_listed() 
     touched(core, KEYS[:1], "request")
     take_all(core.events.columns_listed(0, PlainColumns([(50, b"newer", 900)])))
     assert tier.index.take_uses(9) == [(0, 900)]
-    assert core._state.tick == 901
+    assert inside.state(core).tick == 901
 
 
 @pytest.mark.parametrize("single", [True, False])
@@ -246,7 +247,7 @@ def test_tick_that_no_counter_reaches_does_not_use_up_the_numbers(single: bool) 
         core.events.listed(0, [(50, b"defect", 1 << 60)], last=False)
     else:
         take_all(core.events.columns_listed(0, PlainColumns([(50, b"defect", 1 << 60)])))
-    assert core._state.tick == MOST_TICK + 1
+    assert inside.state(core).tick == MOST_TICK + 1
     row = rows_of(core.tiers[0])[b"defect"]
     assert row.tick == MOST_TICK, "nor is its row never evicted"
 
@@ -275,7 +276,7 @@ def test_victim_that_is_used_again_stays_and_its_use_is_sent() -> None:
 def test_row_of_a_key_that_is_stored_anew_is_another_one() -> None:
     """A load of before a reset ends, and says nothing about the row of after it."""
     core = core_of()
-    assert core.lookup(KEYS[0], "request", None, 0.0) is Lookup.PENDING
+    assert look_up_key(core, KEYS[0], "request", None, 0.0) is Lookup.PENDING
     (job,) = core.turn(0.0, 0.0)
     core.reset(keep_tiers=False)
     opened(core, 0, SLOTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from unittest import mock
 
 import pytest
@@ -14,6 +15,8 @@ from nixl_tiers.config.tier import EnvironmentName
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.testing.config import MemoryConfig
+from tests.support import inside
+from tests.support.core import all_good, end_step
 
 CHUNK_BYTES = 60_000
 GEOMETRY = Geometry(1, CHUNK_BYTES)
@@ -55,7 +58,7 @@ def test_what_is_configured_reaches_the_core() -> None:
     region = HostRegion.create(GEOMETRY, HOST_ROWS)
     coordinator = Coordinator(config, Namespace.of({"test": 1}), region)
     core = coordinator._core
-    assert core._state.prefer == "throughput"
+    assert inside.state(core).prefer == "throughput"
     assert (core.limits.wait_s, core.limits.check_timeout_s) == (3.0, 1.5)
     assert core.limits.pin_s > 3.0
     assert core.prefill.seconds(0, 1234) == 1.0
@@ -73,10 +76,28 @@ def test_copies_during_which_the_machine_was_stopped_took_no_time_meanwhile() ->
             moments["now"] += 3600.0
             now = coordinator.now()
             with coordinator.core() as core:
-                core.copies.copied(1, now - began_s, now)
-        price = core._state.price_of_copies(now)
+                inside.copied(core, 1, now - began_s, now)
+        price = inside.state(core).price_of_copies(now)
         assert 0.0 < price.seconds(1) < 2 * COUNTED_S
         coordinator.close(0.0)
+
+
+def test_without_storage_tiers_the_time_of_an_idle_engine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No supervisor reads the clock once a second then, which tells an idle engine from a stopped machine."""
+    moments = {"now": 0.0}
+    monkeypatch.setattr(time, "monotonic", lambda: moments["now"])
+    monkeypatch.setattr(RunningClock.__init__, "__defaults__", (time.monotonic,))
+    config = configuration.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
+    coordinator = Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, 8))
+    with coordinator.core() as core:
+        core.prepare_store("r", [b"a"])
+        core.complete_store([b"a"], all_good)
+        assert core.retain([b"a"], coordinator.now() + 60.0)
+    for _ in range(3):  # requests come and go once in a while
+        moments["now"] += 300.0
+        end_step(coordinator)
+    assert coordinator.counters()["cpu"]["retained_rows"] == 0
+    coordinator.close(0.0)
 
 
 def test_rows_are_used_as_far_as_their_memory_is_there() -> None:
@@ -88,7 +109,7 @@ def test_rows_are_used_as_far_as_their_memory_is_there() -> None:
     for number, ready in enumerate((0, 3, 3, 8)):
         region.ranks.publish_ready(0, ready)
         request, keys = f"r{number}", [b"%d-%d" % (number, n) for n in range(3)]
-        given += coordinator.prepare_store(keys, request).rows
+        given += coordinator.prepare_store(request, keys).rows
         assert len(given) <= ready
         assert coordinator.counters()["cpu"]["ready_bytes"] == ready * GEOMETRY.row_bytes
     assert sorted(given) == list(range(6)), "the lowest first"
@@ -101,7 +122,7 @@ def test_memory_that_has_not_come_since_costs_no_search_for_free_rows() -> None:
     region = HostRegion.create(GEOMETRY, 8)
     region.ranks.publish_ready(0, 4)
     coordinator = Coordinator(config, Namespace.of({}), region)
-    coordinator.prepare_store([b"a", b"b"], "r")
+    coordinator.prepare_store("r", [b"a", b"b"])
     slots = coordinator._core.host._slots
     assert slots._searched == 2
     assert not coordinator.has_memory(3)

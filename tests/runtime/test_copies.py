@@ -30,7 +30,7 @@ def coordinator(region: HostRegion) -> Iterator[Coordinator]:
     """It holds KEYS."""
     config = configuration.load({"tiers": [{"type": "cpu", "capacity": 4 * GEOMETRY.row_bytes}]})
     coordinator = Coordinator.open(config, Namespace.of({"test": 1}), region)
-    plan = coordinator.prepare_store(KEYS, "put", call=True)
+    plan = coordinator.prepare_store("put", KEYS, call=True)
     region.mark(plan.rows, 0, plan.store_seq, True)
     coordinator.end_call("put")
     yield coordinator
@@ -79,13 +79,13 @@ def test_load_of_workers_holds_stores_until_it_ends(coordinator: Coordinator, en
     before = time.monotonic()
     for key in KEYS:
         look_up(coordinator, key, "request")
-    coordinator.prepare_load(KEYS, "request")
+    coordinator.prepare_load("request", KEYS)
     assert before + HOLD_S <= coordinator.region.stores_held_until_s <= time.monotonic() + HOLD_S
     match end:
         case "complete":
             coordinator.complete_load("request")
         case "fail":
-            coordinator.fail_load("request")
+            coordinator.complete_load("request", failed=True)
         case "reset":
             coordinator.reset()
     assert coordinator.region.stores_held_until_s == 0

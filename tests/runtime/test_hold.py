@@ -14,7 +14,7 @@ from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
-from tests.support.core import opened, put
+from tests.support.core import look_up_key, opened, put
 from tests.support.file_tier import file_tier
 
 GEOMETRY = Geometry(1, 4096)
@@ -47,7 +47,7 @@ def wakes(coordinator: Coordinator) -> int:
 def test_end_of_a_step_with_work_wakes_the_supervisor_and_its_look_ups_do_not(coordinator: Coordinator) -> None:
     for key in KEYS[:2]:
         with coordinator.core() as core:
-            assert core.lookup(key, "request", None, coordinator.now()) is Lookup.PENDING
+            assert look_up_key(core, key, "request", None, coordinator.now()) is Lookup.PENDING
     assert wakes(coordinator) == 0, "the supervisor would take the interpreter's lock from the scheduler"
     with coordinator.core() as core:
         core.end_step()
@@ -59,7 +59,7 @@ def test_end_of_a_step_with_work_wakes_the_supervisor_and_its_look_ups_do_not(co
 
 def test_end_of_a_step_without_work_wakes_nobody(coordinator: Coordinator) -> None:
     with coordinator.core() as core:
-        core.lookup(b"unknown", "request", None, coordinator.now())
+        look_up_key(core, b"unknown", "request", None, coordinator.now())
         core.end_step()
     assert wakes(coordinator) == 0
 

@@ -16,6 +16,8 @@ from nixl_tiers.core.rows import Row
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Down, Heartbeat, Opened, decode_to_mover, packet_of
 from nixl_tiers.runtime.coordinator import Coordinator
+from tests.support import inside
+from tests.support.core import all_good
 from tests.support.file_tier import file_tier
 from tests.support.times import PATIENT
 
@@ -91,15 +93,15 @@ def test_store_after_a_reset_gets_all_rows_whose_jobs_the_workers_have_ended(
     """Where vLLM does not say that they are flushed: else no new job could begin in a host full of them."""
     monkeypatch.setattr("nixl_tiers.runtime.coordinator.LOCATE_BATCH", 1)
     monkeypatch.setattr("nixl_tiers.core.host.MAX_JUDGED", 0)
-    coordinator._core._state.limits = replace(coordinator._core.limits, rows_per_slice=1)
-    plan = coordinator.prepare_store([b"a", b"b", b"c", b"d"], "before")
+    inside.state(coordinator._core).limits = replace(coordinator._core.limits, rows_per_slice=1)
+    plan = coordinator.prepare_store("before", [b"a", b"b", b"c", b"d"])
     assert len(plan.rows) == 4
     coordinator.reset()
     if not first:  # a worker may still write to them
-        assert coordinator.prepare_store([b"e", b"f", b"g", b"h"], "after").rows == []
+        assert coordinator.prepare_store("after", [b"e", b"f", b"g", b"h"]).rows == []
     coordinator.region.mark(plan.rows[:3], 0, plan.store_seq, ok=True)
     coordinator.region.mark(plan.rows[3:], 0, plan.store_seq, ok=False)
-    assert len(coordinator.prepare_store([b"e", b"f", b"g", b"h"], "after").rows) == 4
+    assert len(coordinator.prepare_store("after", [b"e", b"f", b"g", b"h"]).rows) == 4
 
 
 @pytest.mark.parametrize("changes", [False, True], ids=["at rest", "while rows come and go"])
@@ -109,13 +111,13 @@ def test_rows_are_demoted_at_exit_in_slices_and_in_prefix_order(
     monkeypatch.setattr("nixl_tiers.runtime.blocking.SLICE", 2)
     core = coordinator._core
     for keys in ([b"old", b"a"], [b"b", b"c"]):
-        core.copies.prepare_store(keys, "request")
-        core.copies.complete_store(core.copies.rows_being_filled(keys), ())
+        core.prepare_store("request", keys)
+        core.complete_store(keys, all_good)
     core.end_step()
     core.host.invalidate(core.host.index[b"old"])
-    core.copies.prepare_store([b"d"], "request")  # in the place that has become free
+    core.prepare_store("request", [b"d"])  # in the place that has become free
     slices: list[list[bytes]] = []
-    monkeypatch.setattr(core, "demote", lambda rows: slices.append([row.key for row in rows]))
+    monkeypatch.setattr(core.writeback, "demote", lambda rows: slices.append([row.key for row in rows]))
     if changes:
         in_slices = core.host.in_slices
 
@@ -124,7 +126,7 @@ def test_rows_are_demoted_at_exit_in_slices_and_in_prefix_order(
                 yield part
                 if b"a" in core.host.index:  # one goes and one comes
                     core.host.invalidate(core.host.index[b"a"])
-                    core.copies.prepare_store([b"e"], "request")
+                    core.prepare_store("request", [b"e"])
 
         monkeypatch.setattr(core.host, "in_slices", changing)
     coordinator._waits.demote_all()

@@ -41,7 +41,7 @@ from nixl_tiers.runtime.blocking import POLL_S
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
 from nixl_tiers.tiers.base import Entry
-from tests.support.core import end_step, finish, look_up
+from tests.support.core import end_step, finish, locate, look_up
 from tests.support.fake_movers import Clock, FakeMovers, FakeProcess, SteppedSupervisor
 from tests.support.file_tier import file_tier
 
@@ -150,7 +150,7 @@ class Rig:
     def free_rows(self) -> set[int]:
         """Those that can be given to others now. They are given back."""
         keys = [b"probe-%d" % number for number in range(ROWS)]
-        plan = self.coordinator.prepare_store(keys, "probe", call=True)
+        plan = self.coordinator.prepare_store("probe", keys, call=True)
         self.coordinator.end_call("probe")
         return set(plan.rows)
 
@@ -336,7 +336,7 @@ class TestAKilledMover:
         assert not loads.closed
         rig.pass_time(5.0)
         assert loads.closed, "two probes were good"
-        assert rig.coordinator.locate(KEYS[2:]) == ["file"] * len(KEYS[2:])
+        assert locate(rig.coordinator, KEYS[2:]) == ["file"] * len(KEYS[2:])
         assert rig.look_up(KEYS[3], "another") is Lookup.PENDING
         rig.steps()
         assert rig.look_up(KEYS[3], "another") is Lookup.HIT
@@ -363,7 +363,7 @@ class TestWhatAMoverFinds:
         rig.steps()
         assert [rig.look_up(key) for key in KEYS[:2]] == [Lookup.MISS, Lookup.HIT]
         assert rig.store.stats()["file"][count] == 1
-        assert rig.coordinator.locate(KEYS[:2]) == [None, "cpu"]
+        assert locate(rig.coordinator, KEYS[:2]) == [None, "cpu"]
 
 
 class TestBlockingCalls:
@@ -457,11 +457,11 @@ class TestAReset:
         rig.open(KEYS)
         assert rig.store.put([b"in host memory"], np.zeros((1, CHUNK_BYTES), np.uint8)) == 1
         rig.coordinator.reset()
-        assert rig.coordinator.locate([*KEYS, b"in host memory"]) == [None] * 9
+        assert locate(rig.coordinator, [*KEYS, b"in host memory"]) == [None] * 9
         rig.medium = {}
         rig.steps()
         assert rig.coordinator.ready
-        assert rig.coordinator.locate([*KEYS, b"in host memory"]) == [None] * 9
+        assert locate(rig.coordinator, [*KEYS, b"in host memory"]) == [None] * 9
 
     def test_what_is_listed_late_of_before_is_none(self, rig: Rig) -> None:
         rig.open()
@@ -472,7 +472,7 @@ class TestAReset:
         assert not rig.coordinator.ready
         rig.mover.send(Heartbeat(0), Opened(rig.coordinator.namespace.epoch, 100))
         rig.step()
-        assert rig.coordinator.locate(KEYS[:1]) == [None]
+        assert locate(rig.coordinator, KEYS[:1]) == [None]
         assert rig.store.stats()["file"]["rows"] == 0
 
     def test_a_row_that_is_being_loaded_is_not_given_to_others_until_that_has_ended(self, rig: Rig) -> None:
@@ -485,7 +485,7 @@ class TestAReset:
         rig.end_jobs()
         rig.step()
         assert rig.free_rows() == set(range(ROWS))
-        assert rig.coordinator.locate(KEYS[:1]) == [None]
+        assert locate(rig.coordinator, KEYS[:1]) == [None]
 
 
 class TestQuestions:

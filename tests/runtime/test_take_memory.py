@@ -11,6 +11,7 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import TierSpec
 from nixl_tiers.runtime.copies import take_memory
+from tests.support import inside
 
 ROWS, READY = 1000, 200
 
@@ -20,7 +21,7 @@ def core_of(rows: int) -> TierManager:
 
 
 def bounds(core: TierManager) -> list[Any]:
-    state = core._state
+    state = inside.state(core)
     return [state.load_window, state.store_window, state.demote_window, core.host.quotas]
 
 

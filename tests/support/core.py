@@ -8,9 +8,12 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.prefetch_queue import Rank
+from nixl_tiers.core.rows import Row
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import Found
 from nixl_tiers.runtime.coordinator import Coordinator
+from tests.support import inside
 
 
 def opened(core: TierManager, tier: int, slots: int) -> None:
@@ -20,20 +23,25 @@ def opened(core: TierManager, tier: int, slots: int) -> None:
 
 def put(core: TierManager, keys: Sequence[Key], request: str = "put") -> None:
     """A request stores these chunks, its workers have written them, and it has ended."""
-    plan = core.copies.prepare_store(keys, request)
-    core.copies.complete_store(core.copies.rows_being_filled(plan.keys), set())
-    core.finish_request(request)
+    plan = core.prepare_store(request, keys)
+    core.complete_store(plan.keys, all_good)
+    core.finish(request)
     core.end_step()
 
 
 def empty_host(core: TierManager) -> None:
     """Host memory holds nothing any more that is not in use."""
-    rows = list(core.host.index.values())
-    for row in rows:
-        if row.retained_until:
-            core.host.release(row)
-        core.host.evict(row)
-    core._state.dropped([row for row in rows if row.removed])
+    inside.dropped(core, list(core.host.index))
+
+
+def all_good(_: Sequence[Row]) -> tuple[set[Key], set[Key]]:
+    """Says of the rows of a store that all of them were written."""
+    return set(), set()
+
+
+def all_failed(rows: Sequence[Row]) -> tuple[set[Key], set[Key]]:
+    """Says of the rows of a store that none of them was written."""
+    return {row.key for row in rows}, set()
 
 
 def expire(core: TierManager, now: float) -> None:
@@ -44,15 +52,36 @@ def expire(core: TierManager, now: float) -> None:
 
 def touched(core: TierManager, keys: Sequence[Key], request: str) -> None:
     """The engine has used these chunks from its own memory, and that has been noted."""
-    core.engine_hits.add(keys, request)
-    while core.engine_hits.waiting:
+    core.used(request, keys)
+    while inside.uses_to_note(core):
         core.events.work(0.0)
+
+
+def look_up_key(  # noqa: PLR0917 - as a look-up is asked
+    core: TierManager,
+    key: Key,
+    request: str,
+    position: int | None,
+    now: float,
+    first: int = 0,
+    *,
+    check: bool = True,
+) -> Lookup:
+    """One look-up."""
+    (found,) = core.look_up_keys(request, [key], now, first, positions=[position], check=check)
+    return found
+
+
+def anticipate(core: TierManager, name: str, keys: Sequence[Key], rank: Rank) -> None:
+    """A new request waits for its turn, whatever comes before it."""
+    core.arrive(name)
+    core.anticipate(name, keys, rank)
 
 
 def look_up(coordinator: Coordinator, key: Key, request: str, position: int | None = None, first: int = 0) -> Lookup:
     """One look-up of a scheduler, in a hold of its own."""
     with coordinator.core() as core:
-        return core.lookup(key, request, position, coordinator.now(), first)
+        return look_up_key(core, key, request, position, coordinator.now(), first)
 
 
 def end_step(coordinator: Coordinator) -> None:
@@ -64,13 +93,19 @@ def end_step(coordinator: Coordinator) -> None:
 def finish(coordinator: Coordinator, request: str) -> None:
     """A scheduler's request has ended."""
     with coordinator.core() as core:
-        core.finish_request(request)
+        core.finish(request)
+
+
+def locate(coordinator: Coordinator, keys: Sequence[Key]) -> list[str | None]:
+    """The first tier that holds each key."""
+    with coordinator.core() as core:
+        return core.where(keys, coordinator.now())
 
 
 def backlog(coordinator: Coordinator) -> int:
     """Rows that are still to be written to some tier."""
     with coordinator.core() as core:
-        return core.backlog()
+        return core.writeback.backlog()
 
 
 def rows_of(tier: Tier) -> dict[Key, Found]:

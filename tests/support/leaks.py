@@ -140,7 +140,7 @@ def reclaim_all_host_rows(store: TieredStore) -> bool:
     False if some row could not be had: it is pinned, or has leaked."""
     coordinator, region = store.coordinator, store.coordinator.region
     request = f"reclaim-{next(_serials)}"
-    plan = coordinator.prepare_store([f"{request}-{n:04}".encode() for n in range(region.rows)], request)
+    plan = coordinator.prepare_store(request, [f"{request}-{n:04}".encode() for n in range(region.rows)])
     region.mark(np.array(plan.rows), 0, plan.store_seq, False)
     coordinator.complete_store(plan.keys)
     finish(coordinator, request)

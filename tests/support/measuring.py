@@ -10,6 +10,7 @@ from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Job, TierState
+from tests.support import inside
 
 ROUNDING_S = 1e-9  # a deadline less the time from which it was counted differs from its span in the last digit
 
@@ -23,7 +24,7 @@ class MeasurementJudge:
         self._declined: list[list[tuple[float, frozenset[Key]]]] = [[] for _ in core.tiers]  # by tier, since a reset
         self.measured = 0
         """Rows that were loaded for nothing else."""
-        measurements = core._measurements
+        measurements = inside.measurements(core)
         self._decline, self._plan, self._reset = measurements.declined, measurements.plan, measurements.reset
         measurements.declined = self._watched_decline  # type: ignore[method-assign]
         measurements.plan = self._judged_plan  # type: ignore[method-assign]
@@ -31,8 +32,8 @@ class MeasurementJudge:
 
     def ended(self) -> None:
         """All has ended, and more time has passed than what was declined is of use."""
-        self._require(not self._core._measurements.to_come, "a measurement is to come for ever")
-        self._require(not self._core._promotion_jobs.under_way, "a load counts as under way for ever")
+        self._require(not inside.measurements(self._core).to_come, "a measurement is to come for ever")
+        self._require(not inside.promotion_jobs(self._core).under_way, "a load counts as under way for ever")
 
     def _watched_decline(self, tier: Tier, keys: Sequence[Key], now: float) -> None:
         self._declined[tier.number].append((now, frozenset(keys)))
@@ -43,7 +44,7 @@ class MeasurementJudge:
         self._reset()
 
     def _judged_plan(self, tier: Tier, now: float) -> list[Job]:
-        if not self._core._measurements.to_come:
+        if not inside.measurements(self._core).to_come:
             return self._plan(tier, now)
         busy, needed = bool(tier.to_load or tier.rows_loading), self._needed()
         jobs = self._plan(tier, now)
@@ -58,10 +59,10 @@ class MeasurementJudge:
         core, limits = self._core, self._core.limits
         self._require(tier.state is not TierState.DOWN and tier.readable, "a tier that is down is measured")
         self._require(not busy, "a tier is measured that loads for requests")
-        self._require(len(keys) <= core._state.rows_per_job, "a measurement of more than a job")
+        self._require(len(keys) <= inside.state(core).rows_per_job, "a measurement of more than a job")
         denied = any(tier.denylist.is_denied(key, now) for key in keys)
         self._require(not denied, "a tier is measured with a row that failed")
-        alive = bool(core._requests.by_name or core._requests.queued)
+        alive = bool(inside.requests(core).by_name or inside.requests(core).queued)
         latest = now - limits.measure_busy_s if alive else now
         for key in keys:
             times = [when for when, declined in self._declined[tier.number] if key in declined]
@@ -72,7 +73,7 @@ class MeasurementJudge:
         """Keys of host rows that may not be evicted now, for what nobody waits for."""
         host = self._core.host
         writable = [tier for tier in self._core.tiers if tier.spec.write is not Write.OFF]
-        on_evict = self._core._state.below_host
+        on_evict = inside.state(self._core).below_host
         needed = set()
         for key, row in host.index.items():
             used = row.referenced or row.request_pins or row.state is not RowState.READY or row.step == host.step

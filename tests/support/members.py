@@ -58,15 +58,15 @@ class Machine:
     def load(self, keys: Sequence[Key], name: str) -> int:
         """How many chunks a request finds from its beginning on, after its wait; it ends then."""
         chain = Chain((Group(list(keys), TOKENS),))
-        scan = self.core.scan(name, chain, 0, self.now)
+        scan = self.core.look_up(name, chain, 0, self.now)
         for _ in range(5):
             if scan.waits:
                 self.core.end_step()
                 self.turn()
-                scan = self.core.scan(name, chain, 0, self.now)
+                scan = self.core.look_up(name, chain, 0, self.now)
         assert not scan.waits
-        self.core.count_misses(keys[scan.end // TOKENS :], name, self.now)
-        self.core.finish_request(name)
+        self.core.count_misses(name, keys[scan.end // TOKENS :], self.now)
+        self.core.finish(name)
         self.core.end_step()
         return scan.end // TOKENS
 

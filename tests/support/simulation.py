@@ -26,12 +26,14 @@ from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.member import UNLIMITED
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import ENOUGH
+from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import Found
 from nixl_tiers.core.types import Direction, Job, PlannedMove, TierSpec, TierState
+from tests.support import inside
 from tests.support.columns import PlainColumns
-from tests.support.core import expire, rows_of
+from tests.support.core import all_failed, all_good, expire, look_up_key, rows_of
 from tests.support.measuring import MeasurementJudge
 from tests.support.store_hold import HoldJudge
 
@@ -315,26 +317,21 @@ class Simulation:
         """A new request whose prompt is `chain`; returns its name. It runs at once unless it waits, and finishes unless
         it `stays`. Of one that is `host_only` nothing may be written to storage tiers; what one of `low` priority
         stores is evicted first."""
-        name = self._name("request", chain)
-        if low:
-            self.core.evict_first(name)
-        if host_only:
-            self.core.keep_in_host(name)
-        else:
+        patient = scan is Scan.EACH
+        wishes = RequestWishes(host_only=host_only, evict_first=low, patient=patient)
+        name = self._name("request", chain, wishes)
+        if not host_only:
             self.allowed.update([*chain, *(WINDOWED + key for key in chain)])
-        preemptible = scan is not Scan.EACH  # as nobody preempts a store's get
-        self._run(name, Prompt(list(chain), scan, stays and preemptible))
+        self._run(name, Prompt(list(chain), scan, stays and not patient))  # nobody preempts a store's get
         return name
 
     def engine_uses(self, chain: Sequence[Key], own: int, *, host_only: bool = False) -> None:
         """A new request of which the engine has the first `own` chunks in its own memory: it looks up the others."""
-        name = self._name("request", chain)
-        if host_only:
-            self.core.keep_in_host(name)
-        else:
+        name = self._name("request", chain, RequestWishes(host_only=host_only))
+        if not host_only:
             self.allowed.update(chain)
         used = chain[:own]
-        self.core.engine_hits.add(used, name)
+        self.core.used(name, used)
         ids = {
             (tier.number, key): found[2]
             for tier in self.core.tiers
@@ -342,7 +339,7 @@ class Simulation:
             if (found := tier.index.rows.get(key)) is not None
         }
         rows = [row for key in used if (row := self.core.host.index.get(key)) is not None]
-        self._uses.append(EngineUse(self.core._state.tick - 1, rows, ids))
+        self._uses.append(EngineUse(inside.state(self.core).tick - 1, rows, ids))
         if own < len(chain):
             self._run(name, Prompt(list(chain[own:]), Scan.CHAIN, stays=False))
         else:
@@ -351,9 +348,8 @@ class Simulation:
 
     def queue(self, chain: Sequence[Key], rank: float = 0.0) -> str:
         """A new request whose turn comes later (`turn`); returns its name."""
-        name = self._name("request", chain)
+        name = self._name("request", chain, RequestWishes())
         self.allowed.update(chain)
-        self.core.queue(name)
         self.core.anticipate(name, chain, (rank,))
         self.queued[name] = Prompt(list(chain), Scan.PREFIX, stays=False)
         self.tick()
@@ -375,7 +371,7 @@ class Simulation:
         self.tick()
 
     def prefetch_later(self, chain: Sequence[Key], seconds: float) -> None:
-        self.core.retention.prefetch(chain, self.now + seconds, self._tenant_of(chain[0]))
+        self.core.prefetch(chain, self.now + seconds, self._tenant_of(chain[0]))
         self.tick()
 
     def retain(self, chain: Sequence[Key], seconds: float) -> None:
@@ -383,12 +379,12 @@ class Simulation:
         until_s = self.now + seconds
         rows = [row for key in chain if (row := self.core.host.index.get(key)) is not None]
         before = [row.retained_until >= until_s for row in rows]
-        whole = self.core.retention.retain(chain, until_s)
+        whole = self.core.retain(chain, until_s)
         kept = [row.retained_until >= until_s for row in rows]
         front = [*kept, False].index(False)
         require(kept[front:] == before[front:], "what is retained is not the front of a prefix")
         host, share = self.core.host, self.limits.retain_share
-        full = len(self.core.retention._until) >= int(share * self.rows)
+        full = inside.retained(self.core) >= int(share * self.rows)
         full |= any(host.retained_of[tenant] >= int(share * quota) for tenant, quota in enumerate(host.quotas, 1))
         require(whole == all(kept) and (whole or full), "less is retained than there is room for")
         self.retained += [(row, until_s) for row, is_kept in zip(rows, kept, strict=True) if is_kept]
@@ -396,7 +392,7 @@ class Simulation:
 
     def again(self, name: str) -> None:
         """The scheduler comes back to a waiting request: in another step, as it looks up each of them once a step."""
-        request = self.core._requests.by_name.get(name)
+        request = inside.requests(self.core).by_name.get(name)
         if request is not None and request.step == self.core.host.step:
             self.core.end_step()
         self._run(name, self.waiting.pop(name))
@@ -502,7 +498,7 @@ class Simulation:
                 if reads:
                     self._used_of(job.tier).pop(move.key, None)  # of a row that was evicted a moment ago
                 else:
-                    requests = self.core._promotion_jobs._loading_for.get(move.row.order, [])
+                    requests = inside.loading_for(self.core, move.row)
                     lost = [move.key in self._lost.get((request.name, job.tier), ()) for request in requests]
                     require(not lost or not all(lost), "a row is loaded behind one that is missing")
             sent = SimulatedJob(job, self.movers[job.mover].epoch, first=self.core.movers[job.mover].first_slot)
@@ -529,7 +525,7 @@ class Simulation:
             mover.told_ticks.clear()
         self.retained.clear()
         self.core.reset(keep_tiers=keep, now=self.now)
-        require(not self.core.retention.waiting, "what was retained before a reset is not forgotten")
+        require(not inside.retention_waits(self.core), "what was retained before a reset is not forgotten")
         if not keep:
             self._epochs += 1
             self.epoch = self._epochs
@@ -586,13 +582,11 @@ class Simulation:
         if job.stale:
             return
         if job.store:
-            rows = self.core.copies.rows_being_filled(set(job.keys))
-            self.core.copies.complete_store(rows, set() if good else {row.key for row in rows})
-        elif good:
-            self.core.copies.complete_load(job.request)
+            self.core.complete_store(set(job.keys), all_good if good else all_failed)
         else:
-            self._load_failed.add(job.request)
-            self.core.copies.fail_load(job.request)
+            if not good:
+                self._load_failed.add(job.request)
+            self.core.complete_load(job.request, self.now, failed=not good)
         self.tick()
 
     # --- threads without an engine -----------------------------------------------------------------------------
@@ -601,13 +595,14 @@ class Simulation:
         """A thread begins to put `chain`; `call_ends` ends it."""
         name = self._name("call", chain)
         self.allowed.update(chain)
-        plan = self.core.copies.prepare_store(chain, name, call=True)
+        plan = self.core.prepare_store(name, chain, call=True)
         self._call_begins(StoreCall(name, True, plan.keys, plan.rows, self.epoch))
 
     def get(self, chain: Sequence[Key]) -> None:
         """A thread begins to get `chain`; it waits (`get_again`), or reads what it has found until `call_ends`."""
         self.allowed.update(chain)
-        self._get(self._name("call", chain), Prompt(list(chain), Scan.EACH, stays=False))
+        name = self._name("call", chain, RequestWishes(patient=True))
+        self._get(name, Prompt(list(chain), Scan.EACH, stays=False))
 
     def get_again(self, name: str) -> None:
         self._get(name, self.getting.pop(name))
@@ -621,7 +616,7 @@ class Simulation:
                 require(self.region[row] == Content(key, call.epoch), f"a call reads {self.region[row]} as {key!r}")
             elif place < filled:
                 self.region[row] = Content(key, call.epoch)
-        self.core.copies.end_call(call.name, set() if good else set(call.keys))
+        self.core.end_call(call.name, all_good if good else all_failed)
         self.tick()
 
     def _get(self, name: str, prompt: Prompt) -> None:
@@ -632,7 +627,7 @@ class Simulation:
             self.tick()
             return
         self._since.pop(name, None)
-        rows = self.core.copies.prepare_load(found, name, call=True).rows
+        rows = self.core.prepare_load(name, found, 0.0, call=True).rows
         self._used(found, name)
         self.core.end_step()
         self._call_begins(StoreCall(name, False, found, rows, self.epoch))
@@ -769,7 +764,7 @@ class Simulation:
                 if ended.epoch == self.epoch and done in (Outcome.OK, Outcome.FOUND):
                     self._tell(tier, move.key, self.movers[tier].ticks[ended.epoch, move.key])
             elif done is Outcome.MISSING and self._tier(tier).index.has(move.key, move.id):
-                for request in self.core._promotion_jobs._loading_for.get(move.row.order, ()):
+                for request in inside.loading_for(self.core, move.row):
                     asked = list(request.asked)
                     if request.ascending and move.key in asked:
                         behind = asked[asked.index(move.key) + 1 :]
@@ -895,7 +890,7 @@ class Simulation:
         self.retained = [(row, until_s) for row, until_s in self.retained if until_s > self.now and not row.invalidated]
         kept = all(core.host.index.get(row.key) is row for row, _ in self.retained)
         require(kept, "a retained row is evicted")
-        line = core._promotion.prefetch_queue
+        line = inside.promotion(core).prefetch_queue
         held = sum(place.held for place in line._holding)
         require(held <= int(self.limits.line_share * self.rows), "requests that wait for their turn hold too much")
         pinned = sum(sum(not row.invalidated for row in place.request.pinned.values()) for place in line._places)
@@ -947,9 +942,9 @@ class Simulation:
                 require(not job.is_trial or len(job.moves) == 1, "a trial of more than one row")
 
         self._check_victims(by_tier)
-        if not core.engine_hits.waiting:
+        if not inside.uses_to_note(core):
             self._check_uses()
-        promotion = core._promotion
+        promotion = inside.promotion(core)
         waiting = sum(request.waiting for request in promotion._waiting.values())
         counted = promotion.waiting_count
         require(counted == waiting, f"{waiting} requests wait, and {counted} are counted")
@@ -983,7 +978,7 @@ class Simulation:
         """Each victim that waits to be written below is on its way there, or back to the policy."""
         core = self.core
         for tier in (None, *core.tiers):
-            below = core._state.below_host if tier is None else core._state.below(tier)
+            below = inside.state(core).below_host if tier is None else inside.state(core).below(tier)
             evicting = core.host.evicting if tier is None else tier.index.evicting
             written = set()
             if below is not None:
@@ -1030,11 +1025,11 @@ class Simulation:
         rows = self.core.host.index.values()
         require(not any(row.referenced or row.request_pins for row in rows), "a row stays pinned for ever")
         self.advance(RETAINED_S + 1)
-        require(not (self.core.host.retained or self.core.retention.waiting), "a row is retained for ever")
+        require(not (self.core.host.retained or inside.retention_waits(self.core)), "a row is retained for ever")
         self._run_out()
         require(self.core.host.used == len(rows), "a row is lost")
         require(not self.core.checks.busy, "a check never ends")
-        require(not self.core.engine_hits.waiting, "a use by the engine is never noted")
+        require(not inside.uses_to_note(self.core), "a use by the engine is never noted")
         require(not any(tier.index.former for tier in self.core.tiers), "a victim from before a reset stays one")
         require(not any(tier.staged for tier in self.core.tiers), "a demotion never ends")
         require(not any(member.to_delete for member in self.core.movers), "rows to delete are never sent")
@@ -1044,8 +1039,10 @@ class Simulation:
                 mover, slot = self.movers[member.number], rows_of(tier)[key].slot - member.first_slot
                 recorded = mover.ticks.get((mover.epoch, slot), 0) >= tick
                 require(recorded or self.now < self._uses_due_s, "a use is never recorded")
-        require(not self.core._requests.queued, "a request waits for its turn for ever")
-        require(self.core.backlog() == 0 and not any(tier.jobs for tier in self.core.tiers), "a job never ends")
+        require(not inside.requests(self.core).queued, "a request waits for its turn for ever")
+        require(
+            self.core.writeback.backlog() == 0 and not any(tier.jobs for tier in self.core.tiers), "a job never ends"
+        )
         require(
             not any(tier.trials_running or tier.quarantined for tier in self.core.tiers)
             and not any(member.dead for member in self.core.movers),
@@ -1118,9 +1115,12 @@ class Simulation:
             self._announce(tier)
         return core
 
-    def _name(self, kind: str, chain: Sequence[Key]) -> str:
+    def _name(self, kind: str, chain: Sequence[Key], wishes: RequestWishes | None = None) -> str:
+        """Of a new request, or call, that arrives with these wishes if there are any."""
         self._requests += 1
         name = f"{kind}-{self._requests}"
+        if wishes is not None:
+            self.core.arrive(name, wishes)
         if self.quotas and chain:
             self.core.set_tenant(name, self._tenant_of(chain[0]))
         return name
@@ -1142,7 +1142,7 @@ class Simulation:
             (place if isinstance(place, int) else number, key, mover.ticks.get((mover.epoch, place), 0))
             for number, (place, (key, _)) in enumerate(places)
         ]
-        mover.listed_after = self.core._state.last_job_id
+        mover.listed_after = inside.state(self.core).last_job_id
         mover.newest = max((tick for _, _, tick in held), default=0)
         listed = len(held) if self.listed is None else self.listed
         mover.listing = deque([held[:listed]])
@@ -1186,15 +1186,13 @@ class Simulation:
         hits: list[Key] = []
         put_off = False
         places = list(enumerate(prompt.chain))
-        if prompt.scan is Scan.EACH:
-            self.core.be_patient(name)
         if prompt.scan in {Scan.CHAIN, Scan.HYBRID}:
             return self._scan(name, prompt)
         waits_for = (
             prompt.chain if name in self._since else []
         )  # its first look-up is told whether any of these is missing
         for position, key in reversed(places) if prompt.scan is Scan.WINDOW else places:
-            answer = self.core.lookup(key, name, None if prompt.scan is Scan.EACH else position, self.now)
+            answer = look_up_key(self.core, key, name, None if prompt.scan is Scan.EACH else position, self.now)
             if answer is Lookup.PENDING:
                 put_off = True
                 since = self._since.setdefault(name, self.now)
@@ -1222,14 +1220,11 @@ class Simulation:
 
     def _scan(self, name: str, prompt: Prompt) -> list[Key] | None:
         """The same for a chain, of TOKENS tokens a chunk. The windowed group of a hybrid model has keys of its own."""
-        if self.core.still_waits(name, self.now):
-            self._check_wait(name, prompt.chain)
-            return None
         groups = [Group(prompt.chain, TOKENS)]
         own = [WINDOWED + key for key in prompt.chain]
         if prompt.scan is Scan.HYBRID:
             groups.append(Group(own, TOKENS, WINDOW_CHUNKS))
-        scan = self.core.scan(name, Chain(tuple(groups)), 0, self.now)
+        scan = self.core.look_up(name, Chain(tuple(groups)), 0, self.now)
         chunks = scan.end // TOKENS
         require(0 <= chunks <= len(prompt.chain), "a hit beyond the chain")
         hits = [] if scan.waits else prompt.chain[:chunks]
@@ -1237,7 +1232,7 @@ class Simulation:
         run: list[Key] = []
         if prompt.scan is Scan.HYBRID and chunks:
             for place in reversed(range(chunks)):
-                answer = self.core.lookup(own[place], name, TOKENS * (place + 1), self.now)
+                answer = look_up_key(self.core, own[place], name, TOKENS * (place + 1), self.now)
                 waits |= answer is Lookup.PENDING
                 run = [] if answer is Lookup.MISS else [own[place], *run]
                 if len(run) == min(WINDOW_CHUNKS, chunks):
@@ -1275,7 +1270,7 @@ class Simulation:
 
     def _is_asked(self, name: str) -> bool:
         """Whether checks are still to say something about what this request waits for."""
-        request = self.core._requests.by_name[name]
+        request = inside.requests(self.core).by_name[name]
         return request.check_queued or request.open_checks > 0
 
     def _may_be_found(self, key: Key) -> bool:
@@ -1308,7 +1303,7 @@ class Simulation:
             for tier in range(len(self.movers)):
                 self.deliver(tier)  # the supervisor's thread does not wait for the scheduler's step to end
             self.tick()
-            rows = self.core.copies.prepare_load(hits, name).rows
+            rows = self.core.prepare_load(name, hits, self.now).rows
             self._used(hits, name)
             self._since.pop(name, None)
             self._loaded(name)
@@ -1317,7 +1312,7 @@ class Simulation:
             self.workers.append(WorkerJob(False, hits, rows, self.epoch, name))
         self.core.end_step()
         own = [WINDOWED + key for key in prompt.chain] if prompt.scan is Scan.HYBRID else []
-        plan = self.core.copies.prepare_store([key for key in [*prompt.chain, *own] if key not in hits], name)
+        plan = self.core.prepare_store(name, [key for key in [*prompt.chain, *own] if key not in hits])
         for row in plan.rows:
             self._check_row(row, writing=True)
             self.region[row] = GARBAGE
@@ -1330,7 +1325,7 @@ class Simulation:
         self.tick()
 
     def _used(self, keys: Sequence[Key], name: str) -> None:
-        tick = self.core._requests.by_name[name].tick
+        tick = inside.requests(self.core).by_name[name].tick
         assert tick is not None
         for tier in self.core.tiers:
             used = self._used_of(tier.number)
@@ -1346,7 +1341,7 @@ class Simulation:
     def _finish(self, name: str) -> None:
         self._since.pop(name, None)
         self._loaded(name)
-        self.core.finish_request(name)
+        self.core.finish(name)
 
     def _check_probe(self, probe: ExistenceCheck) -> None:
         mover, limits = self.movers[self._first(probe.tier)], self.limits

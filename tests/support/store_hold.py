@@ -10,6 +10,7 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction, Job, TierState
+from tests.support import inside
 
 
 @dataclass
@@ -31,18 +32,18 @@ class HoldJudge:
         self._tiers = [_Tier() for _ in core.tiers]
         self._seen: set[int] = set()  # jobs
         self._promotions: set[int] = set()  # those of them that were begun for requests
-        self._plan_stores = core._writeback.plan_stores
-        core._writeback.plan_stores = self._judged_plan  # type: ignore[method-assign]
-        self._plan_demotions = core._writeback.plan_demotions
-        core._writeback.plan_demotions = self._watched_demotions  # type: ignore[method-assign]
+        self._plan_stores = core.writeback.plan_stores
+        core.writeback.plan_stores = self._judged_plan  # type: ignore[method-assign]
+        self._plan_demotions = core.writeback.plan_demotions
+        core.writeback.plan_demotions = self._watched_demotions  # type: ignore[method-assign]
 
     def planned(self, jobs: list[Job], now: float) -> None:
         """All jobs of one turn were planned, with credits for more."""
         self._look_at_jobs()
         stores = {job.tier for job in jobs if job.direction is Direction.STORE}
         for tier, watched in zip(self._core.tiers, self._tiers, strict=True):
-            room = tier.store_credits > 0 and tier.rows_storing < self._core._state.store_window
-            room &= (rooms := self._core._state.store_rooms(tier)) is None or sum(rooms) > 0
+            room = tier.store_credits > 0 and tier.rows_storing < inside.state(self._core).store_window
+            room &= (rooms := inside.state(self._core).store_rooms(tier)) is None or sum(rooms) > 0
             could = tier.writable and tier.to_store and tier.known and room and not self._core.events.unfinished
             first = next(iter(tier.to_store), None)
             if not could or tier.number in stores:
@@ -67,12 +68,13 @@ class HoldJudge:
             if now - watched.let_go_s >= hold_s:
                 watched.let_go_s, watched.rows_let_go = now, 0
             watched.rows_let_go += rows
-            self._require(watched.rows_let_go <= 2 * self._core._state.store_window, "stores begin beside promotions")
+            most = 2 * inside.state(self._core).store_window
+            self._require(watched.rows_let_go <= most, "stores begin beside promotions")
         return jobs
 
     def _watched_demotions(self, tier: Tier, now: float) -> list[Job]:
         """A hold begins, too, when victims are not loaded that are to be stored."""
-        target = self._core._state.below(tier)
+        target = inside.state(self._core).below(tier)
         if target is not None and target.writable:
             self._watch(target, now)
         return self._plan_demotions(tier, now)
@@ -102,7 +104,7 @@ class HoldJudge:
         core = self._core
         loads = any(job.direction is Direction.LOAD for other in core.tiers for job in other.jobs.values())
         dead = any(other.members[0].dead for other in core.tiers)
-        perhaps = self._promoting or loads or dead or core._promotion.busy or bool(core._promotion_jobs._retries)
+        perhaps = self._promoting or loads or dead or inside.promotion(core).busy or inside.retries(core)
         far_behind = tier.rows_to_write > core.limits.hold_share * core.host.rows
         return perhaps and not far_behind and not _short_above(core, tier)
 

@@ -11,7 +11,7 @@ import pytest
 
 import nixl_tiers
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.store_get import SLICE_KEYS
+from nixl_tiers.store import GET_KEYS
 from tests.support.file_tier import file_tier
 from tests.support.waiting import until_up
 from tests.test_store import SIZE, config, keys_of
@@ -51,17 +51,17 @@ class Holds:
     def __init__(self, store: nixl_tiers.TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lookups = self.longest = self._here = self._depth = 0
         self._hold, self._changed = store.coordinator._hold, store.coordinator.changed
-        lookup = store.coordinator._core.lookup
+        look_up = store.coordinator._core.look_up_keys
 
-        def counted(*arguments: Any) -> Any:
-            self.lookups += 1
-            self._here += 1
+        def counted(name: str, keys: Any, *arguments: Any) -> Any:
+            self.lookups += len(keys)
+            self._here += len(keys)
             self.longest = max(self.longest, self._here)
             if not self._depth:
                 self._here = 0
-            return lookup(*arguments)
+            return look_up(name, keys, *arguments)
 
-        monkeypatch.setattr(store.coordinator._core, "lookup", counted)
+        monkeypatch.setattr(store.coordinator._core, "look_up_keys", counted)
         monkeypatch.setattr(store.coordinator, "_hold", self)
         monkeypatch.setattr(store.coordinator, "changed", self)
 
@@ -99,7 +99,7 @@ def test_get_of_many_chunks_looks_each_up_twice_in_short_holds_and_hits_all(
         assert all(store.get(keys, out))
         assert np.array_equal(out, rows_of(keys))
         assert holds.lookups <= 2 * len(keys)
-        assert holds.longest <= SLICE_KEYS
+        assert holds.longest <= GET_KEYS
         holds.lookups = 0
         assert all(store.get(keys, out))
         assert holds.lookups == len(keys), "what is in host memory is looked up once"

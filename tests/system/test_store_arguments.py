@@ -33,7 +33,7 @@ CALLS: dict[str, Callable[[nixl_tiers.TieredStore, Any], Any]] = {
     "put": lambda store, key: store.put([key], [bytes(SIZE)]),
     "get": lambda store, key: store.get([key], np.zeros((1, SIZE), np.uint8)),
     "locate": lambda store, key: store.locate([key]),
-    "prepare_store": lambda store, key: store.coordinator.prepare_store([key], "request"),
+    "prepare_store": lambda store, key: store.coordinator.prepare_store("request", [key]),
 }
 
 

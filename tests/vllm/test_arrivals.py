@@ -52,12 +52,13 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Any:
     rig = Rig()
     joined: list[tuple[str, list[Key], tuple[float, ...]]] = []
 
-    def anticipate(request: str, keys: Sequence[Key], rank: tuple[float, ...]) -> None:
-        joined.append((request, list(keys), rank))
+    def anticipate(request: str, keys: Sequence[Key], rank: tuple[float, ...]) -> bool:
+        if keys:
+            joined.append((request, list(keys), rank))
+        return True
 
     monkeypatch.setattr(rig.coordinator._core, "anticipate", anticipate)
     monkeypatch.setattr(rig.manager, "_has_storage", True)
-    monkeypatch.setattr(rig.coordinator._core, "is_queued", lambda _: True)
     yield rig.scheduler, joined
     rig.manager.shutdown()
 
@@ -74,7 +75,6 @@ def test_chain_of_a_request_in_the_queue(queue: Any) -> None:
     assert joined == [
         ("usual", keys[2:], (0.0,)),
         ("limited", keys[2:5], (0.0,)),
-        ("prompt logprobs", [], (0.0,)),
     ]
 
 
@@ -111,12 +111,20 @@ def test_keys_are_read_of_the_next_requests_only(queue: Any, monkeypatch: pytest
     """Thousands may wait, each with hundreds of keys, of which vLLM makes none itself before their turn."""
     scheduler, joined = queue
     connector, room = Connector(scheduler), 2
-    monkeypatch.setattr(scheduler.scheduler.manager, "line_has_room", lambda _: len(joined) < room)
+    ended: set[str] = set()
+    manager = scheduler.scheduler.manager
+    anticipate = manager.anticipate
+
+    def in_line(request: str, keys: Sequence[Key], rank: tuple[float, ...]) -> bool | None:
+        found = anticipate(request, keys, rank) and len(joined) < room
+        return None if request in ended else found
+
+    monkeypatch.setattr(manager, "anticipate", in_line)
     for number in range(5):
         connector.arrives(f"r{number}", hashes_of(2, number))
     made = {name: len(status.group_states[0].offload_keys) for name, status in scheduler.scheduler._req_status.items()}
     assert made == {"r0": 2, "r1": 2, "r2": 0, "r3": 0, "r4": 0}
-    monkeypatch.setattr(scheduler.scheduler.manager, "is_queued", lambda name: name != "r2")  # it was aborted
+    ended.add("r2")  # it was aborted
     room = 3
     connector.connector._fill_line()
     assert [name for name, _, _ in joined] == ["r0", "r1", "r3"]
@@ -126,5 +134,5 @@ def test_requests_that_are_not_next_are_kept_in_the_order_of_their_turns() -> No
     arrivals = Arrivals()
     for name, rank in (("a", (0.0, 2.0)), ("b", (0.0, 1.0)), ("c", (-1.0, 3.0)), ("d", (0.0, 1.0))):
         arrivals.add(name, rank)
-    assert [name for name, _ in arrivals.take(lambda rank: rank < (0.0, 2.0))] == ["c", "b", "d"]
-    assert [name for name, _ in arrivals.take(lambda _: True)] == ["a"]
+    assert [name for name, _ in arrivals.take(lambda _, rank: rank < (0.0, 2.0))] == ["c", "b", "d"]
+    assert [name for name, _ in arrivals.take(lambda *_: True)] == ["a"]

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.support import inside
+
 pytest.importorskip("vllm")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
@@ -121,10 +123,8 @@ def test_declined_chain_is_a_miss() -> None:
 def test_step_in_which_nothing_can_have_changed_scans_no_chain(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = hashes(CHUNKS)
     engine.store(keys_of(chunks))
-    scans: list[str] = []
-    scan = engine.core.scan
-    monkeypatch.setattr(engine.core, "scan", lambda name, *rest: (scans.append(name), scan(name, *rest))[1])
-    monkeypatch.setattr(engine.core, "lookup", lambda *_: pytest.fail("a key is looked up by itself"))
+    scans = inside.scans(engine.core, monkeypatch)
+    monkeypatch.setattr(engine.core, "look_up_keys", lambda *_: pytest.fail("a key is looked up by itself"))
     state = engine.vllm.request("r", chunks)
     for _ in range(3):
         assert engine.step(state) is None
@@ -287,11 +287,10 @@ def test_requests_behind_the_load_of_another_are_not_scanned_at_every_step(
     engine.manager.prepare_load(keys_of(chunks), first.req_context)
     engine.vllm._side._chunks_being_loaded.update(keys_of(chunks))
     assert engine.step(second) is None
-    scan = engine.core.scan
-    monkeypatch.setattr(engine.core, "scan", lambda *_: pytest.fail("it is scanned"))
+    scans = inside.scans(engine.core, monkeypatch)
     for _ in range(3):
         assert engine.step(second) is None
-    monkeypatch.setattr(engine.core, "scan", scan)
+    assert scans == []
     engine.manager.complete_load(keys_of(chunks), first.req_context)
     engine.vllm._side._chunks_being_loaded.clear()
     assert engine.step(second) == CHUNKS * TOKENS

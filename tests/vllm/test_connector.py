@@ -263,8 +263,7 @@ def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypa
         scheduled=lambda requests: 41 + len(requests),
         began=began.extend,
         in_doubt=True,
-        line_has_room=lambda rank: True,
-        is_queued=asked.append,
+        anticipate=lambda request, *_: asked.append(request),
     )
     calls: list[object] = []
     clock = SimpleNamespace(begin=calls.append, end=lambda: calls.append("end"))

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.core import all_good
+
 pytest.importorskip("vllm")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -45,8 +47,8 @@ class Rig:
         """A request loads a chunk from each of these places, but for its first `computed` tokens."""
         hashes = [os.urandom(32) for _ in range(2 * len(sources))]
         keys = [make_offload_key(each, 0) for each in hashes[1::2]]
-        self.core.copies.prepare_store(keys, "put")
-        self.core.copies.complete_store(self.core.copies.rows_being_filled(keys), ())
+        self.core.prepare_store("put", keys)
+        self.core.complete_store(keys, all_good)
         for key, source in zip(keys, sources, strict=True):
             self.core.host.index[key].source = source
         request = self.schedulers.request(f"r{hashes[0].hex()}", hashes)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -21,6 +21,7 @@ from nixl_tiers.core.chain_rows import Chain
 from nixl_tiers.core.copies import LoadPlan
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.lookup import Scan
+from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.rows import CPU
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
@@ -96,7 +97,7 @@ def keys_of(count: int, group: int = 0, first: int = 0) -> list[bytes]:
 def test_a_new_request_waits_for_its_turn(rig: ManagerRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own connector announces it too."""
     queued: list[str] = []
-    monkeypatch.setattr(rig.manager._coordinator._core, "queue", queued.append)
+    monkeypatch.setattr(rig.manager._coordinator._core, "arrive", lambda name, _: queued.append(name))
     rig.request("r")
     assert queued == ["r"]
 
@@ -411,12 +412,23 @@ def test_a_chunk_is_a_miss_once_a_request_however_often_it_is_looked_up(rig: Man
     assert rig.manager.get_stats().data["data"]["nixl_tiers:misses"]["none", "never_stored"] == 1
 
 
+def test_misses_are_the_same_however_many_holds_it_takes_to_count_them(
+    rig: ManagerRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nixl_tiers.vllm.lookups.COUNT_BATCH", 2)
+    keys = keys_of(ROWS)
+    rig.store(rig.request("writer", *keys[1:]), *keys[1:])
+    assert rig.manager.lookup(keys[0], rig.request("reader", *keys)) is LookupResult.MISS
+    values = rig.manager.get_stats().data["data"]
+    assert values["nixl_tiers:misses"]["none", "never_stored"] == ROWS, "what is behind a miss has its reason"
+
+
 class ScriptedCoordinator:
     """A coordinator, and its core, with scripted answers, for what host memory alone cannot show."""
 
     def __init__(self, answer: Lookup, source: str) -> None:
         self.answer, self.where = answer, source
-        self.changed = self.copies = self
+        self.changed = self
         self.entered = 0
         self.here = None
         self.prefill = SimpleNamespace(observe=lambda *_: None)
@@ -428,7 +440,7 @@ class ScriptedCoordinator:
         self.namespace = Namespace.of({"test": 1})
         self.restricted: dict[str, set[int]] = {}
         self.waits_s: list[float] = []
-        self.copied_rows: list[tuple[int, bool]] = []
+        self.copied_at_most: list[bool] = []
         self.close_timeout_s = -1.0
         self.times = PRODUCTION
 
@@ -438,27 +450,22 @@ class ScriptedCoordinator:
     def now(self) -> float:
         return 7.0
 
-    def lookup(self, key: bytes, request: str, position: int, *_: float, check: bool) -> Lookup:
-        return self.answer
+    def look_up_keys(self, request: str, keys: Sequence[bytes], *_: Any, **__: Any) -> list[Lookup]:
+        return [self.answer for _ in keys]
 
-    def count_misses(self, keys: list[bytes], request: str) -> None:
+    def count_misses(self, request: str, keys: list[bytes], now: float, last: None) -> None:
         pass
 
-    def scan(self, request: str, chain: Chain, start: int, now: float, first: int) -> Scan:
+    def look_up(self, request: str, chain: Chain, start: int, now: float, first: int) -> Scan:
         tokens = len(chain.groups[0].keys) * chain.groups[0].chunk_tokens
         return Scan(self.answer is Lookup.PENDING, start if self.answer is Lookup.MISS else tokens)
-
-    def copied(self, rows: int, seconds: float, now: float, *, at_most: bool) -> None:
-        assert (seconds, now) == (0.0, self.now())
-        self.copied_rows.append((rows, at_most))
 
     def sources(self, keys: list[bytes]) -> list[str]:
         return [self.where for _ in keys]
 
-    def queue(self, request: str) -> None: ...
-
-    def set_allowed_tiers(self, request: str, tiers: Collection[int]) -> None:
-        self.restricted[request] = {*tiers}
+    def arrive(self, request: str, wishes: RequestWishes) -> None:
+        if wishes.allowed is not None:
+            self.restricted[request] = {*wishes.allowed}
 
     def close(self, timeout_s: float) -> None:
         self.close_timeout_s = timeout_s
@@ -466,16 +473,17 @@ class ScriptedCoordinator:
     def end_step(self, began: Iterable[str], preempted: Iterable[str]) -> None:
         pass
 
-    def plan_load(self, keys: list[bytes], request: str, *, tokens: list[int], end: int) -> LoadPlan:
+    def prepare_load(self, request: str, keys: list[bytes], *, tokens: list[int], end: int) -> LoadPlan:
         return LoadPlan(list(range(len(keys))), [CPU] * len(keys), {})
 
-    def complete_load(self, request: str) -> None:
-        pass
+    def complete_load(self, request: str, took_s: float | None, *, at_most: bool, failed: bool) -> None:
+        assert (took_s, failed) == (0.0, False)
+        self.copied_at_most.append(at_most)
 
     def reset(self, *, changed: bool) -> None:
         pass
 
-    def finish_request(self, request: str) -> None:
+    def finish(self, request: str) -> None:
         pass
 
     def wait(self, timeout_s: float) -> None:
@@ -620,12 +628,12 @@ def test_a_copy_is_known_to_take_its_time_only_if_the_engine_computes_nothing_me
     engine.step(hit="a", load="a")
     engine.step()
     engine.load_ends("a")
-    assert engine.coordinator.copied_rows == [(1, False)]
+    assert engine.coordinator.copied_at_most == [False]
     engine.step(hit="b", load="b", begin="a")
     engine.load_ends("b")
     engine.step(hit="c", load="c")  # a goes on, and b may begin
     engine.load_ends("c")
-    assert engine.coordinator.copied_rows[1:] == [(1, True), (1, True)]
+    assert engine.coordinator.copied_at_most[1:] == [True, True]
 
 
 def test_a_pause_is_short() -> None:

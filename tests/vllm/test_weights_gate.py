@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.core import locate
+
 pytest.importorskip("vllm")
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
@@ -367,7 +369,7 @@ def test_a_copy_that_ends_after_a_change_is_not_written_below(rig: WeightsRig) -
     rig.manager.complete_store({keys[0]}, ReqContext("a"))
     host = rig.manager._coordinator.counters()["cpu"]
     assert (host["stored"], host["used_bytes"]) == (0, rig.region.geometry.row_bytes), "and its row is free"
-    assert rig.manager._coordinator.locate(keys) == [None, None]
+    assert locate(rig.manager._coordinator, keys) == [None, None]
 
 
 def test_a_part_of_a_block_is_an_own_hit(rig: WeightsRig) -> None:

@@ -112,7 +112,7 @@ def test_failed_worker_copies_are_no_hits(make_rig: Callable[..., FaultRig], tie
         coordinator, region = rig.store.coordinator, rig.store.coordinator.region
         for turn in range(40):
             keys = [b"worker-%d-%d" % (turn, n) for n in range(4)]
-            plan = coordinator.prepare_store(keys, f"worker-{turn}")
+            plan = coordinator.prepare_store(f"worker-{turn}", keys)
             succeeds = np.arange(len(plan.rows)) % 2 == turn % 2
             for key, row, copied in zip(plan.keys, plan.rows, succeeds, strict=True):
                 region.rows_view[row, : rig.chunk] = content(key, rig.chunk) if copied else 0xBB
@@ -144,8 +144,8 @@ def test_failed_worker_copies_are_no_hits(make_rig: Callable[..., FaultRig], tie
             keys = [key for key in load.keys if rig.store.locate([key]) == ["cpu"]][:4]
             with coordinator.core():  # in one step: others end theirs, after which hits may be evicted
                 found = [key for key in keys if look_up(coordinator, key, f"load-{number}") is Lookup.HIT]
-                coordinator.prepare_load(found, f"load-{number}")
-            coordinator.fail_load(f"load-{number}")
+                coordinator.prepare_load(f"load-{number}", found)
+            coordinator.complete_load(f"load-{number}", failed=True)
             assert Lookup.HIT not in [look_up(coordinator, key, f"load-{number}") for key in keys]
             end_step(coordinator)
             finish(coordinator, f"load-{number}")

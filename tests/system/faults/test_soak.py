@@ -51,7 +51,7 @@ def test_leaked_row_is_a_finding(soak: Soak, monkeypatch: pytest.MonkeyPatch) ->
 
     def leak_row(self: TieredStore, *arguments: Any) -> Any:
         epoch = self.coordinator.namespace.epoch  # a reset frees the rows that were leaked before it
-        if epoch not in leaked and self.coordinator.prepare_store([b"leaked"], "leak").rows:
+        if epoch not in leaked and self.coordinator.prepare_store("leak", [b"leaked"]).rows:
             leaked.add(epoch)
         return original(self, *arguments)
 

@@ -215,7 +215,7 @@ def receive(coordinator: Coordinator, message: ToCoordinator) -> None:
 
 def act(coordinator: Coordinator, region: HostRegion, what: str, keys: list[bytes], request: str) -> None:
     if what == "put":
-        plan = coordinator.prepare_store(keys, request)
+        plan = coordinator.prepare_store(request, keys)
         if len(plan.rows):
             region.mark(np.array(plan.rows), 0, plan.store_seq, True)
         coordinator.complete_store(plan.keys)
@@ -228,7 +228,7 @@ def act(coordinator: Coordinator, region: HostRegion, what: str, keys: list[byte
 
 def claim(coordinator: Coordinator, region: HostRegion) -> list[int]:
     """Every row of the host that can be had."""
-    plan = coordinator.prepare_store([b"claim-%d" % n for n in range(ROWS)], "claim")
+    plan = coordinator.prepare_store("claim", [b"claim-%d" % n for n in range(ROWS)])
     if len(plan.rows):
         region.mark(np.array(plan.rows), 0, plan.store_seq, False)
     coordinator.complete_store(plan.keys)

@@ -136,16 +136,16 @@ def test_recent_uses_are_sent_once_a_second_and_all_of_them_at_the_end(monkeypat
             found = link.on_tick(now, [messages])[0]
             return [slot for _, message in found if isinstance(message, Touch) for slot, _ in message.entries]
 
-        core.engine_hits.add([key(n) for n in range(5)], "request")
+        core.used("request", [key(n) for n in range(5)])
         assert sent(0) == []
         assert sent() == [0, 1]
         assert sent() == []
         now += 1.0
         assert sent() == [2, 3]
-        core.engine_hits.add([key(5)], "request")
+        core.used("request", [key(5)])
         link.flush_recent_uses()
         assert sent(1) == [4, 5]
-        core.engine_hits.add([key(n) for n in range(5)], "another")
+        core.used("another", [key(n) for n in range(5)])
         assert sent() == [0, 1, 2, 3, 4]
         coordinator.close(0.0)
 

@@ -18,7 +18,7 @@ from nixl_tiers.core.limits import Limits
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import child
 from nixl_tiers.runtime.coordinator import Coordinator
-from tests.support.core import backlog, end_step, finish, look_up
+from tests.support.core import backlog, end_step, finish, locate, look_up
 from tests.support.times import PATIENT
 from tests.support.waiting import serves, until
 
@@ -83,14 +83,14 @@ def load(coordinator: Coordinator, number: int) -> None:
         return False
 
     until(found, "the row")
-    coordinator.prepare_load([key(number)], request)
+    coordinator.prepare_load(request, [key(number)])
     coordinator.complete_load(request)
     finish(coordinator, request)
     end_step(coordinator)
 
 
 def store(coordinator: Coordinator, *names: Key) -> None:
-    plan = coordinator.prepare_store(names, "store")
+    plan = coordinator.prepare_store("store", names)
     coordinator.region.mark(np.array(plan.rows), 0, plan.store_seq, True)
     coordinator.complete_store(plan.keys)
     finish(coordinator, "store")
@@ -105,8 +105,8 @@ def dropped(tmp_path: Path) -> list[str]:
 
 def test_all_rows_are_hits(tmp_path: Path) -> None:
     with coordinator_over_many_rows(tmp_path, slots=2 * ROWS) as coordinator:
-        assert coordinator.locate([key(n) for n in (0, MANY, ROWS - 1)]) == ["stub"] * 3
-        assert coordinator.locate([b"no row"]) == [None]
+        assert locate(coordinator, [key(n) for n in (0, MANY, ROWS - 1)]) == ["stub"] * 3
+        assert locate(coordinator, [b"no row"]) == [None]
         load(coordinator, 0)
         load(coordinator, ROWS - 1)
         assert coordinator.counters()["stub"]["rows"] == ROWS
@@ -117,7 +117,7 @@ def test_evicted_rows_are_deleted_by_key_the_coldest_first(tmp_path: Path) -> No
         store(coordinator, b"new", b"newer")
         until(lambda: len(dropped(tmp_path)) == 2, "the drops")
         assert dropped(tmp_path) == [f"{n} row-{n}" for n in (0, 1)]
-        assert coordinator.locate([key(0)]) == [None]
+        assert locate(coordinator, [key(0)]) == [None]
         assert coordinator.counters()["stub"]["rows"] == ROWS
 
 
@@ -147,7 +147,7 @@ def test_listed_rows_are_used_evicted_and_listed_again(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         until(lambda: coordinator.mover_pids not in ([pid], [None]), "another mover")
         until(lambda: serves(coordinator.counters()["stub"]), "all rows to be listed again")
-        assert coordinator.locate([key(2), key(ROWS - 2)]) == ["stub"] * 2
+        assert locate(coordinator, [key(2), key(ROWS - 2)]) == ["stub"] * 2
 
 
 @pytest.mark.smoke
@@ -159,7 +159,7 @@ def test_a_restarted_mover_lists_all_rows_again(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         until(lambda: coordinator.mover_pids not in ([pid], [None]), "another mover")
         wait_until_listed(coordinator)
-        assert coordinator.locate([key(ROWS - 2), key(MANY)]) == ["stub"] * 2
+        assert locate(coordinator, [key(ROWS - 2), key(MANY)]) == ["stub"] * 2
         assert coordinator.counters()["stub"]["found"] == ROWS, "what is listed again was there all the time"
         assert dropped(tmp_path) == []
 
@@ -169,7 +169,7 @@ def test_the_index_of_an_earlier_epoch_is_released(tmp_path: Path) -> None:
         before = descriptors()
         old = coordinator._core.tiers[0].index.rows
         coordinator.reset()
-        assert coordinator.locate([key(ROWS - 1)]) == [None]
+        assert locate(coordinator, [key(ROWS - 1)]) == [None]
         wait_until_listed(coordinator)
         assert len(coordinator._core.tiers[0].index) == ROWS
         until(lambda: len(old) == 0 and not old.free(0), "the old rows to be freed")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import nixl_tiers
+from tests.support import inside
 from tests.support.file_tier import file_tier
 from tests.support.servers import S3Server
 from tests.support.times import open_patient
@@ -181,7 +182,7 @@ def test_a_tier_written_on_eviction_gets_evicted_rows_and_at_exit_the_rest(tmp_p
         until_up(store)
         # Promotions wait for write-back only so long, and then evict unwritten rows, and a tier that is late gets none:
         # here, for as long as it takes.
-        state = store.coordinator._core._state
+        state = inside.state(store.coordinator._core)
         late = dict.fromkeys(("soft_deadline_min_s", "hard_deadline_min_s", "hard_deadline_max_s"), 300.0)
         state.limits = replace(state.limits, clean_wait_s=300.0, **late)
         assert store.put(keys[:40], rows[:40]) == 40

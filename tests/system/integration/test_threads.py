@@ -181,14 +181,14 @@ def test_rows_held_by_workers_at_a_reset_are_reclaimed(
     coordinator = store.coordinator
     keys = [b"%d" % n for n in range(ROWS + 4)]
     for number in range(50):
-        plan = coordinator.prepare_store(keys, f"before-{number}")
+        plan = coordinator.prepare_store(f"before-{number}", keys)
         rows = len(plan.rows)
         assert rows == host_rows_in_use(store) >= ROWS
         coordinator.reset()
-        assert coordinator.prepare_store(keys[:1], "too early").rows == []
+        assert coordinator.prepare_store("too early", keys[:1]).rows == []
         coordinator.region.mark(plan.rows[:-1:2], 0, plan.store_seq, True)
         coordinator.region.mark(plan.rows[1:-1:2], 0, plan.store_seq, False)
-        after = coordinator.prepare_store(keys, f"after-{number}")
+        after = coordinator.prepare_store(f"after-{number}", keys)
         assert sorted(after.rows) == sorted(plan.rows[:-1])
         coordinator.region.mark(np.array(after.rows), 0, after.store_seq, True)
         coordinator.complete_store(after.keys)

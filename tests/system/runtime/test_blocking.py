@@ -132,13 +132,13 @@ def test_a_wait_for_writes_that_is_interrupted_as_it_begins_has_ended(
     """Else the core would have the supervisor look for its writes for ever."""
 
     def interrupted(*, at_once: bool) -> None:
-        assert store.coordinator._core._writeback.awaited == 1
+        assert store.coordinator._core.writeback.awaited == 1
         raise KeyboardInterrupt
 
     monkeypatch.setattr(store.coordinator._link, "wake", interrupted)
     with pytest.raises(KeyboardInterrupt):
         store.flush(120)
-    assert store.coordinator._core._writeback.awaited == 0
+    assert store.coordinator._core.writeback.awaited == 0
 
 
 def test_a_flush_may_be_interrupted(store: nixl_tiers.TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_a_flush_may_be_interrupted(store: nixl_tiers.TieredStore, monkeypatch: 
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         return 1
 
-    monkeypatch.setattr(store.coordinator._core, "backlog", backlog)
+    monkeypatch.setattr(store.coordinator._core.writeback, "backlog", backlog)
     with pytest.raises(KeyboardInterrupt):
         store.flush(120)
     assert not store.flush(0.01)

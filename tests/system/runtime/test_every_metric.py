@@ -24,6 +24,7 @@ from nixl_tiers.config import schema
 from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.memory.pages import HUGE_PAGE_BYTES
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
@@ -31,6 +32,7 @@ from nixl_tiers.store import TieredStore
 from nixl_tiers.testing.config import with_faults
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
 from tests.support.control_words import mark_partial
+from tests.support.core import look_up_key
 from tests.support.file_tier import file_tier, files_tier
 from tests.support.leaks import reclaim_all_host_rows
 from tests.support.machine import NR_HUGEPAGES, setting
@@ -120,7 +122,7 @@ class Engine:
 
     def put(self, keys: Sequence[Key], *, failed: bool = False, whole: bool = True, flush: bool = True) -> None:
         """A request stores these, and its workers have written them, all but `failed` or not `whole` ones."""
-        plan = self.coordinator.prepare_store(keys, "writer")
+        plan = self.coordinator.prepare_store("writer", keys)
         if whole:
             self.region.mark(plan.rows, 0, plan.store_seq, not failed)
         else:
@@ -141,7 +143,7 @@ class Engine:
         """The look-ups of a step."""
         with self.coordinator.core() as core:
             ends = range(TOKENS, TOKENS * (len(keys) + 1), TOKENS)
-            answers = [core.lookup(key, request, end, self._now) for key, end in zip(keys, ends, strict=True)]
+            answers = [look_up_key(core, key, request, end, self._now) for key, end in zip(keys, ends, strict=True)]
             core.end_step()
         self.look()
         return answers
@@ -149,18 +151,19 @@ class Engine:
     def miss(self, request: str, keys: Sequence[Key]) -> None:
         """The request computes these."""
         until(lambda: Lookup.PENDING not in self.ask(request, keys), "an answer")
-        self.coordinator.count_misses(keys, request)
+        with self.coordinator.core() as core:
+            core.count_misses(request, keys, self._now)
 
     def load(self, request: str, keys: Sequence[Key], *, copy_s: float = 0.0, unreadable: bool = False) -> None:
         """The request waits for these and loads them, which takes so long; or its workers cannot copy them."""
         until(lambda: set(self.ask(request, keys)) == {Lookup.HIT}, "the chunks")
-        self.coordinator.prepare_load(keys, request, tokens=[TOKENS] * len(keys), end=TOKENS * len(keys))
+        self.coordinator.prepare_load(request, keys, tokens=[TOKENS] * len(keys), end=TOKENS * len(keys))
         self.pass_time(copy_s)
-        (self.coordinator.fail_load if unreadable else self.coordinator.complete_load)(request)
+        self.coordinator.complete_load(request, failed=unreadable)
 
     def end(self, request: str) -> None:
         with self.coordinator.core() as core:
-            core.finish_request(request)
+            core.finish(request)
 
     # --- what is seen ---------------------------------------------------------------------------------------------
 
@@ -244,7 +247,7 @@ def chunks_are_stored_loaded_and_lost(scene: Scene) -> None:
     engine.empty_host()
     engine.miss("new", [b"new"])
     with engine.coordinator.core() as core:
-        core.set_allowed_tiers("picky", ())
+        core.arrive("picky", RequestWishes(allowed=frozenset(())))
     engine.miss("picky", keys)
     for row in scene.path.rglob("*.row"):
         row.unlink()
@@ -285,7 +288,7 @@ def more_is_stored_and_asked_for_than_there_is_room(scene: Scene) -> None:
     engine.empty_host()
     engine.computes(FAST)
     with engine.coordinator.core() as core:
-        core.scan("quick", Chain([Group(keys, TOKENS)]), 0, engine.coordinator.now())
+        core.look_up("quick", Chain([Group(keys, TOKENS)]), 0, engine.coordinator.now())
     engine = scene.engine(MEMORY)
     for key in keys[:3]:
         engine.put_below([key])

@@ -42,6 +42,7 @@ import msgspec
 from nixl_tiers.base.times import Times
 from nixl_tiers.store import TieredStore
 from tests.support import vllm_cpu
+from tests.support.core import locate
 from tests.support.leaks import reclaim_all_host_rows
 from tests.support.waiting import until, until_up
 
@@ -253,19 +254,19 @@ class Queue:
         self._keys: dict[str, list[Any]] = {}
         manager = core.scheduler.connector.connector_scheduler.manager
         self._coordinator, executor = manager._coordinator, core.model_executor
-        self._anticipate, self._scan = manager.anticipate, self._coordinator._core.scan
+        self._anticipate, self._scan = manager.anticipate, self._coordinator._core.look_up
         self._execute = executor.execute_model
-        manager.anticipate, self._coordinator._core.scan = self.anticipate, self.scan
+        manager.anticipate, self._coordinator._core.look_up = self.anticipate, self.scan
         executor.execute_model = self.execute
 
     def seen(self) -> list[dict[str, Any]]:
         return list(self.turns.values())
 
-    def anticipate(self, request: str, keys: Any, rank: Any) -> None:
+    def anticipate(self, request: str, keys: Any, rank: Any) -> Any:
         if keys:
             self._keys[request] = list(keys)
-            self.turns[request] = {"arrival": self._coordinator.locate(keys), "computed": 0}
-        self._anticipate(request, keys, rank)
+            self.turns[request] = {"arrival": locate(self._coordinator, keys), "computed": 0}
+        return self._anticipate(request, keys, rank)
 
     def execute(self, output: Any, *arguments: Any, **named: Any) -> Any:
         queued = [request for request, turn in self.turns.items() if "turn" not in turn]
@@ -275,14 +276,14 @@ class Queue:
             if turn["computed"] > output.total_num_scheduled_tokens:
                 continue
             with contextlib.suppress(AssertionError):  # the test sees that it is not there
-                until(lambda keys=keys: set(self._coordinator.locate(keys)) == {"cpu"}, "promotions", timeout_s=100)
+                until(lambda keys=keys: set(locate(self._coordinator, keys)) == {"cpu"}, "promotions", timeout_s=100)
         return self._execute(output, *arguments, **named)
 
     def scan(self, request: str, *arguments: Any) -> Any:
         found = self._scan(request, *arguments)
         turn = self.turns.get(request, {})
         if turn and "turn" not in turn:
-            turn.update(turn=self._coordinator.locate(self._keys[request]), waits=found.waits)
+            turn.update(turn=locate(self._coordinator, self._keys[request]), waits=found.waits)
         return found
 
 
@@ -318,7 +319,7 @@ class Follower:
     def _agrees(self) -> bool:
         generate(self._llm, [[1]], 1)  # an idle engine publishes nothing
         self._router.receive()
-        places = self._coordinator.locate(list(self._ends))
+        places = locate(self._coordinator, list(self._ends))
         if [self._located(key) for key in self._ends] != places:
             return False
         with self._coordinator.core() as tiers:

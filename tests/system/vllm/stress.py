@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from nixl_tiers.store import TieredStore
-from tests.support import vllm_cpu
+from tests.support import inside, vllm_cpu
 from tests.support.waiting import until_up
 from tests.system.vllm.faults_beside import Faults
 
@@ -91,7 +91,7 @@ def main(plan: dict[str, Any]) -> dict[str, Any]:
 
 def count_promotions_at_arrival(store: TieredStore) -> Counter[str]:
     """Rows that are queued from now on for requests whose turn has not come."""
-    line, counts = store.coordinator._core._promotion.prefetch_queue, Counter[str]()
+    line, counts = inside.promotion(store.coordinator._core).prefetch_queue, Counter[str]()
     advance = line._advance
 
     def counted(place: Any, now: float) -> bool:

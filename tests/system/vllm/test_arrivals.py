@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.core import locate
+
 pytest.importorskip("vllm")
 
 from tests.support.file_tier import file_tier
@@ -24,10 +26,10 @@ def test_rows_come_up_while_their_request_waits_for_its_turn(tmp_path: Path) -> 
             rig.run(f"first {number}", prompt)
             assert rig.coordinator.flush(300)
         keys = keys_of(prompts[0])
-        assert rig.coordinator.locate(keys) == ["file"] * 4
+        assert locate(rig.coordinator, keys) == ["file"] * 4
         request = Connector(rig.scheduler).arrives("again", prompts[0])
         rig.manager.on_schedule_end(STEP)  # which has not reached it
-        until(lambda: rig.coordinator.locate(keys) == ["cpu"] * 4, "the promotions")
+        until(lambda: locate(rig.coordinator, keys) == ["cpu"] * 4, "the promotions")
         assert rig.scheduler.matched(request) == 4 * BLOCK, "at its first look-up"
         assert rig.coordinator.counters()["cpu"]["unused"] == 0
     finally:

@@ -214,7 +214,7 @@ class Engine:
                 | ({"cpu"} if key in core.host.index else set())
                 for key in keys
             ]
-            located = [core.where(key, now) for key in keys]
+            located = core.where(keys, now)
         first = [
             "cpu" if "cpu" in tiers else "file" if "file" in tiers and key not in denied else None
             for key, tiers in zip(keys, told, strict=True)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.core import locate
+
 pytest.importorskip("vllm")
 
 
@@ -23,9 +25,9 @@ def test_chunks_come_up_for_the_next_turn(tmp_path: Path) -> None:
         rig.run("turn", turn)
         assert rig.coordinator.flush(300)
         fill(rig)
-        assert rig.coordinator.locate(rig.keys("turn")) == ["file"] * 4
+        assert locate(rig.coordinator, rig.keys("turn")) == ["file"] * 4
         rig.run("agent", turn, {"nixl_tiers": {"load": "host", "store": "none", "prefetch_s": 0}})
-        until(lambda: rig.coordinator.locate(rig.keys("turn")) == ["cpu"] * 4, "the promotion")
+        until(lambda: locate(rig.coordinator, rig.keys("turn")) == ["cpu"] * 4, "the promotion")
         assert outcomes(rig.manager.get_stats()) == {"accepted": 1}
     finally:
         rig.manager.shutdown()

@@ -1,0 +1,118 @@
+"""What tests know of a core beyond its door: nothing else reaches into its parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.measurements import Measurements
+from nixl_tiers.core.prefetch_queue import QueuedPrefetch
+from nixl_tiers.core.promotion import Promotion, RequestIndex
+from nixl_tiers.core.promotion_jobs import PromotionJobs
+from nixl_tiers.core.requests import Request
+from nixl_tiers.core.rows import Row
+from nixl_tiers.core.state import CascadeState
+
+
+def state(core: TierManager) -> CascadeState:
+    """Windows, ticks, job ids, prices."""
+    return core._state
+
+
+def requests(core: TierManager) -> RequestIndex:
+    """Those that have arrived, or that anything is known of."""
+    return core._requests
+
+
+def promotion(core: TierManager) -> Promotion:
+    """The waits of requests."""
+    return core._promotion
+
+
+def promotion_jobs(core: TierManager) -> PromotionJobs:
+    """What comes up."""
+    return core._promotion_jobs
+
+
+def measurements(core: TierManager) -> Measurements:
+    """Loads that no request waits for."""
+    return core._measurements
+
+
+def waiting(core: TierManager) -> dict[str, Request]:
+    """Requests that wait, or for which rows are pinned."""
+    return core._promotion._waiting
+
+
+def line(core: TierManager) -> list[QueuedPrefetch]:
+    """Requests whose turn is to come, and prefetches, in their order."""
+    return core._promotion.prefetch_queue._places
+
+
+def line_is_busy(core: TierManager) -> bool:
+    """Whether the line has something to do."""
+    return core._promotion.prefetch_queue.busy
+
+
+def loading_for(core: TierManager, row: Row) -> list[Request]:
+    """On whose behalf a row comes up."""
+    return core._promotion_jobs._loading_for.get(row.order, [])
+
+
+def retries(core: TierManager) -> bool:
+    """Whether rows of dead movers are to be asked for again."""
+    return bool(core._promotion_jobs._retries)
+
+
+def uses_to_note(core: TierManager) -> int:
+    """Chunks that the engine has used, which is not noted yet."""
+    return core._engine_hits.waiting
+
+
+def retained(core: TierManager) -> int:
+    """Keys that are retained."""
+    return len(core._retention._until)
+
+
+def retention_waits(core: TierManager) -> bool:
+    """Whether time brings the end of a retention, or a prefetch."""
+    return core._retention.waiting
+
+
+def copied(core: TierManager, rows: int, seconds: float, now: float, *, at_most: bool = False) -> None:
+    """The engine has copied so many rows, which took so long."""
+    core._copies.copied(rows, seconds, now, at_most=at_most)
+
+
+def dropped(core: TierManager, keys: list[Key]) -> None:
+    """These of the host's rows leave it."""
+    rows = [core.host.index[key] for key in keys]
+    for row in rows:
+        if row.retained_until:
+            core.host.release(row)
+        core.host.evict(row)
+    core._state.dropped([row for row in rows if row.removed])
+
+
+def rests(core: TierManager, name: str, now: float) -> bool:
+    """Whether a request waits, and its next look-up, of all of its chain, finds nothing out."""
+    request = core._requests.by_name.get(name)
+    if request is None or request.load_failed or request.generation is not core.host.generation:
+        return False
+    return core._chains._still_waits(request, 0, now)
+
+
+def scans(core: TierManager, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests all of whose chain is gone through from now on."""
+    names: list[str] = []
+    scan = core._chains._scan
+
+    def counted(request: Request, *arguments: Any) -> Any:
+        names.append(request.name)
+        return scan(request, *arguments)
+
+    monkeypatch.setattr(core._chains, "_scan", counted)
+    return names
