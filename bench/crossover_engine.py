@@ -10,7 +10,7 @@ from typing import Any, Final
 from bench.first_token_engine import FirstTokenEngine
 from bench.rounds import cpu_seconds
 from nixl_tiers.core import pricing
-from tests.support import vllm_cpu
+from tests.support import inside, vllm_cpu
 
 READY_S: Final = 300.0
 MEASURES_S: Final = 5.0
@@ -68,7 +68,7 @@ class Trace:
         self.events.append([round(at_ms, 1), what, *(round(number, 4) for number in numbers)])
 
     def _note_job(self, what: str, job: Any) -> None:
-        waited = sum(move.row.request_pins > 0 for move in job.moves)
+        waited = sum(inside.pins(self._core, move.key) > 0 for move in job.moves)
         self._note(f"{what} {job.direction.value}", len(job.moves), waited, self._clock() - job.started_s)
 
     def _chosen(

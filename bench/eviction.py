@@ -1,11 +1,11 @@
-"""Hit rates of the eviction policies on a trace of real conversations, and the processor time of the core.
+"""Hit rates of the order of eviction on a trace of real conversations, and the processor time of the core.
 
-    python -m bench.eviction --trace PATH [--policies lru,s3fifo,arc] [--shares 1,2,5,10,20] [--profile]
+    python -m bench.eviction --trace PATH [--shares 1,2,5,10,20] [--profile]
 
-Replays a trace in Mooncake's format (bench/trace.py) through the real core, in virtual time and without I/O, with every
-policy, and with a file tier below. Capacities are shares of the trace's distinct blocks. "Belady" knows the future: the
-block needed last is evicted first, and a block that is never needed again is not admitted. The second table has a host
-tier of 1 % over a file tier of 10 %, each with its own policy, whose movers finish at once.
+Replays a trace in Mooncake's format (bench/trace.py) through the real core, in virtual time and without I/O, and with a
+file tier below. Capacities are shares of the trace's distinct blocks. "Belady" knows the future: the block needed last
+is evicted first, and a block that is never needed again is not admitted. The second table has a host tier of 1 % over a
+file tier of 10 %, whose movers finish at once.
 
 Exits with 1 if LRU or Belady is further than half a percentage point from the known figures of the Mooncake
 conversation trace (checked for that trace only). Writes all numbers to bench-out/eviction.json.
@@ -25,11 +25,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import get_args
 
 from bench.trace import Prompt, read
 from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.base.policies import Write
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
@@ -40,18 +39,14 @@ from tests.support.core import all_good, look_up_key
 ROOT = Path(__file__).resolve().parent.parent
 ROW_BYTES = 4096  # nothing is moved
 OUT = ROOT / "bench-out" / "eviction.json"
-POLICIES: tuple[Eviction, ...] = get_args(Eviction)
 HOST_PERCENT, FILE_PERCENT = 1, 10
 
 # Mooncake's conversation trace: distinct blocks, look-ups, and hits in per cent by capacity in per cent.
 KNOWN_SIZE = (182_790, 288_500)
 KNOWN: dict[str, dict[int, float]] = {
     "lru": {1: 5.3, 2: 7.9, 5: 19.6, 10: 27.9, 20: 34.5},
-    "s3fifo": {1: 7.5, 2: 10.7, 5: 18.7, 10: 24.5, 20: 32.8},
     "belady": {1: 24.6, 2: 31.4, 5: 36.6, 10: 36.6, 20: 36.6},
 }
-# S3-FIFO's figures depend on how the paper is read: they are shown, not checked.
-CHECKED = ("lru", "belady")
 TOLERANCE = 0.5
 
 
@@ -90,19 +85,19 @@ class Result:
     slowest_ms: float  # of the slowest request, all its calls together
 
 
-def timed(prompts: Sequence[Prompt], rows: int, policy: Eviction, below: int = 0) -> Result:
+def timed(prompts: Sequence[Prompt], rows: int, below: int = 0) -> Result:
     """`replay`, with what it costs."""
     meter = Meter()
     gc.collect()
-    hits = replay(prompts, rows, policy, below, meter)
+    hits = replay(prompts, rows, below, meter)
     return Result(hits, meter.us_per_block(), 1e3 * meter.slowest_s)
 
 
-def replay(prompts: Sequence[Prompt], rows: int, policy: Eviction, below: int, meter: Meter) -> dict[str, float]:
+def replay(prompts: Sequence[Prompt], rows: int, below: int, meter: Meter) -> dict[str, float]:
     """All prompts through a host tier of `rows` rows, over a file tier of `below` rows if there are any. Hits in per
     cent of all look-ups, by the tier that the bytes came from."""
     specs = [TierSpec("file", Write.THROUGH, physical_slots=True)] if below else []
-    core = TierManager(rows, ROW_BYTES, specs, policy=policy)
+    core = TierManager(rows, ROW_BYTES, specs)
     if below:
         take_all(core.events.opened(0, below))
         core.events.listed(0, [], last=True)
@@ -198,10 +193,10 @@ def belady(prompts: Sequence[Prompt], rows: int) -> float:
     return 100 * hits / sum(len(prompt.keys) for prompt in prompts)
 
 
-def one_tier(prompts: Sequence[Prompt], distinct: int, shares: Sequence[int], names: Sequence[Eviction]) -> dict:
+def one_tier(prompts: Sequence[Prompt], distinct: int, shares: Sequence[int]) -> dict:
     """Prints and returns the first table."""
     known = KNOWN if (distinct, sum(len(p.keys) for p in prompts)) == KNOWN_SIZE else {}
-    columns = [*names, "belady"]
+    columns = ["lru", "belady"]
     print("\nOne tier: hits in per cent of look-ups" + (" (known figures in brackets)" if known else ""))
     print(f"{'capacity':>9}" + "".join(f"{name:>16}" for name in columns))
     table: dict[str, dict[str, object]] = {}
@@ -215,30 +210,27 @@ def one_tier(prompts: Sequence[Prompt], distinct: int, shares: Sequence[int], na
                 rate = belady(prompts, rows)
                 line[name] = {"hits": {CPU: rate}}
             else:
-                result = timed(prompts, rows, name)
+                result = timed(prompts, rows)
                 rate = result.hits[CPU]
                 line[name] = asdict(result)
             expected = known.get(name, {}).get(share)
             text += f"{rate:>9.1f}" + (f" ({expected:4.1f})" if expected is not None else " " * 7)
-            if name in CHECKED and expected is not None and abs(rate - expected) > TOLERANCE:
+            if expected is not None and abs(rate - expected) > TOLERANCE:
                 off.append(f"{name} at {share} %: {rate:.1f} where {expected} is known")
         table[str(share)] = line
         print(text, flush=True)
     return {"table": table, "off": off, "checked": bool(known)}
 
 
-def two_tiers(prompts: Sequence[Prompt], distinct: int, names: Sequence[Eviction]) -> list[dict[str, object]]:
+def two_tiers(prompts: Sequence[Prompt], distinct: int) -> list[dict[str, object]]:
     """Prints and returns the second table."""
     host, file = distinct * HOST_PERCENT // 100, distinct * FILE_PERCENT // 100
     print(f"\nTwo tiers: host {HOST_PERCENT} % ({host} rows) over file {FILE_PERCENT} % ({file} rows)")
-    print(f"{'host':>9}{'from host':>12}{'from file':>12}{'together':>12}")
-    lines: list[dict[str, object]] = []
-    for policy in names:
-        result = timed(prompts, host, policy, file)
-        rates = (result.hits[CPU], result.hits["file"], sum(result.hits.values()))
-        print(f"{policy:>9}" + "".join(f"{rate:>12.1f}" for rate in rates), flush=True)
-        lines.append({"host": policy, **asdict(result)})
-    return lines
+    print(f"{'from host':>12}{'from file':>12}{'together':>12}")
+    result = timed(prompts, host, file)
+    rates = (result.hits[CPU], result.hits["file"], sum(result.hits.values()))
+    print("".join(f"{rate:>12.1f}" for rate in rates), flush=True)
+    return [asdict(result)]
 
 
 def costs(report: dict) -> None:
@@ -252,7 +244,7 @@ def costs(report: dict) -> None:
         for name, run in line.items()
         if isinstance(run, dict) and "us_per_block" in run
     ]
-    runs += [(f"{run['host']} over lru", run) for run in report["two_tiers"]]
+    runs += [("two tiers", run) for run in report["two_tiers"]]
     for label, run in runs:
         cells = (f"{run['us_per_block'][kind]:10.2f}" if kind in run["us_per_block"] else " " * 10 for kind in kinds)
         print(f"{label:>24}" + "".join(cells) + f"{run['slowest_ms']:12.2f}")
@@ -267,26 +259,21 @@ def profiled(work: Callable[[], object]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--shares", default="1,2,5,10,20", help="capacities in per cent of the distinct blocks")
     parser.add_argument("--profile", action="store_true", help="profile the two-tier replay and do nothing else")
     args = parser.parse_args()
-    wanted = args.policies.split(",")
-    names = [name for name in POLICIES if name in wanted]
-    if len(names) != len(wanted):
-        parser.error(f"--policies: {args.policies!r} is not a list of some of {', '.join(POLICIES)}")
     prompts = read(args.trace)
     distinct = len({key for prompt in prompts for key in prompt.keys})
     print(f"{len(prompts)} requests, {sum(len(p.keys) for p in prompts)} look-ups, {distinct} distinct blocks")
     if args.profile:
         sizes = distinct * HOST_PERCENT // 100, distinct * FILE_PERCENT // 100
-        profiled(lambda: replay(prompts, sizes[0], names[0], sizes[1], Meter()))
+        profiled(lambda: replay(prompts, sizes[0], sizes[1], Meter()))
         return 0
     report = {
         "trace": args.trace.name,
         "distinct": distinct,
-        "one_tier": one_tier(prompts, distinct, [int(share) for share in args.shares.split(",")], names),
-        "two_tiers": two_tiers(prompts, distinct, names),
+        "one_tier": one_tier(prompts, distinct, [int(share) for share in args.shares.split(",")]),
+        "two_tiers": two_tiers(prompts, distinct),
     }
     costs(report)
     OUT.parent.mkdir(exist_ok=True)

@@ -1,5 +1,5 @@
-/* Rows of a storage tier, as a type for Python (core/tier_rows.py): which keys it holds, in which slots, and in which order
- * they are evicted. How is in tier_rows.h.
+/* Rows of host memory or of a storage tier, as a type for Python (core/tier_rows.py): which keys it holds, in which slots,
+ * and in which order they are evicted. How is in tier_rows.h.
  *
  * The interpreter's lock guards it, and is kept: every call takes microseconds, or so many for each key that it is given.
  * Only the limited API is used, so one build serves every version of Python.
@@ -8,7 +8,7 @@
 #define PY_SSIZE_T_CLEAN
 #include "tier_rows.h"
 
-int nixl_tiers_tier_rows_abi(void) { return 1; } /* which build of this interface it is: a stale one must not be used */
+int nixl_tiers_tier_rows_abi(void) { return 2; } /* which build of this interface it is: a stale one must not be used */
 
 static hashfunc hash_bytes; /* that of bytes, seeded and kept by the object: a subclass's own may be code of Python */
 
@@ -109,7 +109,7 @@ METHOD(get) {
     uint32_t row = find_row(self, &key);
     if (row == NONE) Py_RETURN_NONE;
     Row *r = row_at(self, row);
-    return Py_BuildValue("(IKIHOOB)", r->slot, (unsigned long long)r->tick, r->id, r->pins,
+    return Py_BuildValue("(IKIIOOB)", r->slot, (unsigned long long)r->tick, r->id, r->pins,
                          r->flags & STORED ? Py_True : Py_False, r->flags & EVICTING ? Py_True : Py_False, r->tenant);
 }
 
@@ -148,31 +148,31 @@ static void note_used(Rows *self, Row *r, uint32_t row) {
     self->used[(self->used_first + self->used_count++) % self->used_size] = row;
 }
 
-/* touch_many(list of keys, tick) -> list of those of them that are being evicted, which are left as they are */
+/* The i-th of a list of keys, if it has a row: *row, else NONE. 0 with an exception. */
+static int known_row(Rows *self, PyObject *keys, Py_ssize_t i, uint32_t *row) {
+    Key key;
+    if (!read_key(self, PyList_GetItem(keys, i), &key)) return 0;
+    *row = self->live ? find_row(self, &key) : NONE;
+    return 1;
+}
+
+/* touch_many(list of keys, tick): what is being evicted, and is used, stays */
 METHOD(touch_many) {
     NEED(2);
     NUMBER(1, tick, UINT64_MAX);
     Py_ssize_t count = PyList_Size(args[0]);
     if (count < 0) return NULL;
-    PyObject *evicting = PyList_New(0);
-    for (Py_ssize_t i = 0; evicting && i < count; i++) {
-        PyObject *object = PyList_GetItem(args[0], i);
-        Key key;
-        if (!read_key(self, object, &key)) goto failed;
-        uint32_t row = self->live ? find_row(self, &key) : NONE;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint32_t row;
+        if (!known_row(self, args[0], i, &row)) return NULL;
         if (row == NONE) continue;
         Row *r = row_at(self, row);
-        if (r->flags & EVICTING) {
-            if (PyList_Append(evicting, object) < 0) goto failed;
-            continue;
-        }
+        end_eviction(self, r, row);
         use_row(self, r, row, tick);
+        enter_order(self, r, row);
         if (self->used_size) note_used(self, r, row);
     }
-    return evicting;
-failed:
-    Py_DECREF(evicting);
-    return NULL;
+    Py_RETURN_NONE;
 }
 
 /* take_used(most) -> list of (slot, tick): rows that were used since they were taken last, the first used first. Those
@@ -199,6 +199,18 @@ METHOD(take_used) {
     return taken;
 }
 
+static int pin_row(Rows *self, Row *r) { /* 0 with an exception */
+    if (r->pins == UINT32_MAX) return PyErr_SetString(PyExc_OverflowError, "too many pins of a row"), 0;
+    leave_order(self, r);
+    r->pins++;
+    return 1;
+}
+
+static void unpin_row(Rows *self, Row *r, uint32_t row) {
+    r->pins -= r->pins > 0;
+    enter_order(self, r, row);
+}
+
 /* pin(key) -> (slot, id), or None if it is unknown: it is not evicted until `unpin` */
 METHOD(pin) {
     NEED(1);
@@ -206,13 +218,7 @@ METHOD(pin) {
     uint32_t row = find_row(self, &key);
     if (row == NONE) Py_RETURN_NONE;
     Row *r = row_at(self, row);
-    if (r->pins == UINT16_MAX) {
-        PyErr_SetString(PyExc_OverflowError, "too many pins of a row");
-        return NULL;
-    }
-    leave_order(self, r);
-    r->pins++;
-    return Py_BuildValue("(II)", r->slot, r->id);
+    return pin_row(self, r) ? Py_BuildValue("(II)", r->slot, r->id) : NULL;
 }
 
 /* unpin(key, id): does nothing if the key has another row by now */
@@ -221,53 +227,89 @@ METHOD(unpin) {
     KEY(0);
     NUMBER(1, id, NONE);
     uint32_t row = find_row(self, &key);
-    if (row != NONE && row_at(self, row)->id == id) {
-        Row *r = row_at(self, row);
-        r->pins -= r->pins > 0;
-        enter_order(self, r, row);
+    if (row != NONE && row_at(self, row)->id == id) unpin_row(self, row_at(self, row), row);
+    Py_RETURN_NONE;
+}
+
+static PyObject *pin_all(Rows *self, PyObject *keys, int pins) {
+    Py_ssize_t count = PyList_Size(keys);
+    if (count < 0) return NULL;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint32_t row;
+        if (!known_row(self, keys, i, &row)) return NULL;
+        if (row == NONE) continue;
+        if (!pins)
+            unpin_row(self, row_at(self, row), row);
+        else if (!pin_row(self, row_at(self, row)))
+            return NULL;
     }
     Py_RETURN_NONE;
 }
 
-/* stored(key, id) -> whether the key still has this row, which is a hit from now on */
+/* pin_many(list of keys): those that are known */
+METHOD(pin_many) {
+    NEED(1);
+    return pin_all(self, args[0], 1);
+}
+
+/* unpin_many(list of keys): whichever rows they have */
+METHOD(unpin_many) {
+    NEED(1);
+    return pin_all(self, args[0], 0);
+}
+
+/* stored(key, id) -> whether the key still has this row, which is a hit from now on; id 0: whichever it has */
 METHOD(stored) {
     NEED(2);
     KEY(0);
     NUMBER(1, id, NONE);
     uint32_t row = find_row(self, &key);
-    if (row == NONE || row_at(self, row)->id != id) Py_RETURN_FALSE;
+    if (row == NONE || (id && row_at(self, row)->id != id)) Py_RETURN_FALSE;
     row_at(self, row)->flags |= STORED;
     enter_order(self, row_at(self, row), row);
     Py_RETURN_TRUE;
-}
-
-static PyObject *victims(Rows *self, uint64_t count, uint32_t tenant, int drop) {
-    const Place *next;
-    PyObject *found = PyList_New(0);
-    while (found && count-- && (next = first(self, tenant))) {
-        Row *r = row_at(self, next->row);
-        if (!append(self, found, r, drop)) {
-            Py_CLEAR(found);
-        } else if (!drop) {
-            leave_order(self, r);
-            r->flags |= EVICTING;
-        }
-    }
-    return found;
 }
 
 /* select(count) -> list of keys: the next victims leave the order; they are being evicted */
 METHOD(select) {
     NEED(1);
     NUMBER(0, count, NONE);
-    return victims(self, count, TENANTS, 0);
+    const Place *next;
+    PyObject *found = PyList_New(0);
+    while (found && count-- && (next = first(self, TENANTS))) {
+        Row *r = row_at(self, next->row);
+        if (room_for_victims(self, self->evicting + 1) && append(self, found, r, 0))
+            begin_eviction(self, r, next->row);
+        else
+            Py_CLEAR(found);
+    }
+    return found;
 }
 
-/* evict(count) -> list of (key, slot): the next victims, which are gone */
+/* Rows of a tenant, or of all, that are not pinned, which are gone: those that are being evicted, then those in the order. */
+static PyObject *evict(Rows *self, uint32_t tenant, uint64_t count) {
+    const Place *next;
+    PyObject *found = PyList_New(0);
+    for (uint32_t i = 0; found && count && i < self->evicting;) {
+        Row *r = row_at(self, self->victims[i]);
+        if (r->pins || (tenant < TENANTS && r->tenant != tenant)) {
+            i++;
+        } else if (append(self, found, r, 1)) { /* it is the list's no more */
+            count--;
+        } else {
+            Py_CLEAR(found);
+        }
+    }
+    while (found && count-- && (next = first(self, tenant)))
+        if (!append(self, found, row_at(self, next->row), 1)) Py_CLEAR(found);
+    return found;
+}
+
+/* evict(count) -> list of (key, slot) */
 METHOD(evict) {
     NEED(1);
     NUMBER(0, count, NONE);
-    return victims(self, count, TENANTS, 1);
+    return evict(self, TENANTS, count);
 }
 
 /* evict_of(tenant, count) -> the same of this tenant's rows */
@@ -275,7 +317,22 @@ METHOD(evict_of) {
     NEED(2);
     NUMBER(0, tenant, TENANTS - 1);
     NUMBER(1, count, NONE);
-    return victims(self, count, (uint32_t)tenant, 1);
+    return evict(self, (uint32_t)tenant, count);
+}
+
+/* evicting() -> how many rows are being evicted */
+METHOD(evicting) {
+    NEED(0);
+    (void)args;
+    return PyLong_FromUnsignedLong(self->evicting);
+}
+
+/* is_evicting(key) */
+METHOD(is_evicting) {
+    NEED(1);
+    KEY(0);
+    uint32_t row = find_row(self, &key);
+    return PyBool_FromLong(row != NONE && row_at(self, row)->flags & EVICTING);
 }
 
 /* count_of(tenant) -> how many rows are there of it */
@@ -293,10 +350,22 @@ METHOD(cancel) {
     uint32_t row = find_row(self, &key);
     if (row == NONE || !(row_at(self, row)->flags & EVICTING)) Py_RETURN_FALSE;
     Row *r = row_at(self, row);
-    r->flags &= ~EVICTING;
+    end_eviction(self, r, row);
     use_row(self, r, row, tick);
     enter_order(self, r, row);
     Py_RETURN_TRUE;
+}
+
+/* cancel_all(): every row that is being evicted is back in its place */
+METHOD(cancel_all) {
+    NEED(0);
+    (void)args;
+    while (self->evicting) {
+        uint32_t row = self->victims[self->evicting - 1];
+        end_eviction(self, row_at(self, row), row);
+        enter_order(self, row_at(self, row), row);
+    }
+    Py_RETURN_NONE;
 }
 
 /* remove(key, id) -> its slot, or -1 if the key has another row by now, or none; id 0: whichever it has */
@@ -443,7 +512,7 @@ METHOD(oldest) {
 METHOD(free) {
     NEED(1);
     NUMBER(0, count, NONE);
-    self->live = self->used_count = 0;
+    self->live = self->used_count = self->evicting = 0;
     self->free_row = NONE;
     for (uint32_t t = 0; t < self->tenants; t++) self->heaps[t].ordered = self->heaps[t].rows = 0;
     for (; count && self->rows.count; count--) {
@@ -501,6 +570,7 @@ static void rows_dealloc(PyObject *object) {
     Py_XDECREF(all);
     free(self->rows.chunks);
     for (uint32_t t = 0; t < TENANTS; t++) free(self->heaps[t].places.chunks);
+    free(self->victims);
     free(self->used);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(object);
@@ -509,10 +579,11 @@ static void rows_dealloc(PyObject *object) {
 
 #define ENTRY(name) {#name, (PyCFunction)(void (*)(void))rows_##name, METH_FASTCALL, NULL}
 static PyMethodDef methods[] = {
-    ENTRY(add),         ENTRY(get),        ENTRY(is_stored), ENTRY(has_many), ENTRY(touch_many),
-    ENTRY(take_used),   ENTRY(pin),        ENTRY(unpin),     ENTRY(stored),        ENTRY(select),       ENTRY(cancel),
-    ENTRY(evict),       ENTRY(remove),     ENTRY(sweep),     ENTRY(begin_listing), ENTRY(list_columns), ENTRY(some),
-    ENTRY(oldest),      ENTRY(free),       ENTRY(evict_of),  ENTRY(count_of),      {NULL, NULL, 0, NULL},
+    ENTRY(add),        ENTRY(get),        ENTRY(is_stored), ENTRY(has_many),      ENTRY(touch_many),   ENTRY(take_used),
+    ENTRY(pin),        ENTRY(unpin),      ENTRY(pin_many),  ENTRY(unpin_many),    ENTRY(stored),       ENTRY(select),
+    ENTRY(cancel),     ENTRY(cancel_all), ENTRY(evict),     ENTRY(evict_of),      ENTRY(evicting),     ENTRY(is_evicting),
+    ENTRY(remove),     ENTRY(sweep),      ENTRY(some),      ENTRY(begin_listing), ENTRY(list_columns), ENTRY(oldest),
+    ENTRY(count_of),   ENTRY(free),       {NULL, NULL, 0, NULL},
 };
 static PyType_Slot slots[] = {
     {Py_tp_new, rows_new},       {Py_tp_dealloc, rows_dealloc}, {Py_tp_methods, methods},

@@ -1,11 +1,12 @@
-/* The table of tier_rows.c: rows by their keys, and the order in which they are evicted.
+/* The table of tier_rows.c: rows of host memory or of a storage tier by their keys, and the order in which they are evicted.
  *
  * A row is found by its key (open addressing in 1024 shards, each of which grows by itself, so that no call takes long),
  * and has a place in a heap: the least recently used tick first, and of a tick the row that was added last (the leaf of a
  * prefix). There is a heap for each tenant that has a quota, so that its own next victim is known too; the first of all
  * is the least of their firsts. Rows that are pinned, not stored yet, or being evicted are not in the heap; they keep
- * tick and sequence, so that they go back to their place. Everything is in chunks that are never moved; a row costs about
- * 100 bytes with its key of 36.
+ * tick and sequence, so that they go back to their place. Those that are being evicted, which are few, are in a list, the
+ * first selected first: what needs room takes those of them that are not pinned before any other. Everything else is in
+ * chunks that are never moved; a row costs about 100 bytes with its key of 36.
  */
 #include <Python.h>
 #include <stdint.h>
@@ -24,7 +25,7 @@ typedef struct {
     uint32_t slot;   /* the next free row, if this one is free */
     uint32_t place;  /* in the heap, or NONE */
     uint32_t id;     /* another one each time the row is taken */
-    uint16_t pins;
+    uint32_t pins;   /* each request that waits may pin the rows of a prefix that all share */
     uint8_t flags, listing, length, tenant;
     union {
         char key[INLINE_KEY];
@@ -67,6 +68,8 @@ typedef struct {
     uint32_t live, free_row, next_row; /* next_row: no row from it on was ever used */
     uint32_t seq;
     uint8_t listing;
+    uint32_t *victims; /* rows that are being evicted, the first selected first */
+    uint32_t victims_size, evicting; /* evicting: how many they are */
     uint32_t *used; /* a ring of rows that were used since `take_used` */
     uint32_t used_size, used_first, used_count;
 } Rows;
@@ -154,6 +157,32 @@ static const Place *first(const Rows *self, uint32_t tenant) {
         if (!least || before(top, least)) least = top;
     }
     return least;
+}
+
+/* --- victims: rows that are being evicted */
+
+static int room_for_victims(Rows *self, uint32_t count) { /* 0 without memory, and an exception */
+    if (count <= self->victims_size) return 1;
+    uint32_t *victims = realloc(self->victims, count * sizeof *victims);
+    if (!victims) return PyErr_NoMemory(), 0;
+    self->victims = victims;
+    self->victims_size = count;
+    return 1;
+}
+
+/* There is room. */
+static void begin_eviction(Rows *self, Row *r, uint32_t row) {
+    leave_order(self, r);
+    r->flags |= EVICTING;
+    self->victims[self->evicting++] = row;
+}
+
+static void end_eviction(Rows *self, Row *r, uint32_t row) { /* it is in no order */
+    if (!(r->flags & EVICTING)) return;
+    uint32_t i = 0;
+    while (self->victims[i] != row) i++;
+    memmove(&self->victims[i], &self->victims[i + 1], (--self->evicting - i) * sizeof *self->victims);
+    r->flags &= ~EVICTING;
 }
 
 /* --- keys */
@@ -246,6 +275,7 @@ static void drop_row(Rows *self, Shard *s, Cell *cell) {
     uint32_t row = cell->row - 1;
     Row *r = row_at(self, row);
     leave_order(self, r);
+    end_eviction(self, r, row);
     self->heaps[r->tenant].rows--;
     remove_cell(s, cell);
     if (r->length > INLINE_KEY) free(r->far);

@@ -174,25 +174,14 @@ class TieredStore:
     def _put_part(
         self, keys: list[Key], chunks: Sequence[NDArray[np.uint8]], whole: str, interrupts: Interrupts
     ) -> bool:
-        """Whether all of them were stored. Each is written once at most, so this ends although others evict them."""
-        left = dict(zip(keys, chunks, strict=True))
-        found = False
-        while True:
-            written = self._write(left, interrupts)
-            with self.coordinator.core() as core:
-                core.pin(whole, keys)  # before a search for more room finds these
-            places = self._locate(keys)
-            if None not in places:
-                return True
-            missing = {key for key, place in zip(keys, places, strict=True) if place is None}
-            left = {key: chunk for key, chunk in left.items() if key in missing and key not in written}
-            if not left or (found and not written):
-                return False
-            if not (found := self.coordinator.look_on()):
-                return False
+        """Whether all of them were stored."""
+        self._write(dict(zip(keys, chunks, strict=True)), interrupts)
+        with self.coordinator.core() as core:
+            core.pin(whole, keys)  # before the next part needs room
+        return None not in self._locate(keys)
 
-    def _write(self, chunk_of: Mapping[Key, NDArray[np.uint8]], interrupts: Interrupts) -> set[Key]:
-        """Write those that no host row holds, as far as there is room. Returns which ones."""
+    def _write(self, chunk_of: Mapping[Key, NDArray[np.uint8]], interrupts: Interrupts) -> None:
+        """Write those that no host row holds, as far as there is room."""
         name = next(self._names)  # a new request: rows of earlier parts are older, and evicted first
         try:
             plan = self.coordinator.prepare_store(name, list(chunk_of), call=True)
@@ -203,7 +192,6 @@ class TieredStore:
                 self._region.mark(np.array(plan.rows), 0, plan.store_seq, True)
         finally:
             self.coordinator.end_call(name)  # in any case; rows that are not marked have failed
-        return set(plan.keys)
 
     def get(self, keys: Sequence[Key], out: Any) -> list[bool]:
         """Fetch chunks into `out`. True at i: verified bytes of keys[i] are in out[i]; else out[i] is unchanged.

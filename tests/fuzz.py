@@ -3,7 +3,7 @@
     python tests/fuzz.py --minutes 10            prints the seed of each round
     python tests/fuzz.py --seed 1234 --rounds 1  the same examples again
 
-A round runs the state machine of the core, the models of the eviction policies and of a tier's rows, and the fuzzers of
+A round runs the state machine of the core, the model of the tables of rows, and the fuzzers of
 seal and configuration, all with one seed. It ends with the first failure; hypothesis keeps the shrunk example in
 .hypothesis, and the next run begins with it. `make test` draws the same examples each time, not these: what was found
 becomes a test.
@@ -24,7 +24,6 @@ FUZZED = [
     "tests/core/test_stateful.py",
     "tests/core/test_tier_rows.py",
     "tests/core/test_announced.py",
-    "tests/core/test_eviction.py",
     "tests/memory/test_seal.py",
     "tests/config/test_schema.py",
     "tests/tiers/s3/test_record.py",

@@ -23,8 +23,6 @@ class HugePages(StrEnum):
     OFF = "off"  # 4 KiB
 
 
-Eviction = Literal["lru", "s3fifo", "arc"]
-
 Prefer = Literal["latency", "throughput"]
 """Whose time counts when loading is weighed against computing: the request's own, or that of all requests, which wait
 while one computes, and not while one loads."""

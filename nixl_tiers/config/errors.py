@@ -49,7 +49,7 @@ REMOVED_OF_TIERS: Final = {
     "session_token_env": _CREDENTIALS,
     "sse": "set the bucket's default encryption, which its objects get",
     "sse_key": "set the key in the bucket's default encryption, which its objects get",
-    "eviction": "storage tiers evict what was used least recently, a bucket what was written first",
+    "eviction": "what was used least recently is evicted first, from a bucket what was written first",
     "list_requests_per_hour": "a prefix is listed when its budget needs it, at least 30 s after the last listing",
     "shared": "engines that have the same bucket and prefix share it",
     "max_transfers": "how many run follows from what the server is measured to take, at most 64 each way",

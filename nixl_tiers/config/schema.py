@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, Field, PlainValidator, TypeAdapter, ValidationError, WithJsonSchema, model_validator
 
-from nixl_tiers.base.policies import DEFAULT_PROBE_S, DEFAULT_WAIT_S, Eviction, Prefer, Write
+from nixl_tiers.base.policies import DEFAULT_PROBE_S, DEFAULT_WAIT_S, Prefer, Write
 from nixl_tiers.config import source as config_source
 from nixl_tiers.config.errors import ConfigError, refuse_removed, refuse_secrets, sentence
 from nixl_tiers.config.fields import (
@@ -53,7 +53,6 @@ __all__ = [
     "ConfigError",
     "CpuConfig",
     "EnvironmentName",
-    "Eviction",
     "FileConfig",
     "S3Config",
     "Seconds",

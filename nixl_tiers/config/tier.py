@@ -14,7 +14,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic.fields import FieldInfo
 
-from nixl_tiers.base.policies import Eviction, HugePages, Write
+from nixl_tiers.base.policies import HugePages, Write
 from nixl_tiers.config import fields
 from nixl_tiers.config.errors import ConfigError
 
@@ -66,7 +66,6 @@ class CpuConfig(Model):
 
     type: Literal["cpu"] = Field(description="kind of the tier")
     capacity: Size = Field(description="budget in host memory, per node")
-    eviction: Eviction = Field("lru", description="eviction policy")
     huge_pages: Annotated[
         HugePages, BeforeValidator(fields.bare_off, json_schema_input_type=HugePages | Literal[False])
     ] = Field(

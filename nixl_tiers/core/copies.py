@@ -162,9 +162,9 @@ class Copies:
         room = self._state.make_room(len(fresh), request.wishes.tenant)
         self._store_seq += 1
         plan = StorePlan(fresh[:room], [], self._store_seq)
-        for key in plan.keys:
-            row = self._host.insert(key, RowState.FILLING, tick, request.wishes.tenant)
-            self._reference((row,), name, call)
+        rows = [self._host.insert(key, RowState.FILLING, tick, request.wishes.tenant) for key in plan.keys]
+        self._reference(rows, name, call)
+        for row in rows:
             row.host_only = request.wishes.host_only
             row.store_seq = self._store_seq
             plan.rows.append(row.index)
@@ -176,6 +176,7 @@ class Copies:
         rows = self._being_filled(keys)
         kept = [row for row in rows if row.key not in dropped] if dropped else rows
         bad = judge(kept)
+        self._host.unpin(rows)
         for row in rows:
             row.worker_refs = 0
             if row.key in dropped:
@@ -192,6 +193,7 @@ class Copies:
         written = [row for row in rows if row.state is RowState.FILLING and not row.invalidated]
         bad = judge(written)
         self._calls.pop(name, None)
+        self._host.unpin(rows)
         for row in rows:
             row.call_refs -= 1
             if row.invalidated:
@@ -229,6 +231,7 @@ class Copies:
 
     def _reference(self, rows: Sequence[Row], name: str, call: bool) -> None:
         """A worker, or a call, is going to read or write these rows."""
+        self._host.pin(rows)
         if call:
             for row in rows:
                 row.call_refs += 1
@@ -243,6 +246,7 @@ class Copies:
         rows = loads.pop(0) if loads else []
         if not loads:
             self._loads.pop(name, None)
+        self._host.unpin(rows)
         for row in rows:
             row.worker_refs -= 1
         if rows:  # all of one generation
@@ -260,7 +264,7 @@ class Copies:
                     counters.incomplete += row.key not in failed
                     self._host.invalidate(row)
         for row in good:
-            row.state = RowState.READY
+            self._host.ready(row)
         if (announced := self._state.announced) is not None:
             for row in good:
                 announced.seen(row.key)

@@ -10,7 +10,6 @@ from typing import Final
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.promotion import RequestIndex
-from nixl_tiers.core.rows import Row
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.writeback import WriteBack
 
@@ -19,11 +18,10 @@ MAX_KEYS: Final = 1 << 18  # that wait; the uses that were reported first are fo
 
 @dataclass(slots=True)
 class _Hits:
-    """One request's. `request_tick`: of what it loads and stores; `done`: how many of `keys` have been touched."""
+    """One request's. `done`: how many of `keys` have been touched."""
 
     keys: Sequence[Key]
     tick: int
-    request_tick: int
     host_only: bool
     done: int = 0
 
@@ -50,10 +48,10 @@ class EngineHits:
         """The engine used these chunks, in prefix order, for a request. Looks at none of them; nobody may change
         `keys` from now on."""
         request = self._requests.get(name)
-        request_tick = self._state.tick_of(request)
+        self._state.tick_of(request)
         tick = 0 if request.wishes.evict_first else self._state.tick
         self._state.tick += 1
-        self._queue.append(_Hits(keys, tick, request_tick, request.wishes.host_only))
+        self._queue.append(_Hits(keys, tick, request.wishes.host_only))
         self.waiting += len(keys)
         while self.waiting > MAX_KEYS:
             self._drop_first()
@@ -77,21 +75,14 @@ class EngineHits:
         self.waiting = 0
 
     def _touch(self, keys: Sequence[Key], hits: _Hits) -> None:
-        index, used, rows = self._state.host.index, list[Key](), list[Row]()
-        for key in keys:
-            row = index.get(key)
-            if row is not None:
-                if row.tick == hits.request_tick:
-                    continue  # it has loaded or stored it too: the uses of one request count once
-                rows.append(row)
-            used.append(key)
+        rows = [row for row in map(self._state.host.index.get, keys) if row is not None]
         self._state.host.touch(rows, hits.tick)
         if not hits.host_only:
             for row in rows:
                 if row.host_only:
                     self._writeback.allow(row)
         for tier in self._state.tiers:
-            tier.index.touch(used, hits.tick)
+            tier.index.touch(keys, hits.tick)
 
     def _drop_first(self) -> None:
         hits = self._queue.popleft()

@@ -152,8 +152,6 @@ class Events:
     def expire(self, now: float) -> None:
         """Apply the deadlines of jobs, and do a slice of what is left to do."""
         self._state.begin_slice()
-        if not self._state.unfinished:
-            self._state.host.no_victims = False
         self._health.watch(now)
         self._work(now)
         self._promotion.expire(now)
@@ -272,17 +270,12 @@ class Events:
                 if member.state is TierState.DOWN:
                     member.clear_deletes()  # the next mover lists what is there
         for tier in self._state.tiers:
-            while tier.index.former and self._state.take():
-                tier.index.return_victims(1)
             while tier.index.has_gone and self._state.take():
                 tier.index.forget_gone()
         self._promotion_jobs.retry(now)
         host = self._state.host
         while host.has_old and self._state.take():
             host.reclaim_old(1)
-        if host.searching and self._state.take(self._state.limits.rows_per_slice):
-            found = host.look_on()
-            host.no_victims = not (found or host.searching)
         self._engine_hits.work()
         if self._retention.waiting:
             self._retention.work(now)

@@ -10,56 +10,43 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
-from nixl_tiers.core.eviction import EvictionPolicy
-from nixl_tiers.core.eviction.lru import LeafFirstLru
 from nixl_tiers.core.rows import CPU, Generation, Row, RowState
 from nixl_tiers.core.slots import Slots
 from nixl_tiers.core.stats import HOST, Counters, EvictionHistory, Gone, tag_of
+from nixl_tiers.core.tier_rows import NO_ID, Found, room_for_victims
 
 _EVICTED: Final = tag_of(HOST, Gone.EVICTED)
-MAX_LOOKS: Final = 256  # pinned rows that one search for victims passes over
 MAX_JUDGED: Final = 256  # rows from before a reset that are judged beyond what is needed
 
 
 class HostTier:
-    """Rows by key. A row is allocated again only when no job of a worker or mover reads or writes it.
+    """Rows by key. A row is allocated again only when no job of a worker or mover reads or writes it. The table of its
+    generation (`Generation.table`) has the order in which they go, and their pins.
 
     A reset ends all rows at once; `reclaim_old` frees them in slices, and those that workers still use at `flushed`.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        policy: Callable[[], EvictionPolicy],
-        gone: EvictionHistory | None = None,
-        quotas: Sequence[float] = (),
-    ) -> None:
+    def __init__(self, rows: int, gone: EvictionHistory | None = None, quotas: Sequence[float] = ()) -> None:
         """`quotas`: which share of the rows each tenant may have, from number 1 on."""
         self.rows = rows
         self._shares = quotas
         self.fit(rows)
-        self._own = [LeafFirstLru() for _ in quotas]  # the rows of each tenant, by their last use
         self.generation = Generation()
         self.index: dict[Key, Row] = {}
         self.counters = Counters()
         self._gone = gone or EvictionHistory()
         self.changed: Callable[[Key], None] | None = None  # the key of each row that came up or goes, but for resets
-        self.evicting: dict[Key, Row] = {}
         self.retained_of = array("q", [0] * (1 + len(quotas)))
         """How many rows `retain` keeps from eviction, by tenant; 0: those of none."""
         self.step = 0
         self.grows = False
         """Whether more rows are about to be usable: their memory is being allocated."""
-        self._make_policy = policy
-        self._policy = policy()
         self._slots = Slots(rows)
         self._inserted = 0
+        self._hits: list[Sequence[Row]] = []  # of this step, pinned until it ends
         self._old: deque[dict[int, Row] | dict[Key, Row]] = deque()  # of generations that have ended, not yet judged
         self._unflushed: OrderedDict[int, Row] = OrderedDict()  # by index: judged, and workers may still use them
         self._flushed = 0  # of so many generations, from the first, workers have ended every job
-        self._unseen = 0  # rows that a search for victims has not looked at
-        self.no_victims = False  # a search through all rows has just ended without any: do not begin the next at once
-        self._gave_up = False  # whether the last one looked at some of the rows only
 
     def fit(self, rows: int) -> None:
         """So many rows there are, or will be: the quotas are shares of them."""
@@ -88,87 +75,99 @@ class HostTier:
         """How many rows `retain` keeps from eviction."""
         return sum(self.retained_of)
 
+    @property
+    def evicting(self) -> int:
+        """How many rows are being evicted: written below first."""
+        return self.generation.table.evicting()
+
+    # --- what keeps a row ----------------------------------------------------------------------------------------
+
+    def pin(self, rows: Iterable[Row]) -> None:
+        """Keep these rows, which a look-up finds, from eviction until `unpin`. Pins count."""
+        self.generation.table.pin_many([row.key for row in rows])
+
+    def unpin(self, rows: Iterable[Row]) -> None:
+        self.generation.unpin(rows)
+
+    def hit(self, rows: Sequence[Row]) -> None:
+        """Hits of this step must still be there when the same step prepares their load. Nobody may change `rows`."""
+        if rows:
+            self.pin(rows)
+            self._hits.append(rows)
+
+    def end_step(self) -> None:
+        """What was a hit in this step may go, unless something else keeps it."""
+        self.step += 1
+        for rows in self._hits:
+            self.unpin(rows)
+        self._hits.clear()
+
+    def retain(self, row: Row, until: int) -> None:
+        """Keep a row that a look-up finds from eviction until `release`."""
+        if not row.retained_until:
+            self.cancel_eviction(row, 0)
+            self.pin((row,))
+            self.retained_of[row.tenant] += 1
+        row.retained_until = until
+
+    def release(self, row: Row) -> None:
+        """A retained row may be evicted again, as one that was used last when it was."""
+        row.retained_until = 0
+        self.retained_of[row.tenant] -= 1
+        self.unpin((row,))
+
+    # --- eviction ------------------------------------------------------------------------------------------------
+
     def make_room(self, count: int) -> list[Row]:
-        """Evict until `count` rows are free, or all that are left are pinned, or `searching`; returns the victims."""
+        """Evict until `count` rows are free, or all that are left are pinned; returns the victims."""
         if count > self._slots.free and self._old:
             self.reclaim_old(count + MAX_JUDGED)
         missing = count - self._slots.free
-        victims: list[Row] = []
-        if missing > 0:
-            victims = self._unpinned_evicting(missing)
-            victims += self._take_victims(missing - len(victims))
-            for row in victims:
-                self._remove(row)
-            if len(victims) == missing or not (self._gave_up or len(self.evicting) > MAX_LOOKS):
-                self._unseen = 0
-                self.no_victims = False
-            elif not self._unseen and not self.no_victims:
-                self._unseen = max(len(self._policy), len(self.evicting))
-        return victims
+        return self._evicted(self.generation.table.evict(missing)) if missing > 0 else []
 
     def make_quota_room(self, tenant: int, count: int) -> tuple[int, list[Row]]:
         """How many of `count` rows this tenant's quota has room for, once those of its own that were used least
         recently, and are not pinned, have been evicted; and these."""
         if not tenant:
             return count, []
-        own, quota = self._own[tenant - 1], self.quotas[tenant - 1]
-        over = len(own) + count - quota
-        victims = self._take_victims(over, own) if over > 0 else []
-        for row in victims:
-            if not row.evicting:
-                self._policy.remove(row.key)
-            self._remove(row)
-        return max(0, min(count, quota - len(own))), victims
+        table, quota = self.generation.table, self.quotas[tenant - 1]
+        over = table.count_of(tenant) + count - quota
+        victims = self._evicted(table.evict_of(tenant, over)) if over > 0 else []
+        return max(0, min(count, quota - table.count_of(tenant))), victims
 
     def rows_of(self, tenant: int) -> int:
         """How many rows of this tenant a look-up finds, or is about to."""
-        return len(self._own[tenant - 1])
-
-    @property
-    def searching(self) -> bool:
-        """Whether there may be victims among rows that the last `make_room` has not looked at; `look_on` does."""
-        return self._unseen > 0
-
-    def look_on(self) -> bool:
-        """Pass over some of the pinned rows that are next to be evicted, so that an eviction need not; whether one is
-        behind them that can be evicted."""
-        self._unseen = max(0, self._unseen - MAX_LOOKS)
-        found = self._take_victims(1)
-        for row in found:
-            self._policy.put_back(row.key, row.tick)
-        if found or self._unpinned_evicting(1):
-            self._unseen = 0
-            return True
-        return False
+        return self.generation.table.count_of(tenant)
 
     def select_victims(self, count: int) -> list[Row]:
-        """Start the eviction of the `count` least valuable rows: still hits, until `finish_eviction` is called."""
-        rows = self._take_victims(count)
-        for row in rows:
-            row.evicting = True
-            self.evicting[row.key] = row
-        return rows
+        """Start the eviction of the `count` least valuable rows, or of fewer, as only so many are being evicted at a
+        time: still hits, until `finish_eviction` is called."""
+        table = self.generation.table
+        return [self.index[key] for key in table.select(room_for_victims(table, count))]
+
+    def is_evicting(self, row: Row) -> bool:
+        return not row.invalidated and self.generation.table.is_evicting(row.key)
 
     def finish_eviction(self, row: Row) -> None:
         """Evict a victim now, unless its eviction was cancelled. One that is pinned stays: it is selected again."""
-        if row.evicting and self._is_pinned(row.key):
-            self.cancel_eviction(row, row.tick)
-        elif row.evicting:
-            self._remove(row)
+        if self.is_evicting(row) and not self.evict(row):
+            self.cancel_eviction(row, 0)
 
-    def evict(self, row: Row) -> None:
+    def evict(self, row: Row) -> bool:
         """Evict a row that a look-up finds now, unless it is pinned."""
-        if not self._is_pinned(row.key):
-            if not row.evicting:
-                self._policy.remove(row.key)
-            self._remove(row)
+        found = self.generation.table.get(row.key)
+        if found is None or Found(*found).pins or not Found(*found).stored:
+            return False
+        self._evicted([(row.key, self.generation.table.remove(row.key, NO_ID))])
+        return True
 
     def cancel_eviction(self, row: Row, tick: int) -> None:
-        """A victim cannot be written below, or is used again: it stays, as a row that was used at this tick."""
-        if row.evicting:
-            row.evicting = False
-            del self.evicting[row.key]
-            self._policy.put_back(row.key, tick)
+        """A victim cannot be written below, or is used again: it stays, as a row that was used at this tick, if that is
+        later than its last use."""
+        if not row.invalidated and self.generation.table.cancel(row.key, tick):
+            row.tick = max(row.tick, tick)
+
+    # --- rows ----------------------------------------------------------------------------------------------------
 
     def insert(self, key: Key, state: RowState, tick: int, tenant: int = 0) -> Row:
         """A free row for `key`; call make_room first, and make_quota_room."""
@@ -176,12 +175,15 @@ class HostTier:
         assert index is not None, "insert without room"
         self._inserted += 1
         row = self.index[key] = Row(key, index, self._inserted, state, self.generation)
-        row.tick = tick
-        self._policy.add(key, tick)
-        if tenant:
-            row.tenant = tenant
-            self._own[tenant - 1].add(key, tick)
+        row.tick, row.tenant = tick, tenant
+        added = self.generation.table.add(key, index, tick, state is RowState.READY, tenant)
+        assert added != NO_ID, "a key is inserted twice"
         return row
+
+    def ready(self, row: Row) -> None:
+        """A row that a look-up finds is complete: a hit, and it may be evicted once nothing pins it."""
+        row.state = RowState.READY
+        self.generation.table.stored(row.key, NO_ID)
 
     def in_slices(self, count: int) -> Iterator[list[Row]]:
         """All rows that a look-up finds, those of a prefix in its order, `count` at a time. If rows come or go between
@@ -200,48 +202,20 @@ class HostTier:
         return Row(key, index, order=0, state=RowState.LOADING, generation=self.generation, removed=True)
 
     def touch(self, rows: Iterable[Row], tick: int) -> None:
-        """These rows, which a look-up finds, were used, in prefix order."""
-        keys: list[Key] = []
+        """These rows, which a look-up finds, were used, in prefix order. Those that are being evicted stay."""
+        rows = list(rows)
         for row in rows:
-            if row.evicting:
-                self._policy.touch(keys, tick)  # before it in the order of its batch
-                keys = []
-                self.cancel_eviction(row, row.tick)
             row.tick = max(row.tick, tick)  # not older by a request that began before the last one that used it
-            if not row.retained_until:
-                keys.append(row.key)
-            if row.tenant:
-                self._own[row.tenant - 1].touch((row.key,), tick)
-        self._policy.touch(keys, tick)
-
-    def retain(self, row: Row, until: int) -> None:
-        """Keep a row that a look-up finds from eviction until `release`. It leaves the order, so that no search for
-        victims passes over it."""
-        if not row.retained_until:
-            self.cancel_eviction(row, row.tick)
-            self._policy.remove(row.key)
-            self.retained_of[row.tenant] += 1
-        row.retained_until = until
-
-    def release(self, row: Row) -> None:
-        """A retained row may be evicted again: next after what was used last when it was, as that may be the rest of
-        its prefix."""
-        row.retained_until = 0
-        self.retained_of[row.tenant] -= 1
-        self._policy.add(row.key, row.tick + 1)
+        self.generation.table.touch_many([row.key for row in rows], tick)
 
     def invalidate(self, row: Row) -> None:
         """No look-up finds this row from now on; it is free once no job uses it."""
         if not row.invalidated:
             row.removed = True
             del self.index[row.key]
-            if row.evicting:
-                del self.evicting[row.key]
-            elif row.retained_until:
+            self.generation.table.remove(row.key, NO_ID)
+            if row.retained_until:
                 self.retained_of[row.tenant] -= 1
-            else:
-                self._policy.remove(row.key)
-            self._leave_quota(row)
             if self.changed is not None:
                 self.changed(row.key)
         self.reclaim(row)
@@ -268,14 +242,12 @@ class HostTier:
         """No row of before is found any more. O(1)."""
         self.counters.reset += self.counters.rows
         self.generation.ended = True
+        garbage.add(self.generation.table)
         self.generation = Generation(self.generation.number + 1)
         self._old.append(self.index)
-        garbage.add(self.evicting, self._policy, self._own)
-        self.index, self.evicting, self._policy = {}, {}, self._make_policy()
-        self._own = [LeafFirstLru() for _ in self._own]
+        garbage.add(self._hits)
+        self.index, self._hits = {}, []
         self.retained_of = array("q", [0] * len(self.retained_of))
-        self._unseen = 0
-        self.no_victims = False
 
     def reclaim_old(self, most: int) -> None:
         """Judge up to `most` rows from before a reset: free those that no job uses."""
@@ -318,60 +290,18 @@ class HostTier:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _remove(self, row: Row) -> None:
-        del self.index[row.key]
-        self.evicting.pop(row.key, None)
-        self._leave_quota(row)
-        self._slots.release(row.index)
-        self.counters.evictions += 1
-        self._gone.note(row.key, _EVICTED)
-        self.counters.unused += row.source != CPU  # no load has read it since it was promoted
-        if self.changed is not None:
-            self.changed(row.key)
-
-    def _leave_quota(self, row: Row) -> None:
-        if row.tenant and row.key in self._own[row.tenant - 1]:
-            self._own[row.tenant - 1].remove(row.key)
-
-    def _unpinned_evicting(self, count: int) -> list[Row]:
-        """Up to `count` victims that can leave before they are written below. Passes over so many pinned ones, which
-        are the last to be looked at again, and no more."""
-        found: list[Row] = []
-        for row in list(islice(self.evicting.values(), MAX_LOOKS + count)):
-            if len(found) == count:
-                break
-            if self._is_pinned(row.key):
-                self.evicting[row.key] = self.evicting.pop(row.key)
-            else:
-                found.append(row)
-        return found
-
-    def _take_victims(self, count: int, policy: EvictionPolicy | None = None) -> list[Row]:
-        """Up to `count` rows that the policy evicts; looks at so many rows that are pinned, and no more."""
-        policy = self._policy if policy is None else policy
-        before, most = len(policy), MAX_LOOKS + count
-        left = most
-
-        def is_pinned(key: Key) -> bool:
-            nonlocal left
-            left -= 1
-            return left >= 0 and self._is_pinned(key)  # give up: the policy takes the next ones for victims
-
-        rows = [self.index[key] for key in policy.evict(count, is_pinned)]
-        self._gave_up = left < 0 or (len(rows) < count and most - left < before)
-        if left >= 0:
-            return rows
-        pinned = {row.key for row in rows if self._is_pinned(row.key)}
-        for row in reversed(rows):
-            if row.key in pinned:
-                policy.put_back(row.key, row.tick)
-        return [row for row in rows if row.key not in pinned]
-
-    def _is_pinned(self, key: Key) -> bool:
-        row = self.index[key]
-        # A hit of this step must still be there when the same step prepares its load.
-        in_use = row.referenced or row.request_pins or row.state is not RowState.READY or row.step == self.step
-        return bool(in_use or row.retained_until)
+    def _evicted(self, victims: Iterable[tuple[Key, int]]) -> list[Row]:
+        """(key, index) of rows that the table has no more: they are free."""
+        rows = [self.index.pop(key) for key, _ in victims]
+        for row in rows:
+            self._slots.release(row.index)
+            row.removed, row.index = True, -1
+            self.counters.evictions += 1
+            self._gone.note(row.key, _EVICTED)
+            self.counters.unused += row.source != CPU  # no load has read it since it was promoted
+            if self.changed is not None:
+                self.changed(row.key)
+        return rows
 
 
 def rows_of_share(share: float, rows: int) -> int:

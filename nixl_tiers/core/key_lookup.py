@@ -40,7 +40,7 @@ class KeyLookups:
         if row is not None and row.state is RowState.READY:
             if row.missing > first:
                 return Lookup.MISS
-            row.step = self._host.step
+            self._host.hit((row,))
             if request.waiting:
                 request.pin(row)
             else:

@@ -263,9 +263,7 @@ class Chains:
             self._queue(request, wanted)
             self._promotion.wait(request, look.now)
         if not (missing and request.waiting):  # a pin ends if the request is not scheduled for long, even in this step
-            step = self._host.step
-            for row in ready:
-                row.step = step
+            self._host.hit(ready)
         if request.waiting:
             request.pin_all(ready)
         else:

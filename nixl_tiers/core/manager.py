@@ -11,11 +11,10 @@ host memory everywhere else.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from itertools import repeat
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.base.policies import Eviction, Prefer, Write
+from nixl_tiers.base.policies import Prefer, Write
 from nixl_tiers.core.announced import Announced
 from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.chain_rows import Chain
@@ -23,7 +22,6 @@ from nixl_tiers.core.copies import Copies
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.engine_hits import EngineHits
 from nixl_tiers.core.events import Events
-from nixl_tiers.core.eviction import make_policy
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.health import Health
 from nixl_tiers.core.host import HostTier
@@ -61,7 +59,6 @@ class TierManager:
         row_bytes: int,
         tiers: Sequence[TierSpec],
         limits: Limits | None = None,
-        policy: Eviction = "lru",
         *,
         prefill: PrefillEstimate | None = None,
         prefer: Prefer = "latency",
@@ -69,7 +66,7 @@ class TierManager:
     ) -> None:
         """`quotas`: which share of the host each tenant may have, from number 1 on (`set_tenant`)."""
         gone = EvictionHistory()
-        self.host = HostTier(rows, partial(make_policy, policy, rows), gone, quotas)
+        self.host = HostTier(rows, gone, quotas)
         self.garbage = DeferredFree()
         self.limits = limits or Limits()
         self.tiers = [
@@ -214,7 +211,7 @@ class TierManager:
         """The scheduler's step is over: its hits that it did not load may be evicted again. `began`: requests that
         compute from now on; `preempted`: those that lost what they had computed, and come back."""
         self._state.turn_due = True
-        self.host.step += 1
+        self.host.end_step()
         self.checks.end_step()
         for name in began:
             self._requests.queued.discard(name)

@@ -190,7 +190,7 @@ class PromotionJobs:
         if self._state.below_host is None and (missing := count - self._host.free) > 0:
             for row in self._host.select_victims(missing):
                 if any(row.key in tier.to_store or row.key in tier.waiting_for_seal for tier in self._state.tiers):
-                    self._host.cancel_eviction(row, row.tick)
+                    self._host.cancel_eviction(row, 0)
                 else:
                     self._host.finish_eviction(row)
         return min(count, self._host.free)
@@ -247,7 +247,7 @@ class PromotionJobs:
         if outcome is Outcome.OK:
             tier.counters.bytes_read += self._state.row_bytes
             if not row.invalidated:
-                row.state = RowState.READY
+                self._host.ready(row)
                 row.sealed = True
                 self._host.counters.promoted += 1
                 if self._host.changed is not None:
@@ -330,7 +330,7 @@ class PromotionJobs:
         """Whether some rows of the full host may turn out not to be pinned, or will be unpinned though no request that
         waits for room gives up: those of loads and stores under way, and those of requests that have all they asked
         for. Loading more after them is quicker than computing, and their requests end it by their deadlines. O(1)."""
-        if self._host.grows or self._host.searching or any(tier.rows_loading for tier in self._state.tiers):
+        if self._host.grows or any(tier.rows_loading for tier in self._state.tiers):
             return True
         return self._host.generation.pinned_by_waiting + self._host.retained < self._host.used
 

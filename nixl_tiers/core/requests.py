@@ -201,7 +201,7 @@ class Request:
         """Keep `row` from eviction until the request loads it, ends, or expires."""
         if (old := self.pinned.get(row.key)) is None or old.invalidated:
             self.pinned[row.key] = row
-            row.request_pins += 1
+            self.generation.table.pin_many([row.key])
             self._count()
 
     def pin_all(self, rows: Sequence[Row]) -> None:
@@ -210,15 +210,15 @@ class Request:
             for row in rows:
                 self.pin(row)
             return
-        for row in rows:
-            self.pinned[row.key] = row
-            row.request_pins += 1
+        keys = [row.key for row in rows]
+        self.pinned.update(zip(keys, rows, strict=True))
+        self.generation.table.pin_many(keys)
         self._count()
 
     def unpin(self, row: Row) -> None:
         """The row that it waited for will not be ready."""
+        self.generation.unpin((row,))
         del self.pinned[row.key]
-        row.request_pins -= 1
         self.idle_until_s = NEVER
         self._count()
 
@@ -250,8 +250,7 @@ class Request:
         """It waits no longer: unpin its rows, forget what it asked for."""
         self.pending = False
         self.lost = None
-        for row in self.pinned.values():
-            row.request_pins -= 1
+        self.generation.unpin(self.pinned.values())
         self.pinned.clear()
         self.scan_hits.clear()
         self.asked.clear()

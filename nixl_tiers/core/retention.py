@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import ceil
@@ -9,7 +10,6 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
-from nixl_tiers.core.eviction.lru import UpwardBatches
 from nixl_tiers.core.prefetch_queue import PrefetchQueue
 from nixl_tiers.core.state import CascadeState
 
@@ -25,7 +25,9 @@ class Retention:
         self._host = state.host
         self._prefetch_queue = prefetch_queue
         self._most_of = [int(quota * state.limits.retain_share) for quota in state.host.quotas]
-        self._until = UpwardBatches()  # retained keys by the second at which that ends, those of a prefix in its order
+        # Retained keys by the second at which that ends, those of a prefix in its order; and a heap of these seconds.
+        self._until: dict[int, OrderedDict[Key, None]] = {}
+        self._seconds: list[int] = []
         self._ending = (0, 0)  # such a second, and the tick of use that its keys have in the tiers below
         self._planned: list[tuple[float, int, Sequence[Key], int]] = []  # a heap of prefetches, by time; their tenants
         self._plans = 0
@@ -47,13 +49,15 @@ class Retention:
             row = self._host.index.get(key)
             if row is None or row.retained_until >= second:
                 continue
-            known = key in self._until
-            if not row.retained_until and self._is_full(row.tenant, len(self._until) - known):
+            if not row.retained_until and self._is_full(row.tenant):
                 return False
-            if known:
-                self._until.remove(key)
+            if row.retained_until:
+                del self._until[row.retained_until][key]
             self._host.retain(row, second)
-            self._until.add_root(key, second)
+            if second not in self._until:
+                self._until[second] = OrderedDict()
+                heappush(self._seconds, second)
+            self._until[second][key] = None
             self.waiting = True
         return True
 
@@ -69,32 +73,35 @@ class Retention:
 
     def work(self, now: float) -> None:
         """End what is over by `now`, and begin what is due, as much as the slice has room for."""
-        while (second := self._until.lowest()) is not None and second <= now and not self._state.slice_used_up:
+        while self._seconds and (second := self._seconds[0]) <= now and not self._state.slice_used_up:
             if second != self._ending[0]:
                 self._ending = second, self._state.tick
                 self._state.tick += 1
             ended = []
-            while self._until.lowest() == second and self._state.take():
-                key, _ = self._until.pop()
+            keys = self._until[second]
+            while keys and self._state.take():
+                key, _ = keys.popitem(last=False)
                 ended.append(key)
                 row = self._host.index.get(key)
                 if row is not None and row.retained_until == second:
                     self._host.release(row)
             for tier in self._state.tiers:
                 tier.index.touch(ended, self._ending[1])
+            if not keys:
+                del self._until[heappop(self._seconds)]
         while self._planned and self._planned[0][0] <= now and self._state.take():
-            _, _, keys, tenant = heappop(self._planned)
-            self._planned_keys -= len(keys)
-            self._prefetch_queue.prefetch(keys, tenant)
-        self.waiting = bool(len(self._until) or self._planned)
+            _, _, planned, tenant = heappop(self._planned)
+            self._planned_keys -= len(planned)
+            self._prefetch_queue.prefetch(planned, tenant)
+        self.waiting = bool(self._until or self._planned)
 
     def reset(self, garbage: DeferredFree) -> None:
         """Other bytes belong to all keys from now on."""
         garbage.add(self._until, self._planned)
-        self._until, self._planned = UpwardBatches(), []
+        self._until, self._seconds, self._planned = {}, [], []
         self._planned_keys = 0
         self.waiting = False
 
-    def _is_full(self, tenant: int, retained: int) -> bool:
+    def _is_full(self, tenant: int) -> bool:
         of_tenant = tenant and self._host.retained_of[tenant] >= self._most_of[tenant - 1]
-        return bool(of_tenant or retained >= self._most)
+        return bool(of_tenant or self._host.retained >= self._most)

@@ -204,7 +204,7 @@ class Tier:
         self.loaded += 1
 
     def drop_queues(self) -> None:
-        """Drop all that is queued for this tier, so that nobody writes its victims below. O(1)."""
+        """Drop all that is queued for this tier, so that nobody writes its victims below."""
         self.garbage.add(self.to_load, self.to_store, self.waiting_for_seal, self.to_demote, self.staged)
         self.to_load, self.to_store, self.waiting_for_seal = deque(), OrderedDict(), {}
         self.to_demote, self.staged = deque(), {}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from nixl_tiers.base.chunk import Key
@@ -13,7 +11,7 @@ from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import rows_of_share
 from nixl_tiers.core.slots import MemberSlots, SlotCount, Slots
 from nixl_tiers.core.stats import Counters, EvictionHistory, Gone, tag_of
-from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, Found, make_rows
+from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, Found, make_rows, room_for_victims
 from nixl_tiers.core.types import Columns, TierSpec, TierState
 
 if TYPE_CHECKING:
@@ -55,8 +53,6 @@ class TierIndex:
             assert spec.physical_slots, "rows without places are divided"
             self.slots = self._parts = MemberSlots(len(members))
         self.rows = make_rows(uses=spec.physical_slots)
-        self.evicting: dict[Key, None] = {}  # victims, the first selected first
-        self.former: deque[dict[Key, None]] = deque()  # `evicting` of before resets, for `return_victims`
         self.changed: Callable[[Key], None] | None = None
         """Called with the key of each row that is stored or goes, but for resets and for rows listed in columns."""
         self.newest_listed = 0
@@ -133,12 +129,7 @@ class TierIndex:
     def _make_room(self, missing: int) -> list[Key]:
         if missing <= 0 or self._spec.write is Write.OFF:
             return []
-        self.return_victims(missing)
-        # Victims that were selected before go first; they are lost if they were not written below yet.
-        victims = list(islice((key for key in self.evicting if not self._is_pinned(key)), missing))
-        for key in victims:
-            self._evict(key, self.rows.remove(key, NO_ID))
-        return victims + self._evict_all(self.rows.evict(missing - len(victims)))
+        return self._evict_all(self.rows.evict(missing))  # some are lost that were to be written below first
 
     def make_quota_room(self, tenant: int, count: int) -> tuple[int, list[Key]]:
         """How many of `count` rows this tenant's quota has room for, once those of its own that were used least
@@ -178,11 +169,7 @@ class TierIndex:
         tier uses do not matter: its janitor knows of none."""
         if self._spec.asked:
             return
-        keys = list(keys)
-        if victims := self.rows.touch_many(keys, tick):
-            for key in victims:
-                self.cancel_eviction(key, tick)
-            self.rows.touch_many(victims, tick)
+        self.rows.touch_many(list(keys), tick)
 
     def take_uses(self, count: int) -> list[tuple[int, int]]:
         """(slot, tick) of up to `count` rows used since this was last called, for the medium's journal: without them a
@@ -192,45 +179,25 @@ class TierIndex:
     # --- eviction ----------------------------------------------------------------------------------------------
 
     def select_victims(self, count: int) -> list[Key]:
-        """Start the eviction of the `count` least valuable rows: still hits, until `evict` is called for them."""
-        keys = self.rows.select(count)
-        self.evicting.update(dict.fromkeys(keys))
-        return keys
+        """Start the eviction of the `count` least valuable rows, or of fewer, as only so many are being evicted at a
+        time: still hits, until `finish_eviction` is called."""
+        return self.rows.select(room_for_victims(self.rows, count))
 
     def cancel_eviction(self, key: Key, tick: int) -> None:
         """A victim was used again (at `tick`, if that is later), or cannot be written below: it stays."""
-        if self.rows.cancel(key, tick):
-            self.evicting.pop(key, None)  # it may be one of `former`
-
-    def evict(self, key: Key) -> None:
-        """Evict this row now, unless it is pinned."""
-        if key in self.rows and not self._is_pinned(key):
-            self._evict(key, self.rows.remove(key, NO_ID))
+        self.rows.cancel(key, tick)
 
     def finish_eviction(self, key: Key, tick: int) -> None:
         """Evict a victim now, unless its eviction was cancelled. One that is pinned stays: it is selected again."""
-        if key in self.evicting:
+        if self.rows.is_evicting(key):
             if self._is_pinned(key):
                 self.cancel_eviction(key, tick)
             else:
-                self.evict(key)
-
-    def return_victims(self, most: int) -> None:
-        """Give up to `most` victims from before a reset back to the order, where they are the next again."""
-        while self.former and most > 0:
-            most -= 1
-            keys = self.former[0]
-            key = keys.popitem()[0]
-            if not keys:
-                self.former.popleft()
-            if key not in self.evicting:  # else it was selected again
-                self.cancel_eviction(key, 0)
+                self._evict(key, self.rows.remove(key, NO_ID))
 
     def drop_victims(self) -> None:
-        """Nobody writes them below now: `return_victims` gives them back. O(1)."""
-        if self.evicting:
-            self.former.append(self.evicting)
-            self.evicting = {}
+        """Nobody writes them below now: they are the next again."""
+        self.rows.cancel_all()
 
     def invalidate(self, key: Key, row: int, *, unwritten: bool = False) -> bool:
         """This row cannot be used; `unwritten`: nor its slot, whose write failed. Does nothing, and returns False, if
@@ -296,8 +263,8 @@ class TierIndex:
 
     def forget_gone(self) -> None:
         """Forget the next victim, which is gone."""
-        for key, slot in self.rows.evict(1):
-            self.slots.release(slot)
+        for key in self.rows.select(1):
+            self.slots.release(self.rows.remove(key, NO_ID))
             self._forgotten(key)
 
     def sweep(self, member: Member, start: int, count: int, limit: int = ALL_SLOTS, *, all_rows: bool = False) -> int:
@@ -311,7 +278,6 @@ class TierIndex:
             if slot >= limit:
                 self._evict(key, slot)
             else:
-                self.evicting.pop(key, None)
                 self.slots.release(slot)
                 self._forgotten(key)
         if start < 0 and limit == ALL_SLOTS and not all_rows:
@@ -330,10 +296,9 @@ class TierIndex:
 
     def clear(self) -> None:
         """A new epoch: no row of before it is found. Moves under way end as usual, of rows that are not here."""
-        self._garbage.add(self.rows, self.evicting, self.former)
+        self._garbage.add(self.rows)
         self.rows = make_rows(uses=self._spec.physical_slots)
         self.slots.clear(self._garbage)
-        self.evicting, self.former = {}, deque()
         self.newest_listed = 0
         self.listing = set()
         self.clears += 1
@@ -371,7 +336,6 @@ class TierIndex:
         self._counters.evictions += 1
 
     def _removed(self, key: Key, slot: int, *, unwritten: bool = False) -> None:
-        self.evicting.pop(key, None)
         (self.slots.retire if unwritten else self.slots.release)(slot)
         self.queue_delete(slot, key)
         if self.changed is not None:

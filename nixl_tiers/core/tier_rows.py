@@ -1,10 +1,11 @@
-"""The rows of a storage tier: which keys it holds, in which slots, and in which order they are evicted.
+"""The rows of host memory, or of a storage tier: which keys it holds, in which slots, and what is evicted next.
 
 One structure owns that, in C (`csrc/tier_rows.c`, some 115 bytes a row with its key), and this is what it is asked.
 
 The order is (tick of last use, leaf first): the lowest tick goes first, and of one tick, which is one request, the row
-that was added last: the deepest of its prefix. A row that is pinned, being evicted, or not stored yet is in no order;
-it goes back to its place. A tenant that has a quota has an order of its own, which is a part of that.
+that was added last: the deepest of its prefix. A row that is pinned, being evicted, or not stored yet is not in it; it
+goes back to its place. A tenant that has a quota has an order of its own, which is a part of that. Rows that are being
+evicted have another: the first selected first. What needs room at once takes those of them first that are not pinned.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from nixl_tiers.base.chunk import Key
 ALL_SLOTS: Final = 1 << 63
 NO_ID: Final = 0
 MAX_USES: Final = 16384  # rows whose uses wait to be taken; of more, those used last are not noted
+MAX_VICTIMS: Final = 1024  # of a table, that are being evicted at a time
 MOST_TICK: Final = 1 << 39  # a higher one, which only a defect makes, must not be the newest for ever
 
 
@@ -55,9 +57,9 @@ class TierRows(Protocol):
     def has_many(self, keys: list[Key], stored: bool, /) -> list[bool]:
         """`in`, or `is_stored`, of each key."""
 
-    def touch_many(self, keys: list[Key], tick: int, /) -> list[Key]:
-        """Rows are used, in prefix order. A tick that is not later than the last one changes nothing. Returned are
-        those that are being evicted, which are left as they are."""
+    def touch_many(self, keys: list[Key], tick: int, /) -> None:
+        """Rows are used, in prefix order: those that are being evicted stay. A tick that is not later than the last one
+        changes nothing else."""
 
     def take_used(self, most: int, /) -> list[tuple[int, int]]:
         """(slot, tick) of up to so many rows that were touched since they were taken last, the first ones first. Those
@@ -69,8 +71,14 @@ class TierRows(Protocol):
     def unpin(self, key: Key, row: int, /) -> None:
         """Does nothing if the key has not the row of this id any more."""
 
+    def pin_many(self, keys: list[Key], /) -> None:
+        """`pin` of those that are known."""
+
+    def unpin_many(self, keys: list[Key], /) -> None:
+        """The same, whichever rows they have."""
+
     def stored(self, key: Key, row: int, /) -> bool:
-        """The row's first write has ended; False if the key has not the row of this id any more."""
+        """The row's first write has ended; False if the key has not the row of this id any more. NO_ID: whichever."""
 
     def select(self, count: int, /) -> list[Key]:
         """The next victims are being evicted from now on: they leave the order, and stay."""
@@ -78,8 +86,16 @@ class TierRows(Protocol):
     def cancel(self, key: Key, tick: int, /) -> bool:
         """A row that is being evicted stays, as one used at this tick if that is later. False if it is none."""
 
+    def cancel_all(self) -> None:
+        """All rows that are being evicted are back in their places."""
+
+    def evicting(self) -> int:
+        """How many rows are being evicted."""
+
+    def is_evicting(self, key: Key, /) -> bool: ...
+
     def evict(self, count: int, /) -> list[tuple[Key, int]]:
-        """(key, slot) of the next victims, which are gone."""
+        """(key, slot) of rows that are gone: of those that are being evicted, and then of the next victims."""
 
     def evict_of(self, tenant: int, count: int, /) -> list[tuple[Key, int]]:
         """The same of this tenant's rows."""
@@ -127,6 +143,11 @@ class TierRows(Protocol):
 
     def free(self, count: int, /) -> bool:
         """Release a part of what is not used any more, in so many chunks of some milliseconds; whether any is left."""
+
+
+def room_for_victims(rows: TierRows, count: int) -> int:
+    """How many of `count` more rows may be selected."""
+    return max(0, min(count, MAX_VICTIMS - rows.evicting()))
 
 
 @cache

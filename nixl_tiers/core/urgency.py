@@ -84,11 +84,10 @@ class Urgency:
             or self._promotion_jobs.waits_for_turn
             or self._checks.busy
             or host.has_old
-            or host.searching
         ):
             return True
         for tier in self._state.tiers:  # `any` of these costs each step of the engine more
-            if tier.index.former or (tier.trials and tier.readable):
+            if tier.trials and tier.readable:
                 return True
         return any(map(_DEAD, self._state.movers))
 
@@ -111,7 +110,7 @@ class Urgency:
         garbage = bool(self._state.garbage)
         if not self._state.tiers:  # at each step, as no supervisor looks at the time either
             host = self._state.host
-            old = host.has_old or host.searching or self._promotion.busy
+            old = host.has_old or self._promotion.busy
             return bool(old or garbage or self._engine_hits.waiting or self._retention.waiting), False
         work, at_once = self.wants_turn
         return work or garbage, at_once

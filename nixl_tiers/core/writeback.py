@@ -80,9 +80,7 @@ class WriteBack:
         if not reserve:
             return 0
         source = self._state.above(target)
-        if source is not None and source.index.former:
-            return 0  # they are to be selected again, and not others
-        missing = reserve - free - len(self._host.evicting if source is None else source.index.evicting)
+        missing = reserve - free - (self._host.evicting if source is None else source.index.rows.evicting())
         # A victim without a slot would be dropped, and selected again at the next turn.
         return min(missing, target.index.slots.limit - target.rows_loading - target.rows_to_write)
 
@@ -157,7 +155,7 @@ class WriteBack:
             rows = self._within_quotas(tier, rows)
         self._count_unwritten(tier, tier.index.make_room(len(rows), rooms))
         moves: list[PlannedMove] = []
-        listed = tier.index.newest_listed
+        listed, table = tier.index.newest_listed, self._host.generation.table
         for row, last_used in rows:
             tick = max(listed, last_used)  # its request may have begun before the listing ended
             reserved = tier.index.reserve(row.key, tick, row.tenant, rooms)
@@ -167,6 +165,7 @@ class WriteBack:
                 continue
             move = PlannedMove(row, *reserved, row.key, tick, not row.sealed)
             row.mover_refs += 1
+            table.pin(row.key)
             row.sealing = move.seal
             tier.rows_storing += 1
             tier.ending_moves.append(move)
@@ -194,7 +193,7 @@ class WriteBack:
         victims: list[Key] = []
         while tier.to_demote and len(victims) < most and self._state.take():
             key = tier.to_demote.popleft()
-            if key not in tier.index.evicting or self._needs_no_load(tier, target, key):
+            if not tier.index.rows.is_evicting(key) or self._needs_no_load(tier, target, key):
                 continue
             if key not in self._host.index and tier.can_load(key, now) and tier.has_room(key, rooms):
                 victims.append(key)
@@ -216,7 +215,7 @@ class WriteBack:
             row = self._host.insert(key, RowState.LOADING, 0, tenant)  # tick 0: the next victim again
             row.source = tier.spec.name
             moves.append(tier.start_load(row))
-            row.request_pins += 1
+            self._host.generation.table.pin(key)
             tier.staged[key] = row
         return self._state.start_jobs(tier, Direction.LOAD, moves, now)
 
@@ -227,13 +226,15 @@ class WriteBack:
         are no longer pinned by them."""
         ending, rows, counters = tier.ending_moves, tier.index.rows, tier.counters
         ok, found = Outcome.OK, Outcome.FOUND
-        row_bytes, reclaim = self._state.row_bytes, self._host.reclaim
+        row_bytes, reclaim, table = self._state.row_bytes, self._host.reclaim, self._host.generation.table
         on_evict, changed = tier.spec.write is Write.ON_EVICT, tier.index.changed
         for move, outcome in zip(moves, outcomes, strict=True):
             row, key = move.row, move.key
             ending.pop()
             tier.rows_storing -= 1
             row.mover_refs -= 1
+            if not (row.removed or row.generation.ended):
+                table.unpin_many([key])
             if move.seal:
                 row.sealing = False
                 row.sealed = outcome is ok
@@ -355,7 +356,7 @@ class WriteBack:
             self._finish_demotion(above, key, written)
             return
         row = self._host.index.get(key)
-        if row is not None and row.evicting:
+        if row is not None:
             if written:
                 self._host.finish_eviction(row)
             else:
@@ -365,7 +366,7 @@ class WriteBack:
         """A demotion out of `tier` has ended: unpin its host row, and free its slot if it was `written` below."""
         row = tier.staged.pop(key, None)
         if row is not None:
-            row.request_pins -= 1
+            self._host.unpin((row,))
             if row.state is RowState.READY:
                 row.source = CPU  # no request asked for it
             unused = not (row.tick or row.invalidated)

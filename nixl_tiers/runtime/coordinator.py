@@ -295,16 +295,6 @@ class Coordinator:
             self._open_loads.end_call(call)
             self.changed.notify_all()
 
-    def look_on(self) -> bool:
-        """Whether the last prepare_store found too little room only because it looks at a bounded number of pinned
-        rows, and there are others behind them: prepare_store finds them now."""
-        while True:
-            with self._hold as core:
-                if not core.host.searching:
-                    return False
-                if core.host.look_on():
-                    return True
-
     def awaiting_writes(self) -> AbstractContextManager[None]:
         """For as long as a thread waits for rows to be written: the supervisor looks sooner whether they are."""
         return self._waits.awaiting_writes()

@@ -36,7 +36,6 @@ def make_core(
         region.geometry.row_bytes,
         [_spec(name, tier, quotas) for name, tier in zip(config.names, config.storage, strict=True)],
         limits,
-        config.cpu.eviction,
         prefill=PrefillEstimate(config.prefill_tokens_per_s),
         prefer=config.prefer,
         quotas=quotas,

@@ -50,7 +50,7 @@ def test_valid_configuration_is_summarised(tmp_path: Path, capsys: pytest.Captur
 def test_every_set_field_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ca").write_text("")
     fields: dict[str, dict[str, object]] = {
-        "cpu": {"type": "cpu", "capacity": "64GiB", "eviction": "arc"},
+        "cpu": {"type": "cpu", "capacity": "64GiB", "huge_pages": "off"},
         "file": {
             "type": "file", "path": str(tmp_path), "capacity": "1TiB", "layout": "files", "backend": "posix",
             "write": "on_evict", "max_age": "7d", "min_free": "7%",

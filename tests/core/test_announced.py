@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.base.policies import Write
 from nixl_tiers.core.announced import KEYS_A_HOLD, Announced, What
 from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
@@ -132,7 +132,6 @@ class FollowedStateMachine(CascadeStateMachine):
     @initialize(
         writes=st.sampled_from(WRITES),
         listed=st.sampled_from([None, 0, 2]),
-        policy=st.sampled_from(["lru", "s3fifo", "arc"]),
         rows=st.sampled_from(ROWS),
         slots=st.sampled_from(SLOTS),
         few=st.booleans(),
@@ -143,14 +142,13 @@ class FollowedStateMachine(CascadeStateMachine):
         writes: tuple[Write, Write],
         listed: int | None,
         *,
-        policy: Eviction = "lru",
         rows: int = 6,
         slots: tuple[int, int] = (6, 12),
         few: bool = False,
         always: bool = True,
     ) -> None:
         self.simulated = OfFewKeys if few else FollowedSimulation
-        super().begin(writes, listed, 2, policy=policy, rows=rows, slots=slots)
+        super().begin(writes, listed, 2, rows=rows, slots=slots)
         self.simulation.always = always
 
     @rule()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 from collections import deque
 
-import pytest
-
 from nixl_tiers.base.chunk import Outcome
-from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.base.policies import Write
 from nixl_tiers.base.zeroed import FREED_AT_ONCE
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.manager import TierManager
@@ -20,9 +18,8 @@ ROWS = 4096
 CHUNKS = 16  # a request
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
-def test_garbage_collector_does_not_track_rows(policy: Eviction) -> None:
-    core = TierManager(ROWS, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)], policy=policy)
+def test_garbage_collector_does_not_track_rows() -> None:
+    core = TierManager(ROWS, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)])
     opened(core, 0, ROWS)
     core.events.listed(0, [], last=True)
     before, walked_before = tracked(), walked()

@@ -14,6 +14,7 @@ from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import Direction, Job, TierSpec
+from tests.support import inside
 from tests.support.core import all_good, expire, look_up_key, opened, rows_of
 
 
@@ -75,7 +76,7 @@ def test_no_more_victims_are_selected_than_the_tier_below_can_take() -> None:
     for key in keys(16):
         put(core, key, 0.0)
     jobs = [job for _ in range(5) for job in core.events.plan(0.0)]
-    assert sum(len(job.moves) for job in jobs) == len(core.host.evicting) == 2
+    assert sum(len(job.moves) for job in jobs) == core.host.evicting == 2
     assert core.tiers[0].counters.dropped == 0
     for job in jobs:
         core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
@@ -98,7 +99,7 @@ def test_victims_wait_while_the_host_is_full_of_pinned_rows() -> None:
     core.events.resized(0, 3)
     for _ in range(20):
         assert core.turn(0.0, 0.0) == []
-    assert list(core.tiers[0].index.evicting) == keys(1)
+    assert inside.evicting(core.tiers[0].index.rows) == keys(1)
     assert not core.events.unfinished
     core.complete_store(filling, all_good)
     assert [move.key for _ in range(20) for job in core.turn(1.0, 1.0) for move in job.moves if job.tier == 0]
@@ -121,8 +122,7 @@ def test_victims_of_a_storage_tier_are_demoted_further_down(first: Write) -> Non
     assert all(place for place in core.where(keys(60), 0.0))
     assert [tier.counters.dropped for tier in core.tiers] == [0, 0]
     assert len(core.tiers[0].index.slots) <= 12
-    rows = core.host.index.values()
-    assert not any(row.request_pins or row.mover_refs for row in rows)
+    assert not inside.pinned(core)
 
 
 def test_store_never_waits_for_writeback() -> None:
@@ -152,7 +152,7 @@ def test_victim_that_is_used_again_is_not_evicted_when_its_write_ends() -> None:
     for key in keys(8):
         put(core, key, 0.0)
     jobs = core.events.plan(0.0)
-    victim = next(iter(core.host.evicting))
+    victim = inside.evicting(core.host.generation.table)[0]
     look_up_key(core, victim, "again", 0, 0.0)
     core.prepare_load("again", [victim], 0.0)
     core.complete_load("again", 0.0)
@@ -168,7 +168,7 @@ def test_victim_that_is_pinned_when_its_write_ends_does_not_count_as_one_for_eve
     for key in keys(8):
         put(core, key, 0.0)
     jobs = core.events.plan(0.0)
-    victim = next(iter(core.host.evicting))
+    victim = inside.evicting(core.host.generation.table)[0]
     assert look_up_key(core, victim, "again", 0, 0.0) is Lookup.HIT
     for job in jobs:
         core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
@@ -206,8 +206,8 @@ def test_victims_are_not_loaded_if_the_tier_below_is_down() -> None:
     assert core.events.plan(0.0) == []
     core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
     tier = core.tiers[0]
-    assert not any((tier.index.evicting, tier.to_demote, tier.staged))
-    assert not any(row.request_pins for row in core.host.index.values())
+    assert not any((tier.index.rows.evicting(), tier.to_demote, tier.staged))
+    assert not inside.pinned(core)
     assert core.tiers[1].counters.dropped == 0
 
 
@@ -299,7 +299,7 @@ def test_victims_from_before_a_reset_that_keeps_the_tiers_are_written_after_it()
     above, below = core.tiers
     before = turns(core, 0.0)
     assert before
-    assert len(above.index.evicting) == 250
+    assert above.index.rows.evicting() == 250
     core.reset(keep_tiers=True)
     for job in before:  # movers know nothing of it
         core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
@@ -307,7 +307,7 @@ def test_victims_from_before_a_reset_that_keeps_the_tiers_are_written_after_it()
         for job in jobs:
             core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
     assert above.index.slots.free == 250
-    assert not above.index.evicting
+    assert not above.index.rows.evicting()
     assert all(key in above.index or key in below.index for key in keys(1000))
     assert all(key in below.index for key in keys(250)), "those that were used longest ago"
 
@@ -358,7 +358,8 @@ class SlowTierBelow:
             expire(self.core, self.now)
             for job in self.core.events.plan(self.now):
                 self.ends.append((self.now + self.took_s[job.tier] * len(job.moves), job))
-            pinned = sum(bool(row.request_pins or row.mover_refs) for row in self.core.host.index.values())
+            loading = {key for key, row in self.core.host.index.items() if row.mover_refs}
+            pinned = len(inside.pinned(self.core) | loading)
             self.most_pinned = max(self.most_pinned, pinned)
 
     def put(self, chunks: Sequence[Key]) -> int:

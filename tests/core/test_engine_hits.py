@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Key, Namespace, Outcome
-from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.base.policies import Write
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.core import engine_hits
 from nixl_tiers.core.limits import Limits
@@ -43,9 +43,9 @@ class Unread(list[Key]):
         return super().__iter__()
 
 
-def core_of(*, rows: int = len(KEYS), policy: Eviction = "lru", stored: int = 0) -> TierManager:
+def core_of(*, rows: int = len(KEYS), stored: int = 0) -> TierManager:
     """With one tier, which holds that many of the keys, each used later than the one before."""
-    core = TierManager(rows, 4096, [TierSpec("file", Write.THROUGH, True)], LIMITS, policy)
+    core = TierManager(rows, 4096, [TierSpec("file", Write.THROUGH, True)], LIMITS)
     opened(core, 0, len(KEYS))
     core.events.listed(0, [(n, key, 1 + n) for n, key in enumerate(KEYS[:stored])], last=True)
     return core
@@ -93,9 +93,9 @@ def test_a_root_leaves_after_what_its_request_stores_behind_it(later: bool) -> N
     assert list(core.host.index) == KEYS[:4]
 
 
-def test_what_a_request_has_stored_and_then_hits_was_used_once() -> None:
-    """The report of a request that looked nothing up has all of its chunks. ARC keeps what several requests used."""
-    core = core_of(policy="arc")
+def test_what_a_request_has_stored_and_then_hits_is_no_younger_than_what_another_stores_then() -> None:
+    """The report of a request that looked nothing up has all of its chunks."""
+    core = core_of()
     core.prepare_store("request", KEYS[:1])
     core.complete_store(KEYS[:1], all_good)
     end_all_stores(core)

@@ -188,7 +188,7 @@ def test_a_circuit_closes_though_many_rows_are_suspects(physical_slots: bool, co
 def test_rows_looked_at_for_a_probe_are_as_cold_as_before() -> None:
     core = killed_by(KEYS[:100], physical_slots=False)
     turns_until_closed(core, 5)
-    assert core.tiers[0].index.select_victims(len(KEYS)) == KEYS
+    assert core.tiers[0].index.rows.select(len(KEYS)) == KEYS
 
 
 def of_a_disk(slots: int) -> TierManager:

@@ -482,7 +482,7 @@ def test_request_that_computes_after_all_keeps_no_rows_and_has_none_promoted() -
     engine.end(second)
     engine.load_all()
     assert not engine.core.urgency.urgent
-    assert not any(row.request_pins for row in engine.core.host.index.values())
+    assert not inside.pinned(engine.core)
 
 
 def test_seconds_that_were_waited_for_nothing_are_counted() -> None:

@@ -106,7 +106,7 @@ def test_rows_that_the_host_lacks_are_there_after_a_measurement() -> None:
     engine = Engine()
     engine.decline(keys=KEYS[:4])
     engine.core.finish("r")
-    engine.core.host.index.pop(KEYS[0])
+    engine.core.host.invalidate(engine.core.host.index[KEYS[0]])
     (job,) = engine.plan()
     engine.end(job)
     assert engine.core.where([KEYS[0]], engine.now)[0] == "cpu"

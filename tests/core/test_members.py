@@ -174,7 +174,7 @@ def test_deletes_are_sent_by_the_number_that_the_medium_knows(machine: Machine) 
     held = {key: machine.tier.member_of(key) for key in PROMPT}
     slots = {key: row.slot for key, row in rows_of(machine.tier).items()}
     for key in PROMPT:
-        machine.tier.index.evict(key)
+        inside.evict(machine.tier.index, key)
     machine.turn()
     want = [(held[key].number, slots[key] - held[key].first_slot, key) for key in PROMPT]
     assert sorted(machine.deleted) == sorted(want)

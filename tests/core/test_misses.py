@@ -14,6 +14,7 @@ from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.stats import HOST, MISSED, TABLE_BITS, EvictionHistory, Gone, tag_of, tier_and_reason
 from nixl_tiers.core.types import Direction, TierSpec
+from tests.support import inside
 from tests.support.core import look_up_key, opened, put
 
 ONE, TWO = b"one", b"two"
@@ -57,7 +58,7 @@ def test_a_chunk_that_the_host_evicted_is_counted_there() -> None:
 def test_a_chunk_that_was_last_in_storage_is_counted_there() -> None:
     core = cascade(ONE)
     core.tiers[0].index.set_limit(core.tiers[0].members[0], 0)
-    core.tiers[0].index.evict(ONE)
+    inside.evict(core.tiers[0].index, ONE)
     assert miss(core, ONE) == {("s3", "evicted"): 1}
 
 

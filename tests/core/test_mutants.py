@@ -139,10 +139,17 @@ class SlotFreedWhileWritten(TierManager):
             tier.index.rows = _MovedRowsAreInOrder(100)
 
 
-class PinsIgnored(Events):
-    def plan(self, now: float) -> list:  # type: ignore[type-arg]
-        self._state.host._is_pinned = lambda key: self._state.host.index[key].state is not RowState.READY  # type: ignore[method-assign]
-        return super().plan(now)
+class _PinsIgnored(PlainTierRows):
+    def pin(self, key: Key, /) -> tuple[int, int] | None:
+        return None
+
+
+class PinsIgnored(TierManager):
+    """Rows of the host are evicted whatever uses them."""
+
+    def __init__(self, *arguments, **named) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*arguments, **named)
+        self.host.generation.table = _PinsIgnored(0)
 
 
 class FailedLoadIsAHit(PromotionJobs):
@@ -218,19 +225,17 @@ class VictimsOfBeforeAResetStay(TierManager):
     """What was to be written below before a reset is queued for nobody after it."""
 
     def reset(self, keep_tiers: bool, now: float = 0.0) -> None:
-        victims = [dict(tier.index.evicting) for tier in self.tiers]
+        for tier in self.tiers:
+            tier.index.drop_victims = lambda: None  # type: ignore[method-assign]
         super().reset(keep_tiers, now)
-        for tier, keys in zip(self.tiers if keep_tiers else (), victims, strict=False):
-            tier.index.former.clear()
-            tier.index.evicting.update(keys)
 
 
 class PinnedVictimStaysOne(HostTier):
     """A victim that is pinned when its write ends is never selected again."""
 
     def finish_eviction(self, row: Row) -> None:
-        if not self._is_pinned(row.key):
-            super().finish_eviction(row)
+        if self.is_evicting(row):
+            self.evict(row)
 
 
 class EngineHitIsWritten(EngineHits):
@@ -370,7 +375,9 @@ class HitsAreNotKept(Chains):
         waits = super()._ask(look, chosen)
         for row in list(look.request.pinned.values()):
             look.request.unpin(row)
-            row.step = -1
+        for rows in self._host._hits:
+            self._host.unpin(rows)
+        self._host._hits.clear()
         return waits
 
 
@@ -412,7 +419,7 @@ class UsesMakeRowsYounger(TierManager):
 
 def _touched_late(tier: Tier, keys: Sequence[Key], tick: int) -> None:
     late = tier.spec.asked * 10**6
-    tier.index.rows.touch_many([key for key in keys if key not in tier.index.evicting], late + tick)
+    tier.index.rows.touch_many([key for key in keys if not tier.index.rows.is_evicting(key)], late + tick)
 
 
 class AskedTierIsToldToDelete(TierManager):
@@ -850,4 +857,3 @@ def test_mutants_override_existing_methods() -> None:
         for name in vars(mutant):
             if not name.startswith("__"):
                 assert hasattr(original, name), f"{mutant.__name__}.{name} overrides nothing"
-    assert hasattr(HostTier, "_is_pinned")

@@ -201,7 +201,7 @@ def test_row_that_fails_to_come_up_is_looked_up_at_its_turn() -> None:
     come_up(core, Outcome.CORRUPT)
     assert scan(core, a, "a") == [MISS]
     core.finish("a")
-    assert not any(row.request_pins for row in core.host.index.values())
+    assert not inside.pinned(core)
 
 
 def test_aborted_request_leaves_the_line_and_unpins_its_rows() -> None:
@@ -210,7 +210,7 @@ def test_aborted_request_leaves_the_line_and_unpins_its_rows() -> None:
     wait_in_line(core, "a", a, FIRST)
     come_up(core)
     core.finish("a")
-    assert not any(row.request_pins for row in core.host.index.values())
+    assert not inside.pinned(core)
     assert not inside.promotion(core).busy
 
 
@@ -229,7 +229,7 @@ def test_prefetch_brings_rows_up_and_leaves_them_unpinned() -> None:
     core = stored(a, rows=8)
     core.prefetch([a[0], b"nowhere", *a[1:]])
     assert come_up(core) == a
-    assert not any(row.request_pins for row in core.host.index.values())
+    assert not inside.pinned(core)
     assert not inside.promotion(core).busy
     assert scan(core, a, "get") == [HIT] * 4
 
@@ -306,7 +306,7 @@ def test_request_that_has_given_way_gets_nothing_that_was_queued_for_it() -> Non
     loads = [job for job in core.events.plan(0.0) if job.direction is Direction.LOAD]
     assert [move.key for job in loads for move in job.moves] == turn
     run(core, loads)
-    assert not any(row.request_pins for row in core.host.index.values() if row.key not in turn)
+    assert not inside.pinned(core) & set(line)
 
 
 def test_line_without_anything_left_to_promote_is_not_busy() -> None:
@@ -355,7 +355,7 @@ def test_prefetch_that_found_no_room_ends_and_unpins_its_rows() -> None:
     core.prepare_store("filling", chain("filling", 5))
     core.prefetch(a)
     assert come_up(core) == a[:3]
-    assert not any(row.request_pins for row in core.host.index.values())
+    assert not inside.pinned(core) & set(a)
     core.complete_store(chain("filling", 5), all_good)
     core.prefetch(b)
     assert come_up(core) == b, "and the line goes on"
@@ -449,7 +449,7 @@ def test_request_in_line_gets_the_beginning_of_its_chain_when_a_full_host_has_ro
     core.end_step()
     assert come_up(core) == a[3:], "from where there was no room"
     (place,) = inside.line(core)
-    assert place.held == sum(row.request_pins for row in core.host.index.values()) == 8
+    assert place.held == sum(inside.pins(core, key) for key in core.host.index) == 8
     assert scan(core, a, "a") == [HIT] * 8
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.base.policies import Write
 from nixl_tiers.core.events import Outcome
 from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.manager import TierManager
@@ -27,9 +25,8 @@ def stored(core: TierManager, tenant: int, name: str, count: int) -> list[Key]:
     return [key for key in keys if key in core.host.index]
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
-def test_a_tenant_at_its_quota_evicts_its_own_least_recently_used_rows_and_no_others(policy: Eviction) -> None:
-    core = TierManager(ROWS, 4096, [], policy=policy, quotas=(QUOTA / ROWS,))
+def test_a_tenant_at_its_quota_evicts_its_own_least_recently_used_rows_and_no_others() -> None:
+    core = TierManager(ROWS, 4096, [], quotas=(QUOTA / ROWS,))
     assert len(stored(core, 0, "other", 4)) == 4
     first, second = stored(core, 1, "first", 2), stored(core, 1, "second", 1)
     core.set_tenant("user", 1)

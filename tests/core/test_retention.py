@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.base.policies import Eviction
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.requests import RequestWishes
@@ -15,18 +12,17 @@ from tests.support import inside
 from tests.support.core import all_good, expire, put, rows_of, touched
 
 
-def alone(rows: int, policy: Eviction = "lru") -> TierManager:
+def alone(rows: int) -> TierManager:
     """A host without storage tiers, half of which may be retained."""
-    return TierManager(rows, 4096, [], Limits(retain_share=0.5), policy)
+    return TierManager(rows, 4096, [], Limits(retain_share=0.5))
 
 
 def retain(core: TierManager, keys: list[Key], until_s: float) -> bool:
     return core.retain(keys, until_s)
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
-def test_retained_rows_outlive_all_that_is_stored_after_them(policy: Eviction) -> None:
-    core, kept = alone(8, policy), chain("kept")
+def test_retained_rows_outlive_all_that_is_stored_after_them() -> None:
+    core, kept = alone(8), chain("kept")
     put(core, kept)
     assert retain(core, kept, 60.0)
     for number in range(20):
@@ -182,9 +178,8 @@ def test_no_more_is_planned_to_come_up_than_the_host_holds() -> None:
     assert not alone(16).prefetch(chain("a"), 5.0), "there is nothing to promote from"
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
-def test_what_a_request_of_low_priority_stores_goes_first(policy: Eviction) -> None:
-    core = alone(12, policy)
+def test_what_a_request_of_low_priority_stores_goes_first() -> None:
+    core = alone(12)
     put(core, chain("older"))
     core.arrive("batch", RequestWishes(evict_first=True))
     put(core, chain("low"), "batch")

@@ -32,7 +32,7 @@ TestMembers.settings = settings(
 def test_a_hold_that_began_with_victims_to_be_loaded_ends_for_stores_too() -> None:
     """What the machine took for a store beside a promotion: it had not watched the demotion that was held before."""
     machine = CascadeStateMachine()
-    machine.begin((Write.THROUGH, Write.ON_EVICT), listed=0, looks=2, tokens_per_s=5.0)
+    machine.begin((Write.THROUGH, Write.ON_EVICT), listed=0, victims=2, tokens_per_s=5.0)
     machine.request("aabba", Scan.HYBRID, stays=True)
     machine.call("abbbb", store=False)
     machine.traffic_hits_corrupt_row(tier=1, prompt="abbb")

@@ -95,7 +95,7 @@ def test_rows_being_read_and_victims_are_swept_like_others_once_they_may(spec: T
         take_all(begin_listing(tier.members[0], SLOTS))
         take_all(end_listing(tier.members[0]))
         assert list(rows_of(tier)) == [KEYS[3]], "its load may end well"
-        assert not tier.index.evicting
+        assert not tier.index.rows.evicting()
     tier.index.rows.unpin(KEYS[3], pinned[1])
     take_all(begin_listing(tier.members[0], SLOTS))
     take_all(end_listing(tier.members[0]))
@@ -194,7 +194,7 @@ def test_rows_that_wait_longest_go_first_and_those_without_row_are_left_out() ->
     core = core_of()
     touched(core, [KEYS[5], KEYS[3], KEYS[4], b"nowhere"], "request")
     index = core.tiers[0].index
-    index.evict(KEYS[3])
+    inside.evict(index, KEYS[3])
     assert [slot for slot, _ in index.take_uses(9)] == [5, 4]
 
 
@@ -214,7 +214,7 @@ def test_use_is_of_the_slot_in_which_the_row_is_now() -> None:
     core = core_of()
     index = core.tiers[0].index
     touched(core, KEYS[:1], "request")
-    index.evict(KEYS[0])
+    inside.evict(index, KEYS[0])
     reserved = index.reserve(b"another", 50)
     assert reserved is not None
     index.rows.stored(b"another", reserved[1])
@@ -267,7 +267,7 @@ def test_victim_that_is_used_again_stays_and_its_use_is_sent() -> None:
     index = core.tiers[0].index
     assert index.select_victims(2) == KEYS[:2]
     touched(core, KEYS[:1], "request")
-    assert list(index.evicting) == KEYS[1:2]
+    assert inside.evicting(index.rows) == KEYS[1:2]
     assert [slot for slot, _ in index.take_uses(9)] == [0]
     assert index.select_victims(18) == KEYS[2:20], "as a row that was used last"
     assert index.select_victims(1) == KEYS[:1]

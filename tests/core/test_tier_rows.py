@@ -1,4 +1,4 @@
-"""The native table of a storage tier's rows beside the same in Python, and both beside the policy of before."""
+"""The native table of rows beside the same in Python, and both beside what least recently used says by definition."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import MOST_TENANTS
 from nixl_tiers.core import tier_rows
-from nixl_tiers.core.eviction.lru import LeafFirstLru
 from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, TierRows, make_rows
 from tests.support.plain_rows import PlainTierRows
 
@@ -86,6 +85,14 @@ class Twins(RuleBasedStateMachine):
         self.native.unpin(key, number)
         self.plain.unpin(key, self.numbers[number])
 
+    @rule(some=st.lists(keys, max_size=6), pinned=st.booleans())
+    def pin_many(self, some: list[Key], pinned: bool) -> None:
+        self.both(lambda rows: rows.pin_many(some) if pinned else rows.unpin_many(some))
+
+    @rule(key=keys)
+    def stored_whichever(self, key: Key) -> None:
+        self.both(lambda rows: rows.stored(key, NO_ID))
+
     @rule(some=st.lists(keys, max_size=6), tick=ticks)
     def touch_many(self, some: list[Key], tick: int) -> None:
         self.both(lambda rows: rows.touch_many(some, tick))
@@ -101,6 +108,10 @@ class Twins(RuleBasedStateMachine):
     @rule(key=keys, tick=ticks)
     def cancel(self, key: Key, tick: int) -> None:
         self.both(lambda rows: rows.cancel(key, tick))
+
+    @rule()
+    def cancel_all(self) -> None:
+        self.both(lambda rows: rows.cancel_all())
 
     @rule(count=st.integers(0, 3))
     def evict(self, count: int) -> None:
@@ -156,10 +167,12 @@ class Twins(RuleBasedStateMachine):
         self.both(len)
         assert len(self.native) == sum(self.both(lambda rows, each=each: rows.count_of(each)) for each in TENANTS)
         self.both(lambda rows: rows.oldest())
+        self.both(lambda rows: rows.evicting())
         self.both(lambda rows: rows.has_many(KEYS, True))
         self.both(lambda rows: rows.has_many(KEYS, False))
         for key in KEYS:
             assert (key in self.native) == (key in self.plain)
+            self.both(lambda rows, key=key: rows.is_evicting(key))
             mine, other = self.native.get(key), self.plain.get(key)
             assert (mine and (*mine[:2], *mine[3:])) == (other and (*other[:2], *other[3:]))
         found = [set(rows.some(7, len(KEYS) + 64)[1]) for rows in (self.native, self.plain)]
@@ -216,6 +229,49 @@ def test_pinned_row_and_returned_victim_go_back_to_their_places(make: Callable[[
     assert rows.cancel(b"5", 0)
     assert rows.cancel(b"3", 0)
     assert [key for key, _ in rows.evict(6)] == [b"5", b"4", b"3", b"2", b"1", b"0"]
+
+
+def test_what_needs_room_takes_rows_that_are_being_evicted_first_and_none_that_is_pinned(
+    make: Callable[[], TierRows],
+) -> None:
+    """Also room within a quota: else it would evict rows that are worth more."""
+    rows = make()
+    for number in range(6):
+        rows.add(b"%d" % number, number, number, True, number % 2)
+    assert rows.select(4) == [b"0", b"1", b"2", b"3"]
+    rows.pin_many([b"0", b"1"])
+    assert rows.evict_of(1, 1) == [(b"3", 3)]
+    assert rows.evict(2) == [(b"2", 2), (b"4", 4)]
+    assert rows.evicting() == 2
+    rows.unpin_many([b"1"])
+    assert rows.evict_of(1, 5) == [(b"1", 1), (b"5", 5)]
+    rows.cancel_all()
+    assert rows.evict(1) == [], "it is pinned"
+    rows.unpin_many([b"0"])
+    assert rows.evict(1) == [(b"0", 0)]
+
+
+def test_victim_that_is_used_again_stays_behind_what_the_same_use_had_before_it(make: Callable[[], TierRows]) -> None:
+    """In the order of the prefix, of which the leaf goes first."""
+    rows = make()
+    rows.add(b"root", 0, 1, True)
+    rows.add(b"leaf", 1, 5, True)
+    assert rows.select(2) == [b"root", b"leaf"]
+    assert rows.cancel(b"root", 1)
+    rows.touch_many([b"root", b"leaf"], 6)
+    assert rows.evicting() == 0
+    assert rows.evict(1) == [(b"leaf", 1)]
+
+
+def test_a_row_may_have_more_pins_than_16_bits(make: Callable[[], TierRows]) -> None:
+    rows = make()
+    rows.add(b"shared", 0, 1, True)
+    for _ in range(70):
+        rows.pin_many([b"shared"] * 1000)
+    for _ in range(70):
+        assert rows.evict(1) == []
+        rows.unpin_many([b"shared"] * 1000)
+    assert rows.evict(1) == [(b"shared", 0)]
 
 
 def test_use_at_an_older_tick_changes_nothing_and_rows_of_older_ticks_are_taken(make: Callable[[], TierRows]) -> None:
@@ -331,25 +387,22 @@ def trace() -> list[list[Key]]:
     return prompts[1:]
 
 
-def test_victims_are_those_of_the_policy_that_it_replaced(make: Callable[[], TierRows]) -> None:
+def test_victims_are_those_used_least_recently_and_of_one_use_the_deepest(make: Callable[[], TierRows]) -> None:
     """Over a trace, with pins, returned victims, old ticks, and after a listing."""
-    rows, policy, draw = make(), LeafFirstLru(), random.Random(7)
+    rows, draw, uses = make(), random.Random(7), itertools.count()
     pins: dict[Key, int] = {}
+    order: dict[Key, tuple[int, int]] = {}  # by tick, and then the last of its uses first
     listed = [(slot, b"listed-%029d" % slot, slot // 3) for slot in range(900)]
     rows.list_columns(*columns(listed, 40), 40, 0, len(listed), None, ALL_SLOTS)
-    for _, key, tick in listed:
-        policy.add(key, tick)
+    order.update((key, (tick, -next(uses))) for _, key, tick in listed)
     evicted = 0
     for tick, prompt in enumerate(trace(), 400):
         used = tick - draw.choice((0, 0, 0, 3))  # of a request that began before others
-        for key in prompt:
-            if key in rows:
-                policy.touch([key], used)
-            else:
-                policy.add(key, used)
+        order.update((key, (used, -next(uses))) for key in prompt if key in order and used > order[key][0])
         rows.touch_many(prompt, used)
         for key in prompt:
             rows.add(key, 0, used, True)
+            order.setdefault(key, (used, -next(uses)))
         for key in draw.sample(prompt, min(len(prompt), 2)):
             if len(pins) < 8 and key not in pins:
                 pinned = rows.pin(key)
@@ -359,11 +412,12 @@ def test_victims_are_those_of_the_policy_that_it_replaced(make: Callable[[], Tie
             if draw.random() < 0.3:
                 rows.unpin(key, pins.pop(key))
         while len(rows) > 900:
-            (victim,) = policy.evict(1, pins.__contains__)
+            victim = min(order.keys() - pins.keys(), key=order.__getitem__)
             assert rows.select(1) == [victim]
             if draw.random() < 0.1:  # it cannot be written below
                 assert rows.cancel(victim, 0)
                 assert rows.select(1) == [victim], "it is the next again"
             assert rows.remove(victim, NO_ID) == 0 or victim.startswith(b"listed")
+            del order[victim]
             evicted += 1
     assert evicted > 10_000

@@ -15,6 +15,8 @@ from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.rows import Row
 from nixl_tiers.core.state import CascadeState
+from nixl_tiers.core.tier_index import TierIndex
+from nixl_tiers.core.tier_rows import NO_ID, Found, TierRows
 
 
 def state(core: TierManager) -> CascadeState:
@@ -74,12 +76,33 @@ def uses_to_note(core: TierManager) -> int:
 
 def retained(core: TierManager) -> int:
     """Keys that are retained."""
-    return len(core._retention._until)
+    return sum(map(len, core._retention._until.values()))
 
 
 def retention_waits(core: TierManager) -> bool:
     """Whether time brings the end of a retention, or a prefetch."""
     return core._retention.waiting
+
+
+def pins(core: TierManager, key: Key) -> int:
+    """How often the host's row of this key is kept from eviction."""
+    found = core.host.generation.table.get(key)
+    return 0 if found is None else Found(*found).pins
+
+
+def pinned(core: TierManager) -> set[Key]:
+    """The keys of the host's rows that are kept from eviction."""
+    return {key for key in core.host.index if pins(core, key)}
+
+
+def evicting(rows: TierRows) -> list[Key]:
+    """The keys of a table's rows that are being evicted."""
+    return [key for key in rows.some(0, len(rows))[1] if rows.is_evicting(key)] if rows.evicting() else []
+
+
+def evict(index: TierIndex, key: Key) -> None:
+    """A tier evicts this row."""
+    index._evict(key, index.rows.remove(key, NO_ID))
 
 
 def copied(core: TierManager, rows: int, seconds: float, now: float, *, at_most: bool = False) -> None:

@@ -76,7 +76,7 @@ class MeasurementJudge:
         on_evict = inside.state(self._core).below_host
         needed = set()
         for key, row in host.index.items():
-            used = row.referenced or row.request_pins or row.state is not RowState.READY or row.step == host.step
+            used = row.referenced or row.state is not RowState.READY or inside.pins(self._core, key)
             queued = any(key in tier.to_store or key in tier.waiting_for_seal for tier in writable)
             if used or queued or (on_evict is not None and not row.host_only and key not in on_evict.index):
                 needed.add(key)

@@ -1,4 +1,4 @@
-"""The table of a storage tier's rows (csrc/tier_rows.c) in Python, for tests to compare it with, and to plant bugs."""
+"""The table of rows (csrc/tier_rows.c) in Python, for tests to compare it with, and to plant bugs."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class PlainTierRows:
     def __init__(self, uses: int) -> None:
         self._rows: dict[Key, _Row] = {}
         self._orders: dict[int, list[_Entry]] = {}  # heaps, by tenant; an entry is void if its row has another place
+        self._victims: dict[Key, _Row] = {}  # being evicted, the first selected first
         self._counts: Counter[int] = Counter()
         self._numbers = count(1)
         self._listing = 0
@@ -70,20 +71,15 @@ class PlainTierRows:
     def has_many(self, keys: list[Key], stored: bool, /) -> list[bool]:
         return list(map(self.is_stored if stored else self._rows.__contains__, keys))
 
-    def touch_many(self, keys: list[Key], tick: int, /) -> list[Key]:
-        evicting = []
+    def touch_many(self, keys: list[Key], tick: int, /) -> None:
         for key in keys:
             row = self._rows.get(key)
             if row is None:
                 continue
-            if row.evicting:
-                evicting.append(key)
-                continue
-            self._use(row, tick)
+            self._stay(row, tick)
             if not row.used and len(self._used) < self._uses:
                 row.used = True
                 self._used.append(row)
-        return evicting
 
     def take_used(self, most: int, /) -> list[tuple[int, int]]:
         taken = []
@@ -111,30 +107,49 @@ class PlainTierRows:
             found.pins -= 1
             self._enter(found)
 
+    def pin_many(self, keys: list[Key], /) -> None:
+        for key in keys:
+            self.pin(key)
+
+    def unpin_many(self, keys: list[Key], /) -> None:
+        for key in keys:
+            if (row := self._rows.get(key)) is not None:
+                self.unpin(key, row.id)
+
     def stored(self, key: Key, row: int, /) -> bool:
-        if (found := self._of(key, row)) is None:
+        if (found := self._rows.get(key)) is None or row not in {NO_ID, found.id}:
             return False
         found.stored = True
         self._enter(found)
         return True
 
     def select(self, count: int, /) -> list[Key]:
-        return [row.key for row in self._take(count, lambda row: setattr(row, "evicting", True))]
+        selected = self._take(count, lambda row: setattr(row, "evicting", True))
+        self._victims.update((row.key, row) for row in selected)
+        return [row.key for row in selected]
 
     def cancel(self, key: Key, tick: int, /) -> bool:
         row = self._rows.get(key)
         if row is None or not row.evicting:
             return False
-        row.evicting = False
-        self._use(row, tick)
-        self._enter(row)
+        self._stay(row, tick)
         return True
 
+    def cancel_all(self) -> None:
+        for row in list(self._victims.values()):
+            self._stay(row, 0)
+
+    def evicting(self) -> int:
+        return len(self._victims)
+
+    def is_evicting(self, key: Key, /) -> bool:
+        return key in self._victims
+
     def evict(self, count: int, /) -> list[tuple[Key, int]]:
-        return [(row.key, row.slot) for row in self._take(count, self._drop)]
+        return self._evict(count, None)
 
     def evict_of(self, tenant: int, count: int, /) -> list[tuple[Key, int]]:
-        return [(row.key, row.slot) for row in self._take(count, self._drop, tenant)]
+        return self._evict(count, tenant)
 
     def count_of(self, tenant: int, /) -> int:
         return self._counts[tenant]
@@ -218,6 +233,7 @@ class PlainTierRows:
         for _ in range(min(count * FREED_ROWS, len(self._rows))):
             self._rows.popitem()
         self._orders.clear()
+        self._victims.clear()
         self._used.clear()
         return bool(self._rows)
 
@@ -245,8 +261,24 @@ class PlainTierRows:
                 row.place = 0
                 self._enter(row)
 
+    def _stay(self, row: _Row, tick: int) -> None:
+        """It is used at this tick, and is not evicted, if it was being."""
+        self._victims.pop(row.key, None)
+        row.evicting = False
+        self._use(row, tick)
+        self._enter(row)
+
+    def _evict(self, count: int, tenant: int | None) -> list[tuple[Key, int]]:
+        free = (row for row in self._victims.values() if not row.pins and tenant in {None, row.tenant})
+        gone = list(islice(free, count))
+        for row in gone:
+            self._drop(row)
+        gone += self._take(count - len(gone), self._drop, tenant)
+        return [(row.key, row.slot) for row in gone]
+
     def _drop(self, row: _Row) -> None:
         del self._rows[row.key]
+        self._victims.pop(row.key, None)
         self._counts[row.tenant] -= 1
 
     def _first(self, tenant: int | None) -> list[_Entry] | None:

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.base.policies import Eviction, Write
+from nixl_tiers.base.policies import Write
 from nixl_tiers.core.breaker import BreakerLimits, BreakerState
 from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.existence import ExistenceCheck
@@ -220,11 +220,10 @@ class Simulation:
         *,
         listed: int | None = None,
         tokens_per_s: float | None = None,
-        policy: Eviction = "lru",
         quotas: tuple[float, ...] = (),
         members: int = 1,
     ) -> None:
-        """`members`: of the first tier, which share its slots. `policy`: of the host.
+        """`members`: of the first tier, which share its slots.
         `quotas`: of the tenants whose prompts begin with "a", with "b" and so on. `listed`: so many rows that a tier
         held before are listed one by one; the others in columns of a few, as `deliver` comes to them. None: all at
         once. `tokens_per_s`: of prefill, None if that is not known."""
@@ -263,7 +262,6 @@ class Simulation:
         self.listed = listed
         self._make = core
         self._tokens_per_s = tokens_per_s
-        self._policy: Eviction = policy
         self._epochs = 0
         # Slots of the odd tiers are no places: other engines store there too, and they are asked.
         self.specs = [
@@ -924,7 +922,7 @@ class Simulation:
             require(not tier.rows_loading < 0 and not tier.rows_storing < 0, "window counts below nothing")
             staged = [row for row in tier.staged.values() if not row.invalidated]
             require(len(staged) <= max(1, self.rows // 4), "demotion pins too much of the host")
-            require(all(row.request_pins for row in staged), "a row under demotion may be evicted")
+            require(all(inside.pins(core, row.key) for row in staged), "a row under demotion may be evicted")
             movers[0].used = {key: tick for key, tick in movers[0].used.items() if key in rows}
             for job in tier.jobs.values():
                 mover = self.movers[job.mover]
@@ -942,6 +940,7 @@ class Simulation:
                 require(not job.is_trial or len(job.moves) == 1, "a trial of more than one row")
 
         self._check_victims(by_tier)
+        self._check_pins()
         if not inside.uses_to_note(core):
             self._check_uses()
         promotion = inside.promotion(core)
@@ -975,11 +974,11 @@ class Simulation:
                 require(not (idle and gone), "a row is promised that others have deleted")
 
     def _check_victims(self, by_tier: list[dict[Key, Found]]) -> None:
-        """Each victim that waits to be written below is on its way there, or back to the policy."""
+        """Each victim that waits to be written below is on its way there, or back to the order."""
         core = self.core
         for tier in (None, *core.tiers):
             below = inside.state(core).below_host if tier is None else inside.state(core).below(tier)
-            evicting = core.host.evicting if tier is None else tier.index.evicting
+            table = core.host.generation.table if tier is None else tier.index.rows
             written = set()
             if below is not None:
                 written |= {*below.to_store, *below.waiting_for_seal}
@@ -988,11 +987,25 @@ class Simulation:
                 written |= {move.key for job in jobs if job.direction is Direction.STORE for move in job.moves}
             if tier is not None:
                 written |= {*tier.to_demote, *tier.staged}
-            require(written >= set(evicting), "a victim waits for ever for its write")
             rows = core.host.index if tier is None else by_tier[tier.number]
-            marked = {key for key, row in rows.items() if row.evicting}
-            former = set() if tier is None else {key for keys in tier.index.former for key in keys}
-            require(set(evicting) <= marked <= former.union(evicting), "a victim is lost")
+            evicting = {key for key in rows if table.is_evicting(key)}
+            require(written >= evicting, "a victim waits for ever for its write")
+            require(len(evicting) == table.evicting(), "a victim is lost")
+
+    def _check_pins(self) -> None:
+        """A row of the host is kept from eviction as often as something has a reason to, and not once more."""
+        core, reasons = self.core, Counter[int]()  # by the row's order
+        line = inside.promotion(core).prefetch_queue
+        requests = [*inside.requests(core).by_name.values(), *(place.request for place in line._places)]
+        held = [request.pinned.values() for request in {id(each): each for each in requests}.values()]
+        for rows in (*held, *core.host._hits, *(tier.staged.values() for tier in core.tiers)):
+            reasons.update(row.order for row in rows)
+        for key, row in core.host.index.items():
+            moved = row.mover_refs if row.state is RowState.READY else 0
+            wanted = reasons[row.order] + row.worker_refs + row.call_refs + moved + (row.retained_until > 0)
+            require(inside.pins(core, key) == wanted, f"a row has {inside.pins(core, key)} pins instead of {wanted}")
+            found = core.host.generation.table.get(key)
+            require(found is not None and Found(*found).stored == (row.state is RowState.READY), "a row is lost")
 
     def _check_uses(self) -> None:
         """All that the engine used from its own memory has been noted."""
@@ -1023,14 +1036,15 @@ class Simulation:
         self.advance(max(self.limits.wait_s + self.limits.pin_s, self.limits.hard_deadline_min_s) + 1)
         self._run_out()
         rows = self.core.host.index.values()
-        require(not any(row.referenced or row.request_pins for row in rows), "a row stays pinned for ever")
+        require(not any(row.referenced for row in rows), "a row stays in use for ever")
         self.advance(RETAINED_S + 1)
         require(not (self.core.host.retained or inside.retention_waits(self.core)), "a row is retained for ever")
         self._run_out()
+        self.end_step()
+        require(not inside.pinned(self.core), "a row stays pinned for ever")
         require(self.core.host.used == len(rows), "a row is lost")
         require(not self.core.checks.busy, "a check never ends")
         require(not inside.uses_to_note(self.core), "a use by the engine is never noted")
-        require(not any(tier.index.former for tier in self.core.tiers), "a victim from before a reset stays one")
         require(not any(tier.staged for tier in self.core.tiers), "a demotion never ends")
         require(not any(member.to_delete for member in self.core.movers), "rows to delete are never sent")
         for tier in self.core.tiers:
@@ -1107,7 +1121,7 @@ class Simulation:
     def _start(self) -> TierManager:
         prefill = PrefillEstimate(self._tokens_per_s)
         quotas = {"quotas": self.quotas} if self.quotas else {}
-        core = self._make(self.rows, ROW_BYTES, self.specs, self.limits, self._policy, prefill=prefill, **quotas)
+        core = self._make(self.rows, ROW_BYTES, self.specs, self.limits, prefill=prefill, **quotas)
         self.core = core
         self._hold = HoldJudge(core, require)
         self._measuring = MeasurementJudge(core, require)

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from nixl_tiers.base.chunk import Outcome
-from nixl_tiers.base.policies import Eviction, Write
-from nixl_tiers.core import host
-from nixl_tiers.core.host import MAX_LOOKS
+from nixl_tiers.base.policies import Write
+from nixl_tiers.core import tier_rows
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.member import UNLIMITED
+from nixl_tiers.core.tier_rows import MAX_VICTIMS
 from tests.support.simulation import MANY_TURNS, RETAINED_S, SOME_ROOM, Scan, Simulation
 
 TIERS = st.integers(0, 1)
@@ -31,9 +31,8 @@ OUTCOMES = st.sampled_from([Outcome.OK, Outcome.OK, Outcome.OK, Outcome.FAILED, 
 BEGIN: dict[str, Any] = {
     "writes": st.sampled_from(WRITES),
     "listed": st.sampled_from([None, 0, 2]),
-    "looks": st.sampled_from([MAX_LOOKS, 2, 3]),
+    "victims": st.sampled_from([MAX_VICTIMS, 1, 2]),
     "tokens_per_s": st.sampled_from([None, None, 5.0, 100.0]),
-    "policy": st.sampled_from(["lru", "lru", "s3fifo", "arc"]),
     "rows": st.sampled_from(ROWS),
     "slots": st.sampled_from(SLOTS),
 }
@@ -52,17 +51,16 @@ class CascadeStateMachine(RuleBasedStateMachine):
         self,
         writes: tuple[Write, Write],
         listed: int | None,
-        looks: int,
+        victims: int,
         tokens_per_s: float | None = None,
-        policy: Eviction = "lru",
         *,
         rows: int = 6,
         slots: tuple[int, int] = (6, 12),
         quotas: tuple[float, ...] = (),
         members: int = 1,
     ) -> None:
-        """`looks`: so many pinned rows are passed over in one search for victims."""
-        host.MAX_LOOKS = looks  # type: ignore[misc]
+        """`victims`: so many rows of a table are being evicted at a time."""
+        tier_rows.MAX_VICTIMS = victims  # type: ignore[misc]
         self.simulation = self.simulated(
             rows,
             slots,
@@ -70,7 +68,6 @@ class CascadeStateMachine(RuleBasedStateMachine):
             writes=writes,
             listed=listed,
             tokens_per_s=tokens_per_s,
-            policy=policy,
             quotas=quotas,
             members=members,
         )
@@ -424,7 +421,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
             if hasattr(self, "simulation"):
                 self.simulation.quiesce()
         finally:
-            host.MAX_LOOKS = MAX_LOOKS  # type: ignore[misc]
+            tier_rows.MAX_VICTIMS = MAX_VICTIMS  # type: ignore[misc]
 
 
 class TenantStateMachine(CascadeStateMachine):

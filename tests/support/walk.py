@@ -126,7 +126,6 @@ def trace(seed: int, steps: int) -> Iterator[str]:
                 random.choice([None, 0, 2]),
                 random.choice([256, 2, 3]),
                 random.choice([None, 5.0, 100.0]),
-                random.choice(["lru", "s3fifo", "arc"]),
                 rows=random.choice(ROWS),
                 slots=random.choice(SLOTS),
             )

@@ -1,4 +1,4 @@
-"""The native table of a storage tier's rows beside the same in Python, and both beside the policy of before."""
+"""The native table of rows under the sanitizers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ taken = bytearray(70_000)
 assert all([rows.add(b"first %d" % number, number, 0, True) for number in range(9)]), "0 is no row's id"
 for step in range(20_000):
     key = keys[draw.randrange(min(len(keys), 200 + 2 * step))]
-    match draw.randrange(14):
+    match draw.randrange(16):
         case 0 | 1 | 2 | 3: rows.add(key, draw.randrange(70_000), draw.randrange(step + 1), draw.random() < 0.9)
         case 4: rows.has_many(draw.choices(keys, k=50), True)
         case 5: rows.touch_many(draw.choices(keys, k=20), step)
@@ -41,6 +41,10 @@ for step in range(20_000):
         case 13:  # as a mover that is not trusted may send them
             slots, ticks, records = (draw.randbytes(size) for size in (4 * 32, 8 * 32, 32 * 41))
             rows.list_columns(slots, ticks, records, 41, 0, 32, draw.choice((taken, None)), 70_000)
+        case 14: rows.pin_many(draw.choices(keys, k=4) if draw.random() < 0.5 else rows.select(2))
+        case 15:
+            rows.unpin_many(draw.choices(keys, k=50))
+            if draw.random() < 0.05: rows.cancel_all()
 while rows.free(1): pass
 print("done", len(rows))
 """

@@ -172,12 +172,10 @@ def test_put_accepts_buffers_and_names_the_error_of_bad_ones(tmp_path: Path) -> 
         assert store.locate([b"a", b"c"]) == ["cpu", None]
 
 
-@pytest.mark.parametrize("eviction", ["lru", "s3fifo", "arc"])
-def test_a_tier_written_on_eviction_gets_evicted_rows_and_at_exit_the_rest(tmp_path: Path, eviction: str) -> None:
+def test_a_tier_written_on_eviction_gets_evicted_rows_and_at_exit_the_rest(tmp_path: Path) -> None:
     keys, rows = chunks(100, 64 * KIB)
     lazy = file_tier(tmp_path, 64 * MIB, write="on_evict")
     setting = {**config(lazy, host=4 * MIB), "flush_on_exit_s": 300.0}
-    setting["tiers"][0]["eviction"] = eviction
     with open_patient(setting, 64 * KIB, "n") as store:
         until_up(store)
         # Promotions wait for write-back only so long, and then evict unwritten rows, and a tier that is late gets none:
