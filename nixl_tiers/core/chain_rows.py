@@ -156,8 +156,8 @@ class RowFinder:
         """Note in `stored` which tier holds the keys at places that the host lacks. Returns the first place of one that
         none does, or where the host had no room for a row that was asked for: the chain ends there."""
         stop = len(keys)
-        if request.rows_awaited < len(request.asked):
-            stop = next((place for place in absent if not request.asked.get(keys[place], True)), stop)
+        if request.refused:
+            stop = next((place for place in absent if keys[place] in request.refused), stop)
         for tier in self._tiers:
             if request.wishes.allowed is not None and tier.number not in request.wishes.allowed:
                 continue

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.promotion import Promotion, RequestIndex
-from nixl_tiers.core.requests import Request
+from nixl_tiers.core.requests import Request, RequestState
 from nixl_tiers.core.rows import CPU, Generation, Row, RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Load, Savings
@@ -110,7 +110,7 @@ class Copies:
             load.waited = waited
             self._savings.load_began(name, load)
         self._promotion.release(request)
-        request.rearm()
+        request.run()
         missing = {place: row.missing for place, row in enumerate(rows) if row.missing}
         return LoadPlan([row.index for row in rows], sources, missing)
 
@@ -214,7 +214,8 @@ class Copies:
 
     def _load_failed(self, name: str, rows: Sequence[Row], now: float) -> None:
         if (request := self._requests.by_name.get(name)) is not None:
-            request.load_failed = True
+            self._promotion.release(request)
+            request.become(RequestState.FAILED)
         for row in rows:
             self._host.counters.failed_loads += 1
             if not row.worker_refs:  # else another load reads it too, and has its own end

@@ -168,10 +168,10 @@ class ExistenceChecks:
             return False
         if key in request.unknown:
             return request.check_queued or request.open_checks > 0
-        if request.open_checks or not request.first_scan:
+        if request.open_checks or not request.scan.first:
             return False
         # If the first key of a chain is absent, the others need no check.
-        most = 1 if request.ascending and not request.first_key_found else self._limits.keys_per_check
+        most = 1 if request.scan.ascending and not request.first_key_found else self._limits.keys_per_check
         if request.check_queued and len(request.unknown) >= most and not request.wishes.patient:
             return False
         if not sum(self._worth(shared, key, request, now) for shared in self._open_to(request)):
@@ -226,7 +226,7 @@ class ExistenceChecks:
         """The checks to send now, within every bound."""
         asking, self._asking = self._asking, []
         for request in asking:
-            asked = [request.expired or self._ask(shared, request, now) for shared in self._open_to(request)]
+            asked = [request.gave_up or self._ask(shared, request, now) for shared in self._open_to(request)]
             request.check_queued = not (all(asked) or request.open_checks)
             if request.check_queued:
                 self._asking.append(request)
@@ -312,7 +312,7 @@ class ExistenceChecks:
 
     def _ask(self, shared: _TierChecks, request: Request, now: float) -> bool:
         """Have the request wait for the check of what it does not know. False: there is no room, try again later."""
-        first = next((key for key in request.unknown if request.ascending or not shared.is_absent(key, now)), None)
+        first = next((key for key in request.unknown if request.scan.ascending or not shared.is_absent(key, now)), None)
         if first is None or shared.is_absent(first, now):
             return True
         waits = request.wishes.patient or not shared.slow
@@ -322,9 +322,9 @@ class ExistenceChecks:
             for key in request.unknown:
                 if not shared.is_absent(key, now):
                     keys.append(key)
-                elif request.ascending:
+                elif request.scan.ascending:
                     break
-            check = self._send(shared, keys[: self._limits.keys_per_check], chain=request.ascending, now=now)
+            check = self._send(shared, keys[: self._limits.keys_per_check], chain=request.scan.ascending, now=now)
         if check is not None:
             check.requests.append(request)
             request.open_checks += 1

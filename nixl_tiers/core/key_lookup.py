@@ -31,10 +31,10 @@ class KeyLookups:
     ) -> Lookup:
         """See `TierManager.look_up_keys`."""
         waits = request.begin(self._host.step, position)
-        if request.answered:
+        if request.scan.answered:
             return Lookup.MISS
         if waits and self._promotion.still_waits(request, position, first, now):
-            request.answered = True
+            request.scan.answered = True
             return Lookup.PENDING
         row = self._host.index.get(key)
         if row is not None and row.state is RowState.READY:
@@ -44,16 +44,16 @@ class KeyLookups:
             if request.waiting:
                 request.pin(row)
             else:
-                request.scan_hits.append(row)
+                request.scan.hits.append(row)
             return Lookup.HIT
-        if request.stopped or self._promotion.has_expired(request, now):
+        if request.scan.stopped or self._promotion.has_expired(request, now):
             return Lookup.MISS
         if row is not None and row.state is RowState.LOADING and not row.mover_refs:
             self._host.invalidate(row)  # an error has ended its load
             row = None
         if (
             row is not None
-            or request.asked.get(key, False)
+            or key in request.asked
             or self._promotion.enqueue(key, request, now)
             or (check and self._checks.should_wait(key, request, now))
             or (request.wishes.patient and self._promotion.may_be_listed(key, request, now))

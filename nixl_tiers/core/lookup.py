@@ -19,7 +19,7 @@ from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.measurements import Measurements
 from nixl_tiers.core.pricing import HOST, Run
 from nixl_tiers.core.promotion import Promotion
-from nixl_tiers.core.requests import NEVER, Request, Wait
+from nixl_tiers.core.requests import Request, Wait
 from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.worth import Worth
@@ -97,30 +97,30 @@ class Chains:
     def _scan(self, request: Request, chain: Chain, start: int, first: int, now: float) -> Scan:
         rescan = request.rescan
         request.begin(self._host.step, start)
-        request.idle_until_s = NEVER
+        request.judge_again()
         end = chain.end
-        if request.waiting and not request.first_scan:
+        if request.waiting and not request.scan.first:
             if self._promotion.still_waits(request, start + 1, first, now):
                 if (margin_s := self._margin_s(request, chain, start, now)) >= 0:
-                    if request.missing and not chain.windows:
-                        request.idle_until_s = now + min(MOST_IDLE_S, margin_s * IDLE_SHARE)
+                    if request.wait is not None and request.missing and not chain.windows:
+                        request.wait.idle_until_s = now + min(MOST_IDLE_S, margin_s * IDLE_SHARE)
                     return Scan(True, end if request.chosen is None else request.chosen)
                 self._promotion.give_up_waiting(request)
         elif rescan:
             request.chosen = None
-        request.position = end  # what vLLM looks up next is no longer this scan
+        request.scan.position = end  # what vLLM looks up next is no longer this scan
         limit = end if request.chosen is None else min(end, request.chosen)
         found = [self._rows.find(request, group, (start, limit), first, now) for group in chain.full]
         known = min([each.stop * each.group.chunk_tokens for each in found])
         look = _Look(request, chain, start, now, found, known - known % chain.step_tokens)
         chosen, expected_s = max(start, look.known), now
-        if request.first_scan and request.chosen is None and not request.expired and self._state.tiers:
+        if request.scan.first and request.chosen is None and not request.gave_up and self._state.tiers:
             chosen, expected_s = self._choose(look)
         waits = self._ask(look, chosen)
         if len(found) > 1:
             self._note_refused(look, limit)
         open_end = chosen >= look.known and len(found) == 1 and self._ask_for_unknown(look, limit)
-        if request.first_scan and (waits or open_end or chain.windows):
+        if request.scan.first and (waits or open_end or chain.windows):
             request.wait = Wait(now, expected_s, chain.step_tokens, end, self._places(look, chosen))
         if not (waits or open_end):
             if request.waiting and not request.pinned and not request.asked:
@@ -135,13 +135,14 @@ class Chains:
         """Whether a request waits of which `_scan` would find out nothing in this step that its last one has not: what
         it waits for is on its way, and the wait was judged a moment ago. A long queue of such requests is looked up at
         every step."""
-        if now >= request.idle_until_s or request.rescan or self._promotion.has_expired(request, now):
+        wait = request.wait
+        if wait is None or now >= wait.idle_until_s or request.rescan or self._promotion.has_expired(request, now):
             return False
         if not request.waiting:
             return False
         place, last = request.missing[-1]
         row = self._host.index.get(last)
-        return (place or 0) > start and (row.state is not _READY if row is not None else request.asked.get(last, False))
+        return (place or 0) > start and (row.state is not _READY if row is not None else last in request.asked)
 
     def _choose(self, look: _Look) -> tuple[int, float]:
         """Up to which token to load, and when that is expected to be in host memory."""
@@ -267,7 +268,7 @@ class Chains:
         if request.waiting:
             request.pin_all(ready)
         else:
-            request.scan_hits += ready
+            request.scan.hits += ready
         return bool(missing)
 
     def _queue(self, request: Request, wanted: dict[int, list[tuple[int, Key]]]) -> None:
@@ -276,7 +277,7 @@ class Chains:
         for number, some in wanted.items():
             if keys := [key for _, key in some if key not in asked]:
                 request.ask(keys)
-                request.lowest = max(request.lowest, number)
+                request.waited.lowest = max(request.waited.lowest, number)
                 self._state.tiers[number].queue_loads(request, keys)
 
     def _ask_for_unknown(self, look: _Look, limit: int) -> bool:

@@ -34,7 +34,7 @@ from nixl_tiers.core.prefetch_queue import Rank
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.promotion_jobs import PromotionJobs
-from nixl_tiers.core.requests import NO_WISHES, RequestWishes
+from nixl_tiers.core.requests import NO_WISHES, RequestState, RequestWishes
 from nixl_tiers.core.retention import Retention
 from nixl_tiers.core.rows import CPU, RowState
 from nixl_tiers.core.state import CascadeState
@@ -161,7 +161,7 @@ class TierManager:
             return None
         if not keys:
             return line.has_room(rank)
-        if not (request := self._requests.get(name)).in_prefetch_queue:
+        if not (request := self._requests.get(name)).queued:
             line.join(request, keys, rank)
         return True
 
@@ -174,7 +174,7 @@ class TierManager:
         if known is not None and self._chains.shares(known, chain, start):
             return Scan(True, chain.end)
         request = self._requests.looked_up(name, now)
-        if request.load_failed:
+        if request.state is RequestState.FAILED:
             return Scan(False, start)
         return self._chains.scan(request, chain, start, first, now)
 
@@ -191,7 +191,7 @@ class TierManager:
         """Which of `keys`, whose ends are at these tokens of the request, are hits for it? O(1) a key. PENDING is
         answered within the request's deadline. `check`: whether the existence of unknown keys may be checked."""
         request = self._requests.looked_up(name, now)
-        if request.load_failed:
+        if request.state is RequestState.FAILED:
             return [Lookup.MISS] * len(keys)
         look_up = self._keys.lookup
         places = zip(keys, positions, strict=False)
@@ -218,16 +218,17 @@ class TierManager:
             request = self._requests.by_name.get(name)
             if request is None:
                 continue
-            if request.in_prefetch_queue:  # without a look-up: the engine's own cache had all of it
+            if request.queued:  # without a look-up: the engine's own cache had all of it
                 self._promotion.prefetch_queue.leave(request)
-            if request.pending:  # it loads nothing: it gave up, or the engine's own cache has what it waited for
+            if request.waiting or request.gave_up:  # it loads nothing: or the engine's own cache has what it waited for
                 self._promotion.observe_wait(request, loaded=False)
                 self._promotion.release(request)
+            request.become(RequestState.RUNNING)
         for name in sorted(preempted):  # a set, in vLLM
             if (request := self._requests.by_name.get(name)) is not None:
                 self._promotion.observe_wait(request, loaded=False)  # a later one begins anew
                 self._promotion.release(request)
-                request.rearm()  # what it computed is stored by now: it is weighed anew
+                request.preempt()  # what it computed is stored by now: it is weighed anew
 
     def pin(self, name: str, keys: Iterable[Key]) -> None:
         """Pin the rows of `keys` until the request ends, if no tier below can take them: a put of more than the host
@@ -303,7 +304,7 @@ class TierManager:
     def rows_to_come(self, names: Iterable[str]) -> list[tuple[int, int]]:
         """Of each of these requests: how many of the rows that it has asked storage tiers for have come so far, and for
         how many it waits. O(1) for each."""
-        return [(each.rows_come, each.rows_awaited) for each in map(self._requests.get, names)]
+        return [(each.rows_come, len(each.asked)) for each in map(self._requests.get, names)]
 
     def wait_on(self, names: Iterable[str], until_s: float) -> None:
         """Those of these requests that wait have this deadline from now on."""
@@ -335,7 +336,7 @@ class TierManager:
     @property
     def waiting_requests(self) -> int:
         """Requests that wait for promotions."""
-        return self._promotion.waiting_count
+        return self.host.generation.waiting
 
     # --- inside ------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.requests import Request
+from nixl_tiers.core.requests import Request, RequestState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import HOST, Gone, tier_and_reason
 from nixl_tiers.core.types import TierState
@@ -62,7 +62,7 @@ class Misses:
                 last = reason
             elif (found := self._held(key, holds[1:], request, now)) is not None:
                 last = found
-            elif request.expired:
+            elif request.gave_up:
                 last = None
             yield last
 
@@ -76,13 +76,13 @@ class Misses:
                 reason = reason or (tier.number, "missed_excluded")
             elif not (member := tier.member_of(key)).readable:
                 reason = (tier.number, "missed_down" if member.state is TierState.DOWN else "missed_open")
-            elif request.load_failed or tier.denylist.is_denied(key, now):
+            elif request.state is RequestState.FAILED or tier.denylist.is_denied(key, now):
                 reason = (tier.number, "missed_failed")
-            elif not request.asked.get(key, True):
+            elif key in request.refused:
                 return HOST, "missed_no_room"
             elif tier.index.rows.is_stored(key):
                 return None
-        return (HOST, "missed_failed") if reason is None and request.load_failed else reason
+        return (HOST, "missed_failed") if reason is None and request.state is RequestState.FAILED else reason
 
 
 def _of_tag(tag: int) -> Reason:

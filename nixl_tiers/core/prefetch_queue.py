@@ -17,7 +17,7 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.existence import ExistenceChecks
-from nixl_tiers.core.requests import Request, RequestWishes
+from nixl_tiers.core.requests import Request, RequestState, RequestWishes
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import Tier
@@ -88,7 +88,7 @@ class PrefetchQueue:
         """A new request waits for its turn; the lower its `rank`, the sooner that comes. Nobody may change `keys`."""
         self._joined += 1
         place = self._of[request.name] = QueuedPrefetch(request, keys, rank, self._joined, self._host.step)
-        request.join_prefetch_queue()
+        request.become(RequestState.QUEUED)
         insort(self._places, place)
 
     def prefetch(self, keys: Sequence[Key], tenant: int = 0) -> None:
@@ -100,7 +100,7 @@ class PrefetchQueue:
             last.keys += keys
         elif len(self._places) < MAX_PREFETCHES or not self._places[-MAX_PREFETCHES].prefetch:
             request = Request(f"prefetch {self._joined}", self._host.generation, RequestWishes(tenant))
-            request.ascending = False
+            request.scan.ascending = False
             self.join(request, list(keys), AFTER_ALL)
 
     def find_no_room(self, request: Request, key: Key) -> None:
@@ -118,7 +118,7 @@ class PrefetchQueue:
 
     def leave(self, request: Request) -> None:
         """Its turn has come, or it has ended. What it holds stays pinned."""
-        request.leave_prefetch_queue()
+        request.leave_line()
         place = self._of.pop(request.name)
         del self._places[bisect_left(self._places, place)]
         if place.held:
@@ -127,7 +127,7 @@ class PrefetchQueue:
     def clear(self) -> None:
         """After a reset there is nothing to promote, and what was pinned ends with its generation."""
         for place in self._places:
-            place.request.leave_prefetch_queue()
+            place.request.become(RequestState.OPEN)
         self._places, self._holding, self._of = [], [], {}
 
     def feed(self, now: float) -> list[Tier]:
@@ -187,7 +187,7 @@ class PrefetchQueue:
             place.keys = ()  # a tier lacked a row of its chain
             return True
         row = self._host.index.get(key)
-        if request.asked.get(key) or (row is not None and request.pinned.get(key) is row):
+        if key in request.asked or (row is not None and request.pinned.get(key) is row):
             place.at += 1  # it has this one already, or it is queued
             return True
         if row is not None and place.prefetch:
@@ -209,9 +209,8 @@ class PrefetchQueue:
             request.ask((key,))
             if not place.prefetch:
                 place.queued[key] = place.at
-            request.lowest = max(request.lowest, tier.number)
+            request.waited.lowest = max(request.waited.lowest, tier.number)
         place.at += 1
-        request.begin_wait()
         if not place.held:
             insort(self._holding, place)
         place.held += 1
@@ -259,7 +258,7 @@ class PrefetchQueue:
         while place.arrived < min(place.at, len(place.keys)):
             key = place.keys[place.arrived]
             row = self._host.index.get(key)
-            if place.request.asked.get(key) and (row is None or row.state is RowState.LOADING):
+            if key in place.request.asked and (row is None or row.state is RowState.LOADING):
                 return False
             place.arrived += 1
         return True

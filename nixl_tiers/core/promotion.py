@@ -12,7 +12,7 @@ from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.host import HostTier
 from nixl_tiers.core.prefetch_queue import PrefetchQueue
-from nixl_tiers.core.requests import NO_WISHES, Request, RequestWishes
+from nixl_tiers.core.requests import NO_WISHES, Request, RequestState, RequestWishes
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Savings
@@ -35,7 +35,6 @@ class Promotion:
         self._checks = checks
         self.prefetch_queue = PrefetchQueue(state, checks)
         self._waiting: dict[str, Request] = {}  # requests that wait, or for which rows were promoted and pinned
-        self._overdue: set[str] = set()  # those of them that have waited too long, and only keep what has come
         self._look_again_s = float("-inf")  # for requests that never came back
         self.host_full = False  # promotions wait for others to unpin rows of a full host
 
@@ -48,14 +47,14 @@ class Promotion:
 
     def enqueue(self, key: Key, request: Request, now: float) -> bool:
         """Queue a stored key for promotion on the request's behalf; False if no tier can load it now."""
-        if request.expired or (key in request.asked and not request.asked[key]):
+        if request.gave_up or key in request.refused:
             return False
         for tier in self._state.tiers:
             if (request.wishes.allowed is None or tier.number in request.wishes.allowed) and tier.can_load(key, now):
                 tier.queue_load(request, key)
-                if not request.asked.get(key):
+                if key not in request.asked:
                     request.ask((key,))
-                request.lowest = max(request.lowest, tier.number)
+                request.waited.lowest = max(request.waited.lowest, tier.number)
                 return True
             self._note_refused(tier, key, now)
         request.withdraw(key)
@@ -68,33 +67,31 @@ class Promotion:
 
     def wait(self, request: Request, now: float) -> None:
         """The request waits: arm its deadline if none runs, and pin the hits of this scan."""
-        if request.in_prefetch_queue:
-            self.first_looked_up(request, now)
         if request.deadline_s is None:
             request.deadline_s = now + self._state.limits.wait_s
-        if request.waited_since_s is None:
-            request.waited_since_s = now
-        if not request.pending:
-            request.begin_wait()
+        if request.waited.since_s is None:
+            request.waited.since_s = now
+        if not request.waiting:
+            request.become(RequestState.WAITING)
             self._waiting[request.name] = request
-            for row in request.scan_hits:
+            for row in request.scan.hits:
                 if not row.invalidated:
                     request.pin(row)
-        request.stopped = not request.first_scan and request.ascending
+        request.scan.stopped = not request.scan.first and request.scan.ascending
 
     def first_looked_up(self, request: Request, now: float) -> None:
         """A request of the line is looked up for the first time: what came up for it is kept as for any that waits."""
         self.prefetch_queue.leave(request)
-        if request.pending:
+        if request.waiting:
             request.deadline_s = now + self._state.limits.wait_s
             self._waiting[request.name] = request
 
     def has_expired(self, request: Request, now: float) -> bool:
         """Whether the request's deadline has passed. What is pinned for it stays so: it may load that."""
-        if not request.expired and request.deadline_s is not None and now > request.deadline_s:
+        if not request.gave_up and request.deadline_s is not None and now > request.deadline_s:
             self._end_wait(request)
             self._blame_slow_tiers(request, now)
-        return request.expired
+        return request.gave_up
 
     def give_up_waiting(self, request: Request) -> None:
         """To compute what the request still waits for is quicker than to wait on: it loads what has come. What is
@@ -115,9 +112,7 @@ class Promotion:
             elif place is None or position is None or place >= position:
                 known = key in request.unknown
                 return not self.has_expired(request, now) and (
-                    row is not None
-                    or request.asked.get(key, False)
-                    or (known and self._checks.should_wait(key, request, now))
+                    row is not None or key in request.asked or (known and self._checks.should_wait(key, request, now))
                 )
             request.missing.popleft()
         return False
@@ -137,30 +132,24 @@ class Promotion:
         """The request waits no longer: unpin its rows, forget what it asked for."""
         request.release()
         self._waiting.pop(request.name, None)
-        self._overdue.discard(request.name)
 
     def observe_wait(self, request: Request, *, loaded: bool) -> tuple[str, float] | None:
         """The request's wait, if there was one, has ended: `loaded`, or it computes all. Returns the lowest tier that
         it asked, and the seconds."""
         waited: tuple[str, float] | None = None
-        if request.waited_since_s is not None and self._state.tiers:
-            outcome = "vain" if not loaded else "partial" if request.expired else "loaded"
-            tier = self._state.tiers[request.lowest]
-            waited = tier.spec.name, request.seen_s - request.waited_since_s
+        if request.waited.since_s is not None and self._state.tiers:
+            outcome = "vain" if not loaded else "partial" if request.gave_up else "loaded"
+            tier = self._state.tiers[request.waited.lowest]
+            waited = tier.spec.name, request.waited.seen_s - request.waited.since_s
             self._state.samples.observe(waited[0], f"wait_{outcome}", waited[1])
             tier.counters.lost_vain_s += 0.0 if loaded else waited[1]
-        request.waited_since_s, request.lowest = None, 0
+        request.waited.since_s, request.waited.lowest = None, 0
         return waited
-
-    @property
-    def waiting_count(self) -> int:
-        """How many requests wait. O(1): it is asked at each step, whatever the length of the queue."""
-        return len(self._waiting) - len(self._overdue)
 
     def reset(self, garbage: DeferredFree) -> None:
         """Requests go on, keep their deadlines, and wait for nothing (`Request.belongs_to`)."""
-        garbage.add(self._waiting, self._overdue)
-        self._waiting, self._overdue = {}, set()
+        garbage.add(self._waiting)
+        self._waiting = {}
         self.prefetch_queue.clear()
 
     def expire(self, now: float) -> None:
@@ -172,7 +161,7 @@ class Promotion:
         for request in [r for r in self._waiting.values() if r.deadline_s is None or r.deadline_s < limit]:
             if not self._state.take(1 + len(request.pinned) // PINS_PER_ROW):
                 return
-            request.expire()
+            request.become(RequestState.GAVE_UP)
             self.release(request)
         self._look_again_s = now + EXPIRE_EVERY_S
 
@@ -188,9 +177,7 @@ class Promotion:
 
     def _end_wait(self, request: Request) -> None:
         """It keeps what has come, and gets nothing more."""
-        request.expire()
-        if request.name in self._waiting:
-            self._overdue.add(request.name)
+        request.become(RequestState.GAVE_UP)
         self._count_late(request)
 
     def _count_late(self, request: Request) -> None:
@@ -206,7 +193,7 @@ class Promotion:
         """A request has expired: a failure for the breaker of each tier that it waited for, even if none of that tier's
         jobs is late."""
         loading = [(key, row.source) for key, row in request.pinned.items() if row.state is RowState.LOADING]
-        queued = request.rows_awaited and not self.host_full  # then it waited for room, and not for a tier
+        queued = request.asked and not self.host_full  # then it waited for room, and not for a tier
         for tier in self._state.tiers:
             keys = [key for key, source in loading if source == tier.spec.name]
             slow = self._state.movers_that_move(tier, keys)
@@ -244,10 +231,12 @@ class RequestIndex:
         """The request, whose turn has come if it was in line."""
         self.queued.discard(name)
         request = self.get(name)
-        if request.in_prefetch_queue:
+        if request.queued:
             self._promotion.first_looked_up(request, now)
-        if not request.expired:
-            request.seen_s = now
+        elif request.state is RequestState.RUNNING:
+            request.become(RequestState.OPEN)
+        if not request.gave_up:
+            request.waited.seen_s = now
         return request
 
     def finish(self, name: str) -> None:
@@ -257,8 +246,8 @@ class RequestIndex:
         self._savings.forget(name)
         request = self.by_name.pop(name, None)
         if request is not None:
-            if request.in_prefetch_queue:
+            if request.queued:
                 self._promotion.prefetch_queue.leave(request)
             self._promotion.observe_wait(request, loaded=False)
-            request.expire()
+            request.become(RequestState.GAVE_UP)
             self._promotion.release(request)

@@ -55,7 +55,7 @@ class PromotionJobs:
     def waited_since(self, job: Job) -> float | None:
         """When the first of the requests that wait for the job's first row began to; None if there is none."""
         requests = self._loading_for.get(job.moves[0].row.order, ())
-        since = [request.waited_since_s for request in requests if request.waited_since_s is not None]
+        since = [request.waited.since_s for request in requests if request.waited.since_s is not None]
         return min(since, default=None)
 
     def reset(self, garbage: DeferredFree) -> None:
@@ -165,7 +165,7 @@ class PromotionJobs:
         self._writeback.drop_demotions(tier)
         while tier.to_load and self._state.take():
             request, key = tier.to_load.popleft()
-            if request.waiting and request.asked.get(key):
+            if request.wants(key):
                 self._promotion.enqueue(key, request, now)
 
     def retry(self, now: float) -> None:
@@ -202,7 +202,7 @@ class PromotionJobs:
         put_off: list[tuple[Request, Key]] = []
         while tier.to_load and len(wanted) < most and len(put_off) < FRONT and self._state.take():
             request, key = tier.to_load.popleft()
-            if not (request.waiting and request.asked.get(key)):
+            if not request.wants(key):
                 continue  # it has loaded, expired or ended since it asked
             if request.lost == tier.number:
                 tier.index.forget(key)
@@ -236,7 +236,7 @@ class PromotionJobs:
                 within[key] = requests
                 continue
             for request in requests:
-                if request.in_prefetch_queue:
+                if request.queued:
                     self._prefetch_queue.find_no_room(request, key)
                 else:
                     request.refuse(key)
@@ -281,7 +281,7 @@ class PromotionJobs:
         """A row is gone that an asked tier was thought to have. Of a chain that is worth nothing without it, what is
         queued behind it is not loaded, and forgotten: it was written at about the same time."""
         for request in self._loading_for.get(row.order, ()):
-            if request.ascending:
+            if request.scan.ascending:
                 request.lost = tier.number
 
     def _retry(self, tier: Tier, row: Row) -> None:
@@ -296,7 +296,7 @@ class PromotionJobs:
         """The host has no room for this row: what of it to queue again."""
         put_off = []
         for request in requests:
-            if request.in_prefetch_queue:
+            if request.queued:
                 self._prefetch_queue.find_no_room(request, key)
             elif self._promotion.host_full:
                 put_off.append((request, key))
@@ -306,13 +306,13 @@ class PromotionJobs:
 
     def _prefetches_give_way(self, wanted: dict[Key, list[Request]], room: int) -> bool:
         """Whether requests in line have unpinned rows for those whose turn has come."""
-        missing = sum(any(not request.in_prefetch_queue for request in requests) for requests in wanted.values()) - room
+        missing = sum(any(not request.queued for request in requests) for requests in wanted.values()) - room
         return missing > 0 and self._prefetch_queue.give_way(missing)
 
     def _serves_looked_up(self, tier: Tier) -> bool:
         """Whether a request at the front of the tier's queue is not in line."""
         front = (request for request, _ in islice(tier.to_load, FRONT))
-        return any(request.waiting and not request.in_prefetch_queue for request in front)
+        return any(request.waiting for request in front)
 
     def _waits_for_writeback(self, now: float) -> bool:
         """Whether promotions wait for host rows that write-back frees, rather than evict unwritten ones. Only for
@@ -337,5 +337,5 @@ class PromotionJobs:
 
 def _still_wanted(wanted: dict[Key, list[Request]]) -> dict[Key, list[Request]]:
     """Without the requests that ask for nothing any more, as they have given way."""
-    asking = {key: [request for request in requests if request.asked.get(key)] for key, requests in wanted.items()}
+    asking = {key: [request for request in requests if key in request.asked] for key, requests in wanted.items()}
     return {key: requests for key, requests in asking.items() if requests}

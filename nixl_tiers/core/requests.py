@@ -1,10 +1,11 @@
-"""A request that waits for promotions: what it asked for, what it has pinned, how long it may wait."""
+"""A request: its state, what it waits for, what it has pinned, and how long it may wait."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Final, NamedTuple
 
 from nixl_tiers.base.chunk import Key
@@ -22,6 +23,7 @@ class Wait:
     step_tokens: int
     end: int  # of its chain
     places: list[tuple[int, int]]  # the tiers, by number, and the place of its last row in the queue of each
+    idle_until_s: float = NEVER  # it need not be judged before, unless its last row comes
 
 
 class RequestWishes(NamedTuple):
@@ -46,49 +48,76 @@ class RequestWishes(NamedTuple):
 NO_WISHES: Final = RequestWishes()
 
 
-class Request:
-    """Scheduler-side state of one request, from its first look-up to its end.
+class RequestState(Enum):
+    QUEUED = "queued"  # its turn is to come: rows come up for it in the line (prefetch_queue.py)
+    OPEN = "open"  # it waits for nothing
+    WAITING = "waiting"  # for rows, or for a check; its deadline runs
+    GAVE_UP = "gave up"  # too late, or computing is quicker, or it has ended: it gets nothing more, and keeps its pins
+    RUNNING = "running"  # it loads what it found, or it computes
+    FAILED = "failed"  # one of its loads failed: it computes everything itself
 
-    Its scan of a step goes up the prefix, key by key. The first scan that meets stored rows collects all of them, so
-    that they can be promoted together; later scans of the same wait stop at the first key that is not there yet.
-    """
+
+_NEXT: Final = {
+    RequestState.QUEUED: {RequestState.OPEN, RequestState.WAITING},
+    RequestState.OPEN: {*RequestState} - {RequestState.OPEN},
+    RequestState.WAITING: {*RequestState} - {RequestState.WAITING, RequestState.QUEUED},
+    RequestState.GAVE_UP: {RequestState.OPEN, RequestState.RUNNING, RequestState.FAILED},
+    RequestState.RUNNING: {RequestState.OPEN, RequestState.GAVE_UP, RequestState.FAILED},
+    RequestState.FAILED: set[RequestState](),
+}
+
+
+@dataclass(slots=True)
+class Waited:
+    """For metrics: when a wait began, when it was last looked up, and the lowest tier that was asked."""
+
+    since_s: float | None = None
+    seen_s: float = 0.0
+    lowest: int = 0
+
+
+@dataclass(slots=True)
+class KeyScan:
+    """A step's look-ups, which go up the prefix, key by key. The `first` scan that meets stored rows collects all of
+    them, so that they can be promoted together; later scans of the same wait stop at the first key that is not there
+    yet. `hits`: so far, to be pinned if the request turns out to wait. `answered`: at its first key."""
+
+    step: int = -1
+    position: int | None = None
+    ascending: bool = True
+    first: bool = True
+    stopped: bool = False
+    answered: bool = False
+    hits: list[Row] = field(default_factory=list)
+
+
+class Request:
+    """Scheduler-side state of one request, from its first look-up to its end."""
 
     __slots__ = (
         "_counted_as_waiting",
-        "answered",
-        "ascending",
         "asked",
         "check_deadline_s",
         "check_queued",
         "chosen",
         "deadline_s",
-        "expired",
         "first_key_found",
-        "first_scan",
         "generation",
         "hit_end",
-        "idle_until_s",
-        "in_prefetch_queue",
-        "load_failed",
         "lost",
-        "lowest",
         "missing",
         "name",
         "open_checks",
-        "pending",
         "pinned",
-        "position",
+        "refused",
         "rescan",
-        "rows_awaited",
         "rows_come",
-        "scan_hits",
-        "seen_s",
-        "step",
-        "stopped",
+        "scan",
+        "state",
         "tick",
         "unknown",
         "wait",
-        "waited_since_s",
+        "waited",
         "wishes",
     )
 
@@ -96,106 +125,147 @@ class Request:
         self.name = name
         self.generation = generation
         self.wishes = wishes
+        self.state = RequestState.OPEN
         self.tick = 0 if wishes.evict_first else None
         # One deadline for all that it waits for: armed at its first PENDING, and again only after a load was prepared.
         self.deadline_s: float | None = None
-        # For metrics: when its wait began, when it last looked up while it waited, and the lowest tier that it asked.
-        self.waited_since_s: float | None = None
-        self.seen_s = 0.0
-        self.lowest = 0
-        self.pending = False  # it waits for promotions, or has rows pinned
-        self.in_prefetch_queue = False  # and it was not looked up yet (prefetch_queue.py)
-        self.expired = False  # nothing is promoted for it any more: too late, computing is quicker, or it has ended
+        self.waited = Waited()
         self.lost: int | None = None  # the tier that lacked one of its rows: what is behind it there is not loaded
-        self.load_failed = False  # one of its loads failed: it computes everything itself
-        # Keys queued for promotion on its behalf: True until they have come, False once the host had no room.
-        self.asked: dict[Key, bool] = {}
-        self.rows_awaited = 0  # how many of them are True
+        self.asked: dict[Key, None] = {}  # keys queued for promotion on its behalf, until they have come
+        self.refused: set[Key] = set()  # keys for whose rows the host had no room
         self.rows_come = 0  # how many have come, of all that it has ever asked for
         self.pinned: dict[Key, Row] = {}
         self._counted_as_waiting = 0  # what of Generation.pinned_by_waiting it accounts for
-        self.scan_hits: list[Row] = []  # hits of the scan so far, to be pinned if the request turns out to wait
-        self.step = -1
-        self.position: int | None = None
-        self.ascending = True
-        self.first_scan = True
-        self.stopped = False
-        self.answered = False  # this step's scan had its answer at its first key
+        self.scan = KeyScan()
         self.missing: deque[tuple[int | None, Key]] = deque()  # positions and keys that it waits for, in prefix order
         # Existence checks (existence.py): the unknown keys, and how many open checks it waits for.
         self.unknown: dict[Key, None] = {}
         self.check_queued = False
         self.open_checks = 0
-        self.check_deadline_s: float | None = None
+        self.check_deadline_s: float | None = None  # once in its life
         self.first_key_found = False
         self.rescan = False
         # Load or recompute (lookup.py): nothing is loaded beyond this token, whatever turns up there meanwhile.
         self.chosen: int | None = None
         self.hit_end = 0  # up to which token its last look-up of its chain found everything, if that waits for nothing
         self.wait: Wait | None = None  # what its wait is judged by
-        self.idle_until_s = NEVER  # its wait need not be judged before, unless its last row comes
 
     @property
     def waiting(self) -> bool:
-        return self.pending and not self.expired
+        return self.state is RequestState.WAITING
+
+    @property
+    def gave_up(self) -> bool:
+        return self.state is RequestState.GAVE_UP
+
+    @property
+    def queued(self) -> bool:
+        return self.state is RequestState.QUEUED
+
+    # --- states ------------------------------------------------------------------------------------------------
+
+    def become(self, state: RequestState) -> None:
+        """It is in this state from now on; a request that has FAILED stays so."""
+        if state is self.state or self.state is RequestState.FAILED:
+            return
+        assert state in _NEXT[self.state], f"a request that is {self.state.value} is to be {state.value}"
+        self.generation.waiting += (state is RequestState.WAITING) - self.waiting
+        self.state = state
+        self._count()
+
+    def leave_line(self) -> None:
+        """Its turn has come, or it has ended: it waits for what it has asked for meanwhile."""
+        self.become(RequestState.WAITING if self.asked or self.pinned else RequestState.OPEN)
+
+    def run(self) -> None:
+        """Its load is prepared: if it comes back after a preemption, it may wait again."""
+        self.become(RequestState.RUNNING)
+        self._weigh_anew()
+
+    def preempt(self) -> None:
+        """It lost what it had computed, and comes back."""
+        self.become(RequestState.OPEN)
+        self._weigh_anew()
+
+    def belongs_to(self, generation: Generation) -> None:
+        """If there was a reset since its last use, it waits for nothing, and no row of before needs to be unpinned."""
+        if self.generation is not generation:
+            if self.waiting:
+                self.state = RequestState.OPEN
+            self.generation = generation
+            self.chosen = self.wait = self.lost = None
+            self.hit_end = 0
+            for collection in (self.pinned, self.scan.hits, self.asked, self.refused):
+                collection.clear()
+            self._counted_as_waiting = 0
+
+    def release(self) -> None:
+        """It waits no longer: unpin its rows, forget what it asked for."""
+        if self.waiting:
+            self.become(RequestState.OPEN)
+        self.lost = None
+        self.generation.unpin(self.pinned.values())
+        for collection in (self.pinned, self.scan.hits, self.asked, self.refused):
+            collection.clear()
+        self._count()
+
+    # --- scans -------------------------------------------------------------------------------------------------
 
     def begin(self, step: int, position: int | None) -> bool:
         """A look-up at `position` (the key's end token) in `step`; a new step is a new scan. Returns whether it is the
         first look-up of a scan that only has to find out whether all that it waits for is there."""
-        new = step != self.step
+        scan = self.scan
+        new = step != scan.step
         if new:
-            if self.step >= 0:
-                self.first_scan = not self.pending or self.rescan
+            if scan.step >= 0:
+                scan.first = not (self.waiting or self.gave_up) or self.rescan
                 self.rescan = False
-            self.step = step
-            self.stopped = self.answered = False
-            self.scan_hits.clear()
-            if self.first_scan:
+            scan.step = step
+            scan.stopped = scan.answered = False
+            scan.hits.clear()
+            if scan.first:
                 self.missing.clear()
-        elif position is None or (self.position is not None and position <= self.position):
+        elif position is None or (scan.position is not None and position <= scan.position):
             # A windowed group is scanned from its end: stopping early would lose the hit.
-            self.ascending = False
-        self.position = position
-        return new and self.ascending and not self.first_scan and self.waiting
+            scan.ascending = False
+        scan.position = position
+        return new and scan.ascending and not scan.first and self.waiting
+
+    def note_missing(self, key: Key) -> None:
+        """A look-up of `key` was answered with PENDING."""
+        if self.scan.first or not self.missing:
+            self.missing.append((self.scan.position, key))
+
+    # --- rows --------------------------------------------------------------------------------------------------
+
+    def wants(self, key: Key) -> bool:
+        """Whether a row that was queued for it is still to come up."""
+        return key in self.asked and (self.waiting or self.queued)
 
     def ask(self, keys: Collection[Key]) -> None:
         """Rows of `keys` are queued to be promoted on its behalf. It asks for none of them already."""
-        self.asked.update(dict.fromkeys(keys, True))
-        self.rows_awaited += len(keys)
+        self.asked.update(dict.fromkeys(keys))
         self._count()
 
     def row_arrived(self, key: Key) -> None:
         """This row is in host memory: it asks for it no more."""
-        self.rows_come += self.asked.get(key, False)
+        self.rows_come += key in self.asked
         self._ask_no_more(key)
 
     def withdraw(self, key: Key) -> None:
         """It asks for this row no more: its tier cannot load it now."""
         self._ask_no_more(key)
-        self.idle_until_s = NEVER
+        self.judge_again()
 
     def refuse(self, key: Key) -> None:
         """The host has no room for a row that it asked for, and will not have any."""
         self.withdraw(key)
-        self.asked[key] = False
+        self.refused.add(key)
 
-    def begin_wait(self) -> None:
-        """From now on rows are pinned for it."""
-        self.pending = True
-        self._count()
-
-    def expire(self) -> None:
-        """Nothing is promoted on its behalf any more."""
-        self.expired = True
-        self._count()
-
-    def join_prefetch_queue(self) -> None:
-        self.in_prefetch_queue = True
-        self._count()
-
-    def leave_prefetch_queue(self) -> None:
-        self.in_prefetch_queue = False
-        self._count()
+    def judge_again(self) -> None:
+        """What it waits for has changed: its next look-up finds out."""
+        if self.wait is not None:
+            self.wait.idle_until_s = NEVER
 
     def pin(self, row: Row) -> None:
         """Keep `row` from eviction until the request loads it, ends, or expires."""
@@ -219,51 +289,23 @@ class Request:
         """The row that it waited for will not be ready."""
         self.generation.unpin((row,))
         del self.pinned[row.key]
-        self.idle_until_s = NEVER
+        self.judge_again()
         self._count()
 
-    def rearm(self) -> None:
-        """Its load is prepared: if it comes back after a preemption, it may wait again."""
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _weigh_anew(self) -> None:
         self.deadline_s = None
-        self.expired = False
         self.chosen = self.wait = self.lost = None
         self.hit_end = 0
-        self._count()
-
-    def note_missing(self, key: Key) -> None:
-        """A look-up of `key` was answered with PENDING."""
-        if self.first_scan or not self.missing:
-            self.missing.append((self.position, key))
-
-    def belongs_to(self, generation: Generation) -> None:
-        """If there was a reset since its last use, it waits for nothing, and no row of before needs to be unpinned."""
-        if self.generation is not generation:
-            self.generation = generation
-            self.pending = False
-            self.chosen = self.wait = self.lost = None
-            self.hit_end = 0
-            for collection in (self.pinned, self.scan_hits, self.asked):
-                collection.clear()
-            self.rows_awaited = self._counted_as_waiting = 0
-
-    def release(self) -> None:
-        """It waits no longer: unpin its rows, forget what it asked for."""
-        self.pending = False
-        self.lost = None
-        self.generation.unpin(self.pinned.values())
-        self.pinned.clear()
-        self.scan_hits.clear()
-        self.asked.clear()
-        self.rows_awaited = 0
-        self._count()
 
     def _ask_no_more(self, key: Key) -> None:
-        self.rows_awaited -= self.asked.pop(key, False)
+        self.asked.pop(key, None)
         self._count()
 
     def _count(self) -> None:
         """What it pins counts as pinned by a waiting request for as long as it waits for more."""
-        counted = len(self.pinned) if self.rows_awaited and self.waiting and not self.in_prefetch_queue else 0
+        counted = len(self.pinned) if self.asked and self.waiting else 0
         if counted != self._counted_as_waiting:
             self.generation.pinned_by_waiting += counted - self._counted_as_waiting
             self._counted_as_waiting = counted

@@ -314,6 +314,7 @@ class CascadeState:
     def job_ended(self, tier: Tier, job: Job) -> None:
         """The mover is done with this job, or is dead: it holds nothing back any more."""
         tier.trials_running -= job.is_trial
+        self.leave_burst(job)
         if job.abandoned and job.direction is Direction.LOAD:
             self.movers[job.mover].quarantined -= len(job.moves)
 

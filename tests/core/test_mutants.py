@@ -24,12 +24,13 @@ from nixl_tiers.core.listing import Steps
 from nixl_tiers.core.lookup import Chains
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.measurements import Measurements
-from nixl_tiers.core.promotion import Promotion
+from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.requests import NO_WISHES, Request, RequestWishes
 from nixl_tiers.core.retention import Retention
 from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.slots import MemberSlots, Slots
+from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Columns, Job, PlannedMove
 from nixl_tiers.core.writeback import WriteBack
@@ -204,6 +205,30 @@ class DemotedRowStaysPinned(WriteBack):
     def _finish_demotion(self, tier: Tier, key: Key, written: bool) -> None:
         tier.staged.pop(key, None)
         super()._finish_demotion(tier, key, written)
+
+
+class _KeepsDeadPins(Request):
+    __slots__ = ()
+
+    def pin(self, row: Row) -> None:
+        if row.key not in self.pinned:
+            super().pin(row)
+
+
+class PinOfADeadRowStays(RequestIndex):
+    """A request that has pinned a row which is invalid by now does not pin the one that took its place."""
+
+    def get(self, name: str) -> Request:
+        request = super().get(name)
+        request.__class__ = _KeepsDeadPins
+        return request
+
+
+class BurstGoesOn(CascadeState):
+    """The rows of a load that has ended count as running beside others."""
+
+    def leave_burst(self, job: Job) -> int:
+        return 0
 
 
 class EvictionsOfTheHostUncounted(Events):
@@ -686,6 +711,8 @@ MUTANTS = [
     ChecksBadRowsAgain,
     BadRowCountedTwice,
     BudgetOffByOne,
+    BurstGoesOn,
+    PinOfADeadRowStays,
     CallEndsByKey,
     CallsRowsFlushed,
     CircuitNeverCloses,
@@ -764,15 +791,15 @@ OF_MEMBERS = [MembersShareAState, StoresToAnyMember, MembersDieTogether, Listing
 
 
 FIRST: dict[type, int] = {
-    BadRowCountedTwice: 8,
-    BehindAMissingRowIsLoaded: 6,
+    BadRowCountedTwice: 0,
+    BehindAMissingRowIsLoaded: 1,
     CircuitNeverCloses: 1,
     CreditsIgnored: 3,
     DeadlineIgnoredForRowsBeingFilled: 1,
     DeadlineRearmedByARelease: 2,
     DeadlineRearmedByARetry: 12,
     DemotedRowStaysPinned: 1,
-    EngineHitIsWritten: 3,
+    EngineHitIsWritten: 10,
     EngineHitsForgotten: 3,
     FailedCopyIsAHit: 3,
     GenerationIgnored: 4,
@@ -789,7 +816,7 @@ FIRST: dict[type, int] = {
     MeasuresIntoRowsInUse: 1,
     MeasuresLongAfter: 4,
     MembersDieTogether: 9,
-    MembersShareAState: 7,
+    MembersShareAState: 4,
     MissesWhileListing: 1,
     OverdueLivesOn: 6,
     PinForgotten: 2,
@@ -797,6 +824,7 @@ FIRST: dict[type, int] = {
     PriceForgetsDeadline: 2,
     RequestNeverExpires: 1,
     RetainsBeyondItsShare: 3,
+    RetentionEndsEarly: 65,
     ReusedBeforeReap: 1,
     RowFreedWhileMoved: 8,
     RowReusedAfterReset: 1,
@@ -805,6 +833,7 @@ FIRST: dict[type, int] = {
     StoresOvertakeDeletes: 3,
     TiersIgnoreQuotas: 1,
     UsesMakeRowsYounger: 4,
+    VictimsOfBeforeAResetStay: 6,
     WaitsForLateChecks: 1,
 }
 """Seeds that catch these at once today, so that the search is short."""

@@ -12,7 +12,7 @@ from nixl_tiers.core.measurements import Measurements
 from nixl_tiers.core.prefetch_queue import QueuedPrefetch
 from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.promotion_jobs import PromotionJobs
-from nixl_tiers.core.requests import Request
+from nixl_tiers.core.requests import Request, RequestState
 from nixl_tiers.core.rows import Row
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier_index import TierIndex
@@ -123,7 +123,7 @@ def dropped(core: TierManager, keys: list[Key]) -> None:
 def rests(core: TierManager, name: str, now: float) -> bool:
     """Whether a request waits, and its next look-up, of all of its chain, finds nothing out."""
     request = core._requests.by_name.get(name)
-    if request is None or request.load_failed or request.generation is not core.host.generation:
+    if request is None or request.state is RequestState.FAILED or request.generation is not core.host.generation:
         return False
     return core._chains._still_waits(request, 0, now)
 

@@ -391,7 +391,7 @@ class Simulation:
     def again(self, name: str) -> None:
         """The scheduler comes back to a waiting request: in another step, as it looks up each of them once a step."""
         request = inside.requests(self.core).by_name.get(name)
-        if request is not None and request.step == self.core.host.step:
+        if request is not None and request.scan.step == self.core.host.step:
             self.core.end_step()
         self._run(name, self.waiting.pop(name))
 
@@ -764,7 +764,7 @@ class Simulation:
             elif done is Outcome.MISSING and self._tier(tier).index.has(move.key, move.id):
                 for request in inside.loading_for(self.core, move.row):
                     asked = list(request.asked)
-                    if request.ascending and move.key in asked:
+                    if request.scan.ascending and move.key in asked:
                         behind = asked[asked.index(move.key) + 1 :]
                         self._lost.setdefault((request.name, self._tier(tier).number), set()).update(behind)
 
@@ -924,6 +924,9 @@ class Simulation:
             require(len(staged) <= max(1, self.rows // 4), "demotion pins too much of the host")
             require(all(inside.pins(core, row.key) for row in staged), "a row under demotion may be evicted")
             movers[0].used = {key: tick for key, tick in movers[0].used.items() if key in rows}
+            if (burst := tier.burst) is not None:
+                loading = sum(len(job.moves) for job in [*tier.jobs.values(), *dead] if job.burst is burst)
+                require(burst.rows == loading, f"{loading} rows of a burst run, and {burst.rows} are counted")
             for job in tier.jobs.values():
                 mover = self.movers[job.mover]
                 waited_s = self._told_s - job.started_s
@@ -945,16 +948,11 @@ class Simulation:
             self._check_uses()
         promotion = inside.promotion(core)
         waiting = sum(request.waiting for request in promotion._waiting.values())
-        counted = promotion.waiting_count
+        counted = core.host.generation.waiting
         require(counted == waiting, f"{waiting} requests wait, and {counted} are counted")
         for request in promotion._waiting.values():
-            asked = sum(request.asked.values())
-            require(request.rows_awaited == asked, f"{asked} rows are to come, and {request.rows_awaited} are counted")
-        stuck = sum(
-            len(request.pinned)
-            for request in promotion._waiting.values()
-            if request.waiting and not request.in_prefetch_queue and any(request.asked.values())
-        )
+            require(not request.refused & request.asked.keys(), "a row is to come for which there is no room")
+        stuck = sum(len(request.pinned) for request in promotion._waiting.values() if request.waiting and request.asked)
         counted = core.host.generation.pinned_by_waiting
         require(counted == stuck, f"requests that wait for more hold {stuck} rows, and {counted} are counted")
         for shared in core.checks.tiers.values():
