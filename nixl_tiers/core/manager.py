@@ -42,7 +42,6 @@ from nixl_tiers.core.stats import EvictionHistory, Savings, TierStats
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Job, TierSpec, TierState
 from nixl_tiers.core.urgency import Urgency
-from nixl_tiers.core.worth import Worth
 from nixl_tiers.core.writeback import WriteBack
 
 
@@ -119,8 +118,7 @@ class TierManager:
         )
         self._copies = Copies(self._state, self._requests, self._promotion, self.writeback, self._savings)
         self._keys = KeyLookups(self._state, self.checks, self._promotion)
-        worth = Worth(self._state, self._requests)
-        self._chains = Chains(self._state, self.checks, self._promotion, self._measurements, worth=worth)
+        self._chains = Chains(self._state, self.checks, self._promotion, self._measurements, self._requests)
         # What one part does for a front end: its calls as they are.
         self.prepare_load = self._copies.prepare_load
         self.complete_load = self._copies.complete_load

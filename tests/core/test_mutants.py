@@ -396,10 +396,10 @@ class WaitIsNotJudgedAgain(Chains):
 class HitsAreNotKept(Chains):
     """What is in host memory is not kept for the request that waits for the rest of its chain."""
 
-    def _ask(self, look, chosen):  # type: ignore[no-untyped-def]
-        waits = super()._ask(look, chosen)
-        for row in list(look.request.pinned.values()):
-            look.request.unpin(row)
+    def _ask(self, request, decision, now):  # type: ignore[no-untyped-def]
+        waits = super()._ask(request, decision, now)
+        for row in list(request.pinned.values()):
+            request.unpin(row)
         for rows in self._host._hits:
             self._host.unpin(rows)
         self._host._hits.clear()
@@ -409,8 +409,9 @@ class HitsAreNotKept(Chains):
 class UnreadyIsAHit(Chains):
     """A chain's end is a hit though some of it is still being loaded."""
 
-    def _ready_end(self, look, chosen):  # type: ignore[no-untyped-def]
-        return look.chain.end
+    def _apply(self, request, look, decision, limit, now):  # type: ignore[no-untyped-def]
+        scan = super()._apply(request, look, decision, limit, now)
+        return scan if scan.waits else scan._replace(end=look.chain.end)
 
 
 class ChecksBadRowsAgain(PromotionJobs):
