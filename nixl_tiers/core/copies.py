@@ -147,6 +147,19 @@ class Copies:
         if not at_most or seconds < self._state.price_of_copies(now).seconds(rows):
             self._state.copies.record(rows * self._state.row_bytes, seconds, now)
 
+    def used(self, name: str, keys: Sequence[Key]) -> None:
+        """The engine uses these chunks from its own memory, in prefix order, for a request: they are as recent here as
+        what it loads. What the same request loads or stores is deeper, and must be evicted first, or the root of the
+        prefix would go before its leaves. So the root has a tick of its own, which is later; and of a prefix that is
+        reported in parts the deepest comes first."""
+        request = self._requests.get(name)
+        self._state.tick_of(request)
+        tick = 0 if request.wishes.evict_first else self._state.tick
+        self._state.tick += 1
+        self._use([row for row in map(self._host.index.get, keys) if row is not None], request, tick)
+        for tier in self._tiers:
+            tier.index.touch(keys, tick)
+
     # --- stores ------------------------------------------------------------------------------------------------
 
     def prepare_store(self, name: str, keys: Sequence[Key], *, call: bool = False) -> StorePlan:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 
 from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.core.engine_hits import EngineHits
 from nixl_tiers.core.existence import ExistenceCheck, ExistenceChecks
 from nixl_tiers.core.health import Health
 from nixl_tiers.core.listing import Steps, add_columns, begin_listing, end_listing, take_all
@@ -36,7 +35,6 @@ class Events:
         writeback: WriteBack,
         *,
         measurements: Measurements,
-        engine_hits: EngineHits,
         retention: Retention,
         health: Health,
     ) -> None:
@@ -46,7 +44,6 @@ class Events:
         self._promotion_jobs = promotion_jobs
         self._writeback = writeback
         self._measurements = measurements
-        self._engine_hits = engine_hits
         self._retention = retention
         self._health = health
         self._plan_put_off = False
@@ -276,7 +273,6 @@ class Events:
         host = self._state.host
         while host.has_old and self._state.take():
             host.reclaim_old(1)
-        self._engine_hits.work()
         if self._retention.waiting:
             self._retention.work(now)
 

@@ -20,7 +20,6 @@ from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.chain_rows import Chain
 from nixl_tiers.core.copies import Copies
 from nixl_tiers.core.deferred_free import DeferredFree
-from nixl_tiers.core.engine_hits import EngineHits
 from nixl_tiers.core.events import Events
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.health import Health
@@ -92,7 +91,6 @@ class TierManager:
         self._requests = RequestIndex(self.host, self._promotion, self._savings)
         self._promotion_jobs = PromotionJobs(self._state, self.checks, self.writeback, self._promotion)
         self._measurements = Measurements(self._state, self._requests, self._promotion_jobs)
-        self._engine_hits = EngineHits(self._state, self._requests, self.writeback)
         self._retention = Retention(self._state, self._promotion.prefetch_queue)
         self.health = Health(self._state, self._promotion_jobs, self.writeback)
         self.events = Events(
@@ -102,7 +100,6 @@ class TierManager:
             self._promotion_jobs,
             self.writeback,
             measurements=self._measurements,
-            engine_hits=self._engine_hits,
             retention=self._retention,
             health=self.health,
         )
@@ -113,7 +110,6 @@ class TierManager:
             self._promotion_jobs,
             self.writeback,
             measurements=self._measurements,
-            engine_hits=self._engine_hits,
             retention=self._retention,
         )
         self._copies = Copies(self._state, self._requests, self._promotion, self.writeback, self._savings)
@@ -125,7 +121,7 @@ class TierManager:
         self.prepare_store = self._copies.prepare_store
         self.complete_store = self._copies.complete_store
         self.end_call = self._copies.end_call
-        self.used = self._engine_hits.add
+        self.used = self._copies.used
         self.retain = self._retention.retain
         self.pressure = self.writeback.pressure
         self.flushed = self.host.flushed
@@ -269,7 +265,6 @@ class TierManager:
         self._promotion_jobs.reset(self.garbage)
         self._promotion.reset(self.garbage)
         self._measurements.reset()
-        self._engine_hits.reset(self.garbage)
         self._retention.reset(self.garbage)
         self._state.gone.clear()
         self.checks.reset(self.garbage)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Final
 
-from nixl_tiers.core.engine_hits import EngineHits
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.measurements import Measurements
 from nixl_tiers.core.promotion import Promotion
@@ -32,7 +31,6 @@ class Urgency:
         writeback: WriteBack,
         *,
         measurements: Measurements,
-        engine_hits: EngineHits,
         retention: Retention,
     ) -> None:
         self._state = state
@@ -41,7 +39,6 @@ class Urgency:
         self._promotion_jobs = promotion_jobs
         self._writeback = writeback
         self._measurements = measurements
-        self._engine_hits = engine_hits
         self._retention = retention
 
     @property
@@ -55,9 +52,9 @@ class Urgency:
 
     @property
     def can_start(self) -> bool:
-        """Whether a turn might start something now for which no request waits: write-back, deletions, measurements,
-        uses to be noted."""
-        if self._engine_hits.waiting or self._measurements.to_come:
+        """Whether a turn might start something now for which no request waits: write-back, deletions,
+        measurements."""
+        if self._measurements.to_come:
             return True
         return any(map(_TO_DELETE, self._state.movers)) or any(
             tier.to_demote
@@ -111,7 +108,7 @@ class Urgency:
         if not self._state.tiers:  # at each step, as no supervisor looks at the time either
             host = self._state.host
             old = host.has_old or self._promotion.busy
-            return bool(old or garbage or self._engine_hits.waiting or self._retention.waiting), False
+            return bool(old or garbage or self._retention.waiting), False
         work, at_once = self.wants_turn
         return work or garbage, at_once
 

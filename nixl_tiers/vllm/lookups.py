@@ -19,6 +19,7 @@ from nixl_tiers.vllm.compat import (
 )
 from nixl_tiers.vllm.store_gate import StoreGate
 
+USED_BATCH: Final = 4096  # keys that are marked as used in one hold of the core's lock: about a millisecond
 _ANSWERS: Final = {
     Lookup.HIT: LookupResult.HIT,
     Lookup.PENDING: LookupResult.HIT_PENDING,
@@ -172,6 +173,6 @@ class Lookups:
         if position is not None:
             self._touched.add(context.req_id)
         own = [key for key, end in positions_of(context).items() if position is None or end < position]
-        if own:
+        for start in reversed(range(0, len(own), USED_BATCH)):
             with self._coordinator.core() as core:
-                core.used(context.req_id, own)
+                core.used(context.req_id, own[start : start + USED_BATCH])

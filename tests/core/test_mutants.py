@@ -15,7 +15,6 @@ from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core import listing, manager
 from nixl_tiers.core.copies import Copies, Judge
-from nixl_tiers.core.engine_hits import EngineHits
 from nixl_tiers.core.events import Events
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.health import Health
@@ -263,21 +262,21 @@ class PinnedVictimStaysOne(HostTier):
             self.evict(row)
 
 
-class EngineHitIsWritten(EngineHits):
+class EngineHitIsWritten(Copies):
     """A request that may not write a row to storage tiers has it written by using the engine's own copy."""
 
-    def _touch(self, keys, hits):  # type: ignore[no-untyped-def]
-        hits.host_only = False
-        super()._touch(keys, hits)
+    def used(self, name: str, keys: Sequence[Key]) -> None:
+        super().used(name, keys)
+        for key in keys:
+            if (row := self._host.index.get(key)) is not None and row.host_only:
+                self._writeback.allow(row)
 
 
-class EngineHitsForgotten(EngineHits):
-    """What does not fit into a slice is forgotten."""
+class EngineHitsForgotten(Copies):
+    """Of what the engine uses only the first chunk is noted."""
 
-    def work(self) -> None:
-        super().work()
-        self._queue.clear()
-        self.waiting = 0
+    def used(self, name: str, keys: Sequence[Key]) -> None:
+        super().used(name, keys[:1])
 
 
 class ResetUncounted(TierManager):

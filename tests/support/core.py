@@ -51,10 +51,8 @@ def expire(core: TierManager, now: float) -> None:
 
 
 def touched(core: TierManager, keys: Sequence[Key], request: str) -> None:
-    """The engine has used these chunks from its own memory, and that has been noted."""
+    """The engine has used these chunks from its own memory."""
     core.used(request, keys)
-    while inside.uses_to_note(core):
-        core.events.work(0.0)
 
 
 def look_up_key(  # noqa: PLR0917 - as a look-up is asked

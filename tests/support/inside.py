@@ -69,11 +69,6 @@ def retries(core: TierManager) -> bool:
     return bool(core._promotion_jobs._retries)
 
 
-def uses_to_note(core: TierManager) -> int:
-    """Chunks that the engine has used, which is not noted yet."""
-    return core._engine_hits.waiting
-
-
 def retained(core: TierManager) -> int:
     """Keys that are retained."""
     return sum(map(len, core._retention._until.values()))

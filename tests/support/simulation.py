@@ -944,8 +944,7 @@ class Simulation:
 
         self._check_victims(by_tier)
         self._check_pins()
-        if not inside.uses_to_note(core):
-            self._check_uses()
+        self._check_uses()
         promotion = inside.promotion(core)
         waiting = sum(request.waiting for request in promotion._waiting.values())
         counted = core.host.generation.waiting
@@ -1042,7 +1041,6 @@ class Simulation:
         require(not inside.pinned(self.core), "a row stays pinned for ever")
         require(self.core.host.used == len(rows), "a row is lost")
         require(not self.core.checks.busy, "a check never ends")
-        require(not inside.uses_to_note(self.core), "a use by the engine is never noted")
         require(not any(tier.staged for tier in self.core.tiers), "a demotion never ends")
         require(not any(member.to_delete for member in self.core.movers), "rows to delete are never sent")
         for tier in self.core.tiers:
