@@ -96,10 +96,10 @@ class Chains:
         look = Look(
             chain, start, found, known - known % chain.step_tokens, lambda: self._reaches(request, chain, start, now)
         )
-        weighs = request.scan.first and request.chosen is None and not request.gave_up and self._state.tiers
-        weighs = weighs and (chain.windows or [each for each in found if each.stored or each.loading])
-        decision = decide(look, self._prices(found, end, now) if weighs else None)
-        return self._apply(request, look, decision, limit, now)
+        undecided = request.scan.first and request.chosen is None and not request.gave_up
+        costs = bool(chain.windows) or any(each.stored or each.loading for each in found)
+        prices = self._prices(found, end, now) if undecided and costs and self._state.tiers else None
+        return self._apply(request, look, decide(look, prices), limit, now)
 
     def _apply(self, request: Request, look: Look, decision: Decision, limit: int, now: float) -> Scan:
         """Have the request load what was decided, and wait for what of that is still to come."""
