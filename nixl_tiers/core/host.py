@@ -173,11 +173,11 @@ class HostTier:
         """A free row for `key`; call make_room first, and make_quota_room."""
         index = self._slots.allocate()
         assert index is not None, "insert without room"
+        added = self.generation.table.add(key, index, tick, state is RowState.READY, tenant)
+        assert added != NO_ID, "a key is inserted twice"
         self._inserted += 1
         row = self.index[key] = Row(key, index, self._inserted, state, self.generation)
         row.tick, row.tenant = tick, tenant
-        added = self.generation.table.add(key, index, tick, state is RowState.READY, tenant)
-        assert added != NO_ID, "a key is inserted twice"
         return row
 
     def ready(self, row: Row) -> None:

@@ -8,7 +8,7 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.requests import Request
-from nixl_tiers.core.rows import RowState
+from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.state import CascadeState
 
 
@@ -26,10 +26,18 @@ class KeyLookups:
         self._checks = checks
         self._promotion = promotion
 
-    def lookup(
-        self, request: Request, key: Key, position: int | None, now: float, first: int, *, check: bool
+    def lookup(  # noqa: PLR0917 - called for each key
+        self,
+        request: Request,
+        key: Key,
+        position: int | None,
+        now: float,
+        first: int,
+        hits: list[Row],
+        *,
+        check: bool,
     ) -> Lookup:
-        """See `TierManager.look_up_keys`."""
+        """See `TierManager.look_up_keys`. A hit's row is added to `hits`."""
         waits = request.begin(self._host.step, position)
         if request.scan.answered:
             return Lookup.MISS
@@ -40,7 +48,7 @@ class KeyLookups:
         if row is not None and row.state is RowState.READY:
             if row.missing > first:
                 return Lookup.MISS
-            self._host.hit((row,))
+            hits.append(row)
             if request.waiting:
                 request.pin(row)
             else:

@@ -35,7 +35,7 @@ from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.requests import NO_WISHES, RequestState, RequestWishes
 from nixl_tiers.core.retention import Retention
-from nixl_tiers.core.rows import CPU, RowState
+from nixl_tiers.core.rows import CPU, Row, RowState
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import EvictionHistory, Savings, TierStats
 from nixl_tiers.core.tier import Tier
@@ -188,8 +188,10 @@ class TierManager:
         if request.state is RequestState.FAILED:
             return [Lookup.MISS] * len(keys)
         look_up = self._keys.lookup
-        places = zip(keys, positions, strict=False)
-        return [look_up(request, key, position, now, first, check=check) for key, position in places]
+        places, hits = zip(keys, positions, strict=False), list[Row]()
+        answers = [look_up(request, key, position, now, first, hits, check=check) for key, position in places]
+        self.host.hit(hits)
+        return answers
 
     def sources(self, keys: Iterable[Key]) -> list[str]:
         """Of hits: the tiers that their bytes came from."""
