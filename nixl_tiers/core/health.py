@@ -66,7 +66,7 @@ class Health:
         for tier in self._state.tiers:
             killed |= {job.mover: "a job is overdue" for job in tier.jobs.values() if job.hard_deadline_s < now}
         for member in self._state.movers:
-            window = self._state.load_window // len(member.tier.members)
+            window = self._state.window(member.tier, Direction.LOAD) // len(member.tier.members)
             most = max(1, int(window * self._state.limits.quarantine_share))
             if member.readable and member.quarantined > most and member.number not in killed:
                 loads = [job for job in _jobs_of(member) if job.abandoned and job.direction is Direction.LOAD]

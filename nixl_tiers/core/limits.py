@@ -43,6 +43,8 @@ class Limits:
     hold_share: float = 0.25  # of the host rows: with more to write to a tier, promotions do not hold that up
     load_share: float = 0.10  # of the host rows: what may be under promotion at once
     store_share: float = 0.05
+    loads_under_way: int = 640  # rows of one mover, whatever the share: so many its death touches at most
+    stores_under_way: int = 384
     quarantine_share: float = 0.75  # of the load window: how many rows may be stuck before the mover is killed
     line_share: float = 0.5  # of the host rows: what requests may hold that wait for their turn (prefetch_queue.py)
     retain_share: float = 0.25  # of the host rows: what is kept for requests that have ended (retention.py)

@@ -240,7 +240,7 @@ class PrefetchQueue:
         """Whether one row more keeps a request whose turn comes now waiting no longer than about `ahead_s`."""
         bytes_per_s = sum(member.throughput[Direction.LOAD].bytes_per_s for member in tier.members)
         ahead = int(bytes_per_s * self._state.limits.ahead_s) // self._state.row_bytes
-        return len(tier.to_load) + tier.rows_loading < min(self._state.load_window, max(1, ahead))
+        return len(tier.to_load) + tier.rows_loading < min(self._state.window(tier, Direction.LOAD), max(1, ahead))
 
     def _last_gives(self, before: QueuedPrefetch | None) -> int:
         """The last that holds rows, if it comes after `before`, unpins them, and gets no others: how many."""

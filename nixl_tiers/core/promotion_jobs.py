@@ -91,7 +91,8 @@ class PromotionJobs:
                 return []
         rooms = self._state.load_rooms(tier)
         if rooms is None:
-            most = min(self._state.load_window - tier.rows_loading, tier.send_credits * self._state.rows_per_job)
+            window = self._state.window(tier, Direction.LOAD)
+            most = min(window - tier.rows_loading, tier.send_credits * self._state.rows_per_job)
         else:
             most = sum(rooms)
         if waits:
@@ -126,7 +127,7 @@ class PromotionJobs:
         quotas, as nobody says whose rows they are."""
         rooms = self._state.load_rooms(tier)
         loadable = [key for key in keys if tier.can_load(key, now) and tier.has_room(key, rooms)]
-        most = min(len(loadable), self._state.load_window - tier.rows_loading)
+        most = min(len(loadable), self._state.window(tier, Direction.LOAD) - tier.rows_loading)
         room = self._make_room_unasked(most) if tier.send_credits else 0
         if room <= 0 or not self._state.take(room):  # without room there is no work that is left
             return []

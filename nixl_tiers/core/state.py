@@ -89,7 +89,13 @@ class CascadeState:
         self.store_window = max(few, int(rows * self.limits.store_share) // tier_count)
         # Rows that come up only to be written further down keep their host rows until they are written, however slow
         # that is. So they have a small window of their own.
-        self.demote_window = max(1, min(self.store_window, self.load_window // 2))
+        self.demote_window = max(1, min(self.store_window, self.load_window // 2, self.limits.loads_under_way // 2))
+
+    def window(self, tier: Tier, direction: Direction) -> int:
+        """How many rows of this tier may be under way."""
+        if direction is Direction.LOAD:
+            return min(self.load_window, self.limits.loads_under_way * len(tier.members))
+        return min(self.store_window, self.limits.stores_under_way * len(tier.members))
 
     def counters_of(self, name: str) -> Counters:
         """Of the storage tier of this name, or of the host."""
@@ -186,7 +192,7 @@ class CascadeState:
 
     def _rooms(self, tier: Tier, direction: Direction, takes: list[bool]) -> list[int]:
         loads = direction is Direction.LOAD
-        window = max(1, (self.load_window if loads else self.store_window) // len(tier.members))
+        window = max(1, self.window(tier, direction) // len(tier.members))
         rooms = []
         for member, takes_any in zip(tier.members, takes, strict=True):
             messages = member.send_credits if loads else member.store_credits
@@ -270,7 +276,7 @@ class CascadeState:
         job_s = limits.job_s if loads else STORE_JOBS * limits.job_s
         fast = int(member.throughput[direction].bytes_per_s * job_s) // self.row_bytes
         # Several jobs fill a window, whatever their size: else the tier idles between two of them.
-        window = (self.load_window if loads else self.store_window) // (len(member.tier.members) * JOBS_A_WINDOW)
+        window = self.window(member.tier, direction) // (len(member.tier.members) * JOBS_A_WINDOW)
         return max(self.rows_per_job, min(fast, limits.moves_per_job, window))
 
     def _join_burst(self, tier: Tier, jobs: list[Job], now: float) -> None:

@@ -6,6 +6,7 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.member import UNLIMITED
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import Tier
+from nixl_tiers.core.types import Direction
 
 
 class StoreThrottle:
@@ -44,7 +45,7 @@ class StoreThrottle:
         since_s = self._since_s.setdefault(tier.number, self._now)
         if self._now - since_s >= self._state.limits.store_hold_s:
             self._since_s[tier.number] = self._now
-            self._due[tier.number] = self._state.store_window
+            self._due[tier.number] = self._state.window(tier, Direction.STORE)
         return self._due.get(tier.number, 0)
 
     def started(self, tier: Tier, rows: int) -> None:

@@ -86,7 +86,9 @@ class WriteBack:
 
     def has_room(self, tier: Tier) -> bool:
         """Whether stores to this tier can be started, as far as promotions do not hold them up."""
-        return tier.writable and tier.rows_storing < self._state.store_window and tier.store_credits > 0
+        return (
+            tier.writable and tier.rows_storing < self._state.window(tier, Direction.STORE) and tier.store_credits > 0
+        )
 
     def short_of_room(self, target: Tier) -> bool:
         """Whether the tier above `target` has used up half of its reserve: with less, promotions and stores of the
@@ -113,7 +115,7 @@ class WriteBack:
         if rooms is None:
             most = min(
                 self.throttle.room(tier),
-                self._state.store_window - tier.rows_storing,
+                self._state.window(tier, Direction.STORE) - tier.rows_storing,
                 tier.store_credits * self._state.rows_per_job,
             )
         else:
@@ -182,7 +184,7 @@ class WriteBack:
             return []
         rooms = self._state.load_rooms(tier)
         most = min(
-            self._state.load_window - tier.rows_loading,
+            self._state.window(tier, Direction.LOAD) - tier.rows_loading,
             self._state.demote_window - len(tier.staged),
             tier.send_credits * self._state.rows_per_job,
         )

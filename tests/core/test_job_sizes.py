@@ -8,6 +8,7 @@ import pytest
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
+from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.state import JOBS_A_WINDOW, STORE_JOBS
@@ -118,3 +119,23 @@ def test_a_job_is_given_up_before_its_mover_is_killed(wait_s: float, seconds: fl
     assert jobs
     for job in jobs:
         assert 1e6 < job.soft_deadline_s < job.hard_deadline_s
+
+
+def test_no_more_rows_are_under_way_than_the_death_of_a_mover_may_touch() -> None:
+    """A tenth of a large host was millions of small rows, all of them to be ended when the mover died."""
+    rows = 20_000
+    core = TierManager(rows, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)])
+    opened(core, 0, rows)
+    keys = [b"key-%d" % number for number in range(5_000)]
+    core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
+    assert core.look_up("request", Chain([Group(keys, 64)]), 0, 0.0).waits
+    for _ in range(100):
+        core.turn(0.0, 0.0)
+    assert core.tiers[0].rows_loading == core.limits.loads_under_way
+    core = TierManager(rows, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)])
+    opened(core, 0, rows)
+    core.events.listed(0, [], last=True)
+    put(core, keys)
+    for _ in range(100):
+        core.turn(0.0, 0.0)
+    assert core.tiers[0].rows_storing == core.limits.stores_under_way
