@@ -58,7 +58,6 @@ class Times(msgspec.Struct, frozen=True):
     s3_backoff_s: tuple[float, float] = (1.0, 30.0)  # of listings and deletes that fail: the first and the longest
     s3_credentials_s: float = 60.0  # between two looks for new credentials
     s3_credentials_again_s: float = 5.0  # the same while transfers fail
-    s3_test_upload_s: float = 60.0  # between two test uploads that find out why others fail
     s3_denial_s: float = 5.0  # a success clears a denial so long after it: some servers deny every other request
     s3_ready_s: float = 3.0  # so long uploads wait for a usage record that counts their mover, or those before them
     s3_close_s: float = 2.0  # for requests that are still to be sent, and once more to release the usage record

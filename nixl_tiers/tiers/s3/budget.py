@@ -20,7 +20,7 @@ from nixl_tiers.tiers.s3.compat import OldEngines, old_engine_now
 from nixl_tiers.tiers.s3.conditional import conditional_writes_work, get_object, put_if
 from nixl_tiers.tiers.s3.connection import S3Connection
 from nixl_tiers.tiers.s3.deletes import delete_names
-from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME, RowNames, below
+from nixl_tiers.tiers.s3.names import CONDITIONS_NAME, RowNames, below
 from nixl_tiers.tiers.s3.record import Counter, Record, UploadQuota
 from nixl_tiers.tiers.s3.sweep import BEGIN, DELETE, PAGE, Listed, Sweeper, whole_listing
 from nixl_tiers.tiers.s3.takeover import Steps, Takeover, Terms
@@ -191,7 +191,7 @@ class Budget:
     def _ask_for_conditions(self, now: float) -> None:
         """Find out whether the server has conditional writes. That it has none is believed only if it still says so
         after `DOUBT_S`: one answer may be a gateway's, or somebody may have deleted the object meanwhile."""
-        name = f"{WRITE_TEST_NAME}-{self._quota.mover}"
+        name = f"{CONDITIONS_NAME}-{self._quota.mover}"
         if conditional_writes_work(self._put_if, name):  # KeyError: no ETag, so not S3's answer
             self._conditions = True
             self._denials.succeeded(CONDITIONS)

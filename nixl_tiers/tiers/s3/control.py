@@ -1,4 +1,4 @@
-"""Control requests of the S3 tier: deletes of bad rows, and checks, with boto3 (connection.py) on a thread of its own.
+"""Control requests of the S3 tier: deletes of bad rows, and credentials, with boto3 (connection.py) on its own thread.
 
 No rows are transferred here. The mover's loop queues requests and collects results; only `connect` blocks, and not for
 long. No message contains a server's text or a credential: error codes and class names only.
@@ -22,7 +22,6 @@ from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, down, no_answer, tier_error
 from nixl_tiers.tiers.s3.connection import REMEDY, VERSIONED, S3Connection, is_versioned
 from nixl_tiers.tiers.s3.deletes import delete_names, most_names
-from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +42,6 @@ class S3Control:
         self._delete_queue: dict[str, None] = {}
         self._in_flight_deletes: frozenset[str] = frozenset()
         self._backoff_s = self._not_before = 0.0  # of deletes
-        self._check_requested = False  # whether uploads fail for an unknown reason
-        self._upload_check_at = float("-inf")
         self._credentials_checked_at = 0.0
         self._credentials_every_s = times.s3_credentials_s
         self._closing = False
@@ -80,13 +77,6 @@ class S3Control:
         """A transfer has failed, perhaps because of its credentials: check soon whether there are new ones."""
         with self._wake:
             self._credentials_every_s = self._times.s3_credentials_again_s
-            self._wake.notify()
-
-    def upload_failed(self) -> None:
-        """An upload has failed: find out soon whether the server denies uploads."""
-        self.denials.failed("put")
-        with self._wake:
-            self._check_requested = True
             self._wake.notify()
 
     def delete(self, names: Sequence[str]) -> None:
@@ -138,9 +128,6 @@ class S3Control:
             yield 0.0, self._connect
         if self.connection.client is None:
             return
-        # Also while uploads are denied: if nothing is stored meanwhile, nothing else finds out that they are allowed.
-        if not self._closing and (self._check_requested or "put" in self.denials.current()):
-            yield self._upload_check_at, self._check_uploads
         yield self._credentials_checked_at + self._credentials_every_s, self._check_credentials
         if self._delete_queue:
             yield self._not_before, self._delete_some
@@ -168,13 +155,6 @@ class S3Control:
             self._connecting.set_exception(tier_error(self._tier, self.connection.region.name, error))
         else:
             self._connecting.set_result(None)
-
-    def _check_uploads(self) -> None:
-        """Upload a small test object, whose answer holds the reason why uploads fail: NIXL does not report it."""
-        self._check_requested = False
-        self._upload_check_at = time.monotonic() + self._times.s3_test_upload_s
-        name = f"{self._tier.prefix}/{WRITE_TEST_NAME}"
-        self.connection.client.put_object(Bucket=self._tier.bucket, Key=name, Body=b"are uploads allowed?")
 
     def _check_credentials(self) -> None:
         self._credentials_checked_at, self._credentials_every_s = time.monotonic(), self._times.s3_credentials_s

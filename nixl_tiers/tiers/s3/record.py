@@ -96,6 +96,8 @@ class UploadQuota:
         """Called by the mover's loop when half a window has ended that was not published."""
         self.alone = False
         """Whether only the mover that the record names may store: the server has no conditional writes."""
+        self.failing = False
+        """Whether an upload has failed since the counter was written: the answer to the next write may say why."""
         self.has_others = False
         """Whether another mover has stored since this one began."""
         self.record = Record(0)
@@ -124,6 +126,7 @@ class UploadQuota:
                 self._ended += nbytes
             else:
                 self._may_arrive.append((now + FAILED_ENDS_S, nbytes))
+                self.failing = True
             half = 2 * (self._ended - self._published) >= self.window_bytes
         if half:
             self.half_used()
@@ -139,6 +142,7 @@ class UploadQuota:
 
     def published(self, counter: Counter) -> None:
         self._published = counter.ended
+        self.failing = False
 
     @property
     def ready(self) -> bool:

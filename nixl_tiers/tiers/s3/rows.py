@@ -140,7 +140,7 @@ class Rows:
         self.upload_quota.upload_ended(self._row_bytes, budget_clock(), done=done)
         if not done:  # it may have arrived nevertheless: then it will be found
             self._control.transfer_failed()
-            self._control.upload_failed()
+            self._control.denials.failed("put")
             return Outcome.FAILED
         self._control.connection.denials.succeeded("put")
         # Not when it began: the Last-Modified of a prefix's first rows is `oldest`, and they would be taken to be gone.

@@ -98,7 +98,7 @@ class Takeover:
         counter = self.quota.counter(now)
         counted = self.record is not None and self.record.counted.get(self.quota.mover) == counter.ended
         # Again and again until it is counted: what has arrived may be damaged, and then nothing is granted.
-        if not counted or now > self._published_s + self.terms.counter_s:
+        if not counted or self.quota.failing or now > self._published_s + self.terms.counter_s:
             now, _ = yield Ask(PUBLISH, counter)
             self._published_s = now
             self.quota.published(counter)

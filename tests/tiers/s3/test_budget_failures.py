@@ -17,7 +17,7 @@ from nixl_tiers.base.chunk import UNREACHABLE
 from nixl_tiers.tiers.s3 import budget as budget_module
 from nixl_tiers.tiers.s3.budget import COUNTER_NAME, MAX_EMPTY_PAGES, UNCHANGED_S, USAGE_NAME, Budget
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
+from nixl_tiers.tiers.s3.names import CONDITIONS_NAME
 from nixl_tiers.tiers.s3.record import UploadQuota
 from nixl_tiers.tiers.s3.takeover import Terms
 from tests.tiers.s3.memory_bucket import LISTING, ROW, Bucket, failed, once, row
@@ -168,7 +168,7 @@ class TestRequestsThatAlwaysFail:
     @pytest.mark.parametrize(
         ("request_name", "status"),
         [
-            (f"PUT {WRITE_TEST_NAME}-me", 500),
+            (f"PUT {CONDITIONS_NAME}-me", 500),
             *itertools.product([f"PUT {USAGE_NAME}", f"GET {USAGE_NAME}", "GET .owner"], [412, 500]),
         ],
     )
@@ -273,7 +273,7 @@ class TestSweepsUnderThrottling:
 
     def test_a_damaged_name_before_an_interruption_skips_no_rows(self, bucket: Bucket) -> None:
         _, budget = mover(bucket)
-        bucket.damaged_names = {f"p/{WRITE_TEST_NAME}": "p/~"}
+        bucket.damaged_names = {f"p/{CONDITIONS_NAME}": "p/~"}
 
         def fail(name: str) -> None:
             if name == LISTING and bucket.count(name) == 2:

@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 from botocore.exceptions import EndpointConnectionError
-from botocore.parsers import ResponseParserError
 
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.s3.control import S3Control
@@ -37,8 +36,3 @@ def test_delete_that_fails_while_the_tier_closes_is_not_queued_again(control: S3
     control.delete(["nixl-tiers/row"])
     control._do(control._delete_some)
     assert not control._delete_queue
-
-
-def test_damaged_answer_to_the_test_of_uploads_is_none(control: S3Control) -> None:
-    control.connection.client.put_object.side_effect = ResponseParserError("damaged")
-    control._do(control._check_uploads)
