@@ -50,15 +50,6 @@ def driver(faulty: FaultyS3) -> Iterator[TierDriver]:
         yield driver
 
 
-def test_uploads_are_denied_until_they_are_allowed(driver: TierDriver, faulty: FaultyS3) -> None:
-    """Also if nothing more is stored."""
-    faulty.fault = denying(is_put)
-    assert driver.store([1]) == [Outcome.FAILED]
-    assert wait_until(lambda: "put" in driver.tier.denials)
-    faulty.fault = no_fault
-    assert wait_until(lambda: driver.tier.denials == {})
-
-
 def test_a_read_only_tier_never_writes(faulty: FaultyS3) -> None:
     with TierDriver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, write="off") as driver:
         driver.open()
