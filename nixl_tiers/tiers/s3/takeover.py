@@ -99,6 +99,7 @@ class Takeover:
         counted = self.record is not None and self.record.counted.get(self.quota.mover) == counter.ended
         # Again and again until it is counted: what has arrived may be damaged, and then nothing is granted.
         if not counted or self.quota.failing or now > self._published_s + self.terms.counter_s:
+            self.quota.failing = False
             now, _ = yield Ask(PUBLISH, counter)
             self._published_s = now
             self.quota.published(counter)

@@ -161,7 +161,7 @@ class TestUploads:
             driver.open()
             assert wait_until(lambda: driver.store([0]) == [Outcome.OK])
             driver.tier.found()
-            driver.tier._rows.upload_quota.has_others = True
+            driver.tier._rows.upload_quota.others_stored = 2
             yield driver
 
     def asked(self, driver: TierDriver, faulty: FaultyS3, number: int, method: str) -> int:
