@@ -193,6 +193,63 @@ class TestRequestsThatAlwaysFail:
         assert uploads(quota, bucket, range(1)) == 1
 
 
+class TestRightsThatOneLacks:
+    def test_who_cannot_list_keeps_nobody_else_from_writing_the_record(self) -> None:
+        bucket = Bucket()
+        terms = replace(SELDOM, renew_s=5.0)
+        (_, poor), (quota, two) = mover(bucket, "poor", terms), mover(bucket, "two", terms)
+        asking, told, stored = poor, set[str](), 0
+
+        def deny(name: str) -> None:
+            if asking is poor and name.startswith(("LIST", "LOOK")):
+                raise failed(403)
+
+        bucket.before = deny
+        for number in range(60):
+            bucket.now_s += 5.0
+            for asking in (poor, two):
+                asking.step()
+            stored += uploads(quota, bucket, range(number, number + 1))
+            told.add(bucket.record.writer)
+        assert told == {"two"}
+        assert stored > 40
+
+    def test_who_may_not_delete_an_old_counter_goes_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        bucket = Bucket()
+        bucket.store(f"p/{COUNTER_NAME}gone", b"0")
+        bucket.now_s += 4 * 3600.0
+
+        def deny(**_: object) -> None:
+            raise failed(403)
+
+        monkeypatch.setattr(bucket, "delete_object", deny)
+        quota, budget = mover(bucket)
+        budget.step()
+        assert bucket.record.counted == {"me": 0}
+        assert uploads(quota, bucket, range(5)) == 5
+
+    @pytest.mark.parametrize("since", ["the start", "later"])
+    def test_who_may_not_write_hears_what_was_deleted(self, since: str) -> None:
+        bucket = Bucket()
+        terms = replace(SELDOM, renew_s=5.0)
+        (_, one), (quota, poor) = mover(bucket, "one", terms), mover(bucket, "poor", terms)
+        one.step()
+        if since == "later":
+            for each in (poor, one, poor):
+                each.step()
+            assert uploads(quota, bucket, range(1)) == 1
+
+        def deny(name: str) -> None:
+            if name.startswith("PUT"):
+                raise failed(403)
+
+        bucket.before = deny
+        changed = replace(bucket.record, oldest=77, write="another")
+        bucket.store(f"p/{USAGE_NAME}", changed.encode())
+        poor.step()
+        assert quota.record.oldest == 77
+
+
 class TestEmptyPages:
     def test_a_listing_gets_behind_a_long_run_of_them_and_says_so_meanwhile(self) -> None:
         """Of delete markers, for example."""
