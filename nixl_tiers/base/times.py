@@ -55,7 +55,6 @@ class Times(msgspec.Struct, frozen=True):
     s3_absent_s: float = 30.0  # so long a row that was not there is uploaded without asking again
     s3_download_s: float = 15.0  # and the time that its bytes take at the slowest;
     s3_late_download_s: float = 5.0  # where others take far less, only so long: its host row holds up others
-    s3_backoff_s: tuple[float, float] = (1.0, 30.0)  # of listings and deletes that fail: the first and the longest
     s3_credentials_s: float = 60.0  # between two looks for new credentials
     s3_credentials_again_s: float = 5.0  # the same while transfers fail
     s3_denial_s: float = 5.0  # a success clears a denial so long after it: some servers deny every other request

@@ -41,7 +41,6 @@ class S3Control:
         self._connecting: Future[None] | None = None
         self._delete_queue: dict[str, None] = {}
         self._in_flight_deletes: frozenset[str] = frozenset()
-        self._backoff_s = self._not_before = 0.0  # of deletes
         self._credentials_checked_at = 0.0
         self._credentials_every_s = times.s3_credentials_s
         self._closing = False
@@ -80,21 +79,16 @@ class S3Control:
             self._wake.notify()
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete these objects in the background, with retries until the server confirms it."""
+        """Delete these objects in the background: once, as others may have stored a row anew by then."""
         with self._wake:
             self._delete_queue.update(dict.fromkeys(names))
             self._wake.notify()
 
     def cancel_delete(self, name: str) -> bool:
-        """Cancel a delete. False if it is in flight: wait for its end, or fail if `deletes_backing_off`."""
+        """Cancel a delete. False if it is in flight: wait for its end."""
         with self._wake:
             self._delete_queue.pop(name, None)
             return name not in self._in_flight_deletes
-
-    @property
-    def deletes_backing_off(self) -> bool:
-        """Whether the last delete request has failed, and the retry waits for its backoff."""
-        return self._backoff_s > 0 and time.monotonic() < self._not_before
 
     def close(self) -> None:
         """Send the queued deletes, as far as that takes no longer than `s3_close_s`, and stop."""
@@ -130,7 +124,7 @@ class S3Control:
             return
         yield self._credentials_checked_at + self._credentials_every_s, self._check_credentials
         if self._delete_queue:
-            yield self._not_before, self._delete_some
+            yield 0.0, self._delete_some
         # After all else, since a first hit must not wait for it.
         if self._versioning_unknown and not self._closing:
             yield 0.0, self._check_versioning
@@ -149,7 +143,6 @@ class S3Control:
         assert self._connecting is not None
         try:
             self.connection.open()
-            self._not_before = 0.0
             self._credentials_checked_at = time.monotonic()
         except Exception as error:  # noqa: BLE001 (whatever it is, `connect` raises it)
             self._connecting.set_exception(tier_error(self._tier, self.connection.region.name, error))
@@ -166,17 +159,11 @@ class S3Control:
             for name in names:
                 del self._delete_queue[name]
             self._in_flight_deletes = frozenset(names)
-        left = self._in_flight_deletes
         try:
-            left -= delete_names(self.connection.delete_client, self._tier.bucket, names)
+            delete_names(self.connection.delete_client, self._tier.bucket, names)
         finally:
             with self._wake:
                 self._in_flight_deletes = frozenset()
-                if not self._closing:
-                    self._delete_queue.update(dict.fromkeys(left))
-                first_s, last_s = self._times.s3_backoff_s
-                self._backoff_s = min(max(self._backoff_s * 2, first_s), last_s) if left else 0.0
-                self._not_before = time.monotonic() + self._backoff_s
 
     def _check_versioning(self) -> None:
         """Warn if the bucket keeps what is deleted. It may not be allowed to ask, or the server knows no versions."""

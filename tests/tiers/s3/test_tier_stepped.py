@@ -407,7 +407,7 @@ class TestDenials:
         tier.pass_time(40.0)
         assert tier.tier.denials == {}
 
-    def test_one_for_a_single_object_of_a_delete_is_told_and_asked_for_again(
+    def test_one_for_a_single_object_of_a_delete_is_told_and_asked_for_when_it_is_met_again(
         self, tier: SteppedTier, bucket: Bucket
     ) -> None:
         bucket.put(tier.name(1), b"bad")
@@ -417,7 +417,7 @@ class TestDenials:
         assert set(tier.tier.denials) == {"delete"}
         assert tier.name(1) in bucket.objects
         bucket.denied_deletes = set()
-        bucket.clock.now += 60.0
+        tier.load(1)
         tier.round()
         assert tier.name(1) not in bucket.objects
 
@@ -465,14 +465,6 @@ class TestDeletes:
         assert tier.end(batch) == [OK]
         tier.round()
         assert tier.name(1) in bucket.objects
-
-    def test_no_upload_waits_for_one_that_has_failed(self, tier: SteppedTier, bucket: Bucket) -> None:
-        bucket.put(tier.name(1), b"bad")
-        bucket.fault = lambda request: 503 if request.method == "POST" else None
-        tier.load(1)
-        tier.control_steps()
-        assert tier.control.deletes_backing_off
-        assert tier.store(1) == [OK], "it is queued again, and so cancelled"
 
     def test_what_this_engine_evicts_stays_for_others(self, tier: SteppedTier, bucket: Bucket) -> None:
         tier.tier.delete([(0, key_of(0))])

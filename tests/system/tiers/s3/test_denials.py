@@ -11,7 +11,7 @@ from nixl_tiers.tiers.s3.budget import COUNTER_NAME
 from tests.system.tiers.s3.harness import Fault, FaultyS3, Request, TierDriver, but, is_listing, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
-SHORT = but(s3_backoff_s=(0.05, 0.1), s3_denial_s=0.05)
+SHORT = but(s3_denial_s=0.05)
 
 pytestmark = pytest.mark.usefixtures("server_credentials", "fast_budget")
 
