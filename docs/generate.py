@@ -4,8 +4,8 @@ configuration.md    from the fields of the schema (`nixl_tiers/config/schema.py`
 command-line.md     from the commands' options and docstrings (`nixl_tiers/cli/app.py`)
 python-api.md       from signatures and docstrings of what `nixl_tiers` exports
 metrics.md          from the table in `nixl_tiers/base/metrics.py`
-results.md          from `bench/results/*.json`: what was measured, by which command, on which machine and when
-faults.md           from `bench/results/faults.json`, which `make faults` writes
+results.md          from `bench/results/*.json`: what was measured, by which command, on which machine and when, and of
+                    faults what `make faults` writes there
 torture.md          from `bench/results/torture.json`, which `make torture` writes, and `tools/torture/cells.toml`
 compatibility.md    from `features.toml`, the tests that it names, and `bench/results/matrix.json` of `make matrix`
 comparison.md       from `comparison.toml`
@@ -213,11 +213,13 @@ def _number(kind: Kind, name: str) -> str:
 
 
 def results() -> str:
-    """A section a measurement that has a table for the page, and the others by name; two have pages of their own."""
+    """The tables that are marked for the page, and a line a measurement."""
     read = {file.name: _result(file) for file in sorted(RESULTS.glob("*.json")) if file not in (FAULTS, TORTURE)}
-    shown = {name: result for name, result in read.items() if any(map(_is_shown, result["tables"]))}
-    others = "".join(f"- `{name}`: {result['title']}\n" for name, result in read.items() if name not in shown)
-    return "\n".join([*(_measurement(*named) for named in shown.items()), f"## In files only\n\n{others}"])
+    shown = [_measurement(result) for result in read.values() if any(map(_is_shown, result["tables"]))]
+    lines = "".join(
+        f"- [{result['title']}](../../bench/results/{name}), {result['date']}\n" for name, result in read.items()
+    )
+    return "\n".join([*shown, f"## All measurements\n\n{lines}"])
 
 
 def _result(file: Path) -> Any:
@@ -230,46 +232,41 @@ def _result(file: Path) -> Any:
     return result
 
 
-def _measurement(name: str, result: Mapping[str, Any]) -> str:
+def _measurement(result: Mapping[str, Any]) -> str:
     """What was run where, and the tables that the page shows."""
     text = f"## {result['title']}\n\n"
-    if "command" in result:
-        text += f"`{result['command']}`: "
     text += f"{', '.join(result[part] for part in ('machine', 'versions', 'load', 'date') if part in result)}.\n"
-    if "note" in result:
-        text += f"{result['note']}\n"
     for table in filter(_is_shown, result["tables"]):
         text += f"\n{table['title']}:\n" if "title" in table else ""
         text += _aligned(table["columns"], table["rows"])
-    if not all(map(_is_shown, result["tables"])):
-        text += f"\nMore rows: `{name}`.\n"
     return text
 
 
 def _is_shown(table: Mapping[str, Any]) -> bool:
-    return bool(table.get("page", True))
+    return bool(table.get("page", False))
 
 
 def faults() -> str:
-    """A line a fault, and in it the longest stall and the recovery of each tier. Slabs with several movers are lines of
-    their own."""
+    """A line a kind of fault, and in it the longest stall and the longest recovery of each tier, in any of its cases."""
     result = json.loads(FAULTS.read_text())
     table = result["tables"][0]
     tiers = ("slabs", "files", "s3")
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, tuple[float, float]]] = {}
     requests = 0
     for row in (dict(zip(table["columns"], row, strict=True)) for row in table["rows"]):
-        kind, *fields = row["tier"].removeprefix("file, ").split(", ")
-        if kind not in tiers:
-            kind, several = kind.split(" ", 1)
-            fields.insert(0, several)
-        times = f"{row['longest stall (s)']}/{row['recovery (s)']}"
-        found.setdefault(", ".join([row["fault"], *fields]), {})[kind] = times
+        tier = row["tier"].removeprefix("file, ").partition(",")[0].partition(" ")[0]
+        fault = re.split(r"[,:] ", row["fault"])[0].partition(" (")[0]
+        cells = found.setdefault(fault, dict.fromkeys(tiers, (-1.0, -1.0)))
+        times = (float(row["longest stall (s)"]), float(row["recovery (s)"]))
+        cells[tier] = (max(cells[tier][0], times[0]), max(cells[tier][1], times[1]))
         requests += int(row["requests"])
-    rows = [(fault, *(cells.get(tier, "") for tier in tiers)) for fault, cells in found.items()]
+    rows = [
+        (fault, *("" if cells[tier][0] < 0 else "{:.2f}/{:.2f}".format(*cells[tier]) for tier in tiers))
+        for fault, cells in found.items()
+    ]
     return (
         f"`{result['command']}`, {result['date']}: {result['machine']}, {result['load']}. {result['note']}\n\n"
-        f"{requests} gets were answered under these faults. Longest stall / recovery, in seconds:\n"
+        f"{len(table['rows'])} cases, {requests:,} gets. Longest stall / recovery of a kind of fault, in seconds:\n"
         f"{_aligned(['fault', *tiers], rows)}"
     )
 
@@ -282,7 +279,7 @@ def torture() -> str:
     mixed = len({row["commit"] for row in rows}) > 1
     found = {
         (row["cell"], row["side"]): ", ".join(
-            filter(None, [row["class"], row["runs"], _hits(row), row["commit"] if mixed else ""])
+            filter(None, [row["class"].partition(":")[0], _ended(row), _hits(row), row["commit"] if mixed else ""])
         )
         for row in rows
     }
@@ -300,10 +297,17 @@ def torture() -> str:
     return text
 
 
+def _ended(row: Mapping[str, Any]) -> str:
+    """In how many of the runs, if not in all three."""
+    return "" if row["runs"] == "3 of 3" else str(row["runs"])
+
+
 def _hits(row: Mapping[str, Any]) -> str:
-    """Of a cell with fewer hits than its control: how many tokens in each run, of how many."""
+    """Of a cell with fewer hits than its control: how many tokens in each run, of how many; nothing if none."""
     control, _, runs = str(row["hits"]).partition("; ")
-    return f"hits {runs.replace(', ', ' / ')} of {control}" if "recomputed" in row["class"] and runs else ""
+    if "recomputed" not in row["class"] or set(runs.split(", ")) <= {"0", ""}:
+        return ""
+    return f"hits {runs.replace(', ', ' / ')} of {control}"
 
 
 def _untried(cell: Mapping[str, Any], side: str) -> str:
@@ -311,12 +315,12 @@ def _untried(cell: Mapping[str, Any], side: str) -> str:
 
 
 def torture_cells() -> str:
-    """A section a cell: its fault, what is right, what to know of it, and who reported it."""
+    """A section a cell: its fault, what to know of it, and who reported it."""
     text = ""
     for name, cell in tomllib.loads(CELLS.read_text()).items():
-        links = "".join(f"- {_tracked(number)}, {kind}: {state}\n" for number, kind, state in cell["links"])
-        about = f"{cell['fault'][0].upper()}{cell['fault'][1:]}. To be right: {cell['right']}. {cell.get('note', '')}"
-        text += f"### {name}\n\n{about.strip()}\n\n{links}\n"
+        reports = "; ".join(f"{_tracked(number)} ({kind}, {state})" for number, kind, state in cell["links"])
+        about = f"{cell['fault'][0].upper()}{cell['fault'][1:]}. {cell.get('note', '')}".strip()
+        text += f"### {name}\n\n{about} {reports}.\n\n"
     return text
 
 
