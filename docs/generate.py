@@ -247,7 +247,7 @@ def _is_shown(table: Mapping[str, Any]) -> bool:
 
 
 def faults() -> str:
-    """A line a kind of fault, and in it the longest stall and the longest recovery of each tier, in any of its cases."""
+    """A line a kind of fault, with the longest stall and the longest recovery of each tier over its cases."""
     result = json.loads(FAULTS.read_text())
     table = result["tables"][0]
     tiers = ("slabs", "files", "s3")
