@@ -12,7 +12,7 @@
 #   make matrix VERSIONS='0.33.0'    the tests of the vLLM face with other versions of vLLM, whose wheels it downloads
 #   make prometheus                 Prometheus for the tests that want it, on Debian
 #   make docs                       the documentation as HTML, in docs/_build
-#   make dist                       sdist, wheel and SBOM in dist/, checked: docs/internals/releasing.md; `make archives`
+#   make dist                       sdist, wheel and SBOM in dist/, checked: CONTRIBUTING.md; `make archives`
 #                                   makes the first two and needs no more than Python 3.11
 #   make fuzz MINUTES=10            fresh random examples for the property tests; SEED=n repeats a run
 #   make soak MINUTES=10            random load and random faults, every byte verified
