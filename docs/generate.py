@@ -151,7 +151,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def command_line() -> str:
-    """Help texts without rich's boxes: alike on every terminal."""
+    """Of each command's help the summary, exit codes and options, without rich's boxes: alike on every terminal."""
     group: Any = typer.main.get_command(app)
     texts = []
     for name, command in sorted(group.commands.items()):
@@ -160,6 +160,9 @@ def command_line() -> str:
         command.rich_markup_mode = None
         context = typer.Context(command, info_name=f"{app.info.name} {name}", terminal_width=WIDTH)
         shown = re.sub(r"\n +--help +Show this message and exit\.$", "", command.get_help(context))  # alike everywhere
+        usage, summary, *others = shown.split("\n\n")
+        kept = [part for part in others if re.match(r"  Exit code|\w", part)]  # --help has all of it
+        shown = "\n\n".join([usage, summary, *kept])
         texts.append(f"### `{app.info.name} {name}`\n\n```text\n{shown}\n```\n")
     return "\n".join(texts)
 
