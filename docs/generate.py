@@ -218,7 +218,7 @@ def _number(kind: Kind, name: str) -> str:
 def results() -> str:
     """The tables that are marked for the page, and a line a measurement."""
     read = {file.name: _result(file) for file in sorted(RESULTS.glob("*.json")) if file not in (FAULTS, TORTURE)}
-    shown = [_measurement(result) for result in read.values() if any(map(_is_shown, result["tables"]))]
+    shown = [_measurement(result) for result in read.values() if any("page" in table for table in result["tables"])]
     lines = "".join(
         f"- [{result['title']}](../../bench/results/{name}), {result['date']}\n" for name, result in read.items()
     )
@@ -239,14 +239,8 @@ def _measurement(result: Mapping[str, Any]) -> str:
     """What was run where, and the tables that the page shows."""
     text = f"## {result['title']}\n\n"
     text += f"{', '.join(result[part] for part in ('machine', 'versions', 'load', 'date') if part in result)}.\n"
-    for table in filter(_is_shown, result["tables"]):
-        text += f"\n{table['title']}:\n" if "title" in table else ""
-        text += _aligned(table["columns"], table["rows"])
-    return text
-
-
-def _is_shown(table: Mapping[str, Any]) -> bool:
-    return bool(table.get("page", False))
+    tables = [table for table in result["tables"] if "page" in table]
+    return text + "".join(f"\n{table['title']}:\n{_aligned(table['columns'], table['rows'])}" for table in tables)
 
 
 def faults() -> str:
@@ -254,22 +248,18 @@ def faults() -> str:
     result = json.loads(FAULTS.read_text())
     table = result["tables"][0]
     tiers = ("slabs", "files", "s3")
-    found: dict[str, dict[str, tuple[float, float]]] = {}
-    requests = 0
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in (dict(zip(table["columns"], row, strict=True)) for row in table["rows"]):
         tier = row["tier"].removeprefix("file, ").partition(",")[0].partition(" ")[0]
-        fault = re.split(r"[,:] ", row["fault"])[0].partition(" (")[0]
-        cells = found.setdefault(fault, dict.fromkeys(tiers, (-1.0, -1.0)))
-        times = (float(row["longest stall (s)"]), float(row["recovery (s)"]))
-        cells[tier] = (max(cells[tier][0], times[0]), max(cells[tier][1], times[1]))
-        requests += int(row["requests"])
+        cells = found.setdefault(re.split(r"[,:] | \(", row["fault"])[0], {})
+        cells.setdefault(tier, []).append((float(row["longest stall (s)"]), float(row["recovery (s)"])))
     rows = [
-        (fault, *("" if cells[tier][0] < 0 else "{:.2f}/{:.2f}".format(*cells[tier]) for tier in tiers))
+        (fault, *("/".join(f"{max(times):.2f}" for times in zip(*cells.get(tier, ()), strict=True)) for tier in tiers))
         for fault, cells in found.items()
     ]
     return (
         f"`{result['command']}`, {result['date']}: {result['machine']}, {result['load']}. {result['note']}\n\n"
-        f"{len(table['rows'])} cases, {requests:,} gets. Longest stall / recovery of a kind of fault, in seconds:\n"
+        f"{len(table['rows'])} cases. Longest stall / recovery of a kind of fault, in seconds:\n"
         f"{_aligned(['fault', *tiers], rows)}"
     )
 
@@ -282,7 +272,7 @@ def torture() -> str:
     mixed = len({row["commit"] for row in rows}) > 1
     found = {
         (row["cell"], row["side"]): ", ".join(
-            filter(None, [row["class"].partition(":")[0], _ended(row), _hits(row), row["commit"] if mixed else ""])
+            filter(None, [row["class"].partition(":")[0], _hits(row), row["commit"] if mixed else ""])
         )
         for row in rows
     }
@@ -293,28 +283,22 @@ def torture() -> str:
     for sides in result["sides"]:
         shown = [cell for cell in cells if any((cell, side) in found for side in sides)]
         lines = [
-            (f"[{cell}](#{cell})", *(found.get((cell, side), _untried(cells[cell], side)) for side in sides))
+            (
+                f"[{cell}](#{cell})",
+                *(found.get((cell, side), "not tried" if side in cells[cell]["sides"] else "-") for side in sides),
+            )
             for cell in shown
         ]
         text += "\n" + _table(["cell", *sides.values()], lines) if lines else ""
     return text
 
 
-def _ended(row: Mapping[str, Any]) -> str:
-    """In how many of the runs, if not in all three."""
-    return "" if row["runs"] == "3 of 3" else str(row["runs"])
-
-
 def _hits(row: Mapping[str, Any]) -> str:
-    """Of a cell with fewer hits than its control: how many tokens in each run, of how many; nothing if none."""
+    """In how many runs, if not in all; of a cell with fewer hits than its control how many tokens in each run."""
     control, _, runs = str(row["hits"]).partition("; ")
-    if "recomputed" not in row["class"] or set(runs.split(", ")) <= {"0", ""}:
-        return ""
-    return f"hits {runs.replace(', ', ' / ')} of {control}"
-
-
-def _untried(cell: Mapping[str, Any], side: str) -> str:
-    return "not tried" if side in cell["sides"] else "-"
+    ended = "" if row["runs"] == "3 of 3" else str(row["runs"])
+    fewer = "recomputed" in row["class"] and not set(runs.split(", ")) <= {"0", ""}
+    return f"hits {runs.replace(', ', ' / ')} of {control}" if fewer else ended
 
 
 def torture_cells() -> str:
