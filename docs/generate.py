@@ -344,11 +344,9 @@ def _cell(cell: Mapping[str, Any]) -> str:
     shown in part."""
     if cell["is"] not in {"yes", "no", "option"} or not cell.keys() <= {"is", "version", "link", "note", "tried"}:
         raise ValueError(f"{COMPARISON.name}: {cell}")
-    if cell["link"] == "not found":
-        source = "not found"
-    else:
-        source = f"[{'tried' if cell.get('tried') else 'documented'}]({cell['link']})"
-    parts = [f"**{cell['is']}**", *([cell["version"]] if cell["version"] != "unreleased" else []), source]
+    shown = cell["is"] if cell["link"] == "not found" else f"[{cell['is']}]({cell['link']})"
+    about = ["tried"] if cell.get("tried") else ["not found"] if cell["link"] == "not found" else []
+    parts = [f"**{shown}**", *([cell["version"]] if cell["version"] != "unreleased" else []), *about]
     return ", ".join(parts) + (f": {cell['note']}" if "note" in cell else "")
 
 
