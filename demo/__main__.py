@@ -54,7 +54,7 @@ SETTLE_S: Final = 120.0
 BUCKET: Final = "nixl-tiers-demo"
 BUCKET_VARIABLE: Final = "NIXL_TIERS_S3_BUCKET"
 NEXT: Final = """
-Next, with a configuration of your own: docs/guide/first-run.md, step by step, on this machine too. `nixl-tiers config
+Next, with a configuration of your own: docs/guide/start.md, step by step, on this machine too. `nixl-tiers config
 FILE` explains one and prints the line that starts vLLM with it, `nixl-tiers doctor FILE` tries every tier of it
 ({directory} is where this command is)."""
 
