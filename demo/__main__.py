@@ -345,7 +345,7 @@ def _least(stored: Mapping[str, float]) -> float:
 def _options(tiers: list[dict[str, Any]]) -> list[str]:
     limit = ["--max-model-len", str(MAX_PROMPT_TOKENS + MAX_TOKENS), "--dtype", "float32"]
     hashes = ["--prefix-caching-hash-algo", "sha256_cbor", "--enable-prompt-tokens-details"]
-    return [*limit, *hashes, "--kv-transfer-config", json.dumps(vllm_cpu.kv_transfer(tiers))]
+    return [*limit, *hashes, "--kv-transfer-config", json.dumps(vllm_cpu.kv_transfer(tiers, probe_s=30))]
 
 
 def _environment(s3: S3Server) -> dict[str, str]:
