@@ -23,8 +23,8 @@ for each mover whose present process it does not count.
   tests conditions and writes in two steps may let two writes through: then one of them is a copy, whose counts are not
   above the other's, or its writer reads that it was replaced, and withdraws (takeover.py).
 
-- A counter that has arrived damaged is not counted if it is too high for its mover, and that starts nothing by a record
-  that counts more than it has ever started.
+- A counter may arrive damaged. One that is too high for its mover is not counted, and a mover starts nothing by a
+  record that counts more than it has ever started.
 
 Take the record with the highest counts by which an upload was ever started. Each mover's last upload used that one or a
 lower one, so `started <= counted + W`, and that record had `bytes + W <= capacity`: the sum is the bound. No step uses
