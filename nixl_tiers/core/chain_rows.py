@@ -165,8 +165,9 @@ class RowFinder:
             if False not in here:
                 stored[tier.number] = absent
                 return stop
-            stored[tier.number] = list(compress(absent, here))
-            absent = [place for place, found in zip(absent, here, strict=True) if not found]
+            if True in here:
+                stored[tier.number] = list(compress(absent, here))
+                absent = [place for place, found in zip(absent, here, strict=True) if not found]
         return min(stop, absent[0])
 
 

@@ -13,7 +13,7 @@ from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.rows import CPU, Generation, Row, RowState
 from nixl_tiers.core.slots import Slots
 from nixl_tiers.core.stats import HOST, Counters, EvictionHistory, Gone, tag_of
-from nixl_tiers.core.tier_rows import NO_ID, Found, room_for_victims
+from nixl_tiers.core.tier_rows import NO_ID, Found, TierRows, room_for_victims
 
 _EVICTED: Final = tag_of(HOST, Gone.EVICTED)
 MAX_JUDGED: Final = 256  # rows from before a reset that are judged beyond what is needed
@@ -43,7 +43,8 @@ class HostTier:
         """Whether more rows are about to be usable: their memory is being allocated."""
         self._slots = Slots(rows)
         self._inserted = 0
-        self._hits: list[Sequence[Row]] = []  # of this step, pinned until it ends
+        self._hits: list[Sequence[Row]] = []  # of this step, not pinned yet: none has gone since
+        self._pinned_hits: list[Row] = []  # of this step, until it ends
         self._old: deque[dict[int, Row] | dict[Key, Row]] = deque()  # of generations that have ended, not yet judged
         self._unflushed: OrderedDict[int, Row] = OrderedDict()  # by index: judged, and workers may still use them
         self._flushed = 0  # of so many generations, from the first, workers have ended every job
@@ -92,15 +93,14 @@ class HostTier:
     def hit(self, rows: Sequence[Row]) -> None:
         """Hits of this step must still be there when the same step prepares their load. Nobody may change `rows`."""
         if rows:
-            self.pin(rows)
             self._hits.append(rows)
 
     def end_step(self) -> None:
         """What was a hit in this step may go, unless something else keeps it."""
         self.step += 1
-        for rows in self._hits:
-            self.unpin(rows)
+        self.unpin(self._pinned_hits)
         self._hits.clear()
+        self._pinned_hits.clear()
 
     def retain(self, row: Row, until: int) -> None:
         """Keep a row that a look-up finds from eviction until `release`."""
@@ -123,14 +123,14 @@ class HostTier:
         if count > self._slots.free and self._old:
             self.reclaim_old(count + MAX_JUDGED)
         missing = count - self._slots.free
-        return self._evicted(self.generation.table.evict(missing)) if missing > 0 else []
+        return self._evicted(self._order().evict(missing)) if missing > 0 else []
 
     def make_quota_room(self, tenant: int, count: int) -> tuple[int, list[Row]]:
         """How many of `count` rows this tenant's quota has room for, once those of its own that were used least
         recently, and are not pinned, have been evicted; and these."""
         if not tenant:
             return count, []
-        table, quota = self.generation.table, self.quotas[tenant - 1]
+        table, quota = self._order(), self.quotas[tenant - 1]
         over = table.count_of(tenant) + count - quota
         victims = self._evicted(table.evict_of(tenant, over)) if over > 0 else []
         return max(0, min(count, quota - table.count_of(tenant))), victims
@@ -142,7 +142,7 @@ class HostTier:
     def select_victims(self, count: int) -> list[Row]:
         """Start the eviction of the `count` least valuable rows, or of fewer, as only so many are being evicted at a
         time: still hits, until `finish_eviction` is called."""
-        table = self.generation.table
+        table = self._order()
         return [self.index[key] for key in table.select(room_for_victims(table, count))]
 
     def is_evicting(self, row: Row) -> bool:
@@ -155,7 +155,7 @@ class HostTier:
 
     def evict(self, row: Row) -> bool:
         """Evict a row that a look-up finds now, unless it is pinned."""
-        found = self.generation.table.get(row.key)
+        found = self._order().get(row.key)
         if found is None or Found(*found).pins or not Found(*found).stored:
             return False
         self._evicted([(row.key, self.generation.table.remove(row.key, NO_ID))])
@@ -245,8 +245,9 @@ class HostTier:
         garbage.add(self.generation.table)
         self.generation = Generation(self.generation.number + 1)
         self._old.append(self.index)
+        garbage.add(self._pinned_hits)
         garbage.add(self._hits)
-        self.index, self._hits = {}, []
+        self.index, self._hits, self._pinned_hits = {}, [], []
         self.retained_of = array("q", [0] * len(self.retained_of))
 
     def reclaim_old(self, most: int) -> None:
@@ -289,6 +290,15 @@ class HostTier:
                 self.reclaim(row)
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _order(self) -> TierRows:
+        """The table, for who takes rows from it: hits of this step are pinned first, in steps that take any."""
+        if self._hits:
+            hits = [row for rows in self._hits for row in rows if not row.invalidated]
+            self._hits.clear()
+            self.pin(hits)
+            self._pinned_hits += hits
+        return self.generation.table
 
     def _evicted(self, victims: Iterable[tuple[Key, int]]) -> list[Row]:
         """(key, index) of rows that the table has no more: they are free."""

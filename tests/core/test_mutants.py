@@ -399,10 +399,15 @@ class HitsAreNotKept(Chains):
         waits = super()._ask(request, decision, now)
         for row in list(request.pinned.values()):
             request.unpin(row)
-        for rows in self._host._hits:
-            self._host.unpin(rows)
         self._host._hits.clear()
         return waits
+
+
+class HitsOfAStepGo(HostTier):
+    """Room is made of what this step has found."""
+
+    def _order(self):  # type: ignore[no-untyped-def]
+        return self.generation.table
 
 
 class UnreadyIsAHit(Chains):
@@ -750,6 +755,7 @@ MUTANTS = [
     StoresOvertakeDeletes,
     RequestNeverExpires,
     HitsAreNotKept,
+    HitsOfAStepGo,
     WaitIsNotJudgedAgain,
     PriceForgetsDeadline,
     UnreadyIsAHit,

@@ -995,7 +995,7 @@ class Simulation:
         line = inside.promotion(core).prefetch_queue
         requests = [*inside.requests(core).by_name.values(), *(place.request for place in line._places)]
         held = [request.pinned.values() for request in {id(each): each for each in requests}.values()]
-        for rows in (*held, *core.host._hits, *(tier.staged.values() for tier in core.tiers)):
+        for rows in (*held, core.host._pinned_hits, *(tier.staged.values() for tier in core.tiers)):
             reasons.update(row.order for row in rows)
         for key, row in core.host.index.items():
             moved = row.mover_refs if row.state is RowState.READY else 0
