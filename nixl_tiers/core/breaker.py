@@ -1,11 +1,11 @@
-"""What keeps requests away from what fails: a circuit breaker for a tier, a denylist for keys."""
+"""What keeps requests away from what fails: a circuit breaker for a tier; slots and keys that are set aside."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
@@ -110,85 +110,57 @@ class Breaker:
             self._closed_at = now
 
 
-MAX_KEYS: Final = 4096
+NEVER: Final = float("inf")
+MAX_PLACES: Final = 4096
+MOST_ASIDE_S: Final = 86400.0
+
+Place = int | Key
 
 
-class _Record:
-    __slots__ = ("batch", "failures", "retry_at", "suspected")
-
-    def __init__(self) -> None:
-        self.failures = 0
-        self.retry_at = 0.0
-        self.suspected = False
-        self.batch: list[Key] = []
-
-
-class Denylist:
-    """Keys whose last move failed, hung or killed a mover, and when they may be tried again: at most MAX_KEYS, with
-    exponential back-off; the oldest are forgotten first.
-
-    A key whose move *failed* is a miss until its back-off has passed. A *suspect* (poison key) was in a job that hung,
-    or that its mover died of: no request waits for it until it was tried alone and succeeded, lest one bad row
-    takes the tier from all others. Most of its batch are innocent: when one of them succeeds, the others are tried.
+class SetAside:
+    """Places of a tier that are left alone for a while: a slot, or a key where slots only count, whose move failed, is
+    late, or that a mover most likely died of. A mover that reads one bad sector again after each restart would die for
+    ever. For twice as long if it happens again, unless it has been moved well meanwhile. At most MAX_PLACES: the first
+    ones are used again.
     """
 
-    __slots__ = ("_first_s", "_most_s", "keys")
+    __slots__ = ("_lasted_s", "_next_s", "until_s")
 
-    def __init__(self, first_s: float, most_s: float) -> None:
-        self._first_s = first_s
-        self._most_s = most_s
-        # Public to be asked for its truth, which costs less than a call.
-        self.keys: OrderedDict[Key, _Record] = OrderedDict()
+    def __init__(self) -> None:
+        # By place, those set aside first in front. Public to be asked for its truth, which costs less than a call.
+        self.until_s: dict[Place, float] = {}
+        self._lasted_s: OrderedDict[Place, float] = OrderedDict()  # also of places that are used again
+        self._next_s = NEVER
 
-    def __len__(self) -> int:
-        return len(self.keys)
+    def add(self, place: Place, least_s: float, now: float) -> None:
+        """Leave it alone for `least_s`; longer, if it was before."""
+        again = 1 if place in self.until_s else 2
+        lasted_s = min(MOST_ASIDE_S, max(least_s, again * self._lasted_s.pop(place, 0.0)))
+        self._lasted_s[place] = lasted_s
+        if len(self._lasted_s) > MAX_PLACES:
+            self._lasted_s.popitem(last=False)
+        self.until_s.pop(place, None)
+        self.until_s[place] = now + lasted_s
+        self._next_s = min(self._next_s, now + lasted_s)
 
-    def is_denied(self, key: Key, now: float) -> bool:
-        """Whether `key` is a miss now."""
-        record = self.keys.get(key) if self.keys else None
-        return record is not None and (record.suspected or record.retry_at > now)
+    @property
+    def known(self) -> bool:
+        """Whether any was ever set aside, and nothing shows that nothing is wrong with it."""
+        return bool(self._lasted_s)
 
-    def is_suspect(self, key: Key) -> bool:
-        record = self.keys.get(key) if self.keys else None
-        return record is not None and record.suspected
+    def moved(self, place: Place) -> None:
+        """A move of it has succeeded: nothing is wrong with it."""
+        self._lasted_s.pop(place, None)
+        if place in self.until_s:
+            self.until_s[place] = self._next_s = -NEVER
 
-    def trial_due(self, key: Key, now: float) -> bool:
-        """Whether `key` is a suspect that may be tried now, alone."""
-        record = self.keys.get(key) if self.keys else None
-        return record is not None and record.suspected and record.retry_at <= now
-
-    def record_failure(self, key: Key, now: float) -> None:
-        """Its move ended in an error. So its mover is alive, and the key is no suspect."""
-        self._record(key, now).suspected = False
-
-    def suspect(self, keys: Iterable[Key], now: float, batch: list[Key] | None = None) -> None:
-        """Their moves did not end in time, or their mover died before they ended. `batch`: keys of before that were
-        suspected together with them; `keys` are added to it."""
-        keys = list(keys)
-        batch = [] if batch is None else batch
-        batch += keys
-        for key in keys:
-            record = self._record(key, now)
-            record.suspected = True
-            record.batch = batch
-
-    def clear(self, key: Key) -> Sequence[Key]:
-        """Its move succeeded. Returns, once, the keys that were suspected together with it: they may be tried now."""
-        record = self.keys.pop(key, None) if self.keys else None
-        if record is None:
-            return ()
-        batch = [*record.batch]
-        record.batch.clear()
-        return batch
-
-    def reset(self) -> None:
-        self.keys.clear()
-
-    def _record(self, key: Key, now: float) -> _Record:
-        record = self.keys.pop(key, None) or _Record()
-        record.retry_at = now + min(self._most_s, self._first_s * 2.0 ** min(record.failures, 30))
-        record.failures += 1
-        self.keys[key] = record
-        if len(self.keys) > MAX_KEYS:
-            self.keys.popitem(last=False)
-        return record
+    def end(self, now: float) -> list[Place]:
+        """Those that may be used again from now on, of those that are set aside."""
+        if now < self._next_s and len(self.until_s) <= MAX_PLACES:
+            return []
+        first = set(islice(self.until_s, max(0, len(self.until_s) - MAX_PLACES)))
+        ended = [place for place, until_s in self.until_s.items() if until_s <= now or place in first]
+        for place in ended:
+            del self.until_s[place]
+        self._next_s = min(self.until_s.values(), default=NEVER)
+        return ended

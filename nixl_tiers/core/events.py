@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from operator import attrgetter
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core.existence import ExistenceCheck, ExistenceChecks
@@ -18,8 +17,6 @@ from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import MOST_TICK
 from nixl_tiers.core.types import Columns, Direction, Job, PlannedMove, TierState
 from nixl_tiers.core.writeback import WriteBack
-
-_READABLE = attrgetter("readable")
 
 
 class Events:
@@ -171,26 +168,27 @@ class Events:
         self._state.begin_slice()
         self._writeback.clean(now)
         self._promotion_jobs.watch_room()
-        known = [tier for tier in self._state.tiers if tier.known]
-        for tier in known:
+        tiers = [tier for tier in self._state.tiers if tier.recovered]
+        for tier in tiers:
             if tier.readable and tier.to_load:
                 jobs.extend(self._promotion_jobs.plan(tier, now))
         for tier in self._promotion_jobs.queue_prefetches(now):
             jobs.extend(self._promotion_jobs.plan(tier, now))
-        for tier in known if self._measurements.to_come else ():
+        for tier in tiers if self._measurements.to_come else ():
             jobs.extend(self._measurements.plan(tier, now))
         self._writeback.throttle.begin(self._promotion_jobs.under_way, now)
         # Before others seal these rows, whose end may be that they leave the host.
         for member in self._state.movers:
             if not (member.writable or member.dead) and member.store_credits > 0:
                 jobs.extend(self._health.plan_store_probe(member, now))
-        for tier in known:
+        for tier in tiers:
             if tier.readable and tier.to_demote:
                 jobs.extend(self._writeback.plan_demotions(tier, now))
             if tier.writable and tier.to_store:
                 jobs.extend(self._writeback.plan_stores(tier, now))
-            if (tier.trials or not all(map(_READABLE, tier.members))) and tier.store_credits > 0:
-                jobs.extend(self._health.plan_trials(tier, now))
+            for member in tier.members:
+                if not member.readable and member.store_credits > 0:
+                    jobs.extend(self._health.plan_load_probe(member, now))
         self._state.unfinished |= self._state.slice_used_up
         return jobs
 
@@ -310,7 +308,7 @@ class Events:
             for move, outcome in zip(moves, outcomes, strict=True):
                 self._promotion_jobs.load_ended(tier, move, outcome, now)
             return
-        self._writeback.stores_ended(tier, moves, outcomes)
+        self._writeback.stores_ended(tier, moves, outcomes, now)
 
 
 def _check_report(job: Job, moves: int, outcomes: int, partial: Sequence[tuple[int, int]]) -> None:

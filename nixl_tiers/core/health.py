@@ -1,10 +1,9 @@
-"""Health: deadlines of jobs, breakers of tiers, suspects and their trials, and when a mover must be killed."""
+"""Health: deadlines of jobs, breakers of tiers, what is set aside, and when a mover must be killed."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -22,9 +21,9 @@ from nixl_tiers.core.writeback import WriteBack
 
 
 class Health:
-    """Keeps requests away from tiers and keys that fail or hang, and finds out when they work again.
+    """Keeps requests away from tiers and places that fail or hang, and finds out when they work again.
 
-    A job has two deadlines. After the soft one it is abandoned: its keys are misses, the mover is left alone. After the
+    A job has two deadlines. After the soft one it is abandoned: its rows are misses, the mover is left alone. After the
     hard one its mover must be killed, since nothing else ends its access to the host rows.
     """
 
@@ -43,21 +42,22 @@ class Health:
             for breaker in member.breakers.values():
                 breaker.watch(now)
         for tier in self._state.tiers:
+            tier.index.watch(now)
             if (tier.to_load or tier.to_demote) and not tier.readable:
                 self._promotion_jobs.requeue(tier, now)
             if (tier.to_store or tier.waiting_for_seal) and tier.refuses_stores:
                 self._writeback.drop_stores(tier)
 
     def abandon_late_jobs(self, now: float) -> None:
-        """Jobs after their soft deadline: their keys are suspects, and rows of loads are quarantined (not allocated)
-        until the mover is done with them, or dead. The mover is left alone."""
+        """Jobs after their soft deadline: rows of loads are set aside, and quarantined (not allocated) until the mover
+        is done with them, or dead. The mover is left alone."""
         for tier in self._state.tiers:
             for job in tier.jobs.values():
                 if not job.abandoned and now > job.soft_deadline_s:
                     if not self._state.take(len(job.moves)):
                         return
                     if job.direction is Direction.LOAD:
-                        tier.denylist.suspect((move.key for move in job.moves), now)
+                        tier.index.set_aside(job.moves, self._state.limits.aside_s, now)
                     self._abandon(tier, job, now)
 
     def overdue(self, now: float) -> dict[int, str]:
@@ -77,7 +77,7 @@ class Health:
     # --- what movers report ------------------------------------------------------------------------------------
 
     def job_ended(self, tier: Tier, job: Job, outcomes: Sequence[Outcome], now: float, took_s: float) -> None:
-        """Learn from the end of a job: about the tier's speed, its circuit, and the keys that were moved."""
+        """Learn from the end of a job: about the tier's speed, its circuit, and the places that were moved."""
         count = len(outcomes) + job.reported.total()
         moved = outcomes.count(Outcome.OK) + job.reported[Outcome.OK]
         failed = outcomes.count(Outcome.FAILED) + job.reported[Outcome.FAILED] if moved < count else 0
@@ -89,9 +89,9 @@ class Health:
                 rows = tier.loaded - job.loaded_before + len(job.moves)
                 if not beside:
                     tier.loads.record(rows * self._state.row_bytes, took_s, now)
+        self._learn(tier, job, job.moves, outcomes, now)
         if job.abandoned:
             return  # it was a failure when it was abandoned
-        self._learn_keys(tier, job, job.moves, outcomes, now)
         # A full medium is not a failing one: it refuses at once, and works again when there is room.
         full = not moved and outcomes.count(Outcome.NO_SPACE) + job.reported[Outcome.NO_SPACE] == count
         if not full or job.probe_episode is not None:
@@ -100,16 +100,14 @@ class Health:
     def rows_ended(
         self, tier: Tier, job: Job, moves: Sequence[PlannedMove], outcomes: Sequence[Outcome], now: float
     ) -> None:
-        """Rows of a job have ended, which goes on without them: they are not stuck, and suspect of nothing."""
+        """Rows of a job have ended, which goes on without them: they are not stuck."""
         job.reported.update(outcomes)
         if job.burst is not None:
             job.burst.rows -= len(moves)
             job.burst.ended = True
-        if job.abandoned:
-            if job.direction is Direction.LOAD:
-                self._state.movers[job.mover].quarantined -= len(moves)
-            return
-        self._learn_keys(tier, job, moves, outcomes, now)
+        self._learn(tier, job, moves, outcomes, now)
+        if job.abandoned and job.direction is Direction.LOAD:
+            self._state.movers[job.mover].quarantined -= len(moves)
 
     def mover_killed(self, member: Member, now: float) -> None:
         """Its mover was sent a kill: its circuits open, its jobs are abandoned and have no deadline any more."""
@@ -122,7 +120,7 @@ class Health:
         for breaker in member.breakers.values():
             breaker.record(False, now)
         for job in _jobs_of(member):
-            if job.is_trial and job.probe_episode is not None:
+            if job.probe_episode is not None:
                 member.breakers[job.direction].end_probe(job.probe_episode, False, now)
         for dead in member.dead:
             dead.reaped = True
@@ -133,12 +131,7 @@ class Health:
         its moves; None if there is none, or no room."""
         tier = member.tier
         while member.dead and not (dead := member.dead[0]).idle:
-            if dead.to_suspect:
-                if not self._state.take(len(dead.to_suspect[0].moves)):
-                    return None
-                suspect = dead.to_suspect.popleft()
-                tier.denylist.suspect((move.key for move in suspect.moves), dead.since_s, dead.batch)
-            elif dead.to_abandon:
+            if dead.to_abandon:
                 if not self._state.take(len(dead.to_abandon[0].moves)):
                     return None
                 if not (job := dead.to_abandon.popleft()).abandoned:
@@ -151,36 +144,22 @@ class Health:
                 return None
         return None
 
-    # --- trials ------------------------------------------------------------------------------------------------
+    # --- probes ------------------------------------------------------------------------------------------------
 
-    def plan_trials(self, tier: Tier, now: float) -> list[Job]:
-        """A load of one suspect that was asked for, or a probe of a half-open circuit: no request waits for it."""
-        jobs: list[Job] = []
-        if tier.readable and not tier.trials_running:
-            while tier.trials and not jobs:
-                key, _ = tier.trials.popitem(last=False)
-                found = tier.index.rows.get(key)
-                member = tier.member_of(key)
-                can = found is not None and _is_idle(Found(*found)) and member.readable and member.store_credits > 0
-                if can and tier.denylist.trial_due(key, now):
-                    jobs = self._start_trial_load(tier, key, now)
-        for member in tier.members:
-            if member.state is not TierState.DOWN and member.loads.wants_probe and member.store_credits > 0:
-                jobs += self._plan_load_probe(member, now)
-        return jobs
-
-    def _plan_load_probe(self, member: Member, now: float) -> list[Job]:
+    def plan_load_probe(self, member: Member, now: float) -> list[Job]:
+        """A load of one row, if the circuit is half-open, into a scratch row, which no look-up finds; it may evict a
+        row of a full host."""
         tier, loads = member.tier, member.loads
-        suspects = (key for key in tier.trials if tier.member_of(key) is member and tier.denylist.trial_due(key, now))
-        candidate = row_to_load(member, now) or next(suspects, None)
-        if candidate is not None and tier.index.rows.is_stored(candidate):
-            jobs = self._start_trial_load(tier, candidate, now)
-            for job in jobs:
-                job.probe_episode = loads.begin_probe()
-            return jobs
+        if member.state is TierState.DOWN or not loads.wants_probe:
+            return []
         if not len(tier.index.slots_of(member)):  # no load can fail, and none was asked for while it was not readable
             loads.end_probe(loads.begin_probe(), True, now)
-        return []
+            return []
+        key = row_to_load(member)
+        if key is None or not tier.index.rows.is_stored(key) or not self._state.make_room(1):
+            return []
+        move = tier.start_load(self._state.host.allocate_scratch(key))
+        return self._as_probe(self._state.start_jobs(tier, Direction.LOAD, [move], now))
 
     def plan_store_probe(self, member: Member, now: float) -> list[Job]:
         """A store of one row, if the circuit is half-open and the host has any that the tier lacks."""
@@ -190,44 +169,44 @@ class Health:
             return []
         rooms = [int(each is member) for each in tier.members] if len(tier.members) > 1 else None
         moves = self._writeback.start_stores(tier, [(row, row.tick)], rooms)
-        probes = self._state.start_trials(tier, Direction.STORE, moves, now)
-        for job in probes:
-            job.probe_episode = stores.begin_probe()
-        return probes
+        return self._as_probe(self._state.start_jobs(tier, Direction.STORE, moves, now))
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _learn_keys(
+    def _as_probe(self, jobs: list[Job]) -> list[Job]:
+        for job in jobs:
+            job.probe_episode = self._state.movers[job.mover].breakers[job.direction].begin_probe()
+        return jobs
+
+    def _learn(
         self, tier: Tier, job: Job, moves: Sequence[PlannedMove], outcomes: Sequence[Outcome], now: float
     ) -> None:
-        if not tier.denylist.keys and Outcome.FAILED not in outcomes:
-            return
-        for move, outcome in zip(moves, outcomes, strict=True):
-            if outcome is Outcome.OK:
-                # Try the rest of its batch unasked: the request asks for one of them at a time.
-                batch = tier.denylist.clear(move.key)
-                tier.trials.update((key, None) for key in batch if tier.denylist.is_suspect(key))
-            elif outcome is Outcome.FAILED and (job.direction is Direction.LOAD or tier.denylist.is_suspect(move.key)):
-                tier.denylist.record_failure(move.key, now)
+        if tier.index.aside.known:
+            tier.index.moved(move for move, outcome in zip(moves, outcomes, strict=True) if outcome is Outcome.OK)
+        if job.direction is Direction.LOAD and Outcome.FAILED in outcomes:
+            failed = [move for move, outcome in zip(moves, outcomes, strict=True) if outcome is Outcome.FAILED]
+            tier.index.set_aside(failed, self._state.limits.retry_s, now)
 
     def _bury(self, member: Member, now: float, *, reaped: bool) -> None:
-        """Its open jobs are dead. The keys that most likely made its mover hang or die are suspects: those of
-        overdue jobs, or else of a trial, or else of abandoned jobs, or else of all of them."""
-        tier, jobs = member.tier, _jobs_of(member)
+        """Its open jobs are dead. What most likely made its mover hang is set aside: places of overdue jobs, or else of
+        a probe, or else of abandoned jobs. If there are none, those of all of them, for a moment, as one may be what it
+        died of."""
+        tier, jobs, limits = member.tier, _jobs_of(member), self._state.limits
         ending = self._state.jobs_of_ending_moves(member, now)
         if not (jobs or ending):
             return
         for job in jobs:
             del tier.jobs[job.id]
-        suspects = (
-            deque(job for job in jobs if job.hard_deadline_s < now)
-            or deque(job for job in jobs if job.is_trial)
-            or deque(job for job in jobs if job.abandoned)
-            or deque(jobs)
+        guilty = (
+            [job for job in jobs if job.hard_deadline_s < now]
+            or [job for job in jobs if job.probe_episode is not None]
+            or [job for job in jobs if job.abandoned]
         )
+        for job in guilty or jobs:
+            tier.index.set_aside(job.moves, limits.aside_s if guilty else limits.retry_s, now)
         dead = [*jobs, *ending]
         # Of a mover that is reaped nothing needs to be abandoned first: its jobs end at once, as FAILED.
-        member.dead.append(OrphanedJobs(suspects, deque(() if reaped else dead), deque(dead), now, reaped))
+        member.dead.append(OrphanedJobs(deque(() if reaped else dead), deque(dead), reaped))
 
     def _abandon(self, tier: Tier, job: Job, now: float) -> None:
         job.abandoned = True
@@ -243,18 +222,17 @@ class Health:
             self._promotion_jobs.give_up(tier, move.row)
 
     def _record(self, job: Job, good: bool, now: float) -> None:
-        """Record it in the breaker. The failure of a suspect that was tried alone says nothing about its tier."""
+        """Record it in the breaker."""
         member = self._state.movers[job.mover]
         breaker = member.breakers[job.direction]
         if job.probe_episode is not None:
             breaker.end_probe(job.probe_episode, good, now)
             if job.direction is Direction.STORE:
-                slots = member.tier.index.slots_of(member)
                 if breaker.closed:  # it was the medium, and not these slots
-                    slots.restore()
+                    member.tier.index.write_again(member)
                 elif not good:  # the next probe tries it, rather than evict a row for another one
-                    slots.restore(1)
-        elif good or not job.is_trial:
+                    member.tier.index.write_again(member, 1)
+        else:
             breaker.record(good, now)
 
     def _observe(self, tier: Tier, job: Job, moved: int, now: float, took_s: float) -> None:
@@ -264,28 +242,21 @@ class Health:
         if job.direction is Direction.LOAD and (since_s := self._promotion_jobs.waited_since(job)) is not None:
             samples.observe(name, "promotion_seconds", now - since_s)
 
-    def _start_trial_load(self, tier: Tier, key: Key, now: float) -> list[Job]:
-        """A load into a scratch row, which no look-up finds; it may evict a row of a full host."""
-        if not self._state.make_room(1):
-            return []
-        move = tier.start_load(self._state.host.allocate_scratch(key))
-        return self._state.start_trials(tier, Direction.LOAD, [move], now)
-
 
 MAX_SOUGHT: Final = 1024  # rows of a tier that are looked at; the first of them will do, as a rule
 MAX_SAMPLED: Final = 64  # rows of the host
 
 
-def row_to_load(member: Member, now: float) -> Key | None:
-    """A stored row that is no suspect, nor has just failed, which would say nothing of its medium: the one asked for
+def row_to_load(member: Member) -> Key | None:
+    """A stored row that is not set aside, which would say nothing of its medium: the one asked for
     last while the circuit was not closed, or any other. Each call goes on from where the last one ended."""
     tier = member.tier
-    is_denied, place_of = partial(tier.denylist.is_denied, now=now), tier.index.place_of_slot
+    is_aside, place_of = tier.index.is_aside, tier.index.place_of_slot
     last = tier.last_refused
-    if last is not None and tier.index.place_of(last) == member.place and not is_denied(last):
+    if last is not None and tier.index.place_of(last) == member.place and not is_aside(last):
         return last
     tier.looked_at, keys = tier.index.rows.some(tier.looked_at, min(MAX_SOUGHT, len(tier.index)))
-    rows = ((key, tier.index.rows.get(key)) for key in keys if not is_denied(key))
+    rows = ((key, tier.index.rows.get(key)) for key in keys if not is_aside(key))
     found = ((key, Found(*row)) for key, row in rows if row is not None and place_of(row[0]) == member.place)
     return next((key for key, row in found if row.stored and not row.evicting), None)
 
@@ -293,10 +264,6 @@ def row_to_load(member: Member, now: float) -> Key | None:
 def _jobs_of(member: Member) -> list[Job]:
     """Of its mover, the open ones."""
     return [job for job in member.tier.jobs.values() if job.mover == member.number]
-
-
-def _is_idle(row: Found) -> bool:
-    return row.stored and not row.pins
 
 
 def row_to_store(tier: Tier, host: HostTier) -> Row | None:
@@ -307,7 +274,7 @@ def row_to_store(tier: Tier, host: HostTier) -> Row | None:
     found: Row | None = None
     for key, row in islice(reversed(host.index.items()), MAX_SAMPLED):
         ready = row.state is RowState.READY and not row.sealing and not row.host_only
-        if ready and (row.sealed or found is None) and key not in tier.index and not tier.denylist.is_suspect(key):
+        if ready and (row.sealed or found is None) and key not in tier.index and not tier.index.is_aside(key):
             if row.sealed:
                 return row
             found = row

@@ -110,7 +110,7 @@ class Chains:
             self._measurements.declined(tier, keys, now)
         waits = self._ask(request, decision, now)
         if len(look.found) > 1:
-            self._note_refused(look.found, limit, now)
+            self._note_refused(look.found, limit)
         open_end = (
             decision.end >= look.known
             and len(look.found) == 1
@@ -225,7 +225,7 @@ class Chains:
             if (row is not None and row.state is _READY) or self._promotion.has_expired(request, now):
                 break
             if not (
-                self._promotion.enqueue(key, request, now)  # a suspect, a circuit that is open: noted there
+                self._promotion.enqueue(key, request, now)  # a circuit that is open: noted there
                 or self._checks.should_wait(key, request, now)
                 or (request.wishes.patient and self._promotion.may_be_listed(key, request, now))
             ):
@@ -235,11 +235,11 @@ class Chains:
             waits = True
         return waits
 
-    def _note_refused(self, found: Sequence[ChainRows], limit: int, now: float) -> None:
-        """The first key of each group that is nowhere may be a suspect, or the tier's circuit is open."""
+    def _note_refused(self, found: Sequence[ChainRows], limit: int) -> None:
+        """Of the first key of each group that is nowhere, the tier's circuit may be open."""
         for each in found:
             if each.stop < limit // each.group.chunk_tokens:
-                self._promotion.note_refused(each.group.keys[each.stop], now)
+                self._promotion.note_refused(each.group.keys[each.stop])
 
     def _margin_s(self, request: Request, chain: Chain, start: int, now: float) -> float:
         """How much longer what the request waits for may take for that to be as quick as to compute it; less than 0 if

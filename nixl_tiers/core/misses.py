@@ -76,7 +76,7 @@ class Misses:
                 reason = reason or (tier.number, "missed_excluded")
             elif not (member := tier.member_of(key)).readable:
                 reason = (tier.number, "missed_down" if member.state is TierState.DOWN else "missed_open")
-            elif request.state is RequestState.FAILED or tier.denylist.is_denied(key, now):
+            elif request.state is RequestState.FAILED or tier.index.is_aside(key):
                 reason = (tier.number, "missed_failed")
             elif key in request.refused:
                 return HOST, "missed_no_room"

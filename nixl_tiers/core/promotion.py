@@ -56,14 +56,14 @@ class Promotion:
                     request.ask((key,))
                 request.waited.lowest = max(request.waited.lowest, tier.number)
                 return True
-            self._note_refused(tier, key, now)
+            self._note_refused(tier, key)
         request.withdraw(key)
         return False
 
-    def note_refused(self, key: Key, now: float) -> None:
+    def note_refused(self, key: Key) -> None:
         """A request would load this row, which no tier can load now: that is what is tried first."""
         for tier in self._state.tiers:
-            self._note_refused(tier, key, now)
+            self._note_refused(tier, key)
 
     def wait(self, request: Request, now: float) -> None:
         """The request waits: arm its deadline if none runs, and pin the hits of this scan."""
@@ -167,13 +167,10 @@ class Promotion:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _note_refused(self, tier: Tier, key: Key, now: float) -> None:
-        trial, is_open = tier.denylist.trial_due(key, now), not all(each.loads.closed for each in tier.members)
-        if (trial or is_open) and key in tier.index.rows:  # seldom: that takes longest
-            if trial:
-                tier.trials[key] = None
-            elif not tier.member_of(key).loads.closed:
-                tier.last_refused = key
+    def _note_refused(self, tier: Tier, key: Key) -> None:
+        is_open = not all(each.loads.closed for each in tier.members)
+        if is_open and key in tier.index.rows and not tier.member_of(key).loads.closed:  # seldom: that takes longest
+            tier.last_refused = key
 
     def _end_wait(self, request: Request) -> None:
         """It keeps what has come, and gets nothing more."""

@@ -162,7 +162,6 @@ class PromotionJobs:
     def requeue(self, tier: Tier, now: float) -> None:
         """Nothing can be loaded from this tier now: its victims stay, and requests in its queue ask the next tier; as
         many as the slice has room for."""
-        tier.trials.clear()
         self._writeback.drop_demotions(tier)
         while tier.to_load and self._state.take():
             request, key = tier.to_load.popleft()
@@ -264,7 +263,7 @@ class PromotionJobs:
             if (
                 read
             ):  # by another job, too: nothing may be stored there yet, so whoever ends last, or loads next, judges
-                tier.denylist.record_failure(move.key, now)
+                tier.index.set_aside((move,), self._state.limits.retry_s, now)
             if read or outcome in (Outcome.FAILED, Outcome.NO_SPACE):
                 tier.counters.failed_loads += 1
                 if tier.index.has(move.key, move.id):

@@ -3,7 +3,6 @@ start."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Final
@@ -12,7 +11,6 @@ from nixl_tiers.base.zeroed import zeroed
 from nixl_tiers.core.deferred_free import DeferredFree
 
 SLOT_NUMBERS: Final = (1 << 32) - 1  # the index of a tier has 32 bits for a slot
-RETIRED_ONE_IN: Final = 100  # slots; never all
 
 
 def slots_each(members: int) -> int:
@@ -26,9 +24,10 @@ class SlotCount:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._used = 0
+        self._idle = 0  # of those, how many nobody has (`retire`)
 
     def __len__(self) -> int:
-        return self._used
+        return self._used - self._idle
 
     @property
     def limit(self) -> int:
@@ -60,12 +59,12 @@ class SlotCount:
         assert self._used, "a free slot is released"
         self._used -= 1
 
-    def retire(self, slot: int) -> None:
-        """Free a slot whose write failed."""
-        self.release(slot)
+    def retire(self) -> None:
+        """The row of one of them is gone, and it stays allocated, to nobody, before `restore`."""
+        self._idle += 1
 
-    def restore(self, most: int = SLOT_NUMBERS) -> None:
-        """What was retired may be tried again, the first of it first: the medium is listed anew, or can be written."""
+    def restore(self) -> None:
+        self._idle -= 1
 
     def claimed(self, count: int, end: int) -> None:
         """So many slots were allocated for rows that the medium lists, all below `end`. This may pass the limit."""
@@ -73,7 +72,7 @@ class SlotCount:
 
     def clear(self, garbage: DeferredFree) -> None:
         """No slots any more: the limit is 0."""
-        self._limit = self._used = 0
+        self._limit = self._used = self._idle = 0
 
 
 class Slots(SlotCount):
@@ -88,10 +87,6 @@ class Slots(SlotCount):
         self._end = 0
         self._searched = 0  # each free slot below this one is in `_freed`
         self._freed: list[int] = []  # a heap of slots that were freed; those that are taken by now are dropped when met
-        self._retired: deque[int] = deque()  # those whose write failed: allocated to nobody
-
-    def __len__(self) -> int:
-        return self._used - len(self._retired)
 
     @property
     def limit(self) -> int:
@@ -102,7 +97,6 @@ class Slots(SlotCount):
         if limit > len(self._map):
             self._map.resize(limit)  # moves pages, and copies none
         self._limit = limit
-        self.restore()  # none beyond a smaller limit counts as used
         self._search_from(0)  # slots beyond a smaller limit have been dropped
 
     @property
@@ -145,19 +139,6 @@ class Slots(SlotCount):
         if slot < self._searched:
             heappush(self._freed, slot)
 
-    def retire(self, slot: int) -> None:
-        """It is the lowest free one, and would be handed out, and fail, again and again. One in RETIRED_ONE_IN at most,
-        lest failures shrink the tier: beyond that the one that was retired first may be tried again."""
-        if slot >= self._limit:
-            self.release(slot)
-            return
-        self._retired.append(slot)
-        self.restore(len(self._retired) - -(-(self._limit - 1) // RETIRED_ONE_IN))
-
-    def restore(self, most: int = SLOT_NUMBERS) -> None:
-        for _ in range(min(most, len(self._retired))):
-            self.release(self._retired.popleft())
-
     @property
     def map(self) -> memoryview:
         """A byte a slot, 1 if it is allocated, for who marks many slots at a time and says so (`claimed`)."""
@@ -171,7 +152,6 @@ class Slots(SlotCount):
         super().clear(garbage)
         garbage.add(self._map)
         self._map = zeroed(0)
-        self._retired.clear()
         self._end = 0
         self._search_from(0)
 
@@ -226,10 +206,6 @@ class MemberSlots(SlotCount):
     def release(self, slot: int) -> None:
         place, slot = divmod(slot, self.span)
         self.parts[place].release(slot)
-
-    def retire(self, slot: int) -> None:
-        place, slot = divmod(slot, self.span)
-        self.parts[place].retire(slot)
 
     def clear(self, garbage: DeferredFree) -> None:
         for part in self.parts:

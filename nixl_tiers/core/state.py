@@ -309,17 +309,8 @@ class CascadeState:
             jobs.append(Job(self.last_job_id, tier.number, member.number, direction, [move], 0, now, now, now))
         return jobs
 
-    def start_trials(self, tier: Tier, direction: Direction, moves: list[PlannedMove], now: float) -> list[Job]:
-        """The same for at most one row that is moved alone: a suspect, or a breaker's probe."""
-        jobs = self.start_jobs(tier, direction, moves, now)
-        for job in jobs:
-            job.is_trial = True
-            tier.trials_running += 1
-        return jobs
-
     def job_ended(self, tier: Tier, job: Job) -> None:
         """The mover is done with this job, or is dead: it holds nothing back any more."""
-        tier.trials_running -= job.is_trial
         self.leave_burst(job)
         if job.abandoned and job.direction is Direction.LOAD:
             self.movers[job.mover].quarantined -= len(job.moves)

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Final, Literal
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.breaker import BreakerState, Denylist
+from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.member import Member
@@ -40,7 +40,6 @@ class Tier:
     first_mover: int | None = None  # the number of its first member's; None: its own
     jobs: dict[int, Job] = field(default_factory=dict)  # of all members
     ending_moves: list[PlannedMove] = field(default_factory=list)  # they pin rows and are in no job: only in a call
-    trials_running: int = 0  # open jobs that are trials of a suspect, or probes
     # Key -> tick, first in, first out. Not pinned in host memory; what is dropped is not queued again.
     to_store: OrderedDict[Key, int] = field(default_factory=OrderedDict)
     waiting_for_seal: dict[Key, int] = field(default_factory=dict)  # the same while another tier's mover seals the row
@@ -50,7 +49,6 @@ class Tier:
     burst: Burst | None = None  # the last one
     to_demote: deque[Key] = field(default_factory=deque)  # victims to load, for the tier below
     staged: dict[Key, Row] = field(default_factory=dict)  # their host rows until they are written there
-    trials: OrderedDict[Key, None] = field(default_factory=OrderedDict)  # suspects that were asked for
     last_refused: Key | None = None  # the last key asked for while its circuit was not closed
     looked_at: int = 0  # up to which place of its rows one was sought that may be tried
     rows_storing: int = 0
@@ -65,7 +63,6 @@ class Tier:
         ]
         self._only = self.members[0] if len(self.members) == 1 else None
         self.index = TierIndex(self.spec, self.number, self.counters, self.gone, self.garbage, self.members)
-        self.denylist = Denylist(self.limits.retry_s, self.limits.retry_max_s)
         self.loads = TransferEstimate()
 
     @property
@@ -119,8 +116,8 @@ class Tier:
         return sum(member.quarantined for member in self.members)
 
     @property
-    def known(self) -> bool:
-        """Whether the suspects of some member are known: those of a dead mover are not, yet."""
+    def recovered(self) -> bool:
+        """Whether some member has no jobs any more that died with its mover."""
         return not all(member.dead for member in self.members)
 
     @property
@@ -156,7 +153,7 @@ class Tier:
             return self.can_load_many([key], now)[0]
         if only.state is _DOWN or only.loads.state is not _CLOSED:  # as `readable`
             return False
-        return self.index.rows.is_stored(key) and not (self.denylist.keys and self.denylist.is_denied(key, now))
+        return self.index.rows.is_stored(key) and not (self.index.aside.until_s and self.index.is_aside(key))
 
     def can_load_many(self, keys: list[Key], now: float) -> list[bool]:
         """`can_load` of each key."""
@@ -167,8 +164,8 @@ class Tier:
             return [False] * len(keys)
         else:
             found = self.index.rows.has_many(keys, True)
-        if self.denylist.keys:
-            return [each and not self.denylist.is_denied(key, now) for key, each in zip(keys, found, strict=True)]
+        if self.index.aside.until_s:
+            return [each and not self.index.is_aside(key) for key, each in zip(keys, found, strict=True)]
         return found
 
     def queue_load(self, request: Request, key: Key) -> None:
@@ -215,11 +212,7 @@ class Tier:
         self.counters.reset += self.counters.rows
         self.drop_queues()
         self.index.clear()
-        self.trials.clear()
-        self.denylist.reset()
         for member in self.members:
-            for dead in member.dead:
-                dead.to_suspect = deque()  # rows of before
             member.shut()
         self.last_refused = None
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
+from nixl_tiers.core.breaker import MAX_PLACES, Place, SetAside
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import rows_of_share
 from nixl_tiers.core.slots import MemberSlots, SlotCount, Slots
 from nixl_tiers.core.stats import Counters, EvictionHistory, Gone, tag_of
 from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, Found, make_rows, room_for_victims
-from nixl_tiers.core.types import Columns, TierSpec, TierState
+from nixl_tiers.core.types import Columns, PlannedMove, TierSpec, TierState
 
 if TYPE_CHECKING:
     from nixl_tiers.core.member import Member
 
 MAX_SURPLUS: Final = 256  # rows above a quota that are evicted at once
+FAILED_ONE_IN: Final = 100  # slots; never all
 _REMOVED: Final = -1  # the slot of a row that the medium does not hold any more
 
 
@@ -53,6 +55,8 @@ class TierIndex:
             assert spec.physical_slots, "rows without places are divided"
             self.slots = self._parts = MemberSlots(len(members))
         self.rows = make_rows(uses=spec.physical_slots)
+        self.aside = SetAside()
+        self._idle: dict[Place, bool] = {}  # slots that are set aside and have no row; whether their write failed
         self.changed: Callable[[Key], None] | None = None
         """Called with the key of each row that is stored or goes, but for resets and for rows listed in columns."""
         self.newest_listed = 0
@@ -157,10 +161,44 @@ class TierIndex:
 
     def set_limit(self, member: Member, limit: int) -> None:
         """Allocate no slot from `limit` on any more; rows in them stay until they are listed as removed."""
+        beyond = member.first_slot + limit
+        self._forgive([slot for slot in self._idle_of(member) if slot >= beyond])  # they are no slots any more
         self.slots_of(member).limit = limit
 
     def slots_of(self, member: Member) -> SlotCount:
         return self._parts.parts[member.place] if self._divided else self.slots
+
+    # --- places that are set aside -------------------------------------------------------------------------------
+
+    def set_aside(self, moves: Iterable[PlannedMove], least_s: float, now: float) -> None:
+        """Their places are not loaded from, probed or handed out for a while (`SetAside`), also if their medium is
+        opened again meanwhile. A slot that has another row by now, or none, is left as it is."""
+        for move in moves:
+            if not self._spec.physical_slots:
+                self.aside.add(move.key, least_s, now)
+            elif self.has(move.key, move.id):
+                self.aside.add(move.slot, least_s, now)
+
+    def moved(self, moves: Iterable[PlannedMove]) -> None:
+        """Nothing is wrong with their places."""
+        for move in moves:
+            self.aside.moved(move.slot if self._spec.physical_slots else move.key)
+
+    def is_aside(self, key: Key) -> bool:
+        """Whether the place of the key's row is set aside."""
+        places = self.aside.until_s
+        if not places or not self._spec.physical_slots:
+            return key in places
+        found = self.rows.get(key)
+        return found is not None and found[0] in places
+
+    def watch(self, now: float) -> None:
+        """Call at every turn: what was set aside for long enough is used again."""
+        self._use_again([place for place in self.aside.end(now) if place in self._idle])
+
+    def write_again(self, member: Member, most: int = MAX_PLACES) -> None:
+        """Slots of this member whose write failed may be written again, those that failed first in front."""
+        self._forgive([slot for slot in self._idle_of(member) if self._idle[slot]][: max(0, most)])
 
     # --- uses --------------------------------------------------------------------------------------------------
 
@@ -278,7 +316,7 @@ class TierIndex:
             if slot >= limit:
                 self._evict(key, slot)
             else:
-                self.slots.release(slot)
+                self._free(slot)
                 self._forgotten(key)
         if start < 0 and limit == ALL_SLOTS and not all_rows:
             self.listing.discard(member.place)
@@ -299,6 +337,7 @@ class TierIndex:
         self._garbage.add(self.rows)
         self.rows = make_rows(uses=self._spec.physical_slots)
         self.slots.clear(self._garbage)
+        self.aside, self._idle = SetAside(), {}
         self.newest_listed = 0
         self.listing = set()
         self.clears += 1
@@ -336,10 +375,44 @@ class TierIndex:
         self._counters.evictions += 1
 
     def _removed(self, key: Key, slot: int, *, unwritten: bool = False) -> None:
-        (self.slots.retire if unwritten else self.slots.release)(slot)
+        self._free(slot, unwritten=unwritten)
         self.queue_delete(slot, key)
         if self.changed is not None:
             self.changed(key)
+
+    def _free(self, slot: int, *, unwritten: bool = False) -> None:
+        """Its row is gone. One that is set aside is free at the end of that. Of those whose write failed at most one in
+        FAILED_ONE_IN waits for it, lest failures shrink the tier."""
+        if slot not in self.aside.until_s:
+            self.slots.release(slot)
+            return
+        member = self._members[self.place_of_slot(slot)]
+        slots = self.slots_of(member)
+        slots.retire()
+        self._idle[slot] = unwritten
+        if slot >= member.first_slot + slots.limit:
+            self._forgive([slot])
+            return
+        if unwritten:
+            failed = sum(self._idle[each] for each in self._idle_of(member))
+            self.write_again(member, failed - -(-(slots.limit - 1) // FAILED_ONE_IN))
+
+    def _forgive(self, idle: Sequence[Place]) -> None:
+        """As if nothing had failed in these slots, which are set aside."""
+        for slot in idle:
+            self.aside.moved(slot)
+        self._use_again(idle)
+
+    def _use_again(self, idle: Sequence[Place]) -> None:
+        """These slots, which are set aside, are free."""
+        for slot in idle:
+            assert isinstance(slot, int)
+            del self._idle[slot]
+            self.slots_of(self._members[self.place_of_slot(slot)]).restore()
+            self.slots.release(slot)
+
+    def _idle_of(self, member: Member) -> list[int]:
+        return [each for each in self._idle if isinstance(each, int) and self.place_of_slot(each) == member.place]
 
     def _forgotten(self, key: Key) -> None:
         """The medium does not hold it any more."""

@@ -96,8 +96,7 @@ class Job:
     started_s: float
     soft_deadline_s: float  # no request waits for it after that
     hard_deadline_s: float  # its mover is killed then
-    is_trial: bool = False  # of one row that no request waits for: a suspect, or a breaker's probe
-    probe_episode: int | None = None  # the breaker's number of its probe, if it is one
+    probe_episode: int | None = None  # of one row that no request waits for: the breaker's number of its probe
     abandoned: bool = False
     reported: Counter[Outcome] = field(default_factory=Counter)  # of rows that ended while it ran, no longer in `moves`
     loaded_before: int = 0  # rows of its tier whose loads had ended when it started
@@ -106,17 +105,14 @@ class Job:
 
 @dataclass(slots=True)
 class OrphanedJobs:
-    """Open jobs of a mover that was killed or has died, which are worked off in slices: first their suspects enter the
-    denylist, then requests cease to wait for them, then, once their mover is reaped, their rows are free."""
+    """Open jobs of a mover that was killed or has died, which are worked off in slices: first requests cease to wait
+    for them, then, once their mover is reaped, their rows are free."""
 
-    to_suspect: deque[Job]
     to_abandon: deque[Job]
     to_end: deque[Job]
-    since_s: float
     reaped: bool
-    batch: list[Key] = field(default_factory=list)  # all suspects: shared by their records in the denylist
 
     @property
     def idle(self) -> bool:
         """Whether nothing can be done now: its mover may still write to the rows."""
-        return not (self.to_suspect or self.to_abandon or self.reaped)
+        return not (self.to_abandon or self.reaped)

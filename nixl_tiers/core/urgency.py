@@ -69,24 +69,19 @@ class Urgency:
         if self._starts_at_once or self._promotion.busy or self._promotion_jobs.under_way:
             return True
         # Loads that no request waits for, too: their end measures the tier.
-        return any(tier.rows_loading or tier.trials_running for tier in self._state.tiers)
+        return any(tier.rows_loading for tier in self._state.tiers)
 
     @property
     def _starts_at_once(self) -> bool:
         """Whether a turn would go on with something for which a request may wait. What is under way needs none: its end
         brings one, and so does the time."""
-        host = self._state.host
-        if (
+        return (
             self._promotion.prefetch_queue.busy
             or self._promotion_jobs.waits_for_turn
             or self._checks.busy
-            or host.has_old
-        ):
-            return True
-        for tier in self._state.tiers:  # `any` of these costs each step of the engine more
-            if tier.trials and tier.readable:
-                return True
-        return any(map(_DEAD, self._state.movers))
+            or self._state.host.has_old
+            or any(map(_DEAD, self._state.movers))
+        )
 
     @property
     def wants_turn(self) -> tuple[bool, bool]:

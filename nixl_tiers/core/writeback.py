@@ -110,7 +110,6 @@ class WriteBack:
         """Store jobs for the rows at the front of the tier's queue, as many as promotions, its window and its mover
         leave room for."""
         rows: list[tuple[Row, int]] = []
-        suspect: list[tuple[Row, int]] = []
         rooms = self._state.store_rooms(tier)
         if rooms is None:
             most = min(
@@ -130,25 +129,19 @@ class WriteBack:
             elif row is None or row.state is not _READY or row.host_only:
                 tier.counters.dropped_slow += 1
                 self._give_up(tier, key)
-            elif tier.denylist.is_suspect(key):
-                if not suspect and not tier.trials_running and tier.denylist.trial_due(key, now):
-                    suspect = [(row, tick)]
-                else:
-                    tier.counters.dropped_failed += 1
-                    self._give_up(tier, key)
+            elif tier.index.is_aside(key):
+                tier.counters.dropped_failed += 1
+                self._give_up(tier, key)
             elif row.sealing:
                 tier.waiting_for_seal[key] = tick  # one sealer at a time
             else:
                 rows.append((row, tick))
         self._state.slice_left = looks
-        self.throttle.started(tier, len(rows) + len(suspect))
+        self.throttle.started(tier, len(rows))
         if rows:
             self._kept_s.pop(tier.number, None)
         soon = min(len(tier.to_store), most - len(rows))
-        jobs = self._state.start_jobs(tier, Direction.STORE, self.start_stores(tier, rows, rooms), now, soon)
-        if suspect:
-            jobs += self._state.start_trials(tier, Direction.STORE, self.start_stores(tier, suspect, rooms), now)
-        return jobs
+        return self._state.start_jobs(tier, Direction.STORE, self.start_stores(tier, rows, rooms), now, soon)
 
     def start_stores(self, tier: Tier, rows: Sequence[tuple[Row, int]], rooms: list[int] | None) -> list[PlannedMove]:
         """Reserve a slot and pin the row for each of `rows` (row, tick); those that find no slot are dropped. `rooms`:
@@ -223,7 +216,7 @@ class WriteBack:
 
     # --- ends --------------------------------------------------------------------------------------------------
 
-    def stores_ended(self, tier: Tier, moves: Sequence[PlannedMove], outcomes: Sequence[Outcome]) -> None:
+    def stores_ended(self, tier: Tier, moves: Sequence[PlannedMove], outcomes: Sequence[Outcome], now: float) -> None:
         """A mover is done with these stores, which are in `tier.ending_moves`, the first one last; their rows and slots
         are no longer pinned by them."""
         ending, rows, counters = tier.ending_moves, tier.index.rows, tier.counters
@@ -253,8 +246,10 @@ class WriteBack:
             else:
                 full = outcome is Outcome.NO_SPACE
                 counters.failed_stores += not full
-                # Of a mover that has died it is not known, and the next one lists.
-                if tier.index.invalidate(key, move.id, unwritten=not full and tier.state is TierState.UP):
+                # Of a mover that has died it is not known.
+                if failed := not full and tier.state is TierState.UP and tier.spec.physical_slots:
+                    tier.index.set_aside((move,), self._state.limits.aside_s, now)
+                if tier.index.invalidate(key, move.id, unwritten=failed):
                     counters.dropped_failed += not full
                     tier.refused("full", int(full))
                     self._give_up(tier, key)

@@ -1,11 +1,11 @@
-"""Breaker, throughput estimate and denylist."""
+"""Breaker, throughput estimate, and what is set aside."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_tiers.core.breaker import MAX_KEYS, Breaker, BreakerLimits, BreakerState, Denylist
+from nixl_tiers.core.breaker import MAX_PLACES, Breaker, BreakerLimits, BreakerState, SetAside
 from nixl_tiers.core.pricing import ThroughputEstimate
 
 EVENTS = st.lists(
@@ -102,26 +102,37 @@ def test_timeout_follows_the_slower_jobs() -> None:
     assert estimate.timeout_s(1_000_000_000, 1.0, 1e9) == 400.0
 
 
-def test_failed_key_is_denied_for_its_backoff_and_suspect_until_its_trial() -> None:
-    denylist = Denylist(5.0, 12.0)
-    denylist.record_failure(b"failed", 0.0)
-    denylist.suspect([b"suspect"], 0.0)
-    assert denylist.is_denied(b"failed", 4.0)
-    assert not denylist.is_denied(b"failed", 5.0)
-    assert denylist.is_denied(b"suspect", 1000.0)
-    assert not denylist.trial_due(b"suspect", 4.0)
-    assert denylist.trial_due(b"suspect", 5.0)
-    for at, wait in ((5.0, 10.0), (15.0, 12.0), (27.0, 12.0)):
-        denylist.suspect([b"suspect"], at)
-        assert not denylist.trial_due(b"suspect", at + wait - 0.1)
-        assert denylist.trial_due(b"suspect", at + wait)
-    denylist.clear(b"suspect")
-    assert not denylist.is_denied(b"suspect", 27.0)
+def test_a_place_is_set_aside_for_twice_as_long_each_time() -> None:
+    aside = SetAside()
+    at = 0.0
+    for lasts in (5.0, 10.0, 20.0):
+        aside.add(7, 5.0, at)
+        aside.add(7, 5.0, at)  # by the same incident, which is not once more
+        assert not aside.end(at + lasts - 0.1)
+        assert aside.end(at + lasts) == [7]
+        assert not aside.until_s
+        at += lasts
+    aside.add(7, 600.0, at)
+    assert aside.end(at + 600.0) == [7]
 
 
-def test_denylist_is_bounded() -> None:
-    denylist = Denylist(5.0, 12.0)
-    for number in range(MAX_KEYS + 10):
-        denylist.suspect([b"%d" % number], 0.0)
-    assert len(denylist) == MAX_KEYS
-    assert not denylist.is_suspect(b"0")
+def test_a_place_that_has_been_moved_is_used_again_and_known_for_nothing() -> None:
+    aside = SetAside()
+    aside.add(7, 600.0, 0.0)
+    aside.add(b"key", 5.0, 0.0)
+    aside.moved(7)
+    assert aside.end(1.0) == [7]
+    assert aside.end(5.0) == [b"key"]
+    aside.add(7, 5.0, 1.0)
+    assert aside.end(6.0) == [7]
+    aside.moved(7)
+    aside.moved(b"key")
+    assert not aside.known
+
+
+def test_of_too_many_places_the_first_ones_are_used_again() -> None:
+    aside = SetAside()
+    for number in range(MAX_PLACES + 10):
+        aside.add(number, 600.0, 0.0)
+    assert aside.end(0.0) == [*range(10)]
+    assert len(aside.until_s) == MAX_PLACES

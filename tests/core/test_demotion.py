@@ -15,7 +15,7 @@ from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import Direction, Job, TierSpec
 from tests.support import inside
-from tests.support.core import all_good, expire, look_up_key, opened, rows_of
+from tests.support.core import all_good, expire, look_up_key, opened, rows_of, set_aside
 
 
 def manager(rows: int, writes: Sequence[Write], slots: Sequence[int]) -> TierManager:
@@ -274,13 +274,13 @@ def test_victims_that_cannot_be_demoted_now_are_not_selected_again_at_once() -> 
     assert [job.tier for job in turns(core, 1.0)] == [1]
 
 
-def test_suspects_are_not_selected_again_at_once() -> None:
-    """They are not written before their back-off has passed."""
-    specs = [TierSpec("below", Write.ON_EVICT, physical_slots=True)]
+def test_keys_that_are_set_aside_are_not_selected_again_at_once() -> None:
+    """They are not written before that has ended."""
+    specs = [TierSpec("below", Write.ON_EVICT, physical_slots=False)]
     core = TierManager(4, 4096, specs, Limits(store_share=1.0, reserve_share=0.25, rows_per_slice=1))
     opened(core, 0, 100)
     core.events.listed(0, [], last=True)
-    core.tiers[0].denylist.suspect(keys(4), 0.0)
+    set_aside(core.tiers[0], keys(4), core.limits.retry_s)
     for key in keys(4):
         put(core, key, 0.0)
     assert not turns(core, 0.0)

@@ -12,12 +12,12 @@ from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import Direction, TierSpec
 from tests.support import inside
-from tests.support.core import opened, put
+from tests.support.core import opened, put, set_aside
 
 
-def cascade(slots: int = 100, rows: int = 4) -> TierManager:
+def cascade(slots: int = 100, rows: int = 4, *, physical_slots: bool = True) -> TierManager:
     """A host of `rows` rows over a file tier of `slots`."""
-    core = TierManager(rows, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)], Limits())
+    core = TierManager(rows, 4096, [TierSpec("file", Write.THROUGH, physical_slots)], Limits())
     opened(core, 0, slots)
     core.events.listed(0, [], last=True)
     return core
@@ -87,9 +87,9 @@ def full(said: str = "") -> TierManager:
     return core
 
 
-def suspected() -> TierManager:
-    core = cascade()
-    core.tiers[0].denylist.suspect([b"one"], 0.0)
+def aside() -> TierManager:
+    core = cascade(physical_slots=False)
+    set_aside(core.tiers[0], [b"one"], 600.0)
     put(core, [b"one"])
     settle(core)
     return core
@@ -117,7 +117,7 @@ def circuit_open(said: str = "") -> TierManager:
         (circuit_open, "unreachable"),
         (lambda: circuit_open("denied"), "denied"),
         (failed, "failed"),
-        (suspected, "failed"),
+        (aside, "failed"),
     ],
 )
 def test_a_drop_is_counted_once_and_by_its_reason(drop: Callable[[], TierManager], reason: str) -> None:

@@ -106,9 +106,7 @@ def test_error_at_any_call_leaves_nothing_pinned_after_the_movers_death(what: st
             break
         kill_and_reap(core)
         for tier in core.tiers:
-            assert not any(
-                (tier.rows_loading, tier.rows_storing, tier.trials_running, tier.quarantined, tier.ending_moves)
-            )
+            assert not any((tier.rows_loading, tier.rows_storing, tier.quarantined, tier.ending_moves))
             assert not any(row.pins for row in rows_of(tier).values())
         assert not any(row.referenced or row.sealing for row in core.host.index.values())
         assert core.host.used == len(core.host.index) == len({row.index for row in core.host.index.values()})

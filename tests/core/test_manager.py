@@ -254,8 +254,9 @@ def test_failed_promotion_falls_back_to_the_next_tier_then_misses(outcome: Outco
     core.end_step()
     assert scan(core, CHAIN[:1], "r") == [MISS]
     assert core.events.plan(0.0) == []
+    core.health.watch(core.limits.retry_s)
     expected = None if outcome is not Outcome.FAILED else "file"
-    assert core.where([CHAIN[0]], core.limits.retry_s + 1)[0] == expected
+    assert core.where([CHAIN[0]], core.limits.retry_s)[0] == expected
 
 
 def test_row_is_sealed_once_and_the_second_tier_waits() -> None:
@@ -309,25 +310,19 @@ def test_tier_that_is_down_misses_at_once_and_keeps_its_rows() -> None:
     assert core.where(CHAIN[:2], 0.0) == [None, "file"], "what is not listed again is gone"
 
 
-def test_trial_success_of_one_suspect_starts_trials_of_its_batch() -> None:
+def test_rows_of_a_late_job_are_loaded_again_once_it_has_ended() -> None:
+    """But for those of them that have failed."""
     core = only_stored(CHAIN[:4])
     assert scan(core, CHAIN[:4], "r") == [PENDING] * 4
-    jobs = core.events.plan(0.0)
+    (job,) = core.events.plan(0.0)
     core.health.watch(6.0)
-    run(core, jobs)
     core.finish("r")
     assert scan(core, CHAIN[:4], "too early", 7.0) == [MISS]
-    assert core.events.plan(7.0) == []
-    assert scan(core, CHAIN[:4], "other", 12.0) == [MISS]
-    tried = []
-    while jobs := core.events.plan(12.0):
-        tried += [[move.key for move in job.moves] for job in jobs]
-        for job in jobs:
-            bad = job.moves[0].key == CHAIN[2]
-            core.events.finished(0, job.id, [Outcome.FAILED if bad else Outcome.OK], 12.0)
-    assert sorted(tried) == [[key] for key in CHAIN[:4]], "each of them once, alone"
-    core.finish("other")
-    assert scan(core, CHAIN[:4], "again", 13.0) == [PENDING, PENDING, MISS]
+    assert core.turn(7.0, 7.0) == []
+    outcomes = [Outcome.FAILED if move.key == CHAIN[2] else Outcome.OK for move in job.moves]
+    core.events.finished(0, job.id, outcomes, 8.0)
+    core.turn(8.0, 8.0)
+    assert scan(core, CHAIN[:4], "again", 8.0) == [PENDING, PENDING, MISS]
 
 
 def test_failing_storage_behaves_like_a_host_only_cascade() -> None:

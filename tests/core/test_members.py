@@ -271,7 +271,7 @@ def test_a_circuit_is_probed_with_a_row_of_its_own_member(machine: Machine) -> N
     for _ in range(40):
         machine.now += 1.0
         machine.turn()
-    probes = [job for job in machine.sent if job.is_trial and job.direction is Direction.LOAD]
+    probes = [job for job in machine.sent if job.probe_episode is not None and job.direction is Direction.LOAD]
     assert probes
     assert {job.mover for job in probes} == {1}
     assert machine.tier.members[1].loads.closed
@@ -295,10 +295,12 @@ def test_a_bad_row_keeps_its_slot_while_another_job_reads_it(machine: Machine) -
     machine.core.end_step()
     machine.turn()
     (job,) = machine.tier.jobs.values()
-    (probe,) = machine.core.health._start_trial_load(machine.tier, key, machine.now)
+    move = machine.tier.start_load(machine.core.host.allocate_scratch(key))
+    (probe,) = inside.state(machine.core).start_jobs(machine.tier, Direction.LOAD, [move], machine.now)
     machine.core.events.finished(job.mover, job.id, [Outcome.CORRUPT], machine.now)
     assert machine.tier.index.slots.free == free
     assert not machine.tier.can_load(key, machine.now), "it is not asked for again and again"
     machine.core.events.finished(probe.mover, probe.id, [Outcome.CORRUPT], machine.now)
-    assert machine.tier.index.slots.free == free + 1
     assert key not in machine.tier.index
+    machine.core.health.watch(machine.now + machine.core.limits.retry_s)
+    assert machine.tier.index.slots.free == free + 1

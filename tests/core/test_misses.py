@@ -15,7 +15,7 @@ from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.stats import HOST, MISSED, TABLE_BITS, EvictionHistory, Gone, tag_of, tier_and_reason
 from nixl_tiers.core.types import Direction, TierSpec
 from tests.support import inside
-from tests.support.core import look_up_key, opened, put
+from tests.support.core import look_up_key, opened, put, set_aside
 
 ONE, TWO = b"one", b"two"
 
@@ -79,7 +79,7 @@ def test_a_corrupt_chunk_has_failed_there() -> None:
 
 def test_a_chunk_whose_load_has_just_failed_is_counted_as_failed() -> None:
     core = cascade(ONE)
-    core.tiers[0].denylist.record_failure(ONE, 0.0)
+    set_aside(core.tiers[0], [ONE], 5.0)
     assert miss(core, ONE) == {("s3", "failed"): 1}
 
 

@@ -403,6 +403,13 @@ class HitsAreNotKept(Chains):
         return waits
 
 
+class FailedRowIsLoadedAtOnce(Health):
+    """Nothing is set aside whose load has failed."""
+
+    def _learn(self, tier, job, moves, outcomes, now):  # type: ignore[no-untyped-def]
+        pass
+
+
 class HitsOfAStepGo(HostTier):
     """Room is made of what this step has found."""
 
@@ -735,6 +742,7 @@ MUTANTS = [
     StoredOlderThanListed,
     ReusedBeforeReap,
     FailedCopyIsAHit,
+    FailedRowIsLoadedAtOnce,
     FailedLoadIsAHit,
     InterruptedCallIsAHit,
     OldEpochSurvives,

@@ -99,7 +99,7 @@ def test_rows_that_were_reported_are_not_quarantined_when_the_mover_is_killed() 
     assert engine.member.quarantined == 2
     assert [row.state for row in reported] == [RowState.READY] * 2
     assert all(row.invalidated and row.mover_refs for row in stuck), "the dead mover may still write to them"
-    assert [engine.tier.denylist.is_suspect(key) for key in KEYS] == [False, True, False, True]
+    assert [engine.tier.index.is_aside(key) for key in KEYS] == [False, True, False, True]
     engine.core.events.lost(0, engine.now)
     assert engine.member.quarantined == 0
     assert not any(row.mover_refs for row in stuck)

@@ -164,23 +164,23 @@ def test_mover_that_is_reaped_while_its_kill_is_worked_off_loses_no_row() -> Non
     core.events.lost(0, 1.0)
     opened(core, 0, 10_000)
     core.events.listed(0, [], last=True)
-    assert not [job for job in core.events.plan(1.0) if job.tier == 0], "suspects are not known yet"
+    assert not [job for job in core.events.plan(1.0) if job.tier == 0]
     core.finish("request")
     turns(core, 1.0)
     assert not core.tiers[0].members[0].dead
-    assert core.tiers[0].denylist.is_suspect(CHAIN[0])
+    assert core.tiers[0].index.is_aside(CHAIN[0])
     assert core.tiers[0].rows_loading == 0
 
 
-def test_reset_while_a_kill_is_worked_off_leaves_no_suspects() -> None:
+def test_reset_while_a_kill_is_worked_off_sets_nothing_aside() -> None:
     core = manager()
     scan(core, "request")
     turns(core)
     core.events.killed(0, 1.0)
-    assert core.tiers[0].members[0].dead[0].to_suspect
+    assert core.tiers[0].index.is_aside(CHAIN[0])
     core.reset(keep_tiers=False, now=1.0)
     turns(core, 1.0)
-    assert not len(core.tiers[0].denylist)
+    assert not core.tiers[0].index.aside.until_s
 
 
 def test_result_of_a_dead_job_is_ignored() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.key_lookup import Lookup
@@ -110,3 +110,10 @@ def rows_of(tier: Tier) -> dict[Key, Found]:
     """All rows of a tier's index."""
     rows = tier.index.rows
     return {key: Found(*found) for key in rows.some(0, 1 << 20)[1] if (found := rows.get(key)) is not None}
+
+
+def set_aside(tier: Tier, keys: Iterable[Key], seconds: float, now: float = 0.0) -> None:
+    """As if their moves had failed."""
+    for key in keys:
+        place = tier.index.rows.get(key)[0] if tier.spec.physical_slots else key  # type: ignore[index]
+        tier.index.aside.add(place, seconds, now)

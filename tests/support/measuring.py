@@ -60,7 +60,7 @@ class MeasurementJudge:
         self._require(tier.state is not TierState.DOWN and tier.readable, "a tier that is down is measured")
         self._require(not busy, "a tier is measured that loads for requests")
         self._require(len(keys) <= inside.state(core).rows_per_job, "a measurement of more than a job")
-        denied = any(tier.denylist.is_denied(key, now) for key in keys)
+        denied = any(tier.index.is_aside(key) for key in keys)
         self._require(not denied, "a tier is measured with a row that failed")
         alive = bool(inside.requests(core).by_name or inside.requests(core).queued)
         latest = now - limits.measure_busy_s if alive else now

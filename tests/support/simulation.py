@@ -236,6 +236,7 @@ class Simulation:
             hard_deadline_min_s=10.0,
             hard_deadline_max_s=20.0,
             retry_s=3.0,
+            aside_s=12.0,
             moves_per_job=3,
             rows_per_slice=3,
             listed_per_step=2,
@@ -287,6 +288,7 @@ class Simulation:
         self.waiting: dict[str, Prompt] = {}
         self.running: dict[str, Prompt] = {}  # have loaded and stored what they could, and may be preempted
         self._since: dict[str, float] = {}  # request -> when it was first put off, since it last loaded anything
+        self._failed: dict[tuple[int, int | Key], float] = {}  # places of tiers that a load has failed at, and when
         self._lost: dict[tuple[str, int], set[Key]] = {}  # by request and tier: what is behind a row that was missing
         self.calls: list[StoreCall] = []
         self.getting: dict[str, Prompt] = {}  # calls that wait
@@ -489,8 +491,10 @@ class Simulation:
         for job in jobs:
             member = self.core.movers[job.mover]
             can = member.readable if job.direction is Direction.LOAD else member.writable
-            require(job.is_trial or can, "a mover is sent a job that is known to fail")
+            require(job.probe_episode is not None or can, "a mover is sent a job that is known to fail")
             for move in job.moves:
+                failed_s = self._failed.get((job.tier, self._place(job.tier, move)), -self.limits.retry_s)
+                require(self.now >= failed_s + self.limits.retry_s, "what has just failed is moved again")
                 reads = job.direction is Direction.STORE
                 self._check_row(move.row.index, writing=not reads, beside=(job.mover, job.id))
                 if reads:
@@ -518,6 +522,8 @@ class Simulation:
             job.stale = True
         self._uses.clear()
         self._lost.clear()
+        if not keep:
+            self._failed.clear()
         for mover in self.movers:
             mover.reported_absent.clear()
             mover.told_ticks.clear()
@@ -554,6 +560,7 @@ class Simulation:
         self.running.clear()
         self._since.clear()
         self._lost.clear()
+        self._failed.clear()
         self.calls.clear()
         self.getting.clear()
         self._uses.clear()
@@ -750,6 +757,10 @@ class Simulation:
                 self.core.events.finished(tier, ended.job.id, ended.done[ended.told :], self.now)
             self.tick()
 
+    def _place(self, tier: int, move: PlannedMove) -> int | Key:
+        """What a tier sets aside: a slot, or a key where slots only count."""
+        return move.slot if self.core.tiers[tier].spec.physical_slots else move.key
+
     def _before_report(self, tier: int, ended: SimulatedJob, first: int, last: int) -> None:
         """Note what it says of these moves; it tells before when rows were written, and which were missing, of which
         chains."""
@@ -757,6 +768,13 @@ class Simulation:
         if ended.epoch == self.epoch and ended.job.direction is Direction.LOAD:
             bad = (Outcome.CORRUPT, Outcome.MISSING)
             mover.reported_absent.update({move.key: self.now for move, done in moves if done in bad})
+        index, is_load = self.core.tiers[ended.job.tier].index, ended.job.direction is Direction.LOAD
+        for move, done in moves:
+            place = ended.job.tier, self._place(ended.job.tier, move)
+            if done in (Outcome.OK, Outcome.FOUND):
+                self._failed.pop(place, None)
+            elif done is Outcome.FAILED and is_load and index.has(move.key, move.id):
+                self._failed[place] = self.now
         for move, done in () if mover.physical else moves:
             if ended.job.direction is Direction.STORE:
                 if ended.epoch == self.epoch and done in (Outcome.OK, Outcome.FOUND):
@@ -911,6 +929,7 @@ class Simulation:
             else:
                 budget = max(tier.index.slots.limit, 0)
                 require(len(rows) == len(tier.index.slots) <= budget, "slots leak, or above the budget")
+            require(tier.index._idle.keys() <= tier.index.aside.until_s.keys(), "a slot stays aside for ever")
             moving = [move for job in tier.jobs.values() for move in job.moves]
             dead = [job for member in tier.members for dead in member.dead for job in dead.to_end]
             moving += [move for job in dead for move in job.moves]
@@ -940,7 +959,7 @@ class Simulation:
                     patient or waited_s <= self.limits.wait_s + ROUNDING_S,
                     "requests wait for a job after its soft deadline",
                 )
-                require(not job.is_trial or len(job.moves) == 1, "a trial of more than one row")
+                require(job.probe_episode is None or len(job.moves) == 1, "a probe of more than one row")
 
         self._check_victims(by_tier)
         self._check_pins()
@@ -1039,6 +1058,7 @@ class Simulation:
         self._run_out()
         self.end_step()
         require(not inside.pinned(self.core), "a row stays pinned for ever")
+        self._run_out()  # a probe may have found room now
         require(self.core.host.used == len(rows), "a row is lost")
         require(not self.core.checks.busy, "a check never ends")
         require(not any(tier.staged for tier in self.core.tiers), "a demotion never ends")
@@ -1054,7 +1074,7 @@ class Simulation:
             self.core.writeback.backlog() == 0 and not any(tier.jobs for tier in self.core.tiers), "a job never ends"
         )
         require(
-            not any(tier.trials_running or tier.quarantined for tier in self.core.tiers)
+            not any(tier.quarantined for tier in self.core.tiers)
             and not any(member.dead for member in self.core.movers),
             "a dead job never ends",
         )

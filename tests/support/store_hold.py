@@ -44,7 +44,7 @@ class HoldJudge:
         for tier, watched in zip(self._core.tiers, self._tiers, strict=True):
             room = tier.store_credits > 0 and tier.rows_storing < inside.state(self._core).store_window
             room &= (rooms := inside.state(self._core).store_rooms(tier)) is None or sum(rooms) > 0
-            could = tier.writable and tier.to_store and tier.known and room and not self._core.events.unfinished
+            could = tier.writable and tier.to_store and tier.recovered and room and not self._core.events.unfinished
             first = next(iter(tier.to_store), None)
             if not could or tier.number in stores:
                 watched.waits_since_s = None
@@ -110,7 +110,7 @@ class HoldJudge:
 
 
 def _promotes(tier: Tier, job: Job) -> bool:
-    loads = job.direction is Direction.LOAD and not job.is_trial
+    loads = job.direction is Direction.LOAD and job.probe_episode is None
     return loads and any(tier.staged.get(move.key) is not move.row and not move.row.invalidated for move in job.moves)
 
 

@@ -141,7 +141,7 @@ class LargePrefix(Prefix):
         self._kept: set[int] = set()
 
     def check_heirs(self, left_rows: list[int], found: list[Census]) -> None:
-        """What a killed mover was loading is suspected to have killed it, and is no hit until it was tried again."""
+        """What a killed mover was loading may have killed it, and is no hit for a while."""
         for census in found:
             assert len(self._kept - census.served) <= IN_FLIGHT
             assert census.rows >= census.served

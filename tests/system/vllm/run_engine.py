@@ -107,7 +107,7 @@ def evict(llm: Any, store: Any) -> None:
 
 
 def kill_mover(store: Any, number: int) -> None:
-    """Returns when that is seen: what a dead mover is sent until then is suspected, and no hit for a while."""
+    """Returns when that is seen: what a dead mover is sent until then is no hit for a while."""
 
     def deaths() -> float:
         return sum(tier.get("deaths", 0) for tier in store.stats().values())
