@@ -137,11 +137,11 @@ class Scheduler:
         picked = [key(number) for number in range(0, self.rows, step)]
         absent = [key(2 * self.rows + number) for number in range(LOOKUPS)]
         for name, keys in (("held", picked), ("absent", absent)):
-            found[f"{name}_us"] = each_us(lambda one: self.tier.can_load(one, 0.0), keys)
+            found[f"{name}_us"] = each_us(self.tier.can_load, keys)
             chains = [keys[at : at + CHAIN] for at in range(0, len(keys), CHAIN)]
             began_s = time.thread_time()
             for chain in chains:
-                self.tier.can_load_many(chain, 0.0)
+                self.tier.can_load_many(chain)
             found[f"{name}_chain_us"] = (time.thread_time() - began_s) / len(keys) * 1e6
         began_s = time.thread_time()
         gc.collect()

@@ -8,7 +8,7 @@
 #define PY_SSIZE_T_CLEAN
 #include "tier_rows.h"
 
-int nixl_tiers_tier_rows_abi(void) { return 2; } /* which build of this interface it is: a stale one must not be used */
+int nixl_tiers_tier_rows_abi(void) { return 3; } /* which build of this interface it is: a stale one must not be used */
 
 static hashfunc hash_bytes; /* that of bytes, seeded and kept by the object: a subclass's own may be code of Python */
 
@@ -199,16 +199,18 @@ METHOD(take_used) {
     return taken;
 }
 
-static int pin_row(Rows *self, Row *r) { /* 0 with an exception */
+static int pin_row(Rows *self, Row *r, uint32_t row) { /* 0 with an exception */
+    (void)row;
     if (r->pins == UINT32_MAX) return PyErr_SetString(PyExc_OverflowError, "too many pins of a row"), 0;
     leave_order(self, r);
     r->pins++;
     return 1;
 }
 
-static void unpin_row(Rows *self, Row *r, uint32_t row) {
+static int unpin_row(Rows *self, Row *r, uint32_t row) {
     r->pins -= r->pins > 0;
     enter_order(self, r, row);
+    return 1;
 }
 
 /* pin(key) -> (slot, id), or None if it is unknown: it is not evicted until `unpin` */
@@ -218,30 +220,34 @@ METHOD(pin) {
     uint32_t row = find_row(self, &key);
     if (row == NONE) Py_RETURN_NONE;
     Row *r = row_at(self, row);
-    return pin_row(self, r) ? Py_BuildValue("(II)", r->slot, r->id) : NULL;
+    return pin_row(self, r, row) ? Py_BuildValue("(II)", r->slot, r->id) : NULL;
 }
 
-/* unpin(key, id): does nothing if the key has another row by now */
+/* unpin(key, id): does nothing if the key has another row by now; id 0: whichever it has */
 METHOD(unpin) {
     NEED(2);
     KEY(0);
     NUMBER(1, id, NONE);
     uint32_t row = find_row(self, &key);
-    if (row != NONE && row_at(self, row)->id == id) unpin_row(self, row_at(self, row), row);
+    if (row != NONE && (!id || row_at(self, row)->id == id)) unpin_row(self, row_at(self, row), row);
     Py_RETURN_NONE;
 }
 
-static PyObject *pin_all(Rows *self, PyObject *keys, int pins) {
+static int store_row(Rows *self, Row *r, uint32_t row) {
+    r->flags |= STORED;
+    enter_order(self, r, row);
+    return 1;
+}
+
+/* `change` the rows of those of a list of keys that are known, the last first: of a prefix, as a rule, whose root, which is
+ * evicted last, so enters the order last, and stays where it enters. */
+static PyObject *change_all(Rows *self, PyObject *keys, int (*change)(Rows *, Row *, uint32_t)) {
     Py_ssize_t count = PyList_Size(keys);
     if (count < 0) return NULL;
-    for (Py_ssize_t i = 0; i < count; i++) {
+    while (count--) {
         uint32_t row;
-        if (!known_row(self, keys, i, &row)) return NULL;
-        if (row == NONE) continue;
-        if (!pins)
-            unpin_row(self, row_at(self, row), row);
-        else if (!pin_row(self, row_at(self, row)))
-            return NULL;
+        if (!known_row(self, keys, count, &row)) return NULL;
+        if (row != NONE && !change(self, row_at(self, row), row)) return NULL;
     }
     Py_RETURN_NONE;
 }
@@ -249,24 +255,29 @@ static PyObject *pin_all(Rows *self, PyObject *keys, int pins) {
 /* pin_many(list of keys): those that are known */
 METHOD(pin_many) {
     NEED(1);
-    return pin_all(self, args[0], 1);
+    return change_all(self, args[0], pin_row);
 }
 
 /* unpin_many(list of keys): whichever rows they have */
 METHOD(unpin_many) {
     NEED(1);
-    return pin_all(self, args[0], 0);
+    return change_all(self, args[0], unpin_row);
 }
 
-/* stored(key, id) -> whether the key still has this row, which is a hit from now on; id 0: whichever it has */
+/* stored_many(list of keys): whichever rows they have */
+METHOD(stored_many) {
+    NEED(1);
+    return change_all(self, args[0], store_row);
+}
+
+/* stored(key, id) -> whether the key still has this row, which is a hit from now on */
 METHOD(stored) {
     NEED(2);
     KEY(0);
     NUMBER(1, id, NONE);
     uint32_t row = find_row(self, &key);
-    if (row == NONE || (id && row_at(self, row)->id != id)) Py_RETURN_FALSE;
-    row_at(self, row)->flags |= STORED;
-    enter_order(self, row_at(self, row), row);
+    if (row == NONE || row_at(self, row)->id != id) Py_RETURN_FALSE;
+    store_row(self, row_at(self, row), row);
     Py_RETURN_TRUE;
 }
 
@@ -583,7 +594,7 @@ static PyMethodDef methods[] = {
     ENTRY(pin),        ENTRY(unpin),      ENTRY(pin_many),  ENTRY(unpin_many),    ENTRY(stored),       ENTRY(select),
     ENTRY(cancel),     ENTRY(cancel_all), ENTRY(evict),     ENTRY(evict_of),      ENTRY(evicting),     ENTRY(is_evicting),
     ENTRY(remove),     ENTRY(sweep),      ENTRY(some),      ENTRY(begin_listing), ENTRY(list_columns), ENTRY(oldest),
-    ENTRY(count_of),   ENTRY(free),       {NULL, NULL, 0, NULL},
+    ENTRY(count_of),   ENTRY(free),       ENTRY(stored_many), {NULL, NULL, 0, NULL},
 };
 static PyType_Slot slots[] = {
     {Py_tp_new, rows_new},       {Py_tp_dealloc, rows_dealloc}, {Py_tp_methods, methods},

@@ -371,7 +371,7 @@ class TieredStore:
         places: list[str | None] = []
         for start in range(0, len(keys), LOCATE_BATCH):
             with self.coordinator.core() as core:
-                places += core.where(keys[start : start + LOCATE_BATCH], self.coordinator.now())
+                places += core.where(keys[start : start + LOCATE_BATCH])
         return places
 
     def _wait_for_room(self, count: int, stall: StallTimeout, interrupts: Interrupts) -> None:

@@ -97,27 +97,27 @@ class RowFinder:
         self._tiers = state.tiers
         self._numbers = {tier.spec.name: tier.number for tier in state.tiers}
 
-    def find(self, request: Request, group: Group, span: tuple[int, int], first: int, now: float) -> ChainRows:
+    def find(self, request: Request, group: Group, span: tuple[int, int], first: int) -> ChainRows:
         """Where the group's rows are in this span of tokens, from its start up to the first that is nowhere. `first`:
         the first sub-block of each that is going to be read."""
         begin, stop = span[0] // group.chunk_tokens, span[1] // group.chunk_tokens
         found = ChainRows(group, begin, [], {}, [], {})
-        if begin < stop and self.exists(request, group.keys[begin], now):  # most prompts without any hit end here
+        if begin < stop and self.exists(request, group.keys[begin]):  # most prompts without any hit end here
             for at in range(begin, stop, BATCH):
-                if not self._find_batch(request, found, (at, min(at + BATCH, stop)), first, now):
+                if not self._find_batch(request, found, (at, min(at + BATCH, stop)), first):
                     break
         return found
 
-    def exists(self, request: Request, key: Key, now: float) -> bool:
+    def exists(self, request: Request, key: Key) -> bool:
         """Whether the host, or a tier that the request may load from, has the key's row."""
         if key in self._host.index:
             return True
         allowed = request.wishes.allowed
-        return any((allowed is None or tier.number in allowed) and tier.can_load(key, now) for tier in self._tiers)
+        return any((allowed is None or tier.number in allowed) and tier.can_load(key) for tier in self._tiers)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _find_batch(self, request: Request, found: ChainRows, places: tuple[int, int], first: int, now: float) -> bool:
+    def _find_batch(self, request: Request, found: ChainRows, places: tuple[int, int], first: int) -> bool:
         """Add the rows of these places up to the first that is nowhere; whether all of them are somewhere."""
         keys, (begin, stop) = found.group.keys, places
         rows: list[Row | None] = list(map(self._host.index.get, keys[begin:stop]))
@@ -138,7 +138,7 @@ class RowFinder:
                 coming.append((place, row))
         stored: dict[int, list[int]] = {}
         if absent:
-            stop = min(stop, self._find_stored(request, keys, absent, stored, now))
+            stop = min(stop, self._find_stored(request, keys, absent, stored))
         found.rows += rows[: stop - begin]
         for place, row in coming:
             if place < stop:
@@ -151,7 +151,7 @@ class RowFinder:
         return stop == places[1]
 
     def _find_stored(
-        self, request: Request, keys: Sequence[Key], absent: list[int], stored: dict[int, list[int]], now: float
+        self, request: Request, keys: Sequence[Key], absent: list[int], stored: dict[int, list[int]]
     ) -> int:
         """Note in `stored` which tier holds the keys at places that the host lacks. Returns the first place of one that
         none does, or where the host had no room for a row that was asked for: the chain ends there."""
@@ -161,7 +161,7 @@ class RowFinder:
         for tier in self._tiers:
             if request.wishes.allowed is not None and tier.number not in request.wishes.allowed:
                 continue
-            here = tier.can_load_many([keys[place] for place in absent], now)
+            here = tier.can_load_many([keys[place] for place in absent])
             if False not in here:
                 stored[tier.number] = absent
                 return stop

@@ -32,6 +32,14 @@ class LoadPlan(NamedTuple):
     missing: dict[int, int]
 
 
+class _Load(NamedTuple):
+    """The rows that workers read, their keys, and those of them that came from a tier and were not read before."""
+
+    rows: list[Row]
+    keys: list[Key]
+    promoted: list[Row]
+
+
 @dataclass(frozen=True)
 class StorePlan:
     """What prepare_store accepted: `keys[i]` goes into host row `rows[i]`; workers mark it with `store_seq`."""
@@ -64,7 +72,7 @@ class Copies:
         self._promotion = promotion
         self._writeback = writeback
         self._savings = savings
-        self._loads: dict[str, list[list[Row]]] = {}  # the rows of each load of workers, by request
+        self._loads: dict[str, list[_Load]] = {}  # of workers, by request
         self._calls: dict[str, list[Row]] = {}  # the rows that each call reads or writes
         self._store_seq = 0
 
@@ -90,11 +98,14 @@ class Copies:
         tick = self._state.tick_of(request)
         rows = [self._host.index[key] for key in keys]
         assert {row.state for row in rows} <= {_READY}, "load of a row that is not ready"
+        pinned = list(keys)
+        self._host.generation.table.pin_many(pinned)
         self._reference(rows, name, call)
         self._use(rows, request, tick)
         sources = [row.source for row in rows]
         if not call:
-            self._loads.setdefault(name, []).append(rows)
+            promoted = [row for row in rows if row.source is not CPU]
+            self._loads.setdefault(name, []).append(_Load(rows, pinned, promoted))
         for source in dict.fromkeys(sources):
             counters = self._state.counters_of(source)
             counters.hits += sources.count(source)
@@ -123,8 +134,6 @@ class Copies:
         it would hit the same row, and fail, again and again.
         """
         rows = self._end_load(name)
-        for row in rows:
-            row.source = CPU
         if failed:
             self._load_failed(name, rows, now)
             return
@@ -189,7 +198,6 @@ class Copies:
         rows = self._being_filled(keys)
         kept = [row for row in rows if row.key not in dropped] if dropped else rows
         bad = judge(kept)
-        self._host.unpin(rows)
         for row in rows:
             row.worker_refs = 0
             if row.key in dropped:
@@ -206,7 +214,7 @@ class Copies:
         written = [row for row in rows if row.state is RowState.FILLING and not row.invalidated]
         bad = judge(written)
         self._calls.pop(name, None)
-        self._host.unpin(rows)
+        self._host.unpin([row for row in rows if row.state is _READY])
         for row in rows:
             row.call_refs -= 1
             if row.invalidated:
@@ -244,8 +252,8 @@ class Copies:
                     self._writeback.allow(row)
 
     def _reference(self, rows: Sequence[Row], name: str, call: bool) -> None:
-        """A worker, or a call, is going to read or write these rows."""
-        self._host.pin(rows)
+        """A worker, or a call, is going to read or write these rows. What is written is in no order that it could be
+        evicted in, and needs no pin."""
         if call:
             for row in rows:
                 row.call_refs += 1
@@ -257,12 +265,14 @@ class Copies:
     def _end_load(self, name: str) -> list[Row]:
         """No worker reads the rows of the request's first load any more. One of before a reset is not found."""
         loads = self._loads.get(name, [])
-        rows = loads.pop(0) if loads else []
+        rows, keys, promoted = loads.pop(0) if loads else _Load([], [], [])
         if not loads:
             self._loads.pop(name, None)
-        self._host.unpin(rows)
+        self._host.generation.table.unpin_many(keys)  # no row that a worker reads is removed, but by a reset
         for row in rows:
             row.worker_refs -= 1
+        for row in promoted:
+            row.source = CPU
         if rows:  # all of one generation
             self._flushed_before(rows[0].generation)
         return rows
@@ -277,8 +287,7 @@ class Copies:
                     counters.failed_stores += row.key in failed
                     counters.incomplete += row.key not in failed
                     self._host.invalidate(row)
-        for row in good:
-            self._host.ready(row)
+        self._host.ready(good)
         if (announced := self._state.announced) is not None:
             for row in good:
                 announced.seen(row.key)

@@ -109,7 +109,7 @@ class Events:
         if lost.refuses_stores:
             self._writeback.drop_stores(lost)
         if not lost.readable:
-            self._promotion_jobs.requeue(lost, now)
+            self._promotion_jobs.requeue(lost)
 
     # --- movers ------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from nixl_tiers.core.slots import Slots
 from nixl_tiers.core.stats import HOST, Counters, EvictionHistory, Gone, tag_of
 from nixl_tiers.core.tier_rows import NO_ID, Found, TierRows, room_for_victims
 
+_READY: Final = RowState.READY  # members of an enum are found by a slow attribute look-up before Python 3.12
 _EVICTED: Final = tag_of(HOST, Gone.EVICTED)
 MAX_JUDGED: Final = 256  # rows from before a reset that are judged beyond what is needed
 
@@ -98,9 +99,10 @@ class HostTier:
     def end_step(self) -> None:
         """What was a hit in this step may go, unless something else keeps it."""
         self.step += 1
-        self.unpin(self._pinned_hits)
         self._hits.clear()
-        self._pinned_hits.clear()
+        if self._pinned_hits:
+            self.unpin(self._pinned_hits)
+            self._pinned_hits.clear()
 
     def retain(self, row: Row, until: int) -> None:
         """Keep a row that a look-up finds from eviction until `release`."""
@@ -173,17 +175,18 @@ class HostTier:
         """A free row for `key`; call make_room first, and make_quota_room."""
         index = self._slots.allocate()
         assert index is not None, "insert without room"
-        added = self.generation.table.add(key, index, tick, state is RowState.READY, tenant)
+        added = self.generation.table.add(key, index, tick, state is _READY, tenant)
         assert added != NO_ID, "a key is inserted twice"
         self._inserted += 1
         row = self.index[key] = Row(key, index, self._inserted, state, self.generation)
         row.tick, row.tenant = tick, tenant
         return row
 
-    def ready(self, row: Row) -> None:
-        """A row that a look-up finds is complete: a hit, and it may be evicted once nothing pins it."""
-        row.state = RowState.READY
-        self.generation.table.stored(row.key, NO_ID)
+    def ready(self, rows: Sequence[Row]) -> None:
+        """Rows that a look-up finds are complete: hits, and they may be evicted once nothing pins them."""
+        for row in rows:
+            row.state = _READY
+        self.generation.table.stored_many([row.key for row in rows])
 
     def in_slices(self, count: int) -> Iterator[list[Row]]:
         """All rows that a look-up finds, those of a prefix in its order, `count` at a time. If rows come or go between
@@ -294,7 +297,7 @@ class HostTier:
     def _order(self) -> TierRows:
         """The table, for who takes rows from it: hits of this step are pinned first, in steps that take any."""
         if self._hits:
-            hits = [row for rows in self._hits for row in rows if not row.invalidated]
+            hits = [row for rows in self._hits for row in rows if not row.removed]
             self._hits.clear()
             self.pin(hits)
             self._pinned_hits += hits

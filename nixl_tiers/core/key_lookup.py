@@ -62,7 +62,7 @@ class KeyLookups:
         if (
             row is not None
             or key in request.asked
-            or self._promotion.enqueue(key, request, now)
+            or self._promotion.enqueue(key, request)
             or (check and self._checks.should_wait(key, request, now))
             or (request.wishes.patient and self._promotion.may_be_listed(key, request, now))
         ):

@@ -91,10 +91,10 @@ class Chains:
             request.chosen = None
         request.scan.position = end  # what vLLM looks up next is no longer this scan
         limit = end if request.chosen is None else min(end, request.chosen)
-        found = [self._rows.find(request, group, (start, limit), first, now) for group in chain.full]
+        found = [self._rows.find(request, group, (start, limit), first) for group in chain.full]
         known = min([each.stop * each.group.chunk_tokens for each in found])
         look = Look(
-            chain, start, found, known - known % chain.step_tokens, lambda: self._reaches(request, chain, start, now)
+            chain, start, found, known - known % chain.step_tokens, lambda: self._reaches(request, chain, start)
         )
         undecided = request.scan.first and request.chosen is None and not request.gave_up
         costs = bool(chain.windows) or any(each.stored or each.loading for each in found)
@@ -170,7 +170,7 @@ class Chains:
             return len(self._requests.by_name)
         return 1 + len(self._requests.queued)
 
-    def _reaches(self, request: Request, chain: Chain, start: int, now: float) -> list[Reach]:
+    def _reaches(self, request: Request, chain: Chain, start: int) -> list[Reach]:
         if self._checks.tiers:  # other engines may have stored what is not known here
             return []
         reaches = []
@@ -178,7 +178,7 @@ class Chains:
             first = start // group.chunk_tokens
             reach, here = [], 0
             for key in group.keys[first:]:
-                here = here + 1 if self._rows.exists(request, key, now) else 0
+                here = here + 1 if self._rows.exists(request, key) else 0
                 reach.append(here)
             reaches.append((group, first, reach))
         return reaches
@@ -225,7 +225,7 @@ class Chains:
             if (row is not None and row.state is _READY) or self._promotion.has_expired(request, now):
                 break
             if not (
-                self._promotion.enqueue(key, request, now)  # a circuit that is open: noted there
+                self._promotion.enqueue(key, request)  # a circuit that is open: noted there
                 or self._checks.should_wait(key, request, now)
                 or (request.wishes.patient and self._promotion.may_be_listed(key, request, now))
             ):

@@ -292,9 +292,9 @@ class TierManager:
         self._state.announced = Announced(self.host, self.tiers, most_stored)
         return self._state.announced
 
-    def where(self, keys: Iterable[Key], now: float) -> list[str | None]:
+    def where(self, keys: Iterable[Key]) -> list[str | None]:
         """Of each key the first tier in which it could be hit now."""
-        return [self._where(key, now) for key in keys]
+        return [self._where(key) for key in keys]
 
     def rows_to_come(self, names: Iterable[str]) -> list[tuple[int, int]]:
         """Of each of these requests: how many of the rows that it has asked storage tiers for have come so far, and for
@@ -335,8 +335,8 @@ class TierManager:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _where(self, key: Key, now: float) -> str | None:
+    def _where(self, key: Key) -> str | None:
         row = self.host.index.get(key)
         if row is not None and row.state is RowState.READY:
             return CPU
-        return next((tier.spec.name for tier in self.tiers if tier.can_load(key, now)), None)
+        return next((tier.spec.name for tier in self.tiers if tier.can_load(key)), None)

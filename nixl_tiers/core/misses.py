@@ -60,13 +60,13 @@ class Misses:
         for key, reason, holds in chunks:
             if True not in holds:
                 last = reason
-            elif (found := self._held(key, holds[1:], request, now)) is not None:
+            elif (found := self._held(key, holds[1:], request)) is not None:
                 last = found
             elif request.gave_up:
                 last = None
             yield last
 
-    def _held(self, key: Key, holds: Sequence[bool], request: Request, now: float) -> Reason | None:
+    def _held(self, key: Key, holds: Sequence[bool], request: Request) -> Reason | None:
         """Why a chunk that some tier holds is a miss; None if it could be loaded."""
         reason: Reason | None = None
         for tier, is_held in zip(self._state.tiers, holds, strict=True):

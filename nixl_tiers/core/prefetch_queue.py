@@ -195,7 +195,7 @@ class PrefetchQueue:
         elif row is not None:
             request.pin(row)
         else:
-            tier = self._tier_of(request, key, now)
+            tier = self._tier_of(request, key)
             if tier is None and self._ask(place, key, now):
                 return False
             if tier is None:
@@ -216,9 +216,9 @@ class PrefetchQueue:
         place.held += 1
         return True
 
-    def _tier_of(self, request: Request, key: Key, now: float) -> Tier | None:
+    def _tier_of(self, request: Request, key: Key) -> Tier | None:
         for tier in self._state.tiers:
-            if (request.wishes.allowed is None or tier.number in request.wishes.allowed) and tier.can_load(key, now):
+            if (request.wishes.allowed is None or tier.number in request.wishes.allowed) and tier.can_load(key):
                 return tier
         return None
 

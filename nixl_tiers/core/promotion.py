@@ -45,12 +45,12 @@ class Promotion:
 
     # --- for requests ------------------------------------------------------------------------------------------
 
-    def enqueue(self, key: Key, request: Request, now: float) -> bool:
+    def enqueue(self, key: Key, request: Request) -> bool:
         """Queue a stored key for promotion on the request's behalf; False if no tier can load it now."""
         if request.gave_up or key in request.refused:
             return False
         for tier in self._state.tiers:
-            if (request.wishes.allowed is None or tier.number in request.wishes.allowed) and tier.can_load(key, now):
+            if (request.wishes.allowed is None or tier.number in request.wishes.allowed) and tier.can_load(key):
                 tier.queue_load(request, key)
                 if key not in request.asked:
                     request.ask((key,))

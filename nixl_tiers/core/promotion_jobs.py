@@ -97,7 +97,7 @@ class PromotionJobs:
             most = sum(rooms)
         if waits:
             most = min(most, self._host.free)
-        wanted = self._take_queued(tier, most, rooms, now)
+        wanted = self._take_queued(tier, most, rooms)
         if self._host.quotas:
             wanted = self._within_quotas(wanted)
         room = self._state.make_room(len(wanted))
@@ -126,7 +126,7 @@ class PromotionJobs:
         memory has, or is about to get, is loaded into a row that no look-up finds; and so is all where tenants have
         quotas, as nobody says whose rows they are."""
         rooms = self._state.load_rooms(tier)
-        loadable = [key for key in keys if tier.can_load(key, now) and tier.has_room(key, rooms)]
+        loadable = [key for key in keys if tier.can_load(key) and tier.has_room(key, rooms)]
         most = min(len(loadable), self._state.window(tier, Direction.LOAD) - tier.rows_loading)
         room = self._make_room_unasked(most) if tier.send_credits else 0
         if room <= 0 or not self._state.take(room):  # without room there is no work that is left
@@ -159,14 +159,14 @@ class PromotionJobs:
             self._host.invalidate(row)
             self._retry(tier, row)
 
-    def requeue(self, tier: Tier, now: float) -> None:
+    def requeue(self, tier: Tier) -> None:
         """Nothing can be loaded from this tier now: its victims stay, and requests in its queue ask the next tier; as
         many as the slice has room for."""
         self._writeback.drop_demotions(tier)
         while tier.to_load and self._state.take():
             request, key = tier.to_load.popleft()
             if request.wants(key):
-                self._promotion.enqueue(key, request, now)
+                self._promotion.enqueue(key, request)
 
     def retry(self, now: float) -> None:
         """Have the requests that waited for rows which failed ask the next tier, as many as the slice has room for."""
@@ -179,7 +179,7 @@ class PromotionJobs:
                 if request.pinned.get(row.key) is row:
                     request.unpin(row)
                     request.withdraw(row.key)
-                    self._promotion.enqueue(row.key, request, now)
+                    self._promotion.enqueue(row.key, request)
             self._retries.popleft()
 
     # --- inside ------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class PromotionJobs:
                     self._host.finish_eviction(row)
         return min(count, self._host.free)
 
-    def _take_queued(self, tier: Tier, most: int, rooms: list[int] | None, now: float) -> dict[Key, list[Request]]:
+    def _take_queued(self, tier: Tier, most: int, rooms: list[int] | None) -> dict[Key, list[Request]]:
         """Up to `most` keys from the front of the tier's queue that are to be loaded, and the requests that wait. What
         is in a member without room (`rooms`) stays there."""
         wanted: dict[Key, list[Request]] = {}
@@ -209,7 +209,7 @@ class PromotionJobs:
                 request.withdraw(key)
                 continue
             row = self._host.index.get(key)
-            if row is None and tier.can_load(key, now):
+            if row is None and tier.can_load(key):
                 if key in wanted or tier.has_room(key, rooms):
                     wanted.setdefault(key, []).append(request)
                 else:
@@ -247,7 +247,7 @@ class PromotionJobs:
         if outcome is Outcome.OK:
             tier.counters.bytes_read += self._state.row_bytes
             if not row.invalidated:
-                self._host.ready(row)
+                self._host.ready((row,))
                 row.sealed = True
                 self._host.counters.promoted += 1
                 if self._host.changed is not None:

@@ -56,14 +56,18 @@ class RequestState(Enum):
     RUNNING = "running"  # it loads what it found, or it computes
     FAILED = "failed"  # one of its loads failed: it computes everything itself
 
+    __hash__ = object.__hash__  # that of an enum takes as long as all that a request's end does
 
+
+# Members of an enum are found by a slow attribute look-up before Python 3.12.
+_QUEUED, _OPEN, _WAITING, _GAVE_UP, _RUNNING, _FAILED = RequestState
 _NEXT: Final = {
-    RequestState.QUEUED: {RequestState.OPEN, RequestState.WAITING},
-    RequestState.OPEN: {*RequestState} - {RequestState.OPEN},
-    RequestState.WAITING: {*RequestState} - {RequestState.WAITING, RequestState.QUEUED},
-    RequestState.GAVE_UP: {RequestState.OPEN, RequestState.RUNNING, RequestState.FAILED},
-    RequestState.RUNNING: {RequestState.OPEN, RequestState.GAVE_UP, RequestState.FAILED},
-    RequestState.FAILED: set[RequestState](),
+    _QUEUED: {_OPEN, _WAITING},
+    _OPEN: {*RequestState} - {_OPEN},
+    _WAITING: {*RequestState} - {_WAITING, _QUEUED},
+    _GAVE_UP: {_OPEN, _RUNNING, _FAILED},
+    _RUNNING: {_OPEN, _GAVE_UP, _FAILED},
+    _FAILED: set[RequestState](),
 }
 
 
@@ -125,7 +129,7 @@ class Request:
         self.name = name
         self.generation = generation
         self.wishes = wishes
-        self.state = RequestState.OPEN
+        self.state = _OPEN
         self.tick = 0 if wishes.evict_first else None
         # One deadline for all that it waits for: armed at its first PENDING, and again only after a load was prepared.
         self.deadline_s: float | None = None
@@ -152,46 +156,46 @@ class Request:
 
     @property
     def waiting(self) -> bool:
-        return self.state is RequestState.WAITING
+        return self.state is _WAITING
 
     @property
     def gave_up(self) -> bool:
-        return self.state is RequestState.GAVE_UP
+        return self.state is _GAVE_UP
 
     @property
     def queued(self) -> bool:
-        return self.state is RequestState.QUEUED
+        return self.state is _QUEUED
 
     # --- states ------------------------------------------------------------------------------------------------
 
     def become(self, state: RequestState) -> None:
         """It is in this state from now on; a request that has FAILED stays so."""
-        if state is self.state or self.state is RequestState.FAILED:
+        if state is self.state or self.state is _FAILED:
             return
         assert state in _NEXT[self.state], f"a request that is {self.state.value} is to be {state.value}"
-        self.generation.waiting += (state is RequestState.WAITING) - self.waiting
+        self.generation.waiting += (state is _WAITING) - self.waiting
         self.state = state
         self._count()
 
     def leave_line(self) -> None:
         """Its turn has come, or it has ended: it waits for what it has asked for meanwhile."""
-        self.become(RequestState.WAITING if self.asked or self.pinned else RequestState.OPEN)
+        self.become(_WAITING if self.asked or self.pinned else _OPEN)
 
     def run(self) -> None:
         """Its load is prepared: if it comes back after a preemption, it may wait again."""
-        self.become(RequestState.RUNNING)
+        self.become(_RUNNING)
         self._weigh_anew()
 
     def preempt(self) -> None:
         """It lost what it had computed, and comes back."""
-        self.become(RequestState.OPEN)
+        self.become(_OPEN)
         self._weigh_anew()
 
     def belongs_to(self, generation: Generation) -> None:
         """If there was a reset since its last use, it waits for nothing, and no row of before needs to be unpinned."""
         if self.generation is not generation:
             if self.waiting:
-                self.state = RequestState.OPEN
+                self.state = _OPEN
             self.generation = generation
             self.chosen = self.wait = self.lost = None
             self.hit_end = 0
@@ -202,9 +206,10 @@ class Request:
     def release(self) -> None:
         """It waits no longer: unpin its rows, forget what it asked for."""
         if self.waiting:
-            self.become(RequestState.OPEN)
+            self.become(_OPEN)
         self.lost = None
-        self.generation.unpin(self.pinned.values())
+        if self.pinned:
+            self.generation.unpin(self.pinned.values())
         for collection in (self.pinned, self.scan.hits, self.asked, self.refused):
             collection.clear()
         self._count()

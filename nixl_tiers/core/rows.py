@@ -36,8 +36,8 @@ class Generation:
         self.table = make_rows(uses=False)
 
     def unpin(self, rows: Iterable[Row]) -> None:
-        """Take a pin from each of those that a look-up still finds: what it does not find is in no order."""
-        self.table.unpin_many([row.key for row in rows if not row.invalidated])
+        """Take a pin from each of its own that a look-up still finds: what it does not find is in no order."""
+        self.table.unpin_many([row.key for row in rows if row.generation is self and not row.removed])
 
 
 class Row(msgspec.Struct, gc=False, eq=False):

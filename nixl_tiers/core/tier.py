@@ -146,16 +146,16 @@ class Tier:
         rooms[place] -= 1
         return rooms[place] >= 0
 
-    def can_load(self, key: Key, now: float) -> bool:
+    def can_load(self, key: Key) -> bool:
         """Whether the key's row can be loaded now. Called for each key of each prompt."""
         only = self._only
         if only is None:
-            return self.can_load_many([key], now)[0]
+            return self.can_load_many([key])[0]
         if only.state is _DOWN or only.loads.state is not _CLOSED:  # as `readable`
             return False
         return self.index.rows.is_stored(key) and not (self.index.aside.until_s and self.index.is_aside(key))
 
-    def can_load_many(self, keys: list[Key], now: float) -> list[bool]:
+    def can_load_many(self, keys: list[Key]) -> list[bool]:
         """`can_load` of each key."""
         only = self._only
         if only is None:

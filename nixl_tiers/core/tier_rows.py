@@ -69,7 +69,7 @@ class TierRows(Protocol):
         """(slot, id): the row is not evicted before `unpin`. Pins count. None if the key is unknown."""
 
     def unpin(self, key: Key, row: int, /) -> None:
-        """Does nothing if the key has not the row of this id any more."""
+        """Does nothing if the key has not the row of this id any more. NO_ID: whichever."""
 
     def pin_many(self, keys: list[Key], /) -> None:
         """`pin` of those that are known."""
@@ -78,7 +78,10 @@ class TierRows(Protocol):
         """The same, whichever rows they have."""
 
     def stored(self, key: Key, row: int, /) -> bool:
-        """The row's first write has ended; False if the key has not the row of this id any more. NO_ID: whichever."""
+        """The row's first write has ended; False if the key has not the row of this id any more."""
+
+    def stored_many(self, keys: list[Key], /) -> None:
+        """The same of those that are known, whichever rows they have."""
 
     def select(self, count: int, /) -> list[Key]:
         """The next victims are being evicted from now on: they leave the order, and stay."""

@@ -14,7 +14,7 @@ from nixl_tiers.core.rows import CPU, Row, RowState
 from nixl_tiers.core.state import CascadeState, within_quotas
 from nixl_tiers.core.store_throttle import StoreThrottle
 from nixl_tiers.core.tier import Tier
-from nixl_tiers.core.tier_rows import Found
+from nixl_tiers.core.tier_rows import NO_ID, Found
 from nixl_tiers.core.types import Direction, Job, PlannedMove, TierState
 
 MAX_VICTIMS_PER_PASS: Final = 256
@@ -119,7 +119,7 @@ class WriteBack:
             )
         else:
             most = min(self.throttle.room(tier), sum(rooms))
-        looks = self._state.slice_left
+        looks, aside = self._state.slice_left, tier.index.aside.until_s
         while tier.to_store and len(rows) < most and looks > 0:
             looks -= 1
             key, tick = tier.to_store.popitem(last=False)
@@ -129,7 +129,7 @@ class WriteBack:
             elif row is None or row.state is not _READY or row.host_only:
                 tier.counters.dropped_slow += 1
                 self._give_up(tier, key)
-            elif tier.index.is_aside(key):
+            elif aside and tier.index.is_aside(key):
                 tier.counters.dropped_failed += 1
                 self._give_up(tier, key)
             elif row.sealing:
@@ -150,21 +150,23 @@ class WriteBack:
             rows = self._within_quotas(tier, rows)
         self._count_unwritten(tier, tier.index.make_room(len(rows), rooms))
         moves: list[PlannedMove] = []
-        listed, table = tier.index.newest_listed, self._host.generation.table
-        for row, last_used in rows:
-            tick = max(listed, last_used)  # its request may have begun before the listing ended
-            reserved = tier.index.reserve(row.key, tick, row.tenant, rooms)
-            if reserved is None:
-                tier.refused("full")
-                self._give_up(tier, row.key)
-                continue
-            move = PlannedMove(row, *reserved, row.key, tick, not row.sealed)
-            row.mover_refs += 1
-            table.pin(row.key)
-            row.sealing = move.seal
-            tier.rows_storing += 1
-            tier.ending_moves.append(move)
-            moves.append(move)
+        listed = tier.index.newest_listed
+        try:
+            for row, last_used in rows:
+                tick = max(listed, last_used)  # its request may have begun before the listing ended
+                reserved = tier.index.reserve(row.key, tick, row.tenant, rooms)
+                if reserved is None:
+                    tier.refused("full")
+                    self._give_up(tier, row.key)
+                    continue
+                move = PlannedMove(row, *reserved, row.key, tick, not row.sealed)
+                row.mover_refs += 1
+                row.sealing = move.seal
+                tier.rows_storing += 1
+                tier.ending_moves.append(move)
+                moves.append(move)
+        finally:  # what ends these moves unpins their rows
+            self._host.generation.table.pin_many([move.key for move in moves])
         return moves
 
     def plan_demotions(self, tier: Tier, now: float) -> list[Job]:
@@ -190,7 +192,7 @@ class WriteBack:
             key = tier.to_demote.popleft()
             if not tier.index.rows.is_evicting(key) or self._needs_no_load(tier, target, key):
                 continue
-            if key not in self._host.index and tier.can_load(key, now) and tier.has_room(key, rooms):
+            if key not in self._host.index and tier.can_load(key) and tier.has_room(key, rooms):
                 victims.append(key)
             else:
                 # It was promoted for a request meanwhile, or cannot be loaded now.
@@ -221,15 +223,15 @@ class WriteBack:
         are no longer pinned by them."""
         ending, rows, counters = tier.ending_moves, tier.index.rows, tier.counters
         ok, found = Outcome.OK, Outcome.FOUND
-        row_bytes, reclaim, table = self._state.row_bytes, self._host.reclaim, self._host.generation.table
+        row_bytes, reclaim, unpin = self._state.row_bytes, self._host.reclaim, self._host.generation.table.unpin
         on_evict, changed = tier.spec.write is Write.ON_EVICT, tier.index.changed
         for move, outcome in zip(moves, outcomes, strict=True):
             row, key = move.row, move.key
             ending.pop()
             tier.rows_storing -= 1
             row.mover_refs -= 1
-            if not (row.removed or row.generation.ended):
-                table.unpin_many([key])
+            if not (gone := row.removed or row.generation.ended):
+                unpin(key, NO_ID)
             if move.seal:
                 row.sealing = False
                 row.sealed = outcome is ok
@@ -253,7 +255,8 @@ class WriteBack:
                     counters.dropped_failed += not full
                     tier.refused("full", int(full))
                     self._give_up(tier, key)
-            reclaim(row)
+            if gone:
+                reclaim(row)
         self._seals_ended(moves)
 
     def _seals_ended(self, moves: Sequence[PlannedMove]) -> None:

@@ -68,9 +68,9 @@ class Router:
             if all_known:
                 require(there - told <= unlisted, f"{key!r} is told to be in {told} only, and is in {there}")
             if all_known and told == there:
-                readable = [tier for tier in core.tiers if tier.number in told and tier.can_load(key, now)]
+                readable = [tier for tier in core.tiers if tier.number in told and tier.can_load(key)]
                 first = "cpu" if None in told else next((tier.spec.name for tier in readable), None)
-                require(core.where([key], now)[0] == first, f"{key!r} is located in another tier than {first}")
+                require(core.where([key])[0] == first, f"{key!r} is located in another tier than {first}")
 
 
 class FollowedSimulation(Simulation):

@@ -65,7 +65,7 @@ def test_host_victims_are_written_to_the_tier_below(writes: tuple[Write, ...]) -
     for key in keys(40):
         put(core, key, 0.0)
         settle(core)
-    assert all(place for place in core.where(keys(40), 0.0))
+    assert all(place for place in core.where(keys(40)))
     assert core.tiers[-1].counters.dropped == 0
     assert len(core.tiers[-1].index) <= 40 - 8 + 3  # lazily: what still fits the host was not written
 
@@ -119,7 +119,7 @@ def test_victims_of_a_storage_tier_are_demoted_further_down(first: Write) -> Non
     for key in keys(60):
         put(core, key, 0.0)
         settle(core)
-    assert all(place for place in core.where(keys(60), 0.0))
+    assert all(place for place in core.where(keys(60)))
     assert [tier.counters.dropped for tier in core.tiers] == [0, 0]
     assert len(core.tiers[0].index.slots) <= 12
     assert not inside.pinned(core)
@@ -131,8 +131,8 @@ def test_store_never_waits_for_writeback() -> None:
         put(core, key, 0.0)  # no mover ever answers
         core.events.plan(0.0)
     # Rows that a mover reads are pinned, others are evicted unwritten, the oldest first, and each is counted.
-    lost = [key for key in keys(20) if core.where([key], 0.0)[0] is None]
-    assert core.where([keys(20)[-1]], 0.0)[0] == "cpu"
+    lost = [key for key in keys(20) if core.where([key])[0] is None]
+    assert core.where([keys(20)[-1]])[0] == "cpu"
     assert core.tiers[0].counters.dropped == len(lost) > 0
 
 
@@ -143,7 +143,7 @@ def test_victims_that_cannot_be_written_stay() -> None:
     for job in core.events.plan(0.0):
         core.events.finished(job.tier, job.id, [Outcome.NO_SPACE] * len(job.moves), 0.0)
     core.events.down(0, 0.0)
-    assert all(place == "cpu" for place in core.where(keys(7), 0.0))
+    assert all(place == "cpu" for place in core.where(keys(7)))
     assert not core.host.evicting
 
 
@@ -159,7 +159,7 @@ def test_victim_that_is_used_again_is_not_evicted_when_its_write_ends() -> None:
     core.end_step()
     for job in jobs:
         core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    assert core.where([victim], 0.0)[0] == "cpu"
+    assert core.where([victim])[0] == "cpu"
 
 
 def test_victim_that_is_pinned_when_its_write_ends_does_not_count_as_one_for_ever() -> None:
@@ -172,7 +172,7 @@ def test_victim_that_is_pinned_when_its_write_ends_does_not_count_as_one_for_eve
     assert look_up_key(core, victim, "again", 0, 0.0) is Lookup.HIT
     for job in jobs:
         core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    assert core.where([victim], 0.0)[0] == "cpu"
+    assert core.where([victim])[0] == "cpu"
     core.finish("again")  # it does not load it
     core.end_step()
     settle(core)
@@ -218,7 +218,7 @@ def test_victims_evicted_unwritten_are_counted_as_dropped() -> None:
         for job in core.events.plan(0.0):  # of the tier below, no mover ever answers
             if job.tier == 0:
                 core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    nowhere = [key for key in keys(24) if core.where([key], 0.0)[0] is None]
+    nowhere = [key for key in keys(24) if core.where([key])[0] is None]
     assert nowhere
     under_way = {move.key for job in core.tiers[1].jobs.values() for move in job.moves}
     lost = [key for key in keys(24) if key not in core.tiers[0].index and key not in under_way]
@@ -257,7 +257,7 @@ def test_row_that_is_used_while_it_is_demoted_stays_in_the_host() -> None:
     core.events.finished(store.tier, store.id, [Outcome.OK], 0.0)
     settle(core)
     assert key in core.tiers[1].index
-    assert core.where([key], 0.0)[0] == "cpu"
+    assert core.where([key])[0] == "cpu"
 
 
 def test_victims_that_cannot_be_demoted_now_are_not_selected_again_at_once() -> None:
@@ -502,4 +502,4 @@ def test_promotion_that_waited_for_a_full_host_waits_for_writeback_too() -> None
             core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), now)
     assert look_up_key(core, b"old", "request", 0, 0.3) is Lookup.HIT
     assert core.tiers[1].counters.dropped == 0
-    assert all(place for place in core.where(filling, 0.3))
+    assert all(place for place in core.where(filling))

@@ -457,7 +457,7 @@ class TestWhatOthersDelete:
         core.core.events.listed(0, [(0, key, first + n) for n, key in enumerate(keys)], last=False)
 
     def places(self, core: CheckedCore) -> list[bytes]:
-        return [key for key in CHAIN if core.core.where([key], core.now)[0]]
+        return [key for key in CHAIN if core.core.where([key])[0]]
 
     def test_rows_written_before_are_forgotten_in_slices(self) -> None:
         core = CheckedCore(limits=replace(LIMITS, rows_per_slice=2))

@@ -56,7 +56,7 @@ def test_deepest_chunk_of_the_oldest_prefix_is_evicted_first() -> None:
     put(core, CHAIN[:3], "old")
     put(core, CHAIN[3:6], "new")
     put(core, CHAIN[6:8], "newer")
-    assert [place is not None for place in core.where(CHAIN, 0.0)] == [
+    assert [place is not None for place in core.where(CHAIN)] == [
         True,
         False,
         False,
@@ -77,7 +77,7 @@ def test_used_prefix_outlives_a_newer_one() -> None:
     core.complete_load("again", 0.0)
     core.end_step()
     put(core, CHAIN[6:8], "newer")
-    assert [place is not None for place in core.where(CHAIN[:6], 0.0)] == [True, True, True, True, False, False]
+    assert [place is not None for place in core.where(CHAIN[:6])] == [True, True, True, True, False, False]
 
 
 def test_full_host_accepts_a_prefix_of_a_store() -> None:
@@ -127,7 +127,7 @@ def test_hit_is_not_evicted_before_its_step_ends() -> None:
     assert look_up_key(core, CHAIN[0], "r", 0, 0.0) is HIT
     assert look_up_key(core, CHAIN[2], "other", 0, 0.0) is PENDING
     assert [move.key for job in core.events.plan(0.0) for move in job.moves] == [CHAIN[2]]
-    assert core.where([CHAIN[0]], 0.0)[0] == "cpu"  # although it was the oldest
+    assert core.where([CHAIN[0]])[0] == "cpu"  # although it was the oldest
     assert len(core.prepare_load("r", CHAIN[:1], 0.0).rows) == 1
 
 
@@ -256,7 +256,7 @@ def test_failed_promotion_falls_back_to_the_next_tier_then_misses(outcome: Outco
     assert core.events.plan(0.0) == []
     core.health.watch(core.limits.retry_s)
     expected = None if outcome is not Outcome.FAILED else "file"
-    assert core.where([CHAIN[0]], core.limits.retry_s)[0] == expected
+    assert core.where([CHAIN[0]])[0] == expected
 
 
 def test_row_is_sealed_once_and_the_second_tier_waits() -> None:
@@ -307,7 +307,7 @@ def test_tier_that_is_down_misses_at_once_and_keeps_its_rows() -> None:
     assert scan(core, CHAIN[:2], "again") == [PENDING, PENDING], "they serve while the tier lists"
     core.finish("again")
     core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(CHAIN[1:2], 1)], last=True)
-    assert core.where(CHAIN[:2], 0.0) == [None, "file"], "what is not listed again is gone"
+    assert core.where(CHAIN[:2]) == [None, "file"], "what is not listed again is gone"
 
 
 def test_rows_of_a_late_job_are_loaded_again_once_it_has_ended() -> None:
@@ -344,7 +344,7 @@ def test_results_of_unknown_jobs_are_ignored() -> None:
     (job,) = core.events.plan(0.0)
     core.events.lost(0, 0.0)
     run(core, [job])
-    assert core.where([CHAIN[0]], 0.0)[0] == "cpu"
+    assert core.where([CHAIN[0]])[0] == "cpu"
     assert CHAIN[0] not in core.tiers[0].index
     assert core.host.index[CHAIN[0]].mover_refs == 0
 
@@ -366,10 +366,10 @@ def test_root_touched_by_the_engine_outlives_older_leaves() -> None:
     core.complete_load("again", 0.0)
     core.end_step()
     put(core, CHAIN[6:8], "new")
-    assert [place is not None for place in core.where(CHAIN, 0.0)] == [True] * 4 + [False] * 2 + [True] * 2
+    assert [place is not None for place in core.where(CHAIN)] == [True] * 4 + [False] * 2 + [True] * 2
     put(core, [b"one more"], "newer")
-    assert core.where([CHAIN[3]], 0.0)[0] is None  # the leaf
-    assert core.where([CHAIN[0]], 0.0)[0] == "cpu"
+    assert core.where([CHAIN[3]])[0] is None  # the leaf
+    assert core.where([CHAIN[0]])[0] == "cpu"
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["closed", "half-open"])
@@ -395,11 +395,11 @@ def test_row_listed_as_removed_is_a_miss_unless_it_is_being_read() -> None:
     (job,) = core.events.plan(0.0)
     core.events.listed(0, [(-1, key, 0) for key in (*CHAIN[:2], b"never heard of")], last=False)
     assert core.tiers[0].index.slots.free == core.tiers[0].index.slots.limit - 1
-    assert core.where([CHAIN[1]], 0.0)[0] is None
+    assert core.where([CHAIN[1]])[0] is None
     run(core, [job], Outcome.MISSING)
-    assert core.where([CHAIN[0]], 0.0)[0] is None
+    assert core.where([CHAIN[0]])[0] is None
     core.events.listed(0, [(0, CHAIN[1], 5)], last=False)  # and it may come again
-    assert core.where([CHAIN[1]], 0.0)[0] == "file"
+    assert core.where([CHAIN[1]])[0] == "file"
 
 
 def test_request_whose_load_failed_gets_no_more_hits() -> None:
@@ -516,7 +516,7 @@ def test_host_only_rows_are_evicted_without_a_write() -> None:
     put(core, CHAIN[2:6])
     assert stored_keys(core) & {*CHAIN[:2]} == set()
     assert core.tiers[0].counters.dropped == 0
-    assert all(place is None for place in core.where(CHAIN[:2], 0.0))
+    assert all(place is None for place in core.where(CHAIN[:2]))
 
 
 def test_open_tier_is_resized_without_losing_rows() -> None:
@@ -532,11 +532,11 @@ def test_open_tier_is_resized_without_losing_rows() -> None:
     stores = core.events.plan(0.0)
     assert {move.slot for job in stores for move in job.moves} <= set(range(4))
     run(core, stores)
-    assert sum(tier.can_load(key, 0.0) for key in CHAIN) == 4
+    assert sum(tier.can_load(key) for key in CHAIN) == 4
     core.events.resized(0, 8)
     put(core, beyond, "again")
     run(core, core.events.plan(0.0))
-    assert sum(tier.can_load(key, 0.0) for key in CHAIN) == 6
+    assert sum(tier.can_load(key) for key in CHAIN) == 6
 
 
 # --- one deadline a request ----------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def test_rows_that_the_host_lacks_are_there_after_a_measurement() -> None:
     engine.core.host.invalidate(engine.core.host.index[KEYS[0]])
     (job,) = engine.plan()
     engine.end(job)
-    assert engine.core.where([KEYS[0]], engine.now)[0] == "cpu"
+    assert engine.core.where([KEYS[0]])[0] == "cpu"
 
 
 def test_nothing_is_measured_while_requests_are_alive_but_not_for_long() -> None:
@@ -232,7 +232,7 @@ def test_measurement_that_fails_is_not_repeated_at_once() -> None:
         assert engine.plan() == []
         engine.now += 0.2
     assert engine.core.host.index[KEYS[0]].sealed is False, "the row that the request stored is untouched"
-    assert engine.core.where([KEYS[0]], engine.now)[0] == "cpu"
+    assert engine.core.where([KEYS[0]])[0] == "cpu"
 
 
 def test_tier_that_loads_for_requests_meanwhile_is_not_measured() -> None:

@@ -74,7 +74,7 @@ def test_a_row_whose_member_fails_to_read_is_written_to_another_and_deleted_ther
     key = PROMPT[machine.first_at(1)]
     slot = rows_of(machine.tier)[key].slot - machine.tier.members[1].first_slot
     machine.tier.members[1].loads.trip(machine.now)
-    assert not machine.tier.can_load(key, machine.now)
+    assert not machine.tier.can_load(key)
     machine.store([key])
     assert machine.tier.member_of(key).number != 1
     assert (1, slot, key) in machine.deleted
@@ -299,7 +299,7 @@ def test_a_bad_row_keeps_its_slot_while_another_job_reads_it(machine: Machine) -
     (probe,) = inside.state(machine.core).start_jobs(machine.tier, Direction.LOAD, [move], machine.now)
     machine.core.events.finished(job.mover, job.id, [Outcome.CORRUPT], machine.now)
     assert machine.tier.index.slots.free == free
-    assert not machine.tier.can_load(key, machine.now), "it is not asked for again and again"
+    assert not machine.tier.can_load(key), "it is not asked for again and again"
     machine.core.events.finished(probe.mover, probe.id, [Outcome.CORRUPT], machine.now)
     assert key not in machine.tier.index
     machine.core.health.watch(machine.now + machine.core.limits.retry_s)

@@ -288,8 +288,8 @@ class ResetUncounted(TierManager):
 
 class PinForgotten(Copies):
     def complete_load(self, name: str, *arguments: float, **named: bool) -> None:
-        for rows in self._loads.get(name, ())[:1]:
-            del rows[0]
+        for load in self._loads.get(name, ())[:1]:
+            del load.rows[0], load.keys[0]
         super().complete_load(name, *arguments, **named)
 
 

@@ -46,7 +46,7 @@ def come_up(core: TierManager, outcome: Outcome = Outcome.OK) -> list[Key]:
 
 
 def in_host(core: TierManager, keys: Sequence[Key]) -> int:
-    return sum(core.where([key], 0.0)[0] == "cpu" for key in keys)
+    return sum(core.where([key])[0] == "cpu" for key in keys)
 
 
 def test_request_finds_its_rows_in_host_memory_when_its_turn_comes() -> None:

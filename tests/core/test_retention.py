@@ -46,7 +46,7 @@ def test_beyond_the_share_the_front_of_the_prefix_is_retained() -> None:
     assert not retain(core, late, 60.0), "over all requests"
     for number in range(8):
         put(core, chain(f"other{number}"))
-    assert core.where([*kept, *late], 0.0) == ["cpu"] * 4 + [None] * 4
+    assert core.where([*kept, *late]) == ["cpu"] * 4 + [None] * 4
 
 
 def test_a_longer_retention_counts_and_takes_no_more_room() -> None:
@@ -237,7 +237,7 @@ def test_a_tenant_retains_no_more_than_a_share_of_its_quota() -> None:
     assert list(core.host.retained_of) == [0, 2]
     of_tenant(core, chain("other", 2), "other")
     assert in_host(core, chain("other", 2)) == 2, "it finds room in its quota"
-    assert core.where(kept, 0.0) == ["cpu", "cpu", None, None]
+    assert core.where(kept) == ["cpu", "cpu", None, None]
     assert all(retain(core, key, 60.0) for key in ([kept[0]], kept[:2]))
     expire(core, 60.0)
     assert list(core.host.retained_of) == [0, 0]

@@ -54,7 +54,7 @@ def listed(spec: TierSpec, *numbers: int, slots: int = SLOTS) -> Tier:
 @both
 def test_listed_rows_are_found_and_evicted_the_coldest_first(spec: TierSpec) -> None:
     tier = listed(spec, 5, 3, 9, 1)
-    assert tier.can_load_many([KEYS[n] for n in (1, 2, 3)], 0.0) == [True, False, True]
+    assert tier.can_load_many([KEYS[n] for n in (1, 2, 3)]) == [True, False, True]
     assert (tier.counters.found, tier.counters.rows, len(tier.index.slots)) == (4, 4, 4)
     assert tier.index.newest_listed == 9
     assert tier.index.make_room(SLOTS - 2) == [KEYS[1], KEYS[3]]
@@ -75,7 +75,7 @@ def test_what_is_not_listed_again_serves_until_the_end_and_is_gone_then(spec: Ti
     tier = listed(spec, *range(8))
     take_all(begin_listing(tier.members[0], SLOTS))
     take_all(add_columns(tier.members[0], numbered(*range(0, 8, 2), 20)))
-    assert all(tier.can_load_many(KEYS[:8], 0.0)), "until all is listed"
+    assert all(tier.can_load_many(KEYS[:8])), "until all is listed"
     sizes = [len(tier.index) for _ in end_listing(tier.members[0])]
     assert sizes[-1] == 5
     assert all(one - other <= A_STEP for one, other in zip([9, *sizes], sizes, strict=False)), "in slices"
@@ -129,11 +129,11 @@ def test_tier_with_fewer_slots_is_down_until_the_rows_beyond_are_gone(spec: Tier
     tier = listed(spec, *range(20))
     steps = begin_listing(tier.members[0], 8)
     next(steps)
-    assert not tier.can_load(KEYS[0], 0.0)
+    assert not tier.can_load(KEYS[0])
     take_all(steps)
     left = range(8) if spec.physical_slots else range(12, 20)
     assert sorted(rows_of(tier)) == [KEYS[n] for n in left], "those in slots, or the most recent"
-    assert tier.can_load(KEYS[left[0]], 0.0)
+    assert tier.can_load(KEYS[left[0]])
     assert tier.counters.evictions == 12
     assert len(tier.members[0].to_delete) == 12
     assert len(tier.index.slots) == 8
@@ -282,6 +282,6 @@ def test_row_of_a_key_that_is_stored_anew_is_another_one() -> None:
     opened(core, 0, SLOTS)
     core.events.listed(0, [(7, KEYS[0], 0)], last=True)
     core.events.finished(0, job.id, [Outcome.CORRUPT], 0.0)
-    assert core.tiers[0].can_load(KEYS[0], 0.0)
+    assert core.tiers[0].can_load(KEYS[0])
     found: dict[Key, object] = dict(rows_of(core.tiers[0]))
     assert list(found) == KEYS[:1]

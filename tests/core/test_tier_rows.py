@@ -90,8 +90,12 @@ class Twins(RuleBasedStateMachine):
         self.both(lambda rows: rows.pin_many(some) if pinned else rows.unpin_many(some))
 
     @rule(key=keys)
-    def stored_whichever(self, key: Key) -> None:
-        self.both(lambda rows: rows.stored(key, NO_ID))
+    def unpin_any(self, key: Key) -> None:
+        self.both(lambda rows: rows.unpin(key, NO_ID))
+
+    @rule(some=st.lists(keys, max_size=6))
+    def stored_many(self, some: list[Key]) -> None:
+        self.both(lambda rows: rows.stored_many(some))
 
     @rule(some=st.lists(keys, max_size=6), tick=ticks)
     def touch_many(self, some: list[Key], tick: int) -> None:

@@ -97,7 +97,7 @@ def finish(coordinator: Coordinator, request: str) -> None:
 def locate(coordinator: Coordinator, keys: Sequence[Key]) -> list[str | None]:
     """The first tier that holds each key."""
     with coordinator.core() as core:
-        return core.where(keys, coordinator.now())
+        return core.where(keys)
 
 
 def backlog(coordinator: Coordinator) -> int:

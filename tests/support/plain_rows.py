@@ -103,7 +103,7 @@ class PlainTierRows:
         return row.slot, row.id
 
     def unpin(self, key: Key, row: int, /) -> None:
-        if (found := self._of(key, row)) is not None and found.pins:
+        if (found := self._rows.get(key)) is not None and row in {NO_ID, found.id} and found.pins:
             found.pins -= 1
             self._enter(found)
 
@@ -113,15 +113,19 @@ class PlainTierRows:
 
     def unpin_many(self, keys: list[Key], /) -> None:
         for key in keys:
-            if (row := self._rows.get(key)) is not None:
-                self.unpin(key, row.id)
+            self.unpin(key, NO_ID)
 
     def stored(self, key: Key, row: int, /) -> bool:
-        if (found := self._rows.get(key)) is None or row not in {NO_ID, found.id}:
+        if (found := self._of(key, row)) is None:
             return False
         found.stored = True
         self._enter(found)
         return True
+
+    def stored_many(self, keys: list[Key], /) -> None:
+        for key in keys:
+            if (row := self._rows.get(key)) is not None:
+                self.stored(key, row.id)
 
     def select(self, count: int, /) -> list[Key]:
         selected = self._take(count, lambda row: setattr(row, "evicting", True))

@@ -877,7 +877,7 @@ class Simulation:
         """Rows that the tier can load, and that the host lacks: of one tenant, as a request is."""
         held = self.core.tiers[tier]
         keys = sorted(rows_of(held))
-        keys = [key for key in keys if held.can_load(key, self.now) and key not in self.core.host.index]
+        keys = [key for key in keys if held.can_load(key) and key not in self.core.host.index]
         return [key for key in keys if self._tenant_of(key) == self._tenant_of(keys[0])]
 
     # --- invariants --------------------------------------------------------------------------------------------
@@ -1017,8 +1017,8 @@ class Simulation:
         for rows in (*held, core.host._pinned_hits, *(tier.staged.values() for tier in core.tiers)):
             reasons.update(row.order for row in rows)
         for key, row in core.host.index.items():
-            moved = row.mover_refs if row.state is RowState.READY else 0
-            wanted = reasons[row.order] + row.worker_refs + row.call_refs + moved + (row.retained_until > 0)
+            used = row.worker_refs + row.call_refs + row.mover_refs if row.state is RowState.READY else 0
+            wanted = reasons[row.order] + used + (row.retained_until > 0)
             require(inside.pins(core, key) == wanted, f"a row has {inside.pins(core, key)} pins instead of {wanted}")
             found = core.host.generation.table.get(key)
             require(found is not None and Found(*found).stored == (row.state is RowState.READY), "a row is lost")

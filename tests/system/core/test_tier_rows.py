@@ -44,6 +44,7 @@ for step in range(20_000):
         case 14: rows.pin_many(draw.choices(keys, k=4) if draw.random() < 0.5 else rows.select(2))
         case 15:
             rows.unpin_many(draw.choices(keys, k=50))
+            rows.stored_many(draw.choices(keys, k=4))
             if draw.random() < 0.05: rows.cancel_all()
 while rows.free(1): pass
 print("done", len(rows))

@@ -207,14 +207,13 @@ class Engine:
         for key, block, tiers in zip(keys, blocks, told, strict=True):
             assert not tiers or len(self.router.prefix(block)) == self.ends[key]
         with self.rig.coordinator.core() as core:
-            now = self.rig.coordinator.now()
-            denied = {key for key in keys if not core.tiers[0].can_load(key, now)}  # a load of it ended with a mover
+            denied = {key for key in keys if not core.tiers[0].can_load(key)}  # a load of it ended with a mover
             held = [
                 {tier.spec.name for tier in core.tiers if tier.index.rows.is_stored(key)}
                 | ({"cpu"} if key in core.host.index else set())
                 for key in keys
             ]
-            located = core.where(keys, now)
+            located = core.where(keys)
         first = [
             "cpu" if "cpu" in tiers else "file" if "file" in tiers and key not in denied else None
             for key, tiers in zip(keys, told, strict=True)
