@@ -109,7 +109,7 @@ class Events:
         if lost.refuses_stores:
             self._writeback.drop_stores(lost)
         if not lost.readable:
-            self._promotion_jobs.requeue(lost)
+            self._promotion_jobs.drop_loads(lost)
 
     # --- movers ------------------------------------------------------------------------------------------------
 
@@ -223,7 +223,6 @@ class Events:
             took_s = min(took_s, seconds)
         self._health.job_ended(moved, job, outcomes, now, took_s)
         self._end_job(moved, job, outcomes, now)
-        self._promotion_jobs.retry(now)
 
     def rows_ended(
         self,
@@ -254,7 +253,6 @@ class Events:
         job.moves = [*left.values()]
         self._health.rows_ended(moved, job, moves, outcomes, now)
         self._end_moves(moved, job.direction, moves, outcomes, now)
-        self._promotion_jobs.retry(now)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -267,7 +265,6 @@ class Events:
         for tier in self._state.tiers:
             while tier.index.has_gone and self._state.take():
                 tier.index.forget_gone()
-        self._promotion_jobs.retry(now)
         host = self._state.host
         while host.has_old and self._state.take():
             host.reclaim_old(1)

@@ -44,7 +44,7 @@ class Health:
         for tier in self._state.tiers:
             tier.index.watch(now)
             if (tier.to_load or tier.to_demote) and not tier.readable:
-                self._promotion_jobs.requeue(tier)
+                self._promotion_jobs.drop_loads(tier)
             if (tier.to_store or tier.waiting_for_seal) and tier.refuses_stores:
                 self._writeback.drop_stores(tier)
 

@@ -44,6 +44,8 @@ class KeyLookups:
         if waits and self._promotion.still_waits(request, position, first, now):
             request.scan.answered = True
             return Lookup.PENDING
+        if waits:
+            request.scan_anew()
         row = self._host.index.get(key)
         if row is not None and row.state is RowState.READY:
             if row.missing > first:

@@ -264,7 +264,6 @@ class TierManager:
         """
         self._savings.reset()
         self._copies.reset(self.garbage)
-        self._promotion_jobs.reset(self.garbage)
         self._promotion.reset(self.garbage)
         self._measurements.reset()
         self._retention.reset(self.garbage)
@@ -298,8 +297,8 @@ class TierManager:
 
     def rows_to_come(self, names: Iterable[str]) -> list[tuple[int, int]]:
         """Of each of these requests: how many of the rows that it has asked storage tiers for have come so far, and for
-        how many it waits. O(1) for each."""
-        return [(each.rows_come, len(each.asked)) for each in map(self._requests.get, names)]
+        how many it waits."""
+        return [(each.rows_come, each.rows_to_come) for each in map(self._requests.get, names)]
 
     def wait_on(self, names: Iterable[str], until_s: float) -> None:
         """Those of these requests that wait have this deadline from now on."""

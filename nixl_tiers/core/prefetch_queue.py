@@ -33,9 +33,9 @@ class QueuedPrefetch:
 
     `keys`: of its chain, from the first that the engine lacks, of which `at` are dealt with; `held`: so many of them
     are in host memory, or on their way there, and pinned for it; `queued`: where in the chain those are that were
-    queued. `asked`: of what is before this place of its chain, tiers were asked whether they hold it. `step`: in which
-    it joined, and `full_step` in which it last found no room. A `prefetch` is no request: it ends when its rows have
-    come, of which `arrived` are known to have.
+    queued; the first `arrived` of the chain have come. `asked`: of what is before this place of its chain, tiers were
+    asked whether they hold it. `step`: in which it joined, and `full_step` in which it last found no room. A `prefetch`
+    is no request: it ends when its rows have come.
     """
 
     __slots__ = (
@@ -108,13 +108,11 @@ class PrefetchQueue:
         without this row those behind it are worth nothing. A prefetch goes on without it."""
         request.withdraw(key)
         place = self._of[request.name]
-        if (at := place.queued.pop(key, None)) is None:
+        if (at := place.queued.pop(key, None)) is None or place.prefetch:
             return
         place.at = min(place.at, at)
         place.step = place.full_step = self._host.step
-        place.held -= 1
-        if not place.held:
-            del self._holding[bisect_left(self._holding, place)]
+        self._hold_less(place)
 
     def leave(self, request: Request) -> None:
         """Its turn has come, or it has ended. What it holds stays pinned."""
@@ -131,8 +129,8 @@ class PrefetchQueue:
         self._places, self._holding, self._of = [], [], {}
 
     def feed(self, now: float) -> list[Tier]:
-        """Queue what may be promoted now for the requests that are next, as much as the slice has room for. Returns the
-        tiers that it comes from."""
+        """Queue what may be promoted now for the requests that are next, as much as the slice has room for, and again
+        what has not come. Returns the tiers that it comes from."""
         queued = [len(tier.to_load) for tier in self._state.tiers]
         self._feed(now)
         return [tier for tier, before in zip(self._state.tiers, queued, strict=True) if len(tier.to_load) > before]
@@ -149,6 +147,8 @@ class PrefetchQueue:
 
     def _feed(self, now: float) -> None:
         limits = self._state.limits
+        for place in self._places[: limits.line_requests]:
+            self._find_lost(place)
         room = self._share - sum(place.held for place in self._holding)
         number = 0
         while number < min(len(self._places), limits.line_requests):
@@ -175,6 +175,39 @@ class PrefetchQueue:
             self.leave(place.request)
             if not self._state.take():
                 return
+
+    def _find_lost(self, place: QueuedPrefetch) -> None:
+        """Whether the first row that was queued for it, and has not come, will not, as its load has failed: it goes
+        back there; a prefetch comes to what it lacks again at its end."""
+        request = place.request
+        while place.arrived < min(place.at, len(place.keys)):
+            key = place.keys[place.arrived]
+            row = request.pinned.get(key)
+            if key in request.asked or (row is not None and row.state is RowState.LOADING and not row.removed):
+                return
+            if key in place.queued and (row is None or row.removed):
+                self._go_back(place)
+                if not place.prefetch:
+                    return
+            place.arrived += 1
+
+    def _go_back(self, place: QueuedPrefetch) -> None:
+        request, pinned = place.request, place.request.pinned
+        queued = [key for key in place.queued if key not in request.asked]
+        lost = [key for key in queued if (row := pinned.get(key)) is None or row.removed]
+        request.forget_dead(lost)
+        for key in lost:
+            del place.queued[key]
+            self._hold_less(place)
+        if not place.prefetch:
+            place.at = place.arrived
+        elif isinstance(place.keys, list):
+            place.keys += lost
+
+    def _hold_less(self, place: QueuedPrefetch) -> None:
+        place.held -= 1
+        if not place.held:
+            del self._holding[bisect_left(self._holding, place)]
 
     def _is_waiting(self, place: QueuedPrefetch) -> bool:
         """Whether a step has passed it over: its turn was not to come at once, or there may be room again."""
@@ -207,8 +240,7 @@ class PrefetchQueue:
                 return False
             tier.queue_load(request, key)
             request.ask((key,))
-            if not place.prefetch:
-                place.queued[key] = place.at
+            place.queued[key] = place.at
             request.waited.lowest = max(request.waited.lowest, tier.number)
         place.at += 1
         if not place.held:
@@ -253,12 +285,7 @@ class PrefetchQueue:
 
     def _has_ended(self, place: QueuedPrefetch) -> bool:
         """Whether nothing more is promoted for this prefetch, and what was has come, or will not."""
+        self._find_lost(place)
         if place.at < len(place.keys) and place.held < self._share:
             return False
-        while place.arrived < min(place.at, len(place.keys)):
-            key = place.keys[place.arrived]
-            row = self._host.index.get(key)
-            if key in place.request.asked and (row is None or row.state is RowState.LOADING):
-                return False
-            place.arrived += 1
-        return True
+        return place.arrived >= min(place.at, len(place.keys))

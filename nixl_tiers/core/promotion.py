@@ -58,6 +58,7 @@ class Promotion:
                 return True
             self._note_refused(tier, key)
         request.withdraw(key)
+        request.forget_dead((key,))
         return False
 
     def note_refused(self, key: Key) -> None:
@@ -189,7 +190,11 @@ class Promotion:
     def _blame_slow_tiers(self, request: Request, now: float) -> None:
         """A request has expired: a failure for the breaker of each tier that it waited for, even if none of that tier's
         jobs is late."""
-        loading = [(key, row.source) for key, row in request.pinned.items() if row.state is RowState.LOADING]
+        loading = [
+            (key, row.source)
+            for key, row in request.pinned.items()
+            if row.state is RowState.LOADING and not row.removed
+        ]
         queued = request.asked and not self.host_full  # then it waited for room, and not for a tier
         for tier in self._state.tiers:
             keys = [key for key, source in loading if source == tier.spec.name]

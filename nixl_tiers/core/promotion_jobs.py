@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
 from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.requests import Request
@@ -25,8 +23,8 @@ FRONT: Final = 64  # keys of a queue that are looked at for whose they are
 class PromotionJobs:
     """Plans loads of what `Promotion` has queued, as the windows and the host have room, and ends them.
 
-    `plan` starts a key's load into a host row in state LOADING, and `load_ended` makes the row READY, or has its
-    requests ask the next tier.
+    `plan` starts a key's load into a host row in state LOADING, and `load_ended` makes the row READY, or has it leave
+    the host: its requests, at their next look-ups, find it in the next tier, or nowhere.
     """
 
     def __init__(
@@ -39,7 +37,6 @@ class PromotionJobs:
         self._promotion = promotion
         self._prefetch_queue = promotion.prefetch_queue
         self._loading_for: dict[int, list[Request]] = {}  # by Row.order, of rows in state LOADING
-        self._retries: deque[tuple[Row, list[Request]]] = deque()  # rows that failed, and who waited for them
         self._host_full_since_s: float | None = None  # when promotions began to wait for a write-back
 
     @property
@@ -49,19 +46,14 @@ class PromotionJobs:
 
     @property
     def waits_for_turn(self) -> bool:
-        """Whether some are queued, or are to be asked of the next tier."""
-        return bool(self._retries) or any(tier.to_load for tier in self._state.tiers)
+        """Whether some are queued."""
+        return any(tier.to_load for tier in self._state.tiers)
 
     def waited_since(self, job: Job) -> float | None:
         """When the first of the requests that wait for the job's first row began to; None if there is none."""
         requests = self._loading_for.get(job.moves[0].row.order, ())
         since = [request.waited.since_s for request in requests if request.waited.since_s is not None]
         return min(since, default=None)
-
-    def reset(self, garbage: DeferredFree) -> None:
-        """Nothing waits for rows of before."""
-        garbage.add(self._retries)
-        self._retries = deque()
 
     # --- planning ----------------------------------------------------------------------------------------------
 
@@ -75,7 +67,7 @@ class PromotionJobs:
         the tiers that it returns."""
         if self._promotion.host_full and not any(tier.to_load for tier in self._state.tiers):
             self._promotion.host_full = False  # nobody waits for room any more
-        return self._prefetch_queue.feed(now) if self._prefetch_queue.busy and not self._promotion.host_full else []
+        return [] if self._promotion.host_full else self._prefetch_queue.feed(now)
 
     def plan(self, tier: Tier, now: float) -> list[Job]:
         """Load jobs for the keys at the front of the tier's queue, as many as its window, mover and the host take."""
@@ -117,7 +109,7 @@ class PromotionJobs:
             moves.append(tier.start_load(row))
             self._loading_for[row.order] = requests
             for request in requests:
-                request.pin(row)
+                request.begin_load(row)
         tier.to_load.extendleft(reversed(put_off))
         return self._state.start_jobs(tier, Direction.LOAD, moves, now, min(len(tier.to_load), most - len(wanted)))
 
@@ -145,7 +137,7 @@ class PromotionJobs:
     # --- ends --------------------------------------------------------------------------------------------------
 
     def load_ended(self, tier: Tier, move: PlannedMove, outcome: Outcome, now: float) -> None:
-        """A mover is done with this load: its row is a hit, or its requests ask the next tier."""
+        """A mover is done with this load: its row is a hit, or is gone."""
         tier.end_load(move)
         try:
             self._judge(tier, move, outcome, now)
@@ -154,33 +146,20 @@ class PromotionJobs:
         self._host.reclaim(move.row)
 
     def give_up(self, tier: Tier, row: Row) -> None:
-        """A row's load has failed, or is late: invalidate the row; its requests ask the next tier."""
+        """A row's load has failed, or is late: invalidate the row. Its requests find out at their next look-ups."""
         if not row.invalidated:
             self._host.invalidate(row)
-            self._retry(tier, row)
+            self._loading_for.pop(row.order, None)
+            if tier.staged.get(row.key) is row:
+                del tier.staged[row.key]
 
-    def requeue(self, tier: Tier) -> None:
-        """Nothing can be loaded from this tier now: its victims stay, and requests in its queue ask the next tier; as
-        many as the slice has room for."""
+    def drop_loads(self, tier: Tier) -> None:
+        """Nothing can be loaded from this tier now: its victims stay, and nothing of its queue is asked for any more;
+        as much of both as the slice has room for."""
         self._writeback.drop_demotions(tier)
         while tier.to_load and self._state.take():
             request, key = tier.to_load.popleft()
-            if request.wants(key):
-                self._promotion.enqueue(key, request)
-
-    def retry(self, now: float) -> None:
-        """Have the requests that waited for rows which failed ask the next tier, as many as the slice has room for."""
-        while self._retries:
-            row, requests = self._retries[0]
-            while requests:
-                if not self._state.take():
-                    return
-                request = requests.pop()
-                if request.pinned.get(row.key) is row:
-                    request.unpin(row)
-                    request.withdraw(row.key)
-                    self._promotion.enqueue(row.key, request)
-            self._retries.popleft()
+            request.withdraw(key)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -218,11 +197,11 @@ class PromotionJobs:
             elif row is None:
                 request.withdraw(key)
             else:
-                request.pin(row)
+                request.begin_load(row)
                 if row.state is RowState.LOADING:
                     self._loading_for.setdefault(row.order, []).append(request)
                 else:
-                    request.row_arrived(key)
+                    request.row_came(row)
         tier.to_load.extendleft(reversed(put_off))
         return wanted
 
@@ -253,7 +232,7 @@ class PromotionJobs:
                 if self._host.changed is not None:
                     self._host.changed(row.key)
                 for request in self._loading_for.get(row.order, ()):
-                    request.row_arrived(row.key)
+                    request.row_came(row)
                 if tier.staged.get(move.key) is row:
                     self._writeback.demotion_loaded(tier, move.key)
                 else:
@@ -283,14 +262,6 @@ class PromotionJobs:
         for request in self._loading_for.get(row.order, ()):
             if request.scan.ascending:
                 request.lost = tier.number
-
-    def _retry(self, tier: Tier, row: Row) -> None:
-        key = row.key
-        if tier.staged.get(key) is row:
-            del tier.staged[key]
-        if requests := self._loading_for.pop(row.order, None):
-            requests.reverse()
-            self._retries.append((row, requests))
 
     def _without_room(self, key: Key, requests: Sequence[Request]) -> list[tuple[Request, Key]]:
         """The host has no room for this row: what of it to queue again."""

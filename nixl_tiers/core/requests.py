@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, NamedTuple
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.rows import Generation, Row
+from nixl_tiers.core.rows import Generation, Row, RowState
 
 NEVER: Final = float("-inf")
 
@@ -135,7 +135,7 @@ class Request:
         self.deadline_s: float | None = None
         self.waited = Waited()
         self.lost: int | None = None  # the tier that lacked one of its rows: what is behind it there is not loaded
-        self.asked: dict[Key, None] = {}  # keys queued for promotion on its behalf, until they have come
+        self.asked: dict[Key, None] = {}  # keys queued for promotion on its behalf, until their loads begin
         self.refused: set[Key] = set()  # keys for whose rows the host had no room
         self.rows_come = 0  # how many have come, of all that it has ever asked for
         self.pinned: dict[Key, Row] = {}
@@ -236,6 +236,11 @@ class Request:
         scan.position = position
         return new and scan.ascending and not scan.first and self.waiting
 
+    def scan_anew(self) -> None:
+        """Not all that it waits for is on its way: this scan collects what is missing as the first one did."""
+        self.scan.first = True
+        self.missing.clear()
+
     def note_missing(self, key: Key) -> None:
         """A look-up of `key` was answered with PENDING."""
         if self.scan.first or not self.missing:
@@ -244,7 +249,7 @@ class Request:
     # --- rows --------------------------------------------------------------------------------------------------
 
     def wants(self, key: Key) -> bool:
-        """Whether a row that was queued for it is still to come up."""
+        """Whether a row that was queued for it is still to be loaded."""
         return key in self.asked and (self.waiting or self.queued)
 
     def ask(self, keys: Collection[Key]) -> None:
@@ -252,14 +257,26 @@ class Request:
         self.asked.update(dict.fromkeys(keys))
         self._count()
 
-    def row_arrived(self, key: Key) -> None:
-        """This row is in host memory: it asks for it no more."""
-        self.rows_come += key in self.asked
-        self._ask_no_more(key)
+    def begin_load(self, row: Row) -> None:
+        """A row that it has asked for is on its way, or is in host memory by now."""
+        self.asked.pop(row.key, None)
+        self.pin(row)
+        self._count()
+
+    def row_came(self, row: Row) -> None:
+        """This row, which was loaded for it, is in host memory."""
+        self.rows_come += self.pinned.get(row.key) is row
+
+    @property
+    def rows_to_come(self) -> int:
+        """For how many rows it waits that are queued or loaded for it."""
+        coming = [row for row in self.pinned.values() if row.state is RowState.LOADING and not row.removed]
+        return len(self.asked) + len(coming)
 
     def withdraw(self, key: Key) -> None:
         """It asks for this row no more: its tier cannot load it now."""
-        self._ask_no_more(key)
+        self.asked.pop(key, None)
+        self._count()
         self.judge_again()
 
     def refuse(self, key: Key) -> None:
@@ -290,11 +307,11 @@ class Request:
         self.generation.table.pin_many(keys)
         self._count()
 
-    def unpin(self, row: Row) -> None:
-        """The row that it waited for will not be ready."""
-        self.generation.unpin((row,))
-        del self.pinned[row.key]
-        self.judge_again()
+    def forget_dead(self, keys: Iterable[Key]) -> None:
+        """Rows of these keys that no look-up finds any more, as their loads have failed, are asked for anew."""
+        for key in keys:
+            if (row := self.pinned.get(key)) is not None and row.removed:
+                del self.pinned[key]
         self._count()
 
     # --- inside ------------------------------------------------------------------------------------------------
@@ -304,12 +321,8 @@ class Request:
         self.chosen = self.wait = self.lost = None
         self.hit_end = 0
 
-    def _ask_no_more(self, key: Key) -> None:
-        self.asked.pop(key, None)
-        self._count()
-
     def _count(self) -> None:
-        """What it pins counts as pinned by a waiting request for as long as it waits for more."""
+        """What it pins counts as pinned by a waiting request for as long as it asks for more."""
         counted = len(self.pinned) if self.asked and self.waiting else 0
         if counted != self._counted_as_waiting:
             self.generation.pinned_by_waiting += counted - self._counted_as_waiting

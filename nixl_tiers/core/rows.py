@@ -23,7 +23,7 @@ class Generation:
     """The rows that were inserted between two resets: it ends for all of them at once.
 
     `table`: which keys they have, the order in which they go, and their pins. `waiting`: how many requests wait.
-    `pinned_by_waiting`: how many rows are pinned by those that wait for more; one of two requests counts twice.
+    `pinned_by_waiting`: how many rows are pinned by those that ask for more; one of two requests counts twice.
     `number`: of how many resets there were before.
     """
 

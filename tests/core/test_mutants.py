@@ -175,15 +175,14 @@ class DeadlineRearmedByARelease(Promotion):
         request.deadline_s = None
 
 
-class DeadlineRearmedByARetry(PromotionJobs):
+class DeadlineRearmedByARetry(Promotion):
     """A request whose promotion failed waits for the next tier with a new deadline."""
 
-    def retry(self, now: float) -> None:
-        for row, requests in self._retries:
-            for request in requests:
-                if request.pinned.get(row.key) is row:
-                    request.deadline_s = now + self._state.limits.wait_s
-        super().retry(now)
+    def still_waits(self, request: Request, position: int | None, first: int, now: float) -> bool:
+        waits = super().still_waits(request, position, first, now)
+        if not waits and any(row.removed for row in request.pinned.values()):
+            request.deadline_s = now + self._state.limits.wait_s
+        return waits
 
 
 class DeadlineIgnoredForRowsBeingFilled(Promotion):
@@ -397,8 +396,9 @@ class HitsAreNotKept(Chains):
 
     def _ask(self, request, decision, now):  # type: ignore[no-untyped-def]
         waits = super()._ask(request, decision, now)
-        for row in list(request.pinned.values()):
-            request.unpin(row)
+        request.generation.unpin(request.pinned.values())
+        request.pinned.clear()
+        request._count()
         self._host._hits.clear()
         return waits
 
@@ -611,7 +611,7 @@ class RunningPromotionsUncounted(PromotionJobs):
 
     @property
     def under_way(self) -> bool:
-        return bool(self._retries) or any(tier.to_load for tier in self._state.tiers)
+        return self.waits_for_turn
 
 
 class MeasuresBesideRequests(Measurements):

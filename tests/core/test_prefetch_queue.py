@@ -11,7 +11,7 @@ from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefetch_queue import MAX_PREFETCHES
 from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.types import Direction
-from tests.core.test_manager import HIT, MISS, PENDING, manager, run, scan
+from tests.core.test_manager import HIT, MISS, PENDING, manager, only_stored, run, scan
 from tests.support import inside
 from tests.support.core import all_good, anticipate, look_up_key, put
 
@@ -202,6 +202,39 @@ def test_row_that_fails_to_come_up_is_looked_up_at_its_turn() -> None:
     assert scan(core, a, "a") == [MISS]
     core.finish("a")
     assert not inside.pinned(core)
+
+
+def test_rows_that_fail_to_come_up_for_the_line_come_from_the_next_tier() -> None:
+    """Nobody looks a request up whose turn is to come: the line itself finds out, and counts no row twice."""
+    a = chain("a")
+    core = only_stored(a, tiers=("file", "s3"))
+    wait_in_line(core, "a", a, FIRST)
+    run(core, core.events.plan(0.0), Outcome.CORRUPT)
+    assert come_up(core) == a
+    assert [place.held for place in inside.line(core)] == [4]
+    assert scan(core, a, "a") == [HIT] * 4
+
+
+def test_rows_whose_tier_is_lost_before_they_are_loaded_come_from_the_next_one() -> None:
+    a = chain("a")
+    core = only_stored(a, tiers=("file", "s3"))
+    inside.state(core).load_window = 2
+    wait_in_line(core, "a", a, FIRST)
+    jobs = core.events.plan(0.0)
+    core.events.down(0, 0.0)
+    run(core, jobs, Outcome.FAILED)
+    assert come_up(core) == a
+    assert [place.held for place in inside.line(core)] == [4]
+
+
+def test_rows_that_fail_to_come_up_for_a_prefetch_come_from_the_next_tier() -> None:
+    a = chain("a")
+    core = only_stored(a, tiers=("file", "s3"))
+    core.prefetch(a)
+    run(core, core.events.plan(0.0), Outcome.CORRUPT)
+    assert come_up(core) == a
+    assert not inside.pinned(core)
+    assert not inside.promotion(core).busy
 
 
 def test_aborted_request_leaves_the_line_and_unpins_its_rows() -> None:

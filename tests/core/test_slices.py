@@ -101,13 +101,16 @@ def test_kill_is_worked_off_in_slices(most_work: Callable[..., int]) -> None:
         scan(core, f"request-{number}")
     assert sum(len(job.moves) for job in turns(core)) == len(CHAIN)
     assert most_work(core.events.killed, 0, 1.0) <= 3 * MOST
-    while core.tiers[0].members[0].dead[0].to_abandon or inside.retries(core):
+    while core.tiers[0].members[0].dead[0].to_abandon:
         assert most_work(expire, core, 1.0) <= 3 * MOST
     assert core.tiers[0].quarantined == len(CHAIN), "rows are quarantined until their mover is reaped"
     assert most_work(core.events.lost, 0, 1.0) <= 3 * MOST
     while core.tiers[0].members[0].dead:
         assert most_work(expire, core, 1.0) <= 3 * MOST
     assert not core.tiers[0].quarantined
+    assert not turns(core, 1.0), "nobody has looked up"
+    for number in range(20):
+        scan(core, f"request-{number}", 1.0)
     retried = [move.key for job in turns(core, 1.0) for move in job.moves if job.tier == 1]
     assert sorted(retried) == sorted(CHAIN), "the requests did not ask the next tier"
 
@@ -118,25 +121,15 @@ def test_work_and_planning_take_turns_while_slices_are_used_up() -> None:
         scan(core, f"request-{number}")
     turns(core)
     core.events.killed(0, 1.0)
+    scan(core, "other", 1.0)
     core.events.lost(0, 1.0)
     planned: list[int] = []
-    while core.tiers[0].members[0].dead or inside.retries(core):
+    while core.tiers[0].members[0].dead:
         planned.append(sum(len(job.moves) for job in core.turn(1.0, 1.0)))
         assert planned[-1] <= SLICE
     assert any(planned), "planning waits for all of the work"
     assert all(0 in pair for pair in pairwise(planned[:-1])), "a hold of two slices"
     turns(core, 1.0)
-
-
-def test_requests_of_a_failed_job_retry_in_later_slices(most_work: Callable[..., int]) -> None:
-    core = manager()
-    for number in range(20):
-        scan(core, f"request-{number}")
-    job = turns(core)[0]
-    failed = [Outcome.FAILED] * len(job.moves)
-    assert most_work(core.events.finished, 0, job.id, failed, 1.0) <= 3 * len(job.moves), "it retries too"
-    retried = [move.key for job in turns(core, 1.0) for move in job.moves if job.tier == 1]
-    assert sorted(retried) == sorted(move.key for move in job.moves)
 
 
 def test_memory_of_an_emptied_dict_is_freed_without_the_lock() -> None:
@@ -304,7 +297,7 @@ def test_scan_of_a_waiting_request_goes_on_to_the_next_tier() -> None:
     scan(core, "request")
     first = turns(core)[0]
     core.events.finished(0, first.id, [Outcome.MISSING] * len(first.moves), 0.0)
-    assert scan(core, "request") == [Lookup.PENDING, Lookup.MISS]
+    assert scan(core, "request") == [Lookup.PENDING] * len(CHAIN)
     retried = [move.key for job in turns(core) for move in job.moves if job.tier == 1]
     assert retried == CHAIN[: len(first.moves)]
 

@@ -64,11 +64,6 @@ def loading_for(core: TierManager, row: Row) -> list[Request]:
     return core._promotion_jobs._loading_for.get(row.order, [])
 
 
-def retries(core: TierManager) -> bool:
-    """Whether rows of dead movers are to be asked for again."""
-    return bool(core._promotion_jobs._retries)
-
-
 def retained(core: TierManager) -> int:
     """Keys that are retained."""
     return sum(map(len, core._retention._until.values()))

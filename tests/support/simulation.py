@@ -781,10 +781,8 @@ class Simulation:
                     self._tell(tier, move.key, self.movers[tier].ticks[ended.epoch, move.key])
             elif done is Outcome.MISSING and self._tier(tier).index.has(move.key, move.id):
                 for request in inside.loading_for(self.core, move.row):
-                    asked = list(request.asked)
-                    if request.scan.ascending and move.key in asked:
-                        behind = asked[asked.index(move.key) + 1 :]
-                        self._lost.setdefault((request.name, self._tier(tier).number), set()).update(behind)
+                    if request.scan.ascending and request.pinned.get(move.key) is move.row:
+                        self._lost.setdefault((request.name, self._tier(tier).number), set()).update(request.asked)
 
     def kill(self, tier: int) -> None:
         """The mover dies in the middle of its job, is reaped, and another one opens the same medium."""

@@ -104,7 +104,7 @@ class HoldJudge:
         core = self._core
         loads = any(job.direction is Direction.LOAD for other in core.tiers for job in other.jobs.values())
         dead = any(other.members[0].dead for other in core.tiers)
-        perhaps = self._promoting or loads or dead or inside.promotion(core).busy or inside.retries(core)
+        perhaps = self._promoting or loads or dead or inside.promotion(core).busy
         far_behind = tier.rows_to_write > core.limits.hold_share * core.host.rows
         return perhaps and not far_behind and not _short_above(core, tier)
 
