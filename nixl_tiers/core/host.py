@@ -244,8 +244,7 @@ class HostTier:
     def reset(self, garbage: DeferredFree) -> None:
         """No row of before is found any more. O(1)."""
         self.counters.reset += self.counters.rows
-        self.generation.ended = True
-        garbage.add(self.generation.table)
+        self.generation.end(garbage)
         self.generation = Generation(self.generation.number + 1)
         self._old.append(self.index)
         garbage.add(self._pinned_hits)

@@ -8,6 +8,7 @@ from enum import IntEnum
 import msgspec
 
 from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.tier_rows import make_rows
 
 CPU = "cpu"
@@ -33,6 +34,12 @@ class Generation:
         self.ended = False
         self.pinned_by_waiting = self.waiting = 0
         self.number = number
+        self.table = make_rows(uses=False)
+
+    def end(self, garbage: DeferredFree) -> None:
+        """None of its rows is found any more: it has none, however long some of them are still used."""
+        self.ended = True
+        garbage.add(self.table)
         self.table = make_rows(uses=False)
 
     def unpin(self, rows: Iterable[Row]) -> None:

@@ -38,7 +38,7 @@ class Found(NamedTuple):
 class TierRows(Protocol):
     """Every call takes microseconds, and where it is given many keys, or a count, about one for each.
 
-    Not thread-safe. Keys have at most 255 bytes, slots are below 2^32 - 1.
+    Not thread-safe; it is freed without the interpreter's lock. Keys have at most 255 bytes, slots are below 2^32 - 1.
     """
 
     def __len__(self) -> int: ...
@@ -143,9 +143,6 @@ class TierRows(Protocol):
 
     def oldest(self) -> int | None:
         """The tick of the next victim."""
-
-    def free(self, count: int, /) -> bool:
-        """Release a part of what is not used any more, in so many chunks of some milliseconds; whether any is left."""
 
 
 def room_for_victims(rows: TierRows, count: int) -> int:

@@ -25,7 +25,6 @@ class _Row:
         self.place = 0  # the number of its entry in the order, if it has one
 
 
-FREED_ROWS: Final = 1000  # by each step of `free`
 _Entry = tuple[int, int, int, _Row]
 _ids: Final = count(1)
 
@@ -232,14 +231,6 @@ class PlainTierRows:
     def oldest(self) -> int | None:
         order = self._first(None)
         return order[0][0] if order else None
-
-    def free(self, count: int, /) -> bool:
-        for _ in range(min(count * FREED_ROWS, len(self._rows))):
-            self._rows.popitem()
-        self._orders.clear()
-        self._victims.clear()
-        self._used.clear()
-        return bool(self._rows)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
