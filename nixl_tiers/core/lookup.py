@@ -187,7 +187,7 @@ class Chains:
     def _place_in_queue(self, number: int, queued: bool) -> int:
         """Behind which rows of all that this tier ever queued the request's last one is; not `queued`: under way."""
         tier = self._state.tiers[number]
-        return tier.queued - (0 if queued else len(tier.to_load))
+        return tier.queued - (0 if queued else tier.rows_to_load)
 
     def _ask(self, request: Request, decision: Decision, now: float) -> bool:
         """Promote what the request is going to load, as far as it is not in host memory; whether it has to wait. What

@@ -319,7 +319,7 @@ class TierManager:
                 tier.state is not TierState.DOWN,
                 tier.circuit,
                 tier.quarantined,
-                queued_loads=len(tier.to_load),
+                queued_loads=tier.rows_to_load,
                 queued_stores=len(tier.to_store) + len(tier.waiting_for_seal),
                 loading=tier.rows_loading,
                 storing=tier.rows_storing,

@@ -106,7 +106,7 @@ class PrefetchQueue:
     def find_no_room(self, request: Request, key: Key) -> None:
         """The host has no room for a row that was queued for a request in line. The next steps try again from there, as
         without this row those behind it are worth nothing. A prefetch goes on without it."""
-        request.withdraw(key)
+        request.withdraw((key,))
         place = self._of[request.name]
         if (at := place.queued.pop(key, None)) is None or place.prefetch:
             return
@@ -131,9 +131,9 @@ class PrefetchQueue:
     def feed(self, now: float) -> list[Tier]:
         """Queue what may be promoted now for the requests that are next, as much as the slice has room for, and again
         what has not come. Returns the tiers that it comes from."""
-        queued = [len(tier.to_load) for tier in self._state.tiers]
+        queued = [tier.rows_to_load for tier in self._state.tiers]
         self._feed(now)
-        return [tier for tier, before in zip(self._state.tiers, queued, strict=True) if len(tier.to_load) > before]
+        return [tier for tier, before in zip(self._state.tiers, queued, strict=True) if tier.rows_to_load > before]
 
     def give_way(self, count: int) -> bool:
         """A request whose turn has come finds the host full: the last in line unpin `count` rows or more, as far as
@@ -272,7 +272,7 @@ class PrefetchQueue:
         """Whether one row more keeps a request whose turn comes now waiting no longer than about `ahead_s`."""
         bytes_per_s = sum(member.throughput[Direction.LOAD].bytes_per_s for member in tier.members)
         ahead = int(bytes_per_s * self._state.limits.ahead_s) // self._state.row_bytes
-        return len(tier.to_load) + tier.rows_loading < min(self._state.window(tier, Direction.LOAD), max(1, ahead))
+        return tier.rows_to_load + tier.rows_loading < min(self._state.window(tier, Direction.LOAD), max(1, ahead))
 
     def _last_gives(self, before: QueuedPrefetch | None) -> int:
         """The last that holds rows, if it comes after `before`, unpins them, and gets no others: how many."""

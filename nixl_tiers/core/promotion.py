@@ -19,7 +19,7 @@ from nixl_tiers.core.stats import Savings
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import TierState
 
-PINS_PER_ROW: Final = 8  # that are released in the time that other work on one row takes
+PINS_PER_ROW: Final = 8  # that are released, or withdrawn, in the time that other work on one row takes
 EXPIRE_EVERY_S: Final = 1.0
 MAX_ARRIVED: Final = 1024  # rows that have come for one request; for more, it looks all of them up again
 
@@ -57,7 +57,7 @@ class Promotion:
                 request.waited.lowest = max(request.waited.lowest, tier.number)
                 return True
             self._note_refused(tier, key)
-        request.withdraw(key)
+        request.withdraw((key,))
         request.forget_dead((key,))
         return False
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core.existence import ExistenceChecks
-from nixl_tiers.core.promotion import Promotion
+from nixl_tiers.core.promotion import PINS_PER_ROW, Promotion
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.state import CascadeState, within_quotas
@@ -17,7 +17,7 @@ from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction, Job, PlannedMove
 from nixl_tiers.core.writeback import WriteBack
 
-FRONT: Final = 64  # keys of a queue that are looked at for whose they are
+FRONT: Final = 64  # rows of a queue, or their requests, that are looked at before others are
 
 
 class PromotionJobs:
@@ -110,8 +110,8 @@ class PromotionJobs:
             self._loading_for[row.order] = requests
             for request in requests:
                 request.begin_load(row)
-        tier.to_load.extendleft(reversed(put_off))
-        return self._state.start_jobs(tier, Direction.LOAD, moves, now, min(len(tier.to_load), most - len(wanted)))
+        tier.put_back(put_off)
+        return self._state.start_jobs(tier, Direction.LOAD, moves, now, min(tier.rows_to_load, most - len(wanted)))
 
     def load_unasked(self, tier: Tier, keys: Sequence[Key], now: float) -> list[Job]:
         """A job that loads these rows although no request waits for them; fewer where the host has no room. What host
@@ -157,9 +157,11 @@ class PromotionJobs:
         """Nothing can be loaded from this tier now: its victims stay, and nothing of its queue is asked for any more;
         as much of both as the slice has room for."""
         self._writeback.drop_demotions(tier)
-        while tier.to_load and self._state.take():
-            request, key = tier.to_load.popleft()
-            request.withdraw(key)
+        while tier.to_load:
+            request, keys = next(iter(tier.to_load.items()))
+            if not self._state.take(1 + len(keys) // PINS_PER_ROW):
+                return
+            tier.drop_loads(request)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -180,12 +182,12 @@ class PromotionJobs:
         wanted: dict[Key, list[Request]] = {}
         put_off: list[tuple[Request, Key]] = []
         while tier.to_load and len(wanted) < most and len(put_off) < FRONT and self._state.take():
-            request, key = tier.to_load.popleft()
+            request, key = tier.next_load()
             if not request.wants(key):
                 continue  # it has loaded, expired or ended since it asked
             if request.lost == tier.number:
                 tier.index.forget(key)
-                request.withdraw(key)
+                request.withdraw((key,))
                 continue
             row = self._host.index.get(key)
             if row is None and tier.can_load(key):
@@ -195,14 +197,14 @@ class PromotionJobs:
                     put_off.append((request, key))
                     self._state.slice_left += 1  # nothing that the next turn could do, either
             elif row is None:
-                request.withdraw(key)
+                request.withdraw((key,))
             else:
                 request.begin_load(row)
                 if row.state is RowState.LOADING:
                     self._loading_for.setdefault(row.order, []).append(request)
                 else:
                     request.row_came(row)
-        tier.to_load.extendleft(reversed(put_off))
+        tier.put_back(put_off)
         return wanted
 
     def _within_quotas(self, wanted: dict[Key, list[Request]]) -> dict[Key, list[Request]]:
@@ -282,8 +284,7 @@ class PromotionJobs:
 
     def _serves_looked_up(self, tier: Tier) -> bool:
         """Whether a request at the front of the tier's queue is not in line."""
-        front = (request for request, _ in islice(tier.to_load, FRONT))
-        return any(request.waiting for request in front)
+        return any(request.waiting for request in islice(tier.to_load, FRONT))
 
     def _waits_for_writeback(self, now: float) -> bool:
         """Whether promotions wait for host rows that write-back frees, rather than evict unwritten ones. Only for

@@ -273,15 +273,16 @@ class Request:
         coming = [row for row in self.pinned.values() if row.state is RowState.LOADING and not row.removed]
         return len(self.asked) + len(coming)
 
-    def withdraw(self, key: Key) -> None:
-        """It asks for this row no more: its tier cannot load it now."""
-        self.asked.pop(key, None)
+    def withdraw(self, keys: Iterable[Key]) -> None:
+        """It asks for these rows no more: their tier cannot load them now."""
+        for key in keys:
+            self.asked.pop(key, None)
         self._count()
         self.judge_again()
 
     def refuse(self, key: Key) -> None:
         """The host has no room for a row that it asked for, and will not have any."""
-        self.withdraw(key)
+        self.withdraw((key,))
         self.refused.add(key)
 
     def judge_again(self) -> None:

@@ -107,7 +107,7 @@ class CascadeState:
     def price_of(self, tier: Tier) -> TierPrice:
         """What loads from this tier cost now. While nothing was loaded from it, nothing: it is tried."""
         row_s = tier.loads.s_per_byte * self.row_bytes
-        return TierPrice(tier.loads.latency_s, row_s, len(tier.to_load) + tier.rows_loading)
+        return TierPrice(tier.loads.latency_s, row_s, tier.rows_to_load + tier.rows_loading)
 
     def price_of_copies(self, now: float) -> TierPrice:
         """What rows cost to be copied from host memory to the engine: nothing before a few copies were measured, and

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from operator import attrgetter
 from typing import Final, Literal
 
@@ -43,7 +42,8 @@ class Tier:
     # Key -> tick, first in, first out. Not pinned in host memory; what is dropped is not queued again.
     to_store: OrderedDict[Key, int] = field(default_factory=OrderedDict)
     waiting_for_seal: dict[Key, int] = field(default_factory=dict)  # the same while another tier's mover seals the row
-    to_load: deque[tuple[Request, Key]] = field(default_factory=deque)
+    to_load: OrderedDict[Request, deque[Key]] = field(default_factory=OrderedDict)  # for each, first in, first out
+    rows_to_load: int = 0  # in all of these
     queued: int = 0  # rows that were ever put there
     loaded: int = 0  # rows whose load has ended, however
     burst: Burst | None = None  # the last one
@@ -170,17 +170,39 @@ class Tier:
 
     def queue_load(self, request: Request, key: Key) -> None:
         """Queue a row to be promoted for a request."""
-        self.to_load.append((request, key))
-        self.queued += 1
+        self.queue_loads(request, (key,))
 
     def queue_loads(self, request: Request, keys: Sequence[Key]) -> None:
         """The same of many rows."""
-        self.to_load.extend(zip(repeat(request), keys))
+        self.to_load.setdefault(request, deque()).extend(keys)
+        self.rows_to_load += len(keys)
         self.queued += len(keys)
+
+    def next_load(self) -> tuple[Request, Key]:
+        """Take the first row out of the queue, which is not empty."""
+        request, keys = next(iter(self.to_load.items()))
+        key = keys.popleft()
+        self.rows_to_load -= 1
+        if not keys:
+            del self.to_load[request]
+        return request, key
+
+    def put_back(self, loads: Sequence[tuple[Request, Key]]) -> None:
+        """These, in this order, are the first of the queue again."""
+        for request, key in reversed(loads):
+            self.to_load.setdefault(request, deque()).appendleft(key)
+            self.to_load.move_to_end(request, last=False)
+        self.rows_to_load += len(loads)
+
+    def drop_loads(self, request: Request) -> None:
+        """Nothing that is queued for this request is loaded, nor asked for any more."""
+        keys = self.to_load.pop(request)
+        self.rows_to_load -= len(keys)
+        request.withdraw(keys)
 
     def rows_before(self, queued: int) -> int:
         """How many rows are queued or being loaded of those before the place `queued` of its queue of all times."""
-        return max(0, queued - (self.queued - len(self.to_load) - self.rows_loading))
+        return max(0, queued - (self.queued - self.rows_to_load - self.rows_loading))
 
     def start_load(self, row: Row) -> PlannedMove:
         """Pin a row's own row here and its host row for a load."""
@@ -203,7 +225,8 @@ class Tier:
     def drop_queues(self) -> None:
         """Drop all that is queued for this tier, so that nobody writes its victims below."""
         self.garbage.add(self.to_load, self.to_store, self.waiting_for_seal, self.to_demote, self.staged)
-        self.to_load, self.to_store, self.waiting_for_seal = deque(), OrderedDict(), {}
+        self.to_load, self.rows_to_load = OrderedDict(), 0
+        self.to_store, self.waiting_for_seal = OrderedDict(), {}
         self.to_demote, self.staged = deque(), {}
         self.index.drop_victims()
 

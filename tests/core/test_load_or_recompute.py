@@ -86,7 +86,7 @@ class Engine:
         return scan
 
     def queued(self, tier: int) -> list[Key]:
-        return [key for _, key in self.core.tiers[tier].to_load]
+        return [key for keys in self.core.tiers[tier].to_load.values() for key in keys]
 
     def plan(self) -> list[Job]:
         expire(self.core, self.now)

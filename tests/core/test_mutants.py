@@ -627,7 +627,7 @@ class MeasuresBesideLoads(Measurements):
     """While the tier loads for requests."""
 
     def plan(self, tier: Tier, now: float) -> list[Job]:
-        (queue, tier.to_load), (loading, tier.rows_loading) = (tier.to_load, deque()), (tier.rows_loading, 0)
+        (queue, tier.to_load), (loading, tier.rows_loading) = (tier.to_load, OrderedDict()), (tier.rows_loading, 0)
         try:
             return super().plan(tier, now)
         finally:

@@ -507,6 +507,10 @@ class Simulation:
             self._check_slots(sent)
             self._send(job.mover, sent)
 
+    def _queued_keys(self) -> set[Key]:
+        """Those that are to be loaded."""
+        return {key for tier in self.core.tiers for keys in tier.to_load.values() for key in keys}
+
     def _first(self, tier: int) -> int:
         """The number of the tier's first mover."""
         return self.core.tiers[tier].members[0].number
@@ -1228,7 +1232,7 @@ class Simulation:
                 keys, waits_for = [key, *waits_for], []
                 known = any(key in self.core.host.index for key in keys)
                 known |= any(key in tier.index for tier in self.core.tiers for key in keys)
-                known |= any(queued in keys for tier in self.core.tiers for _, queued in tier.to_load)
+                known |= not self._queued_keys().isdisjoint(keys)
                 known |= prompt.scan is Scan.EACH and (self._listing() or self._is_asked(name))
                 known |= self.core.events.unfinished
                 require(known or self._may_be_checked(since), "a request waits too long for a check")
@@ -1280,7 +1284,7 @@ class Simulation:
         require(self.now <= since + self.limits.wait_s, "a request waits past its deadline")
         known = any(key in self.core.host.index for key in keys)
         known |= any(key in tier.index for tier in self.core.tiers for key in keys)
-        known |= any(queued in keys for tier in self.core.tiers for _, queued in tier.to_load)
+        known |= not self._queued_keys().isdisjoint(keys)
         known |= self.core.events.unfinished
         require(known or self._may_be_checked(since), "a request waits too long for a check")
 

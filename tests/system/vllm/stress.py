@@ -95,9 +95,9 @@ def count_promotions_at_arrival(store: TieredStore) -> Counter[str]:
     advance = line._advance
 
     def counted(place: Any, now: float) -> bool:
-        queued = sum(len(tier.to_load) for tier in line._state.tiers)
+        queued = sum(tier.rows_to_load for tier in line._state.tiers)
         advanced: bool = advance(place, now)
-        counts["rows"] += sum(len(tier.to_load) for tier in line._state.tiers) - queued
+        counts["rows"] += sum(tier.rows_to_load for tier in line._state.tiers) - queued
         return advanced
 
     line._advance = counted  # type: ignore[method-assign]
