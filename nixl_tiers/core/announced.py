@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.host import HostTier
-from nixl_tiers.core.rows import RowState
+from nixl_tiers.core.rows import READY
 from nixl_tiers.core.tier import Tier
 
 KEYS_A_HOLD: Final = 256  # that are looked at in one hold of the lock
@@ -118,7 +118,7 @@ class Announced:
 
     def _tiers_of(self, key: Key) -> int:
         row = self._host.index.get(key)
-        found = _HOST if row is not None and row.state is RowState.READY else 0
+        found = _HOST if row is not None and row.state is READY else 0
         for bit, tier in self._tiers:
             if tier.index.rows.is_stored(key):
                 found |= bit

@@ -12,12 +12,10 @@ from typing import Final, NamedTuple
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.pricing import HOST
 from nixl_tiers.core.requests import Request
-from nixl_tiers.core.rows import Row, RowState
+from nixl_tiers.core.rows import LOADING, READY, Row
 from nixl_tiers.core.state import CascadeState
 
 BATCH: Final = 1024
-_READY: Final = RowState.READY
-_LOADING: Final = RowState.LOADING
 
 
 class Group(NamedTuple):
@@ -125,11 +123,11 @@ class RowFinder:
         for place, row in enumerate(rows, begin):
             if row is None:
                 absent.append(place)
-            elif row.state is _READY:
+            elif row.state is READY:
                 if row.missing > first:
                     stop = place
                     break
-            elif row.state is _LOADING and not row.mover_refs:
+            elif row.state is LOADING and not row.mover_refs:
                 self._host.invalidate(row)  # an error has ended its load
                 rows[place - begin] = None
                 absent.append(place)
@@ -143,7 +141,7 @@ class RowFinder:
         for place, row in coming:
             if place < stop:
                 found.coming.append(place)
-                if row.state is _LOADING:
+                if row.state is LOADING:
                     found.loading.setdefault(self._numbers[row.source], []).append(place)
         for tier, some in stored.items():
             if some := below(some, stop):

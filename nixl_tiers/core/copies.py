@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.promotion import Promotion, RequestIndex
-from nixl_tiers.core.requests import Request, RequestState
-from nixl_tiers.core.rows import CPU, Generation, Row, RowState
+from nixl_tiers.core.requests import FAILED, Request
+from nixl_tiers.core.rows import CPU, FILLING, READY, Generation, Row
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Load, Savings
 from nixl_tiers.core.writeback import WriteBack
-
-_READY: Final = RowState.READY  # members of an enum are found by a slow attribute look-up before Python 3.12
-
 
 Judge = Callable[[Sequence[Row]], tuple[Collection[Key], Collection[Key]]]
 """Says of rows that nobody writes any more which keys' hold nothing usable, and which lack their first sub-blocks, so
@@ -97,7 +94,7 @@ class Copies:
         load = None if end is None else Load(max(0, end - sum(tokens)), end, now)
         tick = self._state.tick_of(request)
         rows = [self._host.index[key] for key in keys]
-        assert {row.state for row in rows} <= {_READY}, "load of a row that is not ready"
+        assert {row.state for row in rows} <= {READY}, "load of a row that is not ready"
         pinned = list(keys)
         self._host.generation.table.pin_many(pinned)
         self._reference(rows, name, call)
@@ -184,7 +181,7 @@ class Copies:
         room = self._state.make_room(len(fresh), request.wishes.tenant)
         self._store_seq += 1
         plan = StorePlan(fresh[:room], [], self._store_seq)
-        rows = [self._host.insert(key, RowState.FILLING, tick, request.wishes.tenant) for key in plan.keys]
+        rows = [self._host.insert(key, FILLING, tick, request.wishes.tenant) for key in plan.keys]
         self._reference(rows, name, call)
         for row in rows:
             row.host_only = request.wishes.host_only
@@ -203,7 +200,7 @@ class Copies:
             if row.key in dropped:
                 self._host.invalidate(row)
         filled = self._filled(kept, *bad)
-        for generation in dict.fromkeys(row.generation for row in rows if row.key in dropped or row.state is _READY):
+        for generation in dict.fromkeys(row.generation for row in rows if row.key in dropped or row.state is READY):
             self._flushed_before(generation)
         self._write_on(filled)
 
@@ -211,15 +208,15 @@ class Copies:
         """A call has ended, well or not: it neither reads nor writes any row from now on, and its request is finished.
         Does nothing else for a call without rows."""
         rows = self._calls.get(name, ())
-        written = [row for row in rows if row.state is RowState.FILLING and not row.invalidated]
+        written = [row for row in rows if row.state is FILLING and not row.invalidated]
         bad = judge(written)
         self._calls.pop(name, None)
-        self._host.unpin([row for row in rows if row.state is _READY])
+        self._host.unpin([row for row in rows if row.state is READY])
         for row in rows:
             row.call_refs -= 1
             if row.invalidated:
                 self._host.reclaim(row)
-            elif row.state is not RowState.FILLING:
+            elif row.state is not FILLING:
                 row.source = CPU
                 self._host.counters.bytes_read += self._state.row_bytes
         self._write_on(self._filled(written, *bad))
@@ -230,13 +227,13 @@ class Copies:
     def _being_filled(self, keys: Iterable[Key]) -> list[Row]:
         """The rows of `keys` that workers fill now, in prefix order."""
         rows = (self._host.index.get(key) for key in keys)
-        filling = (r for r in rows if r is not None and r.worker_refs and r.state is RowState.FILLING)
+        filling = (r for r in rows if r is not None and r.worker_refs and r.state is FILLING)
         return sorted(filling, key=lambda r: r.order)
 
     def _load_failed(self, name: str, rows: Sequence[Row], now: float) -> None:
         if (request := self._requests.by_name.get(name)) is not None:
             self._promotion.release(request)
-            request.become(RequestState.FAILED)
+            request.become(FAILED)
         for row in rows:
             self._host.counters.failed_loads += 1
             if not row.worker_refs:  # else another load reads it too, and has its own end

@@ -12,7 +12,7 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.host import HostTier
 from nixl_tiers.core.member import Member
 from nixl_tiers.core.promotion_jobs import PromotionJobs
-from nixl_tiers.core.rows import Row, RowState
+from nixl_tiers.core.rows import READY, Row
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.tier_rows import Found
@@ -273,7 +273,7 @@ def row_to_store(tier: Tier, host: HostTier) -> Row | None:
         return None
     found: Row | None = None
     for key, row in islice(reversed(host.index.items()), MAX_SAMPLED):
-        ready = row.state is RowState.READY and not row.sealing and not row.host_only
+        ready = row.state is READY and not row.sealing and not row.host_only
         if ready and (row.sealed or found is None) and key not in tier.index and not tier.index.is_aside(key):
             if row.sealed:
                 return row

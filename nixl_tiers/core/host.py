@@ -10,12 +10,11 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
-from nixl_tiers.core.rows import CPU, Generation, Row, RowState
+from nixl_tiers.core.rows import CPU, FILLING, LOADING, READY, Generation, Row, RowState
 from nixl_tiers.core.slots import Slots
 from nixl_tiers.core.stats import HOST, Counters, EvictionHistory, Gone, tag_of
 from nixl_tiers.core.tier_rows import NO_ID, Found, TierRows, room_for_victims
 
-_READY: Final = RowState.READY  # members of an enum are found by a slow attribute look-up before Python 3.12
 _EVICTED: Final = tag_of(HOST, Gone.EVICTED)
 MAX_JUDGED: Final = 256  # rows from before a reset that are judged beyond what is needed
 
@@ -175,7 +174,7 @@ class HostTier:
         """A free row for `key`; call make_room first, and make_quota_room."""
         index = self._slots.allocate()
         assert index is not None, "insert without room"
-        added = self.generation.table.add(key, index, tick, state is _READY, tenant)
+        added = self.generation.table.add(key, index, tick, state is READY, tenant)
         assert added != NO_ID, "a key is inserted twice"
         self._inserted += 1
         row = self.index[key] = Row(key, index, self._inserted, state, self.generation)
@@ -185,7 +184,7 @@ class HostTier:
     def ready(self, rows: Sequence[Row]) -> None:
         """Rows that a look-up finds are complete: hits, and they may be evicted once nothing pins them."""
         for row in rows:
-            row.state = _READY
+            row.state = READY
         self.generation.table.stored_many([row.key for row in rows])
 
     def in_slices(self, count: int) -> Iterator[list[Row]]:
@@ -202,7 +201,7 @@ class HostTier:
         """A row that no look-up finds; `reclaim` frees it. Call make_room first."""
         index = self._slots.allocate()
         assert index is not None, "allocate_scratch without room"
-        return Row(key, index, order=0, state=RowState.LOADING, generation=self.generation, removed=True)
+        return Row(key, index, order=0, state=LOADING, generation=self.generation, removed=True)
 
     def touch(self, rows: Iterable[Row], tick: int) -> None:
         """These rows, which a look-up finds, were used, in prefix order. Those that are being evicted stay."""
@@ -282,7 +281,7 @@ class HostTier:
         rows = list(islice(self._unflushed.values(), most))
         for row in rows:
             self._unflushed.move_to_end(row.index)
-        return [row for row in rows if row.state is RowState.FILLING]
+        return [row for row in rows if row.state is FILLING]
 
     def release_unflushed(self, rows: Iterable[Row]) -> None:
         """Workers have turned out to be done with these."""

@@ -8,7 +8,7 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.requests import Request
-from nixl_tiers.core.rows import Row, RowState
+from nixl_tiers.core.rows import LOADING, READY, Row
 from nixl_tiers.core.state import CascadeState
 
 
@@ -47,7 +47,7 @@ class KeyLookups:
         if waits:
             request.scan_anew()
         row = self._host.index.get(key)
-        if row is not None and row.state is RowState.READY:
+        if row is not None and row.state is READY:
             if row.missing > first:
                 return Lookup.MISS
             hits.append(row)
@@ -58,7 +58,7 @@ class KeyLookups:
             return Lookup.HIT
         if request.scan.stopped or self._promotion.has_expired(request, now):
             return Lookup.MISS
-        if row is not None and row.state is RowState.LOADING and not row.mover_refs:
+        if row is not None and row.state is LOADING and not row.mover_refs:
             self._host.invalidate(row)  # an error has ended its load
             row = None
         if (

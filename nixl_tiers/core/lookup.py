@@ -17,13 +17,12 @@ from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.measurements import Measurements
 from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.requests import Request, Wait
-from nixl_tiers.core.rows import RowState
+from nixl_tiers.core.rows import READY
 from nixl_tiers.core.state import CascadeState
 
 UNPRICED: Final = float("inf")
 IDLE_SHARE: Final = 0.125  # a wait is judged again when so much of what it may still last is over,
 MOST_IDLE_S: Final = 0.05  # or after so long, as what it is judged by may have changed
-_READY: Final = RowState.READY
 
 
 class Scan(NamedTuple):
@@ -71,7 +70,7 @@ class Chains:
         if request.hit_end < start + tokens or request.generation is not self._host.generation:
             return False
         row = self._host.index.get(keys[start // tokens])
-        return row is not None and row.state is _READY and row.worker_refs > 0
+        return row is not None and row.state is READY and row.worker_refs > 0
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -140,7 +139,7 @@ class Chains:
             return False
         place, last = request.missing[-1]
         row = self._host.index.get(last)
-        return (place or 0) > start and (row.state is not _READY if row is not None else last in request.asked)
+        return (place or 0) > start and (row.state is not READY if row is not None else last in request.asked)
 
     def _prices(self, found: list[ChainRows], end: int, now: float) -> Prices:
         """Of all tiers now. The chain's own rows that are being loaded are counted with the others of the chain."""
@@ -223,7 +222,7 @@ class Chains:
         for place in range(found.stop, limit // group.chunk_tokens):
             key = group.keys[place]
             row = self._host.index.get(key)
-            if (row is not None and row.state is _READY) or self._promotion.has_expired(request, now):
+            if (row is not None and row.state is READY) or self._promotion.has_expired(request, now):
                 break
             if not (
                 self._promotion.enqueue(key, request)  # a circuit that is open: noted there

@@ -33,9 +33,9 @@ from nixl_tiers.core.prefetch_queue import Rank
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.promotion_jobs import PromotionJobs
-from nixl_tiers.core.requests import NO_WISHES, RequestState, RequestWishes
+from nixl_tiers.core.requests import FAILED, NO_WISHES, RUNNING, RequestWishes
 from nixl_tiers.core.retention import Retention
-from nixl_tiers.core.rows import CPU, Row, RowState
+from nixl_tiers.core.rows import CPU, READY, Row
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import EvictionHistory, Savings, TierStats
 from nixl_tiers.core.tier import Tier
@@ -168,7 +168,7 @@ class TierManager:
         if known is not None and self._chains.shares(known, chain, start):
             return Scan(True, chain.end)
         request = self._requests.looked_up(name, now)
-        if request.state is RequestState.FAILED:
+        if request.state is FAILED:
             return Scan(False, start)
         return self._chains.scan(request, chain, start, first, now)
 
@@ -185,7 +185,7 @@ class TierManager:
         """Which of `keys`, whose ends are at these tokens of the request, are hits for it? O(1) a key. PENDING is
         answered within the request's deadline. `check`: whether the existence of unknown keys may be checked."""
         request = self._requests.looked_up(name, now)
-        if request.state is RequestState.FAILED:
+        if request.state is FAILED:
             return [Lookup.MISS] * len(keys)
         look_up = self._keys.lookup
         places, hits = zip(keys, positions, strict=False), list[Row]()
@@ -219,7 +219,7 @@ class TierManager:
             if request.waiting or request.gave_up:  # it loads nothing: or the engine's own cache has what it waited for
                 self._promotion.observe_wait(request, loaded=False)
                 self._promotion.release(request)
-            request.become(RequestState.RUNNING)
+            request.become(RUNNING)
         for name in sorted(preempted):  # a set, in vLLM
             if (request := self._requests.by_name.get(name)) is not None:
                 self._promotion.observe_wait(request, loaded=False)  # a later one begins anew
@@ -336,6 +336,6 @@ class TierManager:
 
     def _where(self, key: Key) -> str | None:
         row = self.host.index.get(key)
-        if row is not None and row.state is RowState.READY:
+        if row is not None and row.state is READY:
             return CPU
         return next((tier.spec.name for tier in self.tiers if tier.can_load(key)), None)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.requests import Request, RequestState
+from nixl_tiers.core.requests import FAILED, Request
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import HOST, Gone, tier_and_reason
 from nixl_tiers.core.types import TierState
@@ -76,13 +76,13 @@ class Misses:
                 reason = reason or (tier.number, "missed_excluded")
             elif not (member := tier.member_of(key)).readable:
                 reason = (tier.number, "missed_down" if member.state is TierState.DOWN else "missed_open")
-            elif request.state is RequestState.FAILED or tier.index.is_aside(key):
+            elif request.state is FAILED or tier.index.is_aside(key):
                 reason = (tier.number, "missed_failed")
             elif key in request.refused:
                 return HOST, "missed_no_room"
             elif tier.index.rows.is_stored(key):
                 return None
-        return (HOST, "missed_failed") if reason is None and request.state is RequestState.FAILED else reason
+        return (HOST, "missed_failed") if reason is None and request.state is FAILED else reason
 
 
 def _of_tag(tag: int) -> Reason:

@@ -17,8 +17,8 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.existence import ExistenceChecks
-from nixl_tiers.core.requests import Request, RequestState, RequestWishes
-from nixl_tiers.core.rows import RowState
+from nixl_tiers.core.requests import OPEN, QUEUED, Request, RequestWishes
+from nixl_tiers.core.rows import LOADING
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction
@@ -88,7 +88,7 @@ class PrefetchQueue:
         """A new request waits for its turn; the lower its `rank`, the sooner that comes. Nobody may change `keys`."""
         self._joined += 1
         place = self._of[request.name] = QueuedPrefetch(request, keys, rank, self._joined, self._host.step)
-        request.become(RequestState.QUEUED)
+        request.become(QUEUED)
         insort(self._places, place)
 
     def prefetch(self, keys: Sequence[Key], tenant: int = 0) -> None:
@@ -125,7 +125,7 @@ class PrefetchQueue:
     def clear(self) -> None:
         """After a reset there is nothing to promote, and what was pinned ends with its generation."""
         for place in self._places:
-            place.request.become(RequestState.OPEN)
+            place.request.become(OPEN)
         self._places, self._holding, self._of = [], [], {}
 
     def feed(self, now: float) -> list[Tier]:
@@ -183,7 +183,7 @@ class PrefetchQueue:
         while place.arrived < min(place.at, len(place.keys)):
             key = place.keys[place.arrived]
             row = request.pinned.get(key)
-            if key in request.asked or (row is not None and row.state is RowState.LOADING and not row.removed):
+            if key in request.asked or (row is not None and row.state is LOADING and not row.removed):
                 return
             if key in place.queued and (row is None or row.removed):
                 self._go_back(place)

@@ -12,8 +12,8 @@ from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.host import HostTier
 from nixl_tiers.core.prefetch_queue import PrefetchQueue
-from nixl_tiers.core.requests import NO_WISHES, Request, RequestState, RequestWishes
-from nixl_tiers.core.rows import RowState
+from nixl_tiers.core.requests import GAVE_UP, NO_WISHES, OPEN, RUNNING, WAITING, Request, RequestWishes
+from nixl_tiers.core.rows import LOADING, READY
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Savings
 from nixl_tiers.core.tier import Tier
@@ -73,7 +73,7 @@ class Promotion:
         if request.waited.since_s is None:
             request.waited.since_s = now
         if not request.waiting:
-            request.become(RequestState.WAITING)
+            request.become(WAITING)
             self._waiting[request.name] = request
             for row in request.scan.hits:
                 if not row.invalidated:
@@ -106,7 +106,7 @@ class Promotion:
         for _ in range(min(len(request.missing), MAX_ARRIVED)):
             place, key = request.missing[0]
             row = self._host.index.get(key)
-            if row is not None and row.state is RowState.READY:
+            if row is not None and row.state is READY:
                 if row.missing > first:
                     return False
                 request.pin(row)
@@ -162,7 +162,7 @@ class Promotion:
         for request in [r for r in self._waiting.values() if r.deadline_s is None or r.deadline_s < limit]:
             if not self._state.take(1 + len(request.pinned) // PINS_PER_ROW):
                 return
-            request.become(RequestState.GAVE_UP)
+            request.become(GAVE_UP)
             self.release(request)
         self._look_again_s = now + EXPIRE_EVERY_S
 
@@ -175,13 +175,13 @@ class Promotion:
 
     def _end_wait(self, request: Request) -> None:
         """It keeps what has come, and gets nothing more."""
-        request.become(RequestState.GAVE_UP)
+        request.become(GAVE_UP)
         self._count_late(request)
 
     def _count_late(self, request: Request) -> None:
         """What the request waited for has not come in time."""
         rows = self._host.index
-        late = [key for _, key in request.missing if (row := rows.get(key)) is None or row.state is not RowState.READY]
+        late = [key for _, key in request.missing if (row := rows.get(key)) is None or row.state is not READY]
         for tier in self._state.tiers:
             here = tier.index.has_many(late) if late else []
             tier.counters.missed_late += sum(here)
@@ -190,11 +190,7 @@ class Promotion:
     def _blame_slow_tiers(self, request: Request, now: float) -> None:
         """A request has expired: a failure for the breaker of each tier that it waited for, even if none of that tier's
         jobs is late."""
-        loading = [
-            (key, row.source)
-            for key, row in request.pinned.items()
-            if row.state is RowState.LOADING and not row.removed
-        ]
+        loading = [(key, row.source) for key, row in request.pinned.items() if row.state is LOADING and not row.removed]
         queued = request.asked and not self.host_full  # then it waited for room, and not for a tier
         for tier in self._state.tiers:
             keys = [key for key, source in loading if source == tier.spec.name]
@@ -235,8 +231,8 @@ class RequestIndex:
         request = self.get(name)
         if request.queued:
             self._promotion.first_looked_up(request, now)
-        elif request.state is RequestState.RUNNING:
-            request.become(RequestState.OPEN)
+        elif request.state is RUNNING:
+            request.become(OPEN)
         if not request.gave_up:
             request.waited.seen_s = now
         return request
@@ -251,5 +247,5 @@ class RequestIndex:
             if request.queued:
                 self._promotion.prefetch_queue.leave(request)
             self._promotion.observe_wait(request, loaded=False)
-            request.become(RequestState.GAVE_UP)
+            request.become(GAVE_UP)
             self._promotion.release(request)

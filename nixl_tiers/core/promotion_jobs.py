@@ -10,7 +10,7 @@ from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.promotion import PINS_PER_ROW, Promotion
 from nixl_tiers.core.requests import Request
-from nixl_tiers.core.rows import Row, RowState
+from nixl_tiers.core.rows import LOADING, Row
 from nixl_tiers.core.state import CascadeState, within_quotas
 from nixl_tiers.core.stats import Gone, tag_of
 from nixl_tiers.core.tier import Tier
@@ -104,7 +104,7 @@ class PromotionJobs:
                 put_off += self._without_room(key, requests)
                 continue
             first = requests[0]
-            row = self._host.insert(key, RowState.LOADING, self._state.tick_of(first), first.wishes.tenant)
+            row = self._host.insert(key, LOADING, self._state.tick_of(first), first.wishes.tenant)
             row.source = tier.spec.name
             moves.append(tier.start_load(row))
             self._loading_for[row.order] = requests
@@ -128,7 +128,7 @@ class PromotionJobs:
             if key in self._host.index or self._host.quotas:
                 row = self._host.allocate_scratch(key)
             else:
-                row = self._host.insert(key, RowState.LOADING, 0)
+                row = self._host.insert(key, LOADING, 0)
                 row.source = tier.spec.name
                 self._loading_for[row.order] = []
             moves.append(tier.start_load(row))
@@ -200,7 +200,7 @@ class PromotionJobs:
                 request.withdraw((key,))
             else:
                 request.begin_load(row)
-                if row.state is RowState.LOADING:
+                if row.state is LOADING:
                     self._loading_for.setdefault(row.order, []).append(request)
                 else:
                     request.row_came(row)

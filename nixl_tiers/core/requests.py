@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.rows import Generation, Row, RowState
+from nixl_tiers.core.rows import LOADING, Generation, Row
 
 NEVER: Final = float("-inf")
 
@@ -60,14 +60,14 @@ class RequestState(Enum):
 
 
 # Members of an enum are found by a slow attribute look-up before Python 3.12.
-_QUEUED, _OPEN, _WAITING, _GAVE_UP, _RUNNING, _FAILED = RequestState
+QUEUED, OPEN, WAITING, GAVE_UP, RUNNING, FAILED = RequestState
 _NEXT: Final = {
-    _QUEUED: {_OPEN, _WAITING},
-    _OPEN: {*RequestState} - {_OPEN},
-    _WAITING: {*RequestState} - {_WAITING, _QUEUED},
-    _GAVE_UP: {_OPEN, _RUNNING, _FAILED},
-    _RUNNING: {_OPEN, _GAVE_UP, _FAILED},
-    _FAILED: set[RequestState](),
+    QUEUED: {OPEN, WAITING},
+    OPEN: {*RequestState} - {OPEN},
+    WAITING: {*RequestState} - {WAITING, QUEUED},
+    GAVE_UP: {OPEN, RUNNING, FAILED},
+    RUNNING: {OPEN, GAVE_UP, FAILED},
+    FAILED: set[RequestState](),
 }
 
 
@@ -129,7 +129,7 @@ class Request:
         self.name = name
         self.generation = generation
         self.wishes = wishes
-        self.state = _OPEN
+        self.state = OPEN
         self.tick = 0 if wishes.evict_first else None
         # One deadline for all that it waits for: armed at its first PENDING, and again only after a load was prepared.
         self.deadline_s: float | None = None
@@ -156,46 +156,50 @@ class Request:
 
     @property
     def waiting(self) -> bool:
-        return self.state is _WAITING
+        return self.state is WAITING
 
     @property
     def gave_up(self) -> bool:
-        return self.state is _GAVE_UP
+        return self.state is GAVE_UP
 
     @property
     def queued(self) -> bool:
-        return self.state is _QUEUED
+        return self.state is QUEUED
 
     # --- states ------------------------------------------------------------------------------------------------
 
     def become(self, state: RequestState) -> None:
         """It is in this state from now on; a request that has FAILED stays so."""
-        if state is self.state or self.state is _FAILED:
+        if state is self.state or self.state is FAILED:
             return
         assert state in _NEXT[self.state], f"a request that is {self.state.value} is to be {state.value}"
-        self.generation.waiting += (state is _WAITING) - self.waiting
-        self.state = state
-        self._count()
+        waits = state is WAITING
+        if waits or self.waiting:
+            self.generation.waiting += 1 if waits else -1
+            self.state = state
+            self._count()
+        else:
+            self.state = state
 
     def leave_line(self) -> None:
         """Its turn has come, or it has ended: it waits for what it has asked for meanwhile."""
-        self.become(_WAITING if self.asked or self.pinned else _OPEN)
+        self.become(WAITING if self.asked or self.pinned else OPEN)
 
     def run(self) -> None:
         """Its load is prepared: if it comes back after a preemption, it may wait again."""
-        self.become(_RUNNING)
+        self.become(RUNNING)
         self._weigh_anew()
 
     def preempt(self) -> None:
         """It lost what it had computed, and comes back."""
-        self.become(_OPEN)
+        self.become(OPEN)
         self._weigh_anew()
 
     def belongs_to(self, generation: Generation) -> None:
         """If there was a reset since its last use, it waits for nothing, and no row of before needs to be unpinned."""
         if self.generation is not generation:
             if self.waiting:
-                self.state = _OPEN
+                self.state = OPEN
             self.generation = generation
             self.chosen = self.wait = self.lost = None
             self.hit_end = 0
@@ -206,13 +210,15 @@ class Request:
     def release(self) -> None:
         """It waits no longer: unpin its rows, forget what it asked for."""
         if self.waiting:
-            self.become(_OPEN)
+            self.become(OPEN)
         self.lost = None
         if self.pinned:
             self.generation.unpin(self.pinned.values())
-        for collection in (self.pinned, self.scan.hits, self.asked, self.refused):
-            collection.clear()
-        self._count()
+        if self.pinned or self.asked or self.refused:
+            for collection in (self.pinned, self.asked, self.refused):
+                collection.clear()
+            self._count()
+        self.scan.hits.clear()
 
     # --- scans -------------------------------------------------------------------------------------------------
 
@@ -270,7 +276,7 @@ class Request:
     @property
     def rows_to_come(self) -> int:
         """For how many rows it waits that are queued or loaded for it."""
-        coming = [row for row in self.pinned.values() if row.state is RowState.LOADING and not row.removed]
+        coming = [row for row in self.pinned.values() if row.state is LOADING and not row.removed]
         return len(self.asked) + len(coming)
 
     def withdraw(self, keys: Iterable[Key]) -> None:

@@ -20,6 +20,9 @@ class RowState(IntEnum):
     READY = 2
 
 
+FILLING, LOADING, READY = RowState  # members of an enum are found by a slow attribute look-up before Python 3.12
+
+
 class Generation:
     """The rows that were inserted between two resets: it ends for all of them at once.
 

@@ -16,7 +16,7 @@ from nixl_tiers.core.member import Member
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import FREE, TierPrice, TransferEstimate
 from nixl_tiers.core.requests import Request
-from nixl_tiers.core.rows import Row, RowState
+from nixl_tiers.core.rows import LOADING, Row
 from nixl_tiers.core.stats import Counters, EvictionHistory, Samples
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Burst, Direction, Job, PlannedMove, TierState
@@ -305,7 +305,7 @@ class CascadeState:
                 tier.ending_moves.append(move)
                 continue
             self.last_job_id += 1
-            direction = Direction.LOAD if move.row.state is RowState.LOADING else Direction.STORE
+            direction = Direction.LOAD if move.row.state is LOADING else Direction.STORE
             jobs.append(Job(self.last_job_id, tier.number, member.number, direction, [move], 0, now, now, now))
         return jobs
 

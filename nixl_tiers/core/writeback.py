@@ -10,7 +10,7 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.rows import CPU, Row, RowState
+from nixl_tiers.core.rows import CPU, LOADING, READY, Row
 from nixl_tiers.core.state import CascadeState, within_quotas
 from nixl_tiers.core.store_throttle import StoreThrottle
 from nixl_tiers.core.tier import Tier
@@ -18,7 +18,6 @@ from nixl_tiers.core.tier_rows import NO_ID, Found
 from nixl_tiers.core.types import Direction, Job, PlannedMove, TierState
 
 MAX_VICTIMS_PER_PASS: Final = 256
-_READY: Final = RowState.READY  # members of an enum are found by a slow attribute look-up before Python 3.12
 CLEAN_AGAIN_S: Final = 0.05  # others are selected so long after victims of which none could be written
 
 
@@ -50,7 +49,7 @@ class WriteBack:
     def allow(self, row: Row) -> None:
         """A request that stores to all tiers uses this host-only row: from now on it is written like any other."""
         row.host_only = False
-        if row.state is RowState.READY:
+        if row.state is READY:
             self.write_through((row,), self._state.tiers)
 
     def demote(self, rows: Iterable[Row]) -> None:
@@ -60,7 +59,7 @@ class WriteBack:
         target = self._state.below_host
         if target is not None and target.writable:
             for row in rows:
-                is_here = row.state is RowState.READY and self._host.index.get(row.key) is row
+                is_here = row.state is READY and self._host.index.get(row.key) is row
                 if is_here and not row.host_only and row.key not in target.index:
                     target.to_store.setdefault(row.key, row.tick)
         self._state.turn_due = True
@@ -126,7 +125,7 @@ class WriteBack:
             row = self._host.index.get(key)
             if key in tier.index:
                 self._finish_eviction_above(tier, key, written=True)
-            elif row is None or row.state is not _READY or row.host_only:
+            elif row is None or row.state is not READY or row.host_only:
                 tier.counters.dropped_slow += 1
                 self._give_up(tier, key)
             elif aside and tier.index.is_aside(key):
@@ -209,7 +208,7 @@ class WriteBack:
             if not self._state.make_quota_room(tenant, 1):
                 tier.index.cancel_eviction(key, self._state.tick)
                 continue
-            row = self._host.insert(key, RowState.LOADING, 0, tenant)  # tick 0: the next victim again
+            row = self._host.insert(key, LOADING, 0, tenant)  # tick 0: the next victim again
             row.source = tier.spec.name
             moves.append(tier.start_load(row))
             self._host.generation.table.pin(key)
@@ -332,7 +331,7 @@ class WriteBack:
         row = self._host.index.get(key)
         if key in target.index:
             source.index.finish_eviction(key, self._state.tick)
-        elif row is not None and row.state is RowState.READY:
+        elif row is not None and row.state is READY:
             row.host_only = False  # a storage tier has it from elsewhere
             target.to_store[key] = row.tick
         else:
@@ -367,7 +366,7 @@ class WriteBack:
         row = tier.staged.pop(key, None)
         if row is not None:
             self._host.unpin((row,))
-            if row.state is RowState.READY:
+            if row.state is READY:
                 row.source = CPU  # no request asked for it
             unused = not (row.tick or row.invalidated)
             if written and unused and self._state.below_host is not None:  # the host would write it to `tier` again
