@@ -66,6 +66,8 @@ class Decision(NamedTuple):
 
 def decide(look: Look, prices: Prices | None) -> Decision:
     """`prices`: None if there is nothing to weigh, or that was done before: all that is known is loaded."""
+    if prices is None and look.known <= look.start:  # most prompts that nobody has sent before
+        return Decision(look.start, 0.0, [], [], {}, [], {})
     end, wait_s, declined = max(look.start, look.known), 0.0, list[tuple[int, list[Key]]]()
     if prices is not None:
         end, wait_s = _choose(look, prices)
@@ -101,6 +103,8 @@ def decide(look: Look, prices: Prices | None) -> Decision:
 
 def ready_end(look: Look, end: int) -> int:
     """Up to which token of those before `end` all rows are in host memory."""
+    if end <= look.start:
+        return look.start
     for each in look.found:
         if (place := each.first_unready) < each.stop:
             end = min(end, place * each.group.chunk_tokens)

@@ -88,7 +88,8 @@ class Chains:
                 self._promotion.give_up_waiting(request)
         elif rescan:
             request.chosen = None
-        request.forget_dead(list(request.pinned))
+        if request.pinned:
+            request.forget_dead(list(request.pinned))
         request.scan.position = end  # what vLLM looks up next is no longer this scan
         limit = end if request.chosen is None else min(end, request.chosen)
         found = [self._rows.find(request, group, (start, limit), first) for group in chain.full]
