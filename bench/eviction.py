@@ -40,7 +40,7 @@ from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import CPU
 from nixl_tiers.core.types import TierSpec
-from nixl_tiers.tiers.rowfile.budget import Budget, Found
+from nixl_tiers.tiers.rowfile.budget import Budget, Swept
 from nixl_tiers.tiers.rowfile.evict import FANOUTS, Evictor, Row
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -302,7 +302,7 @@ def _has_room(directory: Directory, budget: Budget, evictor: Evictor) -> bool:
     while not budget.reserve():
         if budget.sweep_due:
             budget.begin_sweep()
-            found = Found()
+            found = Swept()
             found.add_rows("", directory.count, [ROW_BYTES])
             budget.end_sweep(found)
         elif budget.excess_bytes:

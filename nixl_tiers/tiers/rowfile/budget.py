@@ -30,7 +30,7 @@ SIZED_ROWS: Final = 16  # of a namespace, the largest of which tells what each o
 
 
 @dataclass
-class Found:
+class Swept:
     """By one sweep."""
 
     rows: dict[str, tuple[int, int]] = field(default_factory=dict)  # by namespace: names, and bytes of each
@@ -61,7 +61,7 @@ class Budget:
         # What eviction leaves free: a window, but of a very small directory no more than a quarter.
         self._room_bytes = max(row_bytes, min(self.window_bytes, capacity_bytes // 4))
         self._lock = threading.Lock()
-        self._found: Found | None = None  # by the last sweep
+        self._found: Swept | None = None  # by the last sweep
         self._base_bytes = self._own_bytes = 0
         self._writing_bytes = 0  # of rows that were reserved and have not ended
         self._next_own_bytes: int | None = None  # `own` by the sweep that runs
@@ -122,11 +122,12 @@ class Budget:
         return self._found is None or self._wanted or self._own_bytes + self.row_bytes > self.window_bytes
 
     def begin_sweep(self) -> None:
-        """Before the first directory is read. A sweep that could not read everything is begun again."""
+        """Before the first directory is read. Each is opened anew: an NFS client then asks the server what is in it,
+        unless it is mounted with `nocto`. A sweep that could not read everything is begun again."""
         with self._lock:
             self._next_own_bytes = self._writing_bytes
 
-    def end_sweep(self, found: Found) -> None:
+    def end_sweep(self, found: Swept) -> None:
         """Every directory has been read."""
         with self._lock:
             assert self._next_own_bytes is not None, "no sweep runs"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nixl_tiers.tiers.rowfile.budget import SIZED_ROWS, Budget, Found
+from nixl_tiers.tiers.rowfile.budget import SIZED_ROWS, Budget, Swept
 from nixl_tiers.tiers.rowfile.evict import FANOUTS, Evictor, Row
 from nixl_tiers.tiers.rowfile.expire import MIN_PASS_S, Expiry, age_from
 
@@ -128,7 +128,7 @@ class Process:
         swept_at = {each: each.reserved_bytes - each.row_bytes * len(each.stores) for each in world.processes}
         budget.begin_sweep()
         yield
-        found = Found()
+        found = Swept()
         parts = [self.read_incoming(found), self.read_rows(found)]
         for part in parts if world.random.random() < 0.7 else reversed(parts):
             yield from part
@@ -138,7 +138,7 @@ class Process:
         budget.end_sweep(found)
         self.swept_at = swept_at
 
-    def read_incoming(self, found: Found) -> Iterator[None]:
+    def read_incoming(self, found: Swept) -> Iterator[None]:
         for file in list(self.world.incoming):
             if file.writer is self and any(store.file is file for store in self.stores):
                 continue
@@ -155,7 +155,7 @@ class Process:
         dead = file.writer is self or file.writer not in self.world.alive()
         return (dead and file.sealed_s % 2 < 1) or self.world.now - file.used_s > ORPHAN_S
 
-    def read_rows(self, found: Found) -> Iterator[None]:
+    def read_rows(self, found: Swept) -> Iterator[None]:
         world = self.world
         namespaces = sorted({namespace for namespace, _, _ in world.files})
         for namespace in namespaces:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nixl_tiers.tiers.rowfile.budget import Budget, Found
+from nixl_tiers.tiers.rowfile.budget import Budget, Swept
 
 ROW = 4096
 ROWS = 1024
@@ -18,8 +18,8 @@ def budget() -> Budget:
     return budget
 
 
-def found(rows: int) -> Found:
-    found = Found()
+def found(rows: int) -> Swept:
+    found = Swept()
     found.add_rows("own", rows, [ROW])
     return found
 

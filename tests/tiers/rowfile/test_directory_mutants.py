@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nixl_tiers.tiers.base import has_expired
-from nixl_tiers.tiers.rowfile.budget import Budget, Found
+from nixl_tiers.tiers.rowfile.budget import Budget, Swept
 from nixl_tiers.tiers.rowfile.evict import Row
 from nixl_tiers.tiers.rowfile.expire import Expiry
 from tests.tiers.rowfile.directory_machine import File, Files, Process, Store, explore
@@ -45,7 +45,7 @@ class OwnIsWhatEndedSince(Budget):
 
 
 class OwnBeginsAtTheEndOfASweep(Budget):
-    def end_sweep(self, found: Found) -> None:
+    def end_sweep(self, found: Swept) -> None:
         self._next_own_bytes = self._writing_bytes
         super().end_sweep(found)
 
@@ -64,7 +64,7 @@ class RunningSweepTakesReservations(Budget):
 class NewProcessStoresFirst(Budget):
     def __init__(self, capacity_bytes: int, row_bytes: int) -> None:
         super().__init__(capacity_bytes, row_bytes)
-        self._found = Found()
+        self._found = Swept()
 
 
 class NoWindow(Budget):
@@ -100,7 +100,7 @@ class FailedSweepCounts(Budget):
     """By what little it has found."""
 
     def fail_sweep(self) -> None:
-        self.end_sweep(Found())
+        self.end_sweep(Swept())
 
 
 class DeletedRowTakesWhatOwnRowsTake(Budget):
@@ -129,27 +129,27 @@ BUDGETS = (
 
 
 class SweepIgnoresUnfinishedFiles(Process):
-    def read_incoming(self, found: Found) -> Iterator[None]:
+    def read_incoming(self, found: Swept) -> Iterator[None]:
         return iter(())
 
 
 class SweepIgnoresUnfinishedFilesOfTheDead(Process):
     """They are nobody's."""
 
-    def read_incoming(self, found: Found) -> Iterator[None]:
+    def read_incoming(self, found: Swept) -> Iterator[None]:
         before = found.unfinished_bytes
         yield from super().read_incoming(found)
         found.unfinished_bytes = before
 
 
 class OtherRowsTakeWhatOwnTake(Process):
-    def read_rows(self, found: Found) -> Iterator[None]:
+    def read_rows(self, found: Swept) -> Iterator[None]:
         yield from super().read_rows(found)
         found.rows = {namespace: (names, self.row_bytes) for namespace, (names, _) in found.rows.items()}
 
 
 class SweepSeesItsOwnNamespace(Process):
-    def read_rows(self, found: Found) -> Iterator[None]:
+    def read_rows(self, found: Swept) -> Iterator[None]:
         yield from super().read_rows(found)
         found.rows = {namespace: rows for namespace, rows in found.rows.items() if namespace == self.namespace}
 

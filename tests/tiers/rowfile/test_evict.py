@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from nixl_tiers.tiers.rowfile.budget import Budget, Found
+from nixl_tiers.tiers.rowfile.budget import Budget, Swept
 from nixl_tiers.tiers.rowfile.evict import FANOUTS, OLD_SHARE, Evictor, Row, RowFiles
 
 ROW = 4096
@@ -55,7 +55,7 @@ def refuse_row(budget: Budget, files: Directory) -> None:
     """So that room is made for it."""
     for _ in range(2):
         budget.begin_sweep()
-        found = Found()
+        found = Swept()
         for namespace in MODELS:
             found.add_rows(namespace, sum(row.namespace == namespace for row in files.there), [ROW])
         budget.end_sweep(found)
@@ -132,7 +132,7 @@ def test_directory_without_rows_is_no_room() -> None:
     random, files = Random(0), Directory(Random(0))
     files.by_place.clear()
     budget = Budget(ROW, ROW)
-    found = Found(unfinished_bytes=10 * ROW)
+    found = Swept(unfinished_bytes=10 * ROW)
     budget.begin_sweep()
     budget.end_sweep(found)
     budget.reserve()
