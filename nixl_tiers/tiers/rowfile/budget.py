@@ -1,0 +1,165 @@
+"""What an engine may store in a directory that several share, by what its own sweeps find: nothing is written for the
+others. No I/O and no clock.
+
+A sweep reads the names in the whole directory; files in `.incoming` count as rows. `base` is what the last one has
+found, less what this engine has evicted since; `own` is what it has reserved since that sweep began, and what was being
+written then. A row may be stored if afterwards own <= window and base + own <= capacity. So with n engines **the
+directory never holds more than `capacity + (n - 1) * window`**, which is capacity * (1 + (n - 1) / 64) from 1,024 rows
+on. n is how many processes ever lived at once: one that was killed, and one that is started after its end, are one.
+
+Why: a row that is there was found by a sweep, or got its name after that had read its directory; then its writer had
+reserved it after the sweep began, or was writing it then. A row that is evicted is one of these. So `base + own`, and
+what the others have given names since the sweep began, is never below the truth. But the row that is evicted while a
+sweep runs may be one that this has not found: the sweep's base must not hear of it.
+
+Of all sweeps by which rows were ever reserved take the one begun last. Its engine had base + own <= capacity when it
+reserved last, and evictions only lower that. Each other engine's sweep began earlier, so all that it has given names
+since, or left in `.incoming`, is in its `own`: at most a window. Time is in no step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+WINDOW_SHARE: Final = 64  # a window is the capacity divided by this,
+WINDOW_ROWS: Final = 16  # and at least so many rows
+SIZED_ROWS: Final = 16  # of a namespace, the largest of which tells what each of its rows takes
+
+
+@dataclass
+class Swept:
+    """By one sweep."""
+
+    rows: dict[str, tuple[int, int]] = field(default_factory=dict)  # by namespace: names, and bytes of each
+    unfinished_bytes: int = 0
+
+    def add_rows(self, namespace: str, names: int, sizes: Sequence[int]) -> None:
+        """`sizes`: of SIZED_ROWS rows that are still there, or of all that are."""
+        self.rows[namespace] = names, max(sizes, default=0)
+
+    def add_unfinished(self, nbytes: int, row_bytes: int) -> None:
+        """A file in `.incoming` that stays. It may grow to a row; those of larger rows count in their writer's `own`,
+        and do not grow after its end."""
+        self.unfinished_bytes += max(nbytes, row_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.unfinished_bytes + sum(names * row for names, row in self.rows.values())
+
+
+class Budget:
+    """Of one process. Thread-safe; no call waits. One thread makes the sweeps and evicts between them."""
+
+    def __init__(self, capacity_bytes: int, row_bytes: int) -> None:
+        """`row_bytes`: what a row of this engine takes, its name included."""
+        self.capacity_bytes = capacity_bytes
+        self.row_bytes = row_bytes
+        self.window_bytes = max(WINDOW_ROWS * row_bytes, capacity_bytes // WINDOW_SHARE)
+        # What eviction leaves free: a window, but of a very small directory no more than a quarter.
+        self._room_bytes = max(row_bytes, min(self.window_bytes, capacity_bytes // 4))
+        self._lock = threading.Lock()
+        self._found: Swept | None = None  # by the last sweep
+        self._base_bytes = self._own_bytes = 0
+        self._writing_bytes = 0  # of rows that were reserved and have not ended
+        self._next_own_bytes: int | None = None  # `own` by the sweep that runs
+        self._wanted = False  # a row was refused, and no sweep has ended since
+        self._evicts = False  # the last sweep found that there is no room for it
+        self._grown_bytes = 0  # reserved, less what was evicted
+        self._grown_limit_bytes: float = float("inf")  # of that, to keep `min_free`
+
+    @property
+    def used_bytes(self) -> int:
+        """What is there, as far as this engine knows."""
+        return max(0, self._base_bytes + self._own_bytes)
+
+    # --- rows that are stored ---------------------------------------------------------------------------------------
+
+    def reserve(self, rows: int = 1) -> bool:
+        """Count rows that are about to be written: all of them or none. False: there is no room now."""
+        nbytes = rows * self.row_bytes
+        with self._lock:
+            if self._may_store(nbytes):
+                self._own_bytes += nbytes
+                self._writing_bytes += nbytes
+                self._grown_bytes += nbytes
+                if self._next_own_bytes is not None:
+                    self._next_own_bytes += nbytes
+                return True
+            self._wanted = not self._evicts
+            return False
+
+    def _may_store(self, nbytes: int) -> bool:
+        return (
+            self._found is not None
+            and self._own_bytes + nbytes <= self.window_bytes
+            and self._lacking_bytes(nbytes) <= 0
+        )
+
+    def _lacking_bytes(self, nbytes: int) -> float:
+        """How much must go before there is room for so much."""
+        grown = self._grown_bytes - self._grown_limit_bytes
+        return max(self._base_bytes + self._own_bytes - self.capacity_bytes, grown) + nbytes
+
+    def ended(self) -> None:
+        """A row that was reserved has its name; or its file stays unfinished, or is gone. Nobody writes it any more."""
+        with self._lock:
+            self._writing_bytes -= self.row_bytes
+
+    def limit_growth(self, spare_bytes: float) -> None:
+        """So much more may be taken of the file system from now on: then a new row needs the room of an old one."""
+        with self._lock:
+            self._grown_limit_bytes = self._grown_bytes + max(0, spare_bytes)
+
+    # --- sweeps -----------------------------------------------------------------------------------------------------
+
+    @property
+    def sweep_due(self) -> bool:
+        """Whether no other row may be stored before a sweep: a new process has made none, the window is used up, or
+        the directory is full and others may have made room."""
+        return self._found is None or self._wanted or self._own_bytes + self.row_bytes > self.window_bytes
+
+    def begin_sweep(self) -> None:
+        """Before the first directory is read. Each is opened anew: an NFS client then asks the server what is in it,
+        unless it is mounted with `nocto`. A sweep that could not read everything is begun again."""
+        with self._lock:
+            self._next_own_bytes = self._writing_bytes
+
+    def end_sweep(self, found: Swept) -> None:
+        """Every directory has been read."""
+        with self._lock:
+            assert self._next_own_bytes is not None, "no sweep runs"
+            self._found, self._base_bytes = found, found.nbytes
+            self._own_bytes, self._next_own_bytes = self._next_own_bytes, None
+            self._evicts = (self._wanted or self._evicts) and self._lacking_bytes(self._room_bytes) > 0
+            self._wanted = False
+
+    def fail_sweep(self) -> None:
+        """It cannot be completed: what the last one has found still counts."""
+        with self._lock:
+            self._next_own_bytes = None
+
+    # --- room -------------------------------------------------------------------------------------------------------
+
+    @property
+    def excess_bytes(self) -> int:
+        """How much eviction has to delete now; 0: nothing."""
+        with self._lock:
+            return max(0, int(self._lacking_bytes(self._room_bytes))) if self._evicts else 0
+
+    def evicted(self, namespace: str, nbytes: int) -> None:
+        """This process, and no other, has taken a row away that took so much. Not while a sweep runs, nor of a row that
+        went while one ran."""
+        with self._lock:
+            assert self._next_own_bytes is None, "a row was evicted while a sweep ran"
+            counted = self._found.rows.get(namespace, (0, 0))[1] if self._found is not None else 0
+            self._base_bytes -= min(nbytes, counted)
+            self._grown_bytes -= nbytes
+            self._evicts = self._evicts and self._lacking_bytes(self._room_bytes) > 0
+
+    def no_room(self) -> None:
+        """Eviction finds nothing more that it can delete."""
+        with self._lock:
+            self._evicts = False
