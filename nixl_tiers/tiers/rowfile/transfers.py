@@ -23,13 +23,13 @@ from nixl_tiers.tiers.moves import MovePipeline
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.names import RowPath
 from nixl_tiers.tiers.rowfile.namespace import NamespaceRows
-from nixl_tiers.tiers.rowfile.quota import DirQuota, Reservation, age_from
+from nixl_tiers.tiers.rowfile.quota import SCAN_ROWS, DirQuota, Reservation, age_from
 from nixl_tiers.tiers.rowfile.worker import Moved, Place, Trouble, Worker
 
 TOUCH_S: Final = 60.0  # a row that was used more recently is not touched again
 _RUNNING_BYTES: Final = 32 << 20  # in each direction, within these numbers of rows
 _RUNNING_ROWS: Final = (16, 128)
-_UNIT_ROWS: Final = 32  # that are handed to the worker together, within these bytes
+_UNIT_ROWS: Final = SCAN_ROWS  # that are handed to the worker together, within these bytes; no scan grants more
 _UNIT_BYTES: Final = 4 << 20
 _NEVER_S: Final = -(1 << 62)
 
@@ -140,6 +140,7 @@ class RowTransfers:
         now_s = max(self._clock(), self._directory.server_time.now_s())
         place = Place(base.descriptor, base.uid, names.prefix, self.direct, now_s)
         numbers = names.take(len(unit.moves))
+        self._quota.begin_stores(map(self._path_of, unit.moves))
         moved = yield from self._move(unit, place, numbers, write=True)
         names.release(numbers)
         unit.end_each(lambda move: self._stored(move, moved[move]))
@@ -154,7 +155,7 @@ class RowTransfers:
             self.problem = ""
         else:
             outcome = self._failed("written", path, moved.error)
-        self._quota.release()
+        self._quota.release(path)
         return outcome
 
     def _store_ended(self, move: Move, outcome: Outcome) -> None:
