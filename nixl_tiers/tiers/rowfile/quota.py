@@ -212,6 +212,7 @@ class DirQuota:
                 return Reservation.WAIT
             if self._lacking(need) <= 0:
                 self._reserved_bytes += need
+                self._requested_bytes = max(0, self._requested_bytes - need)  # it was part of what was requested
                 self._unscanned_bytes += need
                 self._added_bytes += rows * NAME_BYTES
                 return Reservation.GRANTED
