@@ -48,9 +48,9 @@ class FileConfig(StorageConfig):
     )
     backend: Annotated[Literal["auto", "posix", "gds_mt"], BeforeValidator(fields.file_backend)] = Field(
         "auto",
-        description="what moves rows between host memory and files; `auto`: with `layout: slabs`, native threads "
-        "(Linux AIO) where they can be had, which take least processor time; else `posix`; `posix`: NIXL's plugin "
-        "POSIX (Linux AIO); `gds_mt`: NIXL's GDS_MT, which calls cuFile of GPUDirect Storage",
+        description="what moves rows between host memory and slabs; `auto`: native threads (Linux AIO) where they can "
+        "be had, which take least processor time, else `posix`; `posix`: NIXL's plugin POSIX (Linux AIO); `gds_mt`: "
+        "NIXL's GDS_MT, which calls cuFile of GPUDirect Storage; with `layout: files`, `auto` alone: native threads",
     )
     max_age: Age = None
 
@@ -92,6 +92,8 @@ class FileConfig(StorageConfig):
     def _agree(self) -> FileConfig:
         if self.write is Write.OFF and self.layout == "slabs":
             raise ValueError("write: off needs layout: files: only the engine that writes slabs reads them")
+        if self.backend != "auto" and self.layout == "files":
+            raise ValueError(f"backend: {self.backend} is for layout: slabs: native threads move the rows of files")
         return self
 
     @property

@@ -1,4 +1,5 @@
-"""The directory of a tier with row files: what is done to one row's file, and the threads that do it.
+"""The directory of a tier with row files: what is done to one row's file, but for storing and loading it (`worker.py`),
+and the threads that do it.
 
 Rows are `<path>/<namespace>/<2 hex>/<key>.row`; unfinished ones are in `<path>/.incoming`.
 """
@@ -9,7 +10,7 @@ import errno
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from nixl_tiers.tiers.folder import READ_ONLY, Folder, Found, NotOwned
 from nixl_tiers.tiers.manifests import read_manifest
 from nixl_tiers.tiers.rowfile.names import RowPath, TempNames
 from nixl_tiers.tiers.rowfile.packed_rows import KnownRow
-from nixl_tiers.tiers.rowfile.quota import DirQuota, age_from
+from nixl_tiers.tiers.rowfile.quota import DirQuota
 
 _WORKERS: Final = 4
 REFRESH_S: Final = 5.0  # between two reads of the server's clock; until the next one the monotonic clock counts
@@ -42,7 +43,8 @@ class TempFile:
         self.base = base
         self._incoming = incoming
         self._names = names
-        self._name = names.name()
+        self._numbers = names.take(1)
+        self._name = names.name(*self._numbers)
 
     @property
     def path(self) -> Path:
@@ -51,10 +53,6 @@ class TempFile:
     def open(self) -> int:
         """Make it; a descriptor, which the caller closes. Raises OSError."""
         return self._incoming.open(self._name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-
-    def check(self) -> None:
-        """Raises FileNotFoundError if it is gone, or OSError."""
-        self._incoming.stat(self._name)
 
     def rename(self, to: Folder, name: str) -> None:
         """Raises OSError."""
@@ -66,7 +64,7 @@ class TempFile:
 
     def close(self) -> None:
         """If it could be neither renamed nor deleted, the scanner deletes it from now on."""
-        self._names.release(self._name)
+        self._names.release(self._numbers)
         self._incoming.close()
         self.base.close()
 
@@ -86,19 +84,13 @@ class RowDirectory:
         self.temp_names = TempNames()
         self._quota = quota
         self._found: Found | None = None
+        self._held: Folder | None = None
         self._prepared = ""
         self._workers = [ThreadPoolExecutor(1, thread_name_prefix=f"rowfile-{n}") for n in range(_WORKERS)]
 
     def submit(self, path: RowPath, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Call this on a worker thread; calls for the same row run in the order in which they were submitted."""
         return self._workers[_worker_of(path)].submit(call, *args, **kwargs)
-
-    def by_worker(self, paths: Iterable[RowPath]) -> list[list[int]]:
-        """The places of rows that can be handed to `submit` together: the same thread does what concerns them."""
-        places: dict[int, list[int]] = {}
-        for place, path in enumerate(paths):
-            places.setdefault(_worker_of(path), []).append(place)
-        return [*places.values()]
 
     def absolute(self, path: RowPath) -> Path:
         return self.path.joinpath(path.namespace, path.fanout, path.name)
@@ -107,6 +99,7 @@ class RowDirectory:
         """Wait for the calls that were submitted."""
         for worker in self._workers:
             worker.shutdown()
+        self.release()
 
     # --- directories ------------------------------------------------------------------------------------------------
 
@@ -114,13 +107,27 @@ class RowDirectory:
         """Make what is missing, check who owns it, and read the server's time. Raises NotOwned, OSError."""
         self._found = None  # the path may be on another file system now
         self._prepared = namespace
-        with self.base() as base:
-            for name in (namespace, INCOMING) if self.writes else ():
-                base.folder(name, make=True).close()
+        self.release()
+        self._held = base = self._open_base()
+        for name in (namespace, INCOMING) if self.writes else ():
+            base.folder(name, make=True).close()
         self.refresh_time()
+
+    @property
+    def held(self) -> Folder:
+        """The tier's path as it was when `prepare` opened it, until `release`."""
+        assert self._held is not None, "no directory is open"
+        return self._held
+
+    def release(self) -> None:
+        """Nothing is stored or loaded: let the file system be unmounted."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()
 
     def problem(self, namespace: str) -> str:
         """Whether one of the directories was replaced by something foreign, or "". Raises OSError."""
+        os.fstat(self.held.descriptor)  # a server may know it no more, though the path leads there
         with self.base() as base:
             for name in (INCOMING, namespace):
                 try:
@@ -197,7 +204,7 @@ class RowDirectory:
         finally:
             temporary.close()
 
-    # --- writing a row ----------------------------------------------------------------------------------------------
+    # --- writing a file ---------------------------------------------------------------------------------------------
 
     def temp_file(self) -> TempFile:
         """A name for a new file, not made yet. Raises OSError."""
@@ -211,35 +218,6 @@ class RowDirectory:
             base.close()
             raise
         return TempFile(base, incoming, self.temp_names)
-
-    def publish(self, temporary: TempFile, path: RowPath, sealed_at: int) -> None:
-        """Rename a written file to the row's name, atomically replacing an older file. `sealed_at`: Unix seconds.
-        Raises OSError.
-
-        Whoever deletes the last row of a fan-out directory removes that too, at any moment before the rename. There is
-        no number of tries: each loss takes another row that was stored and deleted meanwhile, so some store always gets
-        on, and a removal that comes late finds a row there.
-        """
-        while True:
-            try:
-                status = self._rename(temporary, path)
-                break
-            except FileNotFoundError:
-                temporary.check()  # else it is a directory that is missing
-            made = int(temporary.base.make(path.namespace))
-            with suppress(FileNotFoundError), temporary.base.folder(path.namespace) as home:
-                made += home.make(path.fanout)
-            self._quota.add_directories(made)
-        begins = age_from(sealed_at, status) if status is not None else 0
-        self._quota.record(path, status, begins, stored=True)
-
-    def _rename(self, temporary: TempFile, path: RowPath) -> os.stat_result | None:
-        with temporary.base.folder(path.namespace) as home, home.folder(path.fanout) as fanout:
-            temporary.rename(fanout, path.name)
-            try:
-                return fanout.stat(path.name)
-            except OSError:  # already evicted by another process
-                return None
 
     # --- a row that is there ----------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import socket
+from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -48,27 +49,37 @@ def fanout_of(key: Key) -> str:
 class TempNames:
     """Makes names that no other process on any machine uses, and recognizes names without a writer. Thread-safe."""
 
-    _NAME: Final = re.compile(r"([A-Za-z0-9_]+)-([0-9a-f]{8})-(\d+)-([0-9a-f]{8})-\d+\.tmp")
+    _NAME: Final = re.compile(r"([A-Za-z0-9_]+)-([0-9a-f]{8})-(\d+)-([0-9a-f]{8})-(\d+)\.tmp")
 
     def __init__(self) -> None:
         self._host = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:40] or "_"
         self._pid_namespace = blake2b(_pid_namespace().encode(), digest_size=4).hexdigest()
         self._token = secrets.token_hex(4)
         self._numbers = itertools.count()
-        self._in_use = set[str]()
+        self._in_use = set[int]()
 
-    def name(self) -> str:
-        """In use until `release`."""
-        name = f"{self._host}-{self._pid_namespace}-{os.getpid()}-{self._token}-{next(self._numbers)}.tmp"
-        self._in_use.add(name)
-        return name
+    @property
+    def prefix(self) -> str:
+        """Of all names; a number follows, and `.tmp`."""
+        return f"{self._host}-{self._pid_namespace}-{os.getpid()}-{self._token}-"
 
-    def release(self, name: str) -> None:
-        """A file that still has the name is an orphan from now on: it could not be deleted."""
-        self._in_use.discard(name)
+    def name(self, number: int) -> str:
+        return f"{self.prefix}{number}.tmp"
+
+    def take(self, count: int) -> list[int]:
+        """Numbers of names that are in use until `release`; so are those by 2**32 higher, and so on, which the native
+        worker takes where a name exists."""
+        numbers = [*itertools.islice(self._numbers, count)]
+        self._in_use.update(numbers)
+        return numbers
+
+    def release(self, numbers: Iterable[int]) -> None:
+        """Files that still have these names are orphans from now on: they could not be deleted."""
+        self._in_use.difference_update(numbers)
 
     def is_in_use(self, name: str) -> bool:
-        return name in self._in_use
+        match = self._NAME.fullmatch(name)
+        return match is not None and match[4] == self._token and int(match[5]) % (1 << 32) in self._in_use
 
     @classmethod
     def matches(cls, name: str) -> bool:

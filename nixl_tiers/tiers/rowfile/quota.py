@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final
@@ -60,10 +61,11 @@ class Reservation(Enum):
 @dataclass(slots=True)
 class FanoutDir:
     """The rows of one fan-out directory. `changes`: encoded keys of rows that this process changed while the directory
-    was read."""
+    was read; `storing`: of rows that it is storing, which count as reserved until then."""
 
     rows: PackedRows = field(default_factory=PackedRows)
     changes: set[bytes] | None = None
+    storing: set[bytes] = field(default_factory=set)
     mtime_ns: int = -1  # of the directory, when it was read; -1: read it again in any case
     overhead_bytes: int = 0  # everything in it but rows
     added_in: int = -1  # the scan during which this process last added a row
@@ -210,6 +212,7 @@ class DirQuota:
                 return Reservation.WAIT
             if self._lacking(need) <= 0:
                 self._reserved_bytes += need
+                self._requested_bytes = max(0, self._requested_bytes - need)  # it was part of what was requested
                 self._unscanned_bytes += need
                 self._added_bytes += rows * NAME_BYTES
                 return Reservation.GRANTED
@@ -239,10 +242,19 @@ class DirQuota:
             self._added_bytes += MANIFEST_BYTES * fits
             return fits
 
-    def release(self) -> None:
+    def begin_stores(self, paths: Iterable[RowPath]) -> None:
+        """Reserved rows get these names now: a scan that finds them leaves them to `record`."""
+        with self.lock:
+            for path in paths:
+                self._dirs.setdefault(path[:2], FanoutDir()).storing.add(encoded(path.key))
+
+    def release(self, path: RowPath) -> None:
         """A reserved row has been written and recorded, or its temporary file is gone."""
         with self.lock:
             self._reserved_bytes -= self.row_bytes
+            directory = self._dirs[path[:2]]
+            directory.storing.discard(encoded(path.key))
+            directory.mtime_ns = -1  # another engine may have stored it meanwhile
 
     def add_directories(self, count: int) -> None:
         """This process has made new directories."""
@@ -321,7 +333,7 @@ class DirQuota:
                     self._rows_bytes -= directory.rows.disk_bytes
                     directory.rows.remove_many(directory.rows.present_keys())
                     directory.mtime_ns = -1
-                    if directory.rows.empty:
+                    if directory.rows.empty and not directory.storing:
                         del self._dirs[name]
             self._unscanned_bytes -= self._covered_bytes
             self._scan_ended(number, 0.0)
@@ -361,7 +373,7 @@ class DirQuota:
         """It has been read; what this process changed meanwhile counts instead of what was found. `gone`: encoded keys
         of rows that are there no more, sorted."""
         with self.lock:
-            changes, directory.changes = key_array(directory.changes or ()), None
+            changes, directory.changes = key_array((directory.changes or set()) | directory.storing), None
             rows, before = directory.rows, directory.rows.disk_bytes
             if len(new.keys):
                 unchanged = without(new.keys, changes)

@@ -1,18 +1,19 @@
 """The file tier for directories that several engines share: one file per row, found by its key alone.
 
 A row is written to a temporary file and renamed when it is whole. So no file that has a row's name is ever written to,
-an open one stays readable when it is deleted, and a row that has vanished is a miss. Opening, renaming and deleting may
-take long on a network: worker threads do it, and the mover's thread polls.
+an open one stays readable when it is deleted, and a row that has vanished is a miss. All that may take long on a
+network is done by threads: the mover's own never waits.
 
-`transfers.py` is the way of a row; `quota.py` counts what is there; `directory.py` is what is done to one row's file;
-`scanner.py` finds what others did; `eviction.py` deletes what is least recently used or too old; `namespace.py` is what
-the core knows of it.
+`transfers.py` is the way of a row, which `worker.py` moves; `quota.py` counts what is there; `directory.py` is what is
+done to one row's file; `scanner.py` finds what others did; `eviction.py` deletes what is least recently used or too
+old; `namespace.py` is what the core knows of it.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -44,22 +45,21 @@ from nixl_tiers.tiers.disk import (
     FreeSpace,
     HealthMonitor,
     MountGuard,
-    check_registration,
     direct_works,
-    open_agent,
     open_error,
     prepare_path,
     try_out,
 )
 from nixl_tiers.tiers.manifests import ManifestKeeper, ManifestMedium
+from nixl_tiers.tiers.moves import HELD_POLL_S
 from nixl_tiers.tiers.rowfile.directory import RowDirectory, ServerTime
 from nixl_tiers.tiers.rowfile.eviction import Evictor
 from nixl_tiers.tiers.rowfile.names import RowPath
 from nixl_tiers.tiers.rowfile.namespace import NamespaceRows
 from nixl_tiers.tiers.rowfile.quota import FANOUT, MARGIN_BYTES, NAME_BYTES, DirQuota
 from nixl_tiers.tiers.rowfile.scanner import DirScanner
-from nixl_tiers.tiers.rowfile.transfers import RowFileIo, RowTransfers
-from nixl_tiers.tiers.staging import Staging
+from nixl_tiers.tiers.rowfile.transfers import RowTransfers
+from nixl_tiers.tiers.rowfile.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class RowFileTier(StorageTier):
         times: Times = PRODUCTION,
     ) -> None:
         """`region` stays the caller's; `clock` returns Unix seconds, for seals; ages go by the file
-        server's. Raises TierRefused if the wanted NIXL backend cannot be had here."""
+        server's. Raises OSError: no threads can be had, or no memory."""
         self._config = config
         self._clock = clock
         self._times = times
@@ -96,8 +96,7 @@ class RowFileTier(StorageTier):
         self._geometry = geometry
         self._row_bytes = geometry.row_bytes
         self._region = region
-        self._agent, self._memory = open_agent(config, region)
-        self._staging = Staging(config, region, self._agent)
+        self._worker = Worker(region, geometry)
         self._log_once = LogOnce(logger)
         self._quota = DirQuota(config.capacity, self._row_bytes)
         self._free = FreeSpace(config.path, config.min_free)
@@ -106,22 +105,12 @@ class RowFileTier(StorageTier):
         self._scanner = DirScanner(self._directory, self._quota, self._evictor, self._log_once)
         self._lister = ThreadPoolExecutor(1, thread_name_prefix="lister")
         self._open: NamespaceRows | None = None
-        self._files = RowFileIo(
-            self._agent,
-            self._directory,
-            self._quota,
-            self._row_bytes,
-            self._log_once,
-            on_failure=self._check_soon,
-            is_hidden=self._is_hidden,
-        )
         self._transfers = RowTransfers(
             region,
-            agent=self._agent,
-            staging=self._staging,
-            files=self._files,
+            worker=self._worker,
             directory=self._directory,
             quota=self._quota,
+            log_once=self._log_once,
             served=lambda: self._served,
             may_start=lambda: self._open is None or not self._open.health.problem,
             max_age_s=config.max_age,
@@ -154,12 +143,11 @@ class RowFileTier(StorageTier):
             prepare_path(self._config, self._mount, self._log_once)
             self._directory.prepare(namespace.hex())
             self._mount.remember(path)
-            self._files.direct = None
+            self._transfers.direct = True
             if self._directory.writes:
                 with self._directory.incoming() as incoming:
-                    self._files.direct = direct_works(incoming)
-                    try_out(incoming, direct=self._files.direct, in_place=False)
-                    check_registration(self._agent, incoming)
+                    self._transfers.direct = direct_works(incoming)
+                    try_out(incoming, direct=self._transfers.direct, in_place=False)
             identity = FileIdentity(path)
             self._measure_free_space()
             health = HealthMonitor(
@@ -167,9 +155,8 @@ class RowFileTier(StorageTier):
             )
         except OSError as error:
             raise open_error(error) from error
-        if self._files.direct is False:
+        if not self._transfers.direct:
             self._log_once.report("direct", f"{path} does not support O_DIRECT: rows go through the page cache")
-        self._staging.open()
         before = self._open
         self._open = NamespaceRows(
             namespace.hex(), Sealer(self._geometry, namespace, epoch), slots, health, self._quota, self._hidden_until
@@ -199,7 +186,7 @@ class RowFileTier(StorageTier):
 
     @property
     def denials(self) -> Mapping[str, str]:
-        return {**self._free.denials, **({FAILING: problem} if (problem := self._files.problem) else {})}
+        return {**self._free.denials, **({FAILING: problem} if (problem := self._transfers.problem) else {})}
 
     @property
     def relist_s(self) -> float | None:
@@ -267,8 +254,7 @@ class RowFileTier(StorageTier):
         return self._moves.load(moves)
 
     def poll(self) -> list[FinishedBatch]:
-        self._moves.poll()
-        self._transfers.end_background()
+        self._transfers.poll()
         self._end_deletes()
         problem = self._open.health.poll() if self._open is not None else ""
         if problem:  # what runs ends by itself
@@ -276,6 +262,7 @@ class RowFileTier(StorageTier):
             self._moves.stores.give_up()
         self._moves.start()
         if problem and self._moves.quiet and not self._deleting:
+            self._directory.release()
             raise TierDown(problem)
         return self._moves.take()
 
@@ -312,11 +299,11 @@ class RowFileTier(StorageTier):
 
     @property
     def poll_s(self) -> float:
-        return self._moves.poll_s
+        return min(self._moves.poll_s, HELD_POLL_S if self._deleting else math.inf)
 
     @property
-    def staged(self) -> tuple[bool, bool]:
-        return self._staging.staged
+    def wake_fd(self) -> int:
+        return self._worker.fd
 
     @property
     def used_bytes(self) -> int:
@@ -331,15 +318,8 @@ class RowFileTier(StorageTier):
         for thread in (self._lister, self._sweeper):
             thread.shutdown(wait=False, cancel_futures=True)
         self._scanner.close()
+        self._worker.close()
         self._directory.close()
-        self._staging.close()
-        if self._memory is not None:
-            self._agent.deregister(self._memory)
-            self._memory = None
-
-    def _check_soon(self) -> None:
-        if (served := self._open) is not None:
-            served.health.check_soon()
 
     # --- listing ----------------------------------------------------------------------------------------------------
 
@@ -355,9 +335,6 @@ class RowFileTier(StorageTier):
         age_s = self._config.max_age
         hides = age_s is not None and not self._directory.writes
         return int(self._directory.server_time.now_s() - age_s) if hides and age_s is not None else 0
-
-    def _is_hidden(self, begins: int) -> bool:
-        return 0 < begins <= self._hidden_until()
 
     def _in_batches(self, served: NamespaceRows, entries: Iterator[Entry]) -> Iterator[list[Entry]]:
         batch: list[Entry] = []

@@ -19,8 +19,8 @@ from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.eviction import Evictor
 from nixl_tiers.tiers.rowfile.names import RowPath
-from nixl_tiers.tiers.rowfile.packed_rows import COLUMNS, encoded, key_array
-from nixl_tiers.tiers.rowfile.quota import DirQuota, FoundRows, Reservation
+from nixl_tiers.tiers.rowfile.packed_rows import BLOCK_BYTES, COLUMNS, encoded, key_array
+from nixl_tiers.tiers.rowfile.quota import MARGIN_BYTES, DirQuota, FoundRows, Reservation
 from nixl_tiers.tiers.rowfile.scanner import _DISTRUSTED_DIRS, DirScanner
 
 GEOMETRY = Geometry(1, 100)
@@ -60,6 +60,39 @@ def test_row_deleted_while_its_directory_is_read_stays_unknown() -> None:
     found = FoundRows(key_array([encoded(path.key)]), np.zeros(1, COLUMNS), np.zeros(1, np.uint8))
     quota.end_dir(directory, found, key_array([]), 0, 1)
     assert quota.get(path) is None
+
+
+def test_row_that_is_found_before_its_store_has_ended_counts_once() -> None:
+    """Its file has the name some time before the mover's loop learns of it: else others are evicted for it."""
+    quota, path = DirQuota(CAPACITY, ROW), RowPath.of(OURS, KEYS[0])
+    number, added_bytes, _ = quota.begin_scan()
+    quota.end_scan(number, added_bytes, set(), 0)
+    assert quota.reserve(1) is Reservation.GRANTED
+    used_bytes = quota.used_bytes
+    quota.begin_stores([path])
+    directory, _ = quota.begin_dir(path[:2], 1, trust=False)
+    columns = np.zeros(1, COLUMNS)
+    columns["blocks"] = ROW // BLOCK_BYTES
+    found = FoundRows(key_array([encoded(path.key)]), columns, np.zeros(1, np.uint8))
+    quota.end_dir(directory, found, key_array([]), 0, 1)
+    assert quota.used_bytes == used_bytes
+    quota.record(path, row_status(), stored=True)
+    quota.release(path)
+    assert quota.used_bytes == used_bytes
+    assert quota.get(path) is not None
+
+
+def test_room_that_was_granted_is_not_made_again() -> None:
+    """While it is made for all rows that wait, a part of them may begin."""
+    quota = DirQuota(MARGIN_BYTES + 20 * ROW, ROW)
+    number, added_bytes, _ = quota.begin_scan()
+    quota.end_scan(number, added_bytes, set(), 10 * ROW)
+    assert quota.reserve(12, 12) is Reservation.WAIT
+    assert quota.excess_bytes() == 2 * ROW
+    number, added_bytes, _ = quota.begin_scan()
+    quota.end_scan(number, added_bytes, set(), 6 * ROW)  # four rows were deleted
+    assert quota.reserve(12, 8) is Reservation.GRANTED
+    assert quota.excess_bytes() <= 8 * 512, "what names in directories may take"
 
 
 def test_unchanged_directories_are_not_read_but_all_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,13 +106,13 @@ class Books(RuleBasedStateMachine):
     # --- what this engine does --------------------------------------------------------------------------------------
 
     def store(self, key: bytes) -> None:
-        temporary = self.directory.temp_file()
-        descriptor = temporary.open()
-        os.ftruncate(descriptor, ROW)
-        os.close(descriptor)
-        self.directory.publish(temporary, RowPath.of(OURS, key), self.now_s)
-        temporary.close()
-        self.files[OURS, key] = self.newest[OURS, key] = int(self.file(OURS, key).stat().st_mtime)
+        file, temporary = self.file(OURS, key), self.path / "row"
+        temporary.write_bytes(bytes(ROW))
+        file.parent.mkdir(0o700, parents=True, exist_ok=True)
+        file.parent.parent.chmod(0o700)
+        temporary.rename(file)
+        self.quota.record(RowPath.of(OURS, key), file.stat(), self.now_s, stored=True)
+        self.files[OURS, key] = self.newest[OURS, key] = int(file.stat().st_mtime)
         self.core.add(key)
 
     def delete(self, key: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from nixl_tiers.tiers.rowfile.tier import RowFileTier
 from nixl_tiers.tiers.rowfile.transfers import TOUCH_S
 from tests.mover.harness import NAMESPACE, key_of, wait_until
 from tests.support.file_tier import file_config
+from tests.support.hooked_files import DONE, build, installed
 from tests.system.tiers import file_tiers
 from tests.system.tiers.file_tiers import AGE_S, CAPACITY, DAY_S, GEOMETRY, Clock, gone, load
 
@@ -39,6 +41,25 @@ class Server(ServerTime):
 
     def now_s(self) -> float:
         return self.clock()
+
+
+@pytest.fixture(scope="module")
+def hooked(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build(tmp_path_factory.mktemp("hooked"))
+
+
+@pytest.fixture(autouse=True)
+def _touches_by_the_server(hooked: str, clock: Clock) -> Iterator[None]:
+    """Those of loads, too, are by the clock of the test."""
+
+    def touch(call: str, descriptor: int, *_: object) -> int:
+        if call != "futimens":
+            return 0
+        os.utime(descriptor, (clock(),) * 2)
+        return DONE
+
+    with installed(hooked, touch):
+        yield
 
 
 def open_tier(

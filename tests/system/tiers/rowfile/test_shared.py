@@ -168,11 +168,11 @@ def test_orphaned_temporary_files_are_deleted_and_others_stay(tmp_path: Path) ->
         os.utime(path, (time.time() - age_s,) * 2)
         return path
 
-    ours = TempNames().name()
+    ours = TempNames().name(0)
     make_orphan_name = [
         sys.executable,
         "-c",
-        "from nixl_tiers.tiers.rowfile.names import TempNames; print(TempNames().name())",
+        "from nixl_tiers.tiers.rowfile.names import TempNames; print(TempNames().name(0))",
     ]
     dead = subprocess.run(make_orphan_name, check=True, capture_output=True, text=True).stdout.strip()
     elsewhere = "elsewhere-" + ours.partition("-")[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,10 +50,12 @@ def test_error_of_a_delete_is_raised(open_tier: Callable[[], RowFileTier], regio
         poll_until_it_raises(tier)
 
 
-def test_error_after_a_load_is_raised(open_tier: Callable[[], RowFileTier], region: HostRegion) -> None:
+def test_error_after_a_load_is_raised(open_tier: Callable[[], RowFileTier], region: HostRegion, tmp_path: Path) -> None:
     tier = open_tier()
     store(tier, region, range(1))
-    tier._files.end_load = fail  # type: ignore[method-assign]
+    (row,) = tmp_path.rglob("*.row")
+    os.truncate(row, 4096)
+    tier._directory.delete_unless_replaced = fail  # type: ignore[method-assign]
     tier.load([Move(0, 0, key_of(0), seal=False)])
     with pytest.raises(ZeroDivisionError):
         poll_until_it_raises(tier)

@@ -1,11 +1,11 @@
-"""Small rows are stored several at a time; what goes wrong with one of them concerns that one only."""
+"""Rows are handed to the worker several at a time; what goes wrong with one of them concerns that one only."""
 
 from __future__ import annotations
 
-import itertools
+import errno
+import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,125 +13,101 @@ import pytest
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers import staging
-from nixl_tiers.tiers.folder import Folder
-from nixl_tiers.tiers.nixl_agent import Span, Transfer, TransferState
+from nixl_tiers.memory.seal import Verdict
+from nixl_tiers.tiers.base import Move
+from nixl_tiers.tiers.move_queue import Steps
 from nixl_tiers.tiers.rowfile import transfers
 from nixl_tiers.tiers.rowfile.names import RowPath
 from nixl_tiers.tiers.rowfile.quota import Reservation
 from nixl_tiers.tiers.rowfile.tier import RowFileTier
-from tests.mover.harness import NAMESPACE
-from tests.system.tiers.file_tiers import ROWS, load, make_tier, store
+from nixl_tiers.tiers.rowfile.worker import Moved, Trouble
+from tests.mover.harness import NAMESPACE, key_of, wait_until
+from tests.system.tiers.file_tiers import ROWS, load, make_tier, outcomes, store
+
+Change = Callable[[Move, Moved], Moved]
 
 
 @pytest.fixture
-def tier(tmp_path: Path, region: HostRegion) -> Iterator[RowFileTier]:
+def tier(tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> Iterator[RowFileTier]:
+    monkeypatch.setattr(transfers, "_UNIT_ROWS", 8)
     made = make_tier("files", tmp_path, region)
     assert isinstance(made, RowFileTier)
     made.open(NAMESPACE, 0)
-    for _ in made.list_rows():
-        pass
+    listed(made)
     yield made
     made.close()
 
 
+def listed(tier: RowFileTier) -> list[bytes]:
+    return sorted(entry.key for batch in tier.list_rows() for entry in batch)
+
+
+def row_of(tier: RowFileTier, number: int) -> Path:
+    return tier._directory.absolute(RowPath.of(NAMESPACE.hex(), key_of(number)))
+
+
 @pytest.fixture
-def writes(tier: RowFileTier, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each transfer writes."""
+def units(tier: RowFileTier, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each unit has."""
+    return changed(tier, monkeypatch, lambda _, moved: moved)
+
+
+def changed(tier: RowFileTier, monkeypatch: pytest.MonkeyPatch, change: Change) -> list[int]:
+    """Have the worker's results be others."""
     rows: list[int] = []
-    write = tier._agent.write
+    move = tier._worker.move
 
-    def counted(spans: Sequence[Span]) -> Transfer:
-        rows.append(len(spans))
-        return write(spans)
+    def noted(moves: Sequence[Move], *more: Any, **options: Any) -> Steps[Sequence[Moved]]:
+        rows.append(len(moves))
+        ended = yield from move(moves, *more, **options)
+        return [change(*each) for each in zip(moves, ended, strict=True)]
 
-    monkeypatch.setattr(tier._agent, "write", counted)
+    monkeypatch.setattr(tier._worker, "move", noted)
     return rows
 
 
-def test_small_rows_are_written_together(tier: RowFileTier, region: HostRegion, writes: list[int]) -> None:
+def test_small_rows_are_moved_together(tier: RowFileTier, region: HostRegion, units: list[int]) -> None:
     assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
-    assert writes == [8] * (ROWS // 8)
     assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+    assert units == [8] * (ROWS // 8) * 2
 
 
-def test_only_the_row_whose_file_cannot_be_made_fails(
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(errno.ENOSPC, Outcome.NO_SPACE), (errno.EDQUOT, Outcome.NO_SPACE)]
+    + [(error, Outcome.FAILED) for error in (errno.EIO, errno.EROFS, errno.EFBIG, errno.EXDEV)],
+)
+def test_only_the_row_that_cannot_be_written_fails(
+    tier: RowFileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch, error: int, outcome: Outcome
+) -> None:
+    with monkeypatch.context() as patch:
+        changed(
+            tier,
+            patch,
+            lambda move, moved: moved._replace(verdict=Trouble.NOT_MOVED, error=error) if move.row == 3 else moved,
+        )
+        ended = store(tier, region, range(ROWS))
+    assert ended.pop(3) is outcome
+    assert set(ended) == {Outcome.OK}
+    assert tier._quota._reserved_bytes == 0
+    assert not tier._directory.temp_names._in_use
+    assert store(tier, region, range(ROWS)) == [Outcome.OK] * ROWS
+    assert not tier.denials
+
+
+def test_unit_that_cannot_begin_has_failed(
     tier: RowFileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create, calls = tier._files.create, iter(range(ROWS))
-
-    def failing() -> Any:
-        file = create()
-        if next(calls) != 3 or isinstance(file, Outcome):
-            return file
-        tier._agent.deregister(file.registration)
-        tier._files._discard(file.temporary)
-        return Outcome.NO_SPACE
-
-    monkeypatch.setattr(tier._files, "create", failing)
-    ended = store(tier, region, range(ROWS))
-    assert sorted(ended, key=lambda each: each is Outcome.OK) == [Outcome.NO_SPACE, *[Outcome.OK] * (ROWS - 1)]
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._worker._library, "nixl_tiers_row_files_submit", lambda *_: errno.ENOMEM)
+        assert set(store(tier, region, range(ROWS))) == {Outcome.FAILED}
+        assert set(load(tier, region, range(ROWS))) == {Outcome.FAILED}
     assert tier._quota._reserved_bytes == 0
-
-
-def test_files_are_made_while_others_are_written(
-    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Making one may take long, and then a full buffer would hold rows that are not written."""
-    monkeypatch.setattr(transfers, "_UNIT_ROWS", 1)
-    monkeypatch.setattr(staging, "BUFFER_BYTES", 2 * region.geometry.row_bytes)
-    tier = make_tier("files", tmp_path / "staged", region, staged=True)
-    assert isinstance(tier, RowFileTier)
-    with closing(tier):
-        tier.open(NAMESPACE, 0)
-        for _ in tier.list_rows():
-            pass
-        create, write, made, written = tier._files.create, tier._agent.write, itertools.count(1), list[int]()
-        all_made = threading.Event()
-
-        def counted() -> Any:
-            if next(made) == ROWS:
-                all_made.set()
-            return create()
-
-        def slow(spans: Sequence[Span]) -> Transfer:
-            transfer = write(spans)
-            written.append(len(spans))
-            state = transfer.state
-            monkeypatch.setattr(
-                transfer, "state", lambda: state() if all_made.is_set() else TransferState.PENDING, raising=False
-            )
-            return transfer
-
-        monkeypatch.setattr(tier._files, "create", counted)
-        monkeypatch.setattr(tier._agent, "write", slow)
-        assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
-        assert len(written) == ROWS
-
-
-def test_rows_of_a_failed_transfer_are_written_again_one_by_one(
-    tier: RowFileTier, region: HostRegion, writes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = tier._agent.write
-
-    def failing(spans: Sequence[Span]) -> Transfer:
-        transfer = write(spans)
-        while len(spans) > 1 and transfer.state() is TransferState.PENDING:
-            pass
-        if len(spans) == 1:
-            return transfer
-        transfer.release()
-        return Transfer(None, None, TransferState.FAILED)
-
-    monkeypatch.setattr(tier._agent, "write", failing)
     assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
-    assert sorted(writes) == [1] * ROWS + [8] * (ROWS // 8)
-    assert tier._quota._reserved_bytes == 0
-    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
 
 
 def test_rows_are_admitted_one_by_one_where_there_is_no_room_for_all(
-    tier: RowFileTier, region: HostRegion, writes: list[int], monkeypatch: pytest.MonkeyPatch
+    tier: RowFileTier, region: HostRegion, units: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reserve, granted = tier._quota.reserve, iter(range(ROWS))
 
@@ -143,23 +119,73 @@ def test_rows_are_admitted_one_by_one_where_there_is_no_room_for_all(
     monkeypatch.setattr(tier._quota, "reserve", scarce)
     ended = store(tier, region, range(ROWS))
     assert ended == [Outcome.OK] * 5 + [Outcome.NO_SPACE] * (ROWS - 5)
-    assert writes == [1] * 5
+    assert units == [1] * 5
 
 
-def test_directory_that_another_process_removes_is_made_again(
+def test_row_that_is_being_deleted_is_stored_after_that(
     tier: RowFileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Empty directories are removed: also one that was made just now for a row."""
-    make, removed = Folder.make, set[str]()
+    """Else the new one would be deleted."""
+    assert set(store(tier, region, range(2))) == {Outcome.OK}
+    deletes, delete = threading.Event(), tier._directory.delete_unless_used
 
-    def unlucky(folder: Folder, name: str) -> bool:
-        made = make(folder, name)
-        if made and len(name) == len(RowPath.of("", b"key").fanout) and name not in removed:
-            with suppress(OSError):  # another row's thread may have put its file there meanwhile
-                folder.rmdir(name)
-                removed.add(name)
-        return made
+    def slow(path: RowPath) -> None:
+        assert deletes.wait(60)
+        delete(path)
 
-    monkeypatch.setattr(Folder, "make", unlucky)
-    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
-    assert removed
+    monkeypatch.setattr(tier._directory, "delete_unless_used", slow)
+    tier.delete([(0, key_of(0))])
+    stored = tier.store([Move(0, 0, key_of(0), seal=True)])
+    for _ in range(10):
+        assert not tier.poll()
+    deletes.set()
+    assert outcomes(tier, stored) == [[Outcome.OK]]
+    assert load(tier, region, range(1)) == [Outcome.OK]
+
+
+def test_what_is_no_row_of_this_user_is_a_miss_and_is_listed_no_more(
+    tier: RowFileTier, region: HostRegion, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert set(store(tier, region, range(2))) == {Outcome.OK}
+    row = row_of(tier, 0)
+    raw = row.read_bytes()
+    row.unlink()
+    row.with_suffix(".kept").write_bytes(raw)
+    row.symlink_to(row.with_suffix(".kept"))
+    assert load(tier, region, range(2)) == [Outcome.MISSING, Outcome.OK]
+    assert row.is_symlink()
+    assert f"{row} is no file, or belongs to another user, and stays" in caplog.text
+    assert listed(tier) == []
+    tier.poll()
+
+
+def test_row_of_another_size_is_corrupt_and_is_deleted(
+    tier: RowFileTier, region: HostRegion, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert set(store(tier, region, range(2))) == {Outcome.OK}
+    os.truncate(row_of(tier, 0), 4096)
+    assert load(tier, region, range(2)) == [Outcome.CORRUPT, Outcome.OK]
+    assert wait_until(lambda: not row_of(tier, 0).exists())
+    assert f"{row_of(tier, 0)} is no whole row" in caplog.text
+    assert load(tier, region, range(1)) == [Outcome.MISSING]
+
+
+def test_row_that_cannot_be_read_has_failed_and_stays(
+    tier: RowFileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert set(store(tier, region, range(2))) == {Outcome.OK}
+    with monkeypatch.context() as patch:
+        changed(tier, patch, lambda _, moved: moved._replace(verdict=Trouble.NOT_MOVED, error=errno.EIO))
+        assert load(tier, region, range(2)) == [Outcome.FAILED] * 2
+    assert "rows cannot be read" in caplog.text
+    assert load(tier, region, range(2)) == [Outcome.OK] * 2
+
+
+def test_row_that_does_not_verify_is_corrupt(
+    tier: RowFileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(store(tier, region, range(2))) == {Outcome.OK}
+    with monkeypatch.context() as patch:
+        changed(tier, patch, lambda _, moved: moved._replace(verdict=Verdict.DIGEST))
+        assert load(tier, region, range(1)) == [Outcome.CORRUPT]
+    assert wait_until(lambda: not row_of(tier, 0).exists())
