@@ -20,13 +20,13 @@
 
 #include "seal.h"
 
-#define ROW_FILES_ABI 1
+#define ROW_FILES_ABI 2
 #define INCOMING ".incoming"
 #define AGAIN(result, call) while (((result) = (call)) < 0 && errno == EINTR)
 
 /* Verdicts beside those of seal.h: an error, which `error` names; no file; a file that no engine of this user has made;
- * one that is no whole row. */
-enum { NOT_MOVED = -1, ABSENT = -2, FOREIGN = -3, CUT = -4 };
+ * one that is no whole row; one that was there before the store. */
+enum { NOT_MOVED = -1, ABSENT = -2, FOREIGN = -3, CUT = -4, FOUND = -5 };
 enum { LOADS, STORES, ENDED };
 enum { MAX_THREADS = 16, MAX_SEAL = 0xFFFF, HUGE_PAGE = 2 << 20, PREFIX = 88, NAME = 256, GONE_AGAIN = 1 << 20 };
 
@@ -41,13 +41,11 @@ struct row {
 };
 _Static_assert(sizeof(struct row) == 136, "_ROW of worker.py is as large");
 
-/* As `_RESULT` of worker.py. Of the file, if that was found: `inode`, `disk_bytes` and times; `touched_ns`: its time
- * since then, if the load has set it. */
+/* As `_RESULT` of worker.py. Of a file that was read: `inode`, and its time before the load. */
 struct result {
-    uint64_t sealed_at, inode, disk_bytes;
-    int64_t mtime_ns, touched_ns;
+    uint64_t sealed_at, inode;
+    int64_t mtime_ns;
     int32_t verdict, error;
-    uint32_t made, reserved; /* `made`: directories */
 };
 
 /* As `_Order` of worker.py. `now`: what seals say, or the server's time; Unix seconds all. */
@@ -57,7 +55,7 @@ struct order {
     const struct row *rows;
     struct space space;
     int32_t base; /* the tier's directory */
-    uint32_t uid, count, write, direct;
+    uint32_t uid, count, write, direct, keep; /* `keep`: a row that is there is not stored again */
     char prefix[PREFIX]; /* of names of unfinished files */
 };
 
@@ -133,38 +131,46 @@ static int folder(int in, const char *name, uint32_t uid) {
 }
 
 /* The same, made if it is missing; -GONE_AGAIN if another process has removed it since. */
-static int made_folder(int in, const char *name, uint32_t uid, struct result *result) {
+static int made_folder(int in, const char *name, uint32_t uid) {
     int fd = folder(in, name, uid);
     if (fd != -ENOENT)
         return fd;
-    if (!mkdirat(in, name, 0700))
-        result->made++;
-    else if (errno != EEXIST)
+    if (mkdirat(in, name, 0700) && errno != EEXIST)
         return -errno;
     fd = folder(in, name, uid);
     return fd == -ENOENT ? -GONE_AGAIN : fd;
 }
 
 /* The row's fan-out directory. With `make` it is made if it is missing, and so is that of the namespace. */
-static int fanout_folder(const struct order *order, const struct row *row, bool make, struct result *result) {
+static int fanout_folder(const struct order *order, const struct row *row, bool make) {
     char name[NAME];
     hex(name, order->space.name, sizeof order->space.name, "");
-    int home = make ? made_folder(order->base, name, order->uid, result) : folder(order->base, name, order->uid);
+    int home = make ? made_folder(order->base, name, order->uid) : folder(order->base, name, order->uid);
     if (home < 0)
         return home;
     hex(name, &row->fanout, 1, "");
-    int fd = make ? made_folder(home, name, order->uid, result) : folder(home, name, order->uid);
+    int fd = make ? made_folder(home, name, order->uid) : folder(home, name, order->uid);
     close(home);
     return make && fd == -ENOENT ? -GONE_AGAIN : fd;
 }
 
-static void note(struct result *result, const struct stat *status) {
-    result->inode = status->st_ino;
-    result->disk_bytes = (uint64_t)status->st_blocks * 512;
-    result->mtime_ns = status->st_mtim.tv_sec * 1000000000LL + status->st_mtim.tv_nsec;
-}
-
 /* --- a store ------------------------------------------------------------------------------------------------------ */
+
+/* Whether the row's name has a file as large as a row, which counts as used now: a load verifies it. */
+static bool is_there(const struct shape *shape, const struct order *order, const struct row *row) {
+    char name[NAME];
+    struct stat status;
+    int fanout = fanout_folder(order, row, false);
+    if (fanout < 0)
+        return false;
+    hex(name, row->key, row->key_bytes, ".row");
+    bool there = !fstatat(fanout, name, &status, AT_SYMLINK_NOFOLLOW) && S_ISREG(status.st_mode) &&
+                 status.st_uid == order->uid && (uint64_t)status.st_size == shape->row_bytes;
+    if (there && status.st_mtim.tv_sec < order->touch_before)
+        utimensat(fanout, name, NULL, AT_SYMLINK_NOFOLLOW);
+    close(fanout);
+    return there;
+}
 
 static int write_whole(int fd, const uint8_t *from, uint64_t nbytes) {
     for (uint64_t done = 0; done < nbytes;) {
@@ -179,32 +185,28 @@ static int write_whole(int fd, const uint8_t *from, uint64_t nbytes) {
 
 /* Give the file the row's name. Whoever deletes the last row of a directory removes that too, at any moment before the
  * rename. There is no number of tries: each loss takes another row that was stored and deleted meanwhile. */
-static int publish(const struct order *order, const struct row *row, int incoming, const char *temporary, ino_t inode,
-                   struct result *result) {
+static int publish(const struct order *order, const struct row *row, int incoming, const char *temporary,
+                   ino_t inode) {
     char name[NAME];
     struct stat status, own;
     hex(name, row->key, row->key_bytes, ".row");
     for (;;) {
-        int fanout = fanout_folder(order, row, true, result);
+        int fanout = fanout_folder(order, row, true);
         if (fanout == -GONE_AGAIN)
             continue;
         if (fanout < 0)
             return -fanout;
         int error = renameat(incoming, temporary, fanout, name) ? errno : 0;
-        bool found = (!error || error == ENOENT) && !fstatat(fanout, name, &status, AT_SYMLINK_NOFOLLOW);
+        bool found = error == ENOENT && !fstatat(fanout, name, &status, AT_SYMLINK_NOFOLLOW);
         close(fanout);
         if (error == ENOENT && !fstatat(incoming, temporary, &own, AT_SYMLINK_NOFOLLOW))
             continue; /* it is a directory that was missing */
-        if (error == ENOENT && found && status.st_ino == inode)
-            error = 0; /* NFS has sent the question again */
-        if (!error && found)
-            note(result, &status);
-        return error;
+        return found && status.st_ino == inode ? 0 : error; /* NFS has sent the question again */
     }
 }
 
 /* Returns 0, or an errno. */
-static int store_row(struct thread *thread, const struct order *order, const struct row *row, struct result *result) {
+static int store_row(struct thread *thread, const struct order *order, const struct row *row) {
     const struct shape *shape = &thread->worker->shape;
     uint8_t *from = thread->worker->region + row->row * shape->row_bytes;
     int incoming, fd, flags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC | (order->direct ? O_DIRECT : 0);
@@ -215,7 +217,7 @@ static int store_row(struct thread *thread, const struct order *order, const str
                  thread->scratch);
     else
         memcpy(thread->buffer, from, shape->row_bytes);
-    while ((incoming = made_folder(order->base, INCOMING, order->uid, result)) == -GONE_AGAIN)
+    while ((incoming = made_folder(order->base, INCOMING, order->uid)) == -GONE_AGAIN)
         ;
     if (incoming < 0)
         return -incoming;
@@ -233,7 +235,7 @@ static int store_row(struct thread *thread, const struct order *order, const str
         if (close(fd) && !error) /* NFS reports here that there is no space */
             error = errno;
         if (!error)
-            error = publish(order, row, incoming, temporary, status.st_ino, result);
+            error = publish(order, row, incoming, temporary, status.st_ino);
     }
     if (error && error != EEXIST)
         unlinkat(incoming, temporary, 0);
@@ -265,7 +267,8 @@ static int read_row(struct thread *thread, const struct order *order, const stru
         return not_there(order, result, errno);
     if (!S_ISREG(status.st_mode) || status.st_uid != order->uid)
         return FOREIGN;
-    note(result, &status);
+    result->inode = status.st_ino;
+    result->mtime_ns = status.st_mtim.tv_sec * 1000000000LL + status.st_mtim.tv_nsec;
     if ((uint64_t)status.st_size != shape->row_bytes)
         return CUT;
     for (uint64_t done = 0; done < shape->row_bytes;) {
@@ -281,14 +284,14 @@ static int read_row(struct thread *thread, const struct order *order, const stru
                              row->key, row->key_bytes, thread->scratch);
     int64_t sealed_s = (int64_t)head.sealed_at, used_s = status.st_mtim.tv_sec;
     if (verdict == V_OK && used_s < order->touch_before && head.sealed_at <= order->now &&
-        (sealed_s < used_s ? sealed_s : used_s) > order->expired && !futimens(fd, NULL) && !fstat(fd, &status))
-        result->touched_ns = status.st_mtim.tv_sec * 1000000000LL + status.st_mtim.tv_nsec;
+        (sealed_s < used_s ? sealed_s : used_s) > order->expired)
+        futimens(fd, NULL);
     return verdict;
 }
 
 static int load_row(struct thread *thread, const struct order *order, const struct row *row, struct result *result) {
     char name[NAME];
-    int fanout = fanout_folder(order, row, false, result), verdict = NOT_MOVED;
+    int fanout = fanout_folder(order, row, false), verdict = NOT_MOVED;
     if (fanout < 0)
         return not_there(order, result, -fanout);
     hex(name, row->key, row->key_bytes, ".row");
@@ -320,11 +323,12 @@ static void move_row(struct thread *thread, struct unit *unit, uint32_t number) 
         result->verdict = load_row(thread, &unit->order, row, result);
         return;
     }
-    result->error = store_row(thread, &unit->order, row, result);
+    if (unit->order.keep && is_there(&thread->worker->shape, &unit->order, row)) {
+        result->verdict = FOUND;
+        return;
+    }
+    result->error = store_row(thread, &unit->order, row);
     result->verdict = result->error ? NOT_MOVED : V_OK;
-    struct head head;
-    memcpy(&head, thread->buffer + thread->worker->shape.row_bytes - thread->worker->shape.seal_bytes, sizeof head);
-    result->sealed_at = head.sealed_at;
 }
 
 static void *run(void *argument) {

@@ -28,7 +28,7 @@ def _library(name: str, function: str, abi: int) -> Library:
 
 
 HASH_COPY: Final = _library("memory/_hash_copy", "hash_copy", 3)
-ROW_FILES: Final = _library("tiers/rowfile/_row_files", "row_files", 1)
+ROW_FILES: Final = _library("tiers/rowfile/_row_files", "row_files", 2)
 ROW_WORKER: Final = _library("tiers/slab/_row_worker", "row_worker", 4)
 SWAP_CPU: Final = _library("swap/_swap_cpu", "swap", 4)
 SWAP_SUBMIT: Final = _library("swap/_swap_submit", "submit", 5)

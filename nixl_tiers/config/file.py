@@ -55,6 +55,7 @@ class FileConfig(StorageConfig):
     max_age: Age = None
 
     on_disk: ClassVar[bool] = True
+    absent_s: ClassVar[float] = 5.0  # a question to a file server costs less than one to a bucket
     _others: tuple[Path, ...] = PrivateAttr(())
 
     @model_validator(mode="wrap")
@@ -118,8 +119,8 @@ class FileConfig(StorageConfig):
         return self.layout == "slabs"
 
     @property
-    def own(self) -> bool:
-        return self.layout == "slabs"
+    def asked(self) -> bool:
+        return self.layout == "files"
 
     @property
     def locality(self) -> Literal["LOCAL", "REMOTE"] | None:

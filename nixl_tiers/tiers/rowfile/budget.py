@@ -34,7 +34,7 @@ class Swept:
     """By one sweep."""
 
     rows: dict[str, tuple[int, int]] = field(default_factory=dict)  # by namespace: names, and bytes of each
-    unfinished_bytes: int = 0
+    other_bytes: int = 0
 
     def add_rows(self, namespace: str, names: int, sizes: Sequence[int]) -> None:
         """`sizes`: of SIZED_ROWS rows that are still there, or of all that are."""
@@ -43,11 +43,11 @@ class Swept:
     def add_unfinished(self, nbytes: int, row_bytes: int) -> None:
         """A file in `.incoming` that stays. It may grow to a row; those of larger rows count in their writer's `own`,
         and do not grow after its end."""
-        self.unfinished_bytes += max(nbytes, row_bytes)
+        self.other_bytes += max(nbytes, row_bytes)
 
     @property
     def nbytes(self) -> int:
-        return self.unfinished_bytes + sum(names * row for names, row in self.rows.values())
+        return self.other_bytes + sum(names * row for names, row in self.rows.values())
 
 
 class Budget:
@@ -58,8 +58,8 @@ class Budget:
         self.capacity_bytes = capacity_bytes
         self.row_bytes = row_bytes
         self.window_bytes = max(WINDOW_ROWS * row_bytes, capacity_bytes // WINDOW_SHARE)
-        # What eviction leaves free: a window, but of a very small directory no more than a quarter.
-        self._room_bytes = max(row_bytes, min(self.window_bytes, capacity_bytes // 4))
+        self.room_bytes = max(row_bytes, min(self.window_bytes, capacity_bytes // 4))
+        """What eviction leaves free: a window, but of a very small directory no more than a quarter."""
         self._lock = threading.Lock()
         self._found: Swept | None = None  # by the last sweep
         self._base_bytes = self._own_bytes = 0
@@ -67,6 +67,9 @@ class Budget:
         self._next_own_bytes: int | None = None  # `own` by the sweep that runs
         self._wanted = False  # a row was refused, and no sweep has ended since
         self._evicts = False  # the last sweep found that there is no room for it
+        self._in_vain = False  # eviction has found nothing that it could delete
+        self.full = False
+        """Nor has it after another sweep."""
         self._grown_bytes = 0  # reserved, less what was evicted
         self._grown_limit_bytes: float = float("inf")  # of that, to keep `min_free`
 
@@ -74,6 +77,11 @@ class Budget:
     def used_bytes(self) -> int:
         """What is there, as far as this engine knows."""
         return max(0, self._base_bytes + self._own_bytes)
+
+    def has_rows(self, namespace: str) -> bool:
+        """Of the namespace that this engine stores to: whether any were found, or are being stored."""
+        with self._lock:
+            return self._own_bytes > 0 or (self._found is not None and self._found.rows.get(namespace, (0, 0))[0] > 0)
 
     # --- rows that are stored ---------------------------------------------------------------------------------------
 
@@ -133,8 +141,8 @@ class Budget:
             assert self._next_own_bytes is not None, "no sweep runs"
             self._found, self._base_bytes = found, found.nbytes
             self._own_bytes, self._next_own_bytes = self._next_own_bytes, None
-            self._evicts = (self._wanted or self._evicts) and self._lacking_bytes(self._room_bytes) > 0
-            self._wanted = False
+            self._evicts = (self._wanted or self._evicts) and self._lacking_bytes(self.room_bytes) > 0
+            self._wanted = self.full = False
 
     def fail_sweep(self) -> None:
         """It cannot be completed: what the last one has found still counts."""
@@ -147,7 +155,7 @@ class Budget:
     def excess_bytes(self) -> int:
         """How much eviction has to delete now; 0: nothing."""
         with self._lock:
-            return max(0, int(self._lacking_bytes(self._room_bytes))) if self._evicts else 0
+            return max(0, int(self._lacking_bytes(self.room_bytes))) if self._evicts else 0
 
     def evicted(self, namespace: str, nbytes: int) -> None:
         """This process, and no other, has taken a row away that took so much. Not while a sweep runs, nor of a row that
@@ -157,9 +165,11 @@ class Budget:
             counted = self._found.rows.get(namespace, (0, 0))[1] if self._found is not None else 0
             self._base_bytes -= min(nbytes, counted)
             self._grown_bytes -= nbytes
-            self._evicts = self._evicts and self._lacking_bytes(self._room_bytes) > 0
+            self._evicts = self._evicts and self._lacking_bytes(self.room_bytes) > 0
+            self._in_vain = False
 
     def no_room(self) -> None:
-        """Eviction finds nothing more that it can delete."""
+        """Eviction finds nothing more that it can delete. Others may have made room: the next sweep tells."""
         with self._lock:
             self._evicts = False
+            self._wanted, self.full, self._in_vain = not self._in_vain, self._in_vain, True

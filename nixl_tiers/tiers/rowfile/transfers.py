@@ -6,32 +6,49 @@ Whatever waits for the file system does so on the worker's threads, or on those 
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
-from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.seal import Verdict
+from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import Move, has_expired
-from nixl_tiers.tiers.disk import FULL_ERRORS
+from nixl_tiers.tiers.disk import FULL_ERRORS, HealthMonitor
 from nixl_tiers.tiers.move_queue import MoveQueue, Steps, Unit
 from nixl_tiers.tiers.moves import MovePipeline
+from nixl_tiers.tiers.rowfile.budget import WINDOW_ROWS, Budget
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
+from nixl_tiers.tiers.rowfile.expire import age_from
 from nixl_tiers.tiers.rowfile.names import RowPath
-from nixl_tiers.tiers.rowfile.namespace import NamespaceRows
-from nixl_tiers.tiers.rowfile.quota import SCAN_ROWS, DirQuota, Reservation, age_from
+from nixl_tiers.tiers.rowfile.sweep import Sweeper
 from nixl_tiers.tiers.rowfile.worker import Moved, Place, Trouble, Worker
 
 TOUCH_S: Final = 60.0  # a row that was used more recently is not touched again
 _RUNNING_BYTES: Final = 32 << 20  # in each direction, within these numbers of rows
 _RUNNING_ROWS: Final = (16, 128)
-_UNIT_ROWS: Final = SCAN_ROWS  # that are handed to the worker together, within these bytes; no scan grants more
+_UNIT_ROWS: Final = WINDOW_ROWS  # that are handed to the worker together, within these bytes; no window has fewer
 _UNIT_BYTES: Final = 4 << 20
 _NEVER_S: Final = -(1 << 62)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """One opening of the tier. `name`: of the namespace, in hexadecimal."""
+
+    name: str
+    sealer: Sealer
+    health: HealthMonitor
+    budget: Budget
+    sweeper: Sweeper
+
+    def close(self) -> None:
+        self.health.close()
+        self.sweeper.close()
 
 
 class RowTransfers:
@@ -43,43 +60,33 @@ class RowTransfers:
         *,
         worker: Worker,
         directory: RowDirectory,
-        quota: DirQuota,
+        budget_rows: int,
         log_once: LogOnce,
-        served: Callable[[], NamespaceRows],
+        served: Callable[[], Opened],
         may_start: Callable[[], bool],
+        seen: Callable[[Key], None],
         max_age_s: float | None,
         clock: Callable[[], float],
         hold_s: float,
     ) -> None:
-        """`served`: the open namespace, when something is moved. `may_start`: whether anything may start now. `clock`:
-        Unix seconds, for seals; ages go by the file server's. `hold_s`: see `MovePipeline`."""
-        self._row_bytes = region.geometry.row_bytes
+        """`budget_rows`: for how many a budget makes room at once. `served`: when something is moved. `may_start`:
+        whether anything may start now. `seen`: called for each row that is there for certain. `clock`: Unix seconds,
+        for seals; ages go by the file server's. `hold_s`: see `MovePipeline`."""
+        row_bytes = region.geometry.row_bytes
         self._worker = worker
         self._directory = directory
-        self._quota = quota
         self._log_once = log_once
         self._served = served
+        self._seen = seen
         self._max_age_s = max_age_s
         self._clock = clock
         least, most = _RUNNING_ROWS
-        self._most = max(least, min(most, _RUNNING_BYTES // self._row_bytes))
-        unit_rows = max(1, min(_UNIT_ROWS, _UNIT_BYTES // self._row_bytes))
+        rows = max(least, min(most, _RUNNING_BYTES // row_bytes))
+        unit_rows = max(1, min(_UNIT_ROWS, _UNIT_BYTES // row_bytes, budget_rows))
+        queue = partial(MoveQueue, limit=rows, limit_rows=rows, unit_rows=unit_rows)
         self.pipeline = MovePipeline(
-            MoveQueue(
-                limit=self._most,
-                limit_rows=self._most,
-                run=self._run_load,
-                on_end=self._load_ended,
-                unit_rows=unit_rows,
-            ),
-            MoveQueue(
-                limit=self._most,
-                limit_rows=self._most,
-                admit=self._admit_store,
-                run=self._run_store,
-                on_end=self._store_ended,
-                unit_rows=unit_rows,
-            ),
+            queue(run=self._run_load),
+            queue(admit=self._admit_store, run=self._run_store),
             may_start=may_start,
             held_until_s=lambda: region.stores_held_until_s,
             wakes=True,
@@ -104,7 +111,7 @@ class RowTransfers:
         try:
             moved = yield from self._worker.move(moves, numbers, place, sealer, write=write)
         except OSError as error:
-            moved = [Moved(Trouble.NOT_MOVED, 0, 0, 0, 0, 0, error.errno or 0, 0)] * len(moves)
+            moved = [Moved(Trouble.NOT_MOVED, error.errno or 0)] * len(moves)
         return dict(zip(moves, moved, strict=True))
 
     def _failed(self, what: str, path: RowPath, error: int) -> Outcome:
@@ -120,51 +127,41 @@ class RowTransfers:
     # --- stores -----------------------------------------------------------------------------------------------------
 
     def _admit_store(self, unit: Unit) -> bool:
-        """A unit has room for all of its rows, or its rows are admitted one by one. None of them is being deleted: it
-        would be deleted again."""
-        stores, rows, deleting = self.pipeline.stores, len(unit.moves), self._served().deleting
-        if deleting and any(move.key in deleting for move in unit.moves):
-            return False
-        waiting = sum(len(each.moves) for each in itertools.islice(stores.waiting, self._most))
-        reservation = self._quota.reserve(min(waiting, self._most), rows)
-        if reservation is Reservation.REFUSED and rows > 1:
-            stores.split_first()
-            return False
-        if reservation is Reservation.REFUSED:
+        """All rows of a unit wait for room, or find none."""
+        served = self._served()
+        if served.budget.reserve(len(unit.moves)):
+            return True
+        served.sweeper.wake()
+        if full := served.sweeper.full:
             unit.end_all(Outcome.NO_SPACE)
-        return reservation is not Reservation.WAIT
+        return full
 
     def _run_store(self, unit: Unit) -> Steps[None]:
         names, base = self._directory.temp_names, self._directory.held
-        # The later of two clocks: a row must not seem older than it is by either.
-        now_s = max(self._clock(), self._directory.server_time.now_s())
-        place = Place(base.descriptor, base.uid, names.prefix, self.direct, now_s)
+        server_s = self._directory.server_time.now_s()
+        # The later of two clocks: a row must not seem older than it is by either. Where rows have an age, one that is
+        # there is stored again: it may be old.
+        place = Place(
+            base.descriptor,
+            base.uid,
+            names.prefix,
+            self.direct,
+            max(self._clock(), server_s),
+            server_s - TOUCH_S,
+            keep=self._max_age_s is None,
+        )
         numbers = names.take(len(unit.moves))
-        self._quota.begin_stores(map(self._path_of, unit.moves))
         moved = yield from self._move(unit, place, numbers, write=True)
         names.release(numbers)
         unit.end_each(lambda move: self._stored(move, moved[move]))
 
     def _stored(self, move: Move, moved: Moved) -> Outcome:
-        path, outcome = self._path_of(move), Outcome.OK
-        self._quota.add_directories(moved.made)
-        if moved.verdict is Verdict.OK:
-            # Without an inode: another process has evicted it already.
-            status = moved.status(self._row_bytes, moved.mtime_ns) if moved.inode else None
-            self._quota.record(path, status, age_from(moved.sealed_at, status) if status else 0, stored=True)
-            self.problem = ""
-        else:
-            outcome = self._failed("written", path, moved.error)
-        self._quota.release(path)
-        return outcome
-
-    def _store_ended(self, move: Move, outcome: Outcome) -> None:
-        storing = self._served().storing
-        storing[move.key] -= 1
-        if not storing[move.key]:
-            del storing[move.key]
-        if outcome is not Outcome.OK:
-            self._forget(move)
+        self._served().budget.ended()
+        if moved.verdict is Trouble.NOT_MOVED:
+            return self._failed("written", self._path_of(move), moved.error)
+        self.problem = ""
+        self._seen(move.key)
+        return Outcome.FOUND if moved.verdict is Trouble.FOUND else Outcome.OK
 
     # --- loads ------------------------------------------------------------------------------------------------------
 
@@ -177,50 +174,32 @@ class RowTransfers:
 
     def _loaded(self, move: Move, moved: Moved) -> Outcome | None:
         path, verdict = self._path_of(move), moved.verdict
+        name = self._directory.absolute(path)
         if verdict is Trouble.NOT_MOVED:
             return self._failed("read", path, moved.error)
-        if verdict is Trouble.ABSENT:
-            self._quota.record(path, None)
-            return Outcome.MISSING
-        name = self._directory.absolute(path)
         if verdict is Trouble.FOREIGN:
             self._log_once.report("foreign", f"{name} {verdict.value}, and stays")
-            self._quota.hide(path)
+        if verdict in (Trouble.ABSENT, Trouble.FOREIGN):
             return Outcome.MISSING
-        status = moved.status(self._row_bytes, moved.mtime_ns)
         if verdict is Trouble.CUT:
             self._log_once.report("corrupt", f"{name} {verdict.value}")
-            self._delete(path, status)
+            self._delete(path, moved)
             return Outcome.CORRUPT
         assert isinstance(verdict, Verdict)
-        begins = age_from(moved.sealed_at, status)
-
-        def forget(outcome: Outcome) -> None:
-            """A reader deletes no old row, but knows its age then."""
-            if outcome is Outcome.MISSING and not self._directory.writes:
-                self._quota.record_age(path, begins)
-            else:
-                self._delete(path, status)
-
-        if moved.touched_ns:
-            self._quota.record(path, moved.status(self._row_bytes, moved.touched_ns))
-        expired = self._max_age_s is not None and has_expired(
-            begins, self._directory.server_time.now_s(), self._max_age_s
+        now_s, begins_s = self._directory.server_time.now_s(), age_from(moved.sealed_at, moved.mtime_ns)
+        outcome = self.pipeline.judge(
+            verdict,
+            expired=has_expired(begins_s, now_s, self._max_age_s),
+            name=lambda: str(name),
+            forget=lambda _: self._delete(path, moved),
         )
-        return self.pipeline.judge(verdict, expired=expired, name=lambda: str(name), forget=forget)
+        if outcome is Outcome.OK:
+            self._seen(move.key)
+        return outcome
 
-    def _delete(self, path: RowPath, status: os.stat_result) -> None:
-        self._deletes.append(self._directory.submit(path, self._directory.delete_unless_replaced, path, status))
-
-    def _load_ended(self, move: Move, outcome: Outcome) -> None:
-        if outcome in (Outcome.MISSING, Outcome.CORRUPT):
-            self._forget(move)
-
-    # --- both -------------------------------------------------------------------------------------------------------
+    def _delete(self, path: RowPath, moved: Moved) -> None:
+        delete = self._directory.delete_unless_replaced
+        self._deletes.append(self._directory.threads.submit(delete, path, moved.inode, moved.mtime_ns))
 
     def _path_of(self, move: Move) -> RowPath:
         return RowPath.of(self._served().name, move.key)
-
-    def _forget(self, move: Move) -> None:
-        """The core forgets the row too: a file of that name from now on is another engine's."""
-        self._quota.forget(self._path_of(move))

@@ -25,12 +25,13 @@ _THREADS: Final = (4, 16)  # as MAX_THREADS of csrc/row_files.c; each has a buff
 _BUFFERS_BYTES: Final = 64 << 20
 
 _ROW: Final = struct.Struct(f"=QIIBBB{MAX_KEY_BYTES}s5x")  # of a unit; numpy is slower for so few
-_RESULT: Final = struct.Struct("=QQQqqiiI4x")
+_RESULT: Final = struct.Struct("=QQqii")
 
 
 class Trouble(Enum):
     """Why a row has no verdict, as in csrc/row_files.c."""
 
+    FOUND = "was there before"
     CUT = "is no whole row"
     FOREIGN = "is no file, or belongs to another user"
     ABSENT = "is not there"
@@ -41,34 +42,26 @@ _VERDICTS: Final[list[Verdict | Trouble]] = [*Verdict, *Trouble]  # -1, the last
 
 
 class Moved(NamedTuple):
-    """What became of a row: OK for a store that went well. Of its file, if that was found: inode, bytes on the disk,
-    and when it was last used; when the load touched it, or 0. `error`: an errno. `made`: directories."""
+    """What became of a row: OK for a store that went well. `error`: an errno. Of a file that was read: its inode, and
+    when it was last used before."""
 
     verdict: Verdict | Trouble
-    sealed_at: int
-    inode: int
-    disk_bytes: int
-    mtime_ns: int
-    touched_ns: int
-    error: int
-    made: int
+    error: int = 0
+    sealed_at: int = 0
+    inode: int = 0
+    mtime_ns: int = 0
 
     @classmethod
-    def of(cls, sealed_at: int, *status: int) -> Moved:
-        inode, disk_bytes, mtime_ns, touched_ns, verdict, error, made = status
-        return cls(_VERDICTS[verdict], sealed_at, inode, disk_bytes, mtime_ns, touched_ns, error, made)
-
-    def status(self, size: int, mtime_ns: int) -> os.stat_result:
-        """Of the file; what is not known is 0."""
-        known = {"st_mtime": mtime_ns / 1e9, "st_mtime_ns": mtime_ns, "st_blocks": self.disk_bytes // 512}
-        return os.stat_result((0, self.inode, 0, 0, 0, 0, size, 0, mtime_ns // 10**9, 0), known)
+    def of(cls, sealed_at: int, inode: int, mtime_ns: int, verdict: int, error: int) -> Moved:
+        return cls(_VERDICTS[verdict], error, sealed_at, inode, mtime_ns)
 
 
 @dataclass(frozen=True)
 class Place:
     """Where rows are: the tier's directory, open, and the owner of what is in it; how the names of unfinished files
     begin; whether files are opened with O_DIRECT. When, in Unix seconds: what seals say, or the server's time; a row
-    that was last used before `touch_before_s` is touched, unless its age began by `expired_s`."""
+    that was last used before `touch_before_s` is touched, unless its age began by `expired_s`. `keep`: a row that is
+    there is not stored again."""
 
     base: int
     uid: int
@@ -77,6 +70,7 @@ class Place:
     now_s: float
     touch_before_s: float = 0
     expired_s: float = 0
+    keep: bool = False
 
 
 class _Shape(ctypes.Structure):
@@ -97,7 +91,7 @@ class _Order(ctypes.Structure):
         ("namespace", _Namespace),
         ("epoch", ctypes.c_uint64),
         ("base", ctypes.c_int32),
-        *((name, ctypes.c_uint32) for name in ("uid", "count", "write", "direct")),
+        *((name, ctypes.c_uint32) for name in ("uid", "count", "write", "direct", "keep")),
         ("prefix", ctypes.c_char * 88),
     )
 
@@ -155,6 +149,7 @@ class Worker:
             count,
             write,
             place.direct,
+            place.keep,
             place.prefix.encode(),
         )
         if error := self._library.nixl_tiers_row_files_submit(self._worker, ctypes.byref(order)):

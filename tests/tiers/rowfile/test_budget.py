@@ -115,9 +115,20 @@ def test_nothing_that_can_be_evicted_is_no_reason_to_go_on(budget: Budget) -> No
     sweep(budget, ROWS)
     budget.no_room()
     assert not budget.excess_bytes
+    assert budget.sweep_due, "others may have made room"
+    sweep(budget, ROWS)
+    assert not budget.full
+    budget.no_room()
+    assert budget.full
+    assert not budget.excess_bytes
     assert not budget.sweep_due
     assert not budget.reserve()
     assert budget.sweep_due
+    sweep(budget, ROWS)
+    assert not budget.full
+    budget.evicted("own", ROW)
+    budget.no_room()
+    assert not budget.full
 
 
 def test_very_small_directory_keeps_three_quarters() -> None:

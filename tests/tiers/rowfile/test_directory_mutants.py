@@ -137,9 +137,9 @@ class SweepIgnoresUnfinishedFilesOfTheDead(Process):
     """They are nobody's."""
 
     def read_incoming(self, found: Swept) -> Iterator[None]:
-        before = found.unfinished_bytes
+        before = found.other_bytes
         yield from super().read_incoming(found)
-        found.unfinished_bytes = before
+        found.other_bytes = before
 
 
 class OtherRowsTakeWhatOwnTake(Process):

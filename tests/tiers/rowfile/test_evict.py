@@ -71,7 +71,7 @@ def evict(
     files = files or Directory(random)
     count = len(files.there)
     budget = Budget(int(count * ROW / (1 + share)), ROW)
-    budget._room_bytes = 0
+    budget.room_bytes = 0
     refuse_row(budget, files)
     evictor(files, budget, random).make_room()
     assert not budget.excess_bytes
@@ -120,7 +120,7 @@ def test_next_eviction_goes_on_where_the_last_one_ended() -> None:
     sampled: list[int] = []
     for _ in range(6):
         budget.capacity_bytes = len(files.there) * ROW
-        budget._room_bytes = count // 64 * ROW
+        budget.room_bytes = count // 64 * ROW
         refuse_row(budget, files)
         evictor.make_room()
         sampled.append(evictor._before_ns)
@@ -132,7 +132,7 @@ def test_directory_without_rows_is_no_room() -> None:
     random, files = Random(0), Directory(Random(0))
     files.by_place.clear()
     budget = Budget(ROW, ROW)
-    found = Swept(unfinished_bytes=10 * ROW)
+    found = Swept(other_bytes=10 * ROW)
     budget.begin_sweep()
     budget.end_sweep(found)
     budget.reserve()

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from nixl_tiers.base.policies import Write
+from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
@@ -21,15 +22,15 @@ ABSENT_S = 5.0
 
 class Engine:
     def __init__(self, there: set[bytes]) -> None:
-        spec = TierSpec("file", Write.THROUGH, physical_slots=False, asked=True)
-        self.core = TierManager(8, 4096, [spec], limits=Limits(absent_s=self.absent_s, absent_keys=65536))
+        spec = TierSpec("file", Write.THROUGH, physical_slots=False, asked=True, absent_s=self.absent_s)
+        self.core = TierManager(8, 4096, [spec], limits=Limits(absent_keys=65536))
         take_all(self.core.events.opened(0, 100))
         self.core.events.listed(0, [], last=True)
         self.there = there
         self.seen: dict[bytes, int] = {}  # when it was last known for certain that the row is there
         self.missed: dict[bytes, int] = {}  # or that it is not
 
-    absent_s = ABSENT_S
+    absent_s = FileConfig.absent_s
     loads_count = True
 
     def knows(self, key: bytes) -> bool:

@@ -58,7 +58,7 @@ int main(int count, char **words) {
     must(worker != NULL, "worker");
     must(nixl_tiers_row_files_new(&shape, region, ROWS, MAX_THREADS + 1, &error) == NULL && error == EINVAL, "threads");
     /* A row belongs to one unit at a time. */
-    uint8_t busy[ROWS] = {0}, stored[ROWS] = {0}, owner[UNITS + 1][ROWS] = {{0}}, writes[UNITS + 1] = {0};
+    uint8_t busy[ROWS] = {0}, stored[ROWS] = {0}, owner[UNITS + 1][ROWS] = {{0}}, writes[UNITS + 1] = {0}, keeps[UNITS + 1] = {0};
     int begun = 0, running = 0;
     while (begun < UNITS || running) {
         if (begun < UNITS && running < RUNNING) {
@@ -68,6 +68,7 @@ int main(int count, char **words) {
             order.rows = rows;
             order.direct = (uint32_t)rand() % 2;
             order.write = writes[begun] = (uint8_t)(rand() % 2);
+            order.keep = keeps[begun] = (uint8_t)(rand() % 2);
             for (uint32_t row = 0; row < ROWS; row++) {
                 if (busy[row] || rand() % 4)
                     continue;
@@ -93,7 +94,8 @@ int main(int count, char **words) {
         for (uint32_t i = 0; i < n; i++) {
             uint8_t row = owner[id][i];
             busy[row] = 0;
-            must(results[i].verdict == (writes[id] || stored[row] ? V_OK : ABSENT), "verdict");
+            int found = stored[row] && writes[id] && keeps[id];
+            must(results[i].verdict == (found ? FOUND : writes[id] || stored[row] ? V_OK : ABSENT), "verdict");
             stored[row] |= writes[id];
         }
     }

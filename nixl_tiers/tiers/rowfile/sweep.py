@@ -1,0 +1,132 @@
+"""The thread that sweeps a directory of row files: it counts what is there, makes room, and deletes what is too old."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Final
+
+from nixl_tiers.tiers.rowfile.budget import Budget
+from nixl_tiers.tiers.rowfile.contents import Contents
+from nixl_tiers.tiers.rowfile.evict import Evictor
+from nixl_tiers.tiers.rowfile.expire import Expiry
+
+FULL_S: Final = 0.5  # how long no row waits after no room could be made, or the directory could not be read
+SWEEP_S: Final = 3600.0  # at the latest after the last sweep: what is there is shown, and orphans go
+PAUSE_S: Final = 0.01  # at least between two sweeps, and as long as the last one took: others use the directory, too
+CLOSE_S: Final = 1.0  # closing does not wait longer: the medium may hang
+
+
+class Sweeper:
+    """Of one opening of the tier. `step` does what is due, for the thread or a test."""
+
+    def __init__(
+        self,
+        contents: Contents,
+        budget: Budget,
+        *,
+        writes: bool = True,
+        max_age_s: float | None = None,
+        server_s: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+        random: Random | None = None,
+    ) -> None:
+        """`writes`: without, it only counts. `server_s`: Unix time by the file server."""
+        random = random or Random()
+        self._contents = contents
+        self._budget = budget
+        self._writes = writes
+        self._server_s = server_s
+        self._clock = clock
+        self._evictor = Evictor(contents, budget, random)
+        self._expiry = Expiry(contents, budget, max_age_s, random) if writes and max_age_s is not None else None
+        self._pass: Iterator[None] = iter(())  # of the expiry, as far as it is
+        self._sweep_at_s = self._pass_at_s = 0.0  # when the next one is due
+        self._not_before_s = 0.0  # a sweep
+        self._full_until_s = 0.0
+        self._wake = threading.Event()
+        self._closing = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="sweeper", daemon=True)
+
+    # --- for the mover's loop ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """A row was refused."""
+        self._wake.set()
+
+    @property
+    def full(self) -> bool:
+        """Whether a row that was refused is not to wait: no room could be made just now."""
+        return self._clock() < self._full_until_s
+
+    def check(self) -> None:
+        """Raise the error that has ended the thread."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        self._closing = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+
+    # --- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._wake.clear()
+                self._wake.wait(self.step())
+        except Exception as error:  # noqa: BLE001 (the mover's loop raises it)
+            self._error = error
+
+    def step(self) -> float:
+        """What is due. Returns in how many seconds something may be due again."""
+        now = self._clock()
+        due = self._budget.sweep_due or now >= self._sweep_at_s
+        if due and now >= self._not_before_s and not self._sweep():
+            self._full_until_s = self._not_before_s = self._clock() + FULL_S
+            return FULL_S
+        for _ in self._evictor.steps() if self._writes else ():
+            if self._closing:
+                return 0.0
+        if self._budget.full:
+            self._full_until_s = self._clock() + FULL_S
+        waits = [self._sweep_at_s, *([self._not_before_s] if self._budget.sweep_due else []), *self._expire()]
+        return max(0.0, min(waits) - self._clock())
+
+    def _sweep(self) -> bool:
+        began_s = self._clock()
+        self._budget.begin_sweep()
+        try:
+            found = self._contents.sweep()
+        except OSError as error:
+            self._contents.cannot("read", error)
+            self._budget.fail_sweep()
+            return False
+        self._budget.end_sweep(found)
+        ended_s = self._clock()
+        self._sweep_at_s = ended_s + SWEEP_S
+        self._not_before_s = ended_s + max(PAUSE_S, ended_s - began_s)
+        return True
+
+    def _expire(self) -> Iterator[float]:
+        """Go on with a pass, or begin one. Yields when to come again."""
+        if self._expiry is None:
+            return
+        if next(self._pass, self) is not self:
+            yield 0.0
+            return
+        now = self._clock()
+        if now >= self._pass_at_s:
+            self._contents.refresh_time()
+            self._pass_at_s = now + self._expiry.pass_s
+            self._pass = self._expiry.steps(self._server_s)
+            yield 0.0
+        yield self._pass_at_s

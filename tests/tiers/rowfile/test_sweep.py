@@ -1,0 +1,194 @@
+"""What the thread that sweeps does when, step by step, with a clock of the test's."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from nixl_tiers.tiers.rowfile.budget import Budget, Swept
+from nixl_tiers.tiers.rowfile.contents import Contents
+from nixl_tiers.tiers.rowfile.directory import RowDirectory
+from nixl_tiers.tiers.rowfile.sweep import FULL_S, PAUSE_S, SWEEP_S, Sweeper
+from tests.support.fake_movers import Clock
+from tests.tiers.rowfile.rows import PATHS, ROW, make
+
+CAPACITY = 8 * ROW
+AGE_S = 1000.0
+
+
+class Sweeps:
+    """A sweeper, and what is in its directory."""
+
+    def __init__(self, contents: Contents, place: Path, **more: object) -> None:
+        self.place = place
+        self.clock = Clock(100.0)
+        self.budget = Budget(CAPACITY, ROW)
+        self.contents = contents
+        self.swept: list[float] = []
+        self.takes_s = 0.0
+        self.fails = False
+        sweep = contents.sweep
+
+        def counted() -> Swept:
+            self.swept.append(self.clock.now)
+            self.clock.now += self.takes_s
+            if self.fails:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return sweep()
+
+        contents.sweep = counted  # type: ignore[method-assign]
+        self.sweeper = Sweeper(
+            contents,
+            self.budget,
+            server_s=lambda: self.clock.now,
+            clock=self.clock,
+            random=Random(0),
+            **more,  # type: ignore[arg-type]
+        )
+
+    def fill(self, rows: int = 8) -> None:
+        for number, path in enumerate(PATHS[:rows]):
+            make(self.place, path, used_s=number)
+
+    @property
+    def there(self) -> int:
+        return len(list(self.place.rglob("*.row")))
+
+
+@pytest.fixture
+def sweeps(contents: Contents, tmp_path: Path) -> Sweeps:
+    return Sweeps(contents, tmp_path)
+
+
+def test_row_that_is_refused_has_room_after_a_step(sweeps: Sweeps) -> None:
+    sweeps.fill()
+    sweeps.sweeper.step()
+    assert sweeps.there == 8, "nobody wants to store"
+    assert not sweeps.budget.reserve()
+    sweeps.clock.now += PAUSE_S
+    sweeps.sweeper.step()
+    assert sweeps.there == 6
+    assert not sweeps.sweeper.full
+    assert sweeps.budget.reserve(2)
+
+
+def test_full_directory_is_no_reason_to_refuse_the_first_row(sweeps: Sweeps) -> None:
+    sweeps.fill()
+    sweeps.sweeper.step()
+    assert not sweeps.budget.reserve()
+    assert not sweeps.sweeper.full, "room is made for it"
+
+
+def test_row_for_which_no_room_can_be_made_does_not_wait(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweeps.fill()
+    monkeypatch.setattr(sweeps.contents, "unlink", lambda _: [])
+    sweeps.sweeper.step()
+    assert not sweeps.budget.reserve()
+    for full in (False, True):
+        assert not sweeps.sweeper.full
+        sweeps.clock.now += PAUSE_S
+        sweeps.sweeper.step()
+        assert sweeps.sweeper.full == full, "others may have made room"
+    sweeps.clock.now += FULL_S
+    assert not sweeps.sweeper.full
+    monkeypatch.undo()
+    assert not sweeps.budget.reserve()
+    sweeps.sweeper.step()
+    assert sweeps.budget.reserve(2)
+
+
+def test_directory_that_cannot_be_read_has_no_room(sweeps: Sweeps) -> None:
+    sweeps.fails = True
+    assert sweeps.sweeper.step() == FULL_S
+    assert sweeps.sweeper.full
+    assert not sweeps.budget.reserve()
+    sweeps.fails = False
+    sweeps.sweeper.step()
+    assert len(sweeps.swept) == 1, "it is not read again at once"
+    sweeps.clock.now += FULL_S
+    sweeps.sweeper.step()
+    assert sweeps.budget.reserve()
+
+
+def test_directory_is_swept_at_the_start_and_then_for_a_row_or_each_hour(sweeps: Sweeps) -> None:
+    assert sweeps.sweeper.step() == SWEEP_S
+    sweeps.clock.now += SWEEP_S / 2
+    assert sweeps.sweeper.step() == SWEEP_S / 2
+    assert len(sweeps.swept) == 1
+    sweeps.clock.now += SWEEP_S / 2
+    sweeps.sweeper.step()
+    assert len(sweeps.swept) == 2
+
+
+def test_sweeps_pause_as_long_as_they_take(sweeps: Sweeps) -> None:
+    sweeps.takes_s = 3.0
+    sweeps.sweeper.step()
+    for _ in range(8):
+        assert sweeps.budget.reserve()
+    assert not sweeps.budget.reserve()
+    assert sweeps.sweeper.step() == 3.0
+    assert len(sweeps.swept) == 1
+    sweeps.clock.now += 3.0
+    sweeps.sweeper.step()
+    assert len(sweeps.swept) == 2
+
+
+def test_reader_counts_and_deletes_nothing(contents: Contents, directory: RowDirectory, tmp_path: Path) -> None:
+    directory.writes = False
+    reader = Sweeps(contents, tmp_path, writes=False, max_age_s=AGE_S)
+    reader.fill(12)
+    reader.clock.now += 2 * AGE_S
+    reader.sweeper.step()
+    assert not reader.budget.reserve()
+    reader.clock.now += SWEEP_S
+    reader.sweeper.step()
+    assert reader.there == 12
+    assert reader.budget.used_bytes == 12 * ROW
+
+
+def test_old_rows_go_directory_by_directory_and_room_is_made_in_between(contents: Contents, tmp_path: Path) -> None:
+    sweeps = Sweeps(contents, tmp_path, max_age_s=AGE_S)
+    sweeps.fill()
+    sweeps.clock.now += AGE_S
+    assert sweeps.sweeper.step() == 0.0, "there is more to do"
+    assert not sweeps.budget.reserve()
+    sweeps.clock.now += PAUSE_S
+    sweeps.sweeper.step()
+    assert sweeps.budget.reserve(2)
+    steps = 2
+    while sweeps.sweeper.step() == 0.0:
+        steps += 1
+    assert steps > 256
+    assert sweeps.there == 0
+    for path in PATHS[:3]:
+        make(tmp_path, path, used_s=0)
+    sweeps.clock.now += AGE_S / 10 - 1
+    sweeps.sweeper.step()
+    assert sweeps.there == 3
+    sweeps.clock.now += 1
+    while sweeps.sweeper.step() == 0.0:
+        pass
+    assert sweeps.there == 0
+
+
+def test_unexpected_error_ends_the_thread_and_is_raised(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweeps.sweeper.check()
+    monkeypatch.setattr(sweeps.contents, "sweep", lambda: 1 // 0)
+    sweeps.sweeper._run()
+    with pytest.raises(ZeroDivisionError):
+        sweeps.sweeper.check()
+
+
+def test_closing_ends_an_eviction(sweeps: Sweeps) -> None:
+    sweeps.fill()
+    sweeps.sweeper.step()
+    assert not sweeps.budget.reserve()
+    sweeps.clock.now += PAUSE_S
+    sweeps.sweeper.close()
+    sweeps.sweeper.step()
+    assert sweeps.there > 0
+    assert sweeps.budget.excess_bytes
