@@ -4,21 +4,21 @@ beside the interpreter's lock (csrc/row_files.c)."""
 from __future__ import annotations
 
 import ctypes
-import itertools
-import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, Final, NamedTuple
+from types import SimpleNamespace
+from typing import Final, NamedTuple
 
 from nixl_tiers.base import native
-from nixl_tiers.base.chunk import MAX_KEY_BYTES, NAMESPACE_BYTES, Geometry
+from nixl_tiers.base.chunk import MAX_KEY_BYTES, Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.move_queue import Steps
+from nixl_tiers.tiers.native_worker import Namespace, NativeWorker, functions_of
 from nixl_tiers.tiers.rowfile.names import fanout_of
 
 _THREADS: Final = (4, 16)  # as MAX_THREADS of csrc/row_files.c; each has a buffer of one row, within so many bytes
@@ -73,22 +73,12 @@ class Place:
     keep: bool = False
 
 
-class _Shape(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("row_bytes", "cell_payload", "cell_bytes", "seal_bytes")),
-        *((name, ctypes.c_uint32) for name in ("cells", "sub_blocks")),
-    )
-
-
-_Namespace = ctypes.c_uint8 * NAMESPACE_BYTES
-
-
 class _Order(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("id", "now")),
         *((name, ctypes.c_int64) for name in ("touch_before", "expired")),
         ("rows", ctypes.c_char_p),
-        ("namespace", _Namespace),
+        ("namespace", Namespace),
         ("epoch", ctypes.c_uint64),
         ("base", ctypes.c_int32),
         *((name, ctypes.c_uint32) for name in ("uid", "count", "write", "direct", "keep")),
@@ -96,34 +86,14 @@ class _Order(ctypes.Structure):
     )
 
 
-class Worker:
-    """Belongs to the mover's loop. A unit's rows are not touched any more once its steps have ended; rows of the region
-    that were loaded and are not OK may hold anything."""
+class Worker(NativeWorker):
+    """Of row files."""
 
     def __init__(self, region: HostRegion, geometry: Geometry) -> None:
         """Raises OSError: no threads or no memory."""
-        self._library = library = _library()
-        shape = _Shape(
-            geometry.row_bytes,
-            geometry.cell_payload,
-            geometry.cell_bytes,
-            geometry.seal_bytes,
-            geometry.cells,
-            geometry.sub_blocks,
-        )
         least, most = _THREADS
-        threads, error = max(least, min(most, _BUFFERS_BYTES // geometry.row_bytes)), ctypes.c_int32()
-        self._worker = library.nixl_tiers_row_files_new(
-            ctypes.byref(shape), region.address, region.rows, threads, ctypes.byref(error)
-        )
-        if not self._worker:
-            raise OSError(error.value, f"threads for row files: {os.strerror(error.value)}")
-        self.fd: int = library.nixl_tiers_row_files_fd(self._worker)
-        """Readable when `poll` will find something."""
-        self._region = region
-        self._ids = itertools.count(1)
-        self._ended: dict[int, list[Moved]] = {}
-        self._results = ctypes.create_string_buffer(0)
+        threads = max(least, min(most, _BUFFERS_BYTES // geometry.row_bytes))
+        super().__init__(_library(), "threads for row files", _RESULT, region, geometry, threads)
 
     def move(
         self, moves: Sequence[Move], numbers: Sequence[int], place: Place, sealer: Sealer, *, write: bool
@@ -142,7 +112,7 @@ class Worker:
             int(place.touch_before_s),
             int(place.expired_s),
             table,
-            _Namespace.from_buffer_copy(sealer.namespace),
+            Namespace.from_buffer_copy(sealer.namespace),
             sealer.epoch,
             place.base,
             place.uid,
@@ -152,41 +122,10 @@ class Worker:
             place.keep,
             place.prefix.encode(),
         )
-        if error := self._library.nixl_tiers_row_files_submit(self._worker, ctypes.byref(order)):
-            raise OSError(error, os.strerror(error))
-        if len(self._results) < count * _RESULT.size:
-            self._results = ctypes.create_string_buffer(count * _RESULT.size)
-        yield lambda: unit in self._ended
-        return self._ended.pop(unit)
-
-    def poll(self) -> None:
-        """Note the units that have ended."""
-        number, results = ctypes.c_uint64(), self._results
-        take, most = self._library.nixl_tiers_row_files_take, len(results) // _RESULT.size
-        while self._worker and (count := take(self._worker, ctypes.byref(number), results, most)):
-            rows = _RESULT.iter_unpack(memoryview(results)[: count * _RESULT.size])
-            self._ended[number.value] = [Moved.of(*row) for row in rows]
-
-    def close(self) -> None:
-        """Nothing is in flight. May be called twice; `poll` finds nothing then."""
-        worker, self._worker = self._worker, None
-        if worker:
-            self._library.nixl_tiers_row_files_close(worker)
+        moved = yield from self._run(unit, order, count)
+        return [Moved.of(*row) for row in moved]
 
 
 @cache
-def _library() -> ctypes.CDLL:
-    found = native.opened(native.ROW_FILES)
-    pointer, whole, count = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
-    functions: dict[str, tuple[list[Any], Any]] = {
-        "new": ([pointer, pointer, whole, count, pointer], pointer),
-        "fd": ([pointer], ctypes.c_int),
-        "submit": ([pointer, pointer], ctypes.c_int),
-        "take": ([pointer, pointer, pointer, count], count),
-        "close": ([pointer], None),
-    }
-    for name, (arguments, result) in functions.items():
-        function = found[f"nixl_tiers_row_files_{name}"]
-        function.argtypes, function.restype = arguments, result
-        setattr(found, f"nixl_tiers_row_files_{name}", function)
-    return found
+def _library() -> SimpleNamespace:
+    return functions_of(native.ROW_FILES, "row_files", ctypes.c_uint32)

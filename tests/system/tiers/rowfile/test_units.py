@@ -94,7 +94,7 @@ def test_unit_that_cannot_begin_has_failed(
     tier: RowFileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(tier._worker._library, "nixl_tiers_row_files_submit", lambda *_: errno.ENOMEM)
+        patch.setattr(tier._worker._library, "submit", lambda *_: errno.ENOMEM)
         assert set(store(tier, region, range(ROWS))) == {Outcome.FAILED}
         assert set(load(tier, region, range(ROWS))) == {Outcome.FAILED}
     assert tier._served.budget._writing_bytes == 0
