@@ -225,7 +225,7 @@ METRICS: Final[Mapping[str, Metric]] = {
         removed=Series(
             storage,
             ("deleted",),
-            "expired, deleted by others, over a lowered limit, or, with layout: files, not seen for a minute",
+            "expired, deleted by others, over a lowered limit, not seen for a minute",
         ),
         reset=Series(every, ("reset",), "the weights may have changed"),
     ),
