@@ -31,7 +31,7 @@ from tests.support.file_tier import LAYOUTS
 THREADS: Final = 4
 TRIES: Final = 2
 JOB_ROWS: Final = 256
-MOST_ROUNDS: Final = 40  # that have room in a directory of row files
+MANY_ROUNDS: Final = 4096  # of a directory of row files, which is counted anew after a 64th
 
 
 class FileTier(Side):
@@ -45,7 +45,7 @@ class FileTier(Side):
         self.region = region
         decided = {"type": "tests.mover.stub_tiers:DecidedConfig", "staged": False} if direct else {}
         self._names_change, self._round = layout == "files", 0
-        held = MOST_ROUNDS if self._names_change else 2
+        held = MANY_ROUNDS if self._names_change else 2
         tier = LAYOUTS[layout](folder / "tier", held * region.nbytes + (64 << 20), **fields, **decided)
         self._mover = MoverProcess(tier, region.geometry, region.rows, region, movers=movers)
         self.pids = [self._mover.process.pid]

@@ -129,7 +129,8 @@ def _trial(config: FileConfig, parent: Path, token: str, geometry: Geometry) -> 
         elif not memory_at(scratch):
             change = "a file system that has it (ext4, xfs): rows fill the page cache, and are copied once more"
             yield advise("O_DIRECT", "is refused by this file system", change)
-        own = {"path": scratch, "capacity": 2 * rows * geometry.row_bytes, "require_mount": False}
+        fills = 128 if config.layout == "files" else 2  # files are counted anew after a 64th
+        own = {"path": scratch, "capacity": fills * rows * geometry.row_bytes, "require_mount": False}
         yield write_read_verify(config.model_copy(update=own), rows, geometry)
     except OSError as error:
         yield broken(NAME, f"{error.strerror or error} ({parent})", "give the engine's user a directory to write to")

@@ -70,9 +70,13 @@ class Sweeper:
         if self._error is not None:
             raise self._error
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Begin nothing more."""
         self._closing = True
         self._wake.set()
+
+    def close(self) -> None:
+        self.stop()
         if self._thread.is_alive():
             self._thread.join(CLOSE_S)
 

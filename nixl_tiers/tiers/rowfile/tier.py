@@ -141,8 +141,10 @@ class RowFileTier(StorageTier):
 
             def problem() -> str:
                 """On the health monitor's thread. Raises OSError."""
+                if wrong := identity.problem():
+                    return wrong
                 self._measure_free_space(budget)
-                return identity.problem() or self._directory.problem(name)
+                return self._directory.problem(name)
 
             health = HealthMonitor(problem, self._times.disk_check_s)
         except OSError as error:
@@ -197,8 +199,9 @@ class RowFileTier(StorageTier):
         if self._open is not None:
             self._open.sweeper.check()
             problem = self._open.health.poll()
-        if problem:  # what runs ends by itself
-            self._moves.give_up()
+            if problem:  # what runs ends by itself
+                self._open.sweeper.stop()
+                self._moves.give_up()
         self._moves.start()
         if problem and self._moves.quiet:
             self._directory.release()
