@@ -168,8 +168,10 @@ class Budget:
             self._evicts = self._evicts and self._lacking_bytes(self.room_bytes) > 0
             self._in_vain = False
 
-    def no_room(self) -> None:
-        """Eviction finds nothing more that it can delete. Others may have made room: the next sweep tells."""
+    def no_room(self, *, others: bool = False) -> None:
+        """Eviction finds nothing more that it can delete. Others may have made room, and certainly if it has met any
+        (`others`): the next sweep tells."""
         with self._lock:
             self._evicts = False
-            self._wanted, self.full, self._in_vain = not self._in_vain, self._in_vain, True
+            self.full = self._in_vain and not others
+            self._wanted, self._in_vain = not self.full, not others

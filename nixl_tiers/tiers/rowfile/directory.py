@@ -96,8 +96,8 @@ class RowDirectory:
 
     @contextmanager
     def incoming(self) -> Iterator[Folder]:
-        """The directory of unfinished files."""
-        with self.base() as base, base.folder(INCOMING) as folder:
+        """The directory of unfinished files, made again if somebody has deleted it."""
+        with self.base() as base, base.folder(INCOMING, make=self.writes) as folder:
             yield folder
 
     @contextmanager

@@ -59,6 +59,7 @@ class Evictor:
         self._budget = budget
         self._random = random
         self._before_ns = 0  # rows that were last used by then are old
+        self._met_others = False  # old rows were used, or deleted by others, in the meantime
         self._left: list[str] = []  # directories that this pass has not come to, the next one last
 
     def make_room(self) -> None:
@@ -69,10 +70,11 @@ class Evictor:
     def steps(self) -> Iterator[None]:
         """The same, a directory at a time."""
         deleted = True  # in this pass, or before it
+        self._met_others = False
         while self._budget.excess_bytes:
             if not self._left:
                 if not deleted:
-                    self._budget.no_room()
+                    self._budget.no_room(others=self._met_others)
                     return
                 deleted = False
                 self._sample()
@@ -101,8 +103,11 @@ class Evictor:
             while stop < min(len(old), start + BATCH_ROWS) and excess > 0:
                 excess -= old[stop].nbytes
                 stop += 1
-            for row in self._files.unlink(old[start:stop]):
+            gone = self._files.unlink(old[start:stop])
+            for row in gone:
                 self._budget.evicted(row.namespace, row.nbytes)
                 deleted = True
+            if left := {*old[start:stop]}.difference(gone):
+                self._met_others |= not left <= {*self._files.rows(old[start].namespace, old[start].fanout)}
             start = stop
         return deleted

@@ -118,6 +118,11 @@ def test_nothing_that_can_be_evicted_is_no_reason_to_go_on(budget: Budget) -> No
     assert budget.sweep_due, "others may have made room"
     sweep(budget, ROWS)
     assert not budget.full
+    budget.no_room(others=True)
+    sweep(budget, ROWS)
+    budget.no_room()
+    assert not budget.full, "they certainly have"
+    sweep(budget, ROWS)
     budget.no_room()
     assert budget.full
     assert not budget.excess_bytes

@@ -298,3 +298,12 @@ def test_time_of_a_row_is_set_to_the_servers(contents: Contents, directory: RowD
     assert abs(file.stat().st_mtime - directory.server_time.now_s()) < 60
     file.unlink()
     contents.touch(Row(*BAD[:2], BAD.name, 0, ROW))
+
+
+def test_directory_of_unfinished_files_is_made_again(
+    contents: Contents, directory: RowDirectory, tmp_path: Path
+) -> None:
+    (tmp_path / INCOMING).rmdir()
+    directory.server_time._read = None
+    assert contents.sweep().nbytes == 0
+    assert (tmp_path / INCOMING).is_dir()

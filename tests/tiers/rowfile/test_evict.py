@@ -143,6 +143,25 @@ def test_directory_without_rows_is_no_room() -> None:
     assert not budget.excess_bytes
 
 
+@pytest.mark.parametrize("others", [True, False])
+def test_rows_that_others_delete_meanwhile_are_a_reason_to_sweep(others: bool) -> None:
+    """And none to refuse a row, unlike those that cannot be deleted."""
+    random = Random(0)
+    files, budget = Directory(random), Budget(sum(MODELS.values()) * ROW, ROW)
+    delete = files.unlink
+
+    def unlink(rows: Sequence[Row]) -> Sequence[Row]:
+        if others:
+            delete(rows)
+        return []
+
+    files.unlink = unlink  # type: ignore[method-assign]
+    budget._in_vain = True
+    refuse_row(budget, files)
+    Evictor(files, budget, random).make_room()
+    assert (budget.sweep_due, budget.full) == (others, not others)
+
+
 # --- planted bugs
 
 
