@@ -173,32 +173,31 @@ class RowTransfers:
         unit.end_each(lambda move: self._loaded(move, moved[move]))
 
     def _loaded(self, move: Move, moved: Moved) -> Outcome | None:
-        path, verdict = self._path_of(move), moved.verdict
-        name = self._directory.absolute(path)
+        verdict = moved.verdict
+        if isinstance(verdict, Verdict):
+            begins_s, now_s = age_from(moved.sealed_at, moved.mtime_ns), self._directory.server_time.now_s()
+            outcome = self.pipeline.judge(
+                verdict,
+                expired=has_expired(begins_s, now_s, self._max_age_s),
+                name=lambda: str(self._directory.absolute(self._path_of(move))),
+                forget=lambda _: self._delete(move, moved),
+            )
+            if outcome is Outcome.OK:
+                self._seen(move.key)
+            return outcome
+        path = self._path_of(move)
         if verdict is Trouble.NOT_MOVED:
             return self._failed("read", path, moved.error)
         if verdict is Trouble.FOREIGN:
-            self._log_once.report("foreign", f"{name} {verdict.value}, and stays")
-        if verdict in (Trouble.ABSENT, Trouble.FOREIGN):
+            self._log_once.report("foreign", f"{self._directory.absolute(path)} {verdict.value}, and stays")
+        if verdict is not Trouble.CUT:
             return Outcome.MISSING
-        if verdict is Trouble.CUT:
-            self._log_once.report("corrupt", f"{name} {verdict.value}")
-            self._delete(path, moved)
-            return Outcome.CORRUPT
-        assert isinstance(verdict, Verdict)
-        now_s, begins_s = self._directory.server_time.now_s(), age_from(moved.sealed_at, moved.mtime_ns)
-        outcome = self.pipeline.judge(
-            verdict,
-            expired=has_expired(begins_s, now_s, self._max_age_s),
-            name=lambda: str(name),
-            forget=lambda _: self._delete(path, moved),
-        )
-        if outcome is Outcome.OK:
-            self._seen(move.key)
-        return outcome
+        self._log_once.report("corrupt", f"{self._directory.absolute(path)} {verdict.value}")
+        self._delete(move, moved)
+        return Outcome.CORRUPT
 
-    def _delete(self, path: RowPath, moved: Moved) -> None:
-        delete = self._directory.delete_unless_replaced
+    def _delete(self, move: Move, moved: Moved) -> None:
+        path, delete = self._path_of(move), self._directory.delete_unless_replaced
         self._deletes.append(self._directory.threads.submit(delete, path, moved.inode, moved.mtime_ns))
 
     def _path_of(self, move: Move) -> RowPath:
