@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 NAME_BYTES: Final = 512  # of a directory, for one more name in it
 ORPHAN_S: Final = 900.0  # an unfinished file that is older has lost its writer, on whichever machine that was
+CANNOT_READ: Final = "cannot be read"
 _ROW_NAME: Final = re.compile(r"(?:[0-9a-f]{2})+\.row")
 
 
@@ -78,7 +79,7 @@ class Contents(SealedFiles):
         for place, some in groupby(rows, key=lambda row: (row.namespace, row.fanout)):
             with self._reading(), self._directory.fanout(*place) as folder:
                 for row in some:
-                    with self._reading("deleted"):
+                    with self._reading("cannot be deleted"):
                         if folder.stat(row.name).st_mtime_ns == row.used_ns:
                             folder.unlink(row.name)
                             gone.append(row)
@@ -168,24 +169,25 @@ class Contents(SealedFiles):
         except FileNotFoundError:
             return
         except OSError as error:
-            self.cannot("read", error)
+            self.report(CANNOT_READ, error)
         found.add_unfinished(nbytes, self._row_bytes)
 
     # --- errors -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _reading(self, what: str = "read") -> Iterator[None]:
+    def _reading(self, what: str = CANNOT_READ) -> Iterator[None]:
         with _unless_gone():
             try:
                 yield
             except (FileNotFoundError, NotOwned):
                 raise
             except OSError as error:
-                self.cannot(what, error)
+                self.report(what, error)
 
-    def cannot(self, what: str, error: OSError) -> None:
+    def report(self, what: str, error: OSError) -> None:
+        """In the log."""
         path = error.filename or self._directory.path
-        self._log_once.report(what, f"{path} cannot be {what} ({error.strerror or error})")
+        self._log_once.report(what, f"{path} {what} ({error.strerror or error})")
 
 
 def _namespaces(base: Folder) -> list[str]:

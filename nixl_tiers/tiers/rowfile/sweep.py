@@ -9,7 +9,7 @@ from random import Random
 from typing import Final
 
 from nixl_tiers.tiers.rowfile.budget import Budget
-from nixl_tiers.tiers.rowfile.contents import Contents
+from nixl_tiers.tiers.rowfile.contents import CANNOT_READ, Contents
 from nixl_tiers.tiers.rowfile.evict import Evictor
 from nixl_tiers.tiers.rowfile.expire import Expiry
 
@@ -111,7 +111,7 @@ class Sweeper:
         try:
             found = self._contents.sweep()
         except OSError as error:
-            self._contents.cannot("read", error)
+            self._contents.report(CANNOT_READ, error)
             self._budget.fail_sweep()
             return False
         self._budget.end_sweep(found)

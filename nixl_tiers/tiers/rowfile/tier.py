@@ -127,6 +127,8 @@ class RowFileTier(StorageTier):
                 f"capacity: {self._config.capacity} bytes hold no row of {self._geometry.row_bytes} bytes beside the "
                 f"directories in {path}"
             )
+        if self._open is not None:
+            self._open.close()
         try:
             prepare_path(self._config, self._mount, self._log_once)
             self._directory.prepare(name)
@@ -149,10 +151,8 @@ class RowFileTier(StorageTier):
             health = HealthMonitor(problem, self._times.disk_check_s)
         except OSError as error:
             raise open_error(error) from error
-        if not self._transfers.direct and not memory_at(path):
+        if not self._transfers.direct and not memory_at(path.resolve()):
             self._log_once.report("direct", f"{path} does not support O_DIRECT: rows go through the page cache")
-        if self._open is not None:
-            self._open.close()
         sweeper = Sweeper(
             Contents(self._directory, name, self._row_bytes, self._log_once),
             budget,

@@ -114,15 +114,10 @@ class RowTransfers:
             moved = [Moved(Trouble.NOT_MOVED, error.errno or 0)] * len(moves)
         return dict(zip(moves, moved, strict=True))
 
-    def _failed(self, what: str, path: RowPath, error: int) -> Outcome:
-        reason = f"{self._directory.absolute(path)}: {os.strerror(error)}"
-        sentence = f"{self._directory.path}: rows cannot be {what} ({reason})"
-        full = what == "written" and error in FULL_ERRORS
-        if what == "written" and not full:
-            self.problem = sentence
-        self._log_once.report(what, sentence)
+    def _reason(self, move: Move, error: int) -> str:
+        """Why a row was not moved; the path is looked at soon."""
         self._served().health.check_soon()
-        return Outcome.NO_SPACE if full else Outcome.FAILED
+        return f"{self._directory.absolute(self._path_of(move))}: {os.strerror(error)}"
 
     # --- stores -----------------------------------------------------------------------------------------------------
 
@@ -158,7 +153,12 @@ class RowTransfers:
     def _stored(self, move: Move, moved: Moved) -> Outcome:
         self._served().budget.ended()
         if moved.verdict is Trouble.NOT_MOVED:
-            return self._failed("written", self._path_of(move), moved.error)
+            sentence = f"{self._directory.path}: rows cannot be written ({self._reason(move, moved.error)})"
+            self._log_once.report("written", sentence)
+            if moved.error in FULL_ERRORS:
+                return Outcome.NO_SPACE
+            self.problem = sentence
+            return Outcome.FAILED
         self.problem = ""
         self._seen(move.key)
         return Outcome.FOUND if moved.verdict is Trouble.FOUND else Outcome.OK
@@ -185,14 +185,16 @@ class RowTransfers:
             if outcome is Outcome.OK:
                 self._seen(move.key)
             return outcome
-        path = self._path_of(move)
         if verdict is Trouble.NOT_MOVED:
-            return self._failed("read", path, moved.error)
+            sentence = f"{self._directory.path}: rows cannot be read ({self._reason(move, moved.error)})"
+            self._log_once.report("read", sentence)
+            return Outcome.FAILED
+        name = self._directory.absolute(self._path_of(move))
         if verdict is Trouble.FOREIGN:
-            self._log_once.report("foreign", f"{self._directory.absolute(path)} {verdict.value}, and stays")
+            self._log_once.report("foreign", f"{name} {verdict.value}, and stays")
         if verdict is not Trouble.CUT:
             return Outcome.MISSING
-        self._log_once.report("corrupt", f"{self._directory.absolute(path)} {verdict.value}")
+        self._log_once.report("corrupt", f"{name} {verdict.value}")
         self._delete(move, moved)
         return Outcome.CORRUPT
 

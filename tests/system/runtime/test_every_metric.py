@@ -228,11 +228,10 @@ def drives(*, cpu: str = "", storage: str = "") -> Callable[[Callable[[Scene], N
     "saved_first_token_s lost_slower_s waiting_requests missed_never_stored unused evictions reset",
     storage="hits hit_tokens stored rows used_bytes capacity_bytes up bytes_read bytes_written load_seconds load_bytes "
     "store_seconds store_bytes promotion_seconds wait_loaded saved_prefill_s saved_first_token_s lost_slower_s "
-    "loads_staged stores_staged missed_excluded missing missed_failed reset",
+    "missed_excluded missing missed_failed reset",
 )
 def chunks_are_stored_loaded_and_lost(scene: Scene) -> None:
-    tier = files_tier(scene.path, CAPACITY, type="tests.mover.stub_tiers:DecidedConfig", staged=True)
-    engine, keys = scene.engine(tier), keys_of(4)
+    engine, keys = scene.engine(files_tier(scene.path, CAPACITY)), keys_of(4)
     engine.computes(SLOW)
     engine.put(keys)
     engine.load("from host memory", keys)
@@ -374,6 +373,12 @@ def another_engine_deletes_chunks(scene: Scene) -> None:
     engine.until_shown("removed")
     until(lambda: engine.store.locate(keys) == [None] * 2, "both to be known no more")
     engine.miss("expired", keys)
+
+
+@drives(storage="loads_staged stores_staged")
+def slabs_are_staged(scene: Scene) -> None:
+    tier = file_tier(scene.path, CAPACITY, type="tests.mover.stub_tiers:DecidedConfig", staged=True)
+    scene.engine(tier).until_shown("loads_staged")
 
 
 @drives(storage="full")
