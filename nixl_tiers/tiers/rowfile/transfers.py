@@ -189,12 +189,10 @@ class RowTransfers:
             sentence = f"{self._directory.path}: rows cannot be read ({self._reason(move, moved.error)})"
             self._log_once.report("read", sentence)
             return Outcome.FAILED
-        name = self._directory.absolute(self._path_of(move))
-        if verdict is Trouble.FOREIGN:
-            self._log_once.report("foreign", f"{name} {verdict.value}, and stays")
+        if verdict is not Trouble.ABSENT:
+            self._log_once.report(verdict.name, f"{self._directory.absolute(self._path_of(move))} {verdict.value}")
         if verdict is not Trouble.CUT:
             return Outcome.MISSING
-        self._log_once.report("corrupt", f"{name} {verdict.value}")
         self._delete(move, moved)
         return Outcome.CORRUPT
 

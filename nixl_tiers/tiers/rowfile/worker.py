@@ -33,7 +33,7 @@ class Trouble(Enum):
 
     FOUND = "was there before"
     CUT = "is no whole row"
-    FOREIGN = "is no file, or belongs to another user"
+    FOREIGN = "is no file, or belongs to another user, and stays"
     ABSENT = "is not there"
     NOT_MOVED = "could not be moved"
 
