@@ -115,7 +115,6 @@ class Contents(SealedFiles):
         """Names and directories of all namespaces, and unfinished files, of which orphans are deleted. Raises OSError
         if anything of it cannot be read."""
         found = Swept()
-        self._directory.refresh_time()
         with self._directory.base() as base:
             with _unless_gone(), base.folder(INCOMING) as incoming:
                 for name in incoming.names():

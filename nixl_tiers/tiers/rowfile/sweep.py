@@ -13,6 +13,7 @@ from nixl_tiers.tiers.rowfile.contents import CANNOT_READ, Contents
 from nixl_tiers.tiers.rowfile.evict import Evictor
 from nixl_tiers.tiers.rowfile.expire import Expiry
 
+REFRESH_S: Final = 60.0  # at the latest the server's clock is read again, which may have been put back
 FULL_S: Final = 0.5  # how long no row waits after no room could be made, or the directory could not be read
 SWEEP_S: Final = 3600.0  # at the latest after the last sweep: what is there is shown, and orphans go
 PAUSE_S: Final = 0.01  # at least between two sweeps, and as long as the last one took: others use the directory, too
@@ -92,6 +93,7 @@ class Sweeper:
 
     def step(self) -> float:
         """What is due. Returns in how many seconds something may be due again."""
+        self._contents.refresh_time()
         now = self._clock()
         due = self._budget.sweep_due or now >= self._sweep_at_s
         if due and now >= self._not_before_s and not self._sweep():
@@ -103,7 +105,7 @@ class Sweeper:
         if self._budget.full:
             self._full_until_s = self._clock() + FULL_S
         waits = [self._sweep_at_s, *([self._not_before_s] if self._budget.sweep_due else []), *self._expire()]
-        return max(0.0, min(waits) - self._clock())
+        return max(0.0, min(REFRESH_S, min(waits) - self._clock()))
 
     def _sweep(self) -> bool:
         began_s = self._clock()
@@ -129,7 +131,6 @@ class Sweeper:
             return
         now = self._clock()
         if now >= self._pass_at_s:
-            self._contents.refresh_time()
             self._pass_at_s = now + self._expiry.pass_s
             self._pass = self._expiry.steps(self._server_s)
             yield 0.0

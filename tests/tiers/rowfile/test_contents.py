@@ -305,5 +305,6 @@ def test_directory_of_unfinished_files_is_made_again(
 ) -> None:
     (tmp_path / INCOMING).rmdir()
     directory.server_time._read = None
+    contents.refresh_time()
     assert contents.sweep().nbytes == 0
     assert (tmp_path / INCOMING).is_dir()

@@ -12,7 +12,7 @@ import pytest
 from nixl_tiers.tiers.rowfile.budget import Budget, Swept
 from nixl_tiers.tiers.rowfile.contents import Contents
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
-from nixl_tiers.tiers.rowfile.sweep import FULL_S, PAUSE_S, SWEEP_S, Sweeper
+from nixl_tiers.tiers.rowfile.sweep import FULL_S, PAUSE_S, REFRESH_S, SWEEP_S, Sweeper
 from tests.support.fake_movers import Clock
 from tests.tiers.rowfile.rows import PATHS, ROW, make
 
@@ -115,11 +115,11 @@ def test_directory_that_cannot_be_read_has_no_room(sweeps: Sweeps) -> None:
 
 
 def test_directory_is_swept_at_the_start_and_then_for_a_row_or_each_hour(sweeps: Sweeps) -> None:
-    assert sweeps.sweeper.step() == SWEEP_S
-    sweeps.clock.now += SWEEP_S / 2
-    assert sweeps.sweeper.step() == SWEEP_S / 2
+    assert sweeps.sweeper.step() == REFRESH_S, "of the server's clock"
+    sweeps.clock.now += SWEEP_S - 1
+    assert sweeps.sweeper.step() == 1
     assert len(sweeps.swept) == 1
-    sweeps.clock.now += SWEEP_S / 2
+    sweeps.clock.now += 1
     sweeps.sweeper.step()
     assert len(sweeps.swept) == 2
 
