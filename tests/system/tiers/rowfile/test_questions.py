@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,12 +14,17 @@ import pytest
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.store import open_with
 from nixl_tiers.tiers.existence import MAX_CONCURRENT
 from nixl_tiers.tiers.rowfile import tier as module
 from nixl_tiers.tiers.rowfile.names import RowPath
 from nixl_tiers.tiers.rowfile.tier import RowFileTier
 from tests.mover.harness import NAMESPACE, key_of
+from tests.support.disks import refusing_mount
+from tests.support.file_tier import files_tier
+from tests.support.load import get, put
 from tests.support.times import changed
+from tests.support.waiting import until, until_up
 from tests.system.tiers.file_tiers import load, make_tier, run_until, store
 
 KEYS = [key_of(number) for number in range(3 * MAX_CONCURRENT)]
@@ -90,3 +98,27 @@ def test_tier_is_stuck_when_no_thread_has_been_left_for_a_time(opened: Opens, mo
     run_until(tier, lambda: tier.stuck)
     hangs.set()
     run_until(tier, lambda: not tier.stuck)
+
+
+def test_mover_whose_questions_hang_is_killed_and_the_next_one_serves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that stops answers nothing, and no thread returns."""
+    caplog.set_level(logging.INFO, "nixl_tiers")
+    size, keys = 60_000, [b"key-%d" % number for number in range(4)]
+    with refusing_mount(tmp_path, {}) as disk:
+        files = files_tier(disk.place / "kv", 64 << 20)
+        tiers: dict[str, object] = {"tiers": [{"type": "cpu", "capacity": 4 << 20}, files], "wait_s": 1, "probe_s": 1}
+        with open_with(changed(file_check_s=0.2, file_stuck_s=0.5), tiers, size, "n") as store:
+            until_up(store)
+            put(store, keys)
+            assert store.flush(60)
+            os.kill(disk.pid, signal.SIGSTOP)
+            try:
+                missing = [b"missing-%d" % number for number in range(3 * MAX_CONCURRENT)]
+                assert not any(get(store, missing)[0])
+                until(lambda: "existence checks are stuck" in caplog.text, "the mover to be killed")
+            finally:
+                os.kill(disk.pid, signal.SIGCONT)
+            until_up(store)
+            assert get(store, keys) == ([True] * 4, [])
