@@ -53,7 +53,7 @@ class RowDirectory:
         """Make what is missing, check who owns it, and read the server's time. Raises NotOwned, OSError."""
         self._found = None  # the path may be on another file system now
         self.release()
-        self._held = base = self._open_base()
+        self._held = base = self.base()
         for name in (namespace, INCOMING) if self.writes else ():
             base.folder(name, make=True).close()
         self.refresh_time()
@@ -83,13 +83,8 @@ class RowDirectory:
                     pass
         return ""
 
-    @contextmanager
-    def base(self) -> Iterator[Folder]:
-        """The tier's path."""
-        with self._open_base() as base:
-            yield base
-
-    def _open_base(self) -> Folder:
+    def base(self) -> Folder:
+        """The tier's path, which the caller closes."""
         base = Folder.base(self.path, self._found, writes=self.writes)
         self._found = self._found or base.found
         return base

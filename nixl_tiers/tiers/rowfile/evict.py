@@ -59,7 +59,7 @@ class Evictor:
         self._budget = budget
         self._random = random
         self._before_ns = 0  # rows that were last used by then are old
-        self._met_others = False  # old rows were used, or deleted by others, in the meantime
+        self._in_vain = False  # the sample had no row, or old ones could not be deleted; else others were quicker
         self._left: list[str] = []  # directories that this pass has not come to, the next one last
 
     def make_room(self) -> None:
@@ -70,11 +70,10 @@ class Evictor:
     def steps(self) -> Iterator[None]:
         """The same, a directory at a time."""
         deleted = True  # in this pass, or before it
-        self._met_others = False
         while self._budget.excess_bytes:
             if not self._left:
                 if not deleted:
-                    self._budget.no_room(others=self._met_others)
+                    self._budget.no_room(others=not self._in_vain)
                     return
                 deleted = False
                 self._sample()
@@ -92,6 +91,7 @@ class Evictor:
                 break
         times.sort()
         self._before_ns = times[(len(times) - 1) // OLD_SHARE] if times else 0
+        self._in_vain = not times
         self._left = rotated(self._random)[::-1]
 
     def _delete_old(self, rows: Sequence[Row]) -> bool:
@@ -108,6 +108,6 @@ class Evictor:
                 self._budget.evicted(row.namespace, row.nbytes)
                 deleted = True
             if left := {*old[start:stop]}.difference(gone):
-                self._met_others |= not left <= {*self._files.rows(old[start].namespace, old[start].fanout)}
+                self._in_vain |= left <= {*self._files.rows(old[start].namespace, old[start].fanout)}
             start = stop
         return deleted

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from nixl_tiers.tiers.rowfile.budget import Budget, Swept
-from nixl_tiers.tiers.rowfile.evict import FANOUTS, OLD_SHARE, Evictor, Row, RowFiles
+from nixl_tiers.tiers.rowfile.evict import FANOUTS, OLD_SHARE, SAMPLE_ROWS, Evictor, Row, RowFiles
 
 ROW = 4096
 MODELS = {"large": 6000, "small": 2000, "new": 24}  # rows, by namespace
@@ -143,23 +143,40 @@ def test_directory_without_rows_is_no_room() -> None:
     assert not budget.excess_bytes
 
 
-@pytest.mark.parametrize("others", [True, False])
-def test_rows_that_others_delete_meanwhile_are_a_reason_to_sweep(others: bool) -> None:
-    """And none to refuse a row, unlike those that cannot be deleted."""
-    random = Random(0)
-    files, budget = Directory(random), Budget(sum(MODELS.values()) * ROW, ROW)
-    delete = files.unlink
+class Contended(Directory):
+    """Nothing is deleted by these calls."""
 
-    def unlink(rows: Sequence[Row]) -> Sequence[Row]:
-        if others:
-            delete(rows)
+    def unlink(self, rows: Sequence[Row]) -> Sequence[Row]:
         return []
 
-    files.unlink = unlink  # type: ignore[method-assign]
+
+class QuickOthers(Contended):
+    """They delete what is old as soon as it is wanted."""
+
+    def unlink(self, rows: Sequence[Row]) -> Sequence[Row]:
+        super(Contended, self).unlink(rows)
+        return []
+
+
+class QuickerOthers(Contended):
+    """They do so as soon as it was sampled."""
+
+    def rows(self, namespace: str, fanout: str) -> Sequence[Row]:
+        found = super().rows(namespace, fanout)
+        for row in found if self.looked_at > SAMPLE_ROWS else ():
+            self.by_place[row[:2]].discard(row)
+        return [] if self.looked_at > SAMPLE_ROWS + len(found) else found
+
+
+@pytest.mark.parametrize(("kind", "full"), [(Contended, True), (QuickOthers, False), (QuickerOthers, False)])
+def test_rows_that_others_delete_meanwhile_are_a_reason_to_sweep(kind: type[Directory], full: bool) -> None:
+    """And none to refuse a row, unlike those that cannot be deleted."""
+    random = Random(0)
+    files, budget = kind(random), Budget(sum(MODELS.values()) * ROW, ROW)
     budget._in_vain = True
     refuse_row(budget, files)
     Evictor(files, budget, random).make_room()
-    assert (budget.sweep_due, budget.full) == (others, not others)
+    assert (budget.sweep_due, budget.full) == (not full, full)
 
 
 # --- planted bugs
