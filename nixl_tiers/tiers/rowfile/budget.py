@@ -129,6 +129,11 @@ class Budget:
         the directory is full and others may have made room."""
         return self._found is None or self._wanted or self._own_bytes + self.row_bytes > self.window_bytes
 
+    @property
+    def sweep_soon(self) -> bool:
+        """Whether a sweep is worth beginning: before half of a window is left, so that stores go on beside it."""
+        return self.sweep_due or 2 * self._own_bytes > self.window_bytes
+
     def begin_sweep(self) -> None:
         """Before the first directory is read. Each is opened anew: an NFS client then asks the server what is in it,
         unless it is mounted with `nocto`. A sweep that could not read everything is begun again."""

@@ -15,6 +15,7 @@ from nixl_tiers.tiers.rowfile.expire import Expiry
 
 REFRESH_S: Final = 60.0  # at the latest the server's clock is read again, which may have been put back
 FULL_S: Final = 0.5  # how long no row waits after no room could be made, or the directory could not be read
+WAIT_S: Final = 2.0  # no row waits longer for a directory of many millions: its job would be late
 SWEEP_S: Final = 3600.0  # at the latest after the last sweep: what is there is shown, and orphans go
 PAUSE_S: Final = 0.01  # at least between two sweeps, and as long as the last one took: others use the directory, too
 CLOSE_S: Final = 1.0  # closing does not wait longer: the medium may hang
@@ -47,6 +48,7 @@ class Sweeper:
         self._sweep_at_s = self._pass_at_s = 0.0  # when the next one is due
         self._not_before_s = 0.0  # a sweep
         self._full_until_s = 0.0
+        self._began_s: float | None = None  # what the thread does now
         self._wake = threading.Event()
         self._closing = False
         self._error: Exception | None = None
@@ -58,13 +60,14 @@ class Sweeper:
         self._thread.start()
 
     def wake(self) -> None:
-        """A row was refused."""
+        """A row was refused, or a sweep is worth beginning."""
         self._wake.set()
 
     @property
     def full(self) -> bool:
-        """Whether a row that was refused is not to wait: no room could be made just now."""
-        return self._clock() < self._full_until_s
+        """Whether a row that was refused is not to wait: no room could be made just now, or that takes long."""
+        now, began_s = self._clock(), self._began_s
+        return now < self._full_until_s or (began_s is not None and now - began_s > WAIT_S)
 
     def check(self) -> None:
         """Raise the error that has ended the thread."""
@@ -87,7 +90,10 @@ class Sweeper:
         try:
             while not self._closing:
                 self._wake.clear()
-                self._wake.wait(self.step())
+                self._began_s = self._clock()
+                pause_s = self.step()
+                self._began_s = None
+                self._wake.wait(pause_s)
         except Exception as error:  # noqa: BLE001 (the mover's loop raises it)
             self._error = error
 
@@ -95,7 +101,7 @@ class Sweeper:
         """What is due. Returns in how many seconds something may be due again."""
         self._contents.refresh_time()
         now = self._clock()
-        due = self._budget.sweep_due or now >= self._sweep_at_s
+        due = self._budget.sweep_soon or now >= self._sweep_at_s
         if due and now >= self._not_before_s and not self._sweep():
             self._full_until_s = self._not_before_s = self._clock() + FULL_S
             return FULL_S
@@ -104,7 +110,7 @@ class Sweeper:
                 return 0.0
         if self._budget.full:
             self._full_until_s = self._clock() + FULL_S
-        waits = [self._sweep_at_s, *([self._not_before_s] if self._budget.sweep_due else []), *self._expire()]
+        waits = [self._sweep_at_s, *([self._not_before_s] if self._budget.sweep_soon else []), *self._expire()]
         return max(0.0, min(REFRESH_S, min(waits) - self._clock()))
 
     def _sweep(self) -> bool:

@@ -124,9 +124,11 @@ class RowTransfers:
     def _admit_store(self, unit: Unit) -> bool:
         """All rows of a unit wait for room, or find none."""
         served = self._served()
-        if served.budget.reserve(len(unit.moves)):
+        granted = served.budget.reserve(len(unit.moves))
+        if not granted or served.budget.sweep_soon:
+            served.sweeper.wake()
+        if granted:
             return True
-        served.sweeper.wake()
         if full := served.sweeper.full:
             unit.end_all(Outcome.NO_SPACE)
         return full

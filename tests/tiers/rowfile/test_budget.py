@@ -56,6 +56,21 @@ def test_sweep_is_due_when_the_window_is_used_up(budget: Budget) -> None:
     assert budget.sweep_due
 
 
+def test_sweep_is_worth_beginning_when_half_of_the_window_is_used_up(budget: Budget) -> None:
+    for _ in range(WINDOW // 2):
+        assert budget.reserve()
+    assert not budget.sweep_soon
+    assert budget.reserve()
+    assert budget.sweep_soon
+    assert not budget.sweep_due
+    sweep(budget, WINDOW // 2 + 1)
+    assert budget.sweep_soon, "they are still being written"
+    for _ in range(WINDOW // 2 + 1):
+        budget.ended()
+    sweep(budget, WINDOW // 2 + 1)
+    assert not budget.sweep_soon
+
+
 def test_sweep_keeps_what_is_being_written_and_what_was_reserved_since_it_began(budget: Budget) -> None:
     """16 rows are reserved, none has its name yet, and a sweep finds nothing: 16 others would be twice the window."""
     for _ in range(10):

@@ -12,7 +12,7 @@ import pytest
 from nixl_tiers.tiers.rowfile.budget import Budget, Swept
 from nixl_tiers.tiers.rowfile.contents import Contents
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
-from nixl_tiers.tiers.rowfile.sweep import FULL_S, PAUSE_S, REFRESH_S, SWEEP_S, Sweeper
+from nixl_tiers.tiers.rowfile.sweep import FULL_S, PAUSE_S, REFRESH_S, SWEEP_S, WAIT_S, Sweeper
 from tests.support.fake_movers import Clock
 from tests.tiers.rowfile.rows import PATHS, ROW, make
 
@@ -135,6 +135,40 @@ def test_sweeps_pause_as_long_as_they_take(sweeps: Sweeps) -> None:
     sweeps.clock.now += 3.0
     sweeps.sweeper.step()
     assert len(sweeps.swept) == 2
+
+
+def test_rows_do_not_wait_for_a_sweep_that_takes_long(sweeps: Sweeps) -> None:
+    """Their jobs would be late, and at last their mover would be killed, to begin again."""
+    full: list[bool] = []
+
+    def slow() -> Swept:
+        full.append(sweeps.sweeper.full)
+        sweeps.clock.now += WAIT_S + 1
+        full.append(sweeps.sweeper.full)
+        sweeps.sweeper._closing = True
+        return Swept()
+
+    sweeps.contents.sweep = slow  # type: ignore[method-assign]
+    sweeps.sweeper._run()
+    assert full == [False, True]
+    assert not sweeps.sweeper.full
+
+
+def test_stores_go_on_beside_a_sweep(sweeps: Sweeps) -> None:
+    sweeps.budget.capacity_bytes = 64 * ROW
+    sweeps.sweeper.step()
+    assert sweeps.budget.reserve(9), "more than half of a window"
+    sweeps.clock.now += PAUSE_S
+    counted = sweeps.contents.sweep
+
+    def beside() -> Swept:
+        assert sweeps.budget.reserve(2)
+        return counted()
+
+    sweeps.contents.sweep = beside  # type: ignore[method-assign]
+    sweeps.sweeper.step()
+    assert len(sweeps.swept) == 2
+    assert sweeps.budget.reserve()
 
 
 def test_reader_counts_and_deletes_nothing(contents: Contents, directory: RowDirectory, tmp_path: Path) -> None:
