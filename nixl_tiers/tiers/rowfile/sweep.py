@@ -15,7 +15,7 @@ from nixl_tiers.tiers.rowfile.expire import Expiry
 
 REFRESH_S: Final = 60.0  # at the latest the server's clock is read again, which may have been put back
 FULL_S: Final = 0.5  # how long no row waits after no room could be made, or the directory could not be read
-WAIT_S: Final = 2.0  # no row waits longer for a directory of many millions: its job would be late
+WAIT_S: Final = 4.0  # no row waits longer, as in a directory of many millions: its job would be late
 SWEEP_S: Final = 3600.0  # at the latest after the last sweep: what is there is shown, and orphans go
 PAUSE_S: Final = 0.01  # at least between two sweeps, and as long as the last one took: others use the directory, too
 CLOSE_S: Final = 1.0  # closing does not wait longer: the medium may hang
