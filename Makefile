@@ -5,14 +5,14 @@
 #   make test                       the pure tests, and a smoke test of each thing that runs
 #   make test-all                   the others too, an hour; failed ones are run twice more, test-out/flaky.json
 #   make t T=tests/core/test_breaker.py   one file, directory or test, and nothing collected beside it
-#   make faults                     every fault on every tier; writes bench/results/faults.json and docs/internals/faults.md
+#   make faults                     every fault on every tier; writes bench/results/faults.json and docs/internals/results.md
 #   make stress                     random load, aborts and resets on vLLM, every answer checked; half an hour and more
 #   make torture ONLY=flipped-byte  failures that users reported, on vLLM's own tiers, LMCache and these; without ONLY an
-#                                   hour; as root. Writes bench/results/torture.json and docs/internals/torture.md
+#                                   hour; as root. Writes bench/results/torture.json and docs/guide/torture.md
 #   make matrix VERSIONS='0.33.0'    the tests of the vLLM face with other versions of vLLM, whose wheels it downloads
 #   make prometheus                 Prometheus for the tests that want it, on Debian
 #   make docs                       the documentation as HTML, in docs/_build
-#   make dist                       sdist, wheel and SBOM in dist/, checked: docs/internals/releasing.md; `make archives`
+#   make dist                       sdist, wheel and SBOM in dist/, checked: CONTRIBUTING.md; `make archives`
 #                                   makes the first two and needs no more than Python 3.11
 #   make fuzz MINUTES=10            fresh random examples for the property tests; SEED=n repeats a run
 #   make soak MINUTES=10            random load and random faults, every byte verified

@@ -64,22 +64,17 @@ class Tier(Side):
 
     def __init__(self, config: S3Config, geometry: Geometry, region: HostRegion) -> None:
         self._rows = region.rows
-        self._first = self._stores = 0  # of the last keys
         self._tier = S3Tier(config, geometry, region)
         self._tier.open(NAMESPACE, 0)
 
     def store(self) -> None:
-        """New keys each time: what is there is not stored again."""
-        self._first, self._stores = self._stores * self._rows, self._stores + 1
-        self._finish(
-            self._tier.store([Move(row, row, key_of(self._first + row), 0, True) for row in range(self._rows)])
-        )
+        self._finish(self._tier.store([Move(row, row, key_of(row), 0, True) for row in range(self._rows)]))
 
     def store_one(self, key: bytes) -> None:
         self._finish(self._tier.store([Move(0, 0, key, 0, True)]))
 
     def load(self) -> None:
-        self._finish(self._tier.load([Move(row, row, key_of(self._first + row)) for row in range(self._rows)]))
+        self._finish(self._tier.load([Move(row, row, key_of(row)) for row in range(self._rows)]))
 
     def close(self) -> None:
         self._tier.close()

@@ -4,8 +4,8 @@ configuration.md    from the fields of the schema (`nixl_tiers/config/schema.py`
 command-line.md     from the commands' options and docstrings (`nixl_tiers/cli/app.py`)
 python-api.md       from signatures and docstrings of what `nixl_tiers` exports
 metrics.md          from the table in `nixl_tiers/base/metrics.py`
-results.md          from `bench/results/*.json`: what was measured, by which command, on which machine and when
-faults.md           from `bench/results/faults.json`, which `make faults` writes
+results.md          from `bench/results/*.json`: what was measured, by which command, on which machine and when, and of
+                    faults what `make faults` writes there
 torture.md          from `bench/results/torture.json`, which `make torture` writes, and `tools/torture/cells.toml`
 compatibility.md    from `features.toml`, the tests that it names, and `bench/results/matrix.json` of `make matrix`
 comparison.md       from `comparison.toml`
@@ -60,7 +60,7 @@ TRACKERS: Final = {
 MATRIX: Final = RESULTS / "matrix.json"
 FEATURES: Final = Path(__file__).with_name("features.toml")
 COMPARISON: Final = Path(__file__).with_name("comparison.toml")
-PROJECTS: Final = {"ours": "nixl_tiers", "vllm": "vLLM's tiers", "lmcache": "LMCache", "kvbm": "KVBM (Dynamo)"}
+PROJECTS: Final = {"ours": "nixl_tiers", "vllm": "vLLM's tiers", "lmcache": "LMCache", "flexkv": "FlexKV"}
 TESTS: Final = [Path(__file__).parents[1] / place for place in ("tests/vllm", "tests/system/vllm")]  # of features.toml
 BLOCK: Final = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 MODELS: Final[Mapping[str, type[BaseModel]]] = {"cpu": CpuConfig, "file": FileConfig, "s3": S3Config}
@@ -151,7 +151,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def command_line() -> str:
-    """Help texts without rich's boxes: alike on every terminal."""
+    """Of each command's help the summary, exit codes and options, without rich's boxes: alike on every terminal."""
     group: Any = typer.main.get_command(app)
     texts = []
     for name, command in sorted(group.commands.items()):
@@ -160,6 +160,9 @@ def command_line() -> str:
         command.rich_markup_mode = None
         context = typer.Context(command, info_name=f"{app.info.name} {name}", terminal_width=WIDTH)
         shown = re.sub(r"\n +--help +Show this message and exit\.$", "", command.get_help(context))  # alike everywhere
+        usage, summary, *others = shown.split("\n\n")
+        kept = [part for part in others if re.match(r"  Exit code|\w", part)]  # --help has all of it
+        shown = "\n\n".join([usage, summary, *kept])
         texts.append(f"### `{app.info.name} {name}`\n\n```text\n{shown}\n```\n")
     return "\n".join(texts)
 
@@ -213,11 +216,9 @@ def _number(kind: Kind, name: str) -> str:
 
 
 def results() -> str:
-    """A section a measurement that has a table for the page, and the others by name; two have pages of their own."""
-    read = {file.name: _result(file) for file in sorted(RESULTS.glob("*.json")) if file not in (FAULTS, TORTURE)}
-    shown = {name: result for name, result in read.items() if any(map(_is_shown, result["tables"]))}
-    others = "".join(f"- `{name}`: {result['title']}\n" for name, result in read.items() if name not in shown)
-    return "\n".join([*(_measurement(*named) for named in shown.items()), f"## In files only\n\n{others}"])
+    """The tables that are marked for the page; each file is read, so that none lacks what it must say."""
+    read = [_result(file) for file in sorted(RESULTS.glob("*.json")) if file not in (FAULTS, TORTURE)]
+    return "\n".join(_measurement(result) for result in read if any("page" in table for table in result["tables"]))
 
 
 def _result(file: Path) -> Any:
@@ -230,46 +231,31 @@ def _result(file: Path) -> Any:
     return result
 
 
-def _measurement(name: str, result: Mapping[str, Any]) -> str:
+def _measurement(result: Mapping[str, Any]) -> str:
     """What was run where, and the tables that the page shows."""
     text = f"## {result['title']}\n\n"
-    if "command" in result:
-        text += f"`{result['command']}`: "
     text += f"{', '.join(result[part] for part in ('machine', 'versions', 'load', 'date') if part in result)}.\n"
-    if "note" in result:
-        text += f"{result['note']}\n"
-    for table in filter(_is_shown, result["tables"]):
-        text += f"\n{table['title']}:\n" if "title" in table else ""
-        text += _aligned(table["columns"], table["rows"])
-    if not all(map(_is_shown, result["tables"])):
-        text += f"\nMore rows: `{name}`.\n"
-    return text
-
-
-def _is_shown(table: Mapping[str, Any]) -> bool:
-    return bool(table.get("page", True))
+    tables = [table for table in result["tables"] if "page" in table]
+    return text + "".join(f"\n{table['title']}:\n{_aligned(table['columns'], table['rows'])}" for table in tables)
 
 
 def faults() -> str:
-    """A line a fault, and in it the longest stall and the recovery of each tier. Slabs with several movers are lines of
-    their own."""
+    """A line a kind of fault, with the longest stall and the longest recovery of each tier over its cases."""
     result = json.loads(FAULTS.read_text())
     table = result["tables"][0]
     tiers = ("slabs", "files", "s3")
-    found: dict[str, dict[str, str]] = {}
-    requests = 0
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in (dict(zip(table["columns"], row, strict=True)) for row in table["rows"]):
-        kind, *fields = row["tier"].removeprefix("file, ").split(", ")
-        if kind not in tiers:
-            kind, several = kind.split(" ", 1)
-            fields.insert(0, several)
-        times = f"{row['longest stall (s)']}/{row['recovery (s)']}"
-        found.setdefault(", ".join([row["fault"], *fields]), {})[kind] = times
-        requests += int(row["requests"])
-    rows = [(fault, *(cells.get(tier, "") for tier in tiers)) for fault, cells in found.items()]
+        tier = row["tier"].removeprefix("file, ").partition(",")[0].partition(" ")[0]
+        cells = found.setdefault(re.split(r"[,:] | \(", row["fault"])[0], {})
+        cells.setdefault(tier, []).append((float(row["longest stall (s)"]), float(row["recovery (s)"])))
+    rows = [
+        (fault, *("/".join(f"{max(times):.2f}" for times in zip(*cells.get(tier, ()), strict=True)) for tier in tiers))
+        for fault, cells in found.items()
+    ]
     return (
         f"`{result['command']}`, {result['date']}: {result['machine']}, {result['load']}. {result['note']}\n\n"
-        f"{requests} gets were answered under these faults. Longest stall / recovery, in seconds:\n"
+        f"{len(table['rows'])} cases. Longest stall / recovery of a kind of fault, in seconds:\n"
         f"{_aligned(['fault', *tiers], rows)}"
     )
 
@@ -282,7 +268,7 @@ def torture() -> str:
     mixed = len({row["commit"] for row in rows}) > 1
     found = {
         (row["cell"], row["side"]): ", ".join(
-            filter(None, [row["class"], row["runs"], _hits(row), row["commit"] if mixed else ""])
+            filter(None, [row["class"].partition(":")[0], _hits(row), row["commit"] if mixed else ""])
         )
         for row in rows
     }
@@ -293,7 +279,10 @@ def torture() -> str:
     for sides in result["sides"]:
         shown = [cell for cell in cells if any((cell, side) in found for side in sides)]
         lines = [
-            (f"[{cell}](#{cell})", *(found.get((cell, side), _untried(cells[cell], side)) for side in sides))
+            (
+                f"[{cell}](#{cell})",
+                *(found.get((cell, side), "not tried" if side in cells[cell]["sides"] else "-") for side in sides),
+            )
             for cell in shown
         ]
         text += "\n" + _table(["cell", *sides.values()], lines) if lines else ""
@@ -301,22 +290,20 @@ def torture() -> str:
 
 
 def _hits(row: Mapping[str, Any]) -> str:
-    """Of a cell with fewer hits than its control: how many tokens in each run, of how many."""
+    """In how many runs, if not in all; of a cell with fewer hits than its control how many tokens in each run."""
     control, _, runs = str(row["hits"]).partition("; ")
-    return f"hits {runs.replace(', ', ' / ')} of {control}" if "recomputed" in row["class"] and runs else ""
-
-
-def _untried(cell: Mapping[str, Any], side: str) -> str:
-    return "not tried" if side in cell["sides"] else "-"
+    ended = "" if row["runs"] == "3 of 3" else str(row["runs"])
+    fewer = "recomputed" in row["class"] and not set(runs.split(", ")) <= {"0", ""}
+    return f"hits {runs.replace(', ', ' / ')} of {control}" if fewer else ended
 
 
 def torture_cells() -> str:
-    """A section a cell: its fault, what is right, what to know of it, and who reported it."""
+    """A section a cell: its fault, what to know of it, and who reported it."""
     text = ""
     for name, cell in tomllib.loads(CELLS.read_text()).items():
-        links = "".join(f"- {_tracked(number)}, {kind}: {state}\n" for number, kind, state in cell["links"])
-        about = f"{cell['fault'][0].upper()}{cell['fault'][1:]}. To be right: {cell['right']}. {cell.get('note', '')}"
-        text += f"### {name}\n\n{about.strip()}\n\n{links}\n"
+        reports = "; ".join(f"{_tracked(number)} ({kind}, {state})" for number, kind, state in cell["links"])
+        about = f"{cell['fault'][0].upper()}{cell['fault'][1:]}. {cell.get('note', '')}".strip()
+        text += f"### {name}\n\n{about} {reports}.\n\n"
     return text
 
 
@@ -357,11 +344,9 @@ def _cell(cell: Mapping[str, Any]) -> str:
     shown in part."""
     if cell["is"] not in {"yes", "no", "option"} or not cell.keys() <= {"is", "version", "link", "note", "tried"}:
         raise ValueError(f"{COMPARISON.name}: {cell}")
-    if cell["link"] == "not found":
-        source = "not found"
-    else:
-        source = f"[{'tried' if cell.get('tried') else 'documented'}]({cell['link']})"
-    parts = [f"**{cell['is']}**", *([cell["version"]] if cell["version"] != "unreleased" else []), source]
+    shown = cell["is"] if cell["link"] == "not found" else f"[{cell['is']}]({cell['link']})"
+    about = ["tried"] if cell.get("tried") else ["not found"] if cell["link"] == "not found" else []
+    parts = [f"**{shown}**", *([cell["version"]] if cell["version"] != "unreleased" else []), *about]
     return ", ".join(parts) + (f": {cell['note']}" if "note" in cell else "")
 
 

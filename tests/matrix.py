@@ -156,7 +156,6 @@ def record(version: str, libraries: str, cases: list[tuple[str, str]], named: li
                 "title": "Tests that show a feature, by version",
                 "columns": ["test", *versions],
                 "rows": [[test, *(known[test].get(each, "not run") for each in versions)] for test in named],
-                "page": False,
             },
         ],
     }

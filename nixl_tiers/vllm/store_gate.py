@@ -1,7 +1,7 @@
 """Which chunks may be stored and found after vLLM's connector was reset, or the engine's weights were changed.
 
 `StoreGate`. `reset_prefix_cache(reset_connector=True)` goes wrong in two ways in vLLM 0.32 and 0.33
-(docs/internals/vllm-reset.md):
+(docs/internals/vllm.md):
 
 - Live requests offer all their chunks again, from the first on. Their lists still contain blocks that a sliding window
   has freed and that other requests own by now, whose KV would be stored under valid keys; and all of it was computed

@@ -82,7 +82,7 @@ def test_ranks_and_types(
 
 
 def test_row_of_the_guides_70b_example() -> None:
-    """docs/guide/sizing.md, "Bytes per row"."""
+    """docs/guide/sizing.md, "How much of each"."""
     made = Plan(Kv(80, 0, 0, 8, 512), ranks=8, chunk=64, prefill=0)
     assert made.row.row_bytes == 20_975_616
     assert made.tokens([512 << 30]) == 26_209 * 64

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import socket
 import struct
@@ -144,6 +145,8 @@ class FaultProxy:
         for connection in connections:
             connection.cancel()
         await asyncio.gather(*connections, return_exceptions=True)
+        await asyncio.sleep(0)
+        gc.collect()  # of a connection that was just accepted asyncio leaves the socket in a cycle (Python 3.11)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

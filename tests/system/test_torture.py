@@ -37,7 +37,7 @@ def test_each_cell_has_steps_links_with_states_and_sides() -> None:
 
 def test_page_says_date_versions_and_commit() -> None:
     result = json.loads((ROOT / "bench/results/torture.json").read_text())
-    page = (ROOT / "docs/internals/torture.md").read_text()
+    page = (ROOT / "docs/guide/torture.md").read_text()
     for part in ("date", "versions", "machine"):
         assert result[part]
         assert result[part] in page

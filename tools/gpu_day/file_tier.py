@@ -12,7 +12,7 @@ import numpy as np
 from nixl_tiers.memory.seal import Sealer, Verdict
 from tools.gpu_day.here import SUB_BLOCKS, Here
 
-COMPUTED_S = 0.18  # the same tokens computed by a model of 8 billion parameters: docs/internals/gpu.md
+COMPUTED_S = 0.18  # the same tokens computed by a model of 8 billion parameters: docs/guide/sizing.md
 THREADS = (1, 2, 4, 8)
 KEY = b"gpu-day"
 

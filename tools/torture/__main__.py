@@ -1,4 +1,4 @@
-"""Failures that users of KV caches reported, on vLLM's own tiers, LMCache and nixl_tiers: docs/internals/torture.md.
+"""Failures that users of KV caches reported, on vLLM's own tiers, LMCache and nixl_tiers: docs/guide/torture.md.
 
     python -m tools.torture [--only CELL ...] [--sides SIDE ...] [--repeats 3] [--resume]
         [--out bench/results/torture.json]
@@ -185,7 +185,7 @@ def _write(all_rows: dict[tuple[str, str], list[Any]], out: Path) -> None:
         "date": max(row[-2] for row in ordered),
         "commit": ", ".join(sorted({row[-1] for row in ordered})),
         "sides": [{s.name: s.title for s in SIDES.values() if s.on == on} for on in ("files", "s3")],
-        "tables": [{"page": False, "columns": COLUMNS, "rows": ordered}],
+        "tables": [{"columns": COLUMNS, "rows": ordered}],
     }
     out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -20,7 +20,7 @@ from nixl_tiers.tiers.s3.compat import OldEngines, old_engine_now
 from nixl_tiers.tiers.s3.conditional import conditional_writes_work, get_object, put_if
 from nixl_tiers.tiers.s3.connection import S3Connection
 from nixl_tiers.tiers.s3.deletes import delete_names
-from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME, RowNames, below
+from nixl_tiers.tiers.s3.names import CONDITIONS_NAME, RowNames, below
 from nixl_tiers.tiers.s3.record import Counter, Record, UploadQuota
 from nixl_tiers.tiers.s3.sweep import BEGIN, DELETE, PAGE, Listed, Sweeper, whole_listing
 from nixl_tiers.tiers.s3.takeover import Steps, Takeover, Terms
@@ -82,7 +82,7 @@ class Budget:
         self._looked_s = float("-inf")  # when that was
         self._pages: Iterator[dict[str, Any]] = iter(())
         self._wake, self._stop = threading.Event(), threading.Event()
-        self._claim, self._keep, self._wait = self.old.claim, self.old.keep, self._stop.wait
+        self._claim, self._keep, self._wait = self.old.claim, self.old.keep, self._stop.wait  # see `_drive`
         quota.half_used = self._half_used
         self._thread = threading.Thread(target=self._run, name="nixl_tiers-budget", daemon=True)
 
@@ -103,10 +103,11 @@ class Budget:
     # --- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stop.wait(min(LEAST_TURN_S, self.takeover.terms.renew_s)):
+        least_s = min(LEAST_TURN_S, self.takeover.terms.renew_s)
+        while not self._stop.wait(least_s):
             self._wake.clear()
             self.step()
-            self._wake.wait(max(0.0, self.takeover.next_s - budget_clock()))
+            self._wake.wait(max(0.0, self.takeover.next_s - least_s - budget_clock()))
         self.end()
 
     def end(self) -> None:
@@ -140,17 +141,20 @@ class Budget:
     def _turn(self, now: float) -> Steps[None]:
         if self._conditions is None and not self._reads_only:
             self.takeover.next_s = now + self.takeover.terms.renew_s
+            now = yield from self.takeover.read()  # who may not write hears nevertheless what was deleted
             self._ask_for_conditions(now)
             if self._conditions is None:
                 return
         if self._quota.alone and not self.takeover.may_delete(now):
             self._quota.stop()  # another mover may have written since
         self.old.live = ""
+        self._quota.failing |= "put" in self._denials.current()
         now = yield from self.takeover.turn(now)
         yield from self._sweeper.work(now)
 
     def _drive(self, steps: Steps[Any]) -> None:
-        """Ask the server what these steps ask; but no more pages and deletes once this ends."""
+        """Ask the server what these steps ask, each by the method of that name; no more pages and deletes once this
+        ends."""
         try:
             asked = next(steps)
             while not (self._stop.is_set() and asked.what in (BEGIN, PAGE, DELETE)):
@@ -169,7 +173,7 @@ class Budget:
         if self._reads_only:
             return
         now = budget_clock()
-        if self.takeover.account is None:
+        if self.takeover.account is None and now - self.takeover.changed_s < self.takeover.terms.stale_s:
             self._denials.lists_nothing()
         if self.old.live:
             self._denials.report(
@@ -191,7 +195,7 @@ class Budget:
     def _ask_for_conditions(self, now: float) -> None:
         """Find out whether the server has conditional writes. That it has none is believed only if it still says so
         after `DOUBT_S`: one answer may be a gateway's, or somebody may have deleted the object meanwhile."""
-        name = f"{WRITE_TEST_NAME}-{self._quota.mover}"
+        name = f"{CONDITIONS_NAME}-{self._quota.mover}"
         if conditional_writes_work(self._put_if, name):  # KeyError: no ETag, so not S3's answer
             self._conditions = True
             self._denials.succeeded(CONDITIONS)
@@ -247,7 +251,8 @@ class Budget:
             for each in page["Contents"]:
                 mover = each["Key"].removeprefix(names)
                 if _date(page) - each["LastModified"].timestamp() > COUNTER_TIMEOUT_S:
-                    self._client.delete_object(Bucket=self._bucket, Key=each["Key"])
+                    with contextlib.suppress(*REQUEST_ERRORS):
+                        self._client.delete_object(Bucket=self._bucket, Key=each["Key"])
                     continue
                 known = self._counters.get(mover)
                 if known is None or known[0] != each["ETag"]:

@@ -1,4 +1,4 @@
-"""Control requests of the S3 tier: deletes of bad rows, and checks, with boto3 (connection.py) on a thread of its own.
+"""Control requests of the S3 tier: deletes of bad rows, and credentials, with boto3 (connection.py) on its own thread.
 
 No rows are transferred here. The mover's loop queues requests and collects results; only `connect` blocks, and not for
 long. No message contains a server's text or a credential: error codes and class names only.
@@ -22,7 +22,6 @@ from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS, down, no_answer, tier_error
 from nixl_tiers.tiers.s3.connection import REMEDY, VERSIONED, S3Connection, is_versioned
 from nixl_tiers.tiers.s3.deletes import delete_names, most_names
-from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +41,6 @@ class S3Control:
         self._connecting: Future[None] | None = None
         self._delete_queue: dict[str, None] = {}
         self._in_flight_deletes: frozenset[str] = frozenset()
-        self._backoff_s = self._not_before = 0.0  # of deletes
-        self._check_requested = False  # whether uploads fail for an unknown reason
-        self._upload_check_at = float("-inf")
         self._credentials_checked_at = 0.0
         self._credentials_every_s = times.s3_credentials_s
         self._closing = False
@@ -82,29 +78,17 @@ class S3Control:
             self._credentials_every_s = self._times.s3_credentials_again_s
             self._wake.notify()
 
-    def upload_failed(self) -> None:
-        """An upload has failed: find out soon whether the server denies uploads."""
-        self.denials.failed("put")
-        with self._wake:
-            self._check_requested = True
-            self._wake.notify()
-
     def delete(self, names: Sequence[str]) -> None:
-        """Delete these objects in the background, with retries until the server confirms it."""
+        """Delete these objects in the background: once, as others may have stored a row anew by then."""
         with self._wake:
             self._delete_queue.update(dict.fromkeys(names))
             self._wake.notify()
 
     def cancel_delete(self, name: str) -> bool:
-        """Cancel a delete. False if it is in flight: wait for its end, or fail if `deletes_backing_off`."""
+        """Cancel a delete. False if it is in flight: wait for its end."""
         with self._wake:
             self._delete_queue.pop(name, None)
             return name not in self._in_flight_deletes
-
-    @property
-    def deletes_backing_off(self) -> bool:
-        """Whether the last delete request has failed, and the retry waits for its backoff."""
-        return self._backoff_s > 0 and time.monotonic() < self._not_before
 
     def close(self) -> None:
         """Send the queued deletes, as far as that takes no longer than `s3_close_s`, and stop."""
@@ -138,12 +122,9 @@ class S3Control:
             yield 0.0, self._connect
         if self.connection.client is None:
             return
-        # Also while uploads are denied: if nothing is stored meanwhile, nothing else finds out that they are allowed.
-        if not self._closing and (self._check_requested or "put" in self.denials.current()):
-            yield self._upload_check_at, self._check_uploads
         yield self._credentials_checked_at + self._credentials_every_s, self._check_credentials
         if self._delete_queue:
-            yield self._not_before, self._delete_some
+            yield 0.0, self._delete_some
         # After all else, since a first hit must not wait for it.
         if self._versioning_unknown and not self._closing:
             yield 0.0, self._check_versioning
@@ -162,19 +143,11 @@ class S3Control:
         assert self._connecting is not None
         try:
             self.connection.open()
-            self._not_before = 0.0
             self._credentials_checked_at = time.monotonic()
         except Exception as error:  # noqa: BLE001 (whatever it is, `connect` raises it)
             self._connecting.set_exception(tier_error(self._tier, self.connection.region.name, error))
         else:
             self._connecting.set_result(None)
-
-    def _check_uploads(self) -> None:
-        """Upload a small test object, whose answer holds the reason why uploads fail: NIXL does not report it."""
-        self._check_requested = False
-        self._upload_check_at = time.monotonic() + self._times.s3_test_upload_s
-        name = f"{self._tier.prefix}/{WRITE_TEST_NAME}"
-        self.connection.client.put_object(Bucket=self._tier.bucket, Key=name, Body=b"are uploads allowed?")
 
     def _check_credentials(self) -> None:
         self._credentials_checked_at, self._credentials_every_s = time.monotonic(), self._times.s3_credentials_s
@@ -186,17 +159,11 @@ class S3Control:
             for name in names:
                 del self._delete_queue[name]
             self._in_flight_deletes = frozenset(names)
-        left = self._in_flight_deletes
         try:
-            left -= delete_names(self.connection.delete_client, self._tier.bucket, names)
+            delete_names(self.connection.delete_client, self._tier.bucket, names)
         finally:
             with self._wake:
                 self._in_flight_deletes = frozenset()
-                if not self._closing:
-                    self._delete_queue.update(dict.fromkeys(left))
-                first_s, last_s = self._times.s3_backoff_s
-                self._backoff_s = min(max(self._backoff_s * 2, first_s), last_s) if left else 0.0
-                self._not_before = time.monotonic() + self._backoff_s
 
     def _check_versioning(self) -> None:
         """Warn if the bucket keeps what is deleted. It may not be allowed to ask, or the server knows no versions."""

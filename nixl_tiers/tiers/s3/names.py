@@ -8,9 +8,8 @@ from typing import Final
 from nixl_tiers.base.chunk import NAMESPACE_BYTES, Key, key_of_object, object_name
 from nixl_tiers.base.manifest import MANIFEST_NAME
 
-WRITE_TEST_NAME: Final = ".probe"
-"""Below the prefix: a small object that is written to find out whether uploads are allowed and conditional writes
-supported. The first kind is overwritten and never deleted; the other's name ends in the mover's ID."""
+CONDITIONS_NAME: Final = ".probe"
+"""Below the prefix, and the mover's ID: an object by which it finds out whether conditional writes are supported."""
 
 RECENT_NAMES: Final = 2048  # more than transfers run at once: each of them asks several times
 

@@ -23,6 +23,9 @@ for each mover whose present process it does not count.
   tests conditions and writes in two steps may let two writes through: then one of them is a copy, whose counts are not
   above the other's, or its writer reads that it was replaced, and withdraws (takeover.py).
 
+- A counter may arrive damaged. One that is too high for its mover is not counted, and a mover starts nothing by a
+  record that counts more than it has ever started.
+
 Take the record with the highest counts by which an upload was ever started. Each mover's last upload used that one or a
 lower one, so `started <= counted + W`, and that record had `bytes + W <= capacity`: the sum is the bound. No step uses
 time, nor how many movers believe that they write: that only saves rows and work.
@@ -96,14 +99,17 @@ class UploadQuota:
         """Called by the mover's loop when half a window has ended that was not published."""
         self.alone = False
         """Whether only the mover that the record names may store: the server has no conditional writes."""
-        self.has_others = False
-        """Whether another mover has stored since this one began."""
+        self.failing = False
+        """Whether an upload has failed since the counter was written: the answer to the next write may say why."""
+        self.others_stored = 0
+        """In how many records another mover had stored, since this one began."""
         self.record = Record(0)
         """As it was read or written last; before, one that counts nobody."""
         self._may_start = False  # as far as that says
         self._lock = threading.Lock()
         self._started = self._ended = self._failed = self._published = 0
         self._may_arrive: deque[tuple[float, int]] = deque()  # failed uploads, and until when
+        self._too_high = 0  # records in a row that count more of this mover than it has started
         self._active = 1  # movers whose counts have risen between the last two records
 
     def try_acquire(self, nbytes: int) -> bool:
@@ -124,6 +130,7 @@ class UploadQuota:
                 self._ended += nbytes
             else:
                 self._may_arrive.append((now + FAILED_ENDS_S, nbytes))
+                self.failing = True
             half = 2 * (self._ended - self._published) >= self.window_bytes
         if half:
             self.half_used()
@@ -151,6 +158,11 @@ class UploadQuota:
         return self.record.writer == self.mover and self.record.nbytes + self.window_bytes <= self.capacity_bytes
 
     @property
+    def has_others(self) -> bool:
+        """Whether others store too. One that was killed may be counted once more."""
+        return self.others_stored > 1
+
+    @property
     def deletes_soon(self) -> bool:
         """Whether rows may be deleted for room before the record is read again: a window must stay free, and each mover
         that stores may upload another one by then."""
@@ -162,9 +174,21 @@ class UploadQuota:
                 before = self.record.counted
                 rising = {mover for mover, n in record.counted.items() if n > before.get(mover, n)}
                 self._active = max(1, len(rising))
-                self.has_others |= not rising <= {self.mover}
+                self.others_stored += not rising <= {self.mover}
+                self._go_on_from(record.counted.get(self.mover, 0))
             self.record = record
-            self._may_start = self.mover in record.counted and (not self.alone or record.writer == self.mover)
+            is_counted = 0 <= record.counted.get(self.mover, -1) <= self._started
+            self._may_start = is_counted and (not self.alone or record.writer == self.mover)
+
+    def _go_on_from(self, counted: int) -> None:
+        """If this is more than was ever started, what has arrived of the counter was damaged. A record that was damaged
+        says so once; if another one does, the writer's account has it."""
+        if counted <= self._started:
+            self._too_high = 0
+        elif self._too_high > 1:
+            self._started, self._ended = self._started + counted - self._ended, counted
+        else:
+            self._too_high += 1
 
     def stop(self) -> None:
         """No upload begins before the next `refresh`."""
@@ -219,14 +243,12 @@ class Account:
         for mover, counter in counters.items():
             before, known = self.counted.get(mover), self._failed.get(mover)
             self._failed[mover] = counter.failed
-            if before is not None and counter.ended > before + 2 * self._window_bytes:
-                # Nobody may have uploaded so much, so it is damaged. Who is not counted writes it again.
-                before = None
-                del self.counted[mover]
             if before is None:
                 if counter.ended <= self._window_bytes:  # else it waits for a sweep
                     self._add(mover, counter.ended)
                 continue
+            if counter.ended > before + 2 * self._window_bytes:
+                continue  # nobody may have uploaded so much, so it is damaged: its mover writes it again
             risen = max(0, counter.ended - before)
             failed = counter.failed - known if known is not None else min(counter.failed, risen)
             self.nbytes += risen
@@ -237,6 +259,8 @@ class Account:
         self.counted[mover] = ended
         self.nbytes += ended + self._window_bytes
         self.windows += 1
+        if self.sweep is not None:  # what it had of this counter may have been damaged
+            self.sweep.baseline[mover] = ended
 
     def begin_sweep(self, began_s: int) -> None:
         """Before the listing's first request is sent: the counters as last read are the baseline. `began_s`: the

@@ -128,7 +128,7 @@ class Rows:
             return Outcome.FOUND
         # A delete of this name that arrives after the upload would delete the new object.
         if not self._control.cancel_delete(self.name(key)):
-            return Outcome.FAILED if self._control.deletes_backing_off else None
+            return None
         now, quota = time.monotonic(), self.upload_quota
         if quota.try_acquire(self._row_bytes):
             self._ready_by_s = max(self._ready_by_s, now + self._times.s3_ready_s)
@@ -140,7 +140,7 @@ class Rows:
         self.upload_quota.upload_ended(self._row_bytes, budget_clock(), done=done)
         if not done:  # it may have arrived nevertheless: then it will be found
             self._control.transfer_failed()
-            self._control.upload_failed()
+            self._control.denials.failed("put")
             return Outcome.FAILED
         self._control.connection.denials.succeeded("put")
         # Not when it began: the Last-Modified of a prefix's first rows is `oldest`, and they would be taken to be gone.

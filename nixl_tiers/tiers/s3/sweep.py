@@ -71,6 +71,7 @@ class Victims:
         """`expected_rows`: about how many the listing will find."""
         self._limit = max(MIN_VICTIMS, expected_rows // VICTIM_SHARE)
         self._cut_s = float("inf")  # of rows written at this time or later, some were left out
+        self._oldest_s = float("inf")
         self._taken_s = 0.0  # when that was written which was taken last
         self._names: list[bytes] = []
         self._modified_s = array("d")
@@ -84,6 +85,7 @@ class Victims:
     def add(self, modified_s: float, name: bytes, nbytes: int) -> None:
         if modified_s >= self._cut_s:
             return
+        self._oldest_s = min(self._oldest_s, modified_s)
         self._names.append(name)
         self._modified_s.append(modified_s)
         self._nbytes.append(nbytes)
@@ -97,12 +99,15 @@ class Victims:
     def take(self, nbytes: float, before_s: float, most: int) -> list[tuple[float, bytes, int]]:
         """Up to `most` of them, the oldest first: until they have `nbytes`, and all written before `before_s`. One that
         is added again is the first to be taken again."""
+        if nbytes <= 0 and self._oldest_s >= before_s:
+            return []
         self._sort()
         taken: list[tuple[float, bytes, int]] = []
         while self._names and len(taken) < most and (nbytes > 0 or self._modified_s[-1] < before_s):
             taken.append((self._modified_s.pop(), self._names.pop(), self._nbytes.pop()))
             self._taken_s, _, row_bytes = taken[-1]
             nbytes -= row_bytes
+        self._oldest_s = self._modified_s[-1] if self._names else float("inf")
         return taken
 
     @property
@@ -236,7 +241,8 @@ class Sweeper:
             account.found(each.nbytes)
             running.rows += 1
             running.last = each.name
-            victims = self._victims if each.modified_s < running.early_s else running.victims
+            early = each.modified_s < running.early_s and len(self._victims) < MIN_VICTIMS
+            victims = self._victims if early else running.victims
             victims.add(each.modified_s, bytes.fromhex(row[0]) + row[1], each.nbytes)
 
     def _swap(self) -> None:
@@ -252,11 +258,13 @@ class Sweeper:
         account, quota = self._account, self._takeover.quota
         assert account is not None
         window, capacity, goal = quota.window_bytes, quota.capacity_bytes, math.inf
-        if account.nbytes + window > capacity and not account.sweep_first:
-            # A window more than necessary, or there would be room for one row at a time.
-            goal = max(0, capacity - 2 * window)
         freed = False
         while self._takeover.may_delete(now):
+            if account.sweep_first:  # by counters that were read meanwhile
+                goal = math.inf
+            elif account.nbytes + window > capacity:
+                # A window more than necessary, or there would be room for one row at a time.
+                goal = max(0, capacity - 2 * window)
             victims, early = self._victims, self._rows is None
             taken = victims.take(account.nbytes - goal, self._server_s() - self._max_age_s, most_names())
             if not taken:
@@ -268,11 +276,15 @@ class Sweeper:
                 for each in taken:
                     victims.add(*each)  # perhaps deleted: they are deleted once more before others
                 raise
-            if not gone:
+            if not gone:  # as they may be locked for ever, they are not tried again before the next sweep
+                self._kept -= len(taken)
                 return now
             account.deleted(
                 sum(each[2] for name, each in zip(names, taken, strict=True) if name in gone), by_running=early
             )
+            for name, each in zip(names, taken, strict=True):
+                if name not in gone:
+                    victims.add(*each)
             if not early:
                 account.oldest = victims.oldest
             freed = True

@@ -94,12 +94,17 @@ class Takeover:
         """What is to be done every `renew_s`, and once half a window is used. Returns the time."""
         self.next_s = now + self.terms.renew_s
         if self._reads_only:
-            return (yield from self._read())
+            return (yield from self.read())
         counter = self.quota.counter(now)
         counted = self.record is not None and self.record.counted.get(self.quota.mover) == counter.ended
         # Again and again until it is counted: what has arrived may be damaged, and then nothing is granted.
-        if not counted or now > self._published_s + self.terms.counter_s:
-            now, _ = yield Ask(PUBLISH, counter)
+        if not counted or self.quota.failing or now > self._published_s + self.terms.counter_s:
+            self.quota.failing = False
+            try:
+                now, _ = yield Ask(PUBLISH, counter)
+            except Exception:
+                yield from self.read()  # who may not write hears nevertheless what was deleted
+                raise
             self._published_s = now
             self.quota.published(counter)
         now = yield from self.renew(now)
@@ -109,7 +114,7 @@ class Takeover:
 
     def renew(self, now: float) -> Steps[float]:
         """Read the record, and write it if it is this mover's."""
-        now = yield from self._read()
+        now = yield from self.read()
         account = self.account
         if account is None:
             return now
@@ -120,7 +125,7 @@ class Takeover:
             account.end_sweep(counters, account.ended)
         wrote, now = yield from self._write(account.record(self.quota.mover, self._nonce()), now)
         if not wrote:
-            return (yield from self._read())
+            return (yield from self.read())
         return (yield from self._keep(now))
 
     def release(self, now: float) -> Steps[float]:
@@ -130,14 +135,15 @@ class Takeover:
             self.account = None
         return now
 
-    # --- inside -----------------------------------------------------------------------------------------------------
-
-    def _read(self) -> Steps[float]:
+    def read(self) -> Steps[float]:
+        """Read the record. Returns the time."""
         now, (etag, record) = yield Ask(READ)
         self._found(etag, record, now)
         if record is None or record.writer != self.quota.mover:
             self.account = None  # nothing of what this mover has counted holds any more
         return now
+
+    # --- inside -----------------------------------------------------------------------------------------------------
 
     def _found(self, etag: str | None, record: Record | None, now: float) -> None:
         if etag != self._etag:
@@ -156,13 +162,14 @@ class Takeover:
         if unseen is None:
             return now
         if not self._stayed(now):
+            now, _ = yield Ask(COUNTERS)  # who cannot list must not keep others from it
             record = self._first(unseen=unseen)
             self._taking = record.write, now
             wrote, now = yield from self._write(record, now)
             if not wrote:
                 return now
             now, _ = yield Ask(WAIT, self.terms.confirm_s)
-            now = yield from self._read()
+            now = yield from self.read()
             if not self._stayed(now):
                 return now
         now, counters = yield Ask(COUNTERS)

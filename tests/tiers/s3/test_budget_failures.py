@@ -17,7 +17,7 @@ from nixl_tiers.base.chunk import UNREACHABLE
 from nixl_tiers.tiers.s3 import budget as budget_module
 from nixl_tiers.tiers.s3.budget import COUNTER_NAME, MAX_EMPTY_PAGES, UNCHANGED_S, USAGE_NAME, Budget
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.names import WRITE_TEST_NAME
+from nixl_tiers.tiers.s3.names import CONDITIONS_NAME
 from nixl_tiers.tiers.s3.record import UploadQuota
 from nixl_tiers.tiers.s3.takeover import Terms
 from tests.tiers.s3.memory_bucket import LISTING, ROW, Bucket, failed, once, row
@@ -168,7 +168,7 @@ class TestRequestsThatAlwaysFail:
     @pytest.mark.parametrize(
         ("request_name", "status"),
         [
-            (f"PUT {WRITE_TEST_NAME}-me", 500),
+            (f"PUT {CONDITIONS_NAME}-me", 500),
             *itertools.product([f"PUT {USAGE_NAME}", f"GET {USAGE_NAME}", "GET .owner"], [412, 500]),
         ],
     )
@@ -191,6 +191,63 @@ class TestRequestsThatAlwaysFail:
         bucket.now_s += 16.0
         budget.step()
         assert uploads(quota, bucket, range(1)) == 1
+
+
+class TestRightsThatOneLacks:
+    def test_who_cannot_list_keeps_nobody_else_from_writing_the_record(self) -> None:
+        bucket = Bucket()
+        terms = replace(SELDOM, renew_s=5.0)
+        (_, poor), (quota, two) = mover(bucket, "poor", terms), mover(bucket, "two", terms)
+        asking, told, stored = poor, set[str](), 0
+
+        def deny(name: str) -> None:
+            if asking is poor and name.startswith(("LIST", "LOOK")):
+                raise failed(403)
+
+        bucket.before = deny
+        for number in range(60):
+            bucket.now_s += 5.0
+            for asking in (poor, two):
+                asking.step()
+            stored += uploads(quota, bucket, range(number, number + 1))
+            told.add(bucket.record.writer)
+        assert told == {"two"}
+        assert stored > 40
+
+    def test_who_may_not_delete_an_old_counter_goes_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        bucket = Bucket()
+        bucket.store(f"p/{COUNTER_NAME}gone", b"0")
+        bucket.now_s += 4 * 3600.0
+
+        def deny(**_: object) -> None:
+            raise failed(403)
+
+        monkeypatch.setattr(bucket, "delete_object", deny)
+        quota, budget = mover(bucket)
+        budget.step()
+        assert bucket.record.counted == {"me": 0}
+        assert uploads(quota, bucket, range(5)) == 5
+
+    @pytest.mark.parametrize("since", ["the start", "later"])
+    def test_who_may_not_write_hears_what_was_deleted(self, since: str) -> None:
+        bucket = Bucket()
+        terms = replace(SELDOM, renew_s=5.0)
+        (_, one), (quota, poor) = mover(bucket, "one", terms), mover(bucket, "poor", terms)
+        one.step()
+        if since == "later":
+            for each in (poor, one, poor):
+                each.step()
+            assert uploads(quota, bucket, range(1)) == 1
+
+        def deny(name: str) -> None:
+            if name.startswith("PUT"):
+                raise failed(403)
+
+        bucket.before = deny
+        changed = replace(bucket.record, oldest=77, write="another")
+        bucket.store(f"p/{USAGE_NAME}", changed.encode())
+        poor.step()
+        assert quota.record.oldest == 77
 
 
 class TestEmptyPages:
@@ -273,7 +330,7 @@ class TestSweepsUnderThrottling:
 
     def test_a_damaged_name_before_an_interruption_skips_no_rows(self, bucket: Bucket) -> None:
         _, budget = mover(bucket)
-        bucket.damaged_names = {f"p/{WRITE_TEST_NAME}": "p/~"}
+        bucket.damaged_names = {f"p/{CONDITIONS_NAME}": "p/~"}
 
         def fail(name: str) -> None:
             if name == LISTING and bucket.count(name) == 2:
@@ -335,8 +392,43 @@ class TestCountersThatCannotBeRead:
 
         bucket.after = damage
         passes(60)
-        assert bucket.record.nbytes < 100 * ROW
-        assert uploads(quota, bucket, range(100, 101)) == 1
+        assert 0 <= bucket.record.nbytes < 100 * ROW
+        assert 1 <= uploads(quota, bucket, range(100, 200)) <= 10, "a window"
+
+    @pytest.mark.parametrize("uploaded", [None, 0, 10])
+    @pytest.mark.parametrize("healed_at", ["PUT .usage", "LIST p/", "never"])
+    def test_one_that_a_sweep_has_counted_damaged_grants_no_more_than_a_window(
+        self, uploaded: int | None, healed_at: str
+    ) -> None:
+        """`uploaded`: None: the first one arrives damaged, so that it waits for a sweep."""
+        bucket = Bucket()
+        terms = Terms(confirm_s=0.0)
+        (_, one), (quota, two) = mover(bucket, "one", terms), mover(bucket, "two", terms)
+        for each in (one, two, one, two, one)[: 1 if uploaded is None else 5]:
+            bucket.now_s += 5.0
+            each.step()
+        true = b"%d" % ((uploaded or 0) * ROW)
+        assert uploads(quota, bucket, range(uploaded or 0)) * ROW == int(true)
+        bucket.store(f"p/{COUNTER_NAME}two", b"9" * 15)
+
+        def heal(name: str) -> None:
+            if name == healed_at:
+                bucket.store(f"p/{COUNTER_NAME}two", true)
+
+        bucket.after = heal
+        stored = 0
+        for _ in range(60):
+            bucket.now_s += 31.0
+            one.step()
+            assert 0 <= bucket.record.nbytes < 100 * ROW
+        two.step()
+        assert uploads(quota, bucket, range(100, 300)) <= 10, "a window"
+        for _ in range(20):
+            bucket.now_s += 31.0
+            two.step()
+            one.step()
+            stored += uploads(quota, bucket, range(300 + stored, 301 + stored))
+        assert stored > 10, "it is healed"
 
     def test_one_of_a_mover_that_is_gone_stops_nobody(self, caplog: pytest.LogCaptureFixture) -> None:
         bucket = Bucket()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from nixl_tiers.tiers.s3 import budget as budget_module
+from nixl_tiers.tiers.s3 import deletes
 from nixl_tiers.tiers.s3 import record as record_module
 from nixl_tiers.tiers.s3.budget import COUNTER_NAME, LEAST_TURN_S, USAGE_NAME, Budget
 from nixl_tiers.tiers.s3.deletes import MAX_DELETES
@@ -322,6 +323,25 @@ class TestWhatIsDeleted:
         bucket.delete_errors = ()
         mover.steps(8)
         assert mover.store(name_of(1000)) == 1
+
+    def test_names_that_may_not_be_deleted_were_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Else the prefix is listed again when half of them were."""
+        monkeypatch.setattr(deletes, "MAX_DELETES", WINDOW_ROWS)
+        bucket = Bucket()
+        fill(bucket, CAPACITY_ROWS)
+        monkeypatch.setattr(budget_module, "delete_names", lambda *_: set())
+        mover = Mover(bucket, "me", terms=replace(TERMS, sweep_s=0.0))
+        mover.steps(CAPACITY_ROWS // WINDOW_ROWS)
+        assert bucket.count(LISTING) == 1
+
+    def test_what_a_lock_keeps_is_not_said_to_be_gone(self) -> None:
+        bucket = Bucket()
+        rows = fill(bucket, CAPACITY_ROWS)
+        bucket.delete_errors = tuple({"Key": name, "Code": "AccessDenied"} for name in rows[:3])
+        mover = Mover(bucket, "me")
+        mover.steps(4)
+        assert bucket.record.nbytes <= (CAPACITY_ROWS - WINDOW_ROWS) * ROW
+        assert bucket.record.oldest == int(bucket.objects[rows[0]][2])
 
     def test_what_was_gone_already_counts_as_deleted(self) -> None:
         bucket = Bucket()
@@ -674,7 +694,7 @@ class TestTheSteps:
         monkeypatch.setattr(budget._wake, "wait", wait)
         budget._run()
         assert len(steps) == 3
-        assert [after - before for before, after in itertools.pairwise(steps)] == [TERMS.renew_s + LEAST_TURN_S] * 2
+        assert [after - before for before, after in itertools.pairwise(steps)] == [TERMS.renew_s] * 2
         assert not mover.writes
         other = Mover(bucket, "other")
         other.steps()

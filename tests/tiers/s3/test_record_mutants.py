@@ -136,9 +136,9 @@ class WritesAreUnconditional(Takeover):
 
 
 class OthersNameIsNoReasonToForget(Takeover):
-    def _read(self) -> Steps[float]:
+    def read(self) -> Steps[float]:
         account = self.account
-        now = yield from super()._read()
+        now = yield from super().read()
         self.account = account
         return now
 

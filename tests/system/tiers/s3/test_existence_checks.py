@@ -150,7 +150,7 @@ class TestAnswers:
 
 
 class TestUploads:
-    """Before a row is uploaded it is looked whether others have stored it meanwhile."""
+    """Once others store too, it is looked before an upload whether they have stored the row meanwhile."""
 
     @pytest.fixture
     def driver(self, faulty: FaultyS3) -> Iterator[TierDriver]:
@@ -160,6 +160,7 @@ class TestUploads:
             driver.open()
             assert wait_until(lambda: driver.store([0]) == [Outcome.OK])
             driver.tier.found()
+            driver.tier._rows.upload_quota.others_stored = 2
             yield driver
 
     def asked(self, driver: TierDriver, faulty: FaultyS3, number: int, method: str) -> int:
