@@ -78,12 +78,15 @@ class Contents(SealedFiles):
         gone = list[Row]()
         for place, some in groupby(rows, key=lambda row: (row.namespace, row.fanout)):
             with self._reading(), self._directory.fanout(*place) as folder:
-                for row in some:
-                    with self._reading("cannot be deleted"):
-                        if folder.stat(row.name).st_mtime_ns == row.used_ns:
-                            folder.unlink(row.name)
-                            gone.append(row)
+                gone += filter(None, self._directory.threads.map(partial(self._unlink, folder), some))
         return gone
+
+    def _unlink(self, folder: Folder, row: Row) -> Row | None:
+        with self._reading("cannot be deleted"):
+            if folder.stat(row.name).st_mtime_ns == row.used_ns:
+                folder.unlink(row.name)
+                return row
+        return None
 
     def sealed_at(self, rows: Sequence[Row]) -> Sequence[int | None]:
         """Of rows of one fan-out directory."""

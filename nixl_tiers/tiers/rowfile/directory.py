@@ -21,7 +21,7 @@ from nixl_tiers.tiers.folder import READ_ONLY, Folder, Found, NotOwned
 from nixl_tiers.tiers.manifests import read_manifest
 from nixl_tiers.tiers.rowfile.names import RowPath, TempNames
 
-_THREADS: Final = 4
+_THREADS: Final = 16  # a server takes its time for each call
 REFRESH_S: Final = 5.0  # between two reads of the server's clock; until the next one the monotonic clock counts
 
 
