@@ -16,6 +16,7 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "seal.h"
@@ -27,7 +28,6 @@
 /* Verdicts beside those of seal.h: an error, which `error` names; no file; a file that no engine of this user has made;
  * one that is no whole row; one that was there before the store. */
 enum { NOT_MOVED = -1, ABSENT = -2, FOREIGN = -3, CUT = -4, FOUND = -5 };
-enum { LOADS, STORES, ENDED };
 enum { MAX_THREADS = 16, MAX_SEAL = 0xFFFF, HUGE_PAGE = 2 << 20, PREFIX = 88, NAME = 256, GONE_AGAIN = 1 << 20 };
 
 /* As `_ROW` of worker.py. */
@@ -59,17 +59,7 @@ struct order {
     char prefix[PREFIX]; /* of names of unfinished files */
 };
 
-struct unit {
-    struct unit *next;
-    struct order order;
-    uint32_t taken, left;
-    struct result *results;
-    struct row rows[];
-};
-
-struct queue {
-    struct unit *first, **end;
-};
+#include "units.h"
 
 struct thread {
     struct worker *worker;
@@ -82,28 +72,13 @@ struct worker {
     struct shape shape;
     uint8_t *region, *memory;
     uint64_t rows, memory_bytes;
-    int ended_fd;
     bool stopped, wrote; /* `wrote`: what was taken last */
-    pthread_mutex_t lock; /* of queues, `taken` and `left` of units, `stopped` and `wrote` */
+    pthread_mutex_t lock; /* of units, `stopped` and `wrote` */
     pthread_cond_t queued;
-    struct queue queues[3]; /* of loads, stores, and what has ended */
+    struct units units;
     uint32_t count;
     struct thread threads[MAX_THREADS];
 };
-
-static void push(struct queue *queue, struct unit *unit) {
-    unit->next = NULL;
-    *queue->end = unit;
-    queue->end = &unit->next;
-}
-
-static struct unit *pop(struct queue *queue) {
-    struct unit *unit = queue->first;
-    queue->first = unit->next;
-    if (!queue->first)
-        queue->end = &queue->first;
-    return unit;
-}
 
 /* --- directories and names ---------------------------------------------------------------------------------------- */
 
@@ -154,21 +129,42 @@ static int fanout_folder(const struct order *order, const struct row *row, bool 
     return make && fd == -ENOENT ? -GONE_AGAIN : fd;
 }
 
+/* The row's file, to read: its descriptor, or a negative errno. By one call, where the kernel has it (Linux 5.6), no
+ * sandbox forbids it, and nothing on the way is a link. It does not look at who owns the directories: the caller does
+ * at the file. */
+static int row_file(const struct order *order, const struct row *row, int flags) {
+    enum { OPENAT2 = 437, BENEATH_NO_SYMLINKS = 0x08 | 0x04 };
+    char path[2 * NAME], *name = path + 2 * sizeof order->space.name;
+    int fd, fanout;
+    flags |= O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
+    uint64_t how[3] = {(uint64_t)flags, 0, BENEATH_NO_SYMLINKS};
+    hex(path, order->space.name, sizeof order->space.name, "/");
+    hex(name + 1, &row->fanout, 1, "/");
+    hex(name + 4, row->key, row->key_bytes, ".row");
+    AGAIN(fd, (int)syscall(OPENAT2, order->base, path, how, sizeof how));
+    if (fd >= 0 || (errno != ENOSYS && errno != EPERM && errno != ELOOP))
+        return fd < 0 ? -errno : fd;
+    if ((fanout = fanout_folder(order, row, false)) < 0)
+        return fanout;
+    AGAIN(fd, openat(fanout, name + 4, flags));
+    fd = fd < 0 ? -errno : fd;
+    close(fanout);
+    return fd;
+}
+
 /* --- a store ------------------------------------------------------------------------------------------------------ */
 
 /* Whether the row's name has a file as large as a row, which counts as used now: a load verifies it. */
 static bool is_there(const struct shape *shape, const struct order *order, const struct row *row) {
-    char name[NAME];
     struct stat status;
-    int fanout = fanout_folder(order, row, false);
-    if (fanout < 0)
+    int fd = row_file(order, row, 0);
+    if (fd < 0)
         return false;
-    hex(name, row->key, row->key_bytes, ".row");
-    bool there = !fstatat(fanout, name, &status, AT_SYMLINK_NOFOLLOW) && S_ISREG(status.st_mode) &&
-                 status.st_uid == order->uid && (uint64_t)status.st_size == shape->row_bytes;
+    bool there = !fstat(fd, &status) && S_ISREG(status.st_mode) && status.st_uid == order->uid &&
+                 (uint64_t)status.st_size == shape->row_bytes;
     if (there && status.st_mtim.tv_sec < order->touch_before)
-        utimensat(fanout, name, NULL, AT_SYMLINK_NOFOLLOW);
-    close(fanout);
+        futimens(fd, NULL);
+    close(fd);
     return there;
 }
 
@@ -290,28 +286,20 @@ static int read_row(struct thread *thread, const struct order *order, const stru
 }
 
 static int load_row(struct thread *thread, const struct order *order, const struct row *row, struct result *result) {
-    char name[NAME];
-    int fanout = fanout_folder(order, row, false), verdict = NOT_MOVED;
-    if (fanout < 0)
-        return not_there(order, result, -fanout);
-    hex(name, row->key, row->key_bytes, ".row");
     for (int direct = order->direct ? O_DIRECT : 0;; direct = 0) {
-        int fd;
+        int fd = row_file(order, row, direct), verdict;
         *result = (struct result){0};
-        AGAIN(fd, openat(fanout, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC | direct));
         if (fd >= 0) {
             verdict = read_row(thread, order, row, fd, result);
             close(fd);
-        } else if (errno == ELOOP || errno == ENXIO || errno == EISDIR) {
+        } else if (fd == -ELOOP || fd == -ENXIO || fd == -EISDIR) {
             verdict = FOREIGN;
         } else {
-            verdict = not_there(order, result, errno);
+            verdict = not_there(order, result, -fd);
         }
         if (!direct || verdict != NOT_MOVED || (result->error != EINVAL && result->error != EOPNOTSUPP))
-            break;
+            return verdict;
     }
-    close(fanout);
-    return verdict;
 }
 
 /* --- threads ------------------------------------------------------------------------------------------------------ */
@@ -337,23 +325,20 @@ static void *run(void *argument) {
     pthread_mutex_lock(&worker->lock);
     while (!worker->stopped) {
         /* Reads and writes take turns where both wait. */
-        bool write = worker->queues[!worker->wrote].first ? !worker->wrote : worker->wrote;
-        struct unit *unit = worker->queues[write].first;
+        bool write = worker->units.queues[!worker->wrote].first ? !worker->wrote : worker->wrote;
+        struct unit *unit = worker->units.queues[write].first;
         if (!unit) {
             pthread_cond_wait(&worker->queued, &worker->lock);
             continue;
         }
         uint32_t number = unit->taken++;
         if (unit->taken == unit->order.count)
-            pop(&worker->queues[write]);
+            pop(&worker->units.queues[write]);
         worker->wrote = write;
         pthread_mutex_unlock(&worker->lock);
         move_row(thread, unit, number);
         pthread_mutex_lock(&worker->lock);
-        if (!--unit->left) {
-            push(&worker->queues[ENDED], unit);
-            eventfd_write(worker->ended_fd, 1);
-        }
+        row_ended(&worker->units, unit);
     }
     pthread_mutex_unlock(&worker->lock);
     return NULL;
@@ -364,30 +349,17 @@ static void *run(void *argument) {
 /* Which build of this interface a loaded library is: a stale one must not be called. */
 int nixl_tiers_row_files_abi(void) { return ROW_FILES_ABI; }
 
-/* Drop the rows that no thread has taken. A unit of which others still move is freed when these have ended. */
-static void drop(struct queue *queue) {
-    while (queue->first) {
-        struct unit *unit = pop(queue);
-        unit->left -= unit->order.count - unit->taken;
-        if (!unit->left)
-            free(unit);
-    }
-}
-
 /* Let what runs end, then stop the threads. What no thread has taken is dropped. */
 void nixl_tiers_row_files_close(struct worker *worker) {
     pthread_mutex_lock(&worker->lock);
     worker->stopped = true;
-    drop(&worker->queues[LOADS]);
-    drop(&worker->queues[STORES]);
+    drop_waiting(&worker->units);
     pthread_cond_broadcast(&worker->queued);
     pthread_mutex_unlock(&worker->lock);
     for (uint32_t i = 0; i < worker->count; i++)
         pthread_join(worker->threads[i].id, NULL);
-    while (worker->queues[ENDED].first)
-        free(pop(&worker->queues[ENDED]));
+    close_units(&worker->units);
     munmap(worker->memory, worker->memory_bytes);
-    close(worker->ended_fd);
     pthread_cond_destroy(&worker->queued);
     pthread_mutex_destroy(&worker->lock);
     free(worker);
@@ -402,8 +374,7 @@ static int start(struct worker *worker, uint32_t threads) {
         return EINVAL;
     worker->memory_bytes = threads * each + HUGE_PAGE;
     worker->memory = mmap(NULL, worker->memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    worker->ended_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (worker->memory == MAP_FAILED || worker->ended_fd < 0)
+    if (worker->memory == MAP_FAILED)
         return errno;
     /* A core file must not hold prompts; a child needs none, and before Linux 5.19 might have got a page that a file
      * system writes to. A kernel without huge pages refuses the last advice. */
@@ -435,19 +406,17 @@ struct worker *nixl_tiers_row_files_new(const struct shape *shape, uint8_t *regi
     *error = ENOMEM;
     if (!worker)
         return NULL;
-    *worker = (struct worker){.shape = *shape, .region = region, .rows = rows, .ended_fd = -1};
-    for (int i = 0; i < 3; i++)
-        worker->queues[i].end = &worker->queues[i].first;
+    *worker = (struct worker){.shape = *shape, .region = region, .rows = rows};
     pthread_mutex_init(&worker->lock, NULL);
     pthread_cond_init(&worker->queued, NULL);
-    if (!(*error = start(worker, threads)))
+    if (!(*error = open_units(&worker->units)) && !(*error = start(worker, threads)))
         return worker;
     nixl_tiers_row_files_close(worker);
     return NULL;
 }
 
 /* The descriptor that is readable when units have ended. */
-int nixl_tiers_row_files_fd(const struct worker *worker) { return worker->ended_fd; }
+int nixl_tiers_row_files_fd(const struct worker *worker) { return worker->units.ended_fd; }
 
 /* Begin to move the rows of a unit, at least one. Returns 0, or an errno: EINVAL for rows outside the region. */
 int nixl_tiers_row_files_submit(struct worker *worker, const struct order *order) {
@@ -457,17 +426,12 @@ int nixl_tiers_row_files_submit(struct worker *worker, const struct order *order
         if (row->row >= worker->rows || !row->key_bytes || row->key_bytes > KEY)
             return EINVAL;
     }
-    size_t size = sizeof(struct unit) + count * (sizeof(struct row) + sizeof(struct result));
-    struct unit *unit = count ? calloc(1, size) : NULL;
+    struct unit *unit = new_unit(order);
     if (!unit)
         return count ? ENOMEM : EINVAL;
-    unit->order = *order;
     unit->order.prefix[PREFIX - 1] = 0;
-    unit->left = count;
-    memcpy(unit->rows, order->rows, count * sizeof(struct row));
-    unit->results = (struct result *)(unit->rows + count);
     pthread_mutex_lock(&worker->lock);
-    push(&worker->queues[!!order->write], unit);
+    push(&worker->units.queues[!!order->write], unit);
     for (uint32_t i = 0; i < count && i < worker->count; i++)
         pthread_cond_signal(&worker->queued);
     pthread_mutex_unlock(&worker->lock);
@@ -477,17 +441,8 @@ int nixl_tiers_row_files_submit(struct worker *worker, const struct order *order
 /* Hand over a unit that has ended: its ID and the results of its rows, at most so many. Returns how many rows that are;
  * 0 if none has ended. The descriptor is readable as long as there is one. */
 uint32_t nixl_tiers_row_files_take(struct worker *worker, uint64_t *id, struct result *results, uint32_t most) {
-    uint64_t signals;
     pthread_mutex_lock(&worker->lock);
-    struct unit *unit = worker->queues[ENDED].first ? pop(&worker->queues[ENDED]) : NULL;
-    while (unit && !worker->queues[ENDED].first && read(worker->ended_fd, &signals, sizeof signals) < 0 && errno == EINTR)
-        ;
+    uint32_t count = take_ended(&worker->units, id, results, most);
     pthread_mutex_unlock(&worker->lock);
-    if (!unit)
-        return 0;
-    uint32_t count = unit->order.count < most ? unit->order.count : most;
-    *id = unit->order.id;
-    memcpy(results, unit->results, count * sizeof *results);
-    free(unit);
     return count;
 }

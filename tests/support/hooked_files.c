@@ -6,7 +6,9 @@
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <string.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -37,6 +39,17 @@ static int hooked_openat(int fd, const char *name, int flags, ...) {
     HOOKED("openat", fd, name, flags, openat(fd, name, flags, mode));
 }
 
+/* As `openat` of the file, too, if the kernel has openat2. */
+static long hooked_syscall(long number, int fd, const char *name, uint64_t *how, size_t nbytes) {
+    const char *file = strrchr(name, '/') + 1;
+    int said = hook ? hook("openat2", fd, file, (int)how[0]) : 0;
+    if (said) {
+        errno = said;
+        return -1;
+    }
+    HOOKED("openat", fd, file, (int)how[0], syscall(number, fd, name, how, nbytes));
+}
+
 static int hooked_mkdirat(int fd, const char *name, mode_t mode) { HOOKED("mkdirat", fd, name, 0, mkdirat(fd, name, mode)); }
 
 static int hooked_renameat(int fd, const char *name, int to, const char *new) {
@@ -62,6 +75,7 @@ static ssize_t hooked_pwrite(int fd, const void *from, size_t nbytes, off_t at) 
 }
 
 #define openat hooked_openat
+#define syscall hooked_syscall
 #define mkdirat hooked_mkdirat
 #define renameat hooked_renameat
 #define unlinkat hooked_unlinkat

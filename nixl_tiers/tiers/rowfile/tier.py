@@ -87,7 +87,7 @@ class RowFileTier(StorageTier):
         self._times = times
         self._geometry = geometry
         self._row_bytes = align(geometry.row_bytes) + NAME_BYTES
-        self._worker = Worker(region, geometry)
+        self._worker = Worker(region, geometry, in_memory=bool(memory_at(config.path)))
         self._log_once = LogOnce(logger)
         self._free = FreeSpace(config.path, config.min_free)
         self._directory = RowDirectory(config.path, writes=config.write != "off", server_time=server_time)

@@ -4,6 +4,7 @@ beside the interpreter's lock (csrc/row_files.c)."""
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,10 +90,13 @@ class _Order(ctypes.Structure):
 class Worker(NativeWorker):
     """Of row files."""
 
-    def __init__(self, region: HostRegion, geometry: Geometry) -> None:
-        """Raises OSError: no threads or no memory."""
+    def __init__(self, region: HostRegion, geometry: Geometry, *, in_memory: bool = False) -> None:
+        """`in_memory`: nothing waits for a medium, so there are as many threads as processors: more would only take
+        turns. Raises OSError: no threads or no memory."""
         least, most = _THREADS
         threads = max(least, min(most, _BUFFERS_BYTES // geometry.row_bytes))
+        if in_memory:
+            threads = min(threads, len(os.sched_getaffinity(0)))
         super().__init__(_library(), "threads for row files", _RESULT, region, geometry, threads)
 
     def move(

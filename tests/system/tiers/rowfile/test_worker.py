@@ -126,6 +126,11 @@ def noise(number: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return np.random.default_rng(number).integers(0, 256, GEOMETRY.row_bytes, np.uint8)
 
 
+def walking(answer: Callable[[str, str, int], int] = lambda *_: 0) -> Callable[[str, str, int], int]:
+    """Each directory is opened in the one above it, since the kernel, or a sandbox, has no openat2."""
+    return lambda call, name, flags: errno.ENOSYS if call == "openat2" else answer(call, name, flags)
+
+
 def first(answer: int, *wanted: str) -> Callable[[str, str, int], int]:
     """The first call of this name, or with names that end like that, is answered so."""
     left = [answer]
@@ -160,6 +165,17 @@ def test_rows_are_stored_and_loaded_as_python_seals_them(rig: Rig) -> None:
     assert [(each.verdict, each.sealed_at) for each in loaded] == [(Verdict.OK, NOW)] * ROWS
     assert np.array_equal(rig.region.rows_view, wanted)
     assert not rig.unfinished
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EPERM])
+def test_rows_are_found_where_openat2_is_missing_or_forbidden(rig: Rig, error: int) -> None:
+    rig.store()
+    rig.answer = lambda call, *_: error if call == "openat2" else 0
+    assert rig.load().verdict is Verdict.OK
+    assert rig.store(keep=True).verdict is Trouble.FOUND
+    assert [name for call, _, name, _ in rig.calls if call == "openat"][-1] == PATH.name
+    rig.row.unlink()
+    assert rig.load().verdict is Trouble.ABSENT
 
 
 def test_sealed_rows_are_stored_as_they_are(rig: Rig) -> None:
@@ -357,6 +373,9 @@ def test_directory_that_may_be_foreign_is_neither_written_nor_read(
     error = errno.EPERM if foreign == "open to all" else errno.ENOTDIR
     assert rig.store()[:2] == (Trouble.NOT_MOVED, error)
     if level != ".incoming":
+        if foreign == "open to all":
+            assert rig.load().verdict is Verdict.OK, "the file is this user's, and its seal is good"
+            rig.answer = walking()
         assert rig.load()[:2] == (Trouble.NOT_MOVED, error)
     assert next(tmp_path.rglob(PATH.name)).read_bytes() == before
 
@@ -394,8 +413,10 @@ def test_row_that_is_not_there_is_missing(rig: Rig, level: str) -> None:
         shutil.rmtree(rig.row.parent if level == PATH.fanout else rig.row.parents[1])
     assert rig.load()[:2] == (Trouble.ABSENT, 0)
     rig.store()
-    rig.answer = first(errno.ESTALE, "openat", level)
-    assert rig.load()[:2] == (Trouble.ABSENT, 0)
+    for answer in first(errno.ESTALE, "openat", PATH.name), walking(first(errno.ESTALE, "openat", level)):
+        rig.answer = answer
+        assert rig.load()[:2] == (Trouble.ABSENT, 0)
+        assert rig.load().verdict is Verdict.OK
 
 
 def test_row_that_becomes_stale_while_it_is_read_is_missing(rig: Rig) -> None:
@@ -406,10 +427,10 @@ def test_row_that_becomes_stale_while_it_is_read_is_missing(rig: Rig) -> None:
 
 def test_nothing_is_missing_where_the_path_itself_is_stale(rig: Rig) -> None:
     rig.store()
-    rig.answer = lambda call, name, _: (
-        errno.ESTALE if (call, name) in (("openat", PATH.namespace), ("fstat", "kv")) else 0
-    )
-    assert rig.load()[:2] == (Trouble.NOT_MOVED, errno.ESTALE)
+    for level in (PATH.name, PATH.namespace):
+        stale = (("openat", level), ("fstat", "kv"))
+        rig.answer = walking(lambda call, name, _, stale=stale: errno.ESTALE if (call, name) in stale else 0)  # type: ignore[misc]
+        assert rig.load()[:2] == (Trouble.NOT_MOVED, errno.ESTALE)
 
 
 @pytest.mark.parametrize("call", ["openat", "pread", "fstat"])
