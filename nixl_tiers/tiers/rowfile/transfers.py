@@ -30,7 +30,7 @@ from nixl_tiers.tiers.rowfile.worker import Moved, Place, Trouble, Worker
 
 TOUCH_S: Final = 60.0  # a row that was used more recently is not touched again
 _RUNNING_BYTES: Final = 32 << 20  # in each direction, within these numbers of rows
-_RUNNING_ROWS: Final = (16, 128)
+_RUNNING_ROWS: Final = (32, 128)
 _UNIT_ROWS: Final = WINDOW_ROWS  # that are handed to the worker together, within these bytes; no window has fewer
 _UNIT_BYTES: Final = 4 << 20
 _NEVER_S: Final = -(1 << 62)
