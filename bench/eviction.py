@@ -306,7 +306,8 @@ def _has_room(directory: Directory, budget: Budget, evictor: Evictor) -> bool:
             found.add_rows("", directory.count, [ROW_BYTES])
             budget.end_sweep(found)
         elif budget.excess_bytes:
-            evictor.make_room()
+            for _ in evictor.steps():
+                pass
         else:
             return False
     budget.ended()

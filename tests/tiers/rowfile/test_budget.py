@@ -51,24 +51,18 @@ def test_window_is_a_64th_of_the_capacity_and_16_rows_at_least() -> None:
     assert Budget(1 << 20, ROW).window_bytes == 16 * ROW
 
 
-def test_sweep_is_due_when_the_window_is_used_up(budget: Budget) -> None:
-    assert reserve(budget) == WINDOW
-    assert budget.sweep_due
-
-
-def test_sweep_is_worth_beginning_when_half_of_the_window_is_used_up(budget: Budget) -> None:
+def test_sweep_is_due_when_half_of_the_window_is_used_up(budget: Budget) -> None:
     for _ in range(WINDOW // 2):
         assert budget.reserve()
-    assert not budget.sweep_soon
-    assert budget.reserve()
-    assert budget.sweep_soon
     assert not budget.sweep_due
+    assert budget.reserve()
+    assert budget.sweep_due
     sweep(budget, WINDOW // 2 + 1)
-    assert budget.sweep_soon, "they are still being written"
+    assert budget.sweep_due, "they are still being written"
     for _ in range(WINDOW // 2 + 1):
         budget.ended()
     sweep(budget, WINDOW // 2 + 1)
-    assert not budget.sweep_soon
+    assert not budget.sweep_due
 
 
 def test_sweep_keeps_what_is_being_written_and_what_was_reserved_since_it_began(budget: Budget) -> None:
@@ -88,7 +82,7 @@ def test_sweep_keeps_what_is_being_written_and_what_was_reserved_since_it_began(
 def test_sweep_that_failed_changes_nothing(budget: Budget) -> None:
     assert reserve(budget) == WINDOW
     budget.begin_sweep()
-    budget.fail_sweep()
+    budget.end_sweep(None)
     assert budget.sweep_due
     assert not budget.reserve()
 
@@ -128,26 +122,18 @@ def test_nothing_that_can_be_evicted_is_no_reason_to_go_on(budget: Budget) -> No
     sweep(budget, ROWS)
     budget.reserve()
     sweep(budget, ROWS)
-    budget.no_room()
-    assert not budget.excess_bytes
-    assert budget.sweep_due, "others may have made room"
-    sweep(budget, ROWS)
-    assert not budget.full
     budget.no_room(others=True)
+    assert not budget.excess_bytes
+    assert not budget.full
+    assert budget.sweep_due
     sweep(budget, ROWS)
-    budget.no_room()
-    assert not budget.full, "they certainly have"
-    sweep(budget, ROWS)
-    budget.no_room()
+    budget.no_room(others=False)
     assert budget.full
     assert not budget.excess_bytes
     assert not budget.sweep_due
     assert not budget.reserve()
     assert budget.sweep_due
     sweep(budget, ROWS)
-    assert not budget.full
-    budget.evicted("own", ROW)
-    budget.no_room()
     assert not budget.full
 
 

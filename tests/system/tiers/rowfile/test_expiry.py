@@ -13,9 +13,9 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.rowfile.budget import Budget
-from nixl_tiers.tiers.rowfile.contents import ORPHAN_S, Contents
+from nixl_tiers.tiers.rowfile.contents import Contents
 from nixl_tiers.tiers.rowfile.directory import ServerTime
-from nixl_tiers.tiers.rowfile.names import RowPath
+from nixl_tiers.tiers.rowfile.names import ORPHAN_S, RowPath
 from nixl_tiers.tiers.rowfile.sweep import Sweeper
 from nixl_tiers.tiers.rowfile.tier import RowFileTier
 from nixl_tiers.tiers.rowfile.transfers import TOUCH_S
@@ -33,7 +33,7 @@ class Server(ServerTime):
         super().__init__()
         self.clock = clock
 
-    def refresh(self, directory: int) -> None:
+    def refresh(self, directory: int | None) -> None:
         pass
 
     def touch(self, name: str | Path, directory: int | None = None) -> None:
@@ -86,9 +86,8 @@ def open_tier(
 
 def sweep(tier: RowFileTier) -> None:
     """As its own thread does from time to time."""
-    contents = Contents(tier._directory, tier._served.name, tier._row_bytes, tier._log_once)
-    server_s = tier._directory.server_time.now_s
-    sweeper = Sweeper(contents, Budget(CAPACITY, tier._row_bytes), max_age_s=AGE_S, server_s=server_s)
+    contents = Contents(tier.directory, tier.served.name, tier.new_budget().row_bytes, tier.log_once)
+    sweeper = Sweeper(contents, Budget(CAPACITY, tier.new_budget().row_bytes), AGE_S)
     while sweeper.step() == 0.0:
         pass
 
@@ -102,11 +101,11 @@ def store(tier: RowFileTier, region: HostRegion, numbers: range) -> None:
     """Files get the time of the test's clock, as from a server."""
     assert set(file_tiers.store(tier, region, numbers)) == {Outcome.OK}
     for number in numbers:
-        tier._directory.server_time.touch(row_of(tier, number))
+        tier.directory.server_time.touch(row_of(tier, number))
 
 
 def row_of(tier: RowFileTier, number: int) -> Path:
-    return tier._directory.absolute(RowPath.of(tier._served.name, key_of(number)))
+    return tier.directory.absolute(RowPath.of(tier.served.name, key_of(number)))
 
 
 def rows_in(path: Path) -> int:
@@ -137,7 +136,7 @@ def test_expired_rows_of_others_are_deleted(tmp_path: Path, region: HostRegion, 
         tier = open_tier(tmp_path, region, clock, namespace)
         store(tier, region, range(3))
         tier.close()
-    sealless = tier._directory.absolute(RowPath.of(NAMESPACE.hex(), key_of(3)))
+    sealless = tier.directory.absolute(RowPath.of(NAMESPACE.hex(), key_of(3)))
     sealless.parent.mkdir(exist_ok=True)
     sealless.write_bytes(bytes(5000))  # without a seal, it ages by its modification time
     os.utime(sealless, (clock.now,) * 2)
@@ -278,5 +277,5 @@ def test_orphans_are_judged_by_the_server_clock(
     sweep(tier)
     assert fresh.exists()
     assert not old.exists()
-    assert abs(tier._directory.server_time.now_s() - real()) < 600
+    assert abs(tier.directory.server_time.now_s() - real()) < 600
     tier.close()

@@ -18,8 +18,7 @@ from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.mover.protocol import Open, Refused, Store
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.disk import INCOMING
-from nixl_tiers.tiers.rowfile.contents import ORPHAN_S
-from nixl_tiers.tiers.rowfile.names import TempNames
+from nixl_tiers.tiers.rowfile.names import ORPHAN_S, TempNames
 from tests.mover.harness import NAMESPACE, MoverProcess, key_of, payload, wait_until
 from tests.support.disks import disk_bytes
 from tests.support.file_tier import file_tier, files_tier
@@ -151,11 +150,11 @@ def test_orphaned_temporary_files_are_deleted_and_others_stay(tmp_path: Path) ->
         os.utime(path, (time.time() - age_s,) * 2)
         return path
 
-    ours = TempNames().name(0)
+    ours = TempNames().prefix + "0.tmp"
     make_orphan_name = [
         sys.executable,
         "-c",
-        "from nixl_tiers.tiers.rowfile.names import TempNames; print(TempNames().name(0))",
+        "from nixl_tiers.tiers.rowfile.names import TempNames; print(TempNames().prefix + '0.tmp')",
     ]
     dead = subprocess.run(make_orphan_name, check=True, capture_output=True, text=True).stdout.strip()
     elsewhere = "elsewhere-" + ours.partition("-")[2]
