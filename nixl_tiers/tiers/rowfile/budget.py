@@ -20,7 +20,6 @@ since, or left in `.incoming`, is in its `own`: at most a window. Time is in no 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -33,12 +32,9 @@ SIZED_ROWS: Final = 16  # of a namespace, the largest of which tells what each o
 class Swept:
     """By one sweep."""
 
-    rows: dict[str, tuple[int, int]] = field(default_factory=dict)  # by namespace: names, and bytes of each
+    rows: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By namespace: names, and the size of the largest of SIZED_ROWS rows that are still there, or of all that are."""
     other_bytes: int = 0
-
-    def add_rows(self, namespace: str, names: int, sizes: Sequence[int]) -> None:
-        """`sizes`: of SIZED_ROWS rows that are still there, or of all that are."""
-        self.rows[namespace] = names, max(sizes, default=0)
 
     def add_unfinished(self, nbytes: int, row_bytes: int) -> None:
         """A file in `.incoming` that stays. It may grow to a row; those of larger rows count in their writer's `own`,

@@ -152,7 +152,7 @@ class Contents:
                         sizes.append(row_bytes_of(folder.stat(name)))
                 if not rows:
                     self._remove_empty(home, fanout)
-        found.add_rows(namespace, names, sizes or [self._row_bytes])
+        found.rows[namespace] = names, max(sizes, default=self._row_bytes)
         if namespace != self._served:
             found.other_bytes += (directories + 1) * PAGE  # and a manifest
 

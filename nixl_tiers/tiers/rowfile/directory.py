@@ -185,7 +185,6 @@ class ServerTime:
 
     def now_s(self) -> float:
         """Unix seconds; ahead of the server only if its clock was put back. `refresh` comes first."""
-        if self._read is None:
-            raise RuntimeError("the server's time has not been read")
+        assert self._read is not None, "the server's time has not been read"
         server_s, read_at_s = self._read
         return server_s + time.monotonic() - read_at_s

@@ -165,7 +165,7 @@ class Process:
                 names += [place for place in world.files if place[:2] == (namespace, fanout)]
                 yield
             sizes = [world.files[place].nbytes for place in names if place in world.files]
-            found.add_rows(namespace, len(names), sizes[:SIZED_ROWS])
+            found.rows[namespace] = len(names), max(sizes[:SIZED_ROWS], default=0)
 
     def corrupted(self, place: Place, file: File) -> None:
         """Its mover has deleted it."""

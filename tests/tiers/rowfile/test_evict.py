@@ -57,7 +57,7 @@ def refuse_row(budget: Budget, files: Directory) -> None:
         budget.begin_sweep()
         found = Swept()
         for namespace in MODELS:
-            found.add_rows(namespace, sum(row.namespace == namespace for row in files.there), [ROW])
+            found.rows[namespace] = sum(row.namespace == namespace for row in files.there), ROW
         budget.end_sweep(found)
         budget.reserve()
     assert budget.excess_bytes

@@ -66,13 +66,6 @@ def test_row_that_is_refused_has_room_after_a_step(sweeps: Sweeps) -> None:
     assert sweeps.budget.reserve(2)
 
 
-def test_full_directory_is_no_reason_to_refuse_the_first_row(sweeps: Sweeps) -> None:
-    sweeps.fill()
-    sweeps.sweeper.step()
-    assert not sweeps.budget.reserve()
-    assert not sweeps.sweeper.full, "room is made for it"
-
-
 def test_row_for_which_no_room_can_be_made_does_not_wait(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> None:
     sweeps.fill()
     monkeypatch.setattr(sweeps.contents, "unlink", lambda _: [])

@@ -68,19 +68,11 @@ def _sweeps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sweeper, "start", Sweeper.step)
 
 
-def open_tier(
-    path: Path,
-    region: HostRegion,
-    clock: Clock,
-    namespace: bytes = NAMESPACE,
-    *,
-    write: str = "through",
-    ahead_s: float = 0.0,
-) -> RowFileTier:
+def open_tier(path: Path, region: HostRegion, clock: Clock, ahead_s: float = 0.0) -> RowFileTier:
     """`clock` is the file server's; the engine's is ahead of it by `ahead_s`."""
-    config = file_config(path, CAPACITY, layout="files", max_age=AGE_S, write=write)
+    config = file_config(path, CAPACITY, layout="files", max_age=AGE_S)
     tier = RowFileTier(config, GEOMETRY, region, lambda: clock() + ahead_s, Server(clock))
-    tier.open(namespace, 0)
+    tier.open(NAMESPACE, 0)
     return tier
 
 
@@ -130,29 +122,6 @@ def test_expired_rows_are_deleted_even_if_recently_used(tmp_path: Path, region: 
     tier.close()
 
 
-def test_expired_rows_of_others_are_deleted(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
-    other = bytes(reversed(NAMESPACE))
-    for namespace in (other, NAMESPACE):
-        tier = open_tier(tmp_path, region, clock, namespace)
-        store(tier, region, range(3))
-        tier.close()
-    sealless = tier.directory.absolute(RowPath.of(NAMESPACE.hex(), key_of(3)))
-    sealless.parent.mkdir(exist_ok=True)
-    sealless.write_bytes(bytes(5000))  # without a seal, it ages by its modification time
-    os.utime(sealless, (clock.now,) * 2)
-    for path in tmp_path.rglob("*.row"):
-        if path != sealless:
-            os.utime(path, (clock.now + 3000,) * 2)
-    clock.now += 3000
-    tier = open_tier(tmp_path, region, clock)  # so it must read their seals
-    sweep(tier)
-    assert rows_in(tmp_path) == 7
-    clock.now += 700
-    sweep(tier)
-    assert rows_in(tmp_path) == 0
-    tier.close()
-
-
 def test_expired_row_is_a_miss_and_is_deleted(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
     tier = open_tier(tmp_path, region, clock)
     store(tier, region, range(4))
@@ -173,19 +142,6 @@ def test_row_that_was_not_used_for_so_long_needs_no_seal_to_be_a_miss(
     clock.now += 1
     assert there(tier, range(2)) == [0], "that its seal is too old shows when it is loaded"
     tier.close()
-
-
-def test_reader_deletes_no_expired_rows(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
-    tier = open_tier(tmp_path, region, clock)
-    store(tier, region, range(2))
-    tier.close()
-    reader = open_tier(tmp_path, region, clock, write="off")
-    assert there(reader, range(2)) == [0, 1]
-    clock.now += AGE_S
-    assert load(reader, region, range(2)) == [Outcome.MISSING] * 2
-    assert there(reader, range(2)) == []
-    reader.close()
-    assert rows_in(tmp_path) == 2
 
 
 def test_row_stored_again_ages_from_its_new_seal(tmp_path: Path, region: HostRegion, clock: Clock) -> None:
@@ -236,26 +192,6 @@ def test_row_sealed_ahead_of_the_clock_is_not_touched(tmp_path: Path, region: Ho
     assert row_of(tier, 0).stat().st_mtime == written_s
     clock.now += 1
     assert load(tier, region, range(2)) == [Outcome.MISSING] * 2
-    tier.close()
-
-
-def test_rows_written_while_the_server_clock_was_ahead_age_from_now_on(
-    tmp_path: Path, region: HostRegion, clock: Clock
-) -> None:
-    right, clock.now = clock.now, clock.now + 365 * DAY_S
-    tier = open_tier(tmp_path, region, clock)
-    store(tier, region, range(2))
-    tier.close()
-    clock.now = right
-    tier = open_tier(tmp_path, region, clock)
-    sweep(tier)
-    assert [row_of(tier, n).stat().st_mtime for n in range(2)] == [right] * 2  # when they were first seen
-    clock.now += AGE_S - 1
-    sweep(tier)
-    assert set(load(tier, region, range(2))) == {Outcome.OK}
-    clock.now += 61
-    sweep(tier)
-    assert rows_in(tmp_path) == 0
     tier.close()
 
 

@@ -78,17 +78,6 @@ def test_rows_are_known_by_the_second_in_which_they_were_stored_found_or_loaded(
     assert answered(tier, KEYS[:1]) == (KEYS[:1], {})
 
 
-def test_questions_that_fail_say_nothing(opened: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = opened()
-
-    def failing(path: RowPath) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(tier.directory, "stat", failing)
-    assert answered(tier, KEYS[:2]) == ([], {})
-    assert not tier.stuck
-
-
 def test_tier_is_stuck_when_no_thread_has_been_left_for_a_time(opened: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = opened(changed(file_check_s=0.01, file_stuck_s=0.05))
     hangs = threading.Event()
