@@ -81,7 +81,7 @@ class RowFileTier(StorageTier):
         """`region` stays the caller's; `clock` returns Unix seconds, for seals; ages go by the file
         server's. Raises OSError: no threads can be had, or no memory."""
         self.config = config
-        self.clock = clock
+        self._clock = clock
         self.times = times
         self.geometry = geometry
         self.region = region
@@ -91,7 +91,7 @@ class RowFileTier(StorageTier):
         self._open: Opened | None = None
         self._checker = ExistenceChecker(self._found_at_s, timeout_s=times.file_check_s)
         self._found: list[Entry] = []
-        self._transfers = RowTransfers(self)
+        self._transfers = RowTransfers(self, clock)
         self._moves = self._transfers.pipeline
         self._mount = MountGuard(self)
         self._manifests = ManifestKeeper(geometry.row_bytes)
@@ -146,7 +146,7 @@ class RowFileTier(StorageTier):
         self._checker.clear()
         self._found.clear()
         self._manifests.stop()
-        self._manifests.serve(name, epoch, self._open, self.clock)
+        self._manifests.serve(name, epoch, self._open, self._clock)
         if not directory.writes:
             return MAX_SLOTS
         return min(2 * (budget.capacity_bytes // budget.row_bytes), MAX_SLOTS)  # others forget rows, too

@@ -7,7 +7,7 @@ Whatever waits for the file system does so on the worker's threads, or on those 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -70,11 +70,12 @@ class Opened(ManifestMedium):
 class RowTransfers:
     """The moves of one tier, for its thread. `pipeline` has them."""
 
-    def __init__(self, tier: RowFileTier) -> None:
-        """Raises OSError: no threads can be had, or no memory."""
+    def __init__(self, tier: RowFileTier, clock: Callable[[], float]) -> None:
+        """`clock`: Unix seconds, for seals. Raises OSError: no threads can be had, or no memory."""
         row_bytes, budget = tier.geometry.row_bytes, tier.new_budget()
         self.worker = Worker(tier.region, tier.geometry)
         self._tier = tier
+        self._clock = clock
         self._directory = tier.directory
         self._max_age_s = tier.config.max_age
         least, most = _RUNNING_ROWS
@@ -136,7 +137,7 @@ class RowTransfers:
     def _run_store(self, unit: Unit) -> Steps[None]:
         names, base = self._directory.temp_names, self._directory.held
         server_s = self._directory.server_time.now_s()
-        now_s = max(self._tier.clock(), server_s)  # so a row does not seem older than it is by either
+        now_s = max(self._clock(), server_s)  # so a row does not seem older than it is by either
         keep = self._max_age_s is None  # else one that is there may be old
         direct = self._tier.served.direct
         place = Place(base.descriptor, base.uid, names.prefix, direct, now_s, server_s - TOUCH_S, keep=keep)

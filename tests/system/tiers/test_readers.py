@@ -108,7 +108,7 @@ def test_reader_hides_expired_rows_and_keeps_them(
     with unchanged(tmp_path), monkeypatch.context() as patched:
         tier = make_tier("files", tmp_path, region, write="off", max_age=AGE_S)
         patched.setattr(ServerTime, "now_s", lambda _: time.time() + 2 * AGE_S)
-        tier.clock = lambda: time.time() + 2 * AGE_S
+        tier._clock = lambda: time.time() + 2 * AGE_S
         tier.open(NAMESPACE, 0)
         assert found(tier) == []
         assert load(tier, region, range(ROWS)) == [MISSING] * ROWS
