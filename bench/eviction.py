@@ -302,11 +302,10 @@ def _has_room(directory: Directory, budget: Budget, evictor: Evictor) -> bool:
     while not budget.reserve():
         if budget.sweep_due:
             budget.begin_sweep()
-            found = Swept()
-            found.add_rows("", directory.count, [ROW_BYTES])
-            budget.end_sweep(found)
+            budget.end_sweep(Swept({"": (directory.count, ROW_BYTES)}))
         elif budget.excess_bytes:
-            evictor.make_room()
+            for _ in evictor.steps():
+                pass
         else:
             return False
     budget.ended()

@@ -20,7 +20,6 @@ since, or left in `.incoming`, is in its `own`: at most a window. Time is in no 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -33,12 +32,9 @@ SIZED_ROWS: Final = 16  # of a namespace, the largest of which tells what each o
 class Swept:
     """By one sweep."""
 
-    rows: dict[str, tuple[int, int]] = field(default_factory=dict)  # by namespace: names, and bytes of each
+    rows: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By namespace: names, and the size of the largest of SIZED_ROWS rows that are still there, or of all that are."""
     other_bytes: int = 0
-
-    def add_rows(self, namespace: str, names: int, sizes: Sequence[int]) -> None:
-        """`sizes`: of SIZED_ROWS rows that are still there, or of all that are."""
-        self.rows[namespace] = names, max(sizes, default=0)
 
     def add_unfinished(self, nbytes: int, row_bytes: int) -> None:
         """A file in `.incoming` that stays. It may grow to a row; those of larger rows count in their writer's `own`,
@@ -67,9 +63,8 @@ class Budget:
         self._next_own_bytes: int | None = None  # `own` by the sweep that runs
         self._wanted = False  # a row was refused, and no sweep has ended since
         self._evicts = False  # the last sweep found that there is no room for it
-        self._in_vain = False  # eviction has found nothing that it could delete
         self.full = False
-        """Nor has it after another sweep."""
+        """Nor could any be made."""
         self._grown_bytes = 0  # reserved, less what was evicted
         self._grown_limit_bytes: float = float("inf")  # of that, to keep `min_free`
 
@@ -125,34 +120,26 @@ class Budget:
 
     @property
     def sweep_due(self) -> bool:
-        """Whether no other row may be stored before a sweep: a new process has made none, the window is used up, or
-        the directory is full and others may have made room."""
-        return self._found is None or self._wanted or self._own_bytes + self.row_bytes > self.window_bytes
-
-    @property
-    def sweep_soon(self) -> bool:
-        """Whether a sweep is worth beginning: before half of a window is left, so that stores go on beside it."""
-        return self.sweep_due or 2 * self._own_bytes > self.window_bytes
+        """A new process has made none, the directory is full and others may have made room, or half of the window is
+        used up: so stores go on beside the sweep."""
+        return self._found is None or self._wanted or 2 * self._own_bytes > self.window_bytes
 
     def begin_sweep(self) -> None:
         """Before the first directory is read. Each is opened anew: an NFS client then asks the server what is in it,
-        unless it is mounted with `nocto`. A sweep that could not read everything is begun again."""
+        unless it is mounted with `nocto`."""
         with self._lock:
             self._next_own_bytes = self._writing_bytes
 
-    def end_sweep(self, found: Swept) -> None:
-        """Every directory has been read."""
+    def end_sweep(self, found: Swept | None) -> None:
+        """Every directory has been read. None: not so, and what the last sweep has found still counts."""
         with self._lock:
-            assert self._next_own_bytes is not None, "no sweep runs"
-            self._found, self._base_bytes = found, found.nbytes
-            self._own_bytes, self._next_own_bytes = self._next_own_bytes, None
+            own, self._next_own_bytes = self._next_own_bytes, None
+            if found is None:
+                return
+            assert own is not None, "no sweep runs"
+            self._found, self._base_bytes, self._own_bytes = found, found.nbytes, own
             self._evicts = (self._wanted or self._evicts) and self._lacking_bytes(self.room_bytes) > 0
             self._wanted = self.full = False
-
-    def fail_sweep(self) -> None:
-        """It cannot be completed: what the last one has found still counts."""
-        with self._lock:
-            self._next_own_bytes = None
 
     # --- room -------------------------------------------------------------------------------------------------------
 
@@ -171,12 +158,9 @@ class Budget:
             self._base_bytes -= min(nbytes, counted)
             self._grown_bytes -= nbytes
             self._evicts = self._evicts and self._lacking_bytes(self.room_bytes) > 0
-            self._in_vain = False
 
-    def no_room(self, *, others: bool = False) -> None:
-        """Eviction finds nothing more that it can delete. Others may have made room, and certainly if it has met any
-        (`others`): the next sweep tells."""
+    def no_room(self, *, others: bool) -> None:
+        """Eviction finds nothing more that it can delete. `others`: they have deleted what it had found, and the next
+        sweep tells how much."""
         with self._lock:
-            self._evicts = False
-            self.full = self._in_vain and not others
-            self._wanted, self._in_vain = not self.full, not others
+            self._evicts, self._wanted, self.full = False, others, not others

@@ -9,12 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import re
-import stat
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from itertools import groupby
-from typing import Final
+from typing import Final, TypeVar
 
 from nixl_tiers.base.chunk import NAMESPACE_NAME, PAGE, align
 from nixl_tiers.base.log_once import LogOnce
@@ -24,17 +22,16 @@ from nixl_tiers.memory.seal import read as read_seal
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import Folder, NotOwned, taken_bytes
 from nixl_tiers.tiers.rowfile.budget import SIZED_ROWS, Swept
-from nixl_tiers.tiers.rowfile.directory import RowDirectory
+from nixl_tiers.tiers.rowfile.directory import RowDirectory, row_files
 from nixl_tiers.tiers.rowfile.evict import Row
-from nixl_tiers.tiers.rowfile.expire import SealedFiles
-from nixl_tiers.tiers.rowfile.names import FANOUT_NAME, RowPath, TempNames
+from nixl_tiers.tiers.rowfile.names import FANOUT_NAME
+from nixl_tiers.tiers.stored import Problems, reason
 
 logger = logging.getLogger(__name__)
 
 NAME_BYTES: Final = 512  # of a directory, for one more name in it
-ORPHAN_S: Final = 900.0  # an unfinished file that is older has lost its writer, on whichever machine that was
-CANNOT_READ: Final = "cannot be read"
 _ROW_NAME: Final = re.compile(r"(?:[0-9a-f]{2})+\.row")
+T = TypeVar("T")
 
 
 def row_bytes_of(status: os.stat_result) -> int:
@@ -42,92 +39,105 @@ def row_bytes_of(status: os.stat_result) -> int:
     return align(taken_bytes(status)) + NAME_BYTES
 
 
-class Contents(SealedFiles):
+class _Logged(Problems):
+    def __init__(self, log_once: LogOnce) -> None:
+        self._log_once = log_once
+
+    def add(self, what: object, error: OSError | str, done: str = "read") -> None:
+        why = reason(error) if isinstance(error, OSError) else error
+        self._log_once.report(f"cannot be {done}", f"{what} cannot be {done} ({why})")
+
+
+class Contents:
     """Any call may wait for the file system. What has gone meanwhile is left out, and so is what cannot be read, but by
     `sweep`."""
 
     def __init__(self, directory: RowDirectory, namespace: str, row_bytes: int, log_once: LogOnce) -> None:
         """`namespace`: the one that this process serves, whose directories are in the margin of its budget.
         `row_bytes`: what one of its rows takes."""
-        self._directory = directory
+        self.directory = directory
         self._served = namespace
         self._row_bytes = row_bytes
-        self._log_once = log_once
+        self._problems = _Logged(log_once)
 
     # --- rows, for eviction and expiry ------------------------------------------------------------------------------
 
     def namespaces(self) -> Sequence[str]:
         names = list[str]()
-        with self._reading(), self._directory.base() as base:
+        with self._problems.reading(self.directory.path), self.directory.base() as base:
             names += _namespaces(base)
         return names
 
     def rows(self, namespace: str, fanout: str) -> Sequence[Row]:
-        rows = list[Row]()
-        with self._reading(), self._directory.fanout(namespace, fanout) as folder:
-            for name in folder.names():
-                if RowPath.of_file(namespace, fanout, name) is None:
-                    continue
-                with self._reading():
-                    status = folder.stat(name)
-                    if stat.S_ISREG(status.st_mode):
-                        rows.append(Row(namespace, fanout, name, status.st_mtime_ns, row_bytes_of(status)))
+        """Those in a fan-out directory, by their names and a `stat` of each."""
+        rows, place = list[Row](), self.directory.path / namespace / fanout
+        with self._problems.reading(place), self.directory.fanout(namespace, fanout) as folder:
+            for path, status in row_files(folder, namespace, fanout, self._problems):
+                rows.append(Row(namespace, fanout, path.name, status.st_mtime_ns, row_bytes_of(status)))
         return rows
 
     def unlink(self, rows: Sequence[Row]) -> Sequence[Row]:
-        gone = list[Row]()
-        for place, some in groupby(rows, key=lambda row: (row.namespace, row.fanout)):
-            with self._reading(), self._directory.fanout(*place) as folder:
-                gone += filter(None, self._directory.threads.map(partial(self._unlink, folder), some))
-        return gone
+        """Look at each once more, and delete it if it was neither used nor replaced. Those that these calls, and no
+        other engine's, have taken away."""
+        return [row for row in self._each(rows, self._unlink) if row is not None]
 
     def _unlink(self, folder: Folder, row: Row) -> Row | None:
-        with self._reading("cannot be deleted"):
+        with self._problems.reading(folder.path / row.name, "deleted"):
             if folder.stat(row.name).st_mtime_ns == row.used_ns:
                 folder.unlink(row.name)
                 return row
         return None
 
     def sealed_at(self, rows: Sequence[Row]) -> Sequence[int | None]:
-        """Of rows of one fan-out directory."""
-        sealed: list[int | None] = [None] * len(rows)
-        with self._reading(), self._directory.fanout(rows[0].namespace, rows[0].fanout) as folder:
-            sealed[:] = self._directory.threads.map(partial(self._sealed_at, folder), rows)
-        return sealed
+        """Of each when it was sealed, in Unix seconds. None: it has no seal, or is gone."""
+        return self._each(rows, self._sealed_at)
 
     def _sealed_at(self, folder: Folder, row: Row) -> int | None:
-        with self._reading(), folder.opened(row.name, os.O_RDONLY) as descriptor:
+        with self._problems.reading(folder.path / row.name), folder.opened(row.name, os.O_RDONLY) as descriptor:
             size = os.fstat(descriptor).st_size
             for tail in TAILS:
                 if (seal := read_seal(os.pread(descriptor, tail, max(0, size - tail)))) is not None:
                     return seal.sealed_at
         return None
 
-    def touch(self, row: Row) -> None:
-        with self._reading(), self._directory.fanout(row.namespace, row.fanout) as folder:
-            self._directory.server_time.touch(row.name, folder.descriptor)
+    def touch(self, rows: Sequence[Row]) -> None:
+        """Set their modification times to the server's."""
+        self._each(rows, lambda folder, row: self.directory.server_time.touch(row.name, folder.descriptor))
 
-    def refresh_time(self) -> None:
-        """Of the server, for ages."""
-        with self._reading():
-            self._directory.refresh_time()
+    def _each(self, rows: Sequence[Row], call: Callable[[Folder, Row], T]) -> Sequence[T]:
+        """For rows of one fan-out directory, on several threads; for none if that cannot be opened."""
+        if rows:
+            place = rows[0][:2]
+            with self._problems.reading(self.directory.path.joinpath(*place)), self.directory.fanout(*place) as folder:
+                return [*self.directory.threads.map(partial(call, folder), rows)]
+        return []
+
+    def server_s(self) -> float:
+        """Unix seconds by the file server, whose clock is read again now and then."""
+        with self._problems.reading(self.directory.path):
+            self.directory.refresh_time()
+        return self.directory.server_time.now_s()
 
     # --- a sweep ----------------------------------------------------------------------------------------------------
 
-    def sweep(self) -> Swept:
-        """Names and directories of all namespaces, and unfinished files, of which orphans are deleted. Raises OSError
-        if anything of it cannot be read."""
+    def sweep(self) -> Swept | None:
+        """Names and directories of all namespaces, and unfinished files, of which orphans are deleted. None if anything
+        of it cannot be read."""
         found = Swept()
-        with self._directory.base() as base:
-            with _unless_gone(), base.folder(INCOMING) as incoming:
-                for name in incoming.names():
-                    if not self._directory.temp_names.is_in_use(name):
-                        self._sweep_unfinished(incoming, name, found)
-            for namespace in _namespaces(base):
-                with _unless_gone(), base.folder(namespace) as home:
-                    self._sweep_namespace(home, namespace, found)
-                if not found.rows.get(namespace, (0, 0))[0]:
-                    self._remove_empty(base, namespace)
+        try:
+            with self.directory.base() as base:
+                with _unless_gone(), base.folder(INCOMING) as incoming:
+                    for name in incoming.names():
+                        if not self.directory.temp_names.is_in_use(name):
+                            self._sweep_unfinished(incoming, name, found)
+                for namespace in _namespaces(base):
+                    with _unless_gone(), base.folder(namespace) as home:
+                        self._sweep_namespace(home, namespace, found)
+                    if not found.rows.get(namespace, (0, 0))[0]:
+                        self._remove_empty(base, namespace)
+        except OSError as error:
+            self._problems.add(self.directory.path, error)
+            return None
         return found
 
     def _sweep_namespace(self, home: Folder, namespace: str, found: Swept) -> None:
@@ -138,17 +148,17 @@ class Contents(SealedFiles):
                 names += len(rows)
                 directories += 1
                 for name in rows[: SIZED_ROWS - len(sizes)]:
-                    with self._reading():
+                    with self._problems.reading(folder.path / name):
                         sizes.append(row_bytes_of(folder.stat(name)))
                 if not rows:
                     self._remove_empty(home, fanout)
-        found.add_rows(namespace, names, sizes or [self._row_bytes])
+        found.rows[namespace] = names, max(sizes, default=self._row_bytes)
         if namespace != self._served:
             found.other_bytes += (directories + 1) * PAGE  # and a manifest
 
     def _remove_empty(self, parent: Folder, name: str) -> None:
         """A directory that has no rows, and is not of the namespace that is served; whoever uses it makes it again."""
-        if not self._directory.writes or self._served in (name, parent.path.name):
+        if not self.directory.writes or self._served in (name, parent.path.name):
             return
         with suppress(OSError):  # it is not empty after all
             with parent.folder(name) as folder:
@@ -162,34 +172,16 @@ class Contents(SealedFiles):
         try:
             status = incoming.stat(name)
             nbytes = taken_bytes(status)
-            age_s = self._directory.server_time.now_s() - status.st_mtime
-            orphan = TempNames.matches(name) and (self._directory.temp_names.is_orphan(name) or age_s > ORPHAN_S)
-            if orphan and self._directory.writes:
+            age_s = self.directory.server_time.now_s() - status.st_mtime
+            if self.directory.writes and self.directory.temp_names.is_orphan(name, age_s):
                 incoming.unlink(name)
                 logger.info("deleted %s, an orphan: nobody writes it any more", incoming.path / name)
                 return
         except FileNotFoundError:
             return
         except OSError as error:
-            self.report(CANNOT_READ, error)
+            self._problems.add(incoming.path / name, error)
         found.add_unfinished(nbytes, self._row_bytes)
-
-    # --- errors -----------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _reading(self, what: str = CANNOT_READ) -> Iterator[None]:
-        with _unless_gone():
-            try:
-                yield
-            except (FileNotFoundError, NotOwned):
-                raise
-            except OSError as error:
-                self.report(what, error)
-
-    def report(self, what: str, error: OSError) -> None:
-        """In the log."""
-        path = error.filename or self._directory.path
-        self._log_once.report(what, f"{path} {what} ({error.strerror or error})")
 
 
 def _namespaces(base: Folder) -> list[str]:

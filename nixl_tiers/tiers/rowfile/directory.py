@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,11 @@ from pathlib import Path
 from typing import Final
 
 from nixl_tiers.base.manifest import MANIFEST_NAME
-from nixl_tiers.tiers.disk import INCOMING
-from nixl_tiers.tiers.folder import READ_ONLY, Folder, Found, NotOwned
+from nixl_tiers.tiers.disk import INCOMING, probe_name
+from nixl_tiers.tiers.folder import READ_ONLY, Folder, Found
 from nixl_tiers.tiers.manifests import read_manifest
 from nixl_tiers.tiers.rowfile.names import RowPath, TempNames
+from nixl_tiers.tiers.stored import Problems
 
 _THREADS: Final = 16  # a server takes its time for each call
 REFRESH_S: Final = 5.0  # between two reads of the server's clock; until the next one the monotonic clock counts
@@ -70,18 +72,13 @@ class RowDirectory:
         if held is not None:
             held.close()
 
-    def problem(self, namespace: str) -> str:
-        """Whether one of the directories was replaced by something foreign, or "". Raises OSError."""
+    def check(self, namespace: str) -> None:
+        """Raises NotOwned if one of the directories was replaced by something foreign, and OSError."""
         os.fstat(self.held.descriptor)  # a server may know it no more, though the path leads there
         with self.base() as base:
             for name in (INCOMING, namespace):
-                try:
+                with suppress(FileNotFoundError):  # made again when it is needed
                     base.folder(name).close()
-                except NotOwned as error:
-                    return str(error)
-                except FileNotFoundError:  # made again when it is needed
-                    pass
-        return ""
 
     def base(self) -> Folder:
         """The tier's path, which the caller closes."""
@@ -109,7 +106,7 @@ class RowDirectory:
         except OSError as error:
             if self.writes or error.errno not in (*READ_ONLY, errno.ENOENT):
                 raise
-            self.server_time.assume()
+            self.server_time.refresh(None)
 
     # --- the manifest -----------------------------------------------------------------------------------------------
 
@@ -123,20 +120,15 @@ class RowDirectory:
 
     def write_manifest(self, namespace: str, raw: bytes) -> None:
         """Replace it atomically. Raises OSError."""
-        numbers = self.temp_names.take(1)
-        name = self.temp_names.name(*numbers)
-        try:
-            with self.base() as base, base.folder(INCOMING, make=True) as incoming, base.folder(namespace) as home:
-                try:
-                    with os.fdopen(incoming.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-                        file.write(raw)
-                    incoming.rename(name, home, MANIFEST_NAME)
-                except BaseException:
-                    with suppress(OSError):
-                        incoming.unlink(name)
-                    raise
-        finally:
-            self.temp_names.release(numbers)
+        name = probe_name()
+        with self.base() as base, base.folder(INCOMING, make=True) as incoming, base.folder(namespace) as home:
+            try:
+                with os.fdopen(incoming.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                    file.write(raw)
+                incoming.rename(name, home, MANIFEST_NAME)
+            finally:
+                with suppress(OSError):  # else it has the manifest's name
+                    incoming.unlink(name)
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
@@ -155,6 +147,19 @@ class RowDirectory:
                 fanout.unlink(path.name)
 
 
+def row_files(
+    folder: Folder, namespace: str, fanout: str, problems: Problems
+) -> Iterator[tuple[RowPath, os.stat_result]]:
+    """The rows' files in a fan-out directory that are there now."""
+    place = str(folder.path)
+    for name in folder.names():
+        if (path := RowPath.of_file(namespace, fanout, name)) is not None:
+            with problems.reading(f"{place}/{name}"):
+                status = folder.stat(name)
+                if stat.S_ISREG(status.st_mode):
+                    yield path, status
+
+
 class ServerTime:
     """The time of day by the clock of the file server, which sets the times of files that several machines share: their
     clocks may be wrong, and the ages of files are right only by the clock that set their times.
@@ -165,20 +170,14 @@ class ServerTime:
     def __init__(self) -> None:
         self._read: tuple[float, float] | None = None  # the server's time, and the monotonic time when it was read
 
-    def refresh(self, directory: int) -> None:
-        """Touch a directory of this tier, open as this descriptor, and read the time that it got. Raises OSError."""
-        if self._is_old:
-            os.utime(directory)  # as in `touch`
-            self._read = os.fstat(directory).st_mtime, time.monotonic()
-
-    def assume(self) -> None:
-        """Nothing can be touched there: the server's clock is taken to be this machine's."""
-        if self._is_old:
-            self._read = time.time(), time.monotonic()
-
-    @property
-    def _is_old(self) -> bool:
-        return self._read is None or time.monotonic() - self._read[1] >= REFRESH_S
+    def refresh(self, directory: int | None) -> None:
+        """Touch a directory of this tier, open as this descriptor, and read the time that it got. None: nothing can be
+        touched there, and the server's clock is taken to be this machine's. Raises OSError."""
+        if self._read is None or time.monotonic() - self._read[1] >= REFRESH_S:
+            if directory is not None:
+                os.utime(directory)  # as in `touch`
+            server_s = time.time() if directory is None else os.fstat(directory).st_mtime
+            self._read = server_s, time.monotonic()
 
     def touch(self, name: str | Path, directory: int | None = None) -> None:
         """Set a file's times to the server's. Raises OSError."""
@@ -186,7 +185,6 @@ class ServerTime:
 
     def now_s(self) -> float:
         """Unix seconds; ahead of the server only if its clock was put back. `refresh` comes first."""
-        if self._read is None:
-            raise RuntimeError("the server's time has not been read")
+        assert self._read is not None, "the server's time has not been read"
         server_s, read_at_s = self._read
         return server_s + time.monotonic() - read_at_s

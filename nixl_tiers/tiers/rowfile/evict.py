@@ -9,11 +9,15 @@ there, and when all directories were passed a new sample is taken.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from random import Random
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from nixl_tiers.tiers.rowfile.budget import Budget
+
+if TYPE_CHECKING:
+    from nixl_tiers.tiers.rowfile.contents import Contents
 
 FANOUTS: Final = tuple(f"{number:02x}" for number in range(256))
 SAMPLE_ROWS: Final = 1024
@@ -31,20 +35,6 @@ class Row(NamedTuple):
     nbytes: int
 
 
-class RowFiles(Protocol):
-    """The directory. What cannot be read now is left out."""
-
-    def namespaces(self) -> Sequence[str]:
-        """All that are there."""
-
-    def rows(self, namespace: str, fanout: str) -> Sequence[Row]:
-        """Those in a fan-out directory, by their names and a `stat` of each."""
-
-    def unlink(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Look at each of them once more, and delete it if it was neither used nor replaced. Those that these calls,
-        and no other engine's, have taken away."""
-
-
 def rotated(random: Random) -> list[str]:
     """The fan-out directories from a random one on: engines that evict at the same time begin apart."""
     start = random.randrange(len(FANOUTS))
@@ -54,7 +44,7 @@ def rotated(random: Random) -> list[str]:
 class Evictor:
     """On the thread that sweeps."""
 
-    def __init__(self, files: RowFiles, budget: Budget, random: Random) -> None:
+    def __init__(self, files: Contents, budget: Budget, random: Random) -> None:
         self._files = files
         self._budget = budget
         self._random = random
@@ -62,13 +52,8 @@ class Evictor:
         self._in_vain = False  # the sample had no row, or old ones could not be deleted; else others were quicker
         self._left: list[str] = []  # directories that this pass has not come to, the next one last
 
-    def make_room(self) -> None:
-        """Until the budget is content, or nothing can be deleted."""
-        for _ in self.steps():
-            pass
-
     def steps(self) -> Iterator[None]:
-        """The same, a directory at a time."""
+        """Make room until the budget is content, or nothing can be deleted: a directory at a time."""
         deleted = True  # in this pass, or before it
         while self._budget.excess_bytes:
             if not self._left:
@@ -97,17 +82,14 @@ class Evictor:
     def _delete_old(self, rows: Sequence[Row]) -> bool:
         """Whether any was deleted. Rows of the same age are old alike, however many there are."""
         old = sorted((row for row in rows if row.used_ns <= self._before_ns), key=lambda row: row.used_ns)
-        start, deleted = 0, False
-        while start < len(old) and (excess := self._budget.excess_bytes):
-            stop = start
-            while stop < min(len(old), start + BATCH_ROWS) and excess > 0:
-                excess -= old[stop].nbytes
-                stop += 1
-            gone = self._files.unlink(old[start:stop])
+        deleted = False
+        while old and (excess := self._budget.excess_bytes):
+            count = min(BATCH_ROWS, math.ceil(excess / old[0].nbytes))  # as rows of one namespace take the same
+            batch, old = old[:count], old[count:]
+            gone = self._files.unlink(batch)
             for row in gone:
                 self._budget.evicted(row.namespace, row.nbytes)
                 deleted = True
-            if left := {*old[start:stop]}.difference(gone):
-                self._in_vain |= left <= {*self._files.rows(old[start].namespace, old[start].fanout)}
-            start = stop
+            if left := {*batch}.difference(gone):
+                self._in_vain |= left <= {*self._files.rows(batch[0].namespace, batch[0].fanout)}
         return deleted

@@ -9,24 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from nixl_tiers.tiers.base import SWEEPS_PER_AGE, has_expired
 from nixl_tiers.tiers.rowfile.budget import Budget
-from nixl_tiers.tiers.rowfile.evict import BATCH_ROWS, Row, RowFiles, rotated
+from nixl_tiers.tiers.rowfile.evict import Row, rotated
+
+if TYPE_CHECKING:
+    from nixl_tiers.tiers.rowfile.contents import Contents
 
 MIN_PASS_S: Final = 60.0
 MAX_AHEAD_S: Final = 60.0  # no file is ahead of its server's clock by more, unless that was put back
-
-
-class SealedFiles(RowFiles, Protocol):
-    """The directory, with what is in its files."""
-
-    def sealed_at(self, rows: Sequence[Row]) -> Sequence[int | None]:
-        """Of each when it was sealed, in Unix seconds. None: it has no seal, or is gone. Read on several threads."""
-
-    def touch(self, row: Row) -> None:
-        """Set its modification time to the server's."""
 
 
 def age_from(sealed_at: int | None, used_ns: int) -> float:
@@ -39,7 +32,7 @@ def age_from(sealed_at: int | None, used_ns: int) -> float:
 class Expiry:
     """On the thread that sweeps."""
 
-    def __init__(self, files: SealedFiles, budget: Budget, max_age_s: float, random: Random) -> None:
+    def __init__(self, files: Contents, budget: Budget, max_age_s: float, random: Random) -> None:
         self._files = files
         self._budget = budget
         self._max_age_s = max_age_s
@@ -55,22 +48,12 @@ class Expiry:
             yield
 
     def _check(self, rows: Sequence[Row], server_s: float) -> None:
-        old, other = list[Row](), list[Row]()
-        for row in rows:
-            (old if has_expired(row.used_ns / 1e9, server_s, self._max_age_s) else other).append(row)
-        self._delete(old)
-        for start in range(0, len(other), BATCH_ROWS):
-            batch = other[start : start + BATCH_ROWS]
-            begins = [
-                age_from(sealed_at, row.used_ns)
-                for row, sealed_at in zip(batch, self._files.sealed_at(batch), strict=True)
-            ]
-            self._delete(
-                [row for row, at in zip(batch, begins, strict=True) if has_expired(at, server_s, self._max_age_s)]
-            )
-            for row, at in zip(batch, begins, strict=True):
-                if at > server_s + MAX_AHEAD_S:
-                    self._files.touch(row)
+        used = [row for row in rows if not has_expired(row.used_ns / 1e9, server_s, self._max_age_s)]
+        begins = {row: age_from(at, row.used_ns) for row, at in zip(used, self._files.sealed_at(used), strict=False)}
+        self._delete(
+            [row for row in rows if has_expired(begins.get(row, row.used_ns / 1e9), server_s, self._max_age_s)]
+        )
+        self._files.touch([row for row, at in begins.items() if at > server_s + MAX_AHEAD_S])
 
     def _delete(self, rows: Sequence[Row]) -> None:
         for row in self._files.unlink(rows):

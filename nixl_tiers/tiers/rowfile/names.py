@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 from nixl_tiers.base.chunk import Key, key_of_object, object_name
 from nixl_tiers.tiers.disk import PROBE
 
+ORPHAN_S: Final = 900.0  # an unfinished file that is older has lost its writer, on whichever machine that was
 FANOUT_NAME: Final = re.compile(r"[0-9a-f]{2}")
 
 
@@ -47,9 +48,9 @@ def fanout_of(key: Key) -> str:
 
 
 class TempNames:
-    """Makes names that no other process on any machine uses, and recognizes names without a writer. Thread-safe."""
+    """Makes names that no other process on any machine uses, and tells which have no writer any more. Thread-safe."""
 
-    _NAME: Final = re.compile(r"([A-Za-z0-9_]+)-([0-9a-f]{8})-(\d+)-([0-9a-f]{8})-(\d+)\.tmp")
+    _NAME: Final = re.compile(rf"(\w+)-([0-9a-f]{{8}})-(\d+)-([0-9a-f]{{8}})-(\d+)\.tmp|{PROBE.pattern}", re.ASCII)
 
     def __init__(self) -> None:
         self._host = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:40] or "_"
@@ -62,9 +63,6 @@ class TempNames:
     def prefix(self) -> str:
         """Of all names; a number follows, and `.tmp`."""
         return f"{self._host}-{self._pid_namespace}-{os.getpid()}-{self._token}-"
-
-    def name(self, number: int) -> str:
-        return f"{self.prefix}{number}.tmp"
 
     def take(self, count: int) -> list[int]:
         """Numbers of names that are in use until `release`; so are those by 2**32 higher, and so on, which the native
@@ -81,26 +79,14 @@ class TempNames:
         match = self._NAME.fullmatch(name)
         return match is not None and match[4] == self._token and int(match[5]) % (1 << 32) in self._in_use
 
-    @classmethod
-    def matches(cls, name: str) -> bool:
-        """Whether a tier, on whichever machine, makes files of such a name. Others are foreign."""
-        return cls._NAME.fullmatch(name) is not None or PROBE.fullmatch(name) is not None
-
-    def is_orphan(self, name: str) -> bool:
-        """Whether it is one of our own that is not in use, or the process that made it is known to have ended: never
-        for another machine or container."""
+    def is_orphan(self, name: str, age_s: float) -> bool:
+        """Whether nobody writes it any more: it is old, or our own and not in use, or the process that made it is known
+        to have ended: never on another machine or in another container. Other names are foreign."""
         match = self._NAME.fullmatch(name)
-        if match is None or (match[1], match[2]) != (self._host, self._pid_namespace):
+        if match is None or self.is_in_use(name):
             return False
-        if match[4] == self._token:
-            return not self.is_in_use(name)
-        try:
-            os.kill(int(match[3]), 0)
-        except ProcessLookupError:
-            return True
-        except (PermissionError, OverflowError):
-            pass
-        return False
+        here = (match[1], match[2]) == (self._host, self._pid_namespace)
+        return age_s > ORPHAN_S or (here and (match[4] == self._token or not Path("/proc", match[3]).exists()))
 
 
 def _pid_namespace() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from random import Random
 from typing import Final
 
 from nixl_tiers.tiers.rowfile.budget import Budget
-from nixl_tiers.tiers.rowfile.contents import CANNOT_READ, Contents
+from nixl_tiers.tiers.rowfile.contents import Contents
 from nixl_tiers.tiers.rowfile.evict import Evictor
 from nixl_tiers.tiers.rowfile.expire import Expiry
 
@@ -28,19 +29,14 @@ class Sweeper:
         self,
         contents: Contents,
         budget: Budget,
-        *,
-        writes: bool = True,
         max_age_s: float | None = None,
-        server_s: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
         random: Random | None = None,
     ) -> None:
-        """`writes`: without, it only counts. `server_s`: Unix time by the file server."""
         random = random or Random()
         self._contents = contents
         self._budget = budget
-        self._writes = writes
-        self._server_s = server_s
+        self._writes = writes = contents.directory.writes  # else it only counts
         self._clock = clock
         self._evictor = Evictor(contents, budget, random)
         self._expiry = Expiry(contents, budget, max_age_s, random) if writes and max_age_s is not None else None
@@ -99,45 +95,36 @@ class Sweeper:
 
     def step(self) -> float:
         """What is due. Returns in how many seconds something may be due again."""
-        self._contents.refresh_time()
+        self._contents.server_s()
         now = self._clock()
-        due = self._budget.sweep_soon or now >= self._sweep_at_s
-        if due and now >= self._not_before_s and not self._sweep():
-            self._full_until_s = self._not_before_s = self._clock() + FULL_S
-            return FULL_S
+        due = self._budget.sweep_due or now >= self._sweep_at_s
+        if due and now >= self._not_before_s:
+            self._budget.begin_sweep()
+            found = self._contents.sweep()
+            self._budget.end_sweep(found)
+            ended_s = self._clock()
+            if found is None:
+                self._full_until_s = self._not_before_s = ended_s + FULL_S
+                return FULL_S
+            self._sweep_at_s = ended_s + SWEEP_S
+            self._not_before_s = ended_s + max(PAUSE_S, ended_s - now)
         for _ in self._evictor.steps() if self._writes else ():
             if self._closing:
                 return 0.0
         if self._budget.full:
             self._full_until_s = self._clock() + FULL_S
-        waits = [self._sweep_at_s, *([self._not_before_s] if self._budget.sweep_soon else []), *self._expire()]
-        return max(0.0, min(REFRESH_S, min(waits) - self._clock()))
+        sweep_at_s = self._not_before_s if self._budget.sweep_due else self._sweep_at_s
+        return max(0.0, min(REFRESH_S, min(sweep_at_s, self._expire()) - self._clock()))
 
-    def _sweep(self) -> bool:
-        began_s = self._clock()
-        self._budget.begin_sweep()
-        try:
-            found = self._contents.sweep()
-        except OSError as error:
-            self._contents.report(CANNOT_READ, error)
-            self._budget.fail_sweep()
-            return False
-        self._budget.end_sweep(found)
-        ended_s = self._clock()
-        self._sweep_at_s = ended_s + SWEEP_S
-        self._not_before_s = ended_s + max(PAUSE_S, ended_s - began_s)
-        return True
-
-    def _expire(self) -> Iterator[float]:
-        """Go on with a pass, or begin one. Yields when to come again."""
+    def _expire(self) -> float:
+        """Go on with a pass, or begin one. Returns when to come again."""
         if self._expiry is None:
-            return
+            return math.inf
         if next(self._pass, self) is not self:
-            yield 0.0
-            return
+            return 0.0
         now = self._clock()
-        if now >= self._pass_at_s:
-            self._pass_at_s = now + self._expiry.pass_s
-            self._pass = self._expiry.steps(self._server_s)
-            yield 0.0
-        yield self._pass_at_s
+        if now < self._pass_at_s:
+            return self._pass_at_s
+        self._pass_at_s = now + self._expiry.pass_s
+        self._pass = self._expiry.steps(self._contents.server_s)
+        return 0.0

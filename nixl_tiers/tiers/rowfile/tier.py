@@ -15,7 +15,6 @@ import logging
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from nixl_tiers.base.chunk import FAILING, PAGE, Geometry, Key, align
@@ -49,7 +48,7 @@ from nixl_tiers.tiers.disk import (
     try_out,
 )
 from nixl_tiers.tiers.existence import ExistenceChecker, Presence
-from nixl_tiers.tiers.manifests import ManifestKeeper, ManifestMedium
+from nixl_tiers.tiers.manifests import ManifestKeeper
 from nixl_tiers.tiers.rowfile.budget import Budget
 from nixl_tiers.tiers.rowfile.contents import NAME_BYTES, Contents
 from nixl_tiers.tiers.rowfile.directory import RowDirectory, ServerTime
@@ -57,7 +56,6 @@ from nixl_tiers.tiers.rowfile.evict import FANOUTS
 from nixl_tiers.tiers.rowfile.names import RowPath
 from nixl_tiers.tiers.rowfile.sweep import Sweeper
 from nixl_tiers.tiers.rowfile.transfers import Opened, RowTransfers
-from nixl_tiers.tiers.rowfile.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -82,31 +80,18 @@ class RowFileTier(StorageTier):
     ) -> None:
         """`region` stays the caller's; `clock` returns Unix seconds, for seals; ages go by the file
         server's. Raises OSError: no threads can be had, or no memory."""
-        self._config = config
+        self.config = config
         self._clock = clock
-        self._times = times
-        self._geometry = geometry
-        self._row_bytes = align(geometry.row_bytes) + NAME_BYTES
-        self._worker = Worker(region, geometry, in_memory=bool(memory_at(config.path)))
-        self._log_once = LogOnce(logger)
+        self.times = times
+        self.geometry = geometry
+        self.region = region
+        self.log_once = LogOnce(logger)
+        self.directory = RowDirectory(config.path, writes=config.write != "off", server_time=server_time)
         self._free = FreeSpace(config.path, config.min_free)
-        self._directory = RowDirectory(config.path, writes=config.write != "off", server_time=server_time)
         self._open: Opened | None = None
         self._checker = ExistenceChecker(self._found_at_s, timeout_s=times.file_check_s)
         self._found: list[Entry] = []
-        self._transfers = RowTransfers(
-            region,
-            worker=self._worker,
-            directory=self._directory,
-            budget_rows=self._budget().room_bytes // self._row_bytes,
-            log_once=self._log_once,
-            served=lambda: self._served,
-            may_start=lambda: self._open is None or not self._open.health.problem,
-            seen=lambda key: self._found.append(Entry(0, key, _now_s())),
-            max_age_s=config.max_age,
-            clock=clock,
-            hold_s=times.stores_held_s,
-        )
+        self._transfers = RowTransfers(self, clock)
         self._moves = self._transfers.pipeline
         self._mount = MountGuard(self)
         self._manifests = ManifestKeeper(geometry.row_bytes)
@@ -120,64 +105,59 @@ class RowFileTier(StorageTier):
         self._manifests.description = description
 
     def open(self, namespace: bytes, epoch: int) -> int:
-        path, writes, name = self._config.path, self._directory.writes, namespace.hex()
-        budget = self._budget()
-        if writes and budget.capacity_bytes < self._row_bytes:
+        path, directory, name = self.config.path, self.directory, namespace.hex()
+        budget = self.new_budget()
+        if directory.writes and budget.capacity_bytes < budget.row_bytes:
             raise TierRefused(
-                f"capacity: {self._config.capacity} bytes hold no row of {self._geometry.row_bytes} bytes beside the "
+                f"capacity: {self.config.capacity} bytes hold no row of {self.geometry.row_bytes} bytes beside the "
                 f"directories in {path}"
             )
         if self._open is not None:
             self._open.close()
         try:
-            prepare_path(self._config, self._mount, self._log_once)
-            self._directory.prepare(name)
+            prepare_path(self.config, self._mount, self.log_once)
+            directory.prepare(name)
             self._mount.remember(path)
-            self._transfers.direct = True
-            if writes:
-                with self._directory.incoming() as incoming:
-                    self._transfers.direct = direct_works(incoming)
-                    try_out(incoming, direct=self._transfers.direct, in_place=False)
+            direct = True
+            if directory.writes:
+                with directory.incoming() as incoming:
+                    direct = direct_works(incoming)
+                    try_out(incoming, direct=direct, in_place=False)
             identity = FileIdentity(path)
             self._measure_free_space(budget)
 
             def problem() -> str:
                 """On the health monitor's thread. Raises OSError."""
-                if wrong := identity.problem():
-                    return wrong
-                self._measure_free_space(budget)
-                return self._directory.problem(name)
+                wrong = identity.problem()
+                if not wrong:
+                    self._measure_free_space(budget)
+                    directory.check(name)
+                return wrong
 
-            health = HealthMonitor(problem, self._times.disk_check_s)
+            health = HealthMonitor(problem, self.times.disk_check_s)
         except OSError as error:
             raise open_error(error) from error
-        if not self._transfers.direct and not memory_at(path.resolve()):
-            self._log_once.report("direct", f"{path} does not support O_DIRECT: rows go through the page cache")
-        sweeper = Sweeper(
-            Contents(self._directory, name, self._row_bytes, self._log_once),
-            budget,
-            writes=writes,
-            max_age_s=self._config.max_age,
-            server_s=self._directory.server_time.now_s,
-        )
-        self._open = Opened(name, Sealer(self._geometry, namespace, epoch), health, budget, sweeper)
+        if not direct and not memory_at(path.resolve()):
+            self.log_once.report("direct", f"{path} does not support O_DIRECT: rows go through the page cache")
+        contents = Contents(directory, name, budget.row_bytes, self.log_once)
+        sweeper = Sweeper(contents, budget, self.config.max_age)
+        self._open = Opened(name, directory, direct, Sealer(self.geometry, namespace, epoch), health, budget, sweeper)
         sweeper.start()
         self._checker.clear()
         self._found.clear()
         self._manifests.stop()
-        medium = _Manifests(self._open, self._directory)
-        self._manifests.serve(name, epoch, medium, self._clock)
-        if not writes:
+        self._manifests.serve(name, epoch, self._open, self._clock)
+        if not directory.writes:
             return MAX_SLOTS
-        return min(2 * (budget.capacity_bytes // self._row_bytes), MAX_SLOTS)  # others forget rows, too
+        return min(2 * (budget.capacity_bytes // budget.row_bytes), MAX_SLOTS)  # others forget rows, too
 
-    def _budget(self) -> Budget:
-        return Budget(self._config.capacity - MARGIN_BYTES, self._row_bytes)
+    def new_budget(self) -> Budget:
+        return Budget(self.config.capacity - MARGIN_BYTES, align(self.geometry.row_bytes) + NAME_BYTES)
 
     def _measure_free_space(self, budget: Budget) -> None:
         """Below `min_free` rows are only replaced. Raises OSError."""
-        if self._directory.writes:
-            self._free.lacks(self._row_bytes)
+        if self.directory.writes:
+            self._free.lacks(budget.row_bytes)
             budget.limit_growth(self._free.spare_bytes)
 
     @property
@@ -204,7 +184,7 @@ class RowFileTier(StorageTier):
                 self._moves.give_up()
         self._moves.start()
         if problem and self._moves.quiet:
-            self._directory.release()
+            self.directory.release()
             raise TierDown(problem)
         return self._moves.take()
 
@@ -216,7 +196,7 @@ class RowFileTier(StorageTier):
 
     @property
     def busy(self) -> bool:
-        return bool(self._moves.busy or self._checker.busy or (self._open is not None and self._open.health.problem))
+        return self._moves.busy or self._checker.busy or not self.may_start()
 
     @property
     def poll_s(self) -> float:
@@ -224,7 +204,7 @@ class RowFileTier(StorageTier):
 
     @property
     def wake_fd(self) -> int:
-        return self._worker.fd
+        return self._transfers.worker.fd
 
     @property
     def used_bytes(self) -> int:
@@ -237,12 +217,16 @@ class RowFileTier(StorageTier):
             self._manifests.stop(last=True)
         self._open = None
         self._checker.close()
-        self._worker.close()
-        self._directory.close()
+        self._transfers.worker.close()
+        self.directory.close()
 
     # --- what is there ----------------------------------------------------------------------------------------------
 
     # A tick is when a row was last known to be there, by a clock that all movers of this engine have in common.
+
+    def seen(self, key: Key) -> None:
+        """It is there for certain."""
+        self._found.append(Entry(0, key, _now_s()))
 
     def check_existence(self, check_id: int, keys: Sequence[Key], chain: bool) -> bool:
         self._checker.start(check_id, keys, chain=chain)
@@ -261,23 +245,28 @@ class RowFileTier(StorageTier):
     @property
     def gone_before(self) -> int:
         """Others may have deleted what was not seen for so long: it is asked for again."""
-        return max(0, _now_s() - int(self._times.file_known_s))
+        return max(0, _now_s() - int(self.times.file_known_s))
 
     @property
     def stuck(self) -> bool:
-        return self._checker.stuck_s > self._times.file_stuck_s
+        return self._checker.stuck_s > self.times.file_stuck_s
 
     def _found_at_s(self, key: Key) -> Presence:
         """On a thread of the checker. Raises OSError."""
-        status = self._directory.stat(RowPath.of(self._served.name, key))
-        if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != self._geometry.row_bytes:
+        status = self.directory.stat(RowPath.of(self.served.name, key))
+        if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != self.geometry.row_bytes:
             return 0
         # It was not used since, so it is older yet.
-        expired = has_expired(status.st_mtime, self._directory.server_time.now_s(), self._config.max_age)
+        expired = has_expired(status.st_mtime, self.directory.server_time.now_s(), self.config.max_age)
         return 0 if expired else _now_s()
 
+    # --- for its transfers ------------------------------------------------------------------------------------------
+
+    def may_start(self) -> bool:
+        return self._open is None or not self._open.health.problem
+
     @property
-    def _served(self) -> Opened:
+    def served(self) -> Opened:
         if self._open is None:
             raise RuntimeError("the tier is not open")
         return self._open
@@ -285,22 +274,3 @@ class RowFileTier(StorageTier):
 
 def _now_s() -> int:
     return max(1, int(time.monotonic()))
-
-
-@dataclass
-class _Manifests(ManifestMedium):
-    """For the namespace that is served: once there are rows, since one without any needs none."""
-
-    served: Opened
-    directory: RowDirectory
-
-    def is_wanted(self) -> bool:
-        served = self.served
-        return self.directory.writes and served.budget.has_rows(served.name) and not served.health.problem
-
-    def read(self) -> bytes | None:
-        return self.directory.read_manifest(self.served.name)
-
-    def write(self, raw: bytes) -> bool:
-        self.directory.write_manifest(self.served.name, raw)
-        return True

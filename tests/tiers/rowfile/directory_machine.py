@@ -82,8 +82,9 @@ class Files:
         found = [self.world.files.get(row[:3]) for row in rows]
         return [None if file is None else int(file.sealed_s) for file in found]
 
-    def touch(self, row: Row) -> None:
-        self.world.use(row[:3])
+    def touch(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self.world.use(row[:3])
 
 
 class Process:
@@ -133,7 +134,7 @@ class Process:
         for part in parts if world.random.random() < 0.7 else reversed(parts):
             yield from part
         if world.random.random() < world.faults:
-            budget.fail_sweep()
+            budget.end_sweep(None)
             return
         budget.end_sweep(found)
         self.swept_at = swept_at
@@ -164,7 +165,7 @@ class Process:
                 names += [place for place in world.files if place[:2] == (namespace, fanout)]
                 yield
             sizes = [world.files[place].nbytes for place in names if place in world.files]
-            found.add_rows(namespace, len(names), sizes[:SIZED_ROWS])
+            found.rows[namespace] = len(names), max(sizes[:SIZED_ROWS], default=0)
 
     def corrupted(self, place: Place, file: File) -> None:
         """Its mover has deleted it."""

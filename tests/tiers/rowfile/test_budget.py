@@ -19,9 +19,7 @@ def budget() -> Budget:
 
 
 def found(rows: int) -> Swept:
-    found = Swept()
-    found.add_rows("own", rows, [ROW])
-    return found
+    return Swept({"own": (rows, ROW)})
 
 
 def sweep(budget: Budget, rows: int) -> None:
@@ -37,60 +35,9 @@ def reserve(budget: Budget) -> int:
     return count
 
 
-def test_new_process_sweeps_first() -> None:
-    budget = Budget(ROWS * ROW, ROW)
-    assert budget.sweep_due
-    assert not budget.reserve()
-    sweep(budget, 0)
-    assert not budget.sweep_due
-    assert budget.reserve()
-
-
 def test_window_is_a_64th_of_the_capacity_and_16_rows_at_least() -> None:
     assert Budget(64 << 20, ROW).window_bytes == 1 << 20
     assert Budget(1 << 20, ROW).window_bytes == 16 * ROW
-
-
-def test_sweep_is_due_when_the_window_is_used_up(budget: Budget) -> None:
-    assert reserve(budget) == WINDOW
-    assert budget.sweep_due
-
-
-def test_sweep_is_worth_beginning_when_half_of_the_window_is_used_up(budget: Budget) -> None:
-    for _ in range(WINDOW // 2):
-        assert budget.reserve()
-    assert not budget.sweep_soon
-    assert budget.reserve()
-    assert budget.sweep_soon
-    assert not budget.sweep_due
-    sweep(budget, WINDOW // 2 + 1)
-    assert budget.sweep_soon, "they are still being written"
-    for _ in range(WINDOW // 2 + 1):
-        budget.ended()
-    sweep(budget, WINDOW // 2 + 1)
-    assert not budget.sweep_soon
-
-
-def test_sweep_keeps_what_is_being_written_and_what_was_reserved_since_it_began(budget: Budget) -> None:
-    """16 rows are reserved, none has its name yet, and a sweep finds nothing: 16 others would be twice the window."""
-    for _ in range(10):
-        budget.reserve()
-    for _ in range(4):
-        budget.ended()
-    budget.begin_sweep()
-    for _ in range(3):
-        assert budget.reserve()
-    budget.end_sweep(found(4))
-    assert budget.used_bytes == (4 + 6 + 3) * ROW
-    assert reserve(budget) == WINDOW - 6 - 3
-
-
-def test_sweep_that_failed_changes_nothing(budget: Budget) -> None:
-    assert reserve(budget) == WINDOW
-    budget.begin_sweep()
-    budget.fail_sweep()
-    assert budget.sweep_due
-    assert not budget.reserve()
 
 
 def test_full_directory_is_swept_before_anything_is_evicted(budget: Budget) -> None:
@@ -104,17 +51,6 @@ def test_full_directory_is_swept_before_anything_is_evicted(budget: Budget) -> N
     assert budget.reserve()
 
 
-def test_eviction_frees_a_window_for_a_row_that_was_refused(budget: Budget) -> None:
-    sweep(budget, ROWS)
-    assert not budget.excess_bytes  # nobody wants to store
-    assert not budget.reserve()
-    sweep(budget, ROWS)
-    while budget.excess_bytes:
-        budget.evicted("own", ROW)
-    assert budget.used_bytes == (ROWS - WINDOW) * ROW
-    assert reserve(budget) == WINDOW
-
-
 def test_row_is_stored_as_soon_as_there_is_room_while_more_is_made(budget: Budget) -> None:
     sweep(budget, ROWS)
     budget.reserve()
@@ -122,65 +58,6 @@ def test_row_is_stored_as_soon_as_there_is_room_while_more_is_made(budget: Budge
     budget.evicted("own", ROW)
     assert budget.reserve()
     assert budget.excess_bytes == WINDOW * ROW
-
-
-def test_nothing_that_can_be_evicted_is_no_reason_to_go_on(budget: Budget) -> None:
-    sweep(budget, ROWS)
-    budget.reserve()
-    sweep(budget, ROWS)
-    budget.no_room()
-    assert not budget.excess_bytes
-    assert budget.sweep_due, "others may have made room"
-    sweep(budget, ROWS)
-    assert not budget.full
-    budget.no_room(others=True)
-    sweep(budget, ROWS)
-    budget.no_room()
-    assert not budget.full, "they certainly have"
-    sweep(budget, ROWS)
-    budget.no_room()
-    assert budget.full
-    assert not budget.excess_bytes
-    assert not budget.sweep_due
-    assert not budget.reserve()
-    assert budget.sweep_due
-    sweep(budget, ROWS)
-    assert not budget.full
-    budget.evicted("own", ROW)
-    budget.no_room()
-    assert not budget.full
-
-
-def test_very_small_directory_keeps_three_quarters() -> None:
-    budget = Budget(8 * ROW, ROW)
-    sweep(budget, 8)
-    budget.reserve()
-    sweep(budget, 8)
-    assert budget.excess_bytes == 2 * ROW
-
-
-def test_rows_of_other_namespaces_count_as_the_largest_of_some() -> None:
-    budget = Budget(ROWS * ROW, ROW)
-    budget.begin_sweep()
-    swept = found(100)
-    swept.add_rows("other", 10, [3 * ROW, ROW])
-    swept.add_unfinished(100, ROW)
-    swept.add_unfinished(5 * ROW, ROW)
-    budget.end_sweep(swept)
-    assert budget.used_bytes == (100 + 30 + 1 + 5) * ROW
-    budget.evicted("other", ROW)
-    assert budget.used_bytes == (100 + 29 + 1 + 5) * ROW
-    budget.evicted("other", 4 * ROW)  # no more than it was counted
-    assert budget.used_bytes == (100 + 26 + 1 + 5) * ROW
-    budget.evicted("new", 4 * ROW)  # it was not counted at all
-    assert budget.used_bytes == (100 + 26 + 1 + 5) * ROW
-
-
-def test_row_is_not_evicted_while_a_sweep_runs(budget: Budget) -> None:
-    """The sweep has not come to it, so its base never had it."""
-    budget.begin_sweep()
-    with pytest.raises(AssertionError):
-        budget.evicted("own", ROW)
 
 
 def test_below_min_free_only_what_this_process_evicts_makes_room(budget: Budget) -> None:

@@ -19,10 +19,10 @@ from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.rowfile.budget import Budget
-from nixl_tiers.tiers.rowfile.contents import ORPHAN_S, Contents
+from nixl_tiers.tiers.rowfile.contents import Contents
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.rowfile.evict import FANOUTS, Evictor, Row
-from nixl_tiers.tiers.rowfile.names import RowPath
+from nixl_tiers.tiers.rowfile.names import ORPHAN_S, RowPath
 from tests.tiers.rowfile.rows import FILE, KEYS, OTHER, OURS, PATHS, ROW, make
 
 BAD = PATHS[0]
@@ -63,7 +63,7 @@ def evict_all(contents: Contents) -> None:
         budget.reserve()
         budget.begin_sweep()
         budget.end_sweep(contents.sweep())
-    Evictor(contents, budget, Random(0)).make_room()
+    assert not any(Evictor(contents, budget, Random(0)).steps())
 
 
 # --- a sweep ----------------------------------------------------------------------------------------------------------
@@ -96,8 +96,7 @@ def test_sweep_that_cannot_read_everything_is_none(
     contents: Contents, monkeypatch: pytest.MonkeyPatch, method: str, bad: str
 ) -> None:
     fail_in(monkeypatch, method, bad)
-    with pytest.raises(OSError, match="Input/output error"):
-        contents.sweep()
+    assert contents.sweep() is None
 
 
 @pytest.mark.usefixtures("_rows")
@@ -172,7 +171,7 @@ def test_own_unfinished_file_that_could_not_be_deleted_counts_and_is_deleted_lat
 ) -> None:
     """Also while the engine that wrote it lives on."""
     numbers = directory.temp_names.take(1)
-    name = directory.temp_names.name(*numbers)
+    name = f"{directory.temp_names.prefix}{numbers[0]}.tmp"
     path = tmp_path / INCOMING / name
     path.write_bytes(bytes(FILE))
     assert contents.sweep().other_bytes == 0, "it is being written, and its room is reserved"
@@ -187,7 +186,7 @@ def test_own_unfinished_file_that_could_not_be_deleted_counts_and_is_deleted_lat
 def test_unfinished_files_of_others_count_until_they_are_old(
     directory: RowDirectory, contents: Contents, tmp_path: Path
 ) -> None:
-    name = "elsewhere-" + directory.temp_names.name(0).partition("-")[2]
+    name = "elsewhere-" + f"{directory.temp_names.prefix}0.tmp".partition("-")[2]
     path = tmp_path / INCOMING / name
     path.write_bytes(b"")
     now_s = directory.server_time.now_s()
@@ -231,7 +230,7 @@ def test_row_that_was_used_since_or_is_another_by_now_is_not_deleted(
 def test_row_that_cannot_be_deleted_keeps_no_other(
     contents: Contents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
-    rows = [*found(contents).values()]
+    rows = contents.rows(BAD.namespace, BAD.fanout)
     with monkeypatch.context() as patch:
         fail_in(patch, method, BAD.name)
         assert {*rows} - {*contents.unlink(rows)} == {row for row in rows if row.name == BAD.name}
@@ -289,15 +288,15 @@ def test_seals_are_read_where_there_are_any(
     assert contents.sealed_at([*rows, rows[0]._replace(name="00.row")]) == [12345, None, None, None, None]
     with monkeypatch.context() as patch:
         fail_in(patch, "folder", BAD.fanout)
-        assert contents.sealed_at(rows) == [None] * 4
+        assert contents.sealed_at(rows) == []
 
 
 def test_time_of_a_row_is_set_to_the_servers(contents: Contents, directory: RowDirectory, tmp_path: Path) -> None:
     file = make(tmp_path, BAD, used_s=1 << 33)
-    contents.touch(row_of(contents, BAD))
+    contents.touch([row_of(contents, BAD)])
     assert abs(file.stat().st_mtime - directory.server_time.now_s()) < 60
     file.unlink()
-    contents.touch(Row(*BAD[:2], BAD.name, 0, ROW))
+    contents.touch([Row(*BAD[:2], BAD.name, 0, ROW)])
 
 
 def test_directory_of_unfinished_files_is_made_again(
@@ -305,6 +304,6 @@ def test_directory_of_unfinished_files_is_made_again(
 ) -> None:
     (tmp_path / INCOMING).rmdir()
     directory.server_time._read = None
-    contents.refresh_time()
+    contents.server_s()
     assert contents.sweep().nbytes == 0
     assert (tmp_path / INCOMING).is_dir()

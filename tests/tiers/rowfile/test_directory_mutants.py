@@ -45,7 +45,7 @@ class OwnIsWhatEndedSince(Budget):
 
 
 class OwnBeginsAtTheEndOfASweep(Budget):
-    def end_sweep(self, found: Swept) -> None:
+    def end_sweep(self, found: Swept | None) -> None:
         self._next_own_bytes = self._writing_bytes
         super().end_sweep(found)
 
@@ -99,8 +99,8 @@ class FailedStoreIsGivenBack(Budget):
 class FailedSweepCounts(Budget):
     """By what little it has found."""
 
-    def fail_sweep(self) -> None:
-        self.end_sweep(Swept())
+    def end_sweep(self, found: Swept | None) -> None:
+        super().end_sweep(found or Swept())
 
 
 class DeletedRowTakesWhatOwnRowsTake(Budget):

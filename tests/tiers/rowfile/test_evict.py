@@ -9,13 +9,13 @@ from random import Random
 import pytest
 
 from nixl_tiers.tiers.rowfile.budget import Budget, Swept
-from nixl_tiers.tiers.rowfile.evict import FANOUTS, OLD_SHARE, SAMPLE_ROWS, Evictor, Row, RowFiles
+from nixl_tiers.tiers.rowfile.evict import FANOUTS, OLD_SHARE, SAMPLE_ROWS, Evictor, Row
 
 ROW = 4096
 MODELS = {"large": 6000, "small": 2000, "new": 24}  # rows, by namespace
 
 
-class Directory(RowFiles):
+class Directory:
     """Of all ages alike, but of the newest namespace, whose rows are new."""
 
     def __init__(self, random: Random) -> None:
@@ -57,7 +57,7 @@ def refuse_row(budget: Budget, files: Directory) -> None:
         budget.begin_sweep()
         found = Swept()
         for namespace in MODELS:
-            found.add_rows(namespace, sum(row.namespace == namespace for row in files.there), [ROW])
+            found.rows[namespace] = sum(row.namespace == namespace for row in files.there), ROW
         budget.end_sweep(found)
         budget.reserve()
     assert budget.excess_bytes
@@ -73,7 +73,7 @@ def evict(
     budget = Budget(int(count * ROW / (1 + share)), ROW)
     budget.room_bytes = 0
     refuse_row(budget, files)
-    evictor(files, budget, random).make_room()
+    assert not any(evictor(files, budget, random).steps())
     assert not budget.excess_bytes
     assert len(files.there) * ROW <= budget.capacity_bytes, "there is no room"
     assert len(files.there) * ROW > budget.capacity_bytes - ROW, "more was deleted than had to"
@@ -122,7 +122,7 @@ def test_next_eviction_goes_on_where_the_last_one_ended() -> None:
         budget.capacity_bytes = len(files.there) * ROW
         budget.room_bytes = count // 64 * ROW
         refuse_row(budget, files)
-        evictor.make_room()
+        assert not any(evictor.steps())
         sampled.append(evictor._before_ns)
     assert len(set(sampled)) == 1
     assert 0 < len(evictor._left) < 128
@@ -139,7 +139,7 @@ def test_directory_without_rows_is_no_room() -> None:
     budget.begin_sweep()
     budget.end_sweep(found)
     assert budget.excess_bytes
-    Evictor(files, budget, random).make_room()
+    assert not any(Evictor(files, budget, random).steps())
     assert not budget.excess_bytes
 
 
@@ -173,9 +173,8 @@ def test_rows_that_others_delete_meanwhile_are_a_reason_to_sweep(kind: type[Dire
     """And none to refuse a row, unlike those that cannot be deleted."""
     random = Random(0)
     files, budget = kind(random), Budget(sum(MODELS.values()) * ROW, ROW)
-    budget._in_vain = True
     refuse_row(budget, files)
-    Evictor(files, budget, random).make_room()
+    assert not any(Evictor(files, budget, random).steps())
     assert (budget.sweep_due, budget.full) == (not full, full)
 
 
@@ -248,11 +247,11 @@ class EachEvictionSamplesAll(Evictor):
             self._files.rows("large", fanout)
 
 
-class _Only(RowFiles):
-    def __init__(self, files: RowFiles, namespace: str) -> None:
+class _Only:
+    def __init__(self, files: Directory, namespace: str) -> None:
         self._files, self._namespace = files, namespace
-        self.rows = files.rows  # type: ignore[method-assign]
-        self.unlink = files.unlink  # type: ignore[method-assign]
+        self.rows = files.rows
+        self.unlink = files.unlink
 
     def namespaces(self) -> Sequence[str]:
         return [self._namespace]

@@ -72,27 +72,16 @@ def test_rows_are_known_by_the_second_in_which_they_were_stored_found_or_loaded(
     assert tier.gone_before == 990
     store(other, region, range(2))
     assert {entry.key: entry.tick for entry in other.found()} == dict.fromkeys(KEYS[:2], 1050), "it was there"
-    tier._directory.absolute(RowPath.of(NAMESPACE.hex(), KEYS[0])).unlink()
+    tier.directory.absolute(RowPath.of(NAMESPACE.hex(), KEYS[0])).unlink()
     assert load(tier, region, range(1)) == [Outcome.MISSING]
     assert tier.found() == []
     assert answered(tier, KEYS[:1]) == (KEYS[:1], {})
 
 
-def test_questions_that_fail_say_nothing(opened: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = opened()
-
-    def failing(path: RowPath) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(tier._directory, "stat", failing)
-    assert answered(tier, KEYS[:2]) == ([], {})
-    assert not tier.stuck
-
-
 def test_tier_is_stuck_when_no_thread_has_been_left_for_a_time(opened: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = opened(changed(file_check_s=0.01, file_stuck_s=0.05))
     hangs = threading.Event()
-    monkeypatch.setattr(tier._directory, "stat", lambda _: hangs.wait(60) and None)
+    monkeypatch.setattr(tier.directory, "stat", lambda _: hangs.wait(60) and None)
     assert answered(tier, KEYS) == ([], {})
     assert not tier.stuck, "since now"
     run_until(tier, lambda: tier.stuck)

@@ -39,7 +39,7 @@ def test_error_after_a_load_is_raised(region: HostRegion, tmp_path: Path) -> Non
     store(tier, region, range(1))
     (row,) = tmp_path.rglob("*.row")
     os.truncate(row, 4096)
-    tier._directory.delete_unless_replaced = fail  # type: ignore[method-assign]
+    tier.directory.delete_unless_replaced = fail  # type: ignore[method-assign]
     tier.load([Move(0, 0, key_of(0), seal=False)])
     with pytest.raises(ZeroDivisionError):
         poll_until_it_raises(tier)

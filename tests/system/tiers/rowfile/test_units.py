@@ -38,7 +38,7 @@ def tier(tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def row_of(tier: RowFileTier, number: int) -> Path:
-    return tier._directory.absolute(RowPath.of(NAMESPACE.hex(), key_of(number)))
+    return tier.directory.absolute(RowPath.of(NAMESPACE.hex(), key_of(number)))
 
 
 @pytest.fixture
@@ -50,14 +50,14 @@ def units(tier: RowFileTier, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def changed(tier: RowFileTier, monkeypatch: pytest.MonkeyPatch, change: Change) -> list[int]:
     """Have the worker's results be others."""
     rows: list[int] = []
-    move = tier._worker.move
+    move = tier._transfers.worker.move
 
     def noted(moves: Sequence[Move], *more: Any, **options: Any) -> Steps[Sequence[Moved]]:
         rows.append(len(moves))
         ended = yield from move(moves, *more, **options)
         return [change(*each) for each in zip(moves, ended, strict=True)]
 
-    monkeypatch.setattr(tier._worker, "move", noted)
+    monkeypatch.setattr(tier._transfers.worker, "move", noted)
     return rows
 
 
@@ -84,8 +84,8 @@ def test_only_the_row_that_cannot_be_written_fails(
         ended = store(tier, region, range(ROWS))
     assert ended.pop(3) is outcome
     assert set(ended) == {Outcome.OK}
-    assert tier._served.budget._writing_bytes == 0
-    assert not tier._directory.temp_names._in_use
+    assert tier.served.budget._writing_bytes == 0
+    assert not tier.directory.temp_names._in_use
     assert set(store(tier, region, range(ROWS))) == {Outcome.FOUND}
     assert not tier.denials
 
@@ -94,10 +94,10 @@ def test_unit_that_cannot_begin_has_failed(
     tier: RowFileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(tier._worker._library, "submit", lambda *_: errno.ENOMEM)
+        patch.setattr(tier._transfers.worker._library, "submit", lambda *_: errno.ENOMEM)
         assert set(store(tier, region, range(ROWS))) == {Outcome.FAILED}
         assert set(load(tier, region, range(ROWS))) == {Outcome.FAILED}
-    assert tier._served.budget._writing_bytes == 0
+    assert tier.served.budget._writing_bytes == 0
     assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
 
 

@@ -286,7 +286,7 @@ def test_write_that_is_interrupted_is_made_again(rig: Rig) -> None:
 
 def test_name_of_an_unfinished_file_that_exists_is_left_to_it(rig: Rig) -> None:
     (rig.path / ".incoming").mkdir(mode=0o700)
-    other = rig.path / ".incoming" / rig.names.name(0)
+    other = rig.path / ".incoming" / f"{rig.names.prefix}0.tmp"
     other.write_text("another's")
     assert rig.store().verdict is Verdict.OK
     assert other.read_text() == "another's"
