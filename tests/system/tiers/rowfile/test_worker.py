@@ -530,6 +530,80 @@ def test_what_is_no_row_is_replaced_or_stays(rig: Rig, damage: str) -> None:
     assert rig.load().verdict is (Trouble.FOREIGN if error else Verdict.OK)
 
 
+# --- planted bugs -----------------------------------------------------------------------------------------------------
+
+BUGS: dict[str, tuple[dict[str, str], Callable[[Rig, Path], object]]] = {
+    "error of close is lost": (
+        {"if (close(fd) && !error)": "if (close(fd) && 0)"},
+        lambda rig, _: test_store_that_fails_leaves_the_row_as_it_was(rig, "close", -errno.ENOSPC, replaced=False),
+    ),
+    "file is renamed before it is whole": (
+        {"if (got <= 0)\n            return got ? errno : EIO;": "if (got <= 0)\n            return 0;"},
+        lambda rig, _: test_store_that_fails_leaves_the_row_as_it_was(rig, "pwrite", errno.EIO, replaced=True),
+    ),
+    "unfinished file stays": (
+        {"if (error && error != EEXIST)": "if (0)"},
+        lambda rig, _: test_store_that_fails_leaves_the_row_as_it_was(rig, "pwrite", errno.EIO, replaced=False),
+    ),
+    "directory that has gone ends a store": (
+        {"continue; /* it is a directory": "return error; /* it is a directory"},
+        lambda rig, _: test_directories_that_others_remove_meanwhile_are_made_again(rig, "renameat", ""),
+    ),
+    "links are followed": (
+        {"BENEATH_NO_SYMLINKS = 0x08 | 0x04": "BENEATH_NO_SYMLINKS = 0"},
+        lambda rig, path: test_directory_that_may_be_foreign_is_neither_written_nor_read(
+            rig, path, PATH.namespace, "link"
+        ),
+    ),
+    "open directories are used": (
+        {"|| status.st_mode & (S_IWGRP | S_IWOTH)": ""},
+        lambda rig, path: test_directory_that_may_be_foreign_is_neither_written_nor_read(
+            rig, path, PATH.fanout, "open to all"
+        ),
+    ),
+    "what is no file is read": (
+        {"if (!S_ISREG(status.st_mode) || status.st_uid != order->uid)": "if (0)"},
+        test_what_is_no_file_of_this_user_is_a_miss_and_stays,
+    ),
+    "error is a miss": (
+        {"return error == ENOENT ||": "return error == ENOENT || error == EIO ||"},
+        lambda rig, _: test_row_that_cannot_be_read_has_failed_and_is_not_missing(rig, "pread", errno.EIO),
+    ),
+    "path that is stale is a miss": (
+        {"error == ESTALE && !fstat(order->base, &status)": "error == ESTALE"},
+        lambda rig, _: test_nothing_is_missing_where_the_path_itself_is_stale(rig),
+    ),
+    "rest of a file that was cut is taken for read": (
+        {"return got ? not_there(order, result, errno) : CUT;": "break;"},
+        lambda rig, _: test_file_that_is_cut_while_it_is_read_is_no_row(rig, 0),
+    ),
+    "row is read into the region": (
+        {"AGAIN(got, pread(fd, thread->buffer + done,": "AGAIN(got, pread(fd, thread->worker->region + done,"},
+        lambda rig, _: test_row_that_cannot_be_read_leaves_the_region_alone(rig),
+    ),
+    "seal is not looked at": (
+        {
+            "int64_t sealed_s = (int64_t)head": "verdict = V_OK;\n    int64_t sealed_s = (int64_t)head",
+        },
+        lambda rig, _: test_verdicts_are_those_of_python(rig, 66_001),
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_bugs_planted_in_the_c_are_caught(tmp_path: Path, bug: str) -> None:
+    replaced, check = BUGS[bug]
+    made: list[Rig] = []
+    with installed(build(tmp_path / "built", replaced), lambda *call: made[0].hook(*call) if made else 0):
+        made.append(Rig(tmp_path / "kv"))
+        try:
+            with pytest.raises((AssertionError, StopIteration)):
+                check(made[0], tmp_path)
+        finally:
+            made[0].answer = lambda *_: 0
+            made[0].close()
+
+
 # --- sanitizers -------------------------------------------------------------------------------------------------------
 
 
