@@ -66,7 +66,9 @@ class Budget:
         self.full = False
         """Nor could any be made."""
         self._grown_bytes = 0  # reserved, less what was evicted
-        self._grown_limit_bytes: float = float("inf")  # of that, to keep `min_free`
+        self._grown_limit_bytes: float = float("inf")  # of that, as the file system has no more room
+        self._short = False  # it has none at all, so that each row needs the room of those that were evicted since
+        self._refuses = False  # it took no row lately, whatever it says is free: a quota, or no inodes
 
     @property
     def used_bytes(self) -> int:
@@ -106,15 +108,27 @@ class Budget:
         grown = self._grown_bytes - self._grown_limit_bytes
         return max(self._base_bytes + self._own_bytes - self.capacity_bytes, grown) + nbytes
 
-    def ended(self) -> None:
-        """A row that was reserved has its name; or its file stays unfinished, or is gone. Nobody writes it any more."""
+    def ended(self, *, fits: bool | None = None) -> None:
+        """A row that was reserved has its name; or its file stays unfinished, or is gone. Nobody writes it any more.
+        `fits`: whether the file system had room for it, if that is known."""
         with self._lock:
             self._writing_bytes -= self.row_bytes
+            if fits is None:
+                return
+            self._refuses = not fits
+            if self._refuses:
+                self._grown_bytes -= self.row_bytes
+                self._limit_growth(-self._writing_bytes)  # rows that are being written may not fit, either
 
     def limit_growth(self, spare_bytes: float) -> None:
         """So much more may be taken of the file system from now on: then a new row needs the room of an old one."""
         with self._lock:
-            self._grown_limit_bytes = self._grown_bytes + max(0, spare_bytes)
+            self._limit_growth(0 if self._refuses else max(0, spare_bytes))
+
+    def _limit_growth(self, nbytes: float) -> None:
+        short, self._short = self._short, nbytes <= 0
+        if not (short and self._short):  # else what was evicted since would have to be evicted once more
+            self._grown_limit_bytes = self._grown_bytes + nbytes
 
     # --- sweeps -----------------------------------------------------------------------------------------------------
 

@@ -136,7 +136,7 @@ class Contents:
                     if not found.rows.get(namespace, (0, 0))[0]:
                         self._remove_empty(base, namespace)
         except OSError as error:
-            self._problems.add(self.directory.path, error)
+            self._problems.add(error.filename or self.directory.path, error)
             return None
         return found
 
@@ -152,7 +152,9 @@ class Contents:
                         sizes.append(row_bytes_of(folder.stat(name)))
                 if not rows:
                     self._remove_empty(home, fanout)
-        found.rows[namespace] = names, max(sizes, default=self._row_bytes)
+        if namespace == self._served or not sizes:
+            sizes.append(self._row_bytes)
+        found.rows[namespace] = names, max(sizes)
         if namespace != self._served:
             found.other_bytes += (directories + 1) * PAGE  # and a manifest
 

@@ -92,6 +92,8 @@ class TempNames:
 def _pid_namespace() -> str:
     """An identifier of the machine and container within which process IDs are unique."""
     try:
+        if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115
+            return secrets.token_hex(8)  # /proc shows processes of another one
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return boot + os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - it is no path
     except OSError:

@@ -148,10 +148,11 @@ class RowTransfers:
         unit.end_each(lambda move: self._stored(move, moved[move]))
 
     def _stored(self, move: Move, moved: Moved) -> Outcome:
-        self._tier.served.budget.ended()
-        if moved.verdict is Trouble.NOT_MOVED:
+        failed, full = moved.verdict is Trouble.NOT_MOVED, moved.error in FULL_ERRORS
+        self._tier.served.budget.ended(fits=None if failed and not full else not failed)
+        if failed:
             sentence = self._failed(move, moved, "written")
-            if moved.error in FULL_ERRORS:
+            if full:
                 return Outcome.NO_SPACE
             self.problem = sentence
             return Outcome.FAILED

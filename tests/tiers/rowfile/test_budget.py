@@ -70,3 +70,46 @@ def test_below_min_free_only_what_this_process_evicts_makes_room(budget: Budget)
     assert budget.excess_bytes == WINDOW * ROW
     budget.evicted("own", ROW)
     assert reserve(budget) == 1
+
+
+def evict_window(budget: Budget) -> None:
+    """As often as free space is measured, which others have taken."""
+    assert not budget.reserve()
+    sweep(budget, 500)
+    assert budget.excess_bytes == WINDOW * ROW
+    for _ in range(WINDOW):
+        budget.limit_growth(-1.0)
+        budget.evicted("own", ROW)
+
+
+def test_below_min_free_rows_are_replaced_and_the_room_of_one_is_not_made_again(budget: Budget) -> None:
+    """Else a window would go each time that free space is measured, until none is left."""
+    budget.limit_growth(100 * ROW)
+    for _ in range(3):
+        budget.limit_growth(-1.0)
+        evict_window(budget)
+        assert not budget.excess_bytes
+        assert reserve(budget) == WINDOW
+        for _ in range(WINDOW):
+            budget.ended(fits=True)
+
+
+def test_file_system_that_is_full_without_saying_so_gets_rows_in_place_of_old_ones(budget: Budget) -> None:
+    """A quota, or no inodes: what it says is free has no room for a row."""
+    for _ in range(8):
+        budget.reserve()
+    budget.limit_growth(1e9)
+    for _ in range(8):
+        budget.ended(fits=False)
+    budget.limit_growth(1e9)
+    evict_window(budget)
+    for _ in range(100):  # deleting has not helped: no more goes
+        budget.limit_growth(1e9)
+        assert budget.reserve()
+        budget.ended(fits=False)
+        sweep(budget, 500)
+        assert not budget.excess_bytes
+    assert budget.reserve()
+    budget.ended(fits=True)
+    budget.limit_growth(100 * ROW)
+    assert reserve(budget) == WINDOW - 1

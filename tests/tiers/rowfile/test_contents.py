@@ -119,6 +119,41 @@ def test_directory_of_another_user_or_open_to_others_is_left_alone(
     assert len(list(tmp_path.rglob("*.row"))) == len(PATHS) - len(left)
 
 
+@pytest.mark.usefixtures("_rows")
+@pytest.mark.parametrize("bad", [OTHER, BAD.fanout, INCOMING])
+def test_directory_of_another_user_that_cannot_be_opened_hides_no_other(
+    contents: Contents, monkeypatch: pytest.MonkeyPatch, bad: str
+) -> None:
+    """Whoever may write to the path may make one: else no row would be stored any more, in any engine."""
+    opened = os.open
+
+    def closed(name: Any, *args: Any, **kwargs: Any) -> int:
+        if name == bad:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(name, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", closed)
+    assert contents.sweep() is None, "its own directories are to be opened"
+    monkeypatch.setattr(Folder, "_wrong", lambda _, status: "is another's" if status is foreign else "")
+    foreign = object()
+    stat = Folder.stat
+    monkeypatch.setattr(Folder, "stat", lambda folder, name: foreign if name == bad else stat(folder, name))
+    swept = contents.sweep()
+    assert swept is not None
+    if bad == OTHER:
+        assert swept.rows == {OURS: (len(KEYS), ROW)}
+
+
+@pytest.mark.usefixtures("_rows")
+def test_rows_that_are_empty_do_not_make_the_others_small(contents: Contents, tmp_path: Path) -> None:
+    """As after a power failure."""
+    for path in PATHS[:16]:
+        make(tmp_path, path, b"")
+    swept = contents.sweep()
+    assert swept is not None
+    assert swept.rows[OURS] == (len(KEYS), ROW)
+
+
 @pytest.mark.parametrize("level", ["namespace", "directory"])
 def test_links_are_not_followed(contents: Contents, tmp_path: Path, level: str) -> None:
     (tmp_path / "elsewhere").mkdir()
