@@ -167,6 +167,10 @@ def test_memory_that_replicas_share_is_to_fit_beside_the_cpu_tier(
         found = [each for each in machine._memory(config) if each.name == "shared memory"]
         assert len(found) == told
     assert "3 GiB, and the memory cgroup /pod has a limit" in found[0].text
+    monkeypatch.setattr(machine, "rooms", lambda: [Room("the machine", 64 << 30)])
+    monkeypatch.setattr(machine, "_physical_bytes", lambda: 2 << 30)
+    (found, _) = machine._memory(config)
+    assert "and the machine has a limit of 2 GiB" in found.text, "a tmpfs may be larger"
     monkeypatch.setattr(machine, "memory_at", lambda _: "")
     assert [each.name for each in machine._memory(config)] == ["memory"]
 

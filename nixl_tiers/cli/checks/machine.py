@@ -111,7 +111,7 @@ def _memory(config: TiersConfig | None) -> Iterator[Finding]:
         yield ok("memory", f"{format_size(capacity)} for the cpu tier fit into this process's limits now")
         return
     most = [
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        _physical_bytes(),
         *(room.limit_bytes or capacity for room in bounds),
     ]
     if capacity > min(most):
@@ -127,11 +127,16 @@ def _shared_memory(config: TiersConfig, bounds: Sequence[Room]) -> Iterator[Find
     shared = [tier for tier in config.storage if isinstance(tier, FileConfig) and memory_at(tier.path)]
     pool = config.cpu.huge_pages is HugePages.HUGETLB
     need = (0 if pool else config.cpu.capacity) + sum(tier.capacity for tier in shared)
-    limits = [room for room in bounds if shared and room.limit_bytes is not None and room.limit_bytes < need]
+    machine = Room("the machine", 0, _physical_bytes())
+    limits = [room for room in (*bounds, machine) if shared and room.limit_bytes is not None and room.limit_bytes < need]
     for room in limits[:1]:
         text = f"{shared[0].path} is in memory, with the cpu tier {format_size(need)}, and {room.whose} has a limit"
         change = f"a limit above {format_size(need)} and what the engine takes, or smaller capacities"
         yield warning("shared memory", f"{text} of {format_size(room.limit_bytes or 0)}", change)
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _limits() -> Iterator[Finding]:

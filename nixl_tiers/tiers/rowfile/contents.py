@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Final, TypeVar
 
@@ -40,12 +41,19 @@ def row_bytes_of(status: os.stat_result) -> int:
 
 
 class _Logged(Problems):
-    def __init__(self, log_once: LogOnce) -> None:
+    """In the log, of what `reads` is told before."""
+
+    def __init__(self, log_once: LogOnce, reads: Callable[[], None]) -> None:
         self._log_once = log_once
+        self._reads = reads
 
     def add(self, what: object, error: OSError | str, done: str = "read") -> None:
         why = reason(error) if isinstance(error, OSError) else error
         self._log_once.report(f"cannot be {done}", f"{what} cannot be {done} ({why})")
+
+    def reading(self, what: object, done: str = "read") -> AbstractContextManager[None]:
+        self._reads()
+        return super().reading(what, done)
 
 
 class Contents:
@@ -58,7 +66,12 @@ class Contents:
         self.directory = directory
         self._served = namespace
         self._row_bytes = row_bytes
-        self._problems = _Logged(log_once)
+        self._problems = _Logged(log_once, self._moves)
+        self.moved_s = 0.0
+        """When the directory was last asked for something, of the monotonic clock."""
+
+    def _moves(self) -> None:
+        self.moved_s = time.monotonic()
 
     # --- rows, for eviction and expiry ------------------------------------------------------------------------------
 
@@ -102,7 +115,11 @@ class Contents:
 
     def touch(self, rows: Sequence[Row]) -> None:
         """Set their modification times to the server's."""
-        self._each(rows, lambda folder, row: self.directory.server_time.touch(row.name, folder.descriptor))
+        self._each(rows, self._touch)
+
+    def _touch(self, folder: Folder, row: Row) -> None:
+        with self._problems.reading(folder.path / row.name):
+            self.directory.server_time.touch(row.name, folder.descriptor)
 
     def _each(self, rows: Sequence[Row], call: Callable[[Folder, Row], T]) -> Sequence[T]:
         """For rows of one fan-out directory, on several threads; for none if that cannot be opened."""
@@ -143,6 +160,7 @@ class Contents:
     def _sweep_namespace(self, home: Folder, namespace: str, found: Swept) -> None:
         names, sizes, directories = 0, list[int](), 1
         for fanout in filter(FANOUT_NAME.fullmatch, home.names()):
+            self._moves()
             with _unless_gone(), home.folder(fanout) as folder:
                 rows = [name for name in folder.names() if _ROW_NAME.fullmatch(name)]
                 names += len(rows)

@@ -65,6 +65,12 @@ class Sweeper:
         now, began_s = self._clock(), self._began_s
         return now < self._full_until_s or (began_s is not None and now - began_s > WAIT_S)
 
+    @property
+    def quiet_s(self) -> float:
+        """For how long the directory has not answered the thread."""
+        now, began_s = self._clock(), self._began_s
+        return 0.0 if began_s is None else now - max(began_s, self._contents.moved_s)
+
     def check(self) -> None:
         """Raise the error that has ended the thread."""
         if self._error is not None:
@@ -103,11 +109,10 @@ class Sweeper:
             found = self._contents.sweep()
             self._budget.end_sweep(found)
             ended_s = self._clock()
-            if found is None:
-                self._full_until_s = self._not_before_s = ended_s + FULL_S
-                return FULL_S
             self._sweep_at_s = ended_s + SWEEP_S
             self._not_before_s = ended_s + max(PAUSE_S, ended_s - now)
+            if found is None:
+                self._full_until_s = self._not_before_s = self._sweep_at_s = ended_s + FULL_S
         for _ in self._evictor.steps() if self._writes else ():
             if self._closing:
                 return 0.0

@@ -162,7 +162,10 @@ class RowFileTier(StorageTier):
 
     @property
     def denials(self) -> Mapping[str, str]:
-        return {**self._free.denials, **({FAILING: problem} if (problem := self._transfers.problem) else {})}
+        problem = self._transfers.problem
+        if self._open is not None and self._open.sweeper.quiet_s > self.times.file_stuck_s:
+            problem = f"{self.config.path} does not answer when what is there is counted: no row may be stored"
+        return {**self._free.denials, **({FAILING: problem} if problem else {})}
 
     def list_rows(self) -> Iterator[list[Entry]]:
         return iter(())

@@ -10,6 +10,7 @@ import pytest
 from nixl_tiers.tiers.rowfile.budget import Budget, Swept
 from nixl_tiers.tiers.rowfile.contents import Contents
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
+from nixl_tiers.tiers.rowfile.evict import FANOUTS
 from nixl_tiers.tiers.rowfile.sweep import FULL_S, PAUSE_S, REFRESH_S, SWEEP_S, WAIT_S, Sweeper
 from tests.support.fake_movers import Clock
 from tests.tiers.rowfile.rows import PATHS, ROW, make
@@ -134,6 +135,52 @@ def test_rows_do_not_wait_for_a_sweep_that_takes_long(sweeps: Sweeps) -> None:
     sweeps.sweeper._run()
     assert full == [False, True]
     assert not sweeps.sweeper.full
+
+
+def test_sweep_that_hangs_is_told_from_one_that_takes_long(sweeps: Sweeps) -> None:
+    quiet: list[float] = []
+
+    def hangs() -> Swept:
+        for moves in (False, True):
+            sweeps.clock.now += 40.0
+            sweeps.contents.moved_s = sweeps.clock.now - 1.0 if moves else 0.0
+            quiet.append(sweeps.sweeper.quiet_s)
+        sweeps.sweeper.stop()
+        return Swept()
+
+    sweeps.contents.sweep = hangs
+    assert sweeps.sweeper.quiet_s == 0.0
+    sweeps.sweeper._run()
+    assert quiet == [40.0, 1.0]
+    assert sweeps.sweeper.quiet_s == 0.0
+
+
+def test_whatever_the_thread_reads_shows_that_it_does_not_hang(contents: Contents, tmp_path: Path) -> None:
+    for path in PATHS:
+        make(tmp_path, path)
+    (row, *_) = contents.rows(PATHS[0].namespace, PATHS[0].fanout)
+    for call in (
+        contents.sweep,
+        contents.namespaces,
+        contents.server_s,
+        lambda: contents.rows(row.namespace, row.fanout),
+        lambda: contents.sealed_at([row]),
+        lambda: contents.unlink([row]),
+    ):
+        contents.moved_s = 0.0
+        call()
+        assert contents.moved_s > 0.0
+
+
+def test_rows_expire_although_not_everything_can_be_counted(contents: Contents, tmp_path: Path) -> None:
+    aged = Sweeps(contents, tmp_path, AGE_S)
+    aged.fill(3)
+    aged.clock.now += 2 * AGE_S
+    aged.fails = True
+    for _ in range(len(FANOUTS) + 2):
+        aged.clock.now += FULL_S
+        assert 0.0 <= aged.sweeper.step() <= FULL_S
+    assert aged.there == 0
 
 
 def test_stores_go_on_beside_a_sweep(sweeps: Sweeps) -> None:
