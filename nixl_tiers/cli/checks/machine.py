@@ -128,7 +128,9 @@ def _shared_memory(config: TiersConfig, bounds: Sequence[Room]) -> Iterator[Find
     pool = config.cpu.huge_pages is HugePages.HUGETLB
     need = (0 if pool else config.cpu.capacity) + sum(tier.capacity for tier in shared)
     machine = Room("the machine", 0, _physical_bytes())
-    limits = [room for room in (*bounds, machine) if shared and room.limit_bytes is not None and room.limit_bytes < need]
+    limits = [
+        room for room in (*bounds, machine) if shared and room.limit_bytes is not None and room.limit_bytes < need
+    ]
     for room in limits[:1]:
         text = f"{shared[0].path} is in memory, with the cpu tier {format_size(need)}, and {room.whose} has a limit"
         change = f"a limit above {format_size(need)} and what the engine takes, or smaller capacities"

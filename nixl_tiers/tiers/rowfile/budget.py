@@ -175,6 +175,7 @@ class Budget:
 
     def no_room(self, *, others: bool) -> None:
         """Eviction finds nothing more that it can delete. `others`: they have deleted what it had found, and the next
-        sweep tells how much."""
+        sweep tells how much. It comes, too, while rows are being written that can be deleted soon."""
         with self._lock:
-            self._evicts, self._wanted, self.full = False, others, not others
+            again = others or self._writing_bytes > 0
+            self._evicts, self._wanted, self.full = False, again, not again

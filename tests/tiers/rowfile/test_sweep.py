@@ -84,6 +84,23 @@ def test_row_for_which_no_room_can_be_made_does_not_wait(sweeps: Sweeps, monkeyp
     assert sweeps.budget.reserve(2)
 
 
+def test_row_waits_for_those_that_are_being_written(sweeps: Sweeps) -> None:
+    """They can be evicted as soon as they have their names."""
+    sweeps.sweeper.step()
+    assert sweeps.budget.reserve(8)
+    for _ in range(3):
+        assert not sweeps.budget.reserve()
+        sweeps.clock.now += PAUSE_S
+        sweeps.sweeper.step()
+        assert not sweeps.sweeper.full
+    sweeps.fill()
+    for _ in range(8):
+        sweeps.budget.ended(fits=True)
+    sweeps.clock.now += PAUSE_S
+    sweeps.sweeper.step()
+    assert sweeps.budget.reserve()
+
+
 def test_directory_that_cannot_be_read_has_no_room(sweeps: Sweeps) -> None:
     sweeps.fails = True
     assert sweeps.sweeper.step() == FULL_S
