@@ -10,8 +10,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Final, TypeVar
 
@@ -51,9 +51,11 @@ class _Logged(Problems):
         why = reason(error) if isinstance(error, OSError) else error
         self._log_once.report(f"cannot be {done}", f"{what} cannot be {done} ({why})")
 
-    def reading(self, what: object, done: str = "read") -> AbstractContextManager[None]:
+    @contextmanager
+    def reading(self, what: object, done: str = "read") -> Iterator[None]:
         self._reads()
-        return super().reading(what, done)
+        with super().reading(what, done):
+            yield
 
 
 class Contents:
