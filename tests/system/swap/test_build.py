@@ -54,7 +54,7 @@ def test_a_build_in_place_is_found(copy: Path, compiler: str) -> None:
     assert len(libraries) == 6
     if shutil.which("readelf"):
         listed = subprocess.run(["readelf", "-d", *libraries], capture_output=True, text=True, check=True).stdout
-        assert listed.count("Shared library: [libc.so.6]") == 5
+        assert listed.count("Shared library: [libc.so.6]") == len(libraries)
         assert "runpath" not in listed, "where this machine has its Python"
 
 
