@@ -537,6 +537,10 @@ BUGS: dict[str, tuple[dict[str, str], Callable[[Rig, Path], object]]] = {
         {"if (close(fd) && !error)": "if (close(fd) && 0)"},
         lambda rig, _: test_store_that_fails_leaves_the_row_as_it_was(rig, "close", -errno.ENOSPC, replaced=False),
     ),
+    "name of a row is opened to write": (
+        {"int error = renameat(": "close(openat(fanout, name, O_WRONLY | O_CREAT, 0600)); int error = renameat("},
+        lambda rig, _: test_name_of_a_row_is_only_read_and_gets_a_file_that_is_whole_and_closed(rig),
+    ),
     "file is renamed before it is whole": (
         {"if (got <= 0)\n            return got ? errno : EIO;": "if (got <= 0)\n            return 0;"},
         lambda rig, _: test_store_that_fails_leaves_the_row_as_it_was(rig, "pwrite", errno.EIO, replaced=True),
