@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <unistd.h>
 
 struct unit {
     struct unit *next;
@@ -57,10 +58,8 @@ static int open_units(struct units *units) {
 
 /* A copy of the order and its rows. NULL: there is no memory, or no row. */
 static struct unit *new_unit(const struct order *order) {
-    size_t count = order->count;
-    struct unit *unit = NULL;
-    if (count)
-        unit = calloc(1, sizeof *unit + count * (sizeof *unit->rows + sizeof *unit->results + sizeof *unit->pending));
+    size_t count = order->count, row_bytes = sizeof(struct row) + sizeof(struct result) + sizeof(uint32_t);
+    struct unit *unit = count ? calloc(1, sizeof *unit + count * row_bytes) : NULL;
     if (!unit)
         return NULL;
     unit->order = *order;

@@ -110,11 +110,7 @@ def _memory(config: TiersConfig | None) -> Iterator[Finding]:
     if not problem:
         yield ok("memory", f"{format_size(capacity)} for the cpu tier fit into this process's limits now")
         return
-    most = [
-        _physical_bytes(),
-        *(room.limit_bytes or capacity for room in bounds),
-    ]
-    if capacity > min(most):
+    if capacity > min([_physical_bytes(), *(room.limit_bytes or capacity for room in bounds)]):
         change = "a smaller capacity of the cpu tier, or a higher limit: the engine would not start"
         yield broken("memory", problem, change)
     else:
