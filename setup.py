@@ -1,6 +1,6 @@
 """Declares what is compiled; everything else about the package stands in pyproject.toml.
 
-Four libraries, which ctypes loads, and a module: nothing does without them, so the build needs a C compiler. The
+Libraries, which ctypes loads, and a module: nothing does without them, so the build needs a C compiler. The
 libraries contain nothing of Python, and the module keeps to its limited API, so one wheel, tagged with the stable ABI,
 serves every version. The GPU kernels, as one file for all architectures, are optional: without nvcc they are compiled
 at the first start on a GPU (swap.kernels), for which the sources go into the wheel.
@@ -128,6 +128,7 @@ setup(
         native("swap._swap_submit", "swap_submit.c", optimize="-O2"),
         native("memory._hash_copy", "hash_copy.c"),
         native("tiers.slab._row_worker", "row_worker.c"),
+        native("tiers.rowfile._row_files", "row_files.c"),
         native("core._tier_rows", "tier_rows.c", optimize="-O2"),
     ],
 )

@@ -1,7 +1,7 @@
 """Ways to move rows between a host region and files: the file tier, and what else there is. All use O_DIRECT.
 
-The file tier overwrites its slots or replaces its files, as it does once it is full. vLLM and LMCache have a new file
-for each row and round (vLLM leaves out rows whose file is there), in directories that are removed at the end.
+Slabs overwrite their slots, as they do once they are full. All others have a new file for each row and round (vLLM and
+the file tier leave out rows whose file is there), in directories that are removed at the end.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tests.support.file_tier import LAYOUTS
 THREADS: Final = 4
 TRIES: Final = 2
 JOB_ROWS: Final = 256
+MANY_ROUNDS: Final = 4096  # of a directory of row files, which is counted anew after a 64th
 
 
 class FileTier(Side):
@@ -43,7 +44,9 @@ class FileTier(Side):
         configuration."""
         self.region = region
         decided = {"type": "tests.mover.stub_tiers:DecidedConfig", "staged": False} if direct else {}
-        tier = LAYOUTS[layout](folder / "tier", 2 * region.nbytes + (64 << 20), **fields, **decided)
+        self._names_change, self._round = layout == "files", 0
+        held = MANY_ROUNDS if self._names_change else 2
+        tier = LAYOUTS[layout](folder / "tier", held * region.nbytes + (64 << 20), **fields, **decided)
         self._mover = MoverProcess(tier, region.geometry, region.rows, region, movers=movers)
         self.pids = [self._mover.process.pid]
         self._mover.open()
@@ -62,9 +65,12 @@ class FileTier(Side):
     def begin(self, kind: type[Store | Load]) -> list[int]:
         """Submit all rows; returns the jobs."""
         jobs = []
+        self._round += kind is Store and self._names_change
+        first = self._round * self.region.rows
         for start in range(0, self.region.rows, JOB_ROWS):
             rows = range(start, min(start + JOB_ROWS, self.region.rows))
-            jobs.append(self._mover.begin(kind, [Move(row, row, key_of(row), seal=kind is Store) for row in rows]))
+            moves = [Move(row, row, key_of(first + row), seal=kind is Store) for row in rows]
+            jobs.append(self._mover.begin(kind, moves))
         return jobs
 
     def wait(self, jobs: list[int]) -> None:

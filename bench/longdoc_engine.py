@@ -23,7 +23,7 @@ from tests.support import vllm_cpu
 
 IN_PROCESS, OWN_PROCESS = "in-process", "own-process"
 WAYS: Final = (IN_PROCESS, OWN_PROCESS)
-KINDS: Final = ("plain", "cpu", "file", "s3", "vllm-cpu", "vllm-fs", "vllm-obj")
+KINDS: Final = ("plain", "cpu", "file", "memory", "s3", "vllm-cpu", "vllm-fs", "vllm-obj")
 QUESTION_TOKENS: Final = 16
 ANSWER_TOKENS: Final = 8
 FLUSH_S: Final = 300.0
@@ -93,7 +93,7 @@ class Plan:
 
     @property
     def ours(self) -> bool:
-        return self.kind in ("cpu", "file", "s3")
+        return self.kind in ("cpu", "file", "memory", "s3")
 
     def connector(self) -> dict[str, Any] | None:
         """The fields of KVTransferConfig."""
@@ -120,6 +120,9 @@ class Plan:
         host = {"type": "cpu", "capacity": self.workload.host_bytes}
         if self.kind == "file":
             return [host, {"type": "file", "path": str(self.tier), "capacity": "8GiB", "min_free": 0}]
+        if self.kind == "memory":
+            shared = {"layout": "files", "path": str(self.tier), "capacity": "8GiB", "min_free": 0}
+            return [host, {"type": "file", **shared}]
         if self.kind == "s3":
             assert self.s3
             return [host, {"type": "s3", **self.s3, "capacity": "8GiB"}]

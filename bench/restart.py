@@ -1,13 +1,14 @@
 """The first hit of a new process: one long prompt that a former process has stored, from our tiers and from vLLM's own.
 
-    python -m bench.restart [--engines file vllm-fs s3 vllm-obj] [--rounds 7] [--way in-process|own-process]
+    python -m bench.restart [--engines file memory vllm-fs s3 vllm-obj] [--rounds 7] [--way in-process|own-process]
                             [--pause 1] [--quick] [--out bench-out/restart]
 
 A process of each engine first computes a prompt of 7000 tokens and stores it (SmolLM2-135M: 161 MB). Then, in turns and
 in a rotating order, each starts anew, one process at a time, and is asked for that prompt: first out of storage, then
 out of vLLM's own prefix cache, five times. What storage costs is the first time less the median of the five. Engines:
 
-- `file`, `s3`: nixl_tiers with host memory and a file tier, or an S3 tier (SeaweedFS on this machine);
+- `file`, `memory`, `s3`: nixl_tiers with host memory and a file tier, one with `layout: files` on a tmpfs, as replicas
+  of a node share it, or an S3 tier (SeaweedFS on this machine);
 - `vllm-fs`, `vllm-obj`: vLLM's own TieringOffloadingSpec with an fs or obj tier, patched to run on a CPU
   (tests/support/vllm_spec_on_cpu.py); its copy is a memmove on one thread.
 
@@ -46,7 +47,7 @@ from nixl_tiers.memory.pages import transparent_setting
 from tests.support import vllm_cpu
 from tests.support.servers import S3Server, seaweedfs_server
 
-KINDS: Final = ("file", "vllm-fs", "s3", "vllm-obj")
+KINDS: Final = ("file", "memory", "vllm-fs", "s3", "vllm-obj")
 PEERS: Final = {"file": "vllm-fs", "s3": "vllm-obj"}
 FULL: Final = Workload(1, 7000, 1 << 30, 2, real_model=True)
 QUICK: Final = Workload(1, 700, 64 << 20, 2, real_model=False)
@@ -54,6 +55,7 @@ WARM_UP_TOKENS: Final = vllm_cpu.BLOCK_TOKENS // 2  # no whole block: nothing to
 STORE_STEPS: Final = 5
 LOCAL_HITS: Final = 5
 QUIET_S: Final = 1.0
+MEMORY: Final = "/dev/shm"
 
 Figures = dict[str, Any]
 
@@ -212,7 +214,8 @@ def main() -> None:
             os.environ.update(server.env)
         plans = {}
         for kind in kinds:
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=out, prefix=f"scratch-{kind}-"))
+            place = MEMORY if kind == "memory" else out
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=place, prefix=f"scratch-{kind}-"))
             s3: dict[str, str] | None = None
             if server and kind in ON_S3:
                 s3 = {"endpoint": server.endpoint, "bucket": server.make_bucket(f"restart-{kind}")}

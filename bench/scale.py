@@ -8,8 +8,7 @@ Each part runs in a process of its own, with keys of 36 bytes:
   down and opened again, and lists nothing, and then reset; with 1000, 8 and 1 rows a tick;
 - `listed`: the same after a mover has listed them, and once more after that mover was killed and another has listed
   them again; and the mover;
-- `journal`: a slab mover's journal of that many rows, opened and listed;
-- the other movers' books (bench/mover_indexes.py).
+- `journal`: a slab mover's journal of that many rows, opened and listed.
 
 Memory is resident memory, what is shared included; "peak" is the highest while the part ran. Times are processor time
 of the thread: `hold` is the longest that the coordinator's lock was held at once, `10th` the tenth longest, since a
@@ -41,7 +40,6 @@ from unittest import mock
 from bench.gil_probe import SWITCH_S, GilProbe
 from bench.lister import ListerConfig, key
 from bench.machine import machine
-from bench.mover_indexes import INDEXES
 from bench.timed_lock import TimedLock
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
@@ -253,22 +251,12 @@ def _fill_journal(directory: str, rows: int) -> None:
         opened.close()
 
 
-def books(name: str, rows: int) -> dict[str, Figures]:
-    """The books of a mover."""
-    before = resident_bytes()
-    held = INDEXES[name](rows)
-    found = {"bytes_a_row": (resident_bytes() - before) / rows, "peak_bytes_a_row": (peak_bytes() - before) / rows}
-    del held
-    return {name: found}
-
-
 PARTS: dict[str, Callable[[int], dict[str, Figures]]] = {
     "stored": stored,
     "stored, 8 a tick": lambda rows: {f"{name}, 8 a tick": each for name, each in stored(rows, 8).items()},
     "stored, 1 a tick": lambda rows: {f"{name}, 1 a tick": each for name, each in stored(rows, 1).items()},
     "listed": listed,
     "journal": journal,
-    **{name: lambda rows, name=name: books(name, rows) for name in INDEXES},  # type: ignore[misc]
 }
 
 

@@ -64,6 +64,7 @@ class Connector:
         self.connector._anticipates = True
         self.connector._arrivals = Arrivals()
         self.connector._withdrawn = []
+        self.connector._prepares_first = False
 
 
 class Turn:

@@ -19,12 +19,6 @@
 
 #include "row_worker.h"
 
-static void signal_fd(int fd) {
-    uint64_t one = 1;
-    while (write(fd, &one, sizeof one) < 0 && errno == EINTR)
-        ;
-}
-
 static uint8_t *region_row(const struct worker *worker, const struct row *row) {
     return worker->region + row->row * worker->shape.row_bytes;
 }
@@ -42,10 +36,7 @@ static uint64_t sealed_at(const struct worker *worker, const uint8_t *row) {
 
 static void report_row(struct worker *worker, struct unit *unit) {
     pthread_mutex_lock(&worker->lock);
-    if (!--unit->left) {
-        push(&worker->ended, unit);
-        signal_fd(worker->ended_fd);
-    }
+    row_ended(&worker->units, unit);
     pthread_mutex_unlock(&worker->lock);
 }
 
@@ -136,8 +127,8 @@ static struct unit *take(struct thread *thread, uint32_t *first, uint32_t *count
     rows = rows < room ? rows : room;
     struct unit *unit = NULL;
     pthread_mutex_lock(&worker->lock);
-    bool write = worker->queues[!thread->wrote].first ? !thread->wrote : thread->wrote;
-    struct queue *queue = &worker->queues[write];
+    bool write = worker->units.queues[!thread->wrote].first ? !thread->wrote : thread->wrote;
+    struct queue *queue = &worker->units.queues[write];
     if (rows && queue->first) {
         unit = queue->first;
         *first = unit->taken;
@@ -256,27 +247,11 @@ static void *run(void *argument) {
 /* Which build of this interface a loaded library is: a stale one must not be called. */
 int nixl_tiers_row_worker_abi(void) { return ROW_WORKER_ABI; }
 
-static void release(struct queue *queue) {
-    while (queue->first)
-        free(pop(queue));
-}
-
-/* Drop the rows that no thread has taken. A unit of which others still move is freed when these have ended. */
-static void drop(struct queue *queue) {
-    while (queue->first) {
-        struct unit *unit = pop(queue);
-        unit->left -= unit->order.count - unit->taken;
-        if (!unit->left)
-            free(unit);
-    }
-}
-
 /* Let what runs end, then stop the threads. What no thread has taken is dropped. */
 void nixl_tiers_row_worker_close(struct worker *worker) {
     pthread_mutex_lock(&worker->lock);
     worker->stopped = true;
-    drop(&worker->queues[0]);
-    drop(&worker->queues[1]);
+    drop_waiting(&worker->units);
     pthread_mutex_unlock(&worker->lock);
     for (uint32_t i = 0; i < worker->count; i++)
         signal_fd(worker->threads[i].kick);
@@ -288,8 +263,7 @@ void nixl_tiers_row_worker_close(struct worker *worker) {
         free(thread->scratch.seal);
         free(thread->scratch.digests);
     }
-    release(&worker->ended);
-    close(worker->ended_fd);
+    close_units(&worker->units);
     pthread_mutex_destroy(&worker->lock);
     free(worker);
 }
@@ -346,26 +320,21 @@ struct worker *nixl_tiers_row_worker_new(const struct shape *shape, uint8_t *reg
     worker->requests = (uint32_t)((shape->row_bytes + worker->request_bytes - 1) / worker->request_bytes);
     worker->batch = shape->row_bytes < TAKE_BYTES / DEPTH ? DEPTH : (uint32_t)(TAKE_BYTES / shape->row_bytes);
     worker->batch = worker->batch ? worker->batch : 1;
-    worker->queues[0].end = &worker->queues[0].first;
-    worker->queues[1].end = &worker->queues[1].first;
-    worker->ended.end = &worker->ended.first;
     pthread_mutex_init(&worker->lock, NULL);
-    worker->ended_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    *error = worker->ended_fd < 0 ? errno : shape->seal_bytes > MAX_SEAL || threads > MAX_THREADS ? EINVAL : 0;
+    *error = open_units(&worker->units);
+    if (shape->seal_bytes > MAX_SEAL || threads > MAX_THREADS)
+        *error = EINVAL;
     while (!*error && worker->count < threads)
         if (!(*error = start(worker, &worker->threads[worker->count])))
             worker->count++;
     if (!*error)
         return worker;
-    if (worker->ended_fd >= 0)
-        nixl_tiers_row_worker_close(worker);
-    else
-        free(worker);
+    nixl_tiers_row_worker_close(worker);
     return NULL;
 }
 
 /* The descriptor that is readable when units have ended. */
-int nixl_tiers_row_worker_fd(const struct worker *worker) { return worker->ended_fd; }
+int nixl_tiers_row_worker_fd(const struct worker *worker) { return worker->units.ended_fd; }
 
 /* Begin to move the rows of a unit, at least one. Returns 0, or an errno: EINVAL for rows outside region or buffer. */
 int nixl_tiers_row_worker_submit(struct worker *worker, const struct order *order) {
@@ -376,18 +345,12 @@ int nixl_tiers_row_worker_submit(struct worker *worker, const struct order *orde
             row->key_bytes > KEY)
             return EINVAL;
     }
-    size_t size = sizeof(struct unit) + count * (sizeof(struct row) + sizeof(struct result) + sizeof(uint32_t));
-    struct unit *unit = count ? calloc(1, size) : NULL;
+    struct unit *unit = new_unit(order);
     if (!unit)
         return count ? ENOMEM : EINVAL;
-    unit->order = *order;
-    unit->left = count;
-    memcpy(unit->rows, order->rows, count * sizeof(struct row));
-    unit->results = (struct result *)(unit->rows + count);
-    unit->pending = (uint32_t *)(unit->results + count);
     uint64_t nbytes = count * worker->shape.row_bytes;
     pthread_mutex_lock(&worker->lock);
-    push(&worker->queues[!!order->write], unit);
+    push(&worker->units.queues[!!order->write], unit);
     for (uint32_t i = 0; i < worker->count; i++) {
         struct thread *thread = &worker->threads[i];
         if (!thread->asleep)
@@ -405,17 +368,8 @@ int nixl_tiers_row_worker_submit(struct worker *worker, const struct order *orde
 /* Hand over a unit that has ended: its ID and the results of its rows, at most so many. Returns how many rows that are;
  * 0 if none has ended. The descriptor is readable as long as there is one. */
 uint32_t nixl_tiers_row_worker_take(struct worker *worker, uint64_t *id, struct result *results, uint32_t most) {
-    uint64_t signals;
     pthread_mutex_lock(&worker->lock);
-    struct unit *unit = worker->ended.first ? pop(&worker->ended) : NULL;
-    while (unit && !worker->ended.first && read(worker->ended_fd, &signals, sizeof signals) < 0 && errno == EINTR)
-        ;
+    uint32_t count = take_ended(&worker->units, id, results, most);
     pthread_mutex_unlock(&worker->lock);
-    if (!unit)
-        return 0;
-    uint32_t count = unit->order.count < most ? unit->order.count : most;
-    *id = unit->order.id;
-    memcpy(results, unit->results, count * sizeof *results);
-    free(unit);
     return count;
 }

@@ -50,18 +50,7 @@ struct order {
     uint32_t count, places, write;
 };
 
-struct unit {
-    struct unit *next;
-    struct order order;
-    uint32_t taken, left;
-    struct result *results;
-    uint32_t *pending; /* of each row: requests that have not ended */
-    struct row rows[];
-};
-
-struct queue {
-    struct unit *first, **end;
-};
+#include "units.h"
 
 struct request {
     struct iocb block;
@@ -97,24 +86,9 @@ struct worker {
     uint64_t rows;
     uint64_t request_bytes;
     uint32_t requests, batch; /* of a row; of which ends are looked for together */
-    int ended_fd;
     bool stopped;
-    pthread_mutex_t lock; /* of queues, `taken` and `left` of units, `ended`, `stopped` and `asleep` */
-    struct queue queues[2], ended;
+    pthread_mutex_t lock; /* of units, `stopped` and `asleep` */
+    struct units units;
     uint32_t count;
     struct thread threads[MAX_THREADS];
 };
-
-static void push(struct queue *queue, struct unit *unit) {
-    unit->next = NULL;
-    *queue->end = unit;
-    queue->end = &unit->next;
-}
-
-static struct unit *pop(struct queue *queue) {
-    struct unit *unit = queue->first;
-    queue->first = unit->next;
-    if (!queue->first)
-        queue->end = &queue->first;
-    return unit;
-}

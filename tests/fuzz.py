@@ -29,8 +29,6 @@ FUZZED = [
     "tests/tiers/s3/test_record.py",
     "tests/tiers/slab/test_journal_model.py",
     "tests/tiers/slab/test_parts.py",
-    "tests/tiers/rowfile/test_books.py",
-    "tests/tiers/rowfile/test_packed_rows.py",
 ]
 
 

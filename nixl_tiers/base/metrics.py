@@ -222,7 +222,11 @@ METRICS: Final[Mapping[str, Metric]] = {
         corrupt=Series(storage, ("corrupt",), "read back corrupt: the seal did not match, and it became a miss"),
         missing=Series(storage, ("missing",), "not there when it was to be loaded"),
         unreadable=Series(host, ("unreadable",), "a worker could not copy it"),
-        removed=Series(storage, ("deleted",), "expired, deleted by others, or over a lowered limit"),
+        removed=Series(
+            storage,
+            ("deleted",),
+            "expired, deleted by others, over a lowered limit, not seen for a minute",
+        ),
         reset=Series(every, ("reset",), "the weights may have changed"),
     ),
     "chunks": _gauge("Chunks that this tier is known to hold: what a look-up can hit.", number="rows"),

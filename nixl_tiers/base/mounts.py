@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path("/")
 _MOUNTS = Path("/proc/self/mountinfo")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
 _OF_A_SERVER = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "wekafs"})
 """File systems whose source names what all nodes reach by it. Of FUSE: those whose source has a colon."""
@@ -40,6 +41,28 @@ def file_systems() -> dict[str, str]:
     with suppress(OSError):
         return {words[2]: words[words.index("-") + 1] for words in _mounts()}  # a dash ends the optional fields
     return {}
+
+
+def device_of(path: Path) -> str:
+    """major:minor of the file system that `path` is on, or will be on; "" if unknown."""
+    for place in (path, *path.parents):
+        try:
+            device = place.stat().st_dev
+        except OSError:
+            continue
+        return f"{os.major(device)}:{os.minor(device)}"
+    return ""
+
+
+def memory_at(path: Path) -> str:
+    """The type of the file system that `path`, which has no links, is on, or will be on, if that is this machine's
+    memory; else "". Waits for no medium."""
+    over: list[list[str]] = []
+    with suppress(OSError):
+        over = [words for words in _mounts() if path.is_relative_to(words[4])]
+    words = max(reversed(over), key=lambda words: len(Path(words[4]).parts), default=["-", ""])
+    kind = words[words.index("-") + 1]
+    return kind if kind in _IN_MEMORY else ""
 
 
 def identity(path: Path) -> str:

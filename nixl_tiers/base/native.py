@@ -28,11 +28,12 @@ def _library(name: str, function: str, abi: int) -> Library:
 
 
 HASH_COPY: Final = _library("memory/_hash_copy", "hash_copy", 3)
+ROW_FILES: Final = _library("tiers/rowfile/_row_files", "row_files", 2)
 ROW_WORKER: Final = _library("tiers/slab/_row_worker", "row_worker", 4)
 SWAP_CPU: Final = _library("swap/_swap_cpu", "swap", 4)
 SWAP_SUBMIT: Final = _library("swap/_swap_submit", "submit", 5)
 TIER_ROWS: Final = _library("core/_tier_rows", "tier_rows", 4)
-ALL: Final = (HASH_COPY, ROW_WORKER, SWAP_CPU, SWAP_SUBMIT, TIER_ROWS)
+ALL: Final = (HASH_COPY, ROW_FILES, ROW_WORKER, SWAP_CPU, SWAP_SUBMIT, TIER_ROWS)
 
 
 def opened(library: Library, *, keeps_lock: bool = False) -> ctypes.CDLL:

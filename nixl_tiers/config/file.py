@@ -48,13 +48,14 @@ class FileConfig(StorageConfig):
     )
     backend: Annotated[Literal["auto", "posix", "gds_mt"], BeforeValidator(fields.file_backend)] = Field(
         "auto",
-        description="what moves rows between host memory and files; `auto`: with `layout: slabs`, native threads "
-        "(Linux AIO) where they can be had, which take least processor time; else `posix`; `posix`: NIXL's plugin "
-        "POSIX (Linux AIO); `gds_mt`: NIXL's GDS_MT, which calls cuFile of GPUDirect Storage",
+        description="what moves rows between host memory and slabs; `auto`: native threads (Linux AIO) where they can "
+        "be had, which take least processor time, else `posix`; `posix`: NIXL's plugin POSIX (Linux AIO); `gds_mt`: "
+        "NIXL's GDS_MT, which calls cuFile of GPUDirect Storage; with `layout: files`, `auto` alone: native threads",
     )
     max_age: Age = None
 
     on_disk: ClassVar[bool] = True
+    absent_s: ClassVar[float] = 5.0  # a question to a file server costs less than one to a bucket
     _others: tuple[Path, ...] = PrivateAttr(())
 
     @model_validator(mode="wrap")
@@ -92,6 +93,8 @@ class FileConfig(StorageConfig):
     def _agree(self) -> FileConfig:
         if self.write is Write.OFF and self.layout == "slabs":
             raise ValueError("write: off needs layout: files: only the engine that writes slabs reads them")
+        if self.backend != "auto" and self.layout == "files":
+            raise ValueError(f"backend: {self.backend} is for layout: slabs: native threads move the rows of files")
         return self
 
     @property
@@ -116,8 +119,8 @@ class FileConfig(StorageConfig):
         return self.layout == "slabs"
 
     @property
-    def own(self) -> bool:
-        return self.layout == "slabs"
+    def asked(self) -> bool:
+        return self.layout == "files"
 
     @property
     def locality(self) -> Literal["LOCAL", "REMOTE"] | None:

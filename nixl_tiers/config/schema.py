@@ -127,8 +127,8 @@ class TiersConfig(Model):
     )
     probe_s: Annotated[Seconds, Field(ge=0, le=60)] = Field(
         DEFAULT_PROBE_S,
-        description="maximum time that a request waits for existence checks in a bucket; 0 is withdrawn: with "
-        "no checks an engine finds only what it stored itself, since it started",
+        description="maximum time that a request waits for existence checks in a bucket or a directory with "
+        "`layout: files`; 0 is withdrawn: with no checks an engine finds only what it stored itself, since it started",
     )
     flush_on_exit_s: Annotated[Seconds, Field(ge=0, le=3600)] = Field(
         0.0,

@@ -6,6 +6,7 @@ Light to import: neither numpy nor boto3, NIXL or torch.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -132,6 +133,11 @@ class StorageConfig(Model):
     def asked(self) -> bool:
         """Whether others store to this medium too, and the tier can check whether single keys are there."""
         return False
+
+    @property
+    def absent_s(self) -> float:
+        """So long it is believed that a key is not there (`asked`), at most."""
+        return math.inf
 
     @property
     def own(self) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from nixl_tiers.base.mounts import file_systems
+from nixl_tiers.base.mounts import memory_at
 from nixl_tiers.config import source as config_source
 from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, Write, format_size
 
@@ -23,13 +23,15 @@ from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfi
 LEAST_BYTES: Final = 1 << 20
 _MEMORY_PATHS: Final = (Path("/dev/shm"),)  # noqa: S108 - compared only
 _KERNEL_PATHS: Final = (Path("/proc"), Path("/sys"), Path("/dev"))
-_MEMORY_FILE_SYSTEMS: Final = {"tmpfs", "ramfs", "devtmpfs"}
 _LOOPBACK: Final = {"localhost", "127.0.0.1", "::1"}
 _ROOT: Final = (
     "is the whole machine's: every file of it would be measured, and counts towards the capacity; name a directory for "
     "the tier alone"
 )
-_OWN_MEMORY: Final = "is memory of this machine, not a disk; chunks in memory belong to the cpu tier"
+_OWN_MEMORY: Final = (
+    "is memory of this machine, not a disk; chunks in memory belong to the cpu tier, or, for all replicas of a node, "
+    "to a file tier with layout: files"
+)
 
 
 def warnings_of(config: TiersConfig) -> list[str]:
@@ -86,22 +88,23 @@ def _s3_before_file(config: TiersConfig) -> Iterator[str]:
 
 
 def _unfit_paths(config: TiersConfig) -> Iterator[str]:
-    for i, path in _paths(config):
-        if what := _unfit(path):
-            yield f"tiers[{i}].path: {path} {what}"
+    for i, member in _members(config):
+        if what := _unfit(member.path, member):
+            yield f"tiers[{i}].path: {member.path} {what}"
 
 
-def _paths(config: TiersConfig) -> list[tuple[int, Path]]:
-    """The directories of file tiers."""
+def _members(config: TiersConfig) -> list[tuple[int, FileConfig]]:
+    """Of file tiers, by their directories."""
     files = [(i, tier) for i, tier in enumerate(config.tiers) if isinstance(tier, FileConfig)]
-    return [(i, member.path) for i, tier in files for member in tier.members]
+    return [(i, member) for i, tier in files for member in tier.members]
 
 
-def _unfit(path: Path) -> str:
+def _unfit(path: Path, member: FileConfig) -> str:
+    """Memory that replicas share is as good as a directory of a server; as slabs it would be one engine's."""
     if path.parent == path:
         return _ROOT
     if any(path.is_relative_to(place) for place in _MEMORY_PATHS):
-        return _OWN_MEMORY
+        return _OWN_MEMORY if member.layout == "slabs" else ""
     if any(path.is_relative_to(place) for place in _KERNEL_PATHS):
         return "is the kernel's, and no place for files"
     return ""
@@ -144,8 +147,8 @@ def _no_effect(config: TiersConfig) -> Iterator[str]:
         yield "flush_on_exit_s: has no effect, because no tier has write: on_evict"
     if not config.probe_s and any(tier.asked for tier in config.storage):
         yield (
-            "probe_s: 0 is withdrawn for a prefix of a bucket, which is not listed: only what this engine stored "
-            "itself, since it started, is found there"
+            "probe_s: 0 is withdrawn for a bucket and for layout: files, which are not listed: only what this engine "
+            "stored itself, since it started, is found there"
         )
 
 
@@ -153,18 +156,16 @@ def _no_effect(config: TiersConfig) -> Iterator[str]:
 
 
 def _memory_mounts(config: TiersConfig) -> Iterator[str]:
-    kinds = file_systems()
-    for i, path in _paths(config):
-        if not _unfit(path):
-            real = _real(path)
-            kind = kinds.get(device_of(real), "")
-            what = _unfit(real) or (f"is on {kind}, which {_OWN_MEMORY}" if kind in _MEMORY_FILE_SYSTEMS else "")
-            if what:
-                yield f"tiers[{i}].path: {path} {what}"
+    for i, member in _members(config):
+        if not _unfit(member.path, member):
+            real = _real(member.path)
+            kind = memory_at(real) if member.layout == "slabs" else ""
+            if what := _unfit(real, member) or (f"is on {kind}, which {_OWN_MEMORY}" if kind else ""):
+                yield f"tiers[{i}].path: {member.path} {what}"
 
 
 def _same_directory(config: TiersConfig) -> Iterator[str]:
-    tiers = [(i, _real(path)) for i, path in _paths(config)]
+    tiers = [(i, _real(member.path)) for i, member in _members(config)]
     for (i, one), (j, other) in combinations(tiers, 2):
         if one.is_relative_to(other) or other.is_relative_to(one):
             yield f"tiers[{j}].path: is another name for the directory of tiers[{i}], so neither capacity is kept"
@@ -183,17 +184,6 @@ def _real(path: Path) -> Path:
         return path.resolve()
     except (OSError, RuntimeError):  # a loop of links
         return path
-
-
-def device_of(path: Path) -> str:
-    """major:minor of the file system that `path` is on, or will be on; "" if unknown."""
-    for place in (path, *path.parents):
-        try:
-            device = place.stat().st_dev
-        except OSError:
-            continue
-        return f"{os.major(device)}:{os.minor(device)}"
-    return ""
 
 
 def _aws_files() -> tuple[Path, Path]:

@@ -101,7 +101,7 @@ class _TierChecks:
     def remember_absent(self, absent: Collection[Key], now: float) -> None:
         for key in absent:
             self.absent.pop(key, None)
-            self.absent[key] = now + self._limits.absent_s
+            self.absent[key] = now + min(self._limits.absent_s, self.tier.spec.absent_s)
         for _ in range(2 * len(absent)):  # a bounded part of what is too old
             oldest = next(iter(self.absent))
             if len(self.absent) <= self._limits.absent_keys and self.absent[oldest] > now:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import Enum
@@ -31,7 +32,9 @@ class TierSpec:
 
     `asked`: other engines store to it too, and nothing is listed: whether a key exists is asked (existence.py). What is
     known of such a tier stays known when its mover is restarted. A row's tick is the time by the medium's clock when
-    it was written last, so the order of the index is that in which rows vanish (`TierIndex.gone_before`).
+    it was written last, so the order of the index is that in which rows vanish (`TierIndex.gone_before`); or when it
+    was last known to be there, and then it is asked for again after a time. `absent_s`: for so long at most a key that
+    was absent is not asked for again.
 
     `members`: how many movers it has, each with slots of its own.
 
@@ -41,6 +44,7 @@ class TierSpec:
     write: Write
     physical_slots: bool
     asked: bool = False
+    absent_s: float = math.inf
     quotas: tuple[float, ...] = ()
     members: int = 1
 

@@ -1,4 +1,4 @@
-"""Sends the coordinator the rows that a tier holds: all of them once it is open, then what others and upkeep change.
+"""Sends the coordinator the rows that a tier holds: all of them once it is open, then what upkeep takes away.
 
 Of the first listing rows go in columns (memory/columns.py), by the ten thousand: one by one, five million would cost
 the coordinator's interpreter most of a minute. What changes later is little, and goes one by one.
@@ -28,7 +28,7 @@ STEP_S: Final = 0.002  # the longest that one step collects rows
 
 
 class IndexPublisher:
-    """Listings and upkeep of one opening, one at a time. `step` never waits for the medium."""
+    """The listing of one opening, and then rounds of upkeep. `step` never waits for the medium."""
 
     def __init__(
         self, tier: StorageTier, send_queue: SendQueue, epoch: int, send_heartbeat: Callable[[], None]
@@ -43,7 +43,7 @@ class IndexPublisher:
         self.listed = 0
         """How many rows the first listing has found so far."""
         self._poll_at_s = 0.0
-        self._relist_at_s = self._maintain_at_s = float("inf")
+        self._maintain_at_s = float("inf")
         self._collected: list[PackedEntries] = []  # of the first listing, and not sent yet
         self._collected_s = 0.0  # when the last of them came
 
@@ -51,13 +51,13 @@ class IndexPublisher:
     def next_at_s(self) -> float:
         """When to call `step` again."""
         if self._listing is None:
-            return min(self._relist_at_s, self._maintain_at_s)
+            return self._maintain_at_s
         return float("inf") if self._send_queue else self._poll_at_s
 
     def step(self, now: float) -> None:
         """Send at most one packet, and none while the send queue is not empty: results of jobs go first."""
-        if self._listing is None:
-            self._begin_round(now)
+        if self._listing is None and now >= self._maintain_at_s:
+            self._listing, self._maintain_at_s, self._poll_at_s = self._tier.maintain(), float("inf"), now
         if self._listing is None or now < self._poll_at_s or self._send_queue:
             return
         until = now + STEP_S
@@ -85,22 +85,12 @@ class IndexPublisher:
             self._first = False
             self._send_heartbeat()
             self._send_queue.send(Listed(self._epoch, [], last=True))
-        if self._relist_at_s == float("inf"):
-            self._relist_at_s = now + _or_never(self._tier.relist_s)
-        if self._maintain_at_s == float("inf"):
-            self._maintain_at_s = now + _or_never(self._tier.maintain_s)
+        maintain_s = self._tier.maintain_s
+        self._maintain_at_s = float("inf") if maintain_s is None else now + maintain_s
 
     def close(self) -> None:
         self._listing = None
         self._collected = []
-
-    def _begin_round(self, now: float) -> None:
-        """List again, or do upkeep, whichever is due: both yield what has changed. One at a time."""
-        if now >= self._relist_at_s:
-            self._listing, self._relist_at_s = self._tier.list_rows(), float("inf")
-        elif now >= self._maintain_at_s:
-            self._listing, self._maintain_at_s = self._tier.maintain(), float("inf")
-        self._poll_at_s = now
 
     def _collect(self, batch: Sequence[Entry], now: float) -> list[Entry]:
         """The next rows of the first listing. Returns those that are gone, which columns cannot say."""
@@ -118,7 +108,3 @@ class IndexPublisher:
         slots = np.clip(rows.slots, 0, np.iinfo(np.uint32).max).astype(np.uint32)
         ticks = np.clip(rows.ticks, 0, None).astype(np.uint64)
         self._send_queue.send(ListedColumns(self._epoch), columns.write(slots, ticks, rows.records))
-
-
-def _or_never(interval_s: float | None) -> float:
-    return float("inf") if interval_s is None else interval_s

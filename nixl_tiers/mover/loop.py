@@ -79,6 +79,7 @@ class Mover:
         self._denials: dict[str, str] = {}
         self._staged = (False, False)
         self._gone_before = 0
+        self._stuck = False
 
     def receive(self, message: ToMover) -> None:
         self._received.append(message)
@@ -145,9 +146,11 @@ class Mover:
             self._used_bytes = self._tier.used_bytes
             self._denials = _bounded(self._tier.denials)
             self._staged = self._tier.staged
-            self._gone_before = self._tier.gone_before
+            self._gone_before, self._stuck = self._tier.gone_before, self._tier.stuck
         listed = 0 if self._publisher is None else self._publisher.listed
-        self.send_queue.send(Heartbeat(self._used_bytes, self._denials, listed, self._staged, self._gone_before))
+        self.send_queue.send(
+            Heartbeat(self._used_bytes, self._denials, listed, self._staged, self._gone_before, self._stuck)
+        )
 
     # --- opening --------------------------------------------------------------------------------------------------
 

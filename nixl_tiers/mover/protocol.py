@@ -182,6 +182,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
     listed: _Bytes = 0  # rows that the first listing has found so far
     staged: tuple[bool, bool] = (False, False)  # StorageTier.staged
     gone_before: Tick = 0  # StorageTier.gone_before
+    stuck: bool = False  # StorageTier.stuck
 
 
 def sendable_text(text: object, most: int = MAX_SENTENCE_CHARS) -> str:

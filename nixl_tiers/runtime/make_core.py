@@ -48,6 +48,7 @@ def _spec(name: str, tier: StorageConfig, quotas: tuple[float, ...]) -> TierSpec
         tier.write,
         physical_slots=tier.physical_slots,
         asked=tier.asked,
+        absent_s=tier.absent_s,
         quotas=quotas if tier.own and tier.write is not Write.OFF else (),
         members=len(tier.members),
     )

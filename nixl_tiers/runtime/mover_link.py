@@ -166,6 +166,7 @@ class MoverLink:
                     status.used_bytes = message.used_bytes
                     status.listed_rows = message.listed
                     status.staged = message.staged
+                    status.stuck = message.stuck
                     self._core.events.gone_before(mover, message.gone_before)
                     if self._core.movers[mover].state is TierState.LISTING:
                         status.log.listing(message.listed, now)
@@ -236,6 +237,7 @@ class MoverLink:
 
     def on_killed(self, mover: int) -> None:
         with self._locked():
+            self.movers[mover].stuck = False
             self._core.events.killed(mover, self._clock())
             self.changed.notify_all()
 
@@ -270,6 +272,7 @@ class MoverLink:
                 status.log.watch(member.breakers, now)
                 member.refusal = status.log.refusal
             overdue = self._core.health.overdue(received_s)
+            overdue |= {n: "existence checks are stuck" for n, status in enumerate(self.movers) if status.stuck}
             unfinished, pause_s = self._core.events.unfinished, self._core.urgency.pause_s
             unfinished |= any(member.to_delete and member.send_credits > 0 for member in members)
             busy = pause_s > 0 or self._core.urgency.busy

@@ -26,6 +26,7 @@ class MoverStatus:
         self.used_bytes = 0
         self.listed_rows = 0
         self.staged = (False, False)  # loads and stores
+        self.stuck = False
 
 
 def gauges(movers: Sequence[MoverStatus]) -> dict[str, float]:

@@ -56,6 +56,10 @@ class FaultyConfig(StorageConfig):
         return self.inner.asked
 
     @property
+    def absent_s(self) -> float:
+        return self.inner.absent_s
+
+    @property
     def locality(self) -> Literal["LOCAL", "REMOTE"] | None:
         return self.inner.locality
 

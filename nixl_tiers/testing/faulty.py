@@ -202,10 +202,6 @@ class FaultyTier(StorageTier):
     def closes_beside_loads(self) -> bool:
         return self._inner.closes_beside_loads
 
-    @property
-    def relist_s(self) -> float | None:
-        return self._inner.relist_s
-
     def check_existence(self, check_id: int, keys: Sequence[bytes], chain: bool) -> bool:
         return self._inner.check_existence(check_id, keys, chain)
 
@@ -218,6 +214,10 @@ class FaultyTier(StorageTier):
     @property
     def gone_before(self) -> int:
         return self._inner.gone_before
+
+    @property
+    def stuck(self) -> bool:
+        return self._inner.stuck
 
     def maintain(self) -> Iterator[list[Entry]]:
         return self._inner.maintain()

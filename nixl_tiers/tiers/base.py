@@ -251,20 +251,12 @@ class StorageTier(ABC):
     @abstractmethod
     def list_rows(self) -> Iterator[Sequence[Entry]]:
         """The rows that are there, oldest first, after open, in batches of up to MAX_ENTRIES: lists, or PackedEntries
-        where there may be millions. An empty batch: nothing yet, ask again.
-
-        Where others write to the medium too it is called again, `relist_s` seconds after it ended. It then yields rows
-        that have appeared since, and as entries of slot GONE keys that have disappeared.
-        """
-
-    @property
-    def relist_s(self) -> float | None:
-        """How long after a listing `list_rows` is called again, in seconds. None: never, there is no other writer."""
-        return None
+        where there may be millions. An empty batch: nothing yet, ask again."""
 
     # Where the medium is asked (the capability `asked`), since others write to it and it is too large to be listed:
     # `list_rows` yields nothing, `delete` is not called, and the engine goes on with what it knows when its mover is
-    # restarted. A row's tick is when it was last written, or any time before, by one clock for all engines.
+    # restarted. A row's tick is when it was last written, or any time before, by one clock for all engines; or when it
+    # was last known to be there, by a clock that all movers of an engine have.
 
     def check_existence(self, check_id: int, keys: Sequence[bytes], chain: bool) -> bool:
         """Start to find out which of `keys` are there. False: not possible.
@@ -278,14 +270,21 @@ class StorageTier(ABC):
         return ()
 
     def found(self) -> Sequence[Entry]:
-        """Rows that are there: those that existence checks have found since the last call, and those that were stored.
-        Called after `poll` and `existence_answers`, and reported before these."""
+        """Rows that are there: those that existence checks have found since the last call, and those that were stored
+        (or loaded, where that counts). Called after `poll` and `existence_answers`, and reported before these."""
         return ()
 
     @property
     def gone_before(self) -> int:
-        """Rows of lower ticks are not there any more, or may go any time: 0 at first, and it may fall."""
+        """Rows of lower ticks are not there any more, or may go any time: they are forgotten, and asked for again when
+        they are wanted. 0 at first, and it may fall."""
         return 0
+
+    @property
+    def stuck(self) -> bool:
+        """Whether existence checks have not returned for so long that this process is to be killed: nothing else ends
+        the threads that wait."""
+        return False
 
     # --- upkeep and state ---------------------------------------------------------------------------------------------
 

@@ -294,23 +294,6 @@ def probe_name() -> str:
     return f"probe-{secrets.token_hex(8)}.tmp"
 
 
-def direct_reads(path: str) -> bool:
-    """Whether the first page of this file can be read with O_DIRECT."""
-    with mmap.mmap(-1, PAGE) as page:
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            os.preadv(descriptor, [page], 0)
-        except OSError as error:
-            return error.errno not in (errno.EINVAL, errno.EOPNOTSUPP)
-        else:
-            return True
-        finally:
-            os.close(descriptor)
-
-
 def read_past_cache(folder: Folder, name: str, offset: int, nbytes: int) -> NDArray[np.uint8]:
     """These bytes of a file, fewer where it ends. Past the page cache where that is possible: an engine writes past it,
     too, and the cache is better used for something else. Raises OSError."""

@@ -85,14 +85,18 @@ class ExistenceChecker:
     """Checks on one medium, to be used by one thread. `exists` is called on other threads, and may block or raise."""
 
     def __init__(
-        self, exists: Callable[[Key], Presence], clock: Callable[[], float] = time.monotonic, times: Times = PRODUCTION
+        self,
+        exists: Callable[[Key], Presence],
+        clock: Callable[[], float] = time.monotonic,
+        timeout_s: float = PRODUCTION.s3_check_s,
     ) -> None:
         self._exists = exists
         self._clock = clock
-        self._timeout_s = times.s3_check_s
+        self._timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="nixl_tiers-exists")
         self._checks: list[_Check] = []
         self._abandoned: list[Future[Presence]] = []  # timed out, but their threads still wait
+        self._stuck_at_s: float | None = None  # since when they are all of the threads
 
     def start(self, check_id: int, keys: Sequence[Key], *, chain: bool) -> None:
         search = galloping_search(len(keys)) if chain else one_by_one(len(keys))
@@ -133,6 +137,16 @@ class ExistenceChecker:
     def busy(self) -> bool:
         return bool(self._checks)
 
+    @property
+    def stuck_s(self) -> float:
+        """For how long no thread was left, by when this was called. 0: there are some."""
+        self._drop_returned()
+        if len(self._abandoned) < MAX_CONCURRENT:
+            self._stuck_at_s = None
+        elif self._stuck_at_s is None:
+            self._stuck_at_s = self._clock()
+        return 0.0 if self._stuck_at_s is None else self._clock() - self._stuck_at_s
+
     def clear(self) -> None:
         """Cancel all checks; they are not answered."""
         for check in self._checks:
@@ -144,10 +158,13 @@ class ExistenceChecker:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, keys: Sequence[Key], positions: Sequence[int]) -> list[Future[Presence]]:
-        self._abandoned = [request for request in self._abandoned if not request.done()]
+        self._drop_returned()
         if len(self._abandoned) >= MAX_CONCURRENT:  # no thread is left to take it from the queue
             return [_UNKNOWN] * len(positions)
         return [self._pool.submit(self._exists, keys[n]) for n in positions]
+
+    def _drop_returned(self) -> None:
+        self._abandoned = [request for request in self._abandoned if not request.done()]
 
     def _abandon(self, check: _Check) -> None:
         self._abandoned += [request for request in check.requests if not request.cancel() and not request.done()]

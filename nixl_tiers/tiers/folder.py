@@ -104,6 +104,8 @@ class Folder:
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise _refusal(self.path / name, "is no directory") from error
+            if error.errno == errno.EACCES and (wrong := self._wrong(self.stat(name))):
+                raise _refusal(self.path / name, wrong) from error
             raise _named(error, self.path / name) from error
         if wrong := self._wrong(os.fstat(descriptor)):
             os.close(descriptor)

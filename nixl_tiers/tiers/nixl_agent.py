@@ -146,11 +146,8 @@ class Agent(Registrar):
         """Register every row of the host region. Raises AgentError."""
         return self.register_dram(region.address, region.nbytes)
 
-    def register_file(
-        self, path: str, nbytes: int, *, direct: bool, access: Literal["rw", "ro"] = "rw"
-    ) -> Registration:
-        """`ro`: for reads only."""
-        return self._register_remote([f"{access},direct:{path}" if direct else f"{access}:{path}"], nbytes)
+    def register_file(self, path: str, nbytes: int, *, direct: bool) -> Registration:
+        return self._register_remote([f"rw,direct:{path}" if direct else f"rw:{path}"], nbytes)
 
     def register_objects(self, names: Sequence[str], nbytes: int) -> Registration:
         """Register objects of up to `nbytes` by name, whether they exist or not. Raises AgentError."""

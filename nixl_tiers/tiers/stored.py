@@ -164,14 +164,14 @@ class Problems:
         self._count += 1
 
     @contextmanager
-    def reading(self, what: object) -> Iterator[None]:
+    def reading(self, what: object, done: str = "read") -> Iterator[None]:
         """An OSError of the block is a problem, unless that has gone, or something foreign is in its place."""
         try:
             yield
         except (FileNotFoundError, NotOwned):
             pass
         except OSError as error:
-            self.add(what, error)
+            self.add(what, error, done)
 
     def __str__(self) -> str:
         return self._first + (f", and {self._count - 1} more" if self._count > 1 else "")

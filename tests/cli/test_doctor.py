@@ -26,7 +26,7 @@ from nixl_tiers.cli.checks.trial import NAME
 from nixl_tiers.config.schema import S3Config, load
 from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.tiers.s3.names import RowNames
-from tests.support.file_tier import file_config
+from tests.support.file_tier import file_config, file_tier
 from tests.support.machine import SHMEM_ENABLED, setting
 from tests.support.servers import S3Server
 
@@ -152,6 +152,27 @@ def test_memory_that_is_taken_now_is_a_warning(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(machine, "rooms", lambda: [Room("the machine", 0)])
     config = load({"tiers": [{"type": "cpu", "capacity": "64MiB"}]})
     assert next(machine._memory(config)).status is Status.WARNING
+
+
+def test_memory_that_replicas_share_is_to_fit_beside_the_cpu_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are those of whoever stored them."""
+    tiers = [{"type": "cpu", "capacity": "1GiB"}, file_tier(tmp_path, "2GiB", layout="files")]
+    config = load({"tiers": tiers})
+    monkeypatch.setattr(machine, "memory_at", lambda path: "tmpfs" if path == tmp_path else "")
+    for limit, told in ((3 << 30, False), ((3 << 30) - 1, True)):
+        rooms = [Room("the machine", 64 << 30), Room("the memory cgroup /pod", limit, limit)]
+        monkeypatch.setattr(machine, "rooms", lambda rooms=rooms: rooms)
+        found = [each for each in machine._memory(config) if each.name == "shared memory"]
+        assert len(found) == told
+    assert "3 GiB, and the memory cgroup /pod has a limit" in found[0].text
+    monkeypatch.setattr(machine, "rooms", lambda: [Room("the machine", 64 << 30)])
+    monkeypatch.setattr(machine, "_physical_bytes", lambda: 2 << 30)
+    (found, _) = machine._memory(config)
+    assert "and the machine has a limit of 2 GiB" in found.text, "a tmpfs may be larger"
+    monkeypatch.setattr(machine, "memory_at", lambda _: "")
+    assert [each.name for each in machine._memory(config)] == ["memory"]
 
 
 def test_oldest_vllm_is_the_one_that_the_plugin_takes() -> None:

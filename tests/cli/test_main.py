@@ -52,7 +52,7 @@ def test_every_set_field_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[
     fields: dict[str, dict[str, object]] = {
         "cpu": {"type": "cpu", "capacity": "64GiB", "huge_pages": "off"},
         "file": {
-            "type": "file", "path": str(tmp_path), "capacity": "1TiB", "layout": "files", "backend": "posix",
+            "type": "file", "path": str(tmp_path), "capacity": "1TiB", "layout": "slabs", "backend": "posix",
             "write": "on_evict", "max_age": "7d", "min_free": "7%",
         },
         "s3": {

@@ -210,6 +210,8 @@ def test_junk_raises_only_config_errors(junk: object) -> None:
         (with_tier(FILE, backend="uring"), 'tiers[1].backend: must be "auto", "posix" or "gds_mt", not "'),
         (with_tier(FILE, backend="native"), 'tiers[1].backend: "native" was removed: leave backend out'),
         (with_tier(FILE, backend="gds"), 'tiers[1].backend: "gds" is refused, because NIXL ends a short read'),
+        (with_tier(FILE, backend="posix", layout="files"), "tiers[1]: backend: posix is for layout: slabs: "),
+        (with_tier(FILE, backend="gds_mt", layout="files"), "tiers[1]: backend: gds_mt is for layout: slabs: "),
         (with_tier(FILE, layout="rows"), 'tiers[1].layout: must be "slabs" or "files", not "rows"'),
         (with_tier(FILE, min_free="100%"), 'tiers[1].min_free: "100%" must be less than 100 %'),
         (with_tier(FILE, min_free="5 percent"), 'tiers[1].min_free: "5 percent" is neither a size such as "50GiB" nor'),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from nixl_tiers.base import mounts
 from nixl_tiers.config import schema, warnings
 from nixl_tiers.config.warnings import warnings_here, warnings_of
 
@@ -18,7 +19,7 @@ S3 = {"type": "s3", "bucket": "kv-cache", "capacity": "10TiB"}
 AT = S3 | {"endpoint": "https://s3.example:9000"}
 
 
-MEMORY = "memory of this machine, not a disk; chunks in memory belong to the cpu tier"
+MEMORY = warnings._OWN_MEMORY
 
 
 def warned(*tiers: dict[str, Any], **fields: object) -> list[str]:
@@ -56,6 +57,7 @@ def test_plausible_configuration_has_no_warning(tiers: tuple[dict[str, Any], ...
         ((CPU, AT, FILE), ["tiers[1]: this s3 tier is searched before the file tier tiers[2]"]),
         ((CPU, FILE, AT, FILE | {"path": "/b"}), ["tiers[2]: this s3 tier is searched before the file tier tiers[3]"]),
         ((CPU, FILE | {"path": "/dev/shm/kv"}), ["tiers[1].path: /dev/shm/kv is memory of this machine, not a disk"]),
+        ((CPU, FILE | {"path": "/dev/shm/kv", "layout": "files"}), []),
         ((CPU, FILE | {"path": "/proc/kv"}), ["tiers[1].path: /proc/kv is the kernel's, and no place for files"]),
         ((CPU, FILE | {"path": "/"}), ["tiers[1].path: / is the whole machine's: "]),
         ((CPU, FILE | {"path": "//"}), ["tiers[1].path: // is the whole machine's: "]),
@@ -109,7 +111,7 @@ def test_flush_without_effect_is_warned_about() -> None:
 def test_shared_prefix_without_checks_is_warned_about() -> None:
     assert warned(CPU, S3) == []
     (line,) = warned(CPU, S3, S3 | {"prefix": "other"}, probe_s=0)
-    assert line.startswith("probe_s: 0 is withdrawn for a prefix of a bucket")
+    assert line.startswith("probe_s: 0 is withdrawn for a bucket and for layout: files")
 
 
 @pytest.fixture
@@ -121,15 +123,16 @@ def test_memory_path_is_found_through_links_and_before_it_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Callable[..., list[str]]
 ) -> None:
     (tmp_path / "link").symlink_to("/dev/shm")
-    assert here(FILE | {"path": str(tmp_path / "link" / "kv")}) == [f"tiers[1].path: {tmp_path}/link/kv is {MEMORY}"]
+    assert here(FILE | {"path": str(tmp_path / "link" / "kv")}) == [f"tiers[1].path: {tmp_path}/link/kv {MEMORY}"]
     assert here(FILE | {"path": "/dev/shm/kv"}) == [], "known by the path alone"
-    status = tmp_path.stat()
-    device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+    assert here(FILE | {"path": str(tmp_path / "link" / "kv"), "layout": "files"}) == [], "which replicas share"
     place = tmp_path / "not" / "yet"
-    sentence = f"tiers[1].path: {place} is on tmpfs, which is {MEMORY}"
+    sentence = f"tiers[1].path: {place} is on tmpfs, which {MEMORY}"
     for kind, lines in (("tmpfs", [sentence]), ("ext4", [])):
-        monkeypatch.setattr(warnings, "file_systems", lambda kind=kind: {device: kind})
+        mount = ["1", "0", "0:1", "/", str(tmp_path), "rw", "-", kind, "none", "rw"]
+        monkeypatch.setattr(mounts, "_mounts", lambda mount=mount: iter([mount]))
         assert here(FILE | {"path": str(place)}) == lines
+        assert here(FILE | {"path": str(place), "layout": "files"}) == []
     assert [path.name for path in tmp_path.iterdir()] == ["link"], "nothing was made"
 
 
@@ -139,7 +142,7 @@ def test_disk_mounted_below_a_memory_path_is_a_disk() -> None:
 
 def test_mounted_file_systems_are_found() -> None:
     status = Path("/proc").stat()
-    assert warnings.file_systems()[f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"] == "proc"
+    assert mounts.file_systems()[f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"] == "proc"
 
 
 def test_same_directory_by_two_names_is_warned_about(tmp_path: Path, here: Callable[..., list[str]]) -> None:

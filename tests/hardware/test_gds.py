@@ -18,7 +18,7 @@ from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.cli.gds.report import Report, inspect
 from nixl_tiers.cli.gds.verdict import Kind
 from tests.mover.harness import MoverProcess
-from tests.support.file_tier import LAYOUTS
+from tests.support.file_tier import file_tier
 
 VARIABLE = "NIXL_TIERS_GDS_DIR"
 pytestmark = pytest.mark.gds
@@ -48,10 +48,10 @@ def gpu(doctor: Report) -> int:
     return 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_file_tier_over_gds_mt_loads_what_it_stored(layout: str, doctor: Report, directory: Path) -> None:
+@pytest.mark.usefixtures("doctor")
+def test_file_tier_over_gds_mt_loads_what_it_stored(directory: Path) -> None:
     geometry = Geometry(1, 1 << 20)
-    tier = LAYOUTS[layout](directory / layout, 256 << 20, backend="gds_mt")
+    tier = file_tier(directory / "slabs", 256 << 20, backend="gds_mt")
     numbers = range(16)
     with MoverProcess(tier, geometry, len(numbers)) as mover:
         mover.open()

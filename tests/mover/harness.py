@@ -21,7 +21,9 @@ from nixl_tiers.memory.address_space import AddressSpace
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import (
     MAX_PACKET,
+    CheckExistence,
     Configure,
+    ExistenceChecked,
     Finished,
     Heartbeat,
     Listed,
@@ -168,6 +170,20 @@ class MoverProcess:
             entries += message.entries
             if message.last:
                 return entries
+
+    def there(self, numbers: Sequence[int]) -> list[int]:
+        """Which of these keys an existence check finds, in a tier that is asked."""
+        if not numbers:
+            return []
+        self._jobs += 1
+        check, keys = self._jobs, {key_of(number): number for number in numbers}
+        self.send(CheckExistence(check, [*keys], chain=False))
+        answer = self.expect(lambda m: isinstance(m, ExistenceChecked) and m.check_id == check)
+        assert isinstance(answer, ExistenceChecked)
+        found = {entry.key for message in self._unread if isinstance(message, Listed) for entry in message.entries}
+        self._unread = [message for message in self._unread if not isinstance(message, Listed)]
+        assert keys.keys() - answer.absent <= found, "a key is neither absent nor found"
+        return sorted(keys[key] for key in keys.keys() - answer.absent)
 
     def begin(self, kind: type[Store | Load], moves: Sequence[Move]) -> int:
         self._jobs += 1

@@ -86,21 +86,6 @@ def decided(config: DecidedConfig, geometry: Geometry, region: HostRegion) -> St
     return tier
 
 
-class FastScanConfig(FileConfig):
-    """Row files, whose tier looks for the changes of others often."""
-
-    type: str
-    label: ClassVar[str] = "file"
-    implementation: ClassVar[str] = f"{__name__}:row_files_with_fast_scan"
-
-
-def row_files_with_fast_scan(config: FastScanConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
-    from nixl_tiers.tiers.rowfile import tier
-
-    tier.RELIST_S = 0.2  # type: ignore[misc]
-    return tier.RowFileTier(config, geometry, region)
-
-
 class FastBudgetConfig(S3Config):
     """An S3 tier whose usage record is written and taken over at short intervals."""
 

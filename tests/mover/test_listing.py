@@ -146,15 +146,6 @@ class TestIndexPublisher:
         assert rig.run(1.0) == [("single", [gone]), ("columns", entries(0, 3)), ("end", [])]
         rig.close()
 
-    def test_changes_are_sent_one_by_one(self) -> None:
-        tier = ListingTier(entries(0, 9))
-        tier.__class__ = type("Shared", (ListingTier,), {"relist_s": 5.0})
-        rig = PublisherRig(tier)
-        assert rig.run(1.0) == [("columns", entries(0, 9)), ("end", [])]
-        tier.batches = [entries(20, 24)]
-        assert rig.run(6.0) == [("single", entries(20, 24))]
-        rig.close()
-
     def test_upkeep_follows_the_listing_and_what_it_removes_is_sent(self) -> None:
         tier = ListingTier(entries(0, 2))
         rounds: list[float] = []

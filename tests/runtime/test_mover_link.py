@@ -63,6 +63,18 @@ def test_core_is_told_why_a_medium_takes_no_rows(
     assert link._core.movers[0].refusal == "", "the next mover finds out again"
 
 
+def test_mover_whose_existence_checks_are_stuck_is_killed(coordinator: Coordinator) -> None:
+    link = coordinator._link
+    link.on_message(0, Opened(0, 10))
+    link.on_message(0, Heartbeat(0))
+    assert link.on_tick(0.0, [0]).overdue == {}
+    link.on_message(0, Heartbeat(0, stuck=True))
+    assert link.on_tick(0.0, [0]).overdue == {0: "existence checks are stuck"}
+    link.on_killed(0)
+    link.on_reaped(0)
+    assert link.on_tick(0.0, [0]).overdue == {}, "the next one may find an answer"
+
+
 def test_each_mover_is_told_among_how_many_it_is(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in "abc"]
     tiers = [{"type": "cpu", "capacity": "1MiB"}, file_tier(tmp_path, "48MiB") | {"path": paths}]

@@ -173,10 +173,11 @@ def hung_mount(place: Path) -> Iterator[Path]:
 
 
 class RefusingMount(NamedTuple):
-    """A folder, and where it is seen through FUSE."""
+    """A folder, where it is seen through FUSE, and the process that serves it."""
 
     behind: Path
     place: Path
+    pid: int = 0
 
 
 @contextmanager
@@ -184,15 +185,15 @@ def refusing_mount(folder: Path, refused: Mapping[str, int]) -> Iterator[Refusin
     """A mount below `folder` that refuses these things, each with an errno: see fuse_mount.py. Skips the test where
     FUSE cannot be mounted."""
     mount = RefusingMount(folder / "behind", folder / "mounted")
-    for made in mount:
+    for made in mount[:2]:
         made.mkdir()
-    command = [sys.executable, "-m", "tests.support.fuse_mount", *map(str, mount), json.dumps(dict(refused))]
+    command = [sys.executable, "-m", "tests.support.fuse_mount", *map(str, mount[:2]), json.dumps(dict(refused))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], text=True) as server:
         assert server.stdout is not None
         try:
             if (said := server.stdout.readline().strip()) != "mounted":
                 pytest.skip(f"needs to mount FUSE: {said}")
-            yield mount
+            yield mount._replace(pid=server.pid)
         finally:
             server.kill()  # what waits ends with an error
             run("umount", "-l", mount.place)

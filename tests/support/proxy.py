@@ -336,6 +336,8 @@ class _Exchange:
             fault = self.fault
             if writer.is_closing():
                 raise ConnectionResetError("the peer has disconnected")
+            if fault is not None and fault.kind is FaultKind.REFUSED:  # what was throttled goes no further
+                raise self._reset_client()
             if fault is None or fault.kind is not FaultKind.THROTTLE:
                 writer.write(data)
                 await writer.drain()

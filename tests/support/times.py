@@ -19,7 +19,7 @@ WAITS_LONG: Final = (
     *("open_s", "look_s", "ready_s", "close_s", "finalizer_s", "shutdown_s", "copies_end_s"),
     *("rendezvous_s", "rendezvous_answer_s", "nodes_s", "late_job_s", "clean_wait_s"),
     *("heartbeat_timeout_s", "start_timeout_s", "send_timeout_s", "watchdog_s", "orphan_exit_s", "stop_exit_s"),
-    *("lock_wait_s", "growth_overdue_s"),
+    *("lock_wait_s", "growth_overdue_s", "file_check_s", "file_stuck_s"),
     *("s3_open_s", "s3_quick_s", "s3_check_s", "s3_upload_check_s", "s3_download_s"),
     *("s3_late_download_s", "open_look_s"),
     *("s3_ready_s", "s3_close_s"),

@@ -171,6 +171,7 @@ def test_wheel_has_the_package_and_nothing_else(wheel: Path, sources: set[str]) 
         "core/_tier_rows",
         "swap/_swap_cpu",
         "swap/_swap_submit",
+        "tiers/rowfile/_row_files",
         "tiers/slab/_row_worker",
     }
     assert libraries == {f"nixl_tiers/{name}.abi3.so" for name in folders}

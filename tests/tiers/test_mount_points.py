@@ -8,7 +8,6 @@ import pytest
 
 from nixl_tiers.mover.protocol import Configure, Opened, decode_to_coordinator, decode_to_mover, encode
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
-from nixl_tiers.tiers.rowfile.quota import DirQuota
 from nixl_tiers.tiers.slab.shards import Shards
 from tests.mover.harness import NAMESPACE
 
@@ -22,14 +21,15 @@ def replace(path: Path) -> None:
 def test_row_file_is_made_only_in_the_directory_that_was_opened(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     path.mkdir()
-    directory = RowDirectory(path, DirQuota(1 << 30, 4096))
+    directory = RowDirectory(path)
     directory.prepare(NAMESPACE.hex())
     replace(path)
     with pytest.raises(OSError, match="is not the directory that was opened"):
-        directory.temp_file()
+        directory.write_manifest(NAMESPACE.hex(), b"{}")
     assert list(path.iterdir()) == []
     directory.prepare(NAMESPACE.hex())  # as the next open does
-    directory.temp_file().close()
+    directory.write_manifest(NAMESPACE.hex(), b"{}")
+    assert directory.read_manifest(NAMESPACE.hex()) == b"{}"
     directory.close()
 
 

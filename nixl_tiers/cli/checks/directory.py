@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from nixl_tiers.base.chunk import Geometry
-from nixl_tiers.base.mounts import file_systems, is_on_root, nearest
+from nixl_tiers.base.mounts import device_of, file_systems, is_on_root, memory_at, nearest
 from nixl_tiers.cli.checks.finding import Finding, advise, broken, not_tried, ok, warning
 from nixl_tiers.cli.checks.trial import NAME, ROW, SCRATCH, SCRATCH_PREFIX, STALE_S, rows_of, write_read_verify
 from nixl_tiers.cli.children import say
@@ -24,7 +24,6 @@ from nixl_tiers.cli.disk_room import DiskRoom, used_bytes
 from nixl_tiers.config.errors import ConfigError
 from nixl_tiers.config.fields import format_size
 from nixl_tiers.config.file import FileConfig
-from nixl_tiers.config.warnings import device_of
 from nixl_tiers.tiers.disk import direct_works, other_layout
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab.parts import LOCK, part_number
@@ -125,12 +124,15 @@ def _trial(config: FileConfig, parent: Path, token: str, geometry: Geometry) -> 
             scratch.mkdir(mode=0o700)
         with Folder.base(scratch) as folder:
             direct = direct_works(folder)
-        if direct:
+        if memory_at(scratch):
+            pass  # it is the page cache, whatever the kernel says of O_DIRECT
+        elif direct:
             yield ok("O_DIRECT", "works: rows go past the page cache")
         else:
             change = "a file system that has it (ext4, xfs): rows fill the page cache, and are copied once more"
             yield advise("O_DIRECT", "is refused by this file system", change)
-        own = {"path": scratch, "capacity": 2 * rows * geometry.row_bytes, "require_mount": False}
+        fills = 128 if config.layout == "files" else 2  # files are counted anew after a 64th
+        own = {"path": scratch, "capacity": fills * rows * geometry.row_bytes, "require_mount": False}
         yield write_read_verify(config.model_copy(update=own), rows, geometry)
     except OSError as error:
         yield broken(NAME, f"{error.strerror or error} ({parent})", "give the engine's user a directory to write to")

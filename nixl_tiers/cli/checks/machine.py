@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
@@ -13,12 +13,13 @@ from typing import Final
 
 from nixl_tiers.base import native
 from nixl_tiers.base.chunk import Geometry
+from nixl_tiers.base.mounts import memory_at
 from nixl_tiers.base.policies import HugePages
 from nixl_tiers.cli.checks.finding import Finding, advise, broken, not_tried, ok, warning
 from nixl_tiers.config.fields import format_size
-from nixl_tiers.config.schema import TiersConfig
+from nixl_tiers.config.schema import FileConfig, TiersConfig
 from nixl_tiers.memory import pages
-from nixl_tiers.memory.cgroup import rooms, shortage
+from nixl_tiers.memory.cgroup import Room, rooms, shortage
 from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, advice, hugetlb_rooms, transparent_bytes, transparent_setting
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap import kernels, self_check
@@ -101,6 +102,7 @@ def _memory(config: TiersConfig | None) -> Iterator[Finding]:
     if config is None:
         return
     capacity, bounds = config.cpu.capacity, rooms()
+    yield from _shared_memory(config, bounds)
     if config.cpu.huge_pages is HugePages.HUGETLB and not shortage(capacity, hugetlb_rooms()):
         yield ok("memory", f"{format_size(capacity)} for the cpu tier fit into the pool of 2 MiB pages now")
         return
@@ -108,16 +110,31 @@ def _memory(config: TiersConfig | None) -> Iterator[Finding]:
     if not problem:
         yield ok("memory", f"{format_size(capacity)} for the cpu tier fit into this process's limits now")
         return
-    most = [
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        *(room.limit_bytes or capacity for room in bounds),
-    ]
-    if capacity > min(most):
+    if capacity > min([_physical_bytes(), *(room.limit_bytes or capacity for room in bounds)]):
         change = "a smaller capacity of the cpu tier, or a higher limit: the engine would not start"
         yield broken("memory", problem, change)
     else:
         change = "nothing, if the engine runs already; else stop what uses the memory, or the engine would not start"
         yield warning("memory", problem, change)
+
+
+def _shared_memory(config: TiersConfig, bounds: Sequence[Room]) -> Iterator[Finding]:
+    """Row files on a file system in memory: their pages count as those of whoever stored them, and stay after it."""
+    shared = [tier for tier in config.storage if isinstance(tier, FileConfig) and memory_at(tier.path)]
+    pool = config.cpu.huge_pages is HugePages.HUGETLB
+    need = (0 if pool else config.cpu.capacity) + sum(tier.capacity for tier in shared)
+    machine = Room("the machine", 0, _physical_bytes())
+    limits = [
+        room for room in (*bounds, machine) if shared and room.limit_bytes is not None and room.limit_bytes < need
+    ]
+    for room in limits[:1]:
+        text = f"{shared[0].path} is in memory, with the cpu tier {format_size(need)}, and {room.whose} has a limit"
+        change = f"a limit above {format_size(need)} and what the engine takes, or smaller capacities"
+        yield warning("shared memory", f"{text} of {format_size(room.limit_bytes or 0)}", change)
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _limits() -> Iterator[Finding]:

@@ -20,7 +20,7 @@ DEADLINE_S: Final = 60.0
 _PLUGIN_S: Final = 20.0
 _CLEAN_S: Final = 10.0
 _PROBE: Final = "nixl_tiers.cli.checks.probe"
-_PLUGINS: Final = {"POSIX": "file tiers", "OBJ": "s3 tiers", "GDS_MT": "file tiers with `backend: gds_mt`"}
+_PLUGINS: Final = {"POSIX": "slabs of file tiers", "OBJ": "s3 tiers", "GDS_MT": "file tiers with `backend: gds_mt`"}
 
 
 def plugins(scratch: Path, config: TiersConfig | None) -> Iterator[Finding]:
@@ -44,7 +44,7 @@ def _needed(name: str, config: TiersConfig | None) -> bool:
     storage = config.storage if config else ()
     files = [tier for tier in storage if isinstance(tier, FileConfig)]
     return {
-        "POSIX": any(tier.backend != "gds_mt" for tier in files),
+        "POSIX": any(tier.backend != "gds_mt" and tier.layout == "slabs" for tier in files),
         "OBJ": any(isinstance(tier, S3Config) for tier in storage),
         "GDS_MT": any(tier.backend == "gds_mt" for tier in files),
     }[name]

@@ -1,4 +1,5 @@
-"""The directory of a tier with row files: what is done to one row's file, and the threads that do it.
+"""The directory of a tier with row files, by descriptors, but for what the native worker does there (`worker.py`); and
+the file server's time.
 
 Rows are `<path>/<namespace>/<2 hex>/<key>.row`; unfinished ones are in `<path>/.incoming`.
 """
@@ -7,150 +8,94 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, ParamSpec, TypeVar
+from typing import Final
 
 from nixl_tiers.base.manifest import MANIFEST_NAME
-from nixl_tiers.tiers.disk import INCOMING
-from nixl_tiers.tiers.folder import READ_ONLY, Folder, Found, NotOwned
+from nixl_tiers.tiers.disk import INCOMING, probe_name
+from nixl_tiers.tiers.folder import READ_ONLY, Folder, Found
 from nixl_tiers.tiers.manifests import read_manifest
 from nixl_tiers.tiers.rowfile.names import RowPath, TempNames
-from nixl_tiers.tiers.rowfile.packed_rows import KnownRow
-from nixl_tiers.tiers.rowfile.quota import DirQuota, age_from
+from nixl_tiers.tiers.stored import Problems
 
-_WORKERS: Final = 4
+_THREADS: Final = 16  # a server takes its time for each call
 REFRESH_S: Final = 5.0  # between two reads of the server's clock; until the next one the monotonic clock counts
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _worker_of(path: RowPath) -> int:
-    return zlib.crc32(path.key) % _WORKERS
-
-
-class TempFile:
-    """A file that a row is written into, in an open directory of unfinished files; to be closed."""
-
-    def __init__(self, base: Folder, incoming: Folder, names: TempNames) -> None:
-        """Takes both directories over."""
-        self.base = base
-        self._incoming = incoming
-        self._names = names
-        self._name = names.name()
-
-    @property
-    def path(self) -> Path:
-        return self._incoming.path / self._name
-
-    def open(self) -> int:
-        """Make it; a descriptor, which the caller closes. Raises OSError."""
-        return self._incoming.open(self._name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-
-    def check(self) -> None:
-        """Raises FileNotFoundError if it is gone, or OSError."""
-        self._incoming.stat(self._name)
-
-    def rename(self, to: Folder, name: str) -> None:
-        """Raises OSError."""
-        self._incoming.rename(self._name, to, name)
-
-    def delete(self) -> None:
-        """Raises OSError."""
-        self._incoming.unlink(self._name)
-
-    def close(self) -> None:
-        """If it could be neither renamed nor deleted, the scanner deletes it from now on."""
-        self._names.release(self._name)
-        self._incoming.close()
-        self.base.close()
 
 
 class RowDirectory:
-    """Every call but `submit` and `absolute` may wait for the file system, and may be made on any thread. Changes are
-    recorded in the quota."""
+    """Every call but `absolute` may wait for the file system, and may be made on any thread."""
 
-    def __init__(
-        self, path: Path, quota: DirQuota, *, writes: bool = True, server_time: ServerTime | None = None
-    ) -> None:
+    def __init__(self, path: Path, *, writes: bool = True, server_time: ServerTime | None = None) -> None:
         """Without `writes` nothing is made, replaced or deleted, and nothing needs the right to; the times of files
         that are used are set, if that is allowed."""
         self.path = path
         self.writes = writes
         self.server_time = server_time or ServerTime()
         self.temp_names = TempNames()
-        self._quota = quota
         self._found: Found | None = None
-        self._prepared = ""
-        self._workers = [ThreadPoolExecutor(1, thread_name_prefix=f"rowfile-{n}") for n in range(_WORKERS)]
-
-    def submit(self, path: RowPath, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Call this on a worker thread; calls for the same row run in the order in which they were submitted."""
-        return self._workers[_worker_of(path)].submit(call, *args, **kwargs)
-
-    def by_worker(self, paths: Iterable[RowPath]) -> list[list[int]]:
-        """The places of rows that can be handed to `submit` together: the same thread does what concerns them."""
-        places: dict[int, list[int]] = {}
-        for place, path in enumerate(paths):
-            places.setdefault(_worker_of(path), []).append(place)
-        return [*places.values()]
+        self._held: Folder | None = None
+        self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="rowfile")
+        """For what is done to single files."""
 
     def absolute(self, path: RowPath) -> Path:
         return self.path.joinpath(path.namespace, path.fanout, path.name)
 
     def close(self) -> None:
-        """Wait for the calls that were submitted."""
-        for worker in self._workers:
-            worker.shutdown()
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.release()
 
     # --- directories ------------------------------------------------------------------------------------------------
 
     def prepare(self, namespace: str) -> None:
         """Make what is missing, check who owns it, and read the server's time. Raises NotOwned, OSError."""
         self._found = None  # the path may be on another file system now
-        self._prepared = namespace
-        with self.base() as base:
-            for name in (namespace, INCOMING) if self.writes else ():
-                base.folder(name, make=True).close()
+        self.release()
+        self._held = base = self.base()
+        for name in (namespace, INCOMING) if self.writes else ():
+            base.folder(name, make=True).close()
         self.refresh_time()
 
-    def problem(self, namespace: str) -> str:
-        """Whether one of the directories was replaced by something foreign, or "". Raises OSError."""
+    @property
+    def held(self) -> Folder:
+        """The tier's path as it was when `prepare` opened it, until `release`."""
+        assert self._held is not None, "no directory is open"
+        return self._held
+
+    def release(self) -> None:
+        """Nothing is stored or loaded: let the file system be unmounted."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()
+
+    def check(self, namespace: str) -> None:
+        """Raises NotOwned if one of the directories was replaced by something foreign, and OSError."""
+        os.fstat(self.held.descriptor)  # a server may know it no more, though the path leads there
         with self.base() as base:
             for name in (INCOMING, namespace):
-                try:
+                with suppress(FileNotFoundError):  # made again when it is needed
                     base.folder(name).close()
-                except NotOwned as error:
-                    return str(error)
-                except FileNotFoundError:  # made again when it is needed
-                    pass
-        return ""
 
-    @contextmanager
-    def base(self) -> Iterator[Folder]:
-        """The tier's path."""
-        with self._open_base() as base:
-            yield base
-
-    def _open_base(self) -> Folder:
+    def base(self) -> Folder:
+        """The tier's path, which the caller closes."""
         base = Folder.base(self.path, self._found, writes=self.writes)
         self._found = self._found or base.found
         return base
 
     @contextmanager
     def incoming(self) -> Iterator[Folder]:
-        """The directory of unfinished files."""
-        with self.base() as base, base.folder(INCOMING) as folder:
+        """The directory of unfinished files, made again if somebody has deleted it."""
+        with self.base() as base, base.folder(INCOMING, make=self.writes) as folder:
             yield folder
 
     @contextmanager
-    def _fanout(self, path: RowPath) -> Iterator[Folder]:
-        with self.base() as base, base.folder(path.namespace) as home, home.folder(path.fanout) as fanout:
+    def fanout(self, namespace: str, name: str) -> Iterator[Folder]:
+        """A directory of rows."""
+        with self.base() as base, base.folder(namespace) as home, home.folder(name) as fanout:
             yield fanout
 
     def refresh_time(self) -> None:
@@ -161,16 +106,7 @@ class RowDirectory:
         except OSError as error:
             if self.writes or error.errno not in (*READ_ONLY, errno.ENOENT):
                 raise
-            self.server_time.assume()
-
-    def remove_if_empty(self, path: RowPath) -> None:
-        """The row's fan-out directory, and then that of its namespace, with its manifest."""
-        with suppress(OSError), self.base() as base:  # not empty after all
-            with base.folder(path.namespace) as home:
-                home.rmdir(path.fanout)
-                if home.names() == [MANIFEST_NAME] and path.namespace != self._prepared:
-                    home.unlink(MANIFEST_NAME)
-            base.rmdir(path.namespace)
+            self.server_time.refresh(None)
 
     # --- the manifest -----------------------------------------------------------------------------------------------
 
@@ -184,115 +120,44 @@ class RowDirectory:
 
     def write_manifest(self, namespace: str, raw: bytes) -> None:
         """Replace it atomically. Raises OSError."""
-        temporary = self.temp_file()
-        try:
-            with os.fdopen(temporary.open(), "wb") as file:
-                file.write(raw)
-            with temporary.base.folder(namespace) as home:
-                temporary.rename(home, MANIFEST_NAME)
-        except BaseException:
-            with suppress(OSError):
-                temporary.delete()
-            raise
-        finally:
-            temporary.close()
-
-    # --- writing a row ----------------------------------------------------------------------------------------------
-
-    def temp_file(self) -> TempFile:
-        """A name for a new file, not made yet. Raises OSError."""
-        base = self._open_base()
-        try:
+        name = probe_name()
+        with self.base() as base, base.folder(INCOMING, make=True) as incoming, base.folder(namespace) as home:
             try:
-                incoming = base.folder(INCOMING)
-            except FileNotFoundError:
-                incoming = base.folder(INCOMING, make=True)
-        except BaseException:
-            base.close()
-            raise
-        return TempFile(base, incoming, self.temp_names)
+                with os.fdopen(incoming.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                    file.write(raw)
+                incoming.rename(name, home, MANIFEST_NAME)
+            finally:
+                with suppress(OSError):  # else it has the manifest's name
+                    incoming.unlink(name)
 
-    def publish(self, temporary: TempFile, path: RowPath, sealed_at: int) -> None:
-        """Rename a written file to the row's name, atomically replacing an older file. `sealed_at`: Unix seconds.
-        Raises OSError.
-
-        Whoever deletes the last row of a fan-out directory removes that too, at any moment before the rename. There is
-        no number of tries: each loss takes another row that was stored and deleted meanwhile, so some store always gets
-        on, and a removal that comes late finds a row there.
-        """
-        while True:
-            try:
-                status = self._rename(temporary, path)
-                break
-            except FileNotFoundError:
-                temporary.check()  # else it is a directory that is missing
-            made = int(temporary.base.make(path.namespace))
-            with suppress(FileNotFoundError), temporary.base.folder(path.namespace) as home:
-                made += home.make(path.fanout)
-            self._quota.add_directories(made)
-        begins = age_from(sealed_at, status) if status is not None else 0
-        self._quota.record(path, status, begins, stored=True)
-
-    def _rename(self, temporary: TempFile, path: RowPath) -> os.stat_result | None:
-        with temporary.base.folder(path.namespace) as home, home.folder(path.fanout) as fanout:
-            temporary.rename(fanout, path.name)
-            try:
-                return fanout.stat(path.name)
-            except OSError:  # already evicted by another process
-                return None
-
-    # --- a row that is there ----------------------------------------------------------------------------------------
+    # --- rows -------------------------------------------------------------------------------------------------------
 
     def stat(self, path: RowPath) -> os.stat_result | None:
-        """The row's file, or None if it is not there. Raises OSError."""
+        """The row's file, or None if it is not there. By its path alone: nothing relies on that. Raises OSError."""
         try:
-            with self._fanout(path) as fanout:
-                return fanout.stat(path.name)
-        except FileNotFoundError:
-            self._quota.record(path, None)
+            return self.absolute(path).lstat()
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def open_row(self, path: RowPath) -> int | None:
-        """A descriptor to read the row's file, which the caller closes; None if it is not there. Raises OSError."""
-        try:
-            with self._fanout(path) as fanout:
-                return fanout.open(path.name, os.O_RDONLY)
-        except FileNotFoundError:
-            self._quota.record(path, None)
-            return None
+    def delete_unless_replaced(self, path: RowPath, inode: int, mtime_ns: int) -> None:
+        """Delete a file that is no valid row, unless there is another one by now. A reader leaves it."""
+        with suppress(OSError), self.fanout(path.namespace, path.fanout) as fanout:
+            now = fanout.stat(path.name)
+            if self.writes and (now.st_ino, now.st_mtime_ns) == (inode, mtime_ns):
+                fanout.unlink(path.name)
 
-    def touch(self, path: RowPath) -> None:
-        """Mark the row as used now, for all processes. Not while its seal is ahead of the server's time: `age_from`."""
-        with suppress(OSError), self._fanout(path) as fanout:
-            self.server_time.touch(path.name, fanout.descriptor)
-            self._quota.record(path, fanout.stat(path.name))
 
-    def delete(self, path: RowPath) -> None:
-        """Raises OSError, but not if it is gone already."""
-        deleted = False
-        with suppress(FileNotFoundError), self._fanout(path) as fanout:
-            fanout.unlink(path.name)
-            deleted = True
-        self._quota.record(path, None, deleted=deleted)
-
-    def delete_unless_used(self, path: RowPath) -> None:
-        """Delete a row that this process evicts, unless another one has used it since this one last did."""
-        known = self._quota.get(path)
-        with suppress(OSError):
-            status = self.stat(path)
-            if self.writes and status is not None and (known is None or KnownRow.of(status).mtime_ns <= known.mtime_ns):
-                self.delete(path)
-
-    def delete_unless_replaced(self, path: RowPath, status: os.stat_result) -> None:
-        """Delete a file that is no valid row, unless there is another one by now. `status`: of that file. A reader
-        leaves it, and lists it no more."""
-        with suppress(OSError):
-            now = self.stat(path)
-            if now is not None and (now.st_ino, now.st_mtime_ns) == (status.st_ino, status.st_mtime_ns):
-                if self.writes:
-                    self.delete(path)
-                else:
-                    self._quota.hide(path)
+def row_files(
+    folder: Folder, namespace: str, fanout: str, problems: Problems
+) -> Iterator[tuple[RowPath, os.stat_result]]:
+    """The rows' files in a fan-out directory that are there now."""
+    place = str(folder.path)
+    for name in folder.names():
+        if (path := RowPath.of_file(namespace, fanout, name)) is not None:
+            with problems.reading(f"{place}/{name}"):
+                status = folder.stat(name)
+                if stat.S_ISREG(status.st_mode):
+                    yield path, status
 
 
 class ServerTime:
@@ -305,20 +170,14 @@ class ServerTime:
     def __init__(self) -> None:
         self._read: tuple[float, float] | None = None  # the server's time, and the monotonic time when it was read
 
-    def refresh(self, directory: int) -> None:
-        """Touch a directory of this tier, open as this descriptor, and read the time that it got. Raises OSError."""
-        if self._is_old:
-            os.utime(directory)  # as in `touch`
-            self._read = os.fstat(directory).st_mtime, time.monotonic()
-
-    def assume(self) -> None:
-        """Nothing can be touched there: the server's clock is taken to be this machine's."""
-        if self._is_old:
-            self._read = time.time(), time.monotonic()
-
-    @property
-    def _is_old(self) -> bool:
-        return self._read is None or time.monotonic() - self._read[1] >= REFRESH_S
+    def refresh(self, directory: int | None) -> None:
+        """Touch a directory of this tier, open as this descriptor, and read the time that it got. None: nothing can be
+        touched there, and the server's clock is taken to be this machine's. Raises OSError."""
+        if self._read is None or time.monotonic() - self._read[1] >= REFRESH_S:
+            if directory is not None:
+                os.utime(directory)  # as in `touch`
+            server_s = time.time() if directory is None else os.fstat(directory).st_mtime
+            self._read = server_s, time.monotonic()
 
     def touch(self, name: str | Path, directory: int | None = None) -> None:
         """Set a file's times to the server's. Raises OSError."""
@@ -326,7 +185,6 @@ class ServerTime:
 
     def now_s(self) -> float:
         """Unix seconds; ahead of the server only if its clock was put back. `refresh` comes first."""
-        if self._read is None:
-            raise RuntimeError("the server's time has not been read")
+        assert self._read is not None, "the server's time has not been read"
         server_s, read_at_s = self._read
         return server_s + time.monotonic() - read_at_s

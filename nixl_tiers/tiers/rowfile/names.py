@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import socket
+from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -15,6 +16,7 @@ from typing import Final, NamedTuple
 from nixl_tiers.base.chunk import Key, key_of_object, object_name
 from nixl_tiers.tiers.disk import PROBE
 
+ORPHAN_S: Final = 900.0  # an unfinished file that is older has lost its writer, on whichever machine that was
 FANOUT_NAME: Final = re.compile(r"[0-9a-f]{2}")
 
 
@@ -46,55 +48,52 @@ def fanout_of(key: Key) -> str:
 
 
 class TempNames:
-    """Makes names that no other process on any machine uses, and recognizes names without a writer. Thread-safe."""
+    """Makes names that no other process on any machine uses, and tells which have no writer any more. Thread-safe."""
 
-    _NAME: Final = re.compile(r"([A-Za-z0-9_]+)-([0-9a-f]{8})-(\d+)-([0-9a-f]{8})-\d+\.tmp")
+    _NAME: Final = re.compile(rf"(\w+)-([0-9a-f]{{8}})-(\d+)-([0-9a-f]{{8}})-(\d+)\.tmp|{PROBE.pattern}", re.ASCII)
 
     def __init__(self) -> None:
         self._host = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:40] or "_"
         self._pid_namespace = blake2b(_pid_namespace().encode(), digest_size=4).hexdigest()
         self._token = secrets.token_hex(4)
         self._numbers = itertools.count()
-        self._in_use = set[str]()
+        self._in_use = set[int]()
 
-    def name(self) -> str:
-        """In use until `release`."""
-        name = f"{self._host}-{self._pid_namespace}-{os.getpid()}-{self._token}-{next(self._numbers)}.tmp"
-        self._in_use.add(name)
-        return name
+    @property
+    def prefix(self) -> str:
+        """Of all names; a number follows, and `.tmp`."""
+        return f"{self._host}-{self._pid_namespace}-{os.getpid()}-{self._token}-"
 
-    def release(self, name: str) -> None:
-        """A file that still has the name is an orphan from now on: it could not be deleted."""
-        self._in_use.discard(name)
+    def take(self, count: int) -> list[int]:
+        """Numbers of names that are in use until `release`; so are those by 2**32 higher, and so on, which the native
+        worker takes where a name exists."""
+        numbers = [*itertools.islice(self._numbers, count)]
+        self._in_use.update(numbers)
+        return numbers
+
+    def release(self, numbers: Iterable[int]) -> None:
+        """Files that still have these names are orphans from now on: they could not be deleted."""
+        self._in_use.difference_update(numbers)
 
     def is_in_use(self, name: str) -> bool:
-        return name in self._in_use
-
-    @classmethod
-    def matches(cls, name: str) -> bool:
-        """Whether a tier, on whichever machine, makes files of such a name. Others are foreign."""
-        return cls._NAME.fullmatch(name) is not None or PROBE.fullmatch(name) is not None
-
-    def is_orphan(self, name: str) -> bool:
-        """Whether it is one of our own that is not in use, or the process that made it is known to have ended: never
-        for another machine or container."""
         match = self._NAME.fullmatch(name)
-        if match is None or (match[1], match[2]) != (self._host, self._pid_namespace):
+        return match is not None and match[4] == self._token and int(match[5]) % (1 << 32) in self._in_use
+
+    def is_orphan(self, name: str, age_s: float) -> bool:
+        """Whether nobody writes it any more: it is old, or our own and not in use, or the process that made it is known
+        to have ended: never on another machine or in another container. Other names are foreign."""
+        match = self._NAME.fullmatch(name)
+        if match is None or self.is_in_use(name):
             return False
-        if match[4] == self._token:
-            return not self.is_in_use(name)
-        try:
-            os.kill(int(match[3]), 0)
-        except ProcessLookupError:
-            return True
-        except (PermissionError, OverflowError):
-            pass
-        return False
+        here = (match[1], match[2]) == (self._host, self._pid_namespace)
+        return age_s > ORPHAN_S or (here and (match[4] == self._token or not Path("/proc", match[3]).exists()))
 
 
 def _pid_namespace() -> str:
     """An identifier of the machine and container within which process IDs are unique."""
     try:
+        if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115
+            return secrets.token_hex(8)  # /proc shows processes of another one
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return boot + os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - it is no path
     except OSError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +21,8 @@ from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.disk import read_past_cache
 from nixl_tiers.tiers.folder import Folder, NotOwned, taken_bytes
 from nixl_tiers.tiers.manifests import read_manifest
-from nixl_tiers.tiers.rowfile.names import FANOUT_NAME, RowPath
+from nixl_tiers.tiers.rowfile.directory import row_files
+from nixl_tiers.tiers.rowfile.names import FANOUT_NAME
 from nixl_tiers.tiers.stored import NamespaceByKey, Problems, Step, StoredRow, reason
 
 _LATELY_S: Final = 7200.0
@@ -70,18 +70,9 @@ class FileNamespace(NamespaceByKey[_File]):
         with problems.reading(Path(self.place, self.name)), self._opened() as home:
             for fanout in sorted(filter(FANOUT_NAME.fullmatch, home.names())):
                 with problems.reading(home.path / fanout), home.folder(fanout) as folder:
-                    yield from self._stored_in(folder, fanout, problems)
-
-    def _stored_in(self, folder: Folder, fanout: str, problems: Problems) -> Iterator[_File]:
-        for name in folder.names():
-            path = RowPath.of_file(self.name, fanout, name)
-            if path is None:
-                continue
-            full = f"{folder.path}/{name}"
-            with problems.reading(full):
-                status = folder.stat(name)
-                if stat.S_ISREG(status.st_mode):
-                    yield _File(path.key, full, taken_bytes(status), status.st_mtime, folder, name, status)
+                    for path, status in row_files(folder, self.name, fanout, problems):
+                        full = f"{folder.path}/{path.name}"
+                        yield _File(path.key, full, taken_bytes(status), status.st_mtime, folder, path.name, status)
 
     def read(self, row: _File) -> NDArray[np.uint8] | None:
         try:
@@ -92,14 +83,10 @@ class FileNamespace(NamespaceByKey[_File]):
     def delete(self, step: Step) -> None:
         problems = Problems()
         for row in self.counted(problems):
-            try:
+            with problems.reading(row.name, "deleted"):
                 now = row.folder.stat(row.file)  # an engine may have used or replaced it since
                 if (now.st_ino, now.st_mtime_ns) == (row.status.st_ino, row.status.st_mtime_ns):
                     row.folder.unlink(row.file)
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                problems.add(row.name, error, "deleted")
             step(1)
         if not self.holder:  # else its engine still needs the manifest
             self._remove_if_empty()

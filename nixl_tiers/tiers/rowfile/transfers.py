@@ -1,383 +1,203 @@
-"""Rows on their way between the host region and their files: what a store and a load do, step by step (`RowTransfers`),
-and what that is for one file, on threads that may wait (`RowFileIo`)."""
+"""Rows on their way between the host region and their files: what the native worker stores and loads (`worker.py`), and
+what then becomes of a row.
+
+Whatever waits for the file system does so on the worker's threads, or on those of `directory.py`.
+"""
 
 from __future__ import annotations
 
-import errno
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from nixl_tiers.base.chunk import Outcome
-from nixl_tiers.base.log_once import LogOnce
-from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.base.mounts import memory_at
+from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import Move, has_expired
-from nixl_tiers.tiers.disk import FULL_ERRORS, describe, direct_reads, fallocate
-from nixl_tiers.tiers.folder import fd_path
+from nixl_tiers.tiers.disk import FULL_ERRORS, HealthMonitor
+from nixl_tiers.tiers.manifests import ManifestMedium
 from nixl_tiers.tiers.move_queue import MoveQueue, Steps, Unit
-from nixl_tiers.tiers.moves import MovePipeline, finished, transferred
-from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Registration, Span
-from nixl_tiers.tiers.rowfile.directory import RowDirectory, TempFile
+from nixl_tiers.tiers.moves import MovePipeline
+from nixl_tiers.tiers.rowfile.budget import WINDOW_ROWS, Budget
+from nixl_tiers.tiers.rowfile.directory import RowDirectory
+from nixl_tiers.tiers.rowfile.expire import age_from
 from nixl_tiers.tiers.rowfile.names import RowPath
-from nixl_tiers.tiers.rowfile.namespace import NamespaceRows
-from nixl_tiers.tiers.rowfile.quota import DirQuota, Reservation, age_from
-from nixl_tiers.tiers.staging import DirectRows, Staging
+from nixl_tiers.tiers.rowfile.sweep import Sweeper
+from nixl_tiers.tiers.rowfile.worker import Moved, Place, Trouble, Worker
+
+if TYPE_CHECKING:
+    from nixl_tiers.tiers.rowfile.tier import RowFileTier
 
 TOUCH_S: Final = 60.0  # a row that was used more recently is not touched again
 _RUNNING_BYTES: Final = 32 << 20  # in each direction, within these numbers of rows
-_RUNNING_ROWS: Final = (16, 64)
-_UNIT_ROWS: Final = 8  # that are stored together, within these bytes
-_UNIT_BYTES: Final = 1 << 20
+_RUNNING_ROWS: Final = (32, 128)
+_UNIT_ROWS: Final = WINDOW_ROWS  # that are handed to the worker together, within these bytes; no window has fewer
+_UNIT_BYTES: Final = 4 << 20
+_NEVER_S: Final = -(1 << 62)
 
 
-@dataclass
-class NewFile:
-    """A file that a row is written into, for one transfer."""
+@dataclass(frozen=True)
+class Opened(ManifestMedium):
+    """One opening of the tier, and the manifest of its namespace: once there are rows, since one without any needs
+    none. `name`: of the namespace, in hexadecimal. `direct`: whether its files are opened with O_DIRECT; a load does
+    without where it must."""
 
-    registration: Registration
-    temporary: TempFile
+    name: str
+    directory: RowDirectory
+    direct: bool
+    sealer: Sealer
+    health: HealthMonitor
+    budget: Budget
+    sweeper: Sweeper
 
+    def is_wanted(self) -> bool:
+        return self.directory.writes and self.budget.has_rows(self.name) and not self.health.problem
 
-@dataclass
-class Written:
-    """A new file, after its transfer: it is to be the row of `path` if that was `good`, else deleted."""
+    def read(self) -> bytes | None:
+        return self.directory.read_manifest(self.name)
 
-    file: NewFile
-    path: RowPath
-    good: bool
-    sealed_at: int  # Unix seconds
+    def write(self, raw: bytes) -> bool:
+        self.directory.write_manifest(self.name, raw)
+        return True
 
-
-@dataclass
-class RowFile:
-    """A row's open file, for one transfer."""
-
-    registration: Registration
-    path: Path
-    status: os.stat_result  # when it was opened
-
-
-class RowFileIo:
-    """The files of one tier. Every call may wait for the file system, and may be made on any thread."""
-
-    def __init__(
-        self,
-        agent: Agent,
-        directory: RowDirectory,
-        quota: DirQuota,
-        row_bytes: int,
-        log_once: LogOnce,
-        *,
-        on_failure: Callable[[], None],
-        is_hidden: Callable[[int], bool],
-    ) -> None:
-        """`on_failure` is called when the file system fails; `is_hidden`: whether a row whose age begins then (Unix
-        seconds) is a miss although its file stays."""
-        self._agent = agent
-        self._directory = directory
-        self._quota = quota
-        self._row_bytes = row_bytes
-        self._log_once = log_once
-        self._on_failure = on_failure
-        self._is_hidden = is_hidden
-        self.problem = ""
-        """Why rows cannot be stored now, unless the disk is full."""
-        self.direct: bool | None = True  # whether files are opened with O_DIRECT; None: as the first one can be read
-
-    # --- stores -----------------------------------------------------------------------------------------------------
-
-    def create_all(self, count: int) -> list[NewFile | Outcome]:
-        """`create` for so many rows."""
-        return [self.create() for _ in range(count)]
-
-    def create(self) -> NewFile | Outcome:
-        """A file to write a row into, allocated. Its room is reserved; released if this fails."""
-        temporary: TempFile | None = None
-        try:
-            temporary = self._directory.temp_file()
-            descriptor = temporary.open()
-            try:
-                failed = fallocate(descriptor, 0, self._row_bytes)
-                if failed and failed != errno.EOPNOTSUPP:
-                    raise OSError(failed, os.strerror(failed), str(temporary.path))
-                return NewFile(self._register(descriptor, "rw"), temporary)
-            finally:
-                os.close(descriptor)
-        except (OSError, AgentError) as error:
-            self._failed("written", error)
-            if temporary is None:
-                self._quota.release()
-            else:
-                self._discard(temporary)
-            return Outcome.NO_SPACE if isinstance(error, OSError) and error.errno in FULL_ERRORS else Outcome.FAILED
-
-    def end_stores(self, rows: Sequence[Written]) -> list[Outcome]:
-        """`end_store` for each of these."""
-        return [self.end_store(row) for row in rows]
-
-    def end_store(self, row: Written) -> Outcome:
-        """Publish a written row, or delete its file if the transfer failed."""
-        file = row.file
-        self._agent.deregister(file.registration)
-        try:
-            if row.good:
-                self._directory.publish(file.temporary, row.path, row.sealed_at)
-                file.temporary.close()
-                self._quota.release()
-                self.problem = ""
-                return Outcome.OK
-            status = os.statvfs(self._directory.path)
-            full = status.f_blocks > 0 and status.f_bavail * status.f_frsize < self._row_bytes  # some report no size
-            if not full:
-                self._failed("written", AgentError("the kernel's log may tell why"))
-        except OSError as error:
-            self._failed("put in their places", error)
-            full = error.errno in FULL_ERRORS
-        self._discard(file.temporary)
-        return Outcome.NO_SPACE if full else Outcome.FAILED
-
-    def _discard(self, temporary: TempFile) -> None:
-        with suppress(OSError):
-            temporary.delete()
-        temporary.close()
-        self._quota.release()
-
-    # --- loads ------------------------------------------------------------------------------------------------------
-
-    def open_row(self, path: RowPath) -> RowFile | Outcome:
-        try:
-            descriptor = self._directory.open_row(path)
-            if descriptor is None:
-                return Outcome.MISSING
-            try:
-                status, absolute = os.fstat(descriptor), self._directory.absolute(path)
-                if status.st_size == self._row_bytes:
-                    return RowFile(self._register(descriptor, "ro"), absolute, status)
-            finally:
-                os.close(descriptor)
-            self._log_once.report("corrupt", f"{absolute} has {status.st_size} bytes and no row")
-            self._directory.delete_unless_replaced(path, status)
-            return Outcome.CORRUPT
-        except AgentError:
-            return self._failed_load(path)
-        except OSError as error:
-            self._failed("read", error)
-            return Outcome.FAILED
-
-    def end_load(self, file: RowFile, path: RowPath, good: bool, sealed_at: int) -> None:
-        """A row has been read: mark it as used, or delete it if it is not good."""
-        self._agent.deregister(file.registration)
-        now_s = self._directory.server_time.now_s()
-        if not good:
-            self._directory.delete_unless_replaced(path, file.status)
-        elif self._is_hidden(begins := age_from(sealed_at, file.status)):
-            self._quota.record_age(path, begins)
-        elif sealed_at <= now_s and now_s - file.status.st_mtime > TOUCH_S:
-            self._directory.touch(path)
-
-    def end_failed_load(self, file: RowFile, path: RowPath) -> Outcome:
-        """The transfer failed: why?"""
-        self._agent.deregister(file.registration)
-        return self._failed_load(path)
-
-    def _failed_load(self, path: RowPath) -> Outcome:
-        """MISSING if the row has gone, CORRUPT if its file has another size, else FAILED."""
-        try:
-            status = self._directory.stat(path)
-        except OSError:
-            return Outcome.FAILED
-        if status is None:
-            return Outcome.MISSING
-        if status.st_size != self._row_bytes:
-            self._directory.delete_unless_replaced(path, status)
-            return Outcome.CORRUPT
-        return Outcome.FAILED
-
-    def _failed(self, what: str, error: OSError | AgentError) -> None:
-        reason = describe(error) if isinstance(error, OSError) else error
-        sentence = f"{self._directory.path}: rows cannot be {what} ({reason})"
-        if what != "read" and not (isinstance(error, OSError) and error.errno in FULL_ERRORS):
-            self.problem = sentence
-        self._log_once.report(what, sentence)
-        self._on_failure()
-
-    def _register(self, descriptor: int, access: Literal["rw", "ro"]) -> Registration:
-        """Let NIXL open the very file that is open as this descriptor. Raises AgentError."""
-        if self.direct is None:
-            self.direct = direct_reads(fd_path(descriptor))
-        return self._agent.register_file(fd_path(descriptor), self._row_bytes, direct=self.direct, access=access)
+    def close(self) -> None:
+        self.health.close()
+        self.sweeper.close()
 
 
 class RowTransfers:
-    """The moves of one tier, for its thread. `pipeline` has them; call `end_background` between its steps."""
+    """The moves of one tier, for its thread. `pipeline` has them."""
 
-    def __init__(
-        self,
-        region: HostRegion,
-        *,
-        agent: Agent,
-        staging: Staging,
-        files: RowFileIo,
-        directory: RowDirectory,
-        quota: DirQuota,
-        served: Callable[[], NamespaceRows],
-        may_start: Callable[[], bool],
-        max_age_s: float | None,
-        clock: Callable[[], float],
-        hold_s: float,
-    ) -> None:
-        """`served`: the open namespace, when something is moved. `may_start`: whether anything may start now. `clock`:
-        Unix seconds, for seals; ages go by the file server's. `hold_s`: see `MovePipeline`."""
-        self._region = region
-        self._row_bytes = region.geometry.row_bytes
-        self._agent = agent
-        self._staging = staging
-        self._files = files
-        self._directory = directory
-        self._quota = quota
-        self._served = served
-        self._max_age_s = max_age_s
+    def __init__(self, tier: RowFileTier, clock: Callable[[], float]) -> None:
+        """`clock`: Unix seconds, for seals. Raises OSError: no threads can be had, or no memory."""
+        row_bytes, budget = tier.geometry.row_bytes, tier.new_budget()
+        self.worker = Worker(tier.region, tier.geometry, in_memory=bool(memory_at(tier.config.path)))
+        self._tier = tier
         self._clock = clock
+        self._directory = tier.directory
+        self._max_age_s = tier.config.max_age
         least, most = _RUNNING_ROWS
-        self._most = max(least, min(most, _RUNNING_BYTES // self._row_bytes))
-        unit_rows = max(1, min(_UNIT_ROWS, _UNIT_BYTES // self._row_bytes))
+        rows = max(least, min(most, _RUNNING_BYTES // row_bytes))
+        # A budget makes room for so many at once.
+        unit_rows = max(1, min(_UNIT_ROWS, _UNIT_BYTES // row_bytes, budget.room_bytes // budget.row_bytes))
+        queue = partial(MoveQueue, limit=rows, limit_rows=rows, unit_rows=unit_rows)
         self.pipeline = MovePipeline(
-            MoveQueue(limit=self._most, run=self._run_load, on_end=self._load_ended),
-            MoveQueue(
-                limit=self._most // unit_rows,
-                admit=self._admit_store,
-                run=self._run_store,
-                on_end=self._store_ended,
-                unit_rows=unit_rows,
-            ),
-            may_start=may_start,
-            held_until_s=lambda: region.stores_held_until_s,
-            hold_s=hold_s,
+            queue(run=self._run_load),
+            queue(admit=self._admit_store, run=self._run_store),
+            may_start=tier.may_start,
+            held_until_s=lambda: tier.region.stores_held_until_s,
+            wakes=True,
+            hold_s=tier.times.stores_held_s,
         )
-        self._ending_loads: list[Future[None]] = []
+        self._deletes: list[Future[None]] = []
+        self.problem = ""
+        """Why rows cannot be stored now, unless the disk is full."""
 
-    def end_background(self) -> None:
-        """Raise the errors of threads that have ended loads: they end this mover."""
-        for ending in [each for each in self._ending_loads if each.done()]:
-            self._ending_loads.remove(ending)
-            ending.result()
+    def poll(self) -> None:
+        """Go on with what runs. Raises the errors of threads that have deleted bad rows: they end this mover."""
+        self.worker.poll()
+        self.pipeline.poll()
+        for deleted in [each for each in self._deletes if each.done()]:
+            self._deletes.remove(deleted)
+            deleted.result()
+
+    def _move(self, unit: Unit, place: Place, numbers: Sequence[int], *, write: bool) -> Steps[dict[Move, Moved]]:
+        """What became of the rows of a unit."""
+        moves, sealer = [*unit.moves], self._tier.served.sealer
+        try:
+            moved = yield from self.worker.move(moves, numbers, place, sealer, write=write)
+        except OSError as error:
+            moved = [Moved(Trouble.NOT_MOVED, error.errno or 0)] * len(moves)
+        return dict(zip(moves, moved, strict=True))
+
+    def _failed(self, move: Move, moved: Moved, done: str) -> str:
+        """A row that was not moved: why, as a sentence, which is logged; and the path is looked at soon."""
+        self._tier.served.health.check_soon()
+        why = f"{self._name_of(move)}: {os.strerror(moved.error)}"
+        sentence = f"{self._directory.path}: rows cannot be {done} ({why})"
+        self._tier.log_once.report(done, sentence)
+        return sentence
 
     # --- stores -----------------------------------------------------------------------------------------------------
 
     def _admit_store(self, unit: Unit) -> bool:
-        """A unit has room for all of its rows, or its rows are admitted one by one."""
-        stores, rows = self.pipeline.stores, len(unit.moves)
-        waiting = sum(len(each.moves) for each in itertools.islice(stores.waiting, self._most))
-        reservation = self._quota.reserve(min(waiting, self._most), rows)
-        if reservation is Reservation.REFUSED and rows > 1:
-            stores.split_first()
-            return False
-        if reservation is Reservation.REFUSED:
+        """All rows of a unit wait for room, or find none."""
+        served = self._tier.served
+        granted = served.budget.reserve(len(unit.moves))
+        if not granted or served.budget.sweep_due:
+            served.sweeper.wake()
+        if granted:
+            return True
+        if full := served.sweeper.full:
             unit.end_all(Outcome.NO_SPACE)
-        return reservation is not Reservation.WAIT
+        return full
 
     def _run_store(self, unit: Unit) -> Steps[None]:
-        """Make a new file for each row, seal the rows, write them, give the files their names. Files come first: while
-        one is made, which may take long, others are written, and no room in the buffer is taken. Rows are handed to
-        threads together: for small ones, that costs more than what the threads do."""
-        served, moves = self._served(), [*unit.moves]
-        paths = [RowPath.of(served.name, move.key) for move in moves]
-        made = yield from finished(self._directory.submit(paths[0], self._files.create_all, len(moves)))
-        failed = {move: file for move, file in zip(moves, made, strict=True) if isinstance(file, Outcome)}
-        unit.end_each(failed.get)
-        new = [
-            (move, path, file) for move, path, file in zip(moves, paths, made, strict=True) if isinstance(file, NewFile)
-        ]
-        if not new:
-            return
-        with (yield from self._staging.stores.rows([move for move, _, _ in new])) as rows:
-            # The later of two clocks: a row must not seem older than it is by either.
-            now_s = max(self._clock(), self._directory.server_time.now_s())
-            for move, _, _ in new:
-                rows.prepare(served.sealer, move, now_s)
-            spans = [self._span(move, rows, file) for move, _, file in new]
-            good = yield from transferred(self._agent.write(spans))
-        yield from self._end_stores(unit, new, good)
+        names, base = self._directory.temp_names, self._directory.held
+        server_s = self._directory.server_time.now_s()
+        now_s = max(self._clock(), server_s)  # so a row does not seem older than it is by either
+        keep = self._max_age_s is None  # else one that is there may be old
+        direct = self._tier.served.direct
+        place = Place(base.descriptor, base.uid, names.prefix, direct, now_s, server_s - TOUCH_S, keep=keep)
+        numbers = names.take(len(unit.moves))
+        moved = yield from self._move(unit, place, numbers, write=True)
+        names.release(numbers)
+        unit.end_each(lambda move: self._stored(move, moved[move]))
 
-    def _end_stores(self, unit: Unit, new: Sequence[tuple[Move, RowPath, NewFile]], good: bool) -> Steps[None]:
-        sealed_at = self._served().sealer.sealed_at
-        written = [Written(file, path, good, sealed_at(self._region.rows_view[m.row])) for m, path, file in new]
-        groups = self._directory.by_worker(row.path for row in written)
-        endings = [
-            self._directory.submit(written[group[0]].path, self._files.end_stores, [written[place] for place in group])
-            for group in groups
-        ]
-        outcomes: dict[Move, Outcome] = {}
-        for group, ending in zip(groups, endings, strict=True):
-            ended = yield from finished(ending)
-            outcomes |= {new[place][0]: outcome for place, outcome in zip(group, ended, strict=True)}
-        if not good and len(new) > 1:  # one bad file fails a whole transfer: each row is tried again alone
-            outcomes = {move: outcome for move, outcome in outcomes.items() if outcome is not Outcome.FAILED}
-        unit.end_each(outcomes.get)
-
-    def _store_ended(self, move: Move, outcome: Outcome) -> None:
-        storing = self._served().storing
-        storing[move.key] -= 1
-        if not storing[move.key]:
-            del storing[move.key]
-        if outcome is not Outcome.OK:
-            self._forget(move)
+    def _stored(self, move: Move, moved: Moved) -> Outcome:
+        failed, full = moved.verdict is Trouble.NOT_MOVED, moved.error in FULL_ERRORS
+        self._tier.served.budget.ended(fits=None if failed and not full else not failed)
+        if failed:
+            sentence = self._failed(move, moved, "written")
+            if full:
+                return Outcome.NO_SPACE
+            self.problem = sentence
+            return Outcome.FAILED
+        self.problem = ""
+        self._tier.seen(move.key)
+        return Outcome.FOUND if moved.verdict is Trouble.FOUND else Outcome.OK
 
     # --- loads ------------------------------------------------------------------------------------------------------
 
     def _run_load(self, unit: Unit) -> Steps[None]:
-        """Open the row's file, read it, verify the row."""
-        (move,) = unit.moves
-        path = RowPath.of(self._served().name, move.key)
-        with (yield from self._staging.loads.rows(unit.moves)) as rows:
-            file = yield from finished(self._directory.submit(path, self._files.open_row, path))
-            if isinstance(file, Outcome):
-                unit.end_all(file)
-                return
-            if (yield from transferred(self._agent.read([self._span(move, rows, file)]))):
-                unit.end_each(lambda _: self._loaded(move, rows, file, path))
-                return
-        unit.end_all((yield from finished(self._directory.submit(path, self._files.end_failed_load, file, path))))
+        base, now_s = self._directory.held, self._directory.server_time.now_s()
+        expired_s = _NEVER_S if self._max_age_s is None else now_s - self._max_age_s
+        place = Place(base.descriptor, base.uid, "", self._tier.served.direct, now_s, now_s - TOUCH_S, expired_s)
+        moved = yield from self._move(unit, place, [0] * len(unit.moves), write=False)
+        unit.end_each(lambda move: self._loaded(move, moved[move]))
 
-    def _loaded(self, move: Move, rows: DirectRows, file: RowFile, path: RowPath) -> Outcome | None:
-        sealer, (row, copy) = self._served().sealer, rows.loaded(move)
+    def _loaded(self, move: Move, moved: Moved) -> Outcome | None:
+        verdict = moved.verdict
+        if isinstance(verdict, Verdict):
+            begins_s, now_s = age_from(moved.sealed_at, moved.mtime_ns), self._directory.server_time.now_s()
+            outcome = self.pipeline.judge(
+                verdict,
+                expired=has_expired(begins_s, now_s, self._max_age_s),
+                name=lambda: self._name_of(move),
+                forget=lambda _: self._delete(move, moved),
+            )
+            if outcome is Outcome.OK:
+                self._tier.seen(move.key)
+            return outcome
+        if verdict is Trouble.NOT_MOVED:
+            self._failed(move, moved, "read")
+            return Outcome.FAILED
+        if verdict is not Trouble.ABSENT:
+            self._tier.log_once.report(verdict.name, f"{self._name_of(move)} {verdict.value}")
+        if verdict is not Trouble.CUT:
+            return Outcome.MISSING
+        self._delete(move, moved)
+        return Outcome.CORRUPT
 
-        def end(outcome: Outcome) -> None:
-            """Close its file, and delete it unless it is good. A reader deletes no old row, but knows its age then."""
-            good = outcome is Outcome.OK or (outcome is Outcome.MISSING and not self._directory.writes)
-            sealed_at = sealer.sealed_at(row)
-            self._ending_loads.append(self._directory.submit(path, self._files.end_load, file, path, good, sealed_at))
+    def _delete(self, move: Move, moved: Moved) -> None:
+        path, delete = self._path_of(move), self._directory.delete_unless_replaced
+        self._deletes.append(self._directory.threads.submit(delete, path, moved.inode, moved.mtime_ns))
 
-        outcome = self.pipeline.verify(
-            sealer,
-            move.key,
-            row,
-            copy,
-            name=lambda: str(file.path),
-            has_expired=lambda sealed_at: self._has_expired(age_from(sealed_at, file.status)),
-            forget=end,
-        )
-        if outcome is Outcome.OK:
-            end(outcome)
-        return outcome
+    def _path_of(self, move: Move) -> RowPath:
+        return RowPath.of(self._tier.served.name, move.key)
 
-    def _has_expired(self, begins: int) -> bool:
-        return self._max_age_s is not None and has_expired(begins, self._directory.server_time.now_s(), self._max_age_s)
-
-    def _load_ended(self, move: Move, outcome: Outcome) -> None:
-        if outcome in (Outcome.MISSING, Outcome.CORRUPT):
-            self._forget(move)
-
-    # --- both -------------------------------------------------------------------------------------------------------
-
-    def _span(self, move: Move, rows: DirectRows, file: NewFile | RowFile) -> Span:
-        return rows.address(move), self._row_bytes, 0, file.registration.devices[0]
-
-    def _forget(self, move: Move) -> None:
-        """The core forgets the row too: a file of that name from now on is another engine's."""
-        self._quota.forget(RowPath.of(self._served().name, move.key))
+    def _name_of(self, move: Move) -> str:
+        return str(self._directory.absolute(self._path_of(move)))

@@ -40,7 +40,7 @@ class Rows:
         self.has_rows = False
         """Whether any row of the namespace is known."""
         self._reads_only = config.write == "off"
-        self._checker = ExistenceChecker(self._written_s, times=times)
+        self._checker = ExistenceChecker(self._written_s, timeout_s=times.s3_check_s)
         self._uploads = UploadChecks(self._written_s, times=times)
         self._budget: Budget | None = None
         self._ready_by_s = float("inf")  # so long uploads wait for a usage record that counts them, or those before

@@ -22,6 +22,7 @@ from nixl_tiers.swap.driver import Driver, NoDriver
 from nixl_tiers.tiers.s3.budget import COUNTER_NAME, USAGE_NAME
 from nixl_tiers.tiers.s3.compat import JANITOR_NAME, OWNER_NAME
 from tests.cli.test_doctor import named, objects, quiet_machine, s3_tier, scratch_in
+from tests.support.disks import tmpfs
 from tests.support.file_tier import file_config, file_tier
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 from tests.support.servers import S3Server, SeaweedServer, free_ports
@@ -97,6 +98,15 @@ def test_directory_is_tried_and_left_as_it_was(layout: str, tmp_path: Path) -> N
     assert found[NAME].details["read_bytes_per_s"] > 0
     assert not path.exists()
     assert scratch_in(tmp_path) == []
+
+
+def test_memory_is_tried_and_nothing_is_said_of_direct_io(tmp_path: Path) -> None:
+    """Which newer kernels accept there."""
+    with tmpfs(tmp_path, "256m"):
+        config = file_config(tmp_path / "kv", "192MiB", layout="files")
+        found = {each.name: each.status for each in directory.examine(config, 16 * "0")}
+    assert set(found) == {"file system", trial.NAME}
+    assert found[trial.NAME] in {Status.OK, Status.ADVICE}
 
 
 def test_trial_sees_one_wrong_byte_of_any_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

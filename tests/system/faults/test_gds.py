@@ -23,7 +23,6 @@ from tests.system.faults.test_mover import matrix
 
 pytestmark = pytest.mark.timeout(900)
 
-LAYOUTS = ("slabs", "files")
 BACKEND = {"backend": "gds_mt"}
 
 
@@ -45,12 +44,10 @@ def down(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if " is down: " in record.getMessage()]
 
 
-@pytest.mark.parametrize(("when", "layout"), matrix(("idle", "store", "load"), LAYOUTS, unmarked={("store", "slabs")}))
-def test_mover_is_killed(
-    file_rig: Callable[..., FaultRig], cufile: Callable[..., None], when: str, layout: str
-) -> None:
+@pytest.mark.parametrize("when", matrix(("idle", "store", "load"), unmarked={("store",)}))
+def test_mover_is_killed(file_rig: Callable[..., FaultRig], cufile: Callable[..., None], when: str) -> None:
     cufile()
-    rig = file_rig(f"SIGKILL, {when}", layout, fields=BACKEND)
+    rig = file_rig(f"SIGKILL, {when}", "slabs", fields=BACKEND)
     with rig.under_load():
         rig.wait_for_answers()
         old = rig.signal_mover(KILLS["SIGKILL"], when)
@@ -59,12 +56,12 @@ def test_mover_is_killed(
         rig.wait_until_healed()
 
 
-@pytest.mark.parametrize(("fault", "layout"), matrix(tuple(FAULTS), LAYOUTS, unmarked={("disk full", "files")}))
+@pytest.mark.parametrize("fault", matrix(tuple(FAULTS), unmarked={("disk full",)}))
 def test_disk_fault(
-    file_rig: Callable[..., FaultRig], disk: Interposer, cufile: Callable[..., None], fault: str, layout: str
+    file_rig: Callable[..., FaultRig], disk: Interposer, cufile: Callable[..., None], fault: str
 ) -> None:
     cufile()
-    inject(file_rig(fault, layout, fields=BACKEND), disk, fault)
+    inject(file_rig(fault, "slabs", fields=BACKEND), disk, fault)
 
 
 def test_driver_open_never_returns(
@@ -92,17 +89,15 @@ def test_driver_open_never_returns(
     assert "opening cuFile" in caplog.text
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_disk_has_no_udev_record(
     file_rig: Callable[..., FaultRig],
     cufile: Callable[..., None],
     no_gpu: NoGpu,
     caplog: pytest.LogCaptureFixture,
-    layout: str,
 ) -> None:
     """As in a container without /run/udev."""
     cufile(udev=False)
-    rig = file_rig("no udev record", layout, fields=BACKEND)
+    rig = file_rig("no udev record", "slabs", fields=BACKEND)
     with rig.under_load(warm=False):
         until(lambda: down(caplog), "the tier to be down", TIMEOUT_S)
         assert not rig.is_up()

@@ -59,7 +59,6 @@ def serves(store: TieredStore) -> bool:
 
 FILE_THREADS = {
     "seal-scan": ("slabs", "nixl_tiers.tiers.slab.slabs:SealScan._run"),
-    "scanner": ("files", "nixl_tiers.tiers.rowfile.scanner:DirScanner._scan"),
 }
 
 

@@ -19,7 +19,7 @@ from nixl_tiers.base.chunk import Geometry, Key, Namespace
 from nixl_tiers.base.metrics import QUOTA_CHUNKS, number_of_quota, published
 from nixl_tiers.base.policies import HugePages
 from nixl_tiers.base.tier_traits import CPU, TierTraits
-from nixl_tiers.base.times import PRODUCTION
+from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config import schema
 from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.key_lookup import Lookup
@@ -37,6 +37,7 @@ from tests.support.file_tier import file_tier, files_tier
 from tests.support.leaks import reclaim_all_host_rows
 from tests.support.machine import NR_HUGEPAGES, setting
 from tests.support.servers import S3Server
+from tests.support.times import changed
 from tests.support.waiting import until, until_up
 
 STORAGE: Final = "storage"
@@ -82,7 +83,9 @@ class Engine:
     """A scheduler and its workers over movers. Time stands still, but for `pass_time`. `seen`: gets the series that are
     not 0 at any `look`; of histograms those with a sample."""
 
-    def __init__(self, seen: set[Series], *tiers: dict[str, Any], rules: Sequence[Rule] = ()) -> None:
+    def __init__(
+        self, seen: set[Series], *tiers: dict[str, Any], rules: Sequence[Rule] = (), times: Times = PRODUCTION
+    ) -> None:
         fields: dict[str, Any] = {"tiers": [{"type": "cpu", "capacity": ROWS * GEOMETRY.row_bytes}, *tiers]}
         fields["quotas"] = {QUOTA: {"share": "50%", "salt_sha256": "0" * 64}}
         config = schema.load(fields)
@@ -93,7 +96,7 @@ class Engine:
         self._now = 1000.0
         self.region = HostRegion.create(GEOMETRY, ROWS)
         self.coordinator = Coordinator(
-            config, Namespace.of({"of": "metrics"}), self.region, limits=LIMITS, clock=lambda: self._now
+            config, Namespace.of({"of": "metrics"}), self.region, limits=LIMITS, clock=lambda: self._now, times=times
         )
         self.store = TieredStore(self.coordinator)
 
@@ -228,11 +231,10 @@ def drives(*, cpu: str = "", storage: str = "") -> Callable[[Callable[[Scene], N
     "saved_first_token_s lost_slower_s waiting_requests missed_never_stored unused evictions reset",
     storage="hits hit_tokens stored rows used_bytes capacity_bytes up bytes_read bytes_written load_seconds load_bytes "
     "store_seconds store_bytes promotion_seconds wait_loaded saved_prefill_s saved_first_token_s lost_slower_s "
-    "loads_staged stores_staged missed_excluded missing missed_failed reset",
+    "missed_excluded missing missed_failed reset",
 )
 def chunks_are_stored_loaded_and_lost(scene: Scene) -> None:
-    tier = files_tier(scene.path, CAPACITY, type="tests.mover.stub_tiers:DecidedConfig", staged=True)
-    engine, keys = scene.engine(tier), keys_of(4)
+    engine, keys = scene.engine(files_tier(scene.path, CAPACITY)), keys_of(4)
     engine.computes(SLOW)
     engine.put(keys)
     engine.load("from host memory", keys)
@@ -365,14 +367,21 @@ def a_medium_fails(scene: Scene) -> None:
 
 @drives(storage="removed missed_expired")
 def another_engine_deletes_chunks(scene: Scene) -> None:
-    tier, keys = files_tier(scene.path, CAPACITY), keys_of(2)
-    engine = scene.engine(tier | {"type": "tests.mover.stub_tiers:FastScanConfig"})
+    keys = keys_of(2)
+    tier = files_tier(scene.path, CAPACITY)
+    engine = scene.engines.enter_context(Engine(scene.seen, tier, times=changed(file_known_s=1.0))).start()
     engine.put_below(keys)
     for row in scene.path.rglob("*.row"):
         row.unlink()
     engine.until_shown("removed")
-    until(lambda: engine.store.locate(keys) == [None] * 2, "both to be known as removed")
+    until(lambda: engine.store.locate(keys) == [None] * 2, "both to be known no more")
     engine.miss("expired", keys)
+
+
+@drives(storage="loads_staged stores_staged")
+def slabs_are_staged(scene: Scene) -> None:
+    tier = file_tier(scene.path, CAPACITY, type="tests.mover.stub_tiers:DecidedConfig", staged=True)
+    scene.engine(tier).until_shown("loads_staged")
 
 
 @drives(storage="full")

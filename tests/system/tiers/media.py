@@ -107,12 +107,11 @@ class RowFiles(Medium):
     """A directory of row files."""
 
     path: Path
-    backend: Literal["auto", "posix", "gds_mt"] = "auto"
     physical_slots: ClassVar[bool] = False
-    exact: ClassVar[bool] = False  # names in directories are counted ahead
+    asked: ClassVar[bool] = True
 
     def make(self, geometry: Geometry, region: HostRegion, capacity_bytes: int) -> StorageTier:
-        config = file_config(self.path, capacity_bytes, layout="files", backend=self.backend)
+        config = file_config(self.path, capacity_bytes, layout="files")
         return RowFileTier(config, geometry, region)
 
     def read(self, namespace: bytes, slot: int, key: Key) -> bytes:
@@ -128,7 +127,7 @@ class RowFiles(Medium):
         os.truncate(self._row(namespace, key), keep_bytes)
 
     def delete(self, namespace: bytes, slot: int, key: Key) -> None:
-        self._row(namespace, key).unlink()
+        self._row(namespace, key).unlink(missing_ok=True)
 
     def held_rows(self, namespace: bytes) -> int:
         return sum(1 for _ in self.path.glob(f"{namespace.hex()}/*/*.row"))

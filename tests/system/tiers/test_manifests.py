@@ -20,7 +20,6 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers import manifests
 from nixl_tiers.tiers.manifests import ManifestKeeper
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
-from nixl_tiers.tiers.rowfile.quota import MANIFEST_BYTES, MARGIN_BYTES, DirQuota
 from nixl_tiers.tiers.slab.parts import ShardDir
 from nixl_tiers.tiers.slab.shard import ShardManifests
 from tests.support.disks import assert_never_exceeds
@@ -251,16 +250,6 @@ def test_manifest_keeps_within_the_capacity_of_a_full_tier(layout: str, tmp_path
         tier.close()
 
 
-def test_row_files_grant_a_manifest_only_below_the_capacity() -> None:
-    quota = DirQuota(16 << 20, 65536)
-    assert not quota.add_manifest(), "it is not known yet what is there"
-    number, added_bytes, _ = quota.begin_scan()
-    quota.end_scan(number, added_bytes, set(), (16 << 20) - MARGIN_BYTES)
-    assert quota.add_manifest()
-    assert quota.used_bytes <= (16 << 20) - MARGIN_BYTES + MANIFEST_BYTES
-    assert not quota.add_manifest()
-
-
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -270,8 +259,7 @@ rename = Folder.rename
 Folder.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # just before the file gets its name
 if layout == "files":
     from nixl_tiers.tiers.rowfile.directory import RowDirectory
-    from nixl_tiers.tiers.rowfile.quota import DirQuota
-    RowDirectory(path, DirQuota(1 << 30, 4096)).write_manifest(sys.argv[3], b"{ half of it")
+    RowDirectory(path).write_manifest(sys.argv[3], b"{ half of it")
 else:
     from nixl_tiers.tiers.slab.shards import Shards
     quota = Shards(path, 1 << 30)

@@ -1,4 +1,4 @@
-"""Staging in both layouts: what arrives, what waits, and that buffers come back after failures."""
+"""Staging of slabs, whatever moves them: what arrives, what waits, and that buffers come back after failures."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tests.support.file_tier import file_tier
 from tests.support.load import get, put
 from tests.support.pages import mapped
 from tests.support.times import changed
-from tests.system.tiers.file_tiers import GEOMETRY, ROWS, FileTier, load, make_tier, outcomes, store
+from tests.system.tiers.file_tiers import GEOMETRY, ROWS, load, make_tier, outcomes, store
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-@pytest.fixture(params=["slabs", "slabs by NIXL", "files"])
+@pytest.fixture(params=["slabs", "slabs by NIXL"])
 def layout(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -47,39 +47,42 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def tier(layout: str, tmp_path: Path, region: HostRegion) -> Iterator[FileTier]:
-    tier = make_tier(layout, tmp_path / "kv", region, staged=True)
+def tier(layout: str, tmp_path: Path, region: HostRegion) -> Iterator[SlabTier]:
+    tier = slab_tier(layout, tmp_path / "kv", region, staged=True)
     serve(tier)
     yield tier
     tier.close()
 
 
-def serve(tier: FileTier) -> None:
-    """Open it and list its rows: row files are written once those that are there are known."""
+def slab_tier(layout: str, path: Path, region: HostRegion, *, staged: bool | None = None) -> SlabTier:
+    tier = make_tier(layout, path, region, staged=staged)
+    assert isinstance(tier, SlabTier)
+    return tier
+
+
+def serve(tier: SlabTier) -> None:
     tier.open(NAMESPACE, 0)
     for _ in tier.list_rows():
         pass
 
 
-def in_use(tier: FileTier) -> int:
+def in_use(tier: SlabTier) -> int:
     """Places of both buffers that are taken."""
     buffers = [direction._buffer for direction in (tier._staging.loads, tier._staging.stores)]
     return sum(len(buffer.rows) - len(buffer._free) for buffer in buffers if buffer is not None)
 
 
-def worker_of(tier: FileTier) -> Worker | None:
+def worker_of(tier: SlabTier) -> Worker | None:
     return tier._transfers.worker if isinstance(tier._transfers, WorkerTransfers) else None
 
 
-def agent_of(tier: FileTier) -> Agent:
+def agent_of(tier: SlabTier) -> Agent:
     """Of a tier whose rows NIXL moves."""
-    if isinstance(tier, SlabTier):
-        assert isinstance(tier._transfers, NixlTransfers)
-        return tier._transfers.agent
-    return tier._agent
+    assert isinstance(tier._transfers, NixlTransfers)
+    return tier._transfers.agent
 
 
-def transfers_of(tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def transfers_of(tier: SlabTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each transfer from here on, whether it leaves the region alone."""
     outside: list[bool] = []
     if (worker := worker_of(tier)) is not None:
@@ -102,7 +105,7 @@ def transfers_of(tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyP
     return outside
 
 
-def fail_transfers(tier: FileTier, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_transfers(tier: SlabTier, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if (worker := worker_of(tier)) is not None:
 
         def failed(moves: Sequence[Move], *_: Any, **__: Any) -> Steps[Sequence[Moved]]:
@@ -114,7 +117,7 @@ def fail_transfers(tier: FileTier, name: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(agent_of(tier), name, lambda _: Transfer(None, None, TransferState.FAILED))
 
 
-def test_rows_are_the_same_as_without(tier: FileTier, layout: str, tmp_path: Path, region: HostRegion) -> None:
+def test_rows_are_the_same_as_without(tier: SlabTier, layout: str, tmp_path: Path, region: HostRegion) -> None:
     assert tier.staged == (True, True)
     assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
     assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
@@ -122,7 +125,7 @@ def test_rows_are_the_same_as_without(tier: FileTier, layout: str, tmp_path: Pat
     sealer = Sealer(GEOMETRY, NAMESPACE, 0)
     assert all(sealer.verify(staged[row], key_of(row)) is Verdict.OK for row in range(ROWS))
     tier.close()
-    direct = make_tier(layout, tmp_path / "kv", region, staged=False)
+    direct = slab_tier(layout, tmp_path / "kv", region, staged=False)
     serve(direct)
     assert direct.staged == (False, False)
     assert set(load(direct, region, range(ROWS))) == {Outcome.OK}
@@ -130,7 +133,7 @@ def test_rows_are_the_same_as_without(tier: FileTier, layout: str, tmp_path: Pat
     direct.close()
 
 
-def test_memory_for_the_first_loads_is_there_when_the_tier_is_open(tier: FileTier) -> None:
+def test_memory_for_the_first_loads_is_there_when_the_tier_is_open(tier: SlabTier) -> None:
     loads, stores = tier._staging.loads._buffer, tier._staging.stores._buffer
     assert loads is not None
     assert stores is not None
@@ -138,7 +141,7 @@ def test_memory_for_the_first_loads_is_there_when_the_tier_is_open(tier: FileTie
     assert not any(mapped(stores.address, stores.rows.nbytes)), "no request waits for stores"
 
 
-def test_transfers_leave_the_region_alone(tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfers_leave_the_region_alone(tier: SlabTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
     outside = transfers_of(tier, region, monkeypatch)
     assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
     assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
@@ -147,7 +150,7 @@ def test_transfers_leave_the_region_alone(tier: FileTier, region: HostRegion, mo
 
 
 def test_rows_are_hashed_in_the_pass_that_copies_them(
-    tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+    tier: SlabTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if worker_of(tier) is not None:
         pytest.skip("the native worker has no other way")
@@ -166,7 +169,7 @@ def test_rows_are_hashed_in_the_pass_that_copies_them(
     assert passes == [(False, True)] * ROWS * GEOMETRY.cells
 
 
-def test_sealed_rows_are_stored_unchanged(tier: FileTier, region: HostRegion) -> None:
+def test_sealed_rows_are_stored_unchanged(tier: SlabTier, region: HostRegion) -> None:
     """Rows that came from another tier are written as they are."""
     sealer = Sealer(GEOMETRY, NAMESPACE, 0)
     for row in range(ROWS):
@@ -181,7 +184,7 @@ def test_sealed_rows_are_stored_unchanged(tier: FileTier, region: HostRegion) ->
 
 
 def test_failed_transfers_are_tried_alone_and_give_their_places_back(
-    tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+    tier: SlabTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
     for name, action in (("read", load), ("write", store)):
@@ -193,10 +196,10 @@ def test_failed_transfers_are_tried_alone_and_give_their_places_back(
     assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
 
 
-def test_corrupt_row_is_not_served(tier: FileTier, tmp_path: Path, region: HostRegion) -> None:
+def test_corrupt_row_is_not_served(tier: SlabTier, tmp_path: Path, region: HostRegion) -> None:
     assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
     flipped = 0
-    for file in (*tmp_path.rglob("slab-*.kv"), *tmp_path.rglob("*.row")):
+    for file in tmp_path.rglob("slab-*.kv"):
         raw = bytearray(file.read_bytes())
         at = raw.find(payload(3, GEOMETRY)[:64].tobytes())
         if at >= 0:
@@ -215,9 +218,9 @@ def test_units_wait_for_room_in_the_buffer(
 ) -> None:
     monkeypatch.setattr(module, "BUFFER_BYTES", 3 * GEOMETRY.row_bytes)
     monkeypatch.setattr("nixl_tiers.tiers.slab.transfers._STAGED_LOADS_BYTES", 3 * GEOMETRY.row_bytes)
-    for name in ("slab.transfers._UNIT_ROWS", "slab.transfers._WORKER_UNIT_ROWS", "rowfile.transfers._UNIT_ROWS"):
+    for name in ("slab.transfers._UNIT_ROWS", "slab.transfers._WORKER_UNIT_ROWS"):
         monkeypatch.setattr(f"nixl_tiers.tiers.{name}", 2)
-    tier = make_tier(layout, tmp_path / "kv", region, staged=True)
+    tier = slab_tier(layout, tmp_path / "kv", region, staged=True)
     serve(tier)
     most = 0
     take = module.Buffer.take
@@ -245,7 +248,7 @@ def test_units_wait_for_room_in_the_buffer(
 def test_rows_are_staged_where_pages_are_small(
     layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = make_tier(layout, tmp_path / "kv", region)
+    tier = slab_tier(layout, tmp_path / "kv", region)
     serve(tier)
     assert tier.staged == (True, True)
     outside = transfers_of(tier, region, monkeypatch)
@@ -266,7 +269,7 @@ def test_without_memory_for_the_buffer_rows_are_moved_directly(
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(module, "Buffer", refuse)
-    tier = make_tier(layout, tmp_path / "kv", region, staged=True)
+    tier = slab_tier(layout, tmp_path / "kv", region, staged=True)
     serve(tier)
     assert tier.staged == (False, False)
     assert caplog.text.count("no buffer for staging") == 2

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.support import vllm_cpu
+from tests.support.disks import tmpfs
 from tests.support.file_tier import files_tier
 from tests.support.models import save_random
 from tests.support.servers import MotoServer
@@ -26,6 +27,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 BLOCK = vllm_cpu.BLOCK_TOKENS
 CPU = {"type": "cpu", "capacity": "64MiB"}
+NO_BIND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 Engine = Callable[..., list[Any]]
 
 
@@ -142,7 +144,7 @@ def test_long_rope_that_was_made_for_a_longer_context_is_not_shared(engine: Engi
 def test_engines_find_each_others_chunks_while_both_run(
     engine: Engine, options: dict[str, Any], tmp_path: Path, medium: str, moto: MotoServer
 ) -> None:
-    """What was there at its start, and on a prefix that is asked also what has come since: nothing is listed there."""
+    """What was there at its start, and what has come since: nothing is listed there."""
     if medium == "files":
         shared: dict[str, Any] = files_tier(tmp_path / "kv", "64MiB")
     else:
@@ -152,25 +154,43 @@ def test_engines_find_each_others_chunks_while_both_run(
             "endpoint": moto.endpoint,
             "capacity": "1GiB",  # an engine uploads a 64th of it before the prefix is counted again
         }
-    asked = medium == "bucket"
     tiers = {"tiers": [CPU, shared], "probe_s": 10}
-    stored, looked, more = (str(tmp_path / name) for name in ("stored", "looked", "more"))
-    settings = {**options, "env": {**moto.env, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
+    cold, hits, stats = both(engine, tiers, tmp_path, **{**options, "env": {**moto.env, **NO_BIND}})
+    assert [answer["cached"] for answer in [*cold, *hits]] == [0, 0, WHOLE, WHOLE]
+    assert [answer["tokens"] for answer in hits] == [answer["tokens"] for answer in cold]
+    assert stats["file" if medium == "files" else "s3"]["hits"] == 2 * CHUNKS
+
+
+def test_replicas_share_memory_that_outlives_them(engine: Engine, options: dict[str, Any], tmp_path: Path) -> None:
+    """Row files on a tmpfs, below cpu tiers that hold one prompt."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    settings = {**options, "env": NO_BIND}
+    with tmpfs(memory, "64m") as mount:
+        shared = files_tier(mount / "kv", "48MiB")
+        tiers = {"tiers": [CPU | {"capacity": "4MiB"}, shared], "probe_s": 10}
+        cold, hits, _ = both(engine, tiers, tmp_path, **settings)
+        with ThreadPoolExecutor(2) as replicas:
+            again = [replicas.submit(engine, tiers, ask(0), ask(1), ["stats"], **settings) for _ in range(2)]
+        answers = [cold, hits, *([first[0], second[0]] for first, second, _ in (one.result() for one in again))]
+    assert [[each["cached"] for each in some] for some in answers] == [[0, 0], *([[WHOLE, WHOLE]] * 3)]
+    assert all([each["tokens"] for each in some] == [each["tokens"] for each in cold] for some in answers)
+
+
+def both(engine: Engine, tiers: dict[str, Any], place: Path, **settings: Any) -> tuple[list[Any], list[Any], Any]:
+    """Two engines that run at the same time: what one computes, one prompt before the other starts and one after it,
+    the other is asked for. The answers of each, and the statistics of the other."""
+    stored, looked, more = (str(place / name) for name in ("stored", "looked", "more"))
     with ThreadPoolExecutor(1) as other:
-        later = [ask(1), ["flush"], ["touch", more]] if asked else []
-        steps = [ask(0), ["flush"], ["touch", stored], ["await", looked], *later]
+        steps = [ask(0), ["flush"], ["touch", stored], ["await", looked], ask(1), ["flush"], ["touch", more]]
         first = other.submit(engine, tiers, *steps, **settings)
         try:
             until(lambda: Path(stored).exists() or first.done(), "the first engine", timeout_s=500)
             assert Path(stored).exists(), first.exception()
-            later = [["await", more], ask(1)] if asked else []
-            answer, _, *rest, stats = engine(tiers, ask(0), ["touch", looked], *later, ["stats"], **settings)
+            one, _, _, two, stats = engine(
+                tiers, ask(0), ["touch", looked], ["await", more], ask(1), ["stats"], **settings
+            )
         finally:
             Path(looked).touch()
         cold = first.result()
-    assert (cold[0][0]["cached"], answer[0]["cached"]) == (0, WHOLE)
-    assert answer[0]["tokens"] == cold[0][0]["tokens"]
-    if asked:
-        assert (cold[4][0]["cached"], rest[1][0]["cached"]) == (0, WHOLE)
-        assert rest[1][0]["tokens"] == cold[4][0]["tokens"]
-    assert stats["s3" if asked else "file"]["hits"] == CHUNKS * (1 + asked)
+    return [cold[0][0], cold[4][0]], [one[0], two[0]], stats

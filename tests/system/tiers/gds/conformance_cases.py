@@ -1,4 +1,4 @@
-"""Conformance of the file tier with `backend: gds_mt`, both layouts: run by test_conformance.py in a pytest of its own.
+"""Conformance of the file tier with `backend: gds_mt`: run by test_conformance.py in a pytest of its own.
 
 cuFile compatibility mode, no GPU: says nothing about GPU-direct speed.
 """
@@ -16,7 +16,7 @@ from nixl_tiers.testing.conformance import StorageTierTests
 from nixl_tiers.testing.medium import Medium
 from nixl_tiers.tiers.nixl_agent import Agent, Span, Transfer, TransferState
 from tests.support.no_gpu import Counters, bypassed, counters
-from tests.system.tiers.media import RowFiles, SlabFiles
+from tests.system.tiers.media import SlabFiles
 
 BACKEND: Any = os.environ.get("GDS_CASES_BACKEND", "gds_mt")
 
@@ -57,9 +57,3 @@ class TestSlabsThroughCuFile(StorageTierTests):
     @pytest.fixture
     def medium(self, cufile_place: Path) -> Medium:
         return SlabFiles(cufile_place, backend=BACKEND)
-
-
-class TestRowFilesThroughCuFile(StorageTierTests):
-    @pytest.fixture
-    def medium(self, cufile_place: Path) -> Medium:
-        return RowFiles(cufile_place, backend=BACKEND)

@@ -14,8 +14,8 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Down, Opened
-from tests.mover.harness import NAMESPACE, MoverProcess, shard_dir
-from tests.support.file_tier import LAYOUTS
+from tests.mover.harness import MoverProcess, shard_dir
+from tests.support.file_tier import file_tier
 from tests.support.no_gpu import NoGpu
 
 GEOMETRY = Geometry(1, 120_000)
@@ -37,8 +37,8 @@ def cufile(no_gpu: NoGpu, cufile_place: Path, monkeypatch: pytest.MonkeyPatch) -
     return cufile_place
 
 
-def stored(layout: str, path: Path) -> MoverProcess:
-    mover = MoverProcess(LAYOUTS[layout](path, CAPACITY, backend="gds_mt"), GEOMETRY, ROWS)
+def stored(path: Path) -> MoverProcess:
+    mover = MoverProcess(file_tier(path, CAPACITY, backend="gds_mt"), GEOMETRY, ROWS)
     mover.open()
     mover.listed_rows()
     assert set(mover.store(range(ROWS))) == {Outcome.OK}
@@ -47,7 +47,7 @@ def stored(layout: str, path: Path) -> MoverProcess:
 
 
 def test_slab_cut_short_takes_the_tier_down_and_the_rest_is_served(cufile: Path) -> None:
-    with stored("slabs", cufile) as mover:
+    with stored(cufile) as mover:
         slab = shard_dir(cufile) / "slab-00000.kv"
         os.truncate(slab, ROWS // 2 * GEOMETRY.row_bytes + 4096)
         outcomes = mover.load(range(ROWS))
@@ -63,15 +63,3 @@ def test_slab_cut_short_takes_the_tier_down_and_the_rest_is_served(cufile: Path)
         assert Outcome.OK not in outcomes[ROWS // 2 :]
         assert set(mover.store(range(ROWS))) == {Outcome.OK}
         assert set(mover.load(range(ROWS))) == {Outcome.OK}
-
-
-def test_row_file_cut_short_is_corrupt_and_the_tier_stays_up(cufile: Path) -> None:
-    with stored("files", cufile) as mover:
-        cut, *_ = (cufile / NAMESPACE.hex()).rglob("*.row")
-        os.truncate(cut, GEOMETRY.row_bytes - 4096)
-        outcomes = mover.load(range(ROWS))
-        assert outcomes.count(Outcome.OK) == ROWS - 1
-        assert set(outcomes) == {Outcome.OK, Outcome.CORRUPT}
-        assert not cut.exists()
-        mover.stop()
-        assert mover.log().count(f"{cut} has {GEOMETRY.row_bytes - 4096} bytes and no row") == 1

@@ -1,165 +1,158 @@
-"""Small rows are stored several at a time; what goes wrong with one of them concerns that one only."""
+"""Rows are handed to the worker several at a time; what goes wrong with one of them concerns that one only."""
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.base.chunk import Outcome, align
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers import staging
-from nixl_tiers.tiers.folder import Folder
-from nixl_tiers.tiers.nixl_agent import Span, Transfer, TransferState
+from nixl_tiers.memory.seal import Verdict
+from nixl_tiers.tiers.base import Move
+from nixl_tiers.tiers.move_queue import Steps
 from nixl_tiers.tiers.rowfile import transfers
+from nixl_tiers.tiers.rowfile.contents import NAME_BYTES
 from nixl_tiers.tiers.rowfile.names import RowPath
-from nixl_tiers.tiers.rowfile.quota import Reservation
-from nixl_tiers.tiers.rowfile.tier import RowFileTier
-from tests.mover.harness import NAMESPACE
-from tests.system.tiers.file_tiers import ROWS, load, make_tier, store
+from nixl_tiers.tiers.rowfile.tier import MARGIN_BYTES, RowFileTier
+from nixl_tiers.tiers.rowfile.worker import Moved, Trouble
+from tests.mover.harness import NAMESPACE, key_of, wait_until
+from tests.system.tiers.file_tiers import GEOMETRY, ROWS, load, make_tier, store
+
+ROW_BYTES = align(GEOMETRY.row_bytes) + NAME_BYTES
+Change = Callable[[Move, Moved], Moved]
 
 
 @pytest.fixture
-def tier(tmp_path: Path, region: HostRegion) -> Iterator[RowFileTier]:
+def tier(tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> Iterator[RowFileTier]:
+    monkeypatch.setattr(transfers, "_UNIT_ROWS", 8)
     made = make_tier("files", tmp_path, region)
     assert isinstance(made, RowFileTier)
     made.open(NAMESPACE, 0)
-    for _ in made.list_rows():
-        pass
     yield made
     made.close()
 
 
+def row_of(tier: RowFileTier, number: int) -> Path:
+    return tier.directory.absolute(RowPath.of(NAMESPACE.hex(), key_of(number)))
+
+
 @pytest.fixture
-def writes(tier: RowFileTier, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each transfer writes."""
+def units(tier: RowFileTier, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each unit has."""
+    return changed(tier, monkeypatch, lambda _, moved: moved)
+
+
+def changed(tier: RowFileTier, monkeypatch: pytest.MonkeyPatch, change: Change) -> list[int]:
+    """Have the worker's results be others."""
     rows: list[int] = []
-    write = tier._agent.write
+    move = tier._transfers.worker.move
 
-    def counted(spans: Sequence[Span]) -> Transfer:
-        rows.append(len(spans))
-        return write(spans)
+    def noted(moves: Sequence[Move], *more: Any, **options: Any) -> Steps[Sequence[Moved]]:
+        rows.append(len(moves))
+        ended = yield from move(moves, *more, **options)
+        return [change(*each) for each in zip(moves, ended, strict=True)]
 
-    monkeypatch.setattr(tier._agent, "write", counted)
+    monkeypatch.setattr(tier._transfers.worker, "move", noted)
     return rows
 
 
-def test_small_rows_are_written_together(tier: RowFileTier, region: HostRegion, writes: list[int]) -> None:
+def test_small_rows_are_moved_together(tier: RowFileTier, region: HostRegion, units: list[int]) -> None:
     assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
-    assert writes == [8] * (ROWS // 8)
     assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+    assert units == [8] * (ROWS // 8) * 2
 
 
-def test_only_the_row_whose_file_cannot_be_made_fails(
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(errno.ENOSPC, Outcome.NO_SPACE), (errno.EDQUOT, Outcome.NO_SPACE)]
+    + [(error, Outcome.FAILED) for error in (errno.EIO, errno.EROFS, errno.EFBIG, errno.EXDEV)],
+)
+def test_only_the_row_that_cannot_be_written_fails(
+    tier: RowFileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch, error: int, outcome: Outcome
+) -> None:
+    with monkeypatch.context() as patch:
+        changed(
+            tier,
+            patch,
+            lambda move, moved: moved._replace(verdict=Trouble.NOT_MOVED, error=error) if move.row == 3 else moved,
+        )
+        ended = store(tier, region, range(ROWS))
+    assert ended.pop(3) is outcome
+    assert set(ended) == {Outcome.OK}
+    assert tier.served.budget._writing_bytes == 0
+    assert not tier.directory.temp_names._in_use
+    assert set(store(tier, region, range(ROWS))) == {Outcome.FOUND}
+    assert not tier.denials
+
+
+def test_unit_that_cannot_begin_has_failed(
     tier: RowFileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create, calls = tier._files.create, iter(range(ROWS))
-
-    def failing() -> Any:
-        file = create()
-        if next(calls) != 3 or isinstance(file, Outcome):
-            return file
-        tier._agent.deregister(file.registration)
-        tier._files._discard(file.temporary)
-        return Outcome.NO_SPACE
-
-    monkeypatch.setattr(tier._files, "create", failing)
-    ended = store(tier, region, range(ROWS))
-    assert sorted(ended, key=lambda each: each is Outcome.OK) == [Outcome.NO_SPACE, *[Outcome.OK] * (ROWS - 1)]
-    assert tier._quota._reserved_bytes == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._transfers.worker._library, "submit", lambda *_: errno.ENOMEM)
+        assert set(store(tier, region, range(ROWS))) == {Outcome.FAILED}
+        assert set(load(tier, region, range(ROWS))) == {Outcome.FAILED}
+    assert tier.served.budget._writing_bytes == 0
+    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
 
 
-def test_files_are_made_while_others_are_written(
-    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Making one may take long, and then a full buffer would hold rows that are not written."""
-    monkeypatch.setattr(transfers, "_UNIT_ROWS", 1)
-    monkeypatch.setattr(staging, "BUFFER_BYTES", 2 * region.geometry.row_bytes)
-    tier = make_tier("files", tmp_path / "staged", region, staged=True)
+def test_units_are_no_larger_than_what_room_is_made_for(tmp_path: Path, region: HostRegion) -> None:
+    """Else one would wait for ever in a very small directory."""
+    tier = make_tier("files", tmp_path, region, MARGIN_BYTES + 6 * ROW_BYTES)
     assert isinstance(tier, RowFileTier)
-    with closing(tier):
-        tier.open(NAMESPACE, 0)
-        for _ in tier.list_rows():
-            pass
-        create, write, made, written = tier._files.create, tier._agent.write, itertools.count(1), list[int]()
-        all_made = threading.Event()
-
-        def counted() -> Any:
-            if next(made) == ROWS:
-                all_made.set()
-            return create()
-
-        def slow(spans: Sequence[Span]) -> Transfer:
-            transfer = write(spans)
-            written.append(len(spans))
-            state = transfer.state
-            monkeypatch.setattr(
-                transfer, "state", lambda: state() if all_made.is_set() else TransferState.PENDING, raising=False
-            )
-            return transfer
-
-        monkeypatch.setattr(tier._files, "create", counted)
-        monkeypatch.setattr(tier._agent, "write", slow)
-        assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
-        assert len(written) == ROWS
+    tier.open(NAMESPACE, 0)
+    for first in (0, ROWS):
+        assert set(store(tier, region, range(first, first + ROWS))) == {Outcome.OK}
+    assert len(list(tmp_path.rglob("*.row"))) <= 6
+    tier.close()
 
 
-def test_rows_of_a_failed_transfer_are_written_again_one_by_one(
-    tier: RowFileTier, region: HostRegion, writes: list[int], monkeypatch: pytest.MonkeyPatch
+def test_what_is_no_row_of_this_user_is_a_miss_and_stays(
+    tier: RowFileTier, region: HostRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write = tier._agent.write
-
-    def failing(spans: Sequence[Span]) -> Transfer:
-        transfer = write(spans)
-        while len(spans) > 1 and transfer.state() is TransferState.PENDING:
-            pass
-        if len(spans) == 1:
-            return transfer
-        transfer.release()
-        return Transfer(None, None, TransferState.FAILED)
-
-    monkeypatch.setattr(tier._agent, "write", failing)
-    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
-    assert sorted(writes) == [1] * ROWS + [8] * (ROWS // 8)
-    assert tier._quota._reserved_bytes == 0
-    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+    assert set(store(tier, region, range(2))) == {Outcome.OK}
+    row = row_of(tier, 0)
+    raw = row.read_bytes()
+    row.unlink()
+    row.with_suffix(".kept").write_bytes(raw)
+    row.symlink_to(row.with_suffix(".kept"))
+    assert load(tier, region, range(2)) == [Outcome.MISSING, Outcome.OK]
+    assert row.is_symlink()
+    assert f"{row} is no file, or belongs to another user, and stays" in caplog.text
 
 
-def test_rows_are_admitted_one_by_one_where_there_is_no_room_for_all(
-    tier: RowFileTier, region: HostRegion, writes: list[int], monkeypatch: pytest.MonkeyPatch
+def test_row_of_another_size_is_corrupt_and_is_deleted(
+    tier: RowFileTier, region: HostRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reserve, granted = tier._quota.reserve, iter(range(ROWS))
-
-    def scarce(waiting: int, rows: int = 1) -> Reservation:
-        if rows > 1 or next(granted) >= 5:
-            return Reservation.REFUSED
-        return reserve(waiting, rows)
-
-    monkeypatch.setattr(tier._quota, "reserve", scarce)
-    ended = store(tier, region, range(ROWS))
-    assert ended == [Outcome.OK] * 5 + [Outcome.NO_SPACE] * (ROWS - 5)
-    assert writes == [1] * 5
+    assert set(store(tier, region, range(2))) == {Outcome.OK}
+    os.truncate(row_of(tier, 0), 4096)
+    assert load(tier, region, range(2)) == [Outcome.CORRUPT, Outcome.OK]
+    assert wait_until(lambda: not row_of(tier, 0).exists())
+    assert f"{row_of(tier, 0)} is no whole row" in caplog.text
+    assert load(tier, region, range(1)) == [Outcome.MISSING]
 
 
-def test_directory_that_another_process_removes_is_made_again(
+def test_row_that_cannot_be_read_has_failed_and_stays(
+    tier: RowFileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert set(store(tier, region, range(2))) == {Outcome.OK}
+    with monkeypatch.context() as patch:
+        changed(tier, patch, lambda _, moved: moved._replace(verdict=Trouble.NOT_MOVED, error=errno.EIO))
+        assert load(tier, region, range(2)) == [Outcome.FAILED] * 2
+    assert "rows cannot be read" in caplog.text
+    assert load(tier, region, range(2)) == [Outcome.OK] * 2
+
+
+def test_row_that_does_not_verify_is_corrupt(
     tier: RowFileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Empty directories are removed: also one that was made just now for a row."""
-    make, removed = Folder.make, set[str]()
-
-    def unlucky(folder: Folder, name: str) -> bool:
-        made = make(folder, name)
-        if made and len(name) == len(RowPath.of("", b"key").fanout) and name not in removed:
-            with suppress(OSError):  # another row's thread may have put its file there meanwhile
-                folder.rmdir(name)
-                removed.add(name)
-        return made
-
-    monkeypatch.setattr(Folder, "make", unlucky)
-    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
-    assert removed
+    assert set(store(tier, region, range(2))) == {Outcome.OK}
+    with monkeypatch.context() as patch:
+        changed(tier, patch, lambda _, moved: moved._replace(verdict=Verdict.DIGEST))
+        assert load(tier, region, range(1)) == [Outcome.CORRUPT]
+    assert wait_until(lambda: not row_of(tier, 0).exists())

@@ -129,7 +129,6 @@ class TestAnswers:
     def test_nothing_is_listed(self, driver: TierDriver, faulty: FaultyS3) -> None:
         self.put(driver, faulty, 1)
         assert list(driver.tier.list_rows()) == []
-        assert driver.tier.relist_s is None
         assert driver.tier.maintain_s is None
         assert not any(is_listing(request) for request in faulty.requests)
 

@@ -64,7 +64,7 @@ static void close_early(const struct shape *shape, uint8_t *region, int fd, int 
     must(nixl_tiers_row_worker_submit(worker, &order) == 0, "submit");
     for (uint32_t taken = 0; !taken;) {
         pthread_mutex_lock(&worker->lock);
-        struct unit *unit = worker->queues[order.write].first;
+        struct unit *unit = worker->units.queues[order.write].first;
         taken = unit ? unit->taken : ROWS;
         pthread_mutex_unlock(&worker->lock);
     }

@@ -1,0 +1,629 @@
+"""The native worker of row files (csrc/row_files.c): what becomes of a row, whatever its calls answer."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import shutil
+import stat
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nixl_tiers.base.chunk import Geometry
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.seal import Sealer, Verdict
+from nixl_tiers.tiers.base import Move
+from nixl_tiers.tiers.disk import direct_works
+from nixl_tiers.tiers.folder import Folder
+from nixl_tiers.tiers.rowfile.names import RowPath, TempNames
+from nixl_tiers.tiers.rowfile.worker import Moved, Place, Trouble, Worker
+from tests.mover.harness import NAMESPACE, key_of
+from tests.support.compiled import CSRC, sanitizer_flags
+from tests.support.hooked_files import build, installed
+
+GEOMETRY = Geometry(2, 66_000, 4)
+ROWS = 8
+NOW = 1_700_000_000
+KEY = key_of(0)
+PATH = RowPath.of(NAMESPACE.hex(), KEY)
+LOSSES = 50
+
+
+@pytest.fixture(scope="module")
+def hooked(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build(tmp_path_factory.mktemp("hooked"))
+
+
+class Rig:
+    """A worker, and a region over the rows of a directory. `hook`: what a test has calls do."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(mode=0o700, exist_ok=True)
+        self.path = path
+        self.region = HostRegion.create(GEOMETRY, ROWS)
+        self.worker = Worker(self.region, GEOMETRY)
+        self.sealer = Sealer(GEOMETRY, NAMESPACE, 7)
+        self.names = TempNames()
+        base = Folder.base(path)
+        self.base = base
+        self.place = Place(base.descriptor, base.uid, self.names.prefix, direct_works(base), NOW)
+        self.calls: list[tuple[str, str, str, int]] = []
+        self.answer: Callable[[str, str, int], int] = lambda *_: 0
+
+    def hook(self, call: str, descriptor: int, name: str, flags: int) -> int:
+        """`place`: which descriptor, by its path."""
+        place = ""
+        with suppress(OSError):
+            place = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        self.calls.append((call, place, name, flags))
+        return self.answer(call, name or place, flags)
+
+    @property
+    def row(self) -> Path:
+        return self.path / PATH.namespace / PATH.fanout / PATH.name
+
+    @property
+    def unfinished(self) -> list[str]:
+        with suppress(FileNotFoundError):
+            return [file.name for file in (self.path / ".incoming").iterdir()]
+        return []
+
+    def begin(self, moves: Sequence[Move], *, write: bool, **place: Any) -> Callable[[], list[Moved]]:
+        steps = self.worker.move(
+            moves, self.names.take(len(moves)), replace(self.place, **place), self.sealer, write=write
+        )
+        condition = next(steps)
+
+        def end() -> list[Moved]:
+            while not condition():
+                assert select.select([self.worker.fd], [], [], 60.0)[0], "a unit does not end"
+                self.worker.poll()
+            try:
+                next(steps)
+            except StopIteration as ended:
+                return list(ended.value)
+            raise AssertionError("one step too many")
+
+        return end
+
+    def store(self, number: int = 0, **place: Any) -> Moved:
+        self.region.rows_view[number] = noise(number)
+        (moved,) = self.begin([Move(number, 0, key_of(number), seal=True)], write=True, **place)()
+        return moved
+
+    def load(self, number: int = 0, **place: Any) -> Moved:
+        self.region.rows_view[number] = 0xEE
+        (moved,) = self.begin([Move(number, 0, key_of(number))], write=False, **place)()
+        return moved
+
+    def close(self) -> None:
+        self.worker.close()
+        self.worker.close()
+        self.base.close()
+        self.region.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path, hooked: str) -> Iterator[Rig]:
+    made: list[Rig] = []
+    with installed(hooked, lambda *call: made[0].hook(*call) if made else 0):
+        made.append(Rig(tmp_path / "kv"))
+        yield made[0]
+        made[0].answer = lambda *_: 0
+        made[0].close()
+
+
+def noise(number: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.random.default_rng(number).integers(0, 256, GEOMETRY.row_bytes, np.uint8)
+
+
+def walking(answer: Callable[[str, str, int], int] = lambda *_: 0) -> Callable[[str, str, int], int]:
+    """Each directory is opened in the one above it, since the kernel, or a sandbox, has no openat2."""
+    return lambda call, name, flags: errno.ENOSYS if call == "openat2" else answer(call, name, flags)
+
+
+def first(answer: int, *wanted: str) -> Callable[[str, str, int], int]:
+    """The first call of this name, or with names that end like that, is answered so."""
+    left = [answer]
+
+    def said(call: str, name: str, _: int) -> int:
+        fits = call == wanted[0] and (len(wanted) == 1 or name.endswith(wanted[1]))
+        return left.pop() if left and fits else 0
+
+    return said
+
+
+# --- whole rows -------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_stored_and_loaded_as_python_seals_them(rig: Rig) -> None:
+    wanted = [noise(number) for number in range(ROWS)]
+    moves = []
+    for number, row in enumerate(wanted):
+        rig.region.rows_view[number] = row
+        missing = number % (GEOMETRY.sub_blocks + 1)
+        rig.sealer.seal(row, key_of(number), present=GEOMETRY.present(missing), sealed_at=NOW)
+        moves.append(Move(number, 0, key_of(number), seal=True, missing=missing))
+    stored = rig.begin(moves, write=True)()
+    assert [each.verdict for each in stored] == [Verdict.OK] * ROWS
+    for number, row in enumerate(wanted):
+        path = RowPath.of(NAMESPACE.hex(), key_of(number))
+        file = rig.path / path.namespace / path.fanout / path.name
+        assert file.read_bytes() == row.tobytes()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    rig.region.rows_view[:] = 0xEE
+    loaded = rig.begin(moves, write=False)()
+    assert [(each.verdict, each.sealed_at) for each in loaded] == [(Verdict.OK, NOW)] * ROWS
+    assert np.array_equal(rig.region.rows_view, wanted)
+    assert not rig.unfinished
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EPERM])
+def test_rows_are_found_where_openat2_is_missing_or_forbidden(rig: Rig, error: int) -> None:
+    rig.store()
+    rig.answer = lambda call, *_: error if call == "openat2" else 0
+    assert rig.load().verdict is Verdict.OK
+    assert rig.store(keep=True).verdict is Trouble.FOUND
+    assert [name for call, _, name, _ in rig.calls if call == "openat"][-1] == PATH.name
+    rig.row.unlink()
+    assert rig.load().verdict is Trouble.ABSENT
+
+
+def test_sealed_rows_are_stored_as_they_are(rig: Rig) -> None:
+    row = rig.region.rows_view[3]
+    row[:] = noise(1)
+    rig.sealer.seal(row, b"k", sealed_at=5)
+    (moved,) = rig.begin([Move(3, 2, KEY)], write=True)()
+    assert moved.verdict is Verdict.OK
+    assert rig.row.read_bytes() == row.tobytes()
+
+
+def test_name_of_a_row_is_only_read_and_gets_a_file_that_is_whole_and_closed(rig: Rig) -> None:
+    for _ in range(2):  # the second one replaces the first
+        assert rig.store().verdict is Verdict.OK
+    assert rig.load().verdict is Verdict.OK
+    written = [(place, name) for call, place, name, flags in rig.calls if call == "openat" and flags & 3 != os.O_RDONLY]
+    assert [place for place, _ in written] == [".incoming"] * 2
+    assert all(name.startswith(rig.names.prefix) for _, name in written)
+    for _, name in written:
+        own = [call for call, place, named, _ in rig.calls if name in (place, named)]
+        assert own[0] == "openat"
+        assert own[-1] == "close"
+    order = [call for call, place, *_ in rig.calls if call == "renameat" or place.endswith(".tmp")]
+    assert [call for call in order if call in ("close", "renameat")] == ["close", "renameat"] * 2
+    assert all(flags & os.O_NOFOLLOW for call, _, _, flags in rig.calls if call == "openat")
+    assert all(flags & os.O_DIRECTORY for call, _, name, flags in rig.calls if call == "openat" and "." not in name[1:])
+
+
+@pytest.mark.parametrize("at", [0, 66_001, -1, -20, -160])
+def test_verdicts_are_those_of_python(rig: Rig, at: int) -> None:
+    rig.store()
+    raw = bytearray(rig.row.read_bytes())
+    raw[at] ^= 1
+    rig.row.write_bytes(raw)
+    wanted = rig.sealer.verify(np.frombuffer(raw, np.uint8), KEY)
+    assert wanted is not Verdict.OK
+    assert rig.load().verdict is wanted
+
+
+def test_row_that_cannot_be_read_leaves_the_region_alone(rig: Rig) -> None:
+    """What a server sends after the mover was killed lands in no row."""
+    rig.store()
+    rig.answer = lambda call, *_: -errno.EIO if call == "pread" else 0
+    assert rig.load()[:2] == (Trouble.NOT_MOVED, errno.EIO)
+    assert set(rig.region.rows_view[0].tolist()) == {0xEE}
+
+
+def test_rows_outside_the_region_are_refused(rig: Rig) -> None:
+    with pytest.raises(OSError, match="Invalid argument"):
+        rig.begin([Move(ROWS, 0, KEY)], write=False)
+
+
+def test_threads_that_hang_hold_up_neither_the_loop_nor_other_rows(rig: Rig) -> None:
+    for number in range(2):
+        rig.store(number)
+    answers = threading.Event()
+
+    def hanging(call: str, name: str, _: int) -> int:
+        if (call, name) == ("openat", PATH.name):
+            assert answers.wait(60)
+        return 0
+
+    rig.answer = hanging
+    end = rig.begin([Move(0, 0, KEY)], write=False)
+    for _ in range(3):
+        assert rig.load(1).verdict is Verdict.OK
+    answers.set()
+    assert [moved.verdict for moved in end()] == [Verdict.OK]
+
+
+# --- stores that fail -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        *((call, error) for call in ("openat", "pwrite") for error in (errno.ENOSPC, errno.EDQUOT, errno.EIO)),
+        *(("close", -error) for error in (errno.ENOSPC, errno.EDQUOT, errno.EIO)),
+        *(("renameat", error) for error in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EXDEV, errno.EIO)),
+        *(("openat", error) for error in (errno.EMFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE)),
+        ("pwrite", errno.EFBIG),
+        ("fstat", errno.EIO),
+    ],
+)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_store_that_fails_leaves_the_row_as_it_was(rig: Rig, call: str, error: int, *, replaced: bool) -> None:
+    if replaced:
+        rig.store()
+    before = rig.row.stat().st_ino if replaced else None
+    rig.answer = first(error, call, ".row" if call == "renameat" else ".tmp")
+    assert rig.store()[:2] == (Trouble.NOT_MOVED, abs(error))
+    assert (rig.row.stat().st_ino if rig.row.exists() else None) == before
+    assert not rig.unfinished
+
+
+@pytest.mark.parametrize("level", [".incoming", PATH.namespace, PATH.fanout])
+def test_directory_that_cannot_be_made_fails_the_store(rig: Rig, level: str) -> None:
+    rig.answer = first(errno.EDQUOT, "mkdirat", level)
+    assert rig.store()[:2] == (Trouble.NOT_MOVED, errno.EDQUOT)
+    assert not rig.unfinished
+
+
+def test_write_that_is_interrupted_is_made_again(rig: Rig) -> None:
+    rig.answer = first(errno.EINTR, "pwrite")
+    assert rig.store().verdict is Verdict.OK
+    assert rig.load().verdict is Verdict.OK
+
+
+def test_name_of_an_unfinished_file_that_exists_is_left_to_it(rig: Rig) -> None:
+    (rig.path / ".incoming").mkdir(mode=0o700)
+    other = rig.path / ".incoming" / f"{rig.names.prefix}0.tmp"
+    other.write_text("another's")
+    assert rig.store().verdict is Verdict.OK
+    assert other.read_text() == "another's"
+    (name,) = [name for call, _, name, _ in rig.calls if call == "openat" and name.endswith(".tmp")][1:]
+    assert rig.names.is_in_use(name)
+
+
+def test_rename_that_was_asked_for_twice_is_a_stored_row(rig: Rig) -> None:
+    """As NFS does when the first answer was lost."""
+    rig.answer = first(-errno.ENOENT, "renameat")
+    assert rig.store().verdict is Verdict.OK
+    assert rig.load().verdict is Verdict.OK
+
+
+def test_unfinished_file_that_was_deleted_fails_the_store(rig: Rig) -> None:
+    rig.store()
+    before = rig.row.read_bytes()
+
+    def delete(call: str, *_: object) -> int:
+        if call == "renameat":
+            for name in rig.unfinished:
+                (rig.path / ".incoming" / name).unlink()
+        return 0
+
+    rig.answer = delete
+    assert rig.store()[:2] == (Trouble.NOT_MOVED, errno.ENOENT)
+    assert rig.row.read_bytes() == before
+
+
+@pytest.mark.parametrize(("when", "level"), [("renameat", ""), ("openat", PATH.namespace), ("openat", PATH.fanout)])
+def test_directories_that_others_remove_meanwhile_are_made_again(rig: Rig, when: str, level: str) -> None:
+    """Whoever deletes the last row there removes what is empty, at any moment before the rename."""
+    left = LOSSES
+
+    def removed(call: str, name: str, _: int) -> int:
+        nonlocal left
+        if left and call == when and name.endswith(level or ".row"):
+            left -= 1
+            with suppress(OSError):
+                (rig.path / PATH.namespace / PATH.fanout).rmdir()
+            with suppress(OSError):
+                (rig.path / PATH.namespace).rmdir()
+        return 0
+
+    rig.answer = removed
+    moved = rig.store()
+    assert left == 0
+    assert moved.verdict is Verdict.OK
+    assert len([call for call, *_ in rig.calls if call == "mkdirat"]) >= LOSSES // 2
+    rig.answer = lambda *_: 0
+    assert rig.load().verdict is Verdict.OK
+
+
+def test_path_that_was_removed_is_not_made_again(rig: Rig) -> None:
+    shutil.rmtree(rig.path)
+    assert rig.store()[:2] == (Trouble.NOT_MOVED, errno.ENOENT)
+    assert not rig.path.exists()
+
+
+def test_rows_stay_in_the_directory_that_was_opened(rig: Rig) -> None:
+    """The path may lead to the directory below a mount that has gone."""
+    rig.path.rename(rig.path.with_name("elsewhere"))
+    rig.path.mkdir()
+    assert rig.store().verdict is Verdict.OK
+    assert list(rig.path.iterdir()) == []
+
+
+# --- what is foreign --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [".incoming", PATH.namespace, PATH.fanout])
+@pytest.mark.parametrize("foreign", ["link", "file", "open to all"])
+def test_directory_that_may_be_foreign_is_neither_written_nor_read(
+    rig: Rig, tmp_path: Path, level: str, foreign: str
+) -> None:
+    rig.store()
+    before = rig.row.read_bytes()
+    where = rig.path / PATH.namespace / PATH.fanout if level == PATH.fanout else rig.path / level
+    if foreign == "open to all":
+        where.chmod(0o777)
+    else:
+        where.rename(tmp_path / "moved")
+        where.symlink_to(tmp_path / "moved") if foreign == "link" else where.write_text("")
+    error = errno.EPERM if foreign == "open to all" else errno.ENOTDIR
+    assert rig.store()[:2] == (Trouble.NOT_MOVED, error)
+    if level != ".incoming":
+        if foreign == "open to all":
+            assert rig.load().verdict is Verdict.OK, "the file is this user's, and its seal is good"
+            rig.answer = walking()
+        assert rig.load()[:2] == (Trouble.NOT_MOVED, error)
+    assert next(tmp_path.rglob(PATH.name)).read_bytes() == before
+
+
+def test_what_is_no_file_of_this_user_is_a_miss_and_stays(rig: Rig, tmp_path: Path) -> None:
+    rig.store()
+    raw = rig.row.read_bytes()
+
+    def link() -> None:
+        (tmp_path / "row").write_bytes(raw)
+        rig.row.symlink_to(tmp_path / "row")
+
+    def another_user() -> None:
+        rig.row.write_bytes(raw)
+        os.chown(rig.row, 12345, -1)
+
+    kinds: list[Callable[[], object]] = [link, lambda: os.mkfifo(rig.row)]
+    kinds += [another_user] if os.geteuid() == 0 else []
+    for make in (*kinds, rig.row.mkdir):
+        rig.row.unlink()
+        make()
+        assert rig.load().verdict is Trouble.FOREIGN
+        assert os.path.lexists(rig.row)
+
+
+# --- loads that fail --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [PATH.namespace, PATH.fanout, PATH.name])
+def test_row_that_is_not_there_is_missing(rig: Rig, level: str) -> None:
+    rig.store()
+    if level == PATH.name:
+        rig.row.unlink()
+    else:
+        shutil.rmtree(rig.row.parent if level == PATH.fanout else rig.row.parents[1])
+    assert rig.load()[:2] == (Trouble.ABSENT, 0)
+    rig.store()
+    for answer in first(errno.ESTALE, "openat", PATH.name), walking(first(errno.ESTALE, "openat", level)):
+        rig.answer = answer
+        assert rig.load()[:2] == (Trouble.ABSENT, 0)
+        assert rig.load().verdict is Verdict.OK
+
+
+def test_row_that_becomes_stale_while_it_is_read_is_missing(rig: Rig) -> None:
+    rig.store()
+    rig.answer = first(errno.ESTALE, "pread")
+    assert rig.load().verdict is Trouble.ABSENT
+
+
+def test_nothing_is_missing_where_the_path_itself_is_stale(rig: Rig) -> None:
+    rig.store()
+    for level in (PATH.name, PATH.namespace):
+        stale = (("openat", level), ("fstat", "kv"))
+        rig.answer = walking(lambda call, name, _, stale=stale: errno.ESTALE if (call, name) in stale else 0)  # type: ignore[misc]
+        assert rig.load()[:2] == (Trouble.NOT_MOVED, errno.ESTALE)
+
+
+@pytest.mark.parametrize("call", ["openat", "pread", "fstat"])
+@pytest.mark.parametrize("error", [errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.ETIMEDOUT])
+def test_row_that_cannot_be_read_has_failed_and_is_not_missing(rig: Rig, call: str, error: int) -> None:
+    rig.store()
+    rig.answer = first(error, call, ".row")
+    assert rig.load()[:2] == (Trouble.NOT_MOVED, error)
+
+
+@pytest.mark.parametrize("size", [0, 4096, GEOMETRY.row_bytes - 4096, GEOMETRY.row_bytes + 4096])
+def test_file_of_another_size_is_no_row(rig: Rig, size: int) -> None:
+    rig.store()
+    os.truncate(rig.row, size)
+    assert rig.load()[:2] == (Trouble.CUT, 0)
+
+
+@pytest.mark.parametrize("size", [0, 4096, GEOMETRY.row_bytes - 4096])
+def test_file_that_is_cut_while_it_is_read_is_no_row(rig: Rig, size: int) -> None:
+    rig.store()
+    before = rig.row.stat().st_ino
+
+    def cut(call: str, *_: object) -> int:
+        if call == "pread":
+            os.truncate(rig.row, size)
+        return 0
+
+    rig.answer = cut
+    moved = rig.load()
+    assert moved.verdict is Trouble.CUT
+    assert moved.inode == before
+
+
+@pytest.mark.parametrize("call", ["openat", "pread"])
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_file_that_takes_no_direct_read_is_read_without(rig: Rig, call: str, error: int) -> None:
+    rig.store()
+    direct = []
+
+    def refusing(called: str, name: str, flags: int) -> int:
+        if called == "openat" and name == PATH.name:
+            direct.append(bool(flags & os.O_DIRECT))
+        return error if called == call and name == PATH.name and direct[-1] else 0
+
+    rig.answer = refusing
+    assert rig.load(direct=True).verdict is Verdict.OK
+    assert direct == [True, False]
+    rig.answer = lambda called, name, _: error if (called, name) == (call, PATH.name) else 0
+    assert rig.load(direct=True)[:2] == (Trouble.NOT_MOVED, error), "it is tried once without"
+
+
+def test_good_row_is_touched_unless_it_was_used_lately_or_has_expired_or_its_seal_is_ahead(rig: Rig) -> None:
+    rig.store()
+    used_s = NOW + 1000
+    later = {"now_s": NOW + 5000, "touch_before_s": used_s + 1}
+    for place, touches in (
+        (later, True),
+        (later | {"touch_before_s": used_s}, False),
+        (later | {"expired_s": NOW}, False),
+        (later | {"expired_s": NOW - 1}, True),
+        (later | {"now_s": NOW - 1}, False),
+    ):
+        os.utime(rig.row, (used_s, used_s))
+        moved = rig.load(**place)
+        assert moved.verdict is Verdict.OK
+        assert moved.mtime_ns == used_s * 10**9
+        assert (rig.row.stat().st_mtime > used_s) == touches
+    os.utime(rig.row, (used_s, used_s))
+    rig.answer = first(errno.EPERM, "futimens")
+    assert rig.load(**later).verdict is Verdict.OK
+
+
+def test_row_that_is_there_is_not_stored_again_where_that_is_asked_for(rig: Rig) -> None:
+    rig.store()
+    before = rig.row.stat()
+    os.utime(rig.row, (NOW, NOW))
+    rig.calls.clear()
+    assert rig.store(keep=True, touch_before_s=NOW + 1).verdict is Trouble.FOUND
+    assert rig.row.stat().st_ino == before.st_ino
+    assert rig.row.stat().st_mtime > NOW, "it was used"
+    assert not [call for call, *_ in rig.calls if call in {"mkdirat", "pwrite", "renameat"}]
+    assert rig.store().verdict is Verdict.OK
+    assert rig.row.stat().st_ino != before.st_ino
+
+
+@pytest.mark.parametrize("damage", ["short", "link", "directory"])
+def test_what_is_no_row_is_replaced_or_stays(rig: Rig, damage: str) -> None:
+    rig.store()
+    if damage == "short":
+        os.truncate(rig.row, 4096)
+    else:
+        rig.row.unlink()
+        rig.row.mkdir() if damage == "directory" else rig.row.symlink_to("/")
+    error = errno.EISDIR if damage == "directory" else 0
+    verdict = Trouble.NOT_MOVED if error else Verdict.OK
+    assert rig.store(keep=True)[:2] == (verdict, error)
+    assert rig.load().verdict is (Trouble.FOREIGN if error else Verdict.OK)
+
+
+# --- planted bugs -----------------------------------------------------------------------------------------------------
+
+BUGS: dict[str, tuple[dict[str, str], Callable[[Rig, Path], object]]] = {
+    "error of close is lost": (
+        {"if (close(fd) && !error)": "if (close(fd) && 0)"},
+        lambda rig, _: test_store_that_fails_leaves_the_row_as_it_was(rig, "close", -errno.ENOSPC, replaced=False),
+    ),
+    "name of a row is opened to write": (
+        {"int error = renameat(": "close(openat(fanout, name, O_WRONLY | O_CREAT, 0600)); int error = renameat("},
+        lambda rig, _: test_name_of_a_row_is_only_read_and_gets_a_file_that_is_whole_and_closed(rig),
+    ),
+    "file is renamed before it is whole": (
+        {"if (got <= 0)\n            return got ? errno : EIO;": "if (got <= 0)\n            return 0;"},
+        lambda rig, _: test_store_that_fails_leaves_the_row_as_it_was(rig, "pwrite", errno.EIO, replaced=True),
+    ),
+    "unfinished file stays": (
+        {"if (error && error != EEXIST)": "if (0)"},
+        lambda rig, _: test_store_that_fails_leaves_the_row_as_it_was(rig, "pwrite", errno.EIO, replaced=False),
+    ),
+    "directory that has gone ends a store": (
+        {"continue; /* it is a directory": "return error; /* it is a directory"},
+        lambda rig, _: test_directories_that_others_remove_meanwhile_are_made_again(rig, "renameat", ""),
+    ),
+    "links are followed": (
+        {"BENEATH_NO_SYMLINKS = 0x08 | 0x04": "BENEATH_NO_SYMLINKS = 0"},
+        lambda rig, path: test_directory_that_may_be_foreign_is_neither_written_nor_read(
+            rig, path, PATH.namespace, "link"
+        ),
+    ),
+    "open directories are used": (
+        {"|| status.st_mode & (S_IWGRP | S_IWOTH)": ""},
+        lambda rig, path: test_directory_that_may_be_foreign_is_neither_written_nor_read(
+            rig, path, PATH.fanout, "open to all"
+        ),
+    ),
+    "what is no file is read": (
+        {"if (!S_ISREG(status.st_mode) || status.st_uid != order->uid)": "if (0)"},
+        test_what_is_no_file_of_this_user_is_a_miss_and_stays,
+    ),
+    "error is a miss": (
+        {"return error == ENOENT ||": "return error == ENOENT || error == EIO ||"},
+        lambda rig, _: test_row_that_cannot_be_read_has_failed_and_is_not_missing(rig, "pread", errno.EIO),
+    ),
+    "path that is stale is a miss": (
+        {"error == ESTALE && !fstat(order->base, &status)": "error == ESTALE"},
+        lambda rig, _: test_nothing_is_missing_where_the_path_itself_is_stale(rig),
+    ),
+    "rest of a file that was cut is taken for read": (
+        {"return got ? not_there(order, result, errno) : CUT;": "break;"},
+        lambda rig, _: test_file_that_is_cut_while_it_is_read_is_no_row(rig, 0),
+    ),
+    "row is read into the region": (
+        {"AGAIN(got, pread(fd, thread->buffer + done,": "AGAIN(got, pread(fd, thread->worker->region + done,"},
+        lambda rig, _: test_row_that_cannot_be_read_leaves_the_region_alone(rig),
+    ),
+    "seal is not looked at": (
+        {
+            "int64_t sealed_s = (int64_t)head": "verdict = V_OK;\n    int64_t sealed_s = (int64_t)head",
+        },
+        lambda rig, _: test_verdicts_are_those_of_python(rig, 66_001),
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_bugs_planted_in_the_c_are_caught(tmp_path: Path, bug: str) -> None:
+    replaced, check = BUGS[bug]
+    made: list[Rig] = []
+    with installed(build(tmp_path / "built", replaced), lambda *call: made[0].hook(*call) if made else 0):
+        made.append(Rig(tmp_path / "kv"))
+        try:
+            with pytest.raises((AssertionError, StopIteration)):
+                check(made[0], tmp_path)
+        finally:
+            made[0].answer = lambda *_: 0
+            made[0].close()
+
+
+# --- sanitizers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_threads_move_random_units_under_sanitizers(sanitizers: str, tmp_path: Path) -> None:
+    compiler, program = shutil.which("gcc"), tmp_path / "driver"
+    if compiler is None:
+        pytest.skip("no gcc here")
+    flags = [*sanitizer_flags(compiler, tmp_path, sanitizers), "-std=c11", "-D_GNU_SOURCE", f"-I{CSRC}"]
+    source = Path(__file__).with_name("worker_driver.c")
+    warnings = ["-Wall", "-Wextra", "-Werror"]
+    subprocess.run([compiler, *flags, *warnings, "-o", program, source, "-lpthread"], check=True)
+    for seed in ("1", "2"):
+        folder = tmp_path / seed
+        folder.mkdir(mode=0o700)
+        ended = subprocess.run([program, folder, seed], check=False, capture_output=True, text=True)
+        if "unexpected memory mapping" in ended.stderr:
+            pytest.skip("ThreadSanitizer does not know this kernel's layout of addresses")
+        assert ended.stdout == "done\n", ended.stderr[-3000:]

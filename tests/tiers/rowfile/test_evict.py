@@ -1,0 +1,276 @@
+"""Which rows are evicted, in a directory of the usual shape; each planted bug in that must be caught."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from random import Random
+
+import pytest
+
+from nixl_tiers.tiers.rowfile.budget import Budget, Swept
+from nixl_tiers.tiers.rowfile.evict import FANOUTS, OLD_SHARE, SAMPLE_ROWS, Evictor, Row
+
+ROW = 4096
+MODELS = {"large": 6000, "small": 2000, "new": 24}  # rows, by namespace
+
+
+class Directory:
+    """Of all ages alike, but of the newest namespace, whose rows are new."""
+
+    def __init__(self, random: Random) -> None:
+        ages = iter(random.sample(range(1, 10**6), sum(MODELS.values())))
+        self.there = {
+            Row(namespace, random.choice(FANOUTS), f"{number}", 10**9 if namespace == "new" else next(ages), ROW)
+            for namespace, count in MODELS.items()
+            for number in range(count)
+        }
+        self.by_place: dict[tuple[str, str], set[Row]] = {}
+        for row in self.there:
+            self.by_place.setdefault(row[:2], set()).add(row)
+        self.deleted: list[Row] = []
+        self.looked_at = 0
+
+    def namespaces(self) -> Sequence[str]:
+        return list(MODELS)
+
+    def rows(self, namespace: str, fanout: str) -> Sequence[Row]:
+        rows = sorted(self.by_place.get((namespace, fanout), ()))
+        self.looked_at += len(rows)
+        return rows
+
+    def unlink(self, rows: Sequence[Row]) -> Sequence[Row]:
+        for row in rows:
+            self.by_place[row[:2]].remove(row)
+            self.there.remove(row)
+        self.deleted += rows
+        return rows
+
+    @property
+    def oldest(self) -> list[Row]:
+        return sorted(self.there, key=lambda row: row.used_ns)
+
+
+def refuse_row(budget: Budget, files: Directory) -> None:
+    """So that room is made for it."""
+    for _ in range(2):
+        budget.begin_sweep()
+        found = Swept()
+        for namespace in MODELS:
+            found.rows[namespace] = sum(row.namespace == namespace for row in files.there), ROW
+        budget.end_sweep(found)
+        budget.reserve()
+    assert budget.excess_bytes
+
+
+def evict(
+    share: float, evictor: Callable[..., Evictor] = Evictor, seed: int = 0, files: Directory | None = None
+) -> Directory:
+    """Room for this share of all rows is made in a full directory."""
+    random = Random(seed)
+    files = files or Directory(random)
+    count = len(files.there)
+    budget = Budget(int(count * ROW / (1 + share)), ROW)
+    budget.room_bytes = 0
+    refuse_row(budget, files)
+    assert not any(evictor(files, budget, random).steps())
+    assert not budget.excess_bytes
+    assert len(files.there) * ROW <= budget.capacity_bytes, "there is no room"
+    assert len(files.there) * ROW > budget.capacity_bytes - ROW, "more was deleted than had to"
+    return files
+
+
+def check(evictor: Callable[..., Evictor] = Evictor) -> None:
+    """All that holds of an eviction of a 64th, a third, and half."""
+    starts = set()
+    for seed in range(3):
+        files = evict(1 / 64, evictor, seed)
+        starts.add(files.deleted[0].fanout)
+        before = sorted((row for row in [*files.there, *files.deleted]), key=lambda row: row.used_ns)
+        newest = max(before.index(row) for row in files.deleted)
+        assert newest < 1.25 * len(before) / OLD_SHARE, "a row was deleted that is not old"
+        assert files.looked_at < len(before) / 2, "more was looked at than had to"
+        by_directory = Counter(row.fanout for row in files.deleted)
+        rows_of = Counter(row.fanout for row in before)
+        assert max(by_directory[name] / rows_of[name] for name in by_directory) < 0.5, "a hole in every prefix"
+    assert len(starts) > 1, "engines begin at the same place"
+    for share in (0.5, 1.0):
+        files = evict(share, evictor)
+        by_namespace = Counter(row.namespace for row in files.deleted)
+        assert by_namespace["new"] == 0, "rows were deleted that are new"
+        shares = [by_namespace[name] / MODELS[name] for name in ("large", "small")]
+        assert abs(shares[0] - shares[1]) < 0.05, "one namespace pays for another"
+    ties = Directory(Random(0))
+    ties.there = {row._replace(used_ns=5) for row in ties.there}
+    for place, rows in ties.by_place.items():
+        ties.by_place[place] = {row._replace(used_ns=5) for row in rows}
+    evict(1 / 64, evictor, files=ties)
+
+
+def test_rows_of_about_the_oldest_eighth_go() -> None:
+    check()
+
+
+def test_next_eviction_goes_on_where_the_last_one_ended() -> None:
+    """A pass is a pass, in however many evictions: its sample is taken once."""
+    random = Random(1)
+    files, budget = Directory(random), Budget(10**9, ROW)
+    evictor = Evictor(files, budget, random)
+    count = len(files.there)
+    sampled: list[int] = []
+    for _ in range(6):
+        budget.capacity_bytes = len(files.there) * ROW
+        budget.room_bytes = count // 64 * ROW
+        refuse_row(budget, files)
+        assert not any(evictor.steps())
+        sampled.append(evictor._before_ns)
+    assert len(set(sampled)) == 1
+    assert 0 < len(evictor._left) < 128
+
+
+def test_directory_without_rows_is_no_room() -> None:
+    random, files = Random(0), Directory(Random(0))
+    files.by_place.clear()
+    budget = Budget(ROW, ROW)
+    found = Swept(other_bytes=10 * ROW)
+    budget.begin_sweep()
+    budget.end_sweep(found)
+    budget.reserve()
+    budget.begin_sweep()
+    budget.end_sweep(found)
+    assert budget.excess_bytes
+    assert not any(Evictor(files, budget, random).steps())
+    assert not budget.excess_bytes
+
+
+class Contended(Directory):
+    """Nothing is deleted by these calls."""
+
+    def unlink(self, rows: Sequence[Row]) -> Sequence[Row]:
+        return []
+
+
+class QuickOthers(Contended):
+    """They delete what is old as soon as it is wanted."""
+
+    def unlink(self, rows: Sequence[Row]) -> Sequence[Row]:
+        super(Contended, self).unlink(rows)
+        return []
+
+
+class QuickerOthers(Contended):
+    """They do so as soon as it was sampled."""
+
+    def rows(self, namespace: str, fanout: str) -> Sequence[Row]:
+        found = super().rows(namespace, fanout)
+        for row in found if self.looked_at > SAMPLE_ROWS else ():
+            self.by_place[row[:2]].discard(row)
+        return [] if self.looked_at > SAMPLE_ROWS + len(found) else found
+
+
+@pytest.mark.parametrize(("kind", "full"), [(Contended, True), (QuickOthers, False), (QuickerOthers, False)])
+def test_rows_that_others_delete_meanwhile_are_a_reason_to_sweep(kind: type[Directory], full: bool) -> None:
+    """And none to refuse a row, unlike those that cannot be deleted."""
+    random = Random(0)
+    files, budget = kind(random), Budget(sum(MODELS.values()) * ROW, ROW)
+    refuse_row(budget, files)
+    assert not any(Evictor(files, budget, random).steps())
+    assert (budget.sweep_due, budget.full) == (not full, full)
+
+
+# --- planted bugs
+
+
+class WholeDirectoriesGo(Evictor):
+    def _sample(self) -> None:
+        super()._sample()
+        self._before_ns = 2 * 10**9
+
+
+class SampleOfOneNamespace(Evictor):
+    """It tells nothing of the others."""
+
+    def _sample(self) -> None:
+        files, self._files = self._files, _Only(self._files, "new")
+        super()._sample()
+        self._files = files
+
+
+class OneNamespacePays(Evictor):
+    def _delete_old(self, rows: Sequence[Row]) -> bool:
+        return super()._delete_old([row for row in rows if row.namespace == "small"])
+
+
+class RowsOfTheSameAgeStay(Evictor):
+    def _delete_old(self, rows: Sequence[Row]) -> bool:
+        return super()._delete_old([row for row in rows if row.used_ns < self._before_ns])
+
+
+class OnePassIsAll(Evictor):
+    """No new sample."""
+
+    passes = 0
+
+    def _sample(self) -> None:
+        super()._sample()
+        self.passes += 1
+        if self.passes > 1:
+            self._before_ns = 0
+
+
+class AlwaysFromTheFirst(Evictor):
+    def _sample(self) -> None:
+        super()._sample()
+        self._left.sort(reverse=True)
+
+
+class SampleOfAFewRows(Evictor):
+    def _sample(self) -> None:
+        super()._sample()
+        self._before_ns = sorted(row.used_ns for row in self._files.rows("large", FANOUTS[0]))[20]
+
+
+class GoesOnToTheEndOfADirectory(Evictor):
+    """However much has gone."""
+
+    def _delete_old(self, rows: Sequence[Row]) -> bool:
+        old = [row for row in rows if row.used_ns <= self._before_ns]
+        for row in self._files.unlink(old):
+            self._budget.evicted(row.namespace, row.nbytes)
+        return bool(old)
+
+
+class EachEvictionSamplesAll(Evictor):
+    def _sample(self) -> None:
+        super()._sample()
+        for fanout in FANOUTS:
+            self._files.rows("large", fanout)
+
+
+class _Only:
+    def __init__(self, files: Directory, namespace: str) -> None:
+        self._files, self._namespace = files, namespace
+        self.rows = files.rows
+        self.unlink = files.unlink
+
+    def namespaces(self) -> Sequence[str]:
+        return [self._namespace]
+
+
+MUTANTS = (
+    WholeDirectoriesGo,
+    SampleOfOneNamespace,
+    OneNamespacePays,
+    RowsOfTheSameAgeStay,
+    OnePassIsAll,
+    AlwaysFromTheFirst,
+    SampleOfAFewRows,
+    GoesOnToTheEndOfADirectory,
+    EachEvictionSamplesAll,
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_planted_bug_is_caught(mutant: type[Evictor]) -> None:
+    with pytest.raises(AssertionError):
+        check(mutant)
