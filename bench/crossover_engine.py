@@ -40,7 +40,7 @@ class Trace:
         finished, observe = core.events.finished, manager._meter._observe
 
         def note_finished(tier: int, job_id: int, *more: Any, **named: Any) -> None:
-            if (job := core.tiers[tier].jobs.get(job_id)) is not None:
+            if (job := core.movers[tier].jobs.get(job_id)) is not None:
                 self._note_job("ends", job)
             finished(tier, job_id, *more, **named)
 
@@ -55,7 +55,7 @@ class Trace:
     @property
     def measures(self) -> bool:
         """Whether rows are being loaded, or are going to be, that no request waits for."""
-        return self._core._measurements.busy or any(tier.rows_loading for tier in self._core.tiers)
+        return bool(self._core._measurements.to_come) or any(tier.rows_loading for tier in self._core.tiers)
 
     def begin(self) -> None:
         self.events = []

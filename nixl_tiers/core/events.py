@@ -9,6 +9,7 @@ from nixl_tiers.core.existence import ExistenceCheck, ExistenceChecks
 from nixl_tiers.core.health import Health
 from nixl_tiers.core.listing import Steps, add_columns, begin_listing, end_listing, take_all
 from nixl_tiers.core.measurements import Measurements
+from nixl_tiers.core.member import Member
 from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.retention import Retention
@@ -50,18 +51,18 @@ class Events:
     def opened(self, mover: int, slots: int) -> Steps:
         """A mover serves its medium (again), with room for `slots` rows, perhaps fewer than before; the rows that it
         holds are listed next. None of these is a hit, and nothing is planned for it, before the last step."""
-        return begin_listing(self._state.movers[mover], slots)
+        return begin_listing(*self._of(mover), slots)
 
     def resized(self, mover: int, slots: int) -> None:
         """There is room for more or fewer rows, while it is open. Rows beyond it are listed as removed."""
-        member = self._state.movers[mover]
-        member.tier.index.set_limit(member, slots)
+        tier, member = self._of(mover)
+        tier.index.set_limit(member, slots)
 
     def listed(self, mover: int, entries: Iterable[tuple[int, Key, int]], last: bool) -> None:
         """Rows that the medium holds: (slot, key, tick), or removed ones: a negative slot. They are verified when they
         are loaded. `last`: the listing is complete."""
-        member = self._state.movers[mover]
-        listed, (first, end) = member.tier, member.slot_range
+        listed, member = self._of(mover)
+        first, end = member.slot_range
         for slot, key, tick in entries:
             used = min(tick, MOST_TICK)
             if slot >= 0:
@@ -82,27 +83,26 @@ class Events:
     def columns_listed(self, mover: int, columns: Columns) -> Steps:
         """The same for many rows; the core owns `columns` from now on. No other event of this mover may come before the
         last step."""
-        member = self._state.movers[mover]
-        return self._going_on(member.tier, add_columns(member, columns))
+        tier, member = self._of(mover)
+        return self._going_on(tier, add_columns(tier, member, columns))
 
     def listing_ends(self, mover: int) -> Steps:
         """To be done before the last `listed`, if that is not to take long: rows of before the medium was opened again
         that were not listed are gone."""
-        return end_listing(self._state.movers[mover])
+        return end_listing(*self._of(mover))
 
     def gone_before(self, mover: int, tick: int) -> None:
         """Of an asked tier: rows that were written before are not there any more. They are forgotten in slices."""
-        self._state.movers[mover].tier.index.gone_before = min(tick, MOST_TICK)
+        self._of(mover)[0].index.gone_before = min(tick, MOST_TICK)
 
     def existence_checked(self, mover: int, check: int, absent: Collection[Key], now: float) -> None:
         """An existence check was answered: what it found was listed before this, `absent` is not there."""
-        self._checks.answered(self._state.movers[mover].tier.number, check, absent, now)
+        self._checks.answered(self._state.movers[mover].tier, check, absent, now)
 
     def down(self, mover: int, now: float) -> None:
         """The medium does not answer. Its rows are misses until it is opened again. Of several members the others go
         on: what is queued to be loaded from this one is dropped as its turn comes."""
-        member = self._state.movers[mover]
-        lost = member.tier
+        lost, member = self._of(mover)
         self._state.begin_slice()
         member.shut()
         self._checks.lost(lost.number)
@@ -116,8 +116,8 @@ class Events:
     def killed(self, mover: int, now: float) -> None:
         """The mover was sent a kill. It may still write to its rows: these stay in quarantine until `lost`. Both
         circuits open: loads resume after two good probes."""
-        killed = self._state.movers[mover]
-        killed.tier.counters.kills += 1
+        tier, killed = self._of(mover)
+        tier.counters.kills += 1
         self.down(mover, now)
         self._health.mover_killed(killed, now)
         self._work(now)
@@ -125,8 +125,8 @@ class Events:
     def lost(self, mover: int, now: float) -> None:
         """The mover is dead and reaped: nothing writes to its rows any more. All its jobs have failed. For each
         circuit that is one failure: unless it was killed, its rows are hits as soon as the next mover has opened."""
-        lost = self._state.movers[mover]
-        lost.tier.counters.deaths += 1
+        tier, lost = self._of(mover)
+        tier.counters.deaths += 1
         self.down(mover, now)
         self._health.mover_died(lost, now)
         self._work(now)
@@ -215,7 +215,7 @@ class Events:
         """
         if (job := self._job(mover, job_id)) is None:
             return
-        moved, moves = self._state.movers[mover].tier, job.moves
+        moved, moves = self._of(mover)[0], job.moves
         _check_report(job, len(moves), len(outcomes), partial)
         self._begin_report(moves, partial)
         took_s = now - job.started_s
@@ -248,7 +248,7 @@ class Events:
             raise ValueError(f"rows of job {job_id} that it does not have, or all of them")
         _check_report(job, len(moves), len(outcomes), partial)
         self._begin_report(moves, partial)
-        moved = self._state.movers[mover].tier
+        moved = self._of(mover)[0]
         moved.ending_moves += reversed(moves)
         job.moves = [*left.values()]
         self._health.rows_ended(moved, job, moves, outcomes, now)
@@ -256,10 +256,14 @@ class Events:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
+    def _of(self, mover: int) -> tuple[Tier, Member]:
+        member = self._state.movers[mover]
+        return self._state.tiers[member.tier], member
+
     def _work(self, now: float) -> None:
         for member in self._state.movers:
             while (job := self._health.next_to_end(member, now)) is not None:
-                self._end_job(member.tier, job, [Outcome.FAILED] * len(job.moves), now)
+                self._end_job(self._state.tiers[member.tier], job, [Outcome.FAILED] * len(job.moves), now)
                 if member.state is TierState.DOWN:
                     member.clear_deletes()  # the next mover lists what is there
         for tier in self._state.tiers:
@@ -282,8 +286,7 @@ class Events:
 
     def _job(self, mover: int, job_id: int) -> Job | None:
         """The open job of this mover."""
-        job = self._state.movers[mover].tier.jobs.get(job_id)
-        return job if job is not None and job.mover == mover else None
+        return self._state.movers[mover].jobs.get(job_id)
 
     def _begin_report(self, moves: Sequence[PlannedMove], partial: Sequence[tuple[int, int]]) -> None:
         self._state.begin_slice()
@@ -293,7 +296,7 @@ class Events:
 
     def _end_job(self, tier: Tier, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
         tier.ending_moves += reversed(job.moves)
-        tier.jobs.pop(job.id, None)
+        self._state.movers[job.mover].jobs.pop(job.id, None)
         self._state.job_ended(tier, job)
         self._end_moves(tier, job.direction, job.moves, outcomes, now)
 

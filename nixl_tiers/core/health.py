@@ -52,7 +52,7 @@ class Health:
         """Jobs after their soft deadline: rows of loads are set aside, and quarantined (not allocated) until the mover
         is done with them, or dead. The mover is left alone."""
         for tier in self._state.tiers:
-            for job in tier.jobs.values():
+            for job in tier.jobs:
                 if not job.abandoned and now > job.soft_deadline_s:
                     if not self._state.take(len(job.moves)):
                         return
@@ -63,13 +63,14 @@ class Health:
     def overdue(self, now: float) -> dict[int, str]:
         """Movers that must be killed, and why: a job after its hard deadline, or too many rows in quarantine."""
         killed: dict[int, str] = {}
-        for tier in self._state.tiers:
-            killed |= {job.mover: "a job is overdue" for job in tier.jobs.values() if job.hard_deadline_s < now}
         for member in self._state.movers:
-            window = self._state.window(member.tier, Direction.LOAD) // len(member.tier.members)
+            tier, jobs = self._state.tiers[member.tier], member.jobs.values()
+            window = self._state.window(tier, Direction.LOAD) // len(tier.members)
             most = max(1, int(window * self._state.limits.quarantine_share))
-            if member.readable and member.quarantined > most and member.number not in killed:
-                loads = [job for job in _jobs_of(member) if job.abandoned and job.direction is Direction.LOAD]
+            if any(job.hard_deadline_s < now for job in jobs):
+                killed[member.number] = "a job is overdue"
+            elif member.readable and member.quarantined > most:
+                loads = [job for job in jobs if job.abandoned and job.direction is Direction.LOAD]
                 if any(now > 2 * job.soft_deadline_s - job.started_s for job in loads):
                     killed[member.number] = "too many rows are stuck"
         return killed
@@ -119,7 +120,7 @@ class Health:
         """Its mover is dead: a failure for both of its circuits, and for its open probes."""
         for breaker in member.breakers.values():
             breaker.record(False, now)
-        for job in _jobs_of(member):
+        for job in member.jobs.values():
             if job.probe_episode is not None:
                 member.breakers[job.direction].end_probe(job.probe_episode, False, now)
         for dead in member.dead:
@@ -129,7 +130,7 @@ class Health:
     def next_to_end(self, member: Member, now: float) -> Job | None:
         """Work off the member's dead jobs while the slice has room. Returns one that has ended, for the caller to end
         its moves; None if there is none, or no room."""
-        tier = member.tier
+        tier = self._state.tiers[member.tier]
         while member.dead and not (dead := member.dead[0]).idle:
             if dead.to_abandon:
                 if not self._state.take(len(dead.to_abandon[0].moves)):
@@ -149,13 +150,13 @@ class Health:
     def plan_load_probe(self, member: Member, now: float) -> list[Job]:
         """A load of one row, if the circuit is half-open, into a scratch row, which no look-up finds; it may evict a
         row of a full host."""
-        tier, loads = member.tier, member.loads
+        tier, loads = self._state.tiers[member.tier], member.loads
         if member.state is TierState.DOWN or not loads.wants_probe:
             return []
         if not len(tier.index.slots_of(member)):  # no load can fail, and none was asked for while it was not readable
             loads.end_probe(loads.begin_probe(), True, now)
             return []
-        key = row_to_load(member)
+        key = row_to_load(tier, member)
         if key is None or not tier.index.rows.is_stored(key) or not self._state.make_room(1):
             return []
         move = tier.start_load(self._state.host.allocate_scratch(key))
@@ -163,7 +164,7 @@ class Health:
 
     def plan_store_probe(self, member: Member, now: float) -> list[Job]:
         """A store of one row, if the circuit is half-open and the host has any that the tier lacks."""
-        tier, stores = member.tier, member.breakers[Direction.STORE]
+        tier, stores = self._state.tiers[member.tier], member.breakers[Direction.STORE]
         row = row_to_store(tier, self._state.host) if member.state is TierState.UP and stores.wants_probe else None
         if row is None:
             return []
@@ -191,12 +192,11 @@ class Health:
         """Its open jobs are dead. What most likely made its mover hang is set aside: places of overdue jobs, or else of
         a probe, or else of abandoned jobs. If there are none, those of all of them, for a moment, as one may be what it
         died of."""
-        tier, jobs, limits = member.tier, _jobs_of(member), self._state.limits
-        ending = self._state.jobs_of_ending_moves(member, now)
+        tier, limits, jobs = self._state.tiers[member.tier], self._state.limits, [*member.jobs.values()]
+        ending = self._state.jobs_of_ending_moves(tier, member, now)
         if not (jobs or ending):
             return
-        for job in jobs:
-            del tier.jobs[job.id]
+        member.jobs = {}
         guilty = (
             [job for job in jobs if job.hard_deadline_s < now]
             or [job for job in jobs if job.probe_episode is not None]
@@ -228,10 +228,11 @@ class Health:
         if job.probe_episode is not None:
             breaker.end_probe(job.probe_episode, good, now)
             if job.direction is Direction.STORE:
+                index = self._state.tiers[member.tier].index
                 if breaker.closed:  # it was the medium, and not these slots
-                    member.tier.index.write_again(member)
+                    index.write_again(member)
                 elif not good:  # the next probe tries it, rather than evict a row for another one
-                    member.tier.index.write_again(member, 1)
+                    index.write_again(member, 1)
         else:
             breaker.record(good, now)
 
@@ -247,10 +248,9 @@ MAX_SOUGHT: Final = 1024  # rows of a tier that are looked at; the first of them
 MAX_SAMPLED: Final = 64  # rows of the host
 
 
-def row_to_load(member: Member) -> Key | None:
+def row_to_load(tier: Tier, member: Member) -> Key | None:
     """A stored row that is not set aside, which would say nothing of its medium: the one asked for
     last while the circuit was not closed, or any other. Each call goes on from where the last one ended."""
-    tier = member.tier
     is_aside, place_of = tier.index.is_aside, tier.index.place_of_slot
     last = tier.last_refused
     if last is not None and tier.index.place_of(last) == member.place and not is_aside(last):
@@ -259,11 +259,6 @@ def row_to_load(member: Member) -> Key | None:
     rows = ((key, tier.index.rows.get(key)) for key in keys if not is_aside(key))
     found = ((key, Found(*row)) for key, row in rows if row is not None and place_of(row[0]) == member.place)
     return next((key for key, row in found if row.stored and not row.evicting), None)
-
-
-def _jobs_of(member: Member) -> list[Job]:
-    """Of its mover, the open ones."""
-    return [job for job in member.tier.jobs.values() if job.mover == member.number]
 
 
 def row_to_store(tier: Tier, host: HostTier) -> Row | None:

@@ -26,14 +26,14 @@ def take_all(steps: Steps) -> None:
         pass
 
 
-def begin_listing(member: Member, limit: int) -> Steps:
+def begin_listing(tier: Tier, member: Member, limit: int) -> Steps:
     """The member's medium was opened with `limit` slots: evict rows beyond it, or too many, the least valuable first.
     It is LISTING after the last step, and down before, unless the tier is cleared after this call."""
-    return _begin(member, limit, member.tier.index.clears)
+    return _begin(tier, member, limit, tier.index.clears)
 
 
-def _begin(member: Member, limit: int, clears: int) -> Steps:
-    index = member.tier.index
+def _begin(tier: Tier, member: Member, limit: int, clears: int) -> Steps:
+    index = tier.index
     if index.clears != clears:
         return
     member.clear_deletes()
@@ -45,23 +45,22 @@ def _begin(member: Member, limit: int, clears: int) -> Steps:
         return
     index.set_limit(member, limit)
     if isinstance(slots, Slots) and slots.end > limit:
-        yield from _sweep(member, clears, limit)
-    yield from _evict_surplus(member.tier)
+        yield from _sweep(tier, member, clears, limit)
+    yield from _evict_surplus(tier)
     if index.clears == clears:
         if not index.begin_listing(member):
-            yield from _sweep(member, clears, all_rows=True)
+            yield from _sweep(tier, member, clears, all_rows=True)
         if index.clears == clears:
             member.state = TierState.LISTING
 
 
-def add_columns(member: Member, columns: Columns) -> Steps:
+def add_columns(tier: Tier, member: Member, columns: Columns) -> Steps:
     """Many rows that the medium lists. The core owns `columns` from now on; they are dropped if the tier is cleared
     after this call."""
-    return _add(member, columns, member.tier.index.clears)
+    return _add(tier, member, columns, tier.index.clears)
 
 
-def _add(member: Member, columns: Columns, clears: int) -> Steps:
-    tier = member.tier
+def _add(tier: Tier, member: Member, columns: Columns, clears: int) -> Steps:
     rows = tier.limits.listed_per_step
     for start in range(0, columns.count, rows):
         if tier.index.clears == clears:
@@ -71,17 +70,16 @@ def _add(member: Member, columns: Columns, clears: int) -> Steps:
     yield from _evict_surplus(tier)
 
 
-def end_listing(member: Member) -> Steps:
+def end_listing(tier: Tier, member: Member) -> Steps:
     """All has been listed: what was not listed since the medium was opened again is gone; unless nothing ever is.
     Without steps if they have all been taken before."""
-    index = member.tier.index
-    if member.tier.spec.asked or member.place not in index.listing:
+    if tier.spec.asked or member.place not in tier.index.listing:
         return iter(())
-    return _sweep(member, index.clears)
+    return _sweep(tier, member, tier.index.clears)
 
 
-def _sweep(member: Member, clears: int, limit: int = ALL_SLOTS, *, all_rows: bool = False) -> Steps:
-    place, tier = 0, member.tier
+def _sweep(tier: Tier, member: Member, clears: int, limit: int = ALL_SLOTS, *, all_rows: bool = False) -> Steps:
+    place = 0
     while place >= 0 and tier.index.clears == clears:
         place = tier.index.sweep(member, place, tier.limits.listed_per_step, limit, all_rows=all_rows)
         yield None

@@ -8,32 +8,31 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.base.policies import Write
 from nixl_tiers.core.breaker import Breaker, BreakerState
+from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.pricing import ThroughputEstimate
-from nixl_tiers.core.slots import slots_each
-from nixl_tiers.core.types import Direction, OrphanedJobs, TierState
-
-if TYPE_CHECKING:
-    from nixl_tiers.core.tier import Tier
+from nixl_tiers.core.types import Direction, Job, OrphanedJobs, TierState
 
 UNLIMITED: Final = 1 << 62
 
 
 @dataclass(eq=False)
 class Member:
-    """`number`: of its mover, among those of all tiers; `place`: in its tier. `first_slot`: what the medium calls slot
-    0."""
+    """`number`: of its mover, among those of all tiers; `place`: in the tier of number `tier`. `slot_range`: its first
+    slot, which the medium calls slot 0, and the one behind its last. `writes`: whether its tier is ever written."""
 
-    tier: Tier = field(repr=False)
+    tier: int
     number: int
     place: int
-    first_slot: int
+    slot_range: tuple[int, int]
     limits: Limits
+    writes: bool
+    garbage: DeferredFree = field(repr=False)
+    jobs: dict[int, Job] = field(default_factory=dict)  # the open ones
     state: TierState = TierState.DOWN
     dead: deque[OrphanedJobs] = field(
         default_factory=deque
@@ -74,19 +73,17 @@ class Member:
         """The worse of both breakers. One that is down is an open circuit, whatever opened it."""
         if self.state is TierState.DOWN:
             return BreakerState.OPEN
-        if self.tier.spec.write is Write.OFF:  # what a kill has opened for stores, no store ever closes
+        if not self.writes:  # what a kill has opened for stores, no store ever closes
             return self.loads.state
         return max(breaker.state for breaker in self.breakers.values())
 
     @property
-    def slot_range(self) -> tuple[int, int]:
-        """Its first slot, and the one behind its last."""
-        return self.first_slot, self.first_slot + slots_each(len(self.tier.members))
+    def first_slot(self) -> int:
+        return self.slot_range[0]
 
     def under_way(self, direction: Direction) -> int:
         """How many rows its mover is moving."""
-        jobs = self.tier.jobs.values()
-        return sum(len(job.moves) for job in jobs if job.mover == self.number and job.direction is direction)
+        return sum(len(job.moves) for job in self.jobs.values() if job.direction is direction)
 
     def shut(self) -> None:
         """Its medium does not answer, or is about to be opened anew."""
@@ -95,7 +92,7 @@ class Member:
 
     def clear_deletes(self) -> None:
         """The medium lists its rows when it is opened again, including those that were to be deleted. O(1)."""
-        self.tier.garbage.add(self.to_delete)
+        self.garbage.add(self.to_delete)
         self.to_delete = deque()
 
     @property

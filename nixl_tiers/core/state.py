@@ -184,9 +184,8 @@ class CascadeState:
         free = [max(0, tier.index.slots_of(member).free) for member in tier.members]
         if any(fit := [min(room, slots) for room, slots in zip(rooms, free, strict=True)]):
             return fit
-        stuck = {job.mover for job in tier.jobs.values() if job.abandoned}
         for member, takes_any, slots in zip(tier.members, takes, free, strict=True):
-            if takes_any and slots and member.number not in stuck:
+            if takes_any and slots and not any(job.abandoned for job in member.jobs.values()):
                 return [0] * len(rooms)
         return rooms
 
@@ -202,8 +201,10 @@ class CascadeState:
 
     def movers_that_move(self, tier: Tier, keys: Collection[Key]) -> list[Member]:
         """Those whose jobs have any of these keys."""
-        numbers = {job.mover for job in tier.jobs.values() for move in job.moves if move.key in keys} if keys else ()
-        return [self.movers[number] for number in sorted(numbers)]
+        if not keys:
+            return []
+        moved = {job.mover for job in tier.jobs for move in job.moves if move.key in keys}
+        return [member for member in tier.members if member.number in moved]
 
     def tick_of(self, request: Request) -> int:
         """The request's tick; it gets one at its first use of any row."""
@@ -243,17 +244,18 @@ class CascadeState:
             return []
         jobs: list[Job] = []
         for member, part in _by_member(tier, moves):
-            jobs += self._start_jobs(member, direction, part, now, soon // len(tier.members))
+            jobs += self._start_jobs(tier, member, direction, part, now, soon // len(tier.members))
         for job in jobs:
             job.loaded_before = tier.loaded
         if direction is Direction.LOAD:
             self._join_burst(tier, jobs, now)
-        tier.jobs.update({job.id: job for job in jobs})
+        for job in jobs:
+            self.movers[job.mover].jobs[job.id] = job
         tier.ending_moves.clear()
         return jobs
 
-    def _start_jobs(
-        self, member: Member, direction: Direction, moves: list[PlannedMove], now: float, soon: int
+    def _start_jobs(  # noqa: PLR0917
+        self, tier: Tier, member: Member, direction: Direction, moves: list[PlannedMove], now: float, soon: int
     ) -> list[Job]:
         limits, throughput = self.limits, member.throughput[direction]
         nbytes = self.row_bytes * (soon + len(moves) + member.under_way(direction))
@@ -261,22 +263,21 @@ class CascadeState:
         hard_s = throughput.timeout_s(4 * nbytes, limits.hard_deadline_min_s, limits.hard_deadline_max_s)
         hard_s = max(hard_s, 2 * soft_s)  # a long `wait_s` is longer than the longest of these
         jobs = []
-        most = self._rows_a_job(member, direction)
-        tier, mover = member.tier.number, member.number
+        most, number, mover = self._rows_a_job(tier, member, direction), tier.number, member.number
         for start in range(0, len(moves), most):
             self.last_job_id += 1
             part = moves[start : start + most]
-            jobs.append(Job(self.last_job_id, tier, mover, direction, part, nbytes, now, now + soft_s, now + hard_s))
+            jobs.append(Job(self.last_job_id, number, mover, direction, part, nbytes, now, now + soft_s, now + hard_s))
         member.send_credits -= len(jobs)
         return jobs
 
-    def _rows_a_job(self, member: Member, direction: Direction) -> int:
+    def _rows_a_job(self, tier: Tier, member: Member, direction: Direction) -> int:
         """As many as the member moves in `job_s`: a job costs the engine's process the same whatever its size."""
         limits, loads = self.limits, direction is Direction.LOAD
         job_s = limits.job_s if loads else STORE_JOBS * limits.job_s
         fast = int(member.throughput[direction].bytes_per_s * job_s) // self.row_bytes
         # Several jobs fill a window, whatever their size: else the tier idles between two of them.
-        window = self.window(member.tier, direction) // (len(member.tier.members) * JOBS_A_WINDOW)
+        window = self.window(tier, direction) // (len(tier.members) * JOBS_A_WINDOW)
         return max(self.rows_per_job, min(fast, limits.moves_per_job, window))
 
     def _join_burst(self, tier: Tier, jobs: list[Job], now: float) -> None:
@@ -296,9 +297,9 @@ class CascadeState:
         burst.ended = True
         return burst.rows
 
-    def jobs_of_ending_moves(self, member: Member, now: float) -> list[Job]:
+    def jobs_of_ending_moves(self, tier: Tier, member: Member, now: float) -> list[Job]:
         """Jobs of the moves that an error left without one, for them to be ended."""
-        tier, jobs = member.tier, []
+        jobs = []
         moves, tier.ending_moves = tier.ending_moves, []
         for move in moves:
             if tier.index.place_of_slot(move.slot) != member.place:

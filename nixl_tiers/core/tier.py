@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Final, Literal
 
 from nixl_tiers.base.chunk import Key
+from nixl_tiers.base.policies import Write
 from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.limits import Limits
@@ -37,7 +38,6 @@ class Tier:
     garbage: DeferredFree = field(default_factory=DeferredFree)
     gone: EvictionHistory = field(default_factory=EvictionHistory)
     first_mover: int | None = None  # the number of its first member's; None: its own
-    jobs: dict[int, Job] = field(default_factory=dict)  # of all members
     ending_moves: list[PlannedMove] = field(default_factory=list)  # they pin rows and are in no job: only in a call
     # Key -> tick, first in, first out. Not pinned in host memory; what is dropped is not queued again.
     to_store: OrderedDict[Key, int] = field(default_factory=OrderedDict)
@@ -57,9 +57,12 @@ class Tier:
 
     def __post_init__(self) -> None:
         first = self.number if self.first_mover is None else self.first_mover
-        span = slots_each(self.spec.members)
+        span, writes = slots_each(self.spec.members), self.spec.write is not Write.OFF
         self.members = [
-            Member(self, first + place, place, place * span, self.limits) for place in range(self.spec.members)
+            Member(
+                self.number, first + place, place, (place * span, (place + 1) * span), self.limits, writes, self.garbage
+            )
+            for place in range(self.spec.members)
         ]
         self._only = self.members[0] if len(self.members) == 1 else None
         self.index = TierIndex(self.spec, self.number, self.counters, self.gone, self.garbage, self.members)
@@ -72,6 +75,11 @@ class Tier:
             return self._only.state
         states = {member.state for member in self.members}
         return next((each for each in (TierState.LISTING, TierState.UP) if each in states), TierState.DOWN)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """The open ones of all members."""
+        return [job for member in self.members for job in member.jobs.values()]
 
     @property
     def readable(self) -> bool:

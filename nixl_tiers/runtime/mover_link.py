@@ -178,8 +178,8 @@ class MoverLink:
                         self._core.events.listed(mover, entries, message.last)
                         if message.last:
                             member = self._core.movers[mover]
-                            index, asked = member.tier.index, member.tier.spec.asked
-                            status.log.listed(None if asked else len(index.slots_of(member)))
+                            tier = self._core.tiers[member.tier]
+                            status.log.listed(None if tier.spec.asked else len(tier.index.slots_of(member)))
                 case ExistenceChecked():
                     self._core.events.existence_checked(mover, message.check_id, message.absent, now)
                 case Slots():

@@ -220,7 +220,7 @@ def test_victims_evicted_unwritten_are_counted_as_dropped() -> None:
                 core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
     nowhere = [key for key in keys(24) if core.where([key])[0] is None]
     assert nowhere
-    under_way = {move.key for job in core.tiers[1].jobs.values() for move in job.moves}
+    under_way = {move.key for job in core.tiers[1].jobs for move in job.moves}
     lost = [key for key in keys(24) if key not in core.tiers[0].index and key not in under_way]
     queued = [key for key in lost if key in core.tiers[1].to_store]
     assert core.tiers[1].counters.dropped == len(lost) - len(queued)

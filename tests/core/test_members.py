@@ -294,7 +294,7 @@ def test_a_bad_row_keeps_its_slot_while_another_job_reads_it(machine: Machine) -
     assert machine.core.look_up("request", Chain((Group([key], TOKENS),)), 0, machine.now).waits
     machine.core.end_step()
     machine.turn()
-    (job,) = machine.tier.jobs.values()
+    (job,) = machine.tier.jobs
     move = machine.tier.start_load(machine.core.host.allocate_scratch(key))
     (probe,) = inside.state(machine.core).start_jobs(machine.tier, Direction.LOAD, [move], machine.now)
     machine.core.events.finished(job.mover, job.id, [Outcome.CORRUPT], machine.now)

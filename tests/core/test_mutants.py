@@ -340,8 +340,8 @@ class GenerationIgnored(Events):
     """A new mover's jobs have the same ids as those of the one before it."""
 
     def lost(self, tier: int, now: float) -> None:
-        lost = self._state.tiers[tier]
-        open_jobs = [*lost.jobs, *(job.id for dead in lost.members[0].dead for job in dead.to_end)]
+        (lost,) = self._state.tiers[tier].members
+        open_jobs = [*lost.jobs, *(job.id for dead in lost.dead for job in dead.to_end)]
         super().lost(tier, now)
         self._state.last_job_id = min(open_jobs, default=self._state.last_job_id + 1) - 1
 
@@ -435,7 +435,7 @@ class KnownRowsAreSwept(Events):
     """What is known of an asked tier is forgotten when its mover is restarted, as it lists nothing."""
 
     def listing_ends(self, tier: int) -> Steps:
-        return listing._sweep(self._state.movers[tier], self._state.tiers[tier].index.clears)
+        return listing._sweep(*self._of(tier), self._state.tiers[tier].index.clears)
 
 
 class GoneRowsStay(Events):
@@ -573,7 +573,7 @@ class MembersDieTogether(Events):
     """What another member moves is taken for moves of the dead one."""
 
     def lost(self, mover: int, now: float) -> None:
-        for other in self._state.movers[mover].tier.members:
+        for other in self._of(mover)[0].members:
             super().lost(other.number, now)
 
 
@@ -581,8 +581,9 @@ class ListingOfOneMemberEndsAll(Events):
     """The end of a member's listing sweeps the others' rows too."""
 
     def listing_ends(self, mover: int) -> Steps:
-        for member in self._state.movers[mover].tier.members:
-            yield from listing._sweep(member, member.tier.index.clears)
+        tier, _ = self._of(mover)
+        for member in tier.members:
+            yield from listing._sweep(tier, member, tier.index.clears)
 
 
 class MissesWhileListing(TierManager):

@@ -32,7 +32,7 @@ both = pytest.mark.parametrize("spec", [PHYSICAL, COUNTED], ids=["places", "coun
 
 def tier_of(spec: TierSpec, slots: int = SLOTS) -> Tier:
     tier = Tier(spec, 0, LIMITS)
-    take_all(begin_listing(tier.members[0], slots))
+    take_all(begin_listing(tier, tier.members[0], slots))
     return tier
 
 
@@ -43,8 +43,8 @@ def numbered(*numbers: int) -> PlainColumns:
 
 def listed(spec: TierSpec, *numbers: int, slots: int = SLOTS) -> Tier:
     tier = tier_of(spec, slots)
-    take_all(add_columns(tier.members[0], numbered(*numbers)))
-    take_all(end_listing(tier.members[0]))
+    take_all(add_columns(tier, tier.members[0], numbered(*numbers)))
+    take_all(end_listing(tier, tier.members[0]))
     tier.members[0].state = TierState.UP
     return tier
 
@@ -65,7 +65,7 @@ def test_listed_rows_are_found_and_evicted_the_coldest_first(spec: TierSpec) -> 
 @both
 def test_a_step_adds_a_bounded_number_of_rows(spec: TierSpec) -> None:
     tier, columns = tier_of(spec), numbered(*range(8))
-    steps = add_columns(tier.members[0], columns)
+    steps = add_columns(tier, tier.members[0], columns)
     sizes = [len(tier.index) for _ in steps]
     assert sizes == [3, 6, 8]
     assert columns.closed
@@ -74,10 +74,10 @@ def test_a_step_adds_a_bounded_number_of_rows(spec: TierSpec) -> None:
 @both
 def test_what_is_not_listed_again_serves_until_the_end_and_is_gone_then(spec: TierSpec) -> None:
     tier = listed(spec, *range(8))
-    take_all(begin_listing(tier.members[0], SLOTS))
-    take_all(add_columns(tier.members[0], numbered(*range(0, 8, 2), 20)))
+    take_all(begin_listing(tier, tier.members[0], SLOTS))
+    take_all(add_columns(tier, tier.members[0], numbered(*range(0, 8, 2), 20)))
     assert all(tier.can_load_many(KEYS[:8])), "until all is listed"
-    sizes = [len(tier.index) for _ in end_listing(tier.members[0])]
+    sizes = [len(tier.index) for _ in end_listing(tier, tier.members[0])]
     assert sizes[-1] == 5
     assert all(one - other <= A_STEP for one, other in zip([9, *sizes], sizes, strict=False)), "in slices"
     assert sorted(rows_of(tier)) == [KEYS[n] for n in (0, 2, 4, 6, 20)]
@@ -93,31 +93,31 @@ def test_rows_being_read_and_victims_are_swept_like_others_once_they_may(spec: T
     assert pinned is not None
     assert tier.index.select_victims(1) == [KEYS[0]]
     for _ in range(2):
-        take_all(begin_listing(tier.members[0], SLOTS))
-        take_all(end_listing(tier.members[0]))
+        take_all(begin_listing(tier, tier.members[0], SLOTS))
+        take_all(end_listing(tier, tier.members[0]))
         assert list(rows_of(tier)) == [KEYS[3]], "its load may end well"
         assert not tier.index.rows.evicting()
     tier.index.rows.unpin(KEYS[3], pinned[1])
-    take_all(begin_listing(tier.members[0], SLOTS))
-    take_all(end_listing(tier.members[0]))
+    take_all(begin_listing(tier, tier.members[0], SLOTS))
+    take_all(end_listing(tier, tier.members[0]))
     assert (len(tier.index), len(tier.index.slots)) == (0, 0)
 
 
 @both
 def test_a_single_row_confirms_as_columns_do(spec: TierSpec) -> None:
     tier = listed(spec, 1, 2)
-    take_all(begin_listing(tier.members[0], SLOTS))
+    take_all(begin_listing(tier, tier.members[0], SLOTS))
     tier.index.add_listed(1, KEYS[1], 0)
-    take_all(end_listing(tier.members[0]))
+    take_all(end_listing(tier, tier.members[0]))
     assert list(rows_of(tier)) == [KEYS[1]]
     assert tier.counters.found == 2
 
 
 def test_rows_without_a_slot_of_their_own_are_deleted() -> None:
     tier = listed(PHYSICAL, 1, 2, slots=10)
-    take_all(begin_listing(tier.members[0], 10))
+    take_all(begin_listing(tier, tier.members[0], 10))
     rows = [(1, KEYS[1], 0), (2, KEYS[7], 0), (5, KEYS[2], 0), (10, KEYS[8], 0), (9, KEYS[9], 0)]
-    take_all(add_columns(tier.members[0], PlainColumns(rows)))
+    take_all(add_columns(tier, tier.members[0], PlainColumns(rows)))
     assert sorted(rows_of(tier)) == [KEYS[1], KEYS[2], KEYS[9]]
     assert list(tier.members[0].to_delete) == [(2, KEYS[7]), (5, KEYS[2]), (10, KEYS[8])]
     assert len(tier.index.slots) == 3
@@ -128,7 +128,7 @@ def test_rows_without_a_slot_of_their_own_are_deleted() -> None:
 @both
 def test_tier_with_fewer_slots_is_down_until_the_rows_beyond_are_gone(spec: TierSpec) -> None:
     tier = listed(spec, *range(20))
-    steps = begin_listing(tier.members[0], 8)
+    steps = begin_listing(tier, tier.members[0], 8)
     next(steps)
     assert not tier.can_load(KEYS[0])
     take_all(steps)
@@ -154,8 +154,12 @@ def test_a_reset_between_two_steps_ends_the_listing(spec: TierSpec, steps: int) 
     tier = listed(spec, *range(10))
     old = tier.index.rows
     columns = numbered(*range(20, 30))
-    take_all(begin_listing(tier.members[0], SLOTS))
-    running = [add_columns(tier.members[0], columns), end_listing(tier.members[0]), begin_listing(tier.members[0], 5)]
+    take_all(begin_listing(tier, tier.members[0], SLOTS))
+    running = [
+        add_columns(tier, tier.members[0], columns),
+        end_listing(tier, tier.members[0]),
+        begin_listing(tier, tier.members[0], 5),
+    ]
     for each in running:
         for _ in range(steps):
             next(each, None)
@@ -225,7 +229,7 @@ def test_use_is_of_the_slot_in_which_the_row_is_now() -> None:
 def test_uses_are_bounded() -> None:
     tier = tier_of(PHYSICAL, slots=2 * MAX_USES)
     many = [b"%d" % number for number in range(MAX_USES + 5)]
-    take_all(add_columns(tier.members[0], PlainColumns([(slot, key, 0) for slot, key in enumerate(many)])))
+    take_all(add_columns(tier, tier.members[0], PlainColumns([(slot, key, 0) for slot, key in enumerate(many)])))
     tier.index.touch(many, 7)
     assert len(tier.index.take_uses(2 * MAX_USES)) == MAX_USES
     tier.index.touch(many[-5:], 8)

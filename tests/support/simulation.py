@@ -932,7 +932,7 @@ class Simulation:
                 budget = max(tier.index.slots.limit, 0)
                 require(len(rows) == len(tier.index.slots) <= budget, "slots leak, or above the budget")
             require(tier.index._idle.keys() <= tier.index.aside.until_s.keys(), "a slot stays aside for ever")
-            moving = [move for job in tier.jobs.values() for move in job.moves]
+            moving = [move for job in tier.jobs for move in job.moves]
             dead = [job for member in tier.members for dead in member.dead for job in dead.to_end]
             moving += [move for job in dead for move in job.moves]
             loads = Counter(move.key for move in moving if rows.get(move.key, NO_ROW).id == move.id and not move.tick)
@@ -946,9 +946,9 @@ class Simulation:
             require(all(inside.pins(core, row.key) for row in staged), "a row under demotion may be evicted")
             movers[0].used = {key: tick for key, tick in movers[0].used.items() if key in rows}
             if (burst := tier.burst) is not None:
-                loading = sum(len(job.moves) for job in [*tier.jobs.values(), *dead] if job.burst is burst)
+                loading = sum(len(job.moves) for job in [*tier.jobs, *dead] if job.burst is burst)
                 require(burst.rows == loading, f"{loading} rows of a burst run, and {burst.rows} are counted")
-            for job in tier.jobs.values():
+            for job in tier.jobs:
                 mover = self.movers[job.mover]
                 waited_s = self._told_s - job.started_s
                 require(
@@ -1001,7 +1001,7 @@ class Simulation:
             if below is not None:
                 written |= {*below.to_store, *below.waiting_for_seal}
                 dead = [job for member in below.members for dead in member.dead for job in dead.to_end]
-                jobs = [*below.jobs.values(), *dead]
+                jobs = [*below.jobs, *dead]
                 written |= {move.key for job in jobs if job.direction is Direction.STORE for move in job.moves}
             if tier is not None:
                 written |= {*tier.to_demote, *tier.staged}
@@ -1186,7 +1186,7 @@ class Simulation:
         self.check()
 
     def _tier(self, mover: int) -> Tier:
-        return self.core.movers[mover].tier
+        return self.core.tiers[self.core.movers[mover].tier]
 
     def _take_steps(self, tier: int, steps: Steps) -> None:
         """The first one now, the others at the next turns."""
@@ -1322,7 +1322,7 @@ class Simulation:
             key in {row[1] for row in (piece if isinstance(piece, list) else piece.rows)}
             for member, mover in zip(self.core.movers, self.movers, strict=True)
             if member.readable and member.state is TierState.LISTING
-            for piece in (mover.listing if key not in member.tier.index else ())
+            for piece in (mover.listing if key not in self.core.tiers[member.tier].index else ())
         )
 
     def _run(self, name: str, prompt: Prompt) -> None:

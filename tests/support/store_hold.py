@@ -90,19 +90,19 @@ class HoldJudge:
 
     def _look_at_jobs(self) -> None:
         """A load that began as a demotion is none for a request, also if it is not to be written below any more."""
-        new = [(tier, job) for tier in self._core.tiers for job in tier.jobs.values() if job.id not in self._seen]
+        new = [(tier, job) for tier in self._core.tiers for job in tier.jobs if job.id not in self._seen]
         self._seen |= {job.id for _, job in new}
         self._promotions |= {job.id for tier, job in new if _promotes(tier, job)}
 
     @property
     def _promoting(self) -> bool:
-        running = {job.id for tier in self._core.tiers for job in tier.jobs.values() if not job.abandoned}
+        running = {job.id for tier in self._core.tiers for job in tier.jobs if not job.abandoned}
         return bool(self._promotions & running) or any(tier.to_load for tier in self._core.tiers)
 
     def _must_hold(self, tier: Tier) -> bool:
         """Whether only promotions that are no more under way, and time, can let stores of this tier go."""
         core = self._core
-        loads = any(job.direction is Direction.LOAD for other in core.tiers for job in other.jobs.values())
+        loads = any(job.direction is Direction.LOAD for other in core.tiers for job in other.jobs)
         dead = any(other.members[0].dead for other in core.tiers)
         perhaps = self._promoting or loads or dead or inside.promotion(core).busy
         far_behind = tier.rows_to_write > core.limits.hold_share * core.host.rows
