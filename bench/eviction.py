@@ -34,8 +34,8 @@ from random import Random
 from bench.trace import Prompt, read
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.listing import take_all
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import CPU
 from nixl_tiers.core.types import TierSpec

@@ -32,11 +32,10 @@ from bench.trace import read
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Prefer, Write
 from nixl_tiers.core.chain_rows import Chain, Group
-from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
-from nixl_tiers.core.types import Job, TierSpec
+from nixl_tiers.core.types import Job, Limits, TierSpec
 from tests.support.core import all_good
 
 OUT: Final = Path(__file__).resolve().parent.parent / "bench-out" / "queueing.json"

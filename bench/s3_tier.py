@@ -41,7 +41,7 @@ from nixl_tiers.base.chunk import Geometry, Outcome, object_name
 from nixl_tiers.base.policies import DEFAULT_PROBE_S
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.core.existence import _TierChecks
-from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.types import Limits
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.s3 import stored

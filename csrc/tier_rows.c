@@ -1,4 +1,4 @@
-/* Rows of host memory or of a storage tier, as a type for Python (core/tier_rows.py): which keys it holds, in which slots,
+/* Rows of host memory or of a storage tier, as a type for Python (core/rows.py): which keys it holds, in which slots,
  * and in which order they are evicted. How is in tier_rows.h.
  *
  * The interpreter's lock guards it, and is kept: every call takes microseconds, or so many for each key that it is given.
@@ -400,7 +400,7 @@ METHOD(begin_listing) {
 }
 
 /* list_columns(slots, ticks, records, width, start, stop, taken, limit, [base])
- *     -> (added, highest slot + 1, highest tick, [(slot, key)]): see TierRows of core/tier_rows.py */
+ *     -> (added, highest slot + 1, highest tick, [(slot, key)]): see TierRows of core/rows.py */
 METHOD(list_columns) {
     NEED(nargs == 9 ? 9 : 8);
     Py_buffer slots = {0}, ticks = {0}, records = {0}, taken = {0};

@@ -21,7 +21,7 @@ from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.fields import shown
 from nixl_tiers.config.schema import ConfigError, TiersConfig
-from nixl_tiers.core.key_lookup import Lookup
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.blocking import Interrupts, StallTimeout

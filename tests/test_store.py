@@ -11,8 +11,7 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Key, Namespace, Outcome
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.core.limits import Limits
-from nixl_tiers.core.types import Job
+from nixl_tiers.core.types import Job, Limits
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.blocking import POLL_S
 from nixl_tiers.runtime.coordinator import Coordinator

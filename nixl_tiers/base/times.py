@@ -24,7 +24,7 @@ class Times(msgspec.Struct, frozen=True):
     rendezvous_answer_s: float = 2.0  # for one of them to answer: a stopped one must not block the rest
     nodes_s: float = 2.0  # for the other ranks to allocate their cells of the first piece of host memory
 
-    # --- the core (core/limits.py)
+    # --- the core (core/types.py)
     late_job_s: float = 5.0  # at least, from a job's start to its soft deadline
     overdue_job_s: tuple[float, float] = (30.0, 120.0)  # at least and at most, to its hard one: its mover is killed
     clean_wait_s: float = 0.5  # a promotion waits for write-back to free a row, and then evicts unwritten ones

@@ -7,15 +7,16 @@ from collections.abc import Collection, Iterable, Sequence
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core.existence import ExistenceCheck, ExistenceChecks
 from nixl_tiers.core.health import Health
+from nixl_tiers.core.jobs import Jobs
 from nixl_tiers.core.listing import Steps, add_columns, begin_listing, end_listing, take_all
-from nixl_tiers.core.measurements import Measurements
 from nixl_tiers.core.member import Member
+from nixl_tiers.core.probes import Measurements, Probes
 from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.retention import Retention
+from nixl_tiers.core.rows import MOST_TICK
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import Tier
-from nixl_tiers.core.tier_rows import MOST_TICK
 from nixl_tiers.core.types import Columns, Direction, Job, PlannedMove, TierState
 from nixl_tiers.core.writeback import WriteBack
 
@@ -32,16 +33,20 @@ class Events:
         promotion_jobs: PromotionJobs,
         writeback: WriteBack,
         *,
+        jobs: Jobs,
         measurements: Measurements,
+        probes: Probes,
         retention: Retention,
         health: Health,
     ) -> None:
         self._state = state
+        self._jobs = jobs
         self._checks = checks
         self._promotion = promotion
         self._promotion_jobs = promotion_jobs
         self._writeback = writeback
         self._measurements = measurements
+        self._probes = probes
         self._retention = retention
         self._health = health
         self._plan_put_off = False
@@ -180,7 +185,7 @@ class Events:
         # Before others seal these rows, whose end may be that they leave the host.
         for member in self._state.movers:
             if not (member.writable or member.dead) and member.store_credits > 0:
-                jobs.extend(self._health.plan_store_probe(member, now))
+                jobs.extend(self._probes.plan_store(member, now))
         for tier in tiers:
             if tier.readable and tier.to_demote:
                 jobs.extend(self._writeback.plan_demotions(tier, now))
@@ -188,7 +193,7 @@ class Events:
                 jobs.extend(self._writeback.plan_stores(tier, now))
             for member in tier.members:
                 if not member.readable and member.store_credits > 0:
-                    jobs.extend(self._health.plan_load_probe(member, now))
+                    jobs.extend(self._probes.plan_load(member, now))
         self._state.unfinished |= self._state.slice_used_up
         return jobs
 
@@ -297,7 +302,7 @@ class Events:
     def _end_job(self, tier: Tier, job: Job, outcomes: Sequence[Outcome], now: float) -> None:
         tier.ending_moves += reversed(job.moves)
         self._state.movers[job.mover].jobs.pop(job.id, None)
-        self._state.job_ended(tier, job)
+        self._jobs.ended(tier, job)
         self._end_moves(tier, job.direction, job.moves, outcomes, now)
 
     def _end_moves(

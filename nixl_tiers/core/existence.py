@@ -22,9 +22,9 @@ from itertools import takewhile
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
-from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.tier import Tier
+from nixl_tiers.core.types import Limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
-from typing import Final
 
-from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.base.policies import Write
-from nixl_tiers.core.host import HostTier
+from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.core.jobs import Jobs
 from nixl_tiers.core.member import Member
 from nixl_tiers.core.promotion_jobs import PromotionJobs
-from nixl_tiers.core.rows import READY, Row
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import Tier
-from nixl_tiers.core.tier_rows import Found
-from nixl_tiers.core.types import Direction, Job, OrphanedJobs, PlannedMove, TierState
+from nixl_tiers.core.types import Direction, Job, OrphanedJobs, PlannedMove
 from nixl_tiers.core.writeback import WriteBack
 
 
@@ -27,8 +22,9 @@ class Health:
     hard one its mover must be killed, since nothing else ends its access to the host rows.
     """
 
-    def __init__(self, state: CascadeState, promotion_jobs: PromotionJobs, writeback: WriteBack) -> None:
+    def __init__(self, state: CascadeState, jobs: Jobs, promotion_jobs: PromotionJobs, writeback: WriteBack) -> None:
         self._state = state
+        self._jobs = jobs
         self._promotion_jobs = promotion_jobs
         self._writeback = writeback
 
@@ -82,7 +78,7 @@ class Health:
         count = len(outcomes) + job.reported.total()
         moved = outcomes.count(Outcome.OK) + job.reported[Outcome.OK]
         failed = outcomes.count(Outcome.FAILED) + job.reported[Outcome.FAILED] if moved < count else 0
-        beside = self._state.leave_burst(job)
+        beside = self._jobs.leave_burst(job)
         if moved:
             self._state.movers[job.mover].throughput[job.direction].record(job.nbytes, took_s)
             self._observe(tier, job, moved, now, took_s)
@@ -145,39 +141,7 @@ class Health:
                 return None
         return None
 
-    # --- probes ------------------------------------------------------------------------------------------------
-
-    def plan_load_probe(self, member: Member, now: float) -> list[Job]:
-        """A load of one row, if the circuit is half-open, into a scratch row, which no look-up finds; it may evict a
-        row of a full host."""
-        tier, loads = self._state.tiers[member.tier], member.loads
-        if member.state is TierState.DOWN or not loads.wants_probe:
-            return []
-        if not len(tier.index.slots_of(member)):  # no load can fail, and none was asked for while it was not readable
-            loads.end_probe(loads.begin_probe(), True, now)
-            return []
-        key = row_to_load(tier, member)
-        if key is None or not tier.index.rows.is_stored(key) or not self._state.make_room(1):
-            return []
-        move = tier.start_load(self._state.host.allocate_scratch(key))
-        return self._as_probe(self._state.start_jobs(tier, Direction.LOAD, [move], now))
-
-    def plan_store_probe(self, member: Member, now: float) -> list[Job]:
-        """A store of one row, if the circuit is half-open and the host has any that the tier lacks."""
-        tier, stores = self._state.tiers[member.tier], member.breakers[Direction.STORE]
-        row = row_to_store(tier, self._state.host) if member.state is TierState.UP and stores.wants_probe else None
-        if row is None:
-            return []
-        rooms = [int(each is member) for each in tier.members] if len(tier.members) > 1 else None
-        moves = self._writeback.start_stores(tier, [(row, row.tick)], rooms)
-        return self._as_probe(self._state.start_jobs(tier, Direction.STORE, moves, now))
-
     # --- inside ------------------------------------------------------------------------------------------------
-
-    def _as_probe(self, jobs: list[Job]) -> list[Job]:
-        for job in jobs:
-            job.probe_episode = self._state.movers[job.mover].breakers[job.direction].begin_probe()
-        return jobs
 
     def _learn(
         self, tier: Tier, job: Job, moves: Sequence[PlannedMove], outcomes: Sequence[Outcome], now: float
@@ -193,7 +157,7 @@ class Health:
         a probe, or else of abandoned jobs. If there are none, those of all of them, for a moment, as one may be what it
         died of."""
         tier, limits, jobs = self._state.tiers[member.tier], self._state.limits, [*member.jobs.values()]
-        ending = self._state.jobs_of_ending_moves(tier, member, now)
+        ending = self._jobs.of_ending_moves(tier, member, now)
         if not (jobs or ending):
             return
         member.jobs = {}
@@ -213,7 +177,7 @@ class Health:
         self._record(job, False, now)
         if job.direction is Direction.STORE:
             return  # its rows are hits as before, and pinned
-        self._state.leave_burst(job)
+        self._jobs.leave_burst(job)
         self._state.movers[job.mover].quarantined += len(job.moves)
         tier.counters.late += len(job.moves)
         for move in job.moves:
@@ -242,35 +206,3 @@ class Health:
         samples.observe(name, f"{job.direction.value}_bytes", moved * self._state.row_bytes)
         if job.direction is Direction.LOAD and (since_s := self._promotion_jobs.waited_since(job)) is not None:
             samples.observe(name, "promotion_seconds", now - since_s)
-
-
-MAX_SOUGHT: Final = 1024  # rows of a tier that are looked at; the first of them will do, as a rule
-MAX_SAMPLED: Final = 64  # rows of the host
-
-
-def row_to_load(tier: Tier, member: Member) -> Key | None:
-    """A stored row that is not set aside, which would say nothing of its medium: the one asked for
-    last while the circuit was not closed, or any other. Each call goes on from where the last one ended."""
-    is_aside, place_of = tier.index.is_aside, tier.index.place_of_slot
-    last = tier.last_refused
-    if last is not None and tier.index.place_of(last) == member.place and not is_aside(last):
-        return last
-    tier.looked_at, keys = tier.index.rows.some(tier.looked_at, min(MAX_SOUGHT, len(tier.index)))
-    rows = ((key, tier.index.rows.get(key)) for key in keys if not is_aside(key))
-    found = ((key, Found(*row)) for key, row in rows if row is not None and place_of(row[0]) == member.place)
-    return next((key for key, row in found if row.stored and not row.evicting), None)
-
-
-def row_to_store(tier: Tier, host: HostTier) -> Row | None:
-    """One of the host's newest rows that `tier` lacks: if possible one that is sealed, as other tiers cannot be written
-    while a probe seals it."""
-    if tier.spec.write is Write.OFF:
-        return None
-    found: Row | None = None
-    for key, row in islice(reversed(host.index.items()), MAX_SAMPLED):
-        ready = row.state is READY and not row.sealing and not row.host_only
-        if ready and (row.sealed or found is None) and key not in tier.index and not tier.index.is_aside(key):
-            if row.sealed:
-                return row
-            found = row
-    return found

@@ -10,10 +10,21 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
-from nixl_tiers.core.rows import CPU, FILLING, LOADING, READY, Generation, Row, RowState
+from nixl_tiers.core.rows import (
+    CPU,
+    FILLING,
+    LOADING,
+    NO_ID,
+    READY,
+    Found,
+    Generation,
+    Row,
+    RowState,
+    TierRows,
+    room_for_victims,
+)
 from nixl_tiers.core.slots import Slots
 from nixl_tiers.core.stats import HOST, Counters, EvictionHistory, Gone, tag_of
-from nixl_tiers.core.tier_rows import NO_ID, Found, TierRows, room_for_victims
 
 _EVICTED: Final = tag_of(HOST, Gone.EVICTED)
 MAX_JUDGED: Final = 256  # rows from before a reset that are judged beyond what is needed

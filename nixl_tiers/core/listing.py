@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from nixl_tiers.core.member import Member
+from nixl_tiers.core.rows import ALL_SLOTS
 from nixl_tiers.core.slots import Slots
 from nixl_tiers.core.tier import Tier
-from nixl_tiers.core.tier_rows import ALL_SLOTS
 from nixl_tiers.core.types import Columns, TierState
 
 Steps = Iterator[None]

@@ -16,7 +16,6 @@ from itertools import repeat
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Prefer, Write
 from nixl_tiers.core.announced import Announced
-from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.chain_rows import Chain
 from nixl_tiers.core.copies import Copies
 from nixl_tiers.core.deferred_free import DeferredFree
@@ -24,13 +23,12 @@ from nixl_tiers.core.events import Events
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.health import Health
 from nixl_tiers.core.host import HostTier
-from nixl_tiers.core.key_lookup import KeyLookups, Lookup
-from nixl_tiers.core.limits import Limits
-from nixl_tiers.core.lookup import Chains, Scan
-from nixl_tiers.core.measurements import Measurements
+from nixl_tiers.core.jobs import Jobs
+from nixl_tiers.core.lookup import Chains, KeyLookups, Lookup, Scan
 from nixl_tiers.core.misses import Cause, Misses
 from nixl_tiers.core.prefetch_queue import Rank
 from nixl_tiers.core.prefill import PrefillEstimate
+from nixl_tiers.core.probes import Measurements, Probes
 from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.requests import FAILED, NO_WISHES, RUNNING, RequestWishes
@@ -39,7 +37,7 @@ from nixl_tiers.core.rows import CPU, READY, Row
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import EvictionHistory, Savings, TierStats
 from nixl_tiers.core.tier import Tier
-from nixl_tiers.core.types import Job, TierSpec, TierState
+from nixl_tiers.core.types import BreakerState, Job, Limits, TierSpec, TierState
 from nixl_tiers.core.urgency import Urgency
 from nixl_tiers.core.writeback import WriteBack
 
@@ -84,22 +82,25 @@ class TierManager:
             prefer=prefer,
         )
         self.movers = self._state.movers
+        self._jobs = Jobs(self._state)
         self._misses = Misses(self._state)
-        self.writeback = WriteBack(self._state)
+        self.writeback = WriteBack(self._state, self._jobs)
         self._promotion = Promotion(self._state, self.checks)
         self._savings = Savings(self.prefill, self._state.counters_of)
         self._requests = RequestIndex(self.host, self._promotion, self._savings)
-        self._promotion_jobs = PromotionJobs(self._state, self.checks, self.writeback, self._promotion)
+        self._promotion_jobs = PromotionJobs(self._state, self._jobs, self.checks, self.writeback, self._promotion)
         self._measurements = Measurements(self._state, self._requests, self._promotion_jobs)
         self._retention = Retention(self._state, self._promotion.prefetch_queue)
-        self.health = Health(self._state, self._promotion_jobs, self.writeback)
+        self.health = Health(self._state, self._jobs, self._promotion_jobs, self.writeback)
         self.events = Events(
             self._state,
             self.checks,
             self._promotion,
             self._promotion_jobs,
             self.writeback,
+            jobs=self._jobs,
             measurements=self._measurements,
+            probes=Probes(self._state, self._jobs, self.writeback),
             retention=self._retention,
             health=self.health,
         )

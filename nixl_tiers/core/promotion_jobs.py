@@ -8,6 +8,7 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core.existence import ExistenceChecks
+from nixl_tiers.core.jobs import Jobs
 from nixl_tiers.core.promotion import PINS_PER_ROW, Promotion
 from nixl_tiers.core.requests import Request
 from nixl_tiers.core.rows import LOADING, Row
@@ -28,9 +29,10 @@ class PromotionJobs:
     """
 
     def __init__(
-        self, state: CascadeState, checks: ExistenceChecks, writeback: WriteBack, promotion: Promotion
+        self, state: CascadeState, jobs: Jobs, checks: ExistenceChecks, writeback: WriteBack, promotion: Promotion
     ) -> None:
         self._state = state
+        self._jobs = jobs
         self._host = state.host
         self._checks = checks
         self._writeback = writeback
@@ -111,7 +113,7 @@ class PromotionJobs:
             for request in requests:
                 request.begin_load(row)
         tier.put_back(put_off)
-        return self._state.start_jobs(tier, Direction.LOAD, moves, now, min(tier.rows_to_load, most - len(wanted)))
+        return self._jobs.start(tier, Direction.LOAD, moves, now, min(tier.rows_to_load, most - len(wanted)))
 
     def load_unasked(self, tier: Tier, keys: Sequence[Key], now: float) -> list[Job]:
         """A job that loads these rows although no request waits for them; fewer where the host has no room. What host
@@ -132,7 +134,7 @@ class PromotionJobs:
                 row.source = tier.spec.name
                 self._loading_for[row.order] = []
             moves.append(tier.start_load(row))
-        return self._state.start_jobs(tier, Direction.LOAD, moves, now)
+        return self._jobs.start(tier, Direction.LOAD, moves, now)
 
     # --- ends --------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
-"""What promotion, write-back, health and events share: the host tier, the tier indexes, windows, ticks and job ids."""
+"""What promotion, write-back, health and turns share: the tiers of a cascade, which of them have room, and windows."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
@@ -11,18 +11,15 @@ from nixl_tiers.base.policies import Prefer, Write
 from nixl_tiers.core.announced import Announced
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import HostTier
-from nixl_tiers.core.limits import Limits
-from nixl_tiers.core.member import Member
+from nixl_tiers.core.member import UNLIMITED, Member
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import FREE, TierPrice, TransferEstimate
 from nixl_tiers.core.requests import Request
-from nixl_tiers.core.rows import LOADING, Row
+from nixl_tiers.core.rows import Row
 from nixl_tiers.core.stats import Counters, EvictionHistory, Samples
 from nixl_tiers.core.tier import Tier
-from nixl_tiers.core.types import Burst, Direction, Job, PlannedMove, TierState
+from nixl_tiers.core.types import Direction, Limits, TierState
 
-STORE_JOBS: Final = 4  # a job of stores takes so many times as long as one of loads
-JOBS_A_WINDOW: Final = 4  # a job leaves room for so many in a window
 COPIES_KNOWN: Final = 3  # copies to the engine: with fewer, one that was slow by accident is all that is known
 COPIES_HALVE_S: Final = 30.0  # as long without one that was measured halves their price
 
@@ -57,7 +54,6 @@ class CascadeState:
         self.prefer = prefer
         self.copies = TransferEstimate()  # from the host to the engine
         self.tick = 1  # logical clock of use: one tick a request; 0: of rows that no request used, or a low one
-        self.last_job_id = 0
         self.unfinished = False  # whether the last turn left work that could be done at once
         self.turn_due = False  # whether something was done since that a turn should follow, if it brings work
         self.slice_left = limits.rows_per_slice
@@ -234,98 +230,6 @@ class CascadeState:
                 below.to_store.pop(row.key, None)
                 below.unwritten(not row.host_only and row.key not in below.index)
 
-    def start_jobs(
-        self, tier: Tier, direction: Direction, moves: list[PlannedMove], now: float, soon: int = 0
-    ) -> list[Job]:
-        """Jobs of so many rows as are best for their direction, with their deadlines; call after the tier counts
-        `moves`. `soon`: how many more rows the next slices start, beside which these jobs run."""
-        if not moves:  # as at most turns: the estimates below sort their samples
-            tier.ending_moves.clear()
-            return []
-        jobs: list[Job] = []
-        for member, part in _by_member(tier, moves):
-            jobs += self._start_jobs(tier, member, direction, part, now, soon // len(tier.members))
-        for job in jobs:
-            job.loaded_before = tier.loaded
-        if direction is Direction.LOAD:
-            self._join_burst(tier, jobs, now)
-        for job in jobs:
-            self.movers[job.mover].jobs[job.id] = job
-        tier.ending_moves.clear()
-        return jobs
-
-    def _start_jobs(  # noqa: PLR0917
-        self, tier: Tier, member: Member, direction: Direction, moves: list[PlannedMove], now: float, soon: int
-    ) -> list[Job]:
-        limits, throughput = self.limits, member.throughput[direction]
-        nbytes = self.row_bytes * (soon + len(moves) + member.under_way(direction))
-        soft_s = throughput.timeout_s(nbytes, min(limits.soft_deadline_min_s, limits.wait_s), limits.wait_s)
-        hard_s = throughput.timeout_s(4 * nbytes, limits.hard_deadline_min_s, limits.hard_deadline_max_s)
-        hard_s = max(hard_s, 2 * soft_s)  # a long `wait_s` is longer than the longest of these
-        jobs = []
-        most, number, mover = self._rows_a_job(tier, member, direction), tier.number, member.number
-        for start in range(0, len(moves), most):
-            self.last_job_id += 1
-            part = moves[start : start + most]
-            jobs.append(Job(self.last_job_id, number, mover, direction, part, nbytes, now, now + soft_s, now + hard_s))
-        member.send_credits -= len(jobs)
-        return jobs
-
-    def _rows_a_job(self, tier: Tier, member: Member, direction: Direction) -> int:
-        """As many as the member moves in `job_s`: a job costs the engine's process the same whatever its size."""
-        limits, loads = self.limits, direction is Direction.LOAD
-        job_s = limits.job_s if loads else STORE_JOBS * limits.job_s
-        fast = int(member.throughput[direction].bytes_per_s * job_s) // self.row_bytes
-        # Several jobs fill a window, whatever their size: else the tier idles between two of them.
-        window = self.window(tier, direction) // (len(tier.members) * JOBS_A_WINDOW)
-        return max(self.rows_per_job, min(fast, limits.moves_per_job, window))
-
-    def _join_burst(self, tier: Tier, jobs: list[Job], now: float) -> None:
-        burst = tier.burst
-        if burst is None or burst.ended or now - burst.began_s > self.limits.burst_s:
-            burst = tier.burst = Burst(now)
-        for job in jobs:
-            job.burst = burst
-            burst.rows += len(job.moves)
-
-    def leave_burst(self, job: Job) -> int:
-        """A load was abandoned, or has ended: how many rows of its burst still run."""
-        burst, job.burst = job.burst, None
-        if burst is None:
-            return 0
-        burst.rows -= len(job.moves)
-        burst.ended = True
-        return burst.rows
-
-    def jobs_of_ending_moves(self, tier: Tier, member: Member, now: float) -> list[Job]:
-        """Jobs of the moves that an error left without one, for them to be ended."""
-        jobs = []
-        moves, tier.ending_moves = tier.ending_moves, []
-        for move in moves:
-            if tier.index.place_of_slot(move.slot) != member.place:
-                tier.ending_moves.append(move)
-                continue
-            self.last_job_id += 1
-            direction = Direction.LOAD if move.row.state is LOADING else Direction.STORE
-            jobs.append(Job(self.last_job_id, tier.number, member.number, direction, [move], 0, now, now, now))
-        return jobs
-
-    def job_ended(self, tier: Tier, job: Job) -> None:
-        """The mover is done with this job, or is dead: it holds nothing back any more."""
-        self.leave_burst(job)
-        if job.abandoned and job.direction is Direction.LOAD:
-            self.movers[job.mover].quarantined -= len(job.moves)
-
-
-def _by_member(tier: Tier, moves: list[PlannedMove]) -> Iterable[tuple[Member, list[PlannedMove]]]:
-    """Each move belongs to the member that has its slot."""
-    if len(tier.members) == 1:
-        return ((tier.members[0], moves),)
-    parts: dict[int, list[PlannedMove]] = {}
-    for move in moves:
-        parts.setdefault(tier.index.place_of_slot(move.slot), []).append(move)
-    return [(tier.members[place], part) for place, part in parts.items()]
-
 
 def within_quotas(tenants: Sequence[int], make_room: Callable[[int, int], int]) -> list[bool]:
     """Of rows of these tenants, which fit their quotas: of each tenant the first ones. `make_room`: of a tenant, how
@@ -336,3 +240,67 @@ def within_quotas(tenants: Sequence[int], make_room: Callable[[int, int], int]) 
         room[tenant] -= 1
         fits.append(room[tenant] >= 0)
     return fits
+
+
+class StoreThrottle:
+    """How many rows may be handed to a tier's mover now, to be written. None while any row of any tier is being
+    promoted, or queued for it: stores take the processors, the memory bandwidth and the medium that loads need.
+
+    Starvation is bounded. A store goes in spite of promotions
+    - if `store_hold_s` have passed: then as many rows as the tier's window has, once in that time. So `flush` ends, and
+      rows that no tier below holds get there, under a steady stream of promotions;
+    - if the tier is far behind (back-pressure): with more rows to write than `hold_share` of the host's, these might be
+      evicted unwritten;
+    - if the tier above is short of room until its victims are written (`write: on_evict`): promotions need it too;
+    - when the engine shuts down.
+    """
+
+    def __init__(self, state: CascadeState) -> None:
+        self.closing = False
+        self._state = state
+        self._promoting = False
+        self._now = 0.0
+        self._since_s: dict[int, float] = {}  # by tier: when its hold began, or let rows go last
+        self._due: dict[int, int] = {}  # by tier: rows that go in spite of promotions
+
+    def begin(self, promoting: bool, now: float) -> None:
+        """Jobs are planned at `now`; `promoting`: whether promotions are queued or running."""
+        self._promoting, self._now = promoting, now
+        for tier in self._state.tiers:
+            if not (promoting and self._has_queued(tier)):
+                self._release(tier)
+
+    def room(self, tier: Tier) -> int:
+        """How many rows may be started for `tier`."""
+        if not self._holds(tier):
+            self._release(tier)
+            return UNLIMITED
+        since_s = self._since_s.setdefault(tier.number, self._now)
+        if self._now - since_s >= self._state.limits.store_hold_s:
+            self._since_s[tier.number] = self._now
+            self._due[tier.number] = self._state.window(tier, Direction.STORE)
+        return self._due.get(tier.number, 0)
+
+    def started(self, tier: Tier, rows: int) -> None:
+        """So many were started."""
+        if tier.number in self._due:
+            self._due[tier.number] = max(0, self._due[tier.number] - rows)
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _holds(self, tier: Tier) -> bool:
+        limits = self._state.limits
+        far_behind = tier.rows_to_write > limits.hold_share * self._state.host.limit
+        if self.closing or not self._promoting or far_behind:
+            return False
+        free, reserve = self._state.room_above(tier)
+        return 2 * free >= reserve  # the other half is for promotions: with less they would wait for stores
+
+    def _has_queued(self, tier: Tier) -> bool:
+        """Whether rows are queued for `tier`, or victims are to be loaded for it."""
+        above = self._state.above(tier) if tier.spec.write is Write.ON_EVICT else None
+        return bool(tier.to_store or (above is not None and above.to_demote))
+
+    def _release(self, tier: Tier) -> None:
+        self._since_s.pop(tier.number, None)
+        self._due.pop(tier.number, None)

@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.zeroed import zeroed
-from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.prefill import PrefillEstimate
+from nixl_tiers.core.types import BreakerState
 
 
 @dataclass

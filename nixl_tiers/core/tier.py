@@ -10,9 +10,7 @@ from typing import Final, Literal
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.deferred_free import DeferredFree
-from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.member import Member
 from nixl_tiers.core.pricing import TransferEstimate
 from nixl_tiers.core.requests import Request
@@ -20,7 +18,7 @@ from nixl_tiers.core.rows import Row
 from nixl_tiers.core.slots import slots_each
 from nixl_tiers.core.stats import Counters, EvictionHistory
 from nixl_tiers.core.tier_index import TierIndex
-from nixl_tiers.core.types import Burst, Job, PlannedMove, TierSpec, TierState
+from nixl_tiers.core.types import BreakerState, Burst, Job, Limits, PlannedMove, TierSpec, TierState
 
 _READABLE, _WRITABLE, _REFUSES_STORES = map(attrgetter, ("readable", "writable", "refuses_stores"))
 # Members of an enum are found by a slow attribute look-up before Python 3.12.

@@ -7,13 +7,12 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.breaker import MAX_PLACES, Place, SetAside
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import rows_of_share
-from nixl_tiers.core.member import Member
+from nixl_tiers.core.member import MAX_PLACES, Member, Place, SetAside
+from nixl_tiers.core.rows import ALL_SLOTS, NO_ID, Found, make_rows, room_for_victims
 from nixl_tiers.core.slots import MemberSlots, SlotCount, Slots
 from nixl_tiers.core.stats import Counters, EvictionHistory, Gone, tag_of
-from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, Found, make_rows, room_for_victims
 from nixl_tiers.core.types import Columns, PlannedMove, TierSpec, TierState
 
 MAX_SURPLUS: Final = 256  # rows above a quota that are evicted at once

@@ -1,18 +1,106 @@
-"""Values that the parts of the core share: a tier's specification and state, entries, moves and jobs."""
+"""Values that the parts of the core share: bounds, a tier's specification and state, moves and jobs."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, Protocol
+from enum import Enum, IntEnum
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.base.policies import Write
+from nixl_tiers.base.policies import DEFAULT_PROBE_S, DEFAULT_WAIT_S, Write
+from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.core.rows import Row
+
+PIN_MARGIN_S: Final = 20.0  # beyond `wait_s`: what a scheduler may take to load what was promoted
+
+
+class BreakerState(IntEnum):
+    """The numbers are those of the `breaker` gauge."""
+
+    CLOSED = 0  # works
+    HALF_OPEN = 1  # only probes are let through
+    OPEN = 2  # nothing is let through until its back-off has passed
+
+
+@dataclass(frozen=True)
+class BreakerLimits:
+    """When a circuit opens, and when it is probed. Times are in seconds. Each job, each request that expired and each
+    mover that died is one result, good or a failure.
+
+    Half of the last eight rather than a run of failures: a medium that fails every other time costs requests as much
+    as one that always fails, and a single bad row in a good medium costs only requests for that row.
+    """
+
+    results: int = 8  # how many of the last results count
+    failures_to_open: int = 4
+    window_s: float = 60.0  # older results do not count
+    min_backoff_s: float = 1.0  # the first back-off; it doubles while the circuit keeps opening
+    max_backoff_s: float = 60.0
+    probes_to_close: int = 2  # consecutive good probes that close it
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds, rows, and shares of a tier's rows."""
+
+    wait_s: float = DEFAULT_WAIT_S  # of the configuration: a request waits so long for promotions, then recomputes
+    pin_s: float = DEFAULT_WAIT_S + PIN_MARGIN_S  # rows promoted for a request that never comes back are unpinned then
+    # A job's soft deadline is a multiple of the time that the tier's throughput lets expect, at least
+    # `soft_deadline_min_s`, at most `wait_s`: its requests recompute then. The hard deadline, after which the mover is
+    # killed, is four times as long, with bounds of its own.
+    soft_deadline_min_s: float = PRODUCTION.late_job_s
+    hard_deadline_min_s: float = PRODUCTION.overdue_job_s[0]
+    hard_deadline_max_s: float = PRODUCTION.overdue_job_s[1]
+    assumed_bytes_per_s: float = 4e6  # of a tier without samples
+    # A place is set aside for so long, and twice as long each time (`SetAside`): one whose load failed, or that was
+    # being moved when a mover died for no known reason; and one that a mover hung at, or whose write failed.
+    retry_s: float = 5.0
+    aside_s: float = 600.0
+    check_timeout_s: float = DEFAULT_PROBE_S  # `probe_s` of the configuration: a request waits so long for checks
+    max_checks: int = 4  # open existence checks of one tier that answers at once; of a distant one
+    distant_checks: int = 32  # up to so many, one for each
+    check_share_s: float = 0.002  # of its round trip: beyond what that asks a second, hits are lost in silence
+    keys_per_check: int = 512
+    keys_at_once: int = 16  # of them, that a medium is asked for at the same time
+    later_keys: int = 1024  # of one tier, unknown while it was slow, or busy, that are asked for later
+    absent_s: float = 30.0  # negative cache: an absent key is not checked again sooner
+    absent_keys: int = 65536  # of one tier's negative cache
+    # A promotion waits so long for write-back to free a row, and then evicts unwritten ones. For half of it a mover may
+    # hold up stores while the engine copies rows out of the host (`stores_held_s` of base/times.py).
+    clean_wait_s: float = PRODUCTION.clean_wait_s
+    store_hold_s: float = 0.5  # promotions hold up a tier's stores so long; then a window goes (`StoreThrottle`)
+    hold_share: float = 0.25  # of the host rows: with more to write to a tier, promotions do not hold that up
+    load_share: float = 0.10  # of the host rows: what may be under promotion at once
+    store_share: float = 0.05
+    loads_under_way: int = 640  # rows of one mover, whatever the share: so many its death touches at most
+    stores_under_way: int = 384
+    quarantine_share: float = 0.75  # of the load window: how many rows may be stuck before the mover is killed
+    line_share: float = 0.5  # of the host rows: what requests may hold that wait for their turn (prefetch_queue.py)
+    retain_share: float = 0.25  # of the host rows: what is kept for requests that have ended (retention.py)
+    line_requests: int = 32  # of those that wait, so many are next
+    ahead_s: float = 0.25  # promotions for them keep a request whose turn comes waiting no longer than about that
+    reserve_share: float = 0.05  # of a tier whose evictions are written below: kept free ahead of need
+    burst_s: float = 0.02  # loads that start within it are measured by the last of them to end (types.py)
+    measure_s: float = 5.0  # a tier whose rows are declined for its speed is measured again so often,
+    measure_share: float = 0.125  # with so much of a job's rows, or more, by turns, for which no request waits,
+    measure_time: float = 0.05  # and which take so much of its time, or seldom enough for that
+    measure_busy_s: float = 1.0  # later, if requests are alive until then: while none is, it takes nothing from them
+    moves_per_job: int = 64
+    rows_per_slice: int = 64  # work that concerns many rows is done in slices of so many, each one hold of the lock
+    listed_per_step: int = 256  # rows that are listed, or looked at after a listing, in one hold of the lock
+    deletes_per_turn: int = 4096  # of a tier; with more to delete nothing is stored to it
+    deletes_per_batch: int = 256  # rows to delete in one message; not fewer than moves_per_job
+    # Each job, and each turn of the supervisor, costs it the interpreter's lock that the engine's step needs. So a job
+    # of loads is what a tier moves in `job_s`, and one of stores, for which nobody waits, four times that: at least
+    # `job_bytes`, since small jobs keep a window full, and at most `moves_per_job` and a quarter of a window.
+    job_s: float = 0.02
+    job_bytes: int = 16 << 20
+    pause_s: float = 0.2  # while only write-back is under way, turns are as seldom as this
+    breaker: BreakerLimits = field(default_factory=BreakerLimits)
 
 
 class TierState(Enum):

@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Final
 
 from nixl_tiers.core.existence import ExistenceChecks
-from nixl_tiers.core.measurements import Measurements
+from nixl_tiers.core.probes import Measurements
 from nixl_tiers.core.promotion import Promotion
 from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.retention import Retention

@@ -1,6 +1,6 @@
 """Write-back: how rows come down, written through when they are complete or demoted when the tier above evicts.
 
-`StoreThrottle` (store_throttle.py) keeps it out of the way of promotions.
+`StoreThrottle` (state.py) keeps it out of the way of promotions.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.rows import CPU, LOADING, READY, Row
-from nixl_tiers.core.state import CascadeState, within_quotas
-from nixl_tiers.core.store_throttle import StoreThrottle
+from nixl_tiers.core.jobs import Jobs
+from nixl_tiers.core.rows import CPU, LOADING, NO_ID, READY, Found, Row
+from nixl_tiers.core.state import CascadeState, StoreThrottle, within_quotas
 from nixl_tiers.core.tier import Tier
-from nixl_tiers.core.tier_rows import NO_ID, Found
 from nixl_tiers.core.types import Direction, Job, PlannedMove, TierState
 
 MAX_VICTIMS_PER_PASS: Final = 256
@@ -24,8 +23,9 @@ CLEAN_AGAIN_S: Final = 0.05  # others are selected so long after victims of whic
 class WriteBack:
     """Queues rows for the tiers below, plans their stores, and ends the evictions that waited for these."""
 
-    def __init__(self, state: CascadeState) -> None:
+    def __init__(self, state: CascadeState, jobs: Jobs) -> None:
         self._state = state
+        self._jobs = jobs
         self._host = state.host
         self.throttle = StoreThrottle(state)
         self.awaited = 0
@@ -140,7 +140,7 @@ class WriteBack:
         if rows:
             self._kept_s.pop(tier.number, None)
         soon = min(len(tier.to_store), most - len(rows))
-        return self._state.start_jobs(tier, Direction.STORE, self.start_stores(tier, rows, rooms), now, soon)
+        return self._jobs.start(tier, Direction.STORE, self.start_stores(tier, rows, rooms), now, soon)
 
     def start_stores(self, tier: Tier, rows: Sequence[tuple[Row, int]], rooms: list[int] | None) -> list[PlannedMove]:
         """Reserve a slot and pin the row for each of `rows` (row, tick); those that find no slot are dropped. `rooms`:
@@ -213,7 +213,7 @@ class WriteBack:
             moves.append(tier.start_load(row))
             self._host.generation.table.pin(key)
             tier.staged[key] = row
-        return self._state.start_jobs(tier, Direction.LOAD, moves, now)
+        return self._jobs.start(tier, Direction.LOAD, moves, now)
 
     # --- ends --------------------------------------------------------------------------------------------------
 

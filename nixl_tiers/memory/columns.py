@@ -1,7 +1,7 @@
 """Columns: many rows that a medium lists, as slots, ticks and keys side by side in a memfd that a mover hands over.
 
 One by one, five million rows would cost the engine's interpreter most of a minute; from columns the core takes them by
-the thousand (`core/tier_rows.py`). A mover is not trusted: size and bytes are sealed, so that nothing changes while it
+the thousand (`core/rows.py`). A mover is not trusted: size and bytes are sealed, so that nothing changes while it
 is read, and the size is what the header says. The rows may be anything: what is loaded is verified by its seal.
 """
 

@@ -30,7 +30,7 @@ from nixl_tiers.config.quotas import Tenants
 from nixl_tiers.config.schema import ConfigError, TiersConfig, format_size
 from nixl_tiers.config.warnings import warnings_of
 from nixl_tiers.core.copies import LoadPlan, StorePlan
-from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.types import Limits
 from nixl_tiers.runtime.blocking import Waits
 from nixl_tiers.runtime.copies import OpenLoads, bad_rows, ended_rows, take_memory
 from nixl_tiers.runtime.hold import Hold

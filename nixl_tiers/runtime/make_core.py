@@ -8,10 +8,9 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config.quotas import Tenants
 from nixl_tiers.config.schema import StorageConfig, TiersConfig
-from nixl_tiers.core.limits import PIN_MARGIN_S, Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
-from nixl_tiers.core.types import TierSpec
+from nixl_tiers.core.types import PIN_MARGIN_S, Limits, TierSpec
 
 if TYPE_CHECKING:
     from nixl_tiers.memory.region import HostRegion

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
 from nixl_tiers.base.chunk import FAILING, FULL, UNREACHABLE
-from nixl_tiers.core.breaker import Breaker
+from nixl_tiers.core.member import Breaker
 from nixl_tiers.core.types import Direction
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from nixl_tiers.core.key_lookup import Lookup
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.runtime.coordinator import COUNT_BATCH, Coordinator
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.chains import Answers, RequestChain, RequestChains, answers_of

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_tiers.core.breaker import MAX_PLACES, Breaker, BreakerLimits, BreakerState, SetAside
+from nixl_tiers.core.member import MAX_PLACES, Breaker, SetAside
 from nixl_tiers.core.pricing import ThroughputEstimate
+from nixl_tiers.core.types import BreakerLimits, BreakerState
 
 EVENTS = st.lists(
     st.tuples(st.sampled_from(["good", "bad", "trip", "probe good", "probe bad"]), st.floats(0, 100)), max_size=60

@@ -8,9 +8,8 @@ import pytest
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.types import Direction, TierSpec
+from nixl_tiers.core.types import Direction, Limits, TierSpec
 from tests.support import inside
 from tests.support.core import opened, put, set_aside
 

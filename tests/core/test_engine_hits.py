@@ -6,10 +6,9 @@ import pytest
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.requests import RequestWishes
-from nixl_tiers.core.types import TierSpec
+from nixl_tiers.core.types import Limits, TierSpec
 from tests.support.core import all_good, opened, put, touched
 
 KEYS = [b"key-%03d" % number for number in range(200)]

@@ -11,12 +11,11 @@ import pytest
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.existence import ExistenceCheck
-from nixl_tiers.core.key_lookup import Lookup
-from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.requests import Request, RequestWishes
 from nixl_tiers.core.rows import Generation
-from nixl_tiers.core.types import Direction, TierSpec
+from nixl_tiers.core.types import Direction, Limits, TierSpec
 from tests.support import inside
 from tests.support.core import all_good, anticipate, expire, look_up_key, opened, put, rows_of
 

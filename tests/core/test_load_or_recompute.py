@@ -12,16 +12,13 @@ from hypothesis import strategies as st
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Prefer, Write
 from nixl_tiers.core import pricing
-from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.chain_rows import Chain, Group
-from nixl_tiers.core.key_lookup import Lookup
-from nixl_tiers.core.limits import Limits
-from nixl_tiers.core.lookup import Scan
+from nixl_tiers.core.lookup import Lookup, Scan
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import HOST, Run, TierPrice, choose
 from nixl_tiers.core.requests import RequestWishes
-from nixl_tiers.core.types import Direction, Job, TierSpec
+from nixl_tiers.core.types import BreakerState, Direction, Job, Limits, TierSpec
 from tests.support import inside
 from tests.support.core import all_good, expire, look_up_key, opened
 

@@ -8,11 +8,10 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.key_lookup import Lookup
-from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.requests import RequestWishes
-from nixl_tiers.core.types import Direction, Job, TierSpec
+from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
 from tests.support.core import all_good, expire, look_up_key, opened, put, rows_of, touched
 
 HIT, PENDING, MISS = Lookup.HIT, Lookup.PENDING, Lookup.MISS

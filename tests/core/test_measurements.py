@@ -9,11 +9,10 @@ import pytest
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.chain_rows import Chain, Group
-from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import ENOUGH_SAMPLES
-from nixl_tiers.core.types import Direction, Job, TierSpec
+from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
 from tests.support import inside
 from tests.support.core import all_good, opened, put
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from nixl_tiers.base.chunk import Outcome
-from nixl_tiers.core.breaker import BreakerState
 from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.slots import slots_each
-from nixl_tiers.core.types import Direction, TierState
+from nixl_tiers.core.types import BreakerState, Direction, TierState
 from tests.support import inside
 from tests.support.columns import PlainColumns
 from tests.support.core import opened, put, rows_of
@@ -296,7 +295,7 @@ def test_a_bad_row_keeps_its_slot_while_another_job_reads_it(machine: Machine) -
     machine.turn()
     (job,) = machine.tier.jobs
     move = machine.tier.start_load(machine.core.host.allocate_scratch(key))
-    (probe,) = inside.state(machine.core).start_jobs(machine.tier, Direction.LOAD, [move], machine.now)
+    (probe,) = inside.jobs(machine.core).start(machine.tier, Direction.LOAD, [move], machine.now)
     machine.core.events.finished(job.mover, job.id, [Outcome.CORRUPT], machine.now)
     assert machine.tier.index.slots.free == free
     assert not machine.tier.can_load(key), "it is not asked for again and again"

@@ -8,12 +8,11 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.key_lookup import Lookup
-from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.stats import HOST, MISSED, TABLE_BITS, EvictionHistory, Gone, tag_of, tier_and_reason
-from nixl_tiers.core.types import Direction, TierSpec
+from nixl_tiers.core.types import Direction, Limits, TierSpec
 from tests.support import inside
 from tests.support.core import look_up_key, opened, put, set_aside
 

@@ -22,7 +22,7 @@ from nixl_tiers.core.host import HostTier
 from nixl_tiers.core.listing import Steps
 from nixl_tiers.core.lookup import Chains
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.measurements import Measurements
+from nixl_tiers.core.probes import Measurements
 from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.requests import NO_WISHES, Request, RequestWishes
@@ -343,7 +343,7 @@ class GenerationIgnored(Events):
         (lost,) = self._state.tiers[tier].members
         open_jobs = [*lost.jobs, *(job.id for dead in lost.dead for job in dead.to_end)]
         super().lost(tier, now)
-        self._state.last_job_id = min(open_jobs, default=self._state.last_job_id + 1) - 1
+        self._jobs.last_id = min(open_jobs, default=self._jobs.last_id + 1) - 1
 
 
 class CircuitNeverCloses(Health):

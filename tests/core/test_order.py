@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import permutations
 
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.key_lookup import Lookup
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import TierSpec

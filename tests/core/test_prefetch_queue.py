@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.core.key_lookup import Lookup
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefetch_queue import MAX_PREFETCHES
 from nixl_tiers.core.requests import RequestWishes

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.requests import RequestWishes
+from nixl_tiers.core.types import Limits
 from tests.core.test_manager import HIT, MISS, PENDING, manager, scan
 from tests.core.test_prefetch_queue import chain, come_up, in_host, stored
 from tests.support import inside

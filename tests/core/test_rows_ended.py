@@ -8,11 +8,10 @@ import pytest
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.key_lookup import Lookup
-from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import RowState
-from nixl_tiers.core.types import Direction, Job, TierSpec
+from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
 from tests.support.core import look_up_key, opened, put
 
 OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT

@@ -14,12 +14,11 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import HostTier
-from nixl_tiers.core.key_lookup import Lookup
-from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import take_all
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.promotion import Promotion
-from nixl_tiers.core.types import Job, TierSpec, TierState
+from nixl_tiers.core.types import Job, Limits, TierSpec, TierState
 from tests.support import inside
 from tests.support.core import all_good, expire, look_up_key, opened, put
 

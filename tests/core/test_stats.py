@@ -9,14 +9,13 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.key_lookup import Lookup
-from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import take_all
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.rows import CPU
 from nixl_tiers.core.stats import MAX_SAMPLES, Counters, Load, Samples, Savings
-from nixl_tiers.core.types import Direction, TierSpec
+from nixl_tiers.core.types import Direction, Limits, TierSpec
 from tests.support.columns import PlainColumns
 from tests.support.core import all_good, expire, look_up_key, opened, rows_of
 

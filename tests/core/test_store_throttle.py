@@ -9,14 +9,13 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.key_lookup import Lookup
-from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.member import UNLIMITED
 from nixl_tiers.core.rows import RowState
-from nixl_tiers.core.store_throttle import StoreThrottle
+from nixl_tiers.core.state import StoreThrottle
 from nixl_tiers.core.tier import Tier
-from nixl_tiers.core.types import Direction, Job, TierSpec
+from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
 from tests.support.core import all_good, look_up_key, opened
 
 ROWS = 100

@@ -9,13 +9,12 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.key_lookup import Lookup
-from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import add_columns, begin_listing, end_listing, take_all
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.rows import MAX_USES, MOST_TICK
 from nixl_tiers.core.tier import Tier
-from nixl_tiers.core.tier_rows import MAX_USES, MOST_TICK
-from nixl_tiers.core.types import TierSpec, TierState
+from nixl_tiers.core.types import Limits, TierSpec, TierState
 from tests.support import inside
 from tests.support.columns import PlainColumns
 from tests.support.core import look_up_key, opened, put, rows_of, touched

@@ -16,8 +16,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import MOST_TENANTS
-from nixl_tiers.core import tier_rows
-from nixl_tiers.core.tier_rows import ALL_SLOTS, NO_ID, TierRows, make_rows
+from nixl_tiers.core import rows as table
+from nixl_tiers.core.rows import ALL_SLOTS, NO_ID, TierRows, make_rows
 from tests.support.plain_rows import PlainTierRows
 
 KEYS: Final = [bytes([number]) * length for number in range(8) for length in (1, 20, 36, 37, 112)]
@@ -46,7 +46,7 @@ class Twins(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.native: TierRows = tier_rows._table()(USES)
+        self.native: TierRows = table._table()(USES)
         self.plain = PlainTierRows(USES)
         self.taken = bytearray(SLOTS), bytearray(SLOTS)
         self.numbers: dict[int, int] = {}  # id of the native row -> id of the other

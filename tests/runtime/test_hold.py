@@ -11,7 +11,7 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.core.key_lookup import Lookup
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from tests.support.core import look_up_key, opened, put

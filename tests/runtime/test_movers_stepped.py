@@ -20,7 +20,7 @@ import pytest
 from nixl_tiers.base.chunk import Geometry, Key, Namespace, Outcome
 from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.core.key_lookup import Lookup
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.types import Direction, TierState
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import (

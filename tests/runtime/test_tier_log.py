@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from nixl_tiers.core.breaker import Breaker
+from nixl_tiers.core.member import Breaker
 from nixl_tiers.core.types import Direction
 from nixl_tiers.runtime.mover_status import MoverStatus, gauges
 from nixl_tiers.runtime.tier_log import LINES, REASONS, STEADY_S, TierLog

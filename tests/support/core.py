@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.key_lookup import Lookup
 from nixl_tiers.core.listing import take_all
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefetch_queue import Rank
-from nixl_tiers.core.rows import Row
+from nixl_tiers.core.rows import Found, Row
 from nixl_tiers.core.tier import Tier
-from nixl_tiers.core.tier_rows import Found
 from nixl_tiers.runtime.coordinator import Coordinator
 from tests.support import inside
 

@@ -7,21 +7,26 @@ from typing import Any
 import pytest
 
 from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.jobs import Jobs
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.measurements import Measurements
 from nixl_tiers.core.prefetch_queue import QueuedPrefetch
+from nixl_tiers.core.probes import Measurements
 from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.promotion_jobs import PromotionJobs
 from nixl_tiers.core.requests import Request, RequestState
-from nixl_tiers.core.rows import Row
+from nixl_tiers.core.rows import NO_ID, Found, Row, TierRows
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier_index import TierIndex
-from nixl_tiers.core.tier_rows import NO_ID, Found, TierRows
 
 
 def state(core: TierManager) -> CascadeState:
-    """Windows, ticks, job ids, prices."""
+    """Windows, ticks, prices."""
     return core._state
+
+
+def jobs(core: TierManager) -> Jobs:
+    """What movers get."""
+    return core._jobs
 
 
 def requests(core: TierManager) -> RequestIndex:

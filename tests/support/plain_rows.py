@@ -9,7 +9,7 @@ from itertools import count, islice
 from typing import Any, Final
 
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.tier_rows import MOST_TICK, NO_ID
+from nixl_tiers.core.rows import MOST_TICK, NO_ID
 
 
 class _Row:

@@ -16,21 +16,18 @@ from typing import NamedTuple
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.breaker import BreakerLimits, BreakerState
 from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.existence import ExistenceCheck
-from nixl_tiers.core.key_lookup import Lookup
-from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import Steps, take_all
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.member import UNLIMITED
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.pricing import ENOUGH
 from nixl_tiers.core.requests import RequestWishes
-from nixl_tiers.core.rows import Row, RowState
+from nixl_tiers.core.rows import Found, Row, RowState
 from nixl_tiers.core.tier import Tier
-from nixl_tiers.core.tier_rows import Found
-from nixl_tiers.core.types import Direction, Job, PlannedMove, TierSpec, TierState
+from nixl_tiers.core.types import BreakerLimits, BreakerState, Direction, Job, Limits, PlannedMove, TierSpec, TierState
 from tests.support import inside
 from tests.support.columns import PlainColumns
 from tests.support.core import all_failed, all_good, expire, look_up_key, rows_of
@@ -1174,7 +1171,7 @@ class Simulation:
             (place if isinstance(place, int) else number, key, mover.ticks.get((mover.epoch, place), 0))
             for number, (place, (key, _)) in enumerate(places)
         ]
-        mover.listed_after = inside.state(self.core).last_job_id
+        mover.listed_after = inside.jobs(self.core).last_id
         mover.newest = max((tick for _, _, tick in held), default=0)
         listed = len(held) if self.listed is None else self.listed
         mover.listing = deque([held[:listed]])

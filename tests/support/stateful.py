@@ -9,10 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core import tier_rows
+from nixl_tiers.core import rows as table
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.member import UNLIMITED
-from nixl_tiers.core.tier_rows import MAX_VICTIMS
+from nixl_tiers.core.rows import MAX_VICTIMS
 from tests.support.simulation import MANY_TURNS, RETAINED_S, SOME_ROOM, Scan, Simulation
 
 TIERS = st.integers(0, 1)
@@ -60,7 +60,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
         members: int = 1,
     ) -> None:
         """`victims`: so many rows of a table are being evicted at a time."""
-        tier_rows.MAX_VICTIMS = victims  # type: ignore[misc]
+        table.MAX_VICTIMS = victims  # type: ignore[misc]
         self.simulation = self.simulated(
             rows,
             slots,
@@ -421,7 +421,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
             if hasattr(self, "simulation"):
                 self.simulation.quiesce()
         finally:
-            tier_rows.MAX_VICTIMS = MAX_VICTIMS  # type: ignore[misc]
+            table.MAX_VICTIMS = MAX_VICTIMS  # type: ignore[misc]
 
 
 class TenantStateMachine(CascadeStateMachine):

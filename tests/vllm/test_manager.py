@@ -19,8 +19,7 @@ from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.core.chain_rows import Chain
 from nixl_tiers.core.copies import LoadPlan
-from nixl_tiers.core.key_lookup import Lookup
-from nixl_tiers.core.lookup import Scan
+from nixl_tiers.core.lookup import Lookup, Scan
 from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.rows import CPU
 from nixl_tiers.memory.region import HostRegion

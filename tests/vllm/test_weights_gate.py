@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
 from nixl_tiers.base.chunk import Geometry
-from nixl_tiers.core.key_lookup import Lookup
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.vllm.own_hits import OwnHits
 from nixl_tiers.vllm.store_gate import WeightsGate
 from tests.vllm.test_manager import STEP, ManagerRig, ScriptedCoordinator, keys_of, scripted_manager

@@ -15,8 +15,7 @@ from nixl_tiers.base.chunk import Geometry, Key, Namespace
 from nixl_tiers.base.times import Times
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.schema import StorageConfig
-from nixl_tiers.core.limits import Limits
-from nixl_tiers.core.types import Direction
+from nixl_tiers.core.types import Direction, Limits
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore

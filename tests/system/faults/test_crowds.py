@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from nixl_tiers.core.breaker import BreakerLimits
-from nixl_tiers.core.key_lookup import Lookup
+from nixl_tiers.core.lookup import Lookup
+from nixl_tiers.core.types import BreakerLimits
 from nixl_tiers.mover.protocol import Delete, encode
 from tests.support.core import end_step, finish, look_up
 from tests.support.leaks import ResourceCount

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.core.breaker import BreakerLimits
-from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.types import BreakerLimits, Limits
 from nixl_tiers.memory.columns import ColumnsError
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import restarts

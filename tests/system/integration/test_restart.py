@@ -14,8 +14,8 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Key, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.core.key_lookup import Lookup
-from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.lookup import Lookup
+from nixl_tiers.core.types import Limits
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import child
 from nixl_tiers.runtime.coordinator import Coordinator

@@ -10,7 +10,7 @@ import numpy as np
 
 from nixl_tiers.base.chunk import Key, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.types import Limits
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore

@@ -22,9 +22,9 @@ from nixl_tiers.base.tier_traits import CPU, TierTraits
 from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.config import schema
 from nixl_tiers.core.chain_rows import Chain, Group
-from nixl_tiers.core.key_lookup import Lookup
-from nixl_tiers.core.limits import Limits
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.requests import RequestWishes
+from nixl_tiers.core.types import Limits
 from nixl_tiers.memory.pages import HUGE_PAGE_BYTES
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator

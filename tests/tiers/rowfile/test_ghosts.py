@@ -10,10 +10,9 @@ import pytest
 
 from nixl_tiers.base.policies import Write
 from nixl_tiers.config.schema import FileConfig
-from nixl_tiers.core.limits import Limits
 from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.types import TierSpec
+from nixl_tiers.core.types import Limits, TierSpec
 
 KEYS = [b"key %d" % number for number in range(12)]
 GHOST_S = 60
