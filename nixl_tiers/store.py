@@ -384,7 +384,8 @@ class TieredStore:
             if core.pressure() <= self._most_waiting:
                 return
         until_s = time.monotonic() + self._wait_s
-        with self.coordinator.awaiting_writes(), self.coordinator.core() as core:
+        self.coordinator.look()
+        with self.coordinator.core() as core:
             stall.restart()
             while (backlog := core.pressure()) > self._most_waiting and time.monotonic() < until_s:
                 if stall.expired(-backlog):

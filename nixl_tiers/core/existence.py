@@ -149,8 +149,14 @@ class ExistenceChecks:
         self._id = 0
 
     @property
+    def to_send(self) -> bool:
+        """Whether there are any."""
+        return bool(self._asking or self._ready)
+
+    @property
     def busy(self) -> bool:
-        return bool(self._asking or self._ready) or any(shared.open for shared in self.tiers.values())
+        """Whether there are any, or answers are awaited."""
+        return self.to_send or any(shared.open for shared in self.tiers.values())
 
     # --- for requests ------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 Callers report what happened (a look-up, a finished job, a dead mover) and when (`now`, in seconds of any monotonic
 clock), and carry out the jobs that it plans. The same code runs in the engine, in the stateful tests and in trace
 replays. Rows come up in `promotion.py` and `promotion_jobs.py`, go down in `writeback.py`, and are copied to and from
-the engine in `copies.py`; movers report to `events.py`, which also plans all that they are sent; `health.py` keeps what
+the engine in `copies.py`; movers report to `turn.py`, which also plans all that they are sent; `health.py` keeps what
 fails or hangs out of the way. A *load* is a copy from host memory to the engine in `copies.py`, and from a medium to
 host memory everywhere else.
 """
@@ -19,7 +19,6 @@ from nixl_tiers.core.announced import Announced
 from nixl_tiers.core.chain_rows import Chain
 from nixl_tiers.core.copies import Copies
 from nixl_tiers.core.deferred_free import DeferredFree
-from nixl_tiers.core.events import Events
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.health import Health
 from nixl_tiers.core.host import HostTier
@@ -37,8 +36,8 @@ from nixl_tiers.core.rows import CPU, READY, Row
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import EvictionHistory, Savings, TierStats
 from nixl_tiers.core.tier import Tier
+from nixl_tiers.core.turn import Events
 from nixl_tiers.core.types import BreakerState, Job, Limits, TierSpec, TierState
-from nixl_tiers.core.urgency import Urgency
 from nixl_tiers.core.writeback import WriteBack
 
 
@@ -103,15 +102,6 @@ class TierManager:
             probes=Probes(self._state, self._jobs, self.writeback),
             retention=self._retention,
             health=self.health,
-        )
-        self.urgency = Urgency(
-            self._state,
-            self.checks,
-            self._promotion,
-            self._promotion_jobs,
-            self.writeback,
-            measurements=self._measurements,
-            retention=self._retention,
         )
         self._copies = Copies(self._state, self._requests, self._promotion, self.writeback, self._savings)
         self._keys = KeyLookups(self._state, self.checks, self._promotion)

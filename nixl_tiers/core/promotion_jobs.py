@@ -44,12 +44,13 @@ class PromotionJobs:
     @property
     def under_way(self) -> bool:
         """Whether rows are queued to be promoted for requests, or are being loaded, be it to measure a tier."""
-        return bool(self._loading_for) or self.waits_for_turn
+        return bool(self._loading_for) or any(tier.to_load for tier in self._state.tiers)
 
     @property
-    def waits_for_turn(self) -> bool:
-        """Whether some are queued."""
-        return any(tier.to_load for tier in self._state.tiers)
+    def can_start(self) -> bool:
+        """Whether some are queued that a turn might start. The end of a load brings one where its window is full."""
+        window = self._state.window
+        return any(tier.to_load and tier.rows_loading < window(tier, Direction.LOAD) for tier in self._state.tiers)
 
     def waited_since(self, job: Job) -> float | None:
         """When the first of the requests that wait for the job's first row began to; None if there is none."""

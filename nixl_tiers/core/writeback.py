@@ -28,8 +28,6 @@ class WriteBack:
         self._jobs = jobs
         self._host = state.host
         self.throttle = StoreThrottle(state)
-        self.awaited = 0
-        """How many threads wait for rows to be written."""
         self._now = 0.0
         # By tier: when victims that wait for it were kept, and none has moved since.
         self._kept_s: dict[int, float] = {}
@@ -83,11 +81,14 @@ class WriteBack:
         # A victim without a slot would be dropped, and selected again at the next turn.
         return min(missing, target.index.slots.limit - target.rows_loading - target.rows_to_write)
 
-    def has_room(self, tier: Tier) -> bool:
-        """Whether stores to this tier can be started, as far as promotions do not hold them up."""
-        return (
-            tier.writable and tier.rows_storing < self._state.window(tier, Direction.STORE) and tier.store_credits > 0
-        )
+    def can_start(self, tier: Tier) -> bool:
+        """Whether a turn might start something here, as far as promotions do not hold it up."""
+        if tier.to_demote or (tier.to_store and tier.refuses_stores):
+            return True
+        if tier.spec.write is Write.ON_EVICT and tier.writable and self.rows_to_clean(tier) > 0:
+            return True
+        has_room = tier.to_store and tier.rows_storing < self._state.window(tier, Direction.STORE)
+        return bool(has_room and tier.writable and tier.store_credits > 0)
 
     def short_of_room(self, target: Tier) -> bool:
         """Whether the tier above `target` has used up half of its reserve: with less, promotions and stores of the

@@ -6,12 +6,13 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from nixl_tiers.base.clock import COUNTED_S, PAUSE_S
+from nixl_tiers.core.turn import NOW
+from nixl_tiers.mover.supervisor import TICK_S
 from nixl_tiers.runtime.hold import Hold
 from nixl_tiers.runtime.mover_link import MoverLink
 
@@ -123,7 +124,7 @@ class Waits:
 
     def until_written(self, timeout_s: float | None) -> bool:
         """See `Coordinator.flush`."""
-        with Interrupts() as interrupts, self.awaiting_writes():
+        with Interrupts() as interrupts:
             return self._until(lambda: self.closed or self._core.writeback.backlog() == 0, timeout_s, interrupts)
 
     def write_down(self, until_s: float) -> None:
@@ -133,8 +134,7 @@ class Waits:
             # Nothing is written to a tier before it is listed.
             self._until(lambda: self._link.ready, until_s - time.monotonic(), interrupts)
             self.demote_all()
-            with self.awaiting_writes():
-                self._until(lambda: self._core.writeback.backlog() == 0, until_s - time.monotonic(), interrupts)
+            self._until(lambda: self._core.writeback.backlog() == 0, until_s - time.monotonic(), interrupts)
 
     def demote_all(self) -> None:
         """Queue all rows that a tier with `write: on_evict` does not hold yet."""
@@ -149,25 +149,16 @@ class Waits:
             with self._hold as core:
                 core.writeback.demote(rows[start : start + SLICE])
 
-    @contextmanager
-    def awaiting_writes(self) -> Iterator[None]:
-        """See `Coordinator.awaiting_writes`."""
-        with self._hold as core:
-            core.writeback.awaited += 1
-        try:
-            self._link.wake(at_once=True)
-            yield
-        finally:
-            with self._hold as core:
-                core.writeback.awaited -= 1
-
     def _until(self, condition: Callable[[], bool], timeout_s: float | None, interrupts: Interrupts) -> bool:
-        """Poll `condition` in a hold, and at every change."""
+        """Poll `condition` in a hold, and at every change. The supervisor may be pausing: what has ended meanwhile is
+        known only after a turn."""
         until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         with self._link.changed:
+            self._link.wake(NOW)
             while not condition():
                 if (left_s := until_s - time.monotonic()) <= 0:
                     return False
-                self._link.changed.wait(min(POLL_S, left_s))
+                if not self._link.changed.wait(min(TICK_S, left_s)):
+                    self._link.wake(NOW)
                 interrupts.point()
         return True

@@ -14,7 +14,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self
@@ -30,6 +29,7 @@ from nixl_tiers.config.quotas import Tenants
 from nixl_tiers.config.schema import ConfigError, TiersConfig, format_size
 from nixl_tiers.config.warnings import warnings_of
 from nixl_tiers.core.copies import LoadPlan, StorePlan
+from nixl_tiers.core.turn import NOW
 from nixl_tiers.core.types import Limits
 from nixl_tiers.runtime.blocking import Waits
 from nixl_tiers.runtime.copies import OpenLoads, bad_rows, ended_rows, take_memory
@@ -295,9 +295,9 @@ class Coordinator:
             self._open_loads.end_call(call)
             self.changed.notify_all()
 
-    def awaiting_writes(self) -> AbstractContextManager[None]:
-        """For as long as a thread waits for rows to be written: the supervisor looks sooner whether they are."""
-        return self._waits.awaiting_writes()
+    def look(self) -> None:
+        """Have the supervisor look at once what has been written: a thread waits for it."""
+        self._link.wake(NOW)
 
     def reset(self, *, changed: bool = False) -> None:
         """The bytes may no longer match the weights: nothing stored so far is a hit any more. `changed`: they certainly

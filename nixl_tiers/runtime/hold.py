@@ -9,6 +9,7 @@ from typing import Final
 
 from nixl_tiers.base.lifetime import ForkedLock
 from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.turn import NO
 from nixl_tiers.runtime.mover_link import DROPPED_PER_TURN, MoverLink
 
 TURNS_A_STEP: Final = 8  # of a core without storage tiers, which no supervisor turns
@@ -36,16 +37,18 @@ class Hold:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        core, work = self._core, False
+        core, due = self._core, NO
         try:
-            work, at_once = core.urgency.take_work()
-            if work and not core.tiers:
+            due = core.events.take_due()
+            if due is not NO and not core.tiers:
                 self._turns()
         finally:
             self.lock.__exit__(kind, error, trace)
-        if work and core.tiers:
-            self._link.wake(at_once)
-        elif work:
+        if due is NO:
+            return
+        if core.tiers:
+            self._link.wake(due)
+        else:
             core.garbage.drop(DROPPED_PER_TURN)
 
     def _turns(self) -> None:

@@ -24,6 +24,7 @@ from nixl_tiers.config.schema import TiersConfig, tier_to_dict
 from nixl_tiers.core.listing import Steps
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.slots import slots_each
+from nixl_tiers.core.turn import NOW, Due
 from nixl_tiers.core.types import Direction, Job, TierState
 from nixl_tiers.memory.columns import ListedColumns
 from nixl_tiers.memory.region import HostRegion
@@ -125,9 +126,9 @@ class MoverLink:
         if self.movers:
             self.supervisor.reopen(self._open_message())
 
-    def wake(self, at_once: bool) -> None:
+    def wake(self, due: Due) -> None:
         """There is work for the movers."""
-        if at_once:
+        if due is NOW:
             self.supervisor.wake()
         else:
             self.supervisor.wake_soon()
@@ -273,9 +274,9 @@ class MoverLink:
                 member.refusal = status.log.refusal
             overdue = self._core.health.overdue(received_s)
             overdue |= {n: "existence checks are stuck" for n, status in enumerate(self.movers) if status.stuck}
-            unfinished, pause_s = self._core.events.unfinished, self._core.urgency.pause_s
+            unfinished, pause_s = self._core.events.unfinished, self._core.events.pause_s
             unfinished |= any(member.to_delete and member.send_credits > 0 for member in members)
-            busy = pause_s > 0 or self._core.urgency.busy
+            busy = self._core.events.busy
         messages += self._recent_uses.messages(now)
         garbage = self._core.garbage
         garbage.drop(DROPPED_PER_TURN)

@@ -86,7 +86,7 @@ def test_unknown_prompt_costs_one_check_of_one_key(core: CheckedCore) -> None:
     assert core.scan("r") == [MISS]
     assert core.scan("r") == [MISS]
     assert core.asked() == []
-    assert not core.core.urgency.busy
+    assert not core.core.events.busy
 
 
 def test_existing_chain_is_checked_at_once_and_promoted(core: CheckedCore) -> None:

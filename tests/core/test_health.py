@@ -9,10 +9,10 @@ import pytest
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.chain_rows import Chain, Group
-from nixl_tiers.core.probes import MAX_SOUGHT
 from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.probes import MAX_SOUGHT
 from nixl_tiers.core.types import BreakerState, Direction, Limits, TierSpec
 from tests.support import inside
 from tests.support.columns import PlainColumns

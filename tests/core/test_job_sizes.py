@@ -9,8 +9,8 @@ import pytest
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.chain_rows import Chain, Group
-from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.jobs import JOBS_A_WINDOW, STORE_JOBS
+from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
 from tests.support.core import look_up_key, opened, put
 

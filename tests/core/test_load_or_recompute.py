@@ -478,7 +478,7 @@ def test_request_that_computes_after_all_keeps_no_rows_and_has_none_promoted() -
     engine.core.end_step(began=["r"])
     engine.end(second)
     engine.load_all()
-    assert not engine.core.urgency.urgent
+    assert not engine.core.events.busy
     assert not inside.pinned(engine.core)
 
 

@@ -657,4 +657,4 @@ def test_down_tier_after_mover_death_leaves_the_core_idle() -> None:
     assert core.events.plan(0.0)
     core.events.killed(0, 1.0)
     core.events.lost(0, 1.0)
-    assert not core.urgency.busy
+    assert not core.events.busy

@@ -115,7 +115,7 @@ def test_nothing_is_measured_while_requests_are_alive_but_not_for_long() -> None
     engine = Engine()
     engine.decline()
     assert engine.plan() == []
-    assert engine.core.urgency.busy, "the supervisor comes back for it"
+    assert engine.core.events.busy, "the supervisor comes back for it"
     engine.now += 0.99
     assert engine.plan() == []
     engine.now += 0.01
@@ -144,7 +144,7 @@ def test_end_of_a_measurement_is_not_put_off_to_be_applied_with_others() -> None
     engine.now += 0.1
     engine.finish()
     (job,) = engine.plan()
-    assert engine.core.urgency.pause_s == 0
+    assert engine.core.events.pause_s == 0
     engine.end(job)
 
 
@@ -158,7 +158,7 @@ def test_tier_is_measured_once_in_a_while() -> None:
         engine.now += 0.4
     assert len(at) == pytest.approx((at[-1] - at[0]) / 5.5, abs=2)
     assert not engine.measured()
-    assert not engine.core.urgency.busy
+    assert not engine.core.events.busy
 
 
 def test_few_rows_and_many_are_measured_by_turns() -> None:
@@ -207,7 +207,7 @@ def test_one_request_is_enough_to_find_a_change() -> None:
     assert engine.tier.loads.seconds(ROW_BYTES) == pytest.approx(0.006, rel=0.1)
     engine.now += 1.0
     assert engine.measured() == 0
-    assert not engine.core.urgency.busy
+    assert not engine.core.events.busy
 
 
 def test_measurements_that_never_agree_come_to_an_end() -> None:
@@ -219,7 +219,7 @@ def test_measurements_that_never_agree_come_to_an_end() -> None:
         count += bool(engine.measured())
         engine.now += 0.5
     assert 2 <= count <= 6
-    assert not engine.core.urgency.busy
+    assert not engine.core.events.busy
 
 
 def test_measurement_that_fails_is_not_repeated_at_once() -> None:
@@ -274,7 +274,7 @@ def test_reset_ends_what_is_to_be_measured() -> None:
     engine.forget()
     engine.now += 1.0
     assert engine.plan() == []
-    assert not engine.core.urgency.busy
+    assert not engine.core.events.busy
 
 
 def test_full_host_gives_up_its_coldest_row_for_a_measurement_once_it_is_written() -> None:

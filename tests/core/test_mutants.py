@@ -15,7 +15,6 @@ from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core import listing, manager
 from nixl_tiers.core.copies import Copies, Judge
-from nixl_tiers.core.events import Events
 from nixl_tiers.core.existence import ExistenceChecks
 from nixl_tiers.core.health import Health
 from nixl_tiers.core.host import HostTier
@@ -31,6 +30,7 @@ from nixl_tiers.core.rows import Row, RowState
 from nixl_tiers.core.slots import MemberSlots, Slots
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import Tier
+from nixl_tiers.core.turn import Events
 from nixl_tiers.core.types import Columns, Job, PlannedMove
 from nixl_tiers.core.writeback import WriteBack
 from tests.support.core import all_good

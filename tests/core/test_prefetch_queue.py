@@ -69,9 +69,9 @@ def test_request_whose_turn_comes_at_once_gets_nothing_before_it_is_looked_up() 
     core = stored(a, rows=16)
     anticipate(core, "a", a, FIRST)
     assert core.events.plan(0.0) == []
-    assert not core.urgency.busy, "nothing wakes the supervisor either"
+    assert not core.events.busy, "nothing wakes the supervisor either"
     core.end_step()
-    assert core.urgency.busy
+    assert core.events.busy
     assert come_up(core) == a, "a step has passed it over"
 
 
@@ -361,7 +361,7 @@ def test_line_that_can_only_wait_leaves_no_work() -> None:
     while core.events.turn(0.0, 0.0) or core.events.unfinished:
         turns += 1
         assert turns < 100, "it never rests"
-    assert core.urgency.busy, "and there is something to promote when a load has ended"
+    assert core.events.busy, "and there is something to promote when a load has ended"
 
 
 def test_request_waits_for_room_beside_one_that_has_got_all_it_will_get() -> None:

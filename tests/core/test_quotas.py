@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from nixl_tiers.base.chunk import Key
+from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.events import Outcome
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import Direction, TierSpec

@@ -5,6 +5,7 @@ from __future__ import annotations
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.requests import RequestWishes
+from nixl_tiers.core.turn import NO, NOW
 from nixl_tiers.core.types import Limits
 from tests.core.test_manager import HIT, MISS, PENDING, manager, scan
 from tests.core.test_prefetch_queue import chain, come_up, in_host, stored
@@ -152,10 +153,10 @@ def test_a_host_without_storage_tiers_takes_turns_for_what_is_retained() -> None
     core = alone(8)
     put(core, chain("kept"))
     core.end_step()
-    assert core.urgency.take_work() == (False, False)
+    assert core.events.take_due() is NO
     retain(core, chain("kept"), 10.0)
     core.end_step()
-    assert core.urgency.take_work() == (True, False)
+    assert core.events.take_due() is NOW
 
 
 def test_chunks_come_up_again_when_they_are_to_be_needed() -> None:

@@ -18,6 +18,7 @@ from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.promotion import Promotion
+from nixl_tiers.core.turn import NO, NOW
 from nixl_tiers.core.types import Job, Limits, TierSpec, TierState
 from tests.support import inside
 from tests.support.core import all_good, expire, look_up_key, opened, put
@@ -249,11 +250,11 @@ def test_without_storage_tiers_a_step_has_turns_while_a_request_waits() -> None:
     """Else its wait would have no end if the row that it waits for never comes."""
     core = TierManager(4, 4096, [])
     core.end_step()
-    assert core.urgency.take_work() == (False, False)
+    assert core.events.take_due() is NO
     core.prepare_store("writer", [b"filling"])
     assert look_up_key(core, b"filling", "reader", 1, 0.0) is Lookup.PENDING
     core.end_step()
-    assert core.urgency.take_work() == (True, False)
+    assert core.events.take_due() is NOW
 
 
 def test_scan_of_a_waiting_request_ends_at_its_first_key() -> None:

@@ -13,6 +13,7 @@ from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.supervisor import TICK_S
 from nixl_tiers.runtime.coordinator import Coordinator
 from tests.support.core import look_up_key, opened, put
 from tests.support.file_tier import file_tier
@@ -83,3 +84,26 @@ def test_a_hold_that_raises_lets_go_and_wakes(coordinator: Coordinator) -> None:
         fail()
     assert wakes(coordinator) == 1
     assert not coordinator._hold.lock._is_owned()  # type: ignore[union-attr]
+
+
+def test_who_waits_for_writes_has_the_supervisor_look_for_them(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be in a pause, and what has ended meanwhile is known only after a turn."""
+    with coordinator.core() as core:
+        put(core, [b"new"])
+    wakes(coordinator)
+    waited: list[float] = []
+
+    def wait(timeout_s: float) -> bool:
+        waited.append(timeout_s)
+        coordinator._waits.closed = len(waited) == 3
+        return len(waited) == 2  # something has changed: that brought a turn
+
+    monkeypatch.setattr(coordinator.changed, "wait", wait)
+    assert coordinator.flush()
+    supervisor: Any = coordinator._link.supervisor
+    assert supervisor.wake.call_count == 3, "as it began, and twice after nothing had changed for so long"
+    assert waited == [TICK_S] * 3
+    coordinator.look()
+    assert supervisor.wake.call_count == 4

@@ -24,7 +24,7 @@ import gc, os, signal, subprocess, sys, threading, time
 import numpy as np
 import nixl_tiers
 from nixl_tiers.base.times import PRODUCTION
-from nixl_tiers.core.events import Events
+from nixl_tiers.core.turn import Events
 from nixl_tiers.store import open_with
 from tests.support.times import changed
 from tests.support.waiting import serves, until

@@ -18,7 +18,7 @@ import pytest
 
 import nixl_tiers
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.core.events import Events
+from nixl_tiers.core.turn import Events
 from nixl_tiers.mover.child import Child, Stderr
 from nixl_tiers.store import TieredStore, open_with
 from tests.mover.stub_tiers import FailingFileConfig, FailingS3Config

@@ -126,21 +126,6 @@ def test_a_call_interrupted_at_any_line_lets_other_threads_go_on(
     assert line > 5
 
 
-def test_a_wait_for_writes_that_is_interrupted_as_it_begins_has_ended(
-    store: nixl_tiers.TieredStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the core would have the supervisor look for its writes for ever."""
-
-    def interrupted(*, at_once: bool) -> None:
-        assert store.coordinator._core.writeback.awaited == 1
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(store.coordinator._link, "wake", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        store.flush(120)
-    assert store.coordinator._core.writeback.awaited == 0
-
-
 def test_a_flush_may_be_interrupted(store: nixl_tiers.TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = 0
 

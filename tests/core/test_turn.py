@@ -1,8 +1,8 @@
-"""When the ends of jobs may wait, so that a turn of the supervisor applies several: while nobody waits for any."""
+"""When a turn of the supervisor is due, and how long the ends of jobs may wait, so that one turn applies several."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -11,8 +11,9 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.pricing import ENOUGH_SAMPLES
+from nixl_tiers.core.turn import NO, NOW, PAUSE_SHARE, SOON, Due
 from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
-from nixl_tiers.core.urgency import PAUSE_SHARE
+from tests.support import inside
 from tests.support.core import look_up_key, opened, put
 
 ROW = 1 << 20
@@ -44,21 +45,160 @@ def measured(core: TierManager, seconds: float) -> None:
         end(core, jobs, now + seconds)
 
 
+def asks(core: TierManager) -> None:
+    """A step of a request that waits for the tier."""
+    assert look_up_key(core, b"stored", "request", 0, 0.0) is Lookup.PENDING
+    core.end_step()
+
+
+def loads(core: TierManager) -> None:
+    asks(core)
+    assert core.turn(0.0, 0.0)
+
+
+def loads_a_window(core: TierManager) -> None:
+    core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(KEYS[:100])], last=True)
+    for place, key in enumerate(KEYS[:100]):
+        assert look_up_key(core, key, "request", place, 0.0) is Lookup.PENDING
+    while core.turn(0.0, 0.0) or core.events.unfinished:
+        pass
+    assert core.tiers[0].to_load
+
+
+def queues(core: TierManager) -> None:
+    """A request waits for its turn, and a step has passed it over."""
+    core.arrive("request")
+    core.anticipate("request", [b"stored"], (1.0,))
+    core.end_step()
+
+
+def asks_for_unknown(core: TierManager) -> None:
+    assert look_up_key(core, b"unknown", "request", 0, 0.0) is Lookup.PENDING
+    core.end_step()
+
+
+def waits_for_an_answer(core: TierManager) -> None:
+    asks_for_unknown(core)
+    assert core.events.plan_checks(0.0)
+
+
+def resets(core: TierManager) -> None:
+    put(core, KEYS[:WINDOW])
+    core.reset(keep_tiers=True)
+    core.garbage.drop(1 << 20)
+
+
+def fills_the_window(core: TierManager) -> None:
+    put(core, KEYS[: 2 * WINDOW])
+    while core.turn(0.0, 0.0) or core.events.unfinished:
+        pass
+
+
+def kills(core: TierManager) -> None:
+    fills_the_window(core)
+    core.events.killed(0, 0.0)
+
+
+def waits_for_the_end_of_a_mover(core: TierManager) -> None:
+    kills(core)
+    for _ in range(WINDOW):
+        core.turn(0.0, 0.0)
+    core.garbage.drop(1 << 20)
+
+
+def reaps(core: TierManager) -> None:
+    waits_for_the_end_of_a_mover(core)
+    core.events.lost(0, 0.0)
+
+
+def takes_nothing_more(core: TierManager) -> None:
+    put(core, KEYS[:WINDOW])
+    core.movers[0].send_credits = 0
+
+
+def is_refused(core: TierManager) -> None:
+    core.events.down(0, 0.0)
+    core.tiers[0].to_store[b"key"] = 1
+    core.garbage.drop(1 << 20)
+
+
+def is_listed(core: TierManager) -> None:
+    put(core, KEYS[:WINDOW])
+    opened(core, 0, 4 * ROWS)
+    core.garbage.drop(1 << 20)
+
+
+def lacks_clean_rows(core: TierManager) -> None:
+    core.prepare_store("request", KEYS[: ROWS - RESERVE // 2])
+
+
+def cannot_clean(core: TierManager) -> None:
+    core.events.down(0, 0.0)
+    lacks_clean_rows(core)
+    core.garbage.drop(1 << 20)
+
+
+def lacks_room(core: TierManager) -> None:
+    core.prepare_store("request", KEYS[: ROWS - RESERVE // 2 + 1])
+
+
+SHARED = TierSpec("s3", Write.THROUGH, physical_slots=False, asked=True)
+DEMOTED = TierSpec("file", Write.ON_EVICT, physical_slots=True)
+WRITTEN = TierSpec("file", Write.THROUGH, physical_slots=True)
+
+
+@pytest.mark.parametrize(
+    ("happens", "due", "spec"),
+    [
+        (lambda _: None, NO, WRITTEN),
+        (asks, NOW, WRITTEN),
+        (loads, NO, WRITTEN),
+        (loads_a_window, NO, WRITTEN),
+        (queues, NOW, WRITTEN),
+        (asks_for_unknown, NOW, SHARED),
+        (waits_for_an_answer, NO, SHARED),
+        (resets, NOW, WRITTEN),
+        (kills, NOW, WRITTEN),
+        (waits_for_the_end_of_a_mover, NO, WRITTEN),
+        (reaps, NOW, WRITTEN),
+        (lambda core: put(core, KEYS[:1]), SOON, WRITTEN),
+        (fills_the_window, NO, WRITTEN),
+        (takes_nothing_more, NO, WRITTEN),
+        (is_refused, SOON, WRITTEN),
+        (is_listed, NO, WRITTEN),
+        (lacks_clean_rows, SOON, DEMOTED),
+        (cannot_clean, NO, DEMOTED),
+        (lacks_room, NOW, DEMOTED),
+        (lambda core: core.tiers[0].to_demote.append(b"key"), SOON, WRITTEN),
+        (lambda core: core.movers[0].to_delete.append((0, b"key")), SOON, WRITTEN),
+        (lambda core: inside.measurements(core).to_come.add(0), SOON, WRITTEN),
+        (lambda core: core.garbage.add({b"key": 1}), SOON, WRITTEN),
+    ],
+)
+def test_a_turn_is_due(happens: Callable[[TierManager], None], due: Due, spec: TierSpec) -> None:
+    core = TierManager(ROWS, ROW, [spec], Limits(rows_per_slice=8))
+    opened(core, 0, 4 * ROWS)
+    core.events.listed(0, [(3 * ROWS, b"stored", 0)], last=True)
+    core.garbage.drop(1 << 20)
+    happens(core)
+    core.end_step()
+    assert core.events.take_due() is due
+
+
 def test_nothing_under_way_is_no_reason_for_a_pause() -> None:
     core = core_of()
-    assert core.urgency.pause_s == 0
-    assert not core.urgency.can_start
+    assert (core.events.due, core.events.pause_s) == (NO, 0)
 
 
 def test_the_ends_of_stores_may_wait() -> None:
     core = core_of()
     measured(core, seconds=10 * LIMITS.pause_s)
     put(core, KEYS[ROWS : ROWS + WINDOW])
-    assert core.urgency.can_start
+    assert core.events.due is SOON
     assert core.turn(1e4, 1e4)
-    assert core.urgency.pause_s == LIMITS.pause_s
-    assert core.urgency.busy
-    assert not core.urgency.urgent
+    assert core.events.pause_s == LIMITS.pause_s
+    assert core.events.busy
+    assert core.events.due is NO
 
 
 def test_a_quick_tier_does_not_idle_while_rows_are_queued() -> None:
@@ -66,7 +206,7 @@ def test_a_quick_tier_does_not_idle_while_rows_are_queued() -> None:
     measured(core, seconds=0.04)
     put(core, KEYS[ROWS : ROWS + WINDOW + 1])
     core.turn(1e4, 1e4)
-    assert core.urgency.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
+    assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
 
 
 def test_a_tier_that_was_slow_for_a_while_does_not_idle_either() -> None:
@@ -76,7 +216,7 @@ def test_a_tier_that_was_slow_for_a_while_does_not_idle_either() -> None:
         core.tiers[0].members[0].throughput[Direction.STORE].record(WINDOW * ROW, 10.0)
     put(core, KEYS[ROWS : ROWS + WINDOW + 1])
     core.turn(1e4, 1e4)
-    assert core.urgency.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
+    assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
 
 
 def test_the_ends_of_stores_may_wait_longer_than_they_take_while_none_is_queued() -> None:
@@ -84,7 +224,20 @@ def test_the_ends_of_stores_may_wait_longer_than_they_take_while_none_is_queued(
     measured(core, seconds=0.04)
     put(core, KEYS[ROWS : ROWS + WINDOW])
     core.turn(1e4, 1e4)
-    assert core.urgency.pause_s == LIMITS.pause_s
+    assert core.events.pause_s == LIMITS.pause_s
+
+
+def test_a_quick_tier_does_not_idle_while_another_seals_its_rows() -> None:
+    core = TierManager(ROWS, ROW, [WRITTEN, SHARED], LIMITS)
+    for tier in range(2):
+        opened(core, tier, 4 * ROWS)
+        core.events.listed(tier, [], last=True)
+    for _ in range(ENOUGH_SAMPLES):
+        core.tiers[0].members[0].throughput[Direction.STORE].record(ROW, 0.04)
+    put(core, KEYS[:1])
+    assert core.turn(0.0, 0.0)
+    assert core.tiers[1].waiting_for_seal
+    assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
 
 
 def test_a_quick_tier_does_not_idle_while_victims_wait_to_be_brought_up_for_it() -> None:
@@ -104,26 +257,14 @@ def test_a_quick_tier_does_not_idle_while_victims_wait_to_be_brought_up_for_it()
     for _ in range(3):
         end(core, [job for job in core.turn(0.0, 0.0) if job.direction is Direction.LOAD], 0.0)
     assert (len(file.to_demote), s3.rows_storing, len(s3.to_store)) == (10, WINDOW // 2, 0)
-    assert not core.urgency.short_of_room
-    assert core.urgency.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
-
-
-def test_who_waits_for_writes_waits_for_no_long_pause() -> None:
-    core = core_of()
-    measured(core, seconds=0.04)
-    put(core, KEYS[ROWS : ROWS + WINDOW])
-    core.turn(1e4, 1e4)
-    core.writeback.awaited += 1
-    assert core.urgency.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
-    core.writeback.awaited -= 1
-    assert core.urgency.pause_s == LIMITS.pause_s
+    assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
 
 
 def test_a_tier_is_waited_for_while_it_is_not_known_how_quick_it_is() -> None:
     core = core_of()
     put(core, KEYS[: WINDOW + 1])
     assert core.turn(0.0, 0.0)
-    assert core.urgency.pause_s == 0
+    assert core.events.pause_s == 0
 
 
 @pytest.mark.parametrize(("open_s", "mover_s"), [(50.0, 0.5), (0.5, 1e9)], ids=["a pause", "no honest mover"])
@@ -142,9 +283,9 @@ def test_a_full_window_is_no_work_for_a_turn() -> None:
     put(core, KEYS[: WINDOW + 1])
     jobs = core.turn(0.0, 0.0)
     assert core.tiers[0].to_store
-    assert not core.urgency.can_start
+    assert core.events.due is NO
     end(core, jobs, 1.0)
-    assert core.urgency.can_start
+    assert core.events.due is SOON
 
 
 def test_no_request_waits_for_a_pause_to_end() -> None:
@@ -152,18 +293,15 @@ def test_no_request_waits_for_a_pause_to_end() -> None:
     measured(core, seconds=1.0)
     put(core, KEYS[ROWS : ROWS + WINDOW])
     stores = core.turn(1e4, 1e4)
-    assert core.urgency.pause_s > 0
+    assert core.events.pause_s > 0
     assert look_up_key(core, b"stored", "request", 0, 1e4) is Lookup.PENDING
     core.end_step()
-    assert core.urgency.urgent
-    assert core.urgency.pause_s == 0
+    assert core.events.pause_s == 0
     loads = core.turn(1e4, 1e4)
     core.finish("request")  # its row still comes, and another may ask for it
-    assert core.urgency.urgent
-    assert core.urgency.pause_s == 0
+    assert core.events.pause_s == 0
     end(core, loads, 1e4 + 0.1)
-    assert not core.urgency.urgent
-    assert core.urgency.pause_s > 0
+    assert core.events.pause_s > 0
     end(core, stores, 1e4 + 1)
 
 
@@ -172,14 +310,36 @@ def test_a_step_brings_no_turn_while_all_that_requests_wait_for_is_under_way() -
     core = core_of()
     assert look_up_key(core, b"stored", "request", 0, 1e4) is Lookup.PENDING
     core.end_step()
-    assert core.urgency.wants_turn == (True, True)
+    assert core.events.due is NOW
     loads = core.turn(1e4, 1e4)
     assert look_up_key(core, b"stored", "request", 0, 1e4) is Lookup.PENDING
     core.end_step()
-    assert core.urgency.wants_turn == (False, False)
-    assert core.urgency.urgent
+    assert core.events.due is NO
     end(core, loads, 1e4 + 0.1)
     assert look_up_key(core, b"stored", "request", 0, 1e4 + 0.1) is Lookup.HIT
+
+
+def test_no_answer_of_a_check_waits_for_a_pause_to_end() -> None:
+    core = TierManager(ROWS, ROW, [SHARED], LIMITS)
+    opened(core, 0, 4 * ROWS)
+    core.events.listed(0, [], last=True)
+    put(core, KEYS[:1])
+    assert core.turn(0.0, 0.0)
+    assert core.events.pause_s > 0
+    waits_for_an_answer(core)
+    core.finish("request")
+    assert core.events.pause_s == 0
+
+
+def test_a_listing_is_not_put_off() -> None:
+    core = TierManager(ROWS, ROW, [WRITTEN, SHARED], LIMITS)
+    opened(core, 0, 4 * ROWS)
+    core.events.listed(0, [], last=True)
+    put(core, KEYS[:1])
+    assert core.turn(0.0, 0.0)
+    assert core.events.pause_s > 0
+    opened(core, 1, 4 * ROWS)
+    assert core.events.pause_s == 0
 
 
 def test_no_allocation_waits_for_a_pause_to_end() -> None:
@@ -189,10 +349,10 @@ def test_no_allocation_waits_for_a_pause_to_end() -> None:
         core.tiers[0].members[0].throughput[Direction.STORE].record(ROW, 1.0)
     put(core, KEYS[: ROWS - RESERVE // 2])
     core.turn(0.0, 0.0)
-    assert core.urgency.pause_s > 0
+    assert core.events.pause_s > 0
     put(core, KEYS[ROWS : ROWS + 1])
     assert core.tiers[0].jobs
-    assert core.urgency.pause_s == 0
+    assert core.events.pause_s == 0
 
 
 def test_an_allocation_that_leaves_hardly_any_room_ends_a_pause() -> None:
@@ -200,9 +360,9 @@ def test_an_allocation_that_leaves_hardly_any_room_ends_a_pause() -> None:
     put(core, KEYS[: ROWS - RESERVE + 2])
     core.turn(0.0, 0.0)
     put(core, KEYS[ROWS : ROWS + 1])
-    assert core.urgency.wants_turn == (True, False)
+    assert core.events.due is SOON
     put(core, KEYS[ROWS + 1 : ROWS + RESERVE // 2])
-    assert core.urgency.wants_turn == (True, True)
+    assert core.events.due is NOW
 
 
 def test_stores_that_may_have_ended_in_a_pause_end_it_when_allocations_leave_hardly_any_room() -> None:
@@ -218,7 +378,6 @@ def test_stores_that_may_have_ended_in_a_pause_end_it_when_allocations_leave_har
     put(core, KEYS[: ROWS - RESERVE // 2])
     core.turn(0.0, 0.0)
     assert (core.tiers[0].rows_storing, len(core.tiers[0].to_store), core.host.free) == (10, 0, 10)
-    assert core.urgency.wants_turn == (False, False)
+    assert core.events.due is NO
     put(core, KEYS[ROWS : ROWS + 1])
-    assert not core.urgency.can_start
-    assert core.urgency.wants_turn == (True, True)
+    assert core.events.due is NOW

@@ -1,8 +1,10 @@
-"""Events: what movers report of their tiers and jobs, and the jobs and existence checks that they get."""
+"""Turns: what movers report of their tiers and jobs, the jobs and existence checks that they get, and when."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from enum import Enum
+from typing import Final
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core.existence import ExistenceCheck, ExistenceChecks
@@ -19,6 +21,20 @@ from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Columns, Direction, Job, PlannedMove, TierState
 from nixl_tiers.core.writeback import WriteBack
+
+_LISTING: Final = TierState.LISTING  # members of an enum are found by a slow attribute look-up before Python 3.12
+PAUSE_SHARE: Final = 0.5  # of the time that a tier needs for what it is moving
+
+
+class Due(Enum):
+    """Whether a turn would do anything. What is under way needs none: its end brings one, and so does the time."""
+
+    NO = "no"
+    SOON = "soon"  # nobody waits for it: write-back, deletions, measurements
+    NOW = "now"  # a request may wait for it, or the next allocation
+
+
+NO, SOON, NOW = Due
 
 
 class Events:
@@ -258,6 +274,57 @@ class Events:
         job.moves = [*left.values()]
         self._health.rows_ended(moved, job, moves, outcomes, now)
         self._end_moves(moved, job.direction, moves, outcomes, now)
+
+    # --- when --------------------------------------------------------------------------------------------------
+
+    @property
+    def due(self) -> Due:
+        """What is due; if nothing, what movers report, and time, may bring work."""
+        state, writeback = self._state, self._writeback
+        waits = self._promotion.prefetch_queue.busy or self._promotion_jobs.can_start or self._checks.to_send
+        if waits or state.host.has_old:
+            return NOW
+        starts = bool(self._measurements.to_come)
+        for member in state.movers:
+            if member.dead and not member.dead[0].idle:
+                return NOW
+            starts = starts or bool(member.to_delete)
+        starts = starts or any(map(writeback.can_start, state.tiers))
+        # Stores that have ended since the last turn are room, too, though none can be started before that is known.
+        short = any((starts or tier.rows_storing) and writeback.short_of_room(tier) for tier in state.tiers)
+        return NOW if short else SOON if starts else NO
+
+    def take_due(self) -> Due:
+        """What is due, if a step, a store or a call has ended since this was asked last; look-ups wait for that."""
+        if not self._state.turn_due:
+            return NO
+        self._state.turn_due = False
+        # Without storage tiers no supervisor looks at the time.
+        if not self._state.tiers and (self._promotion.busy or self._retention.waiting):
+            return NOW
+        due = self.due
+        return SOON if due is NO and self._state.garbage else due
+
+    @property
+    def pause_s(self) -> float:
+        """How long what is due SOON may wait, and the ends of jobs, so that one turn does all of it: each takes the
+        interpreter's lock from the engine's step. 0 unless only write-back is under way. No tier idles meanwhile for
+        want of rows that could be stored now; what is stored meanwhile may wait."""
+        state = self._state
+        running = [tier for tier in state.tiers if tier.jobs]
+        if not running or self.due is NOW or self._checks.busy:
+            return 0.0
+        # Loads that no request waits for, too: their end measures the tier.
+        if any(tier.rows_loading or tier.state is _LISTING for tier in state.tiers):
+            return 0.0
+        if any(tier.to_store or tier.waiting_for_seal or tier.to_demote for tier in state.tiers):
+            return min(state.limits.pause_s, *(PAUSE_SHARE * state.running_s(tier) for tier in running))
+        return state.limits.pause_s
+
+    @property
+    def busy(self) -> bool:
+        """Whether deadlines run, or anything is due."""
+        return self._checks.busy or any(tier.jobs for tier in self._state.tiers) or self.due is not NO
 
     # --- inside ------------------------------------------------------------------------------------------------
 
