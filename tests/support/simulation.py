@@ -1256,7 +1256,11 @@ class Simulation:
         own = [WINDOWED + key for key in prompt.chain]
         if prompt.scan is Scan.HYBRID:
             groups.append(Group(own, TOKENS, WINDOW_CHUNKS))
-        scan = self.core.look_up(name, Chain(tuple(groups)), 0, self.now)
+        chain = Chain(tuple(groups))
+        shares = inside.shares(self.core, name, chain)
+        loads = any(prompt.chain[0] in job.keys for job in self.workers if not (job.store or job.stale))
+        require(loads or not shares, "a request is kept back for a load that nobody makes")
+        scan = self.core.look_up(name, chain, 0, self.now)
         chunks = scan.end // TOKENS
         require(0 <= chunks <= len(prompt.chain), "a hit beyond the chain")
         hits = [] if scan.waits else prompt.chain[:chunks]
@@ -1275,7 +1279,8 @@ class Simulation:
         self._check_hits([*hits, *(() if waits else run)])
         if not waits:
             return [*hits, *run]
-        self._check_wait(name, [*prompt.chain, *own])
+        if not shares:  # else it ends with that load, which has no deadline here
+            self._check_wait(name, [*prompt.chain, *own])
         return None
 
     def _check_wait(self, name: str, keys: list[Key]) -> None:
