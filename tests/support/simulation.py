@@ -905,9 +905,9 @@ class Simulation:
         retained = sum(row.retained_until > 0 for row in core.host.index.values())
         require(retained == core.host.retained, f"{retained} rows are retained, and {core.host.retained} are counted")
         require(retained <= int(self.limits.retain_share * self.rows), "more is retained than the share of the host")
-        self.retained = [(row, until_s) for row, until_s in self.retained if until_s > self.now and not row.invalidated]
-        kept = all(core.host.index.get(row.key) is row for row, _ in self.retained)
-        require(kept, "a retained row is evicted")
+        self.retained = [(row, until_s) for row, until_s in self.retained if until_s > self.now]
+        kept = all(row.retained_until >= until_s for row, until_s in self.retained)
+        require(kept, "a row is retained for less than was asked for")
         line = inside.promotion(core).prefetch_queue
         held = sum(place.held for place in line._holding)
         require(held <= int(self.limits.line_share * self.rows), "requests that wait for their turn hold too much")
