@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from nixl_tiers.base.chunk import Key
+from nixl_tiers.core.chain_rows import Chain
 from nixl_tiers.core.jobs import Jobs
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefetch_queue import QueuedPrefetch
@@ -121,6 +122,12 @@ def rests(core: TierManager, name: str, now: float) -> bool:
     if request is None or request.state is RequestState.FAILED or request.generation is not core.host.generation:
         return False
     return core._chains._still_waits(request, 0, now)
+
+
+def shares(core: TierManager, name: str, chain: Chain) -> bool:
+    """Whether the engine keeps this request back, to share what it loads for another."""
+    request = core._requests.by_name.get(name)
+    return request is not None and core._chains.shares(request, chain, 0)
 
 
 def scans(core: TierManager, monkeypatch: pytest.MonkeyPatch) -> list[str]:

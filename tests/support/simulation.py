@@ -902,9 +902,9 @@ class Simulation:
         retained = sum(row.retained_until > 0 for row in core.host.index.values())
         require(retained == core.host.retained, f"{retained} rows are retained, and {core.host.retained} are counted")
         require(retained <= int(self.limits.retain_share * self.rows), "more is retained than the share of the host")
-        self.retained = [(row, until_s) for row, until_s in self.retained if until_s > self.now and not row.invalidated]
-        kept = all(core.host.index.get(row.key) is row for row, _ in self.retained)
-        require(kept, "a retained row is evicted")
+        self.retained = [(row, until_s) for row, until_s in self.retained if until_s > self.now]
+        kept = all(row.retained_until >= until_s for row, until_s in self.retained)
+        require(kept, "a row is retained for less than was asked for")
         line = inside.promotion(core).prefetch_queue
         held = sum(place.held for place in line._holding)
         require(held <= int(self.limits.line_share * self.rows), "requests that wait for their turn hold too much")
@@ -969,6 +969,10 @@ class Simulation:
         require(counted == waiting, f"{waiting} requests wait, and {counted} are counted")
         for request in promotion._waiting.values():
             require(not request.refused & request.asked.keys(), "a row is to come for which there is no room")
+            for key, row in request.pinned.items():
+                coming = core.host.index.get(key, row)
+                holds = coming is row or request not in inside.loading_for(core, coming)
+                require(holds, "a request does not pin the row that comes up in a dead one's place")
         stuck = sum(len(request.pinned) for request in promotion._waiting.values() if request.waiting and request.asked)
         counted = core.host.generation.pinned_by_waiting
         require(counted == stuck, f"requests that wait for more hold {stuck} rows, and {counted} are counted")
@@ -1253,7 +1257,11 @@ class Simulation:
         own = [WINDOWED + key for key in prompt.chain]
         if prompt.scan is Scan.HYBRID:
             groups.append(Group(own, TOKENS, WINDOW_CHUNKS))
-        scan = self.core.look_up(name, Chain(tuple(groups)), 0, self.now)
+        chain = Chain(tuple(groups))
+        shares = inside.shares(self.core, name, chain)
+        loads = any(prompt.chain[0] in job.keys for job in self.workers if not (job.store or job.stale))
+        require(loads or not shares, "a request is kept back for a load that nobody makes")
+        scan = self.core.look_up(name, chain, 0, self.now)
         chunks = scan.end // TOKENS
         require(0 <= chunks <= len(prompt.chain), "a hit beyond the chain")
         hits = [] if scan.waits else prompt.chain[:chunks]
@@ -1272,7 +1280,8 @@ class Simulation:
         self._check_hits([*hits, *(() if waits else run)])
         if not waits:
             return [*hits, *run]
-        self._check_wait(name, [*prompt.chain, *own])
+        if not shares:  # else it ends with that load, which has no deadline here
+            self._check_wait(name, [*prompt.chain, *own])
         return None
 
     def _check_wait(self, name: str, keys: list[Key]) -> None:

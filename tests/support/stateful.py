@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from hypothesis import strategies as st
@@ -418,7 +419,8 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            if hasattr(self, "simulation"):
+            # After a violation others follow from it, which would be reported in its place.
+            if hasattr(self, "simulation") and sys.exc_info()[0] is None:
                 self.simulation.quiesce()
         finally:
             table.MAX_VICTIMS = MAX_VICTIMS  # type: ignore[misc]
