@@ -82,6 +82,7 @@ def test_unknown_prompt_costs_one_check_of_one_key(core: CheckedCore) -> None:
     (probe,) = core.asked()
     assert (probe.keys, probe.chain) == (CHAIN[:1], True)
     assert core.scan("r") == [PENDING, MISS], "not answered yet"
+    assert core.core.events.busy, "an answer may be late"
     core.answer(probe, 0)
     assert core.scan("r") == [MISS]
     assert core.scan("r") == [MISS]

@@ -616,7 +616,7 @@ class RunningPromotionsUncounted(PromotionJobs):
 
     @property
     def under_way(self) -> bool:
-        return self.waits_for_turn
+        return any(tier.to_load for tier in self._state.tiers)
 
 
 class MeasuresBesideRequests(Measurements):

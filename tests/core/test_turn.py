@@ -132,14 +132,14 @@ def lacks_clean_rows(core: TierManager) -> None:
     core.prepare_store("request", KEYS[: ROWS - RESERVE // 2])
 
 
-def cannot_clean(core: TierManager) -> None:
-    core.events.down(0, 0.0)
-    lacks_clean_rows(core)
-    core.garbage.drop(1 << 20)
-
-
 def lacks_room(core: TierManager) -> None:
     core.prepare_store("request", KEYS[: ROWS - RESERVE // 2 + 1])
+
+
+def cannot_clean(core: TierManager) -> None:
+    core.events.down(0, 0.0)
+    lacks_room(core)
+    core.garbage.drop(1 << 20)
 
 
 SHARED = TierSpec("s3", Write.THROUGH, physical_slots=False, asked=True)
