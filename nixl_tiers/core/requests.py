@@ -102,7 +102,6 @@ class Request:
         "_counted_as_waiting",
         "asked",
         "check_deadline_s",
-        "check_queued",
         "chosen",
         "deadline_s",
         "first_key_found",
@@ -111,7 +110,6 @@ class Request:
         "lost",
         "missing",
         "name",
-        "open_checks",
         "pinned",
         "refused",
         "rescan",
@@ -142,10 +140,8 @@ class Request:
         self._counted_as_waiting = 0  # what of Generation.pinned_by_waiting it accounts for
         self.scan = KeyScan()
         self.missing: deque[tuple[int | None, Key]] = deque()  # positions and keys that it waits for, in prefix order
-        # Existence checks (existence.py): the unknown keys, and how many open checks it waits for.
+        # Existence checks (existence.py): the unknown keys that they are, or were last, asked about.
         self.unknown: dict[Key, None] = {}
-        self.check_queued = False
-        self.open_checks = 0
         self.check_deadline_s: float | None = None  # once in its life
         self.first_key_found = False
         self.rescan = False
