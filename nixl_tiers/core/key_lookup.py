@@ -56,7 +56,7 @@ class KeyLookups:
             else:
                 request.scan.hits.append(row)
             return Lookup.HIT
-        if request.scan.stopped or self._promotion.has_expired(request, now):
+        if self._promotion.has_expired(request, now):
             return Lookup.MISS
         if row is not None and row.state is LOADING and not row.mover_refs:
             self._host.invalidate(row)  # an error has ended its load

@@ -238,10 +238,8 @@ class PrefetchQueue:
                 return True
             if not self._has_time(tier):
                 return False
-            tier.queue_load(request, key)
-            request.ask((key,))
+            tier.queue_loads(request, (key,))
             place.queued[key] = place.at
-            request.waited.lowest = max(request.waited.lowest, tier.number)
         place.at += 1
         if not place.held:
             insort(self._holding, place)

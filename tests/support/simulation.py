@@ -966,9 +966,6 @@ class Simulation:
         self._check_pins()
         self._check_uses()
         promotion = inside.promotion(core)
-        waiting = sum(request.waiting for request in promotion._waiting.values())
-        counted = core.host.generation.waiting
-        require(counted == waiting, f"{waiting} requests wait, and {counted} are counted")
         for request in promotion._waiting.values():
             require(not request.refused & request.asked.keys(), "a row is to come for which there is no room")
         stuck = sum(len(request.pinned) for request in promotion._waiting.values() if request.waiting and request.asked)
