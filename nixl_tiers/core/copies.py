@@ -9,7 +9,7 @@ from typing import NamedTuple
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.promotion import Promotion, RequestIndex
-from nixl_tiers.core.requests import FAILED, Request
+from nixl_tiers.core.requests import FAILED, RUNNING, Request
 from nixl_tiers.core.rows import CPU, FILLING, READY, Generation, Row
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.stats import Load, Savings
@@ -118,7 +118,7 @@ class Copies:
             load.waited = waited
             self._savings.load_began(name, load)
         self._promotion.release(request)
-        request.run()
+        request.weigh_anew(RUNNING)
         missing = {place: row.missing for place, row in enumerate(rows) if row.missing}
         return LoadPlan([row.index for row in rows], sources, missing)
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
+from typing import Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.deferred_free import DeferredFree
@@ -26,46 +27,39 @@ from nixl_tiers.core.requests import Request
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Limits
 
+ASKED: Final = float("inf")  # as the step after which a request may be asked for: its check is open
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(eq=False, slots=True)
 class ExistenceCheck:
-    """Ask a tier's medium for `keys`; `chain`: each is worth nothing without those before it."""
+    """Ask a tier's medium for `keys`; `chain`: each is worth nothing without those before it. The answer, for which
+    `requests` wait, is late after `late_s`."""
 
     id: int
     tier: int
     keys: list[Key]
     chain: bool
-
-
-@dataclass(eq=False, slots=True)
-class _OpenCheck:
-    """A check that was sent, and the requests that wait for its answer, which is late after `late_s`."""
-
-    question: ExistenceCheck
     sent_s: float
     late_s: float
     requests: list[Request] = field(default_factory=list)
 
 
 class _TierChecks:
-    """The open checks of one tier, its negative cache, and what is to be asked later."""
+    """The open checks of one tier, its negative cache, who wants it to be asked, and what is to be asked later."""
 
     def __init__(self, tier: Tier, limits: Limits) -> None:
         self.tier = tier
-        self.open: dict[int, _OpenCheck] = {}
-        self.by_first: dict[Key, _OpenCheck] = {}
-        self.slow = False
-        self.retry_at_s = 0.0  # while slow: no check before
+        self.open: dict[Key, ExistenceCheck] = {}  # by the first key
+        self.askers: dict[Request, float] = {}  # that wait for a check: the step that has met what they do not know
+        self.retry_at_s: float | None = None  # of a slow tier: it answered late, or about no key; no check before
         self.later: OrderedDict[Key, None] = OrderedDict()  # unknown while it was slow, or had too many checks
-        self._limits = limits
         self.absent: OrderedDict[Key, float] = OrderedDict()  # key -> until when, the oldest first
-        self._round_trip_s = 0.0  # of the last ones
+        self.round_trip_s = 0.0  # of the last ones
+        self._limits = limits
 
     @property
-    def most(self) -> int:
-        """How many checks may be open."""
-        limits = self._limits
-        return max(limits.max_checks, min(limits.distant_checks, math.ceil(self._round_trip_s / limits.check_share_s)))
+    def slow(self) -> bool:
+        return self.retry_at_s is not None
 
     def is_absent(self, key: Key, now: float) -> bool:
         return self.absent.get(key, now) > now
@@ -74,14 +68,22 @@ class _TierChecks:
         """Whether it is neither known to be there nor known not to be."""
         return key not in self.tier.index and not self.is_absent(key, now)
 
+    def worth_asking(self, keys: Iterable[Key], now: float, *, chain: bool) -> Iterator[Key]:
+        """Which of `keys` are to be asked for: of a chain all up to the first that is known to be absent."""
+        if chain:
+            return takewhile(lambda key: not self.is_absent(key, now), keys)
+        return (key for key in keys if self.is_unknown(key, now))
+
     def has_room(self, now: float, *, ahead: bool = False) -> bool:
         """Whether one more check may be sent now; to a slow tier: one at a time, every retry_s. `ahead`: one for which
         no request waits."""
         if not self.tier.readable:
             return False
-        if self.slow:
+        if self.retry_at_s is not None:
             return not self.open and now >= self.retry_at_s
-        return len(self.open) < (max(1, self.most // 2) if ahead else self.most)
+        limits = self._limits
+        most = max(limits.max_checks, min(limits.distant_checks, math.ceil(self.round_trip_s / limits.check_share_s)))
+        return len(self.open) < (max(1, most // 2) if ahead else most)
 
     def ask_later(self, key: Key) -> None:
         """An unknown key about which nothing can be asked now."""
@@ -94,7 +96,7 @@ class _TierChecks:
         keys: list[Key] = []
         while self.later and len(keys) < self._limits.keys_at_once:
             key = self.later.popitem(last=False)[0]
-            if self.is_unknown(key, now) and key not in self.by_first:
+            if self.is_unknown(key, now) and key not in self.open:
                 keys.append(key)
         return keys
 
@@ -109,31 +111,18 @@ class _TierChecks:
             del self.absent[oldest]
 
     def mark_slow(self, now: float) -> None:
-        """It answered late, or about no key."""
-        self.slow = True
         self.retry_at_s = now + self._limits.retry_s
 
-    def took(self, seconds: float) -> None:
-        """A check ended after one round trip."""
-        self._round_trip_s = (self._round_trip_s + seconds) / 2
-
-    def start(self, check: _OpenCheck) -> None:
-        self.open[check.question.id] = self.by_first[check.question.keys[0]] = check
-
-    def end(self, check: _OpenCheck) -> None:
+    def end(self, check: ExistenceCheck) -> None:
         """The check was answered, or is given up."""
-        del self.open[check.question.id]
-        if self.by_first.get(check.question.keys[0]) is check:
-            del self.by_first[check.question.keys[0]]
+        del self.open[check.keys[0]]
         for request in check.requests:
-            request.open_checks -= 1
+            del self.askers[request]
 
-    def clear(self, garbage: DeferredFree) -> None:
-        for check in list(self.open.values()):
-            self.end(check)
-        self.slow = False
-        garbage.add(self.absent, self.later)
-        self.absent, self.later = OrderedDict(), OrderedDict()
+    def lose(self) -> None:
+        """Nothing that was asked will be answered."""
+        self.open.clear()
+        self.askers.clear()
 
 
 class ExistenceChecks:
@@ -143,20 +132,19 @@ class ExistenceChecks:
         self._limits = limits
         shared = [tier for tier in tiers if tier.spec.asked and limits.check_timeout_s > 0]
         self.tiers = {tier.number: _TierChecks(tier, limits) for tier in shared}
-        self._scanning: list[Request] = []  # requests that have met unknown keys in this step
-        self._asking: list[Request] = []  # the same of earlier steps
         self._ready: list[ExistenceCheck] = []
-        self._id = 0
+        self._id = self._step = 0
+        self._met = self._unsent = False  # whether requests met unknown keys in this step; and in steps before
 
     @property
     def to_send(self) -> bool:
-        """Whether there are any."""
-        return bool(self._asking or self._ready)
+        """Whether some are to be sent that the last turn did not know of."""
+        return self._unsent or bool(self._ready)
 
     @property
     def busy(self) -> bool:
-        """Whether there are any, or answers are awaited."""
-        return self.to_send or any(shared.open for shared in self.tiers.values())
+        """Whether any are to be sent, or answers are awaited."""
+        return any(shared.open or shared.askers for shared in self.tiers.values())
 
     # --- for requests ------------------------------------------------------------------------------------------
 
@@ -164,30 +152,31 @@ class ExistenceChecks:
         """Whether `request` waits for a check of `key`, which no tier index has; O(1). Notes the key for that check."""
         if not self.tiers:
             return False
-        until_s = request.check_deadline_s
-        if request.wishes.patient:
-            until_s = float("inf")  # its own deadline ends its wait
-        elif until_s is None:  # counted from when it began to wait for anything
+        until_s, patient = request.check_deadline_s, request.wishes.patient
+        if until_s is None:  # counted from when it began to wait for anything
             since_s = now if request.deadline_s is None else request.deadline_s - self._limits.wait_s
             until_s = since_s + self._limits.check_timeout_s
-        if now > until_s:
+        if now > until_s and not patient:  # whose own deadline ends its wait
             return False
+        steps = self._steps(request)
         if key in request.unknown:
-            return request.check_queued or request.open_checks > 0
-        if request.open_checks or not request.scan.first:
-            return False
+            return bool(steps)
+        if ASKED in steps or not request.scan.first:
+            return patient and bool(steps)  # it asks for more when it has got an answer
         # If the first key of a chain is absent, the others need no check.
         most = 1 if request.scan.ascending and not request.first_key_found else self._limits.keys_per_check
-        if request.check_queued and len(request.unknown) >= most and not request.wishes.patient:
+        if steps and len(request.unknown) >= most and not patient:
             return False
-        if not sum(self._worth(shared, key, request, now) for shared in self._open_to(request)):
+        worth = [s for s in self._open_to(request) if s.is_unknown(key, now) and self._worth(s, key, request, now)]
+        if not worth:
             return False
-        request.check_deadline_s = until_s
-        if not request.check_queued:
-            request.check_queued = True
+        if not steps:
             request.unknown.clear()
-            self._scanning.append(request)
         request.unknown[key] = None
+        request.check_deadline_s = until_s
+        for shared in worth:
+            shared.askers.setdefault(request, self._step)
+        self._met = True
         return True
 
     def known_absent(self, tier: int, key: Key, now: float) -> bool:
@@ -196,31 +185,29 @@ class ExistenceChecks:
 
     def end_step(self) -> None:
         """This step's scans are complete: their checks may be sent."""
-        self._asking += self._scanning
-        self._scanning.clear()
+        self._step += 1
+        self._unsent |= self._met
+        self._met = False
 
     # --- ahead of requests -------------------------------------------------------------------------------------
 
     def is_asked(self, request: Request, key: Key) -> bool:
         """Whether a check that begins with `key` is open."""
-        return any(key in shared.by_first for shared in self._open_to(request))
+        return any(key in shared.open for shared in self._open_to(request))
 
-    def ask_ahead(self, request: Request, keys: Sequence[Key], now: float, *, chain: bool) -> bool | None:
+    def ask_ahead(self, request: Request, keys: Sequence[Key], now: float) -> bool | None:
         """Ask for keys for which no request waits yet: True. The first of them is in no index; of the others, those
-        that are known are left out unless they are a `chain`. False: ask again when there is room. None: there is
+        that are known are left out unless they are a chain. False: ask again when there is room. None: there is
         nothing to be found out now."""
         asked: bool | None = None
         for shared in self._open_to(request):
-            if not shared.tier.readable or not shared.is_unknown(keys[0], now):
+            if not shared.is_unknown(keys[0], now):
                 continue
             if shared.slow:
                 shared.ask_later(keys[0])
             elif shared.has_room(now, ahead=True):
-                if chain:
-                    some = list(takewhile(lambda key: not shared.is_absent(key, now), keys))  # noqa: B023
-                else:
-                    some = [key for key in keys if shared.is_unknown(key, now)]
-                self._send(shared, some[: self._limits.keys_per_check], chain=chain, now=now)
+                chain = request.scan.ascending
+                self._send(shared, [*shared.worth_asking(keys, now, chain=chain)], chain=chain, now=now)
                 asked = True
             else:
                 asked = asked or False
@@ -230,42 +217,38 @@ class ExistenceChecks:
 
     def plan(self, now: float) -> list[ExistenceCheck]:
         """The checks to send now, within every bound."""
-        asking, self._asking = self._asking, []
-        for request in asking:
-            asked = [request.gave_up or self._ask(shared, request, now) for shared in self._open_to(request)]
-            request.check_queued = not (all(asked) or request.open_checks)
-            if request.check_queued:
-                self._asking.append(request)
         for shared in self.tiers.values():
+            for request in [each for each, step in shared.askers.items() if step < self._step]:
+                self._ask(shared, request, now)
             while shared.later and shared.has_room(now, ahead=True):
                 if keys := shared.take_later(now):
                     self._send(shared, keys, chain=False, now=now)
-        ready, self._ready = self._ready, []
+        ready, self._ready, self._unsent = self._ready, [], False  # who got no room waits for an answer
         return ready
 
     def answered(self, tier: int, number: int, absent: Collection[Key], now: float) -> None:
         """A check was answered: what it found was listed before this; `absent` is not there."""
         shared = self.tiers.get(tier)
-        check = shared.open.get(number) if shared is not None else None
+        check = None if shared is None else next((each for each in shared.open.values() if each.id == number), None)
         if shared is None or check is None:
             return
         shared.end(check)
         shared.remember_absent(absent, now)
         # A chain without its first key is useless; requests that share a check have the first key in common.
-        asked = check.question.keys[:1] if check.question.chain else check.question.keys
-        found = any(key in shared.tier.index for key in asked)
-        if now - check.sent_s > check.late_s or not (found or absent):
+        found = any(key in shared.tier.index for key in (check.keys[:1] if check.chain else check.keys))
+        took_s = now - check.sent_s
+        if took_s > check.late_s or not (found or absent):
             shared.mark_slow(now)
         else:
-            shared.slow = False
-            if not found and check.question.chain:
-                shared.took(now - check.sent_s)
+            shared.retry_at_s = None
+            if not found and check.chain:  # which took one round trip
+                shared.round_trip_s = (shared.round_trip_s + took_s) / 2
         for request in check.requests:
-            if found:
-                # Its next scan collects what was found, and checks what follows.
-                request.first_key_found = request.rescan = True
-            if request.wishes.patient and not request.check_queued:
-                self._ask_on(shared, check.question, request, now)
+            # Its next scan collects what was found, and checks what follows, or what one check had no room for.
+            request.first_key_found |= found
+            request.rescan |= found or request.wishes.patient
+            if request.wishes.patient:
+                request.unknown = dict.fromkeys(check.keys)
 
     def mark_absent(self, tier: int, key: Key, now: float) -> None:
         """The row was corrupt, or missing after all: another check would find the same object again."""
@@ -276,84 +259,67 @@ class ExistenceChecks:
         for shared in self.tiers.values():
             for check in list(shared.open.values()):
                 passed_s = now - check.sent_s
-                if passed_s > check.late_s and not shared.slow:
-                    shared.mark_slow(now)
-                if passed_s > self._limits.hard_deadline_min_s:
-                    shared.mark_slow(now)
+                if given_up := passed_s > self._limits.hard_deadline_min_s:
                     shared.end(check)
+                if given_up or (passed_s > check.late_s and not shared.slow):
+                    shared.mark_slow(now)
 
     def lost(self, tier: int) -> None:
         """The open checks of this tier will not be answered."""
         if tier in self.tiers:
-            for check in list(self.tiers[tier].open.values()):
-                self.tiers[tier].end(check)
+            self.tiers[tier].lose()
 
     def reset(self, garbage: DeferredFree) -> None:
         """Drop all: keys that are absent from one namespace may be in another."""
-        for request in [*self._scanning, *self._asking]:
-            request.check_queued = False
-        self._scanning.clear()
-        self._asking.clear()
         self._ready.clear()
+        self._unsent = False
         for shared in self.tiers.values():
-            shared.clear(garbage)
+            shared.lose()
+            shared.retry_at_s = None
+            garbage.add(shared.absent, shared.later)
+            shared.absent, shared.later = OrderedDict(), OrderedDict()
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _open_to(self, request: Request) -> Iterator[_TierChecks]:
+    def _open_to(self, request: Request) -> list[_TierChecks]:
+        """The tiers that can be asked now on the request's behalf."""
         allowed = request.wishes.allowed
-        return (s for s in self.tiers.values() if allowed is None or s.tier.number in allowed)
+        return [s for n, s in self.tiers.items() if s.tier.readable and (allowed is None or n in allowed)]
+
+    def _steps(self, request: Request) -> list[float]:
+        """Of each tier that is to be asked on the request's behalf the step after which it may be, or ASKED."""
+        return [shared.askers[request] for shared in self.tiers.values() if request in shared.askers]
 
     def _worth(self, shared: _TierChecks, key: Key, request: Request, now: float) -> bool:
         """Whether to wait for a check of this tier. What is not waited for is asked later."""
-        if not shared.tier.readable or not shared.is_unknown(key, now):
-            return False
-        if shared.slow and not request.wishes.patient:
-            shared.ask_later(key)
-            return False
-        if shared.has_room(now) or key in shared.by_first or (request.wishes.patient and not shared.slow):
+        in_time, room = not shared.slow, shared.has_room(now) or key in shared.open
+        if (in_time or room) if request.wishes.patient else (in_time and room):
             return True
         shared.ask_later(key)
         return False
 
-    def _ask(self, shared: _TierChecks, request: Request, now: float) -> bool:
-        """Have the request wait for the check of what it does not know. False: there is no room, try again later."""
-        first = next((key for key in request.unknown if request.scan.ascending or not shared.is_absent(key, now)), None)
-        if first is None or shared.is_absent(first, now):
-            return True
-        waits = request.wishes.patient or not shared.slow
-        check = shared.by_first.get(first) if waits else None
-        if check is None and waits and shared.has_room(now):
-            keys: list[Key] = []
-            for key in request.unknown:
-                if not shared.is_absent(key, now):
-                    keys.append(key)
-                elif request.scan.ascending:
-                    break
-            check = self._send(shared, keys[: self._limits.keys_per_check], chain=request.scan.ascending, now=now)
+    def _ask(self, shared: _TierChecks, request: Request, now: float) -> None:
+        """Have the request, which is among the tier's `askers`, wait for the check of what it does not know, or not at
+        all; a patient one until there is room."""
+        chain = request.scan.ascending
+        keys = shared.worth_asking(request.unknown, now, chain=chain)
+        first = None if request.gave_up or not shared.tier.readable else next(keys, None)
+        if first is None or not self._worth(shared, first, request, now):
+            del shared.askers[request]
+            return
+        check = shared.open.get(first)
+        if check is None and shared.has_room(now):
+            check = self._send(shared, [first, *islice(keys, self._limits.keys_per_check - 1)], chain=chain, now=now)
         if check is not None:
             check.requests.append(request)
-            request.open_checks += 1
-        elif request.wishes.patient and shared.tier.readable and not shared.slow:
-            return False
-        else:
-            shared.ask_later(first)
-        return True
+            shared.askers[request] = ASKED
 
-    def _ask_on(self, shared: _TierChecks, question: ExistenceCheck, request: Request, now: float) -> None:
-        """Go on with what a patient request does not know and the check that has ended was not about."""
-        asked = set(question.keys)
-        if rest := [key for key in request.unknown if key not in asked and shared.is_unknown(key, now)]:
-            request.unknown = dict.fromkeys(rest)
-            request.check_queued = True
-            self._asking.append(request)
-
-    def _send(self, shared: _TierChecks, keys: list[Key], *, chain: bool, now: float) -> _OpenCheck:
+    def _send(self, shared: _TierChecks, keys: list[Key], *, chain: bool, now: float) -> ExistenceCheck:
         self._id += 1
         waves = 1 if chain else -(-len(keys) // self._limits.keys_at_once)  # a chain's are few, and most end with one
         late_s = self._limits.check_timeout_s * waves
-        check = _OpenCheck(ExistenceCheck(self._id, shared.tier.number, keys, chain), now, late_s)
-        shared.start(check)
+        check = ExistenceCheck(self._id, shared.tier.number, keys, chain, now, late_s)
+        shared.open[keys[0]] = check
         shared.tier.counters.probes += 1
-        self._ready.append(check.question)
+        self._ready.append(check)
         return check

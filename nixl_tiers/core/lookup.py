@@ -121,7 +121,7 @@ class Chains:
         )
         if request.scan.first and (waits or open_end or chain.windows):
             places = [(n, self._place_in_queue(n, queued)) for n, queued in sorted(decision.places.items())]
-            request.wait = Wait(now, now + decision.wait_s, chain.step_tokens, end, places)
+            request.wait = Wait(now + decision.wait_s, chain.step_tokens, end, places)
         if not (waits or open_end):
             if request.waiting and not request.pinned and not request.asked:
                 self._promotion.release(request)  # it has waited for an existence check, which found nothing
@@ -215,8 +215,6 @@ class Chains:
         asked = request.asked
         for number, some in wanted.items():
             if keys := [key for _, key in some if key not in asked]:
-                request.ask(keys)
-                request.waited.lowest = max(request.waited.lowest, number)
                 self._state.tiers[number].queue_loads(request, keys)
 
     def _ask_for_unknown(self, request: Request, found: ChainRows, limit: int, now: float) -> bool:
@@ -309,7 +307,7 @@ class KeyLookups:
             else:
                 request.scan.hits.append(row)
             return Lookup.HIT
-        if request.scan.stopped or self._promotion.has_expired(request, now):
+        if self._promotion.has_expired(request, now):
             return Lookup.MISS
         if row is not None and row.state is LOADING and not row.mover_refs:
             self._host.invalidate(row)  # an error has ended its load

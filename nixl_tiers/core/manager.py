@@ -30,7 +30,7 @@ from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.probes import Measurements, Probes
 from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.promotion_jobs import PromotionJobs
-from nixl_tiers.core.requests import FAILED, NO_WISHES, RUNNING, RequestWishes
+from nixl_tiers.core.requests import FAILED, NO_WISHES, OPEN, RUNNING, RequestWishes
 from nixl_tiers.core.retention import Retention
 from nixl_tiers.core.rows import CPU, READY, Row
 from nixl_tiers.core.state import CascadeState
@@ -215,7 +215,7 @@ class TierManager:
             if (request := self._requests.by_name.get(name)) is not None:
                 self._promotion.observe_wait(request, loaded=False)  # a later one begins anew
                 self._promotion.release(request)
-                request.preempt()  # what it computed is stored by now: it is weighed anew
+                request.weigh_anew(OPEN)  # what it computed is stored by now: it is weighed anew
 
     def pin(self, name: str, keys: Iterable[Key]) -> None:
         """Pin the rows of `keys` until the request ends, if no tier below can take them: a put of more than the host
@@ -321,7 +321,7 @@ class TierManager:
     @property
     def waiting_requests(self) -> int:
         """Requests that wait for promotions."""
-        return self.host.generation.waiting
+        return len(self._promotion.waiting)
 
     # --- inside ------------------------------------------------------------------------------------------------
 

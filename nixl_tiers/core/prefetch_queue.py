@@ -238,10 +238,8 @@ class PrefetchQueue:
                 return True
             if not self._has_time(tier):
                 return False
-            tier.queue_load(request, key)
-            request.ask((key,))
+            tier.queue_loads(request, (key,))
             place.queued[key] = place.at
-            request.waited.lowest = max(request.waited.lowest, tier.number)
         place.at += 1
         if not place.held:
             insort(self._holding, place)
@@ -263,7 +261,7 @@ class PrefetchQueue:
         keys = place.keys[place.at : place.at + self._state.limits.keys_per_check]
         if place.prefetch:  # no chain: each of them is asked for
             keys = [each for each in keys if each not in self._host.index]
-        asked = self._checks.ask_ahead(place.request, keys, now, chain=not place.prefetch)
+        asked = self._checks.ask_ahead(place.request, keys, now)
         if asked:
             place.asked = place.at + self._state.limits.keys_per_check
         return asked is not None

@@ -43,6 +43,10 @@ class Promotion:
         """Whether a request waits, or has pinned rows."""
         return bool(self._waiting or self.prefetch_queue.busy)
 
+    @property
+    def waiting(self) -> list[Request]:
+        return [request for request in self._waiting.values() if request.waiting]
+
     # --- for requests ------------------------------------------------------------------------------------------
 
     def enqueue(self, key: Key, request: Request) -> bool:
@@ -51,10 +55,7 @@ class Promotion:
             return False
         for tier in self._state.tiers:
             if (request.wishes.allowed is None or tier.number in request.wishes.allowed) and tier.can_load(key):
-                tier.queue_load(request, key)
-                if key not in request.asked:
-                    request.ask((key,))
-                request.waited.lowest = max(request.waited.lowest, tier.number)
+                tier.queue_loads(request, (key,))
                 return True
             self._note_refused(tier, key)
         request.withdraw((key,))
@@ -78,7 +79,6 @@ class Promotion:
             for row in request.scan.hits:
                 if not row.invalidated:
                     request.pin(row)
-        request.scan.stopped = not request.scan.first and request.scan.ascending
 
     def first_looked_up(self, request: Request, now: float) -> None:
         """A request of the line is looked up for the first time: what came up for it is kept as for any that waits."""

@@ -18,7 +18,6 @@ NEVER: Final = float("-inf")
 class Wait:
     """What a request that waits for a part of its chain goes by. Positions are in tokens of the request."""
 
-    began_s: float
     expected_s: float  # when all that it waits for is expected to be in host memory
     step_tokens: int
     end: int  # of its chain
@@ -83,14 +82,14 @@ class Waited:
 @dataclass(slots=True)
 class KeyScan:
     """A step's look-ups, which go up the prefix, key by key. The `first` scan that meets stored rows collects all of
-    them, so that they can be promoted together; later scans of the same wait stop at the first key that is not there
-    yet. `hits`: so far, to be pinned if the request turns out to wait. `answered`: at its first key."""
+    them, so that they can be promoted together; later scans of the same wait only ask whether the first of them that
+    was not there yet is. `answered`: it is not, and the scan is over. `hits`: so far, to be pinned if the request turns
+    out to wait."""
 
     step: int = -1
     position: int | None = None
     ascending: bool = True
     first: bool = True
-    stopped: bool = False
     answered: bool = False
     hits: list[Row] = field(default_factory=list)
 
@@ -102,7 +101,6 @@ class Request:
         "_counted_as_waiting",
         "asked",
         "check_deadline_s",
-        "check_queued",
         "chosen",
         "deadline_s",
         "first_key_found",
@@ -111,7 +109,6 @@ class Request:
         "lost",
         "missing",
         "name",
-        "open_checks",
         "pinned",
         "refused",
         "rescan",
@@ -142,13 +139,11 @@ class Request:
         self._counted_as_waiting = 0  # what of Generation.pinned_by_waiting it accounts for
         self.scan = KeyScan()
         self.missing: deque[tuple[int | None, Key]] = deque()  # positions and keys that it waits for, in prefix order
-        # Existence checks (existence.py): the unknown keys, and how many open checks it waits for.
+        # Existence checks (existence.py): the unknown keys that they are, or were last, asked about.
         self.unknown: dict[Key, None] = {}
-        self.check_queued = False
-        self.open_checks = 0
         self.check_deadline_s: float | None = None  # once in its life
         self.first_key_found = False
-        self.rescan = False
+        self.rescan = True  # the next scan collects all that is stored
         # Load or recompute (lookup.py): nothing is loaded beyond this token, whatever turns up there meanwhile.
         self.chosen: int | None = None
         self.hit_end = 0  # up to which token its last look-up of its chain found everything, if that waits for nothing
@@ -173,52 +168,38 @@ class Request:
         if state is self.state or self.state is FAILED:
             return
         assert state in _NEXT[self.state], f"a request that is {self.state.value} is to be {state.value}"
-        waits = state is WAITING
-        if waits or self.waiting:
-            self.generation.waiting += 1 if waits else -1
-            self.state = state
-            self._count()
-        else:
-            self.state = state
+        self.state = state
+        self._count()
 
     def leave_line(self) -> None:
         """Its turn has come, or it has ended: it waits for what it has asked for meanwhile."""
         self.become(WAITING if self.asked or self.pinned else OPEN)
 
-    def run(self) -> None:
-        """Its load is prepared: if it comes back after a preemption, it may wait again."""
-        self.become(RUNNING)
-        self._weigh_anew()
-
-    def preempt(self) -> None:
-        """It lost what it had computed, and comes back."""
-        self.become(OPEN)
-        self._weigh_anew()
+    def weigh_anew(self, state: RequestState) -> None:
+        """Its load is prepared (RUNNING), or it has lost what it had computed (OPEN): when it comes back after that, it
+        may wait again."""
+        self.become(state)
+        self.deadline_s = None
+        self._forget_choice()
 
     def belongs_to(self, generation: Generation) -> None:
         """If there was a reset since its last use, it waits for nothing, and no row of before needs to be unpinned."""
         if self.generation is not generation:
-            if self.waiting:
-                self.state = OPEN
             self.generation = generation
-            self.chosen = self.wait = self.lost = None
-            self.hit_end = 0
-            for collection in (self.pinned, self.scan.hits, self.asked, self.refused):
-                collection.clear()
             self._counted_as_waiting = 0
+            self.pinned.clear()
+            self.release()
+            self._forget_choice()
 
     def release(self) -> None:
         """It waits no longer: unpin its rows, forget what it asked for."""
-        if self.waiting:
-            self.become(OPEN)
         self.lost = None
         if self.pinned:
             self.generation.unpin(self.pinned.values())
-        if self.pinned or self.asked or self.refused:
-            for collection in (self.pinned, self.asked, self.refused):
-                collection.clear()
-            self._count()
-        self.scan.hits.clear()
+        for collection in (self.pinned, self.asked, self.refused, self.scan.hits):
+            collection.clear()
+        if self.waiting:
+            self.become(OPEN)
 
     # --- scans -------------------------------------------------------------------------------------------------
 
@@ -228,11 +209,10 @@ class Request:
         scan = self.scan
         new = step != scan.step
         if new:
-            if scan.step >= 0:
-                scan.first = not (self.waiting or self.gave_up) or self.rescan
-                self.rescan = False
+            scan.first = self.rescan or not (self.waiting or self.gave_up)
+            self.rescan = False
             scan.step = step
-            scan.stopped = scan.answered = False
+            scan.answered = False
             scan.hits.clear()
             if scan.first:
                 self.missing.clear()
@@ -258,9 +238,10 @@ class Request:
         """Whether a row that was queued for it is still to be loaded."""
         return key in self.asked and (self.waiting or self.queued)
 
-    def ask(self, keys: Collection[Key]) -> None:
-        """Rows of `keys` are queued to be promoted on its behalf. It asks for none of them already."""
+    def ask(self, keys: Collection[Key], tier: int) -> None:
+        """Rows of `keys` are queued to be promoted on its behalf from this tier."""
         self.asked.update(dict.fromkeys(keys))
+        self.waited.lowest = max(self.waited.lowest, tier)
         self._count()
 
     def begin_load(self, row: Row) -> None:
@@ -323,8 +304,7 @@ class Request:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _weigh_anew(self) -> None:
-        self.deadline_s = None
+    def _forget_choice(self) -> None:
         self.chosen = self.wait = self.lost = None
         self.hit_end = 0
 

@@ -176,16 +176,16 @@ FILLING, LOADING, READY = RowState  # members of an enum are found by a slow att
 class Generation:
     """The rows that were inserted between two resets: it ends for all of them at once.
 
-    `table`: which keys they have, the order in which they go, and their pins. `waiting`: how many requests wait.
-    `pinned_by_waiting`: how many rows are pinned by those that ask for more; one of two requests counts twice.
-    `number`: of how many resets there were before.
+    `table`: which keys they have, the order in which they go, and their pins. `pinned_by_waiting`: how many rows are
+    pinned by requests that wait for more; one of two requests counts twice. `number`: of how many resets there were
+    before.
     """
 
-    __slots__ = ("ended", "number", "pinned_by_waiting", "table", "waiting")
+    __slots__ = ("ended", "number", "pinned_by_waiting", "table")
 
     def __init__(self, number: int = 0) -> None:
         self.ended = False
-        self.pinned_by_waiting = self.waiting = 0
+        self.pinned_by_waiting = 0
         self.number = number
         self.table = make_rows(uses=False)
 

@@ -174,12 +174,9 @@ class Tier:
             return [each and not self.index.is_aside(key) for key, each in zip(keys, found, strict=True)]
         return found
 
-    def queue_load(self, request: Request, key: Key) -> None:
-        """Queue a row to be promoted for a request."""
-        self.queue_loads(request, (key,))
-
     def queue_loads(self, request: Request, keys: Sequence[Key]) -> None:
-        """The same of many rows."""
+        """Queue rows to be promoted for a request, which has not asked for them yet."""
+        request.ask(keys, self.number)
         self.to_load.setdefault(request, deque()).extend(keys)
         self.rows_to_load += len(keys)
         self.queued += len(keys)

@@ -337,6 +337,7 @@ class TestPatientRequests:
         assert core.each("get", CHAIN) == [PENDING] * 8
         (check,) = core.asked()
         assert check.keys == CHAIN[:5]
+        assert core.each("get", CHAIN) == [PENDING] * 8, "the others are asked for next"
         core.core.events.existence_checked(0, check.id, CHAIN[:5], core.now)
         assert core.each("get", CHAIN) == [MISS] * 5 + [PENDING] * 3
         (check,) = core.asked()

@@ -204,7 +204,7 @@ def test_rows_that_are_not_waited_for_do_not_end_a_wait() -> None:
     engine.core.prepare_store("writer", KEYS[:4])
     engine.store(FILE, KEYS[4:], row_s=5.0)
     assert engine.scan("other", keys=KEYS[4:]) == Scan(False, 0)
-    engine.core.tiers[FILE].queue_load(inside.requests(engine.core).get("other"), KEYS[5])
+    engine.core.tiers[FILE].queue_loads(inside.requests(engine.core).get("other"), KEYS[5:6])
     for _ in range(2):
         assert engine.scan() == Scan(True, 4 * TOKENS)
     engine.now = 0.1

@@ -495,7 +495,7 @@ def _has_room(has_room, now, *, ahead=False):  # type: ignore[no-untyped-def]
 
 class GetsGiveUpWhenChecksAreMany(ExistenceChecks):
     def _worth(self, shared, key, request, now):  # type: ignore[no-untyped-def]
-        return super()._worth(shared, key, request, now) and (shared.has_room(now) or key in shared.by_first)
+        return super()._worth(shared, key, request, now) and (shared.has_room(now) or key in shared.open)
 
 
 class LaterIsNever(ExistenceChecks):

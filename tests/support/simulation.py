@@ -743,9 +743,8 @@ class Simulation:
                 if ended.epoch == self.epoch:
                     for key, tick in ended.found:
                         self._tell(tier, key, tick)
-                if (
-                    ended.probe in self.core.checks.tiers[self._tier(tier).number].open
-                ):  # who is given up on is not listened to
+                asked = self.core.checks.tiers[self._tier(tier).number].open.values()
+                if ended.probe in {check.id for check in asked}:  # who is given up on is not listened to
                     mover.reported_absent.update(dict.fromkeys(ended.absent, self.now))
                 self.core.events.existence_checked(tier, ended.probe, ended.absent, self.now)
             elif isinstance(ended, RowsReport):
@@ -964,9 +963,6 @@ class Simulation:
         self._check_pins()
         self._check_uses()
         promotion = inside.promotion(core)
-        waiting = sum(request.waiting for request in promotion._waiting.values())
-        counted = core.host.generation.waiting
-        require(counted == waiting, f"{waiting} requests wait, and {counted} are counted")
         for request in promotion._waiting.values():
             require(not request.refused & request.asked.keys(), "a row is to come for which there is no room")
             for key, row in request.pinned.items():
@@ -1309,7 +1305,7 @@ class Simulation:
     def _is_asked(self, name: str) -> bool:
         """Whether checks are still to say something about what this request waits for."""
         request = inside.requests(self.core).by_name[name]
-        return request.check_queued or request.open_checks > 0
+        return any(request in shared.askers for shared in self.core.checks.tiers.values())
 
     def _may_be_found(self, key: Key) -> bool:
         """Whether a tier that is asked, and is in time, might be found to hold a key that nobody knows of."""
