@@ -27,6 +27,7 @@ class Times(msgspec.Struct, frozen=True):
     # --- the core (core/types.py)
     late_job_s: float = 5.0  # at least, from a job's start to its soft deadline
     overdue_job_s: tuple[float, float] = (30.0, 120.0)  # at least and at most, to its hard one: its mover is killed
+    set_aside_s: tuple[float, float] = (5.0, 600.0)  # at least, a place whose load failed; one at which a mover hung
     clean_wait_s: float = 0.5  # a promotion waits for write-back to free a row, and then evicts unwritten ones
 
     # --- a mover's life

@@ -58,8 +58,8 @@ class Limits:
     assumed_bytes_per_s: float = 4e6  # of a tier without samples
     # A place is set aside for so long, and twice as long each time (`SetAside`): one whose load failed, or that was
     # being moved when a mover died for no known reason; and one that a mover hung at, or whose write failed.
-    retry_s: float = 5.0
-    aside_s: float = 600.0
+    retry_s: float = PRODUCTION.set_aside_s[0]
+    aside_s: float = PRODUCTION.set_aside_s[1]
     check_timeout_s: float = DEFAULT_PROBE_S  # `probe_s` of the configuration: a request waits so long for checks
     max_checks: int = 4  # open existence checks of one tier that answers at once; of a distant one
     distant_checks: int = 32  # up to so many, one for each

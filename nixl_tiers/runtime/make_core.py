@@ -28,6 +28,8 @@ def make_core(
         soft_deadline_min_s=times.late_job_s,
         hard_deadline_min_s=times.overdue_job_s[0],
         hard_deadline_max_s=times.overdue_job_s[1],
+        retry_s=times.set_aside_s[0],
+        aside_s=times.set_aside_s[1],
         clean_wait_s=times.clean_wait_s,
     )
     return TierManager(

@@ -100,7 +100,7 @@ def test_error_at_any_call_leaves_nothing_pinned_after_the_movers_death(what: st
     while True:
         number += 1
         core = busy_core(write)
-        call = partial(core.events, 0.0, 0.0) if what == "turn" else partial(finish, core, core.turn(0.0, 0.0), 0.5)
+        call = partial(core.turn, 0.0, 0.0) if what == "turn" else partial(finish, core, core.turn(0.0, 0.0), 0.5)
         if not fails_at_call(number, call):
             break
         kill_and_reap(core)

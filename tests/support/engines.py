@@ -18,10 +18,10 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-import nixl_tiers
-from nixl_tiers.store import TieredStore
+from nixl_tiers.store import TieredStore, open_with
 from nixl_tiers.tiers.s3.names import RowNames
 from tests.support.leaks import MARK, ProcessWatch, has_mark, processes_with_mark, reclaim_all_host_rows
+from tests.support.times import changed
 from tests.support.waiting import serves, until
 
 SIZE: Final = 16 << 10
@@ -128,7 +128,8 @@ def _serve(config: Mapping[str, Any], env: dict[str, str], seed: int, talk: Conn
     os.environ.update(env)  # that of the process it was forked from is older
     draw, name = random.Random(seed), name_of(config["tiers"][1])
     try:
-        store = nixl_tiers.open(config, SIZE, "kill-rounds")
+        # A census loads all, also what was under way when a mover was killed.
+        store = open_with(changed(set_aside_s=(1.0, 5.0)), config, SIZE, "kill-rounds")
         loading = False
         while True:
             numbers = store.stats()[name]

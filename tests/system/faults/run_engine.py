@@ -21,6 +21,7 @@ from nixl_tiers.store import TieredStore
 from tests.support import vllm_cpu
 from tests.support.leaks import reclaim_all_host_rows
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
+from tests.support.times import changed
 from tests.support.waiting import until, until_up
 from tests.system.vllm.run_engine import generate
 
@@ -41,7 +42,9 @@ def main(model: Path, port: int, bucket: str, faults: Sequence[str]) -> dict[str
         s3 = {"type": "s3", "bucket": bucket, "prefix": "faults", "endpoint": proxy.endpoint}
         tiers = [{"type": "cpu", "capacity": "16MiB"}, {**s3, "capacity": "256MiB"}]
         transfer = vllm_cpu.kv_transfer(tiers, wait_s=3.0)
-        llm = vllm_cpu.in_process_llm(model, transfer, dtype="float32", skip_tokenizer_init=True, max_model_len=2048)
+        times = changed(set_aside_s=(1.0, 5.0))  # whether the tier has healed is asked of the rows that were under way
+        settings = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 2048}
+        llm = vllm_cpu.in_process_llm(model, transfer, times=times, **settings)
         core = llm.llm_engine.engine_core.engine_core
         store = TieredStore(core.scheduler.connector.connector_scheduler.manager._coordinator)
         try:
