@@ -20,7 +20,10 @@ from tests.support import inside
 from tests.support.core import all_good, look_up_key, opened, rows_of
 
 ROWS, LISTED = 16, 6
-PLANNERS = tuple(f"core/{name}.py" for name in ("turn", "health", "jobs", "probes", "promotion", "writeback", "state"))
+PLANNERS = tuple(
+    f"core/{name}.py"
+    for name in ("turn", "health", "jobs", "probes", "promotion", "promotion_jobs", "writeback", "state")
+)
 
 
 class UnexpectedError(Exception):

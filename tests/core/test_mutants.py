@@ -702,78 +702,9 @@ class TiersIgnoreQuotas(WriteBack):
 
 
 OF_TENANTS: Final = (PromotionsIgnoreQuotas, TiersIgnoreQuotas)
-MUTANTS = [
-    *OF_TENANTS,
-    RetainsBeyondItsShare,
-    RetentionEndsEarly,
-    KnownRowsAreSwept,
-    GoneRowsStay,
-    UsesMakeRowsYounger,
-    AskedTierIsToldToDelete,
-    BehindAMissingRowIsLoaded,
-    ChecksAheadTakeAllRoom,
-    GetsGiveUpWhenChecksAreMany,
-    LaterIsNever,
-    LaterWithoutBounds,
-    MeasuresBesideRequests,
-    MeasuresBesideLoads,
-    MeasuresLongAfter,
-    MeasurementEvictsUnwritten,
-    MeasuresIntoRowsInUse,
-    MeasuredRowCountsAsUnderWay,
-    MeasurementWithoutRoomIsWorkLeft,
-    ListedRowHasTwoOwners,
-    ListedSlotsStayFree,
-    ChecksAbsentKeysAgain,
-    ChecksBadRowsAgain,
-    BadRowCountedTwice,
-    BudgetOffByOne,
-    BurstGoesOn,
-    PinOfADeadRowStays,
-    CallEndsByKey,
-    CallsRowsFlushed,
-    CircuitNeverCloses,
-    DeadlineRearmedByARelease,
-    DeadlineRearmedByARetry,
-    DeadlineIgnoredForRowsBeingFilled,
-    DemotedRowStaysPinned,
-    DemotionWithoutBounds,
-    EvictionsOfTheHostUncounted,
-    GenerationIgnored,
-    HostOnlyRowIsWritten,
-    LateIsWaitedFor,
-    MissesWhileListing,
-    OverdueLivesOn,
-    StoredOlderThanListed,
-    ReusedBeforeReap,
-    FailedCopyIsAHit,
-    FailedRowIsLoadedAtOnce,
-    FailedLoadIsAHit,
-    InterruptedCallIsAHit,
-    OldEpochSurvives,
-    PinForgotten,
-    PinsIgnored,
-    CreditsIgnored,
-    ChecksWithoutBounds,
-    ResetUncounted,
-    VictimsOfBeforeAResetStay,
-    PinnedVictimStaysOne,
-    EngineHitIsWritten,
-    EngineHitsForgotten,
-    RowFreedWhileMoved,
-    RowReusedAfterReset,
-    SlotFreedWhileWritten,
-    RunningPromotionsUncounted,
-    StoresBesidePromotions,
-    StoresOvertakeDeletes,
-    RequestNeverExpires,
-    HitsAreNotKept,
-    HitsOfAStepGo,
-    WaitIsNotJudgedAgain,
-    PriceForgetsDeadline,
-    UnreadyIsAHit,
-    WaitsForLateChecks,
-]
+OF_MEMBERS: Final = (MembersShareAState, StoresToAnyMember, MembersDieTogether, ListingOfOneMemberEndsAll)
+_HERE: Final = [each for each in vars().copy().values() if isinstance(each, type) and each.__module__ == __name__]
+MUTANTS: Final = [each for each in _HERE if not each.__name__.startswith("_")]
 
 
 # The whole machine finds these too, but may take minutes: one that does little else than what shows them.
@@ -807,9 +738,6 @@ FOCUS: dict[type, tuple[str, ...]] = {
     LaterWithoutBounds: ("time_passes", "medium_stalls"),
     MissesWhileListing: ("engine_comes_back", "engine_crashes", "call", "call_ends", "call_comes_back"),
 }
-
-
-OF_MEMBERS = [MembersShareAState, StoresToAnyMember, MembersDieTogether, ListingOfOneMemberEndsAll]
 
 
 FIRST: dict[type, int] = {
@@ -885,7 +813,7 @@ def original_of(mutant: type) -> type:
     return original
 
 
-@pytest.mark.parametrize("mutant", [*MUTANTS, *OF_MEMBERS], ids=lambda mutant: mutant.__name__)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_planted_bug_in_the_core_is_caught(mutant: type, monkeypatch: pytest.MonkeyPatch) -> None:
     if not issubclass(mutant, TierManager):
         monkeypatch.setattr(manager, original_of(mutant).__name__, mutant)
@@ -908,7 +836,7 @@ def test_mover_that_skips_the_seal_check_is_caught(monkeypatch: pytest.MonkeyPat
 
 
 def test_mutants_override_existing_methods() -> None:
-    for mutant in [*MUTANTS, *OF_MEMBERS]:
+    for mutant in MUTANTS:
         original = original_of(mutant)
         assert original is TierManager or getattr(manager, original.__name__) is original
         for name in vars(mutant):

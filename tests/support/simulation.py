@@ -967,8 +967,8 @@ class Simulation:
             require(not request.refused & request.asked.keys(), "a row is to come for which there is no room")
             for key, row in request.pinned.items():
                 coming = core.host.index.get(key, row)
-                holds = coming is row or request not in inside.loading_for(core, coming)
-                require(holds, "a request does not pin the row that comes up in a dead one's place")
+                kept = coming is row or request not in inside.loading_for(core, coming)
+                require(kept, "a request does not pin the row that comes up in a dead one's place")
         stuck = sum(len(request.pinned) for request in promotion._waiting.values() if request.waiting and request.asked)
         counted = core.host.generation.pinned_by_waiting
         require(counted == stuck, f"requests that wait for more hold {stuck} rows, and {counted} are counted")
