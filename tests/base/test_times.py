@@ -9,7 +9,7 @@ from tests.support.times import PATIENCE_S, PATIENT
 INTERVALS = {
     *("heartbeat_s", "restart_backoff_s", "stores_held_s", "disk_check_s", "growth_retry_s", "file_known_s"),
     *("s3_upload_check_retry_s", "s3_absent_s", "s3_denial_s"),
-    *("s3_credentials_s", "s3_credentials_again_s"),
+    *("s3_credentials_s", "s3_credentials_again_s", "set_aside_s"),
 }
 
 
