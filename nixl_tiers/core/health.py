@@ -45,15 +45,15 @@ class Health:
                 self._writeback.drop_stores(tier)
 
     def abandon_late_jobs(self, now: float) -> None:
-        """Jobs after their soft deadline: rows of loads are set aside, and quarantined (not allocated) until the mover
-        is done with them, or dead. The mover is left alone."""
+        """Jobs after their soft deadline: rows of loads are left alone, and quarantined (not allocated) until the mover
+        is done with them, or dead. The mover is left alone, too."""
         for tier in self._state.tiers:
             for job in tier.jobs:
                 if not job.abandoned and now > job.soft_deadline_s:
                     if not self._state.take(len(job.moves)):
                         return
                     if job.direction is Direction.LOAD:
-                        tier.index.set_aside(job.moves, self._state.limits.aside_s, now)
+                        tier.index.hold(job.moves, job.hard_deadline_s)
                     self._abandon(tier, job, now)
 
     def overdue(self, now: float) -> dict[int, str]:
@@ -146,9 +146,11 @@ class Health:
     def _learn(
         self, tier: Tier, job: Job, moves: Sequence[PlannedMove], outcomes: Sequence[Outcome], now: float
     ) -> None:
+        load = job.direction is Direction.LOAD
         if tier.index.aside.known:
-            tier.index.moved(move for move, outcome in zip(moves, outcomes, strict=True) if outcome is Outcome.OK)
-        if job.direction is Direction.LOAD and Outcome.FAILED in outcomes:
+            well = {Outcome.OK, Outcome.CORRUPT, Outcome.MISSING} if load else {Outcome.OK}
+            tier.index.moved(move for move, outcome in zip(moves, outcomes, strict=True) if outcome in well)
+        if load and Outcome.FAILED in outcomes:
             failed = [move for move, outcome in zip(moves, outcomes, strict=True) if outcome is Outcome.FAILED]
             tier.index.set_aside(failed, self._state.limits.retry_s, now)
 

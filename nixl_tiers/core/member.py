@@ -99,10 +99,10 @@ Place = int | Key
 
 
 class SetAside:
-    """Places of a tier that are left alone for a while: a slot, or a key where slots only count, whose move failed, is
-    late, or that a mover most likely died of. A mover that reads one bad sector again after each restart would die for
-    ever. For twice as long if it happens again, unless it has been moved well meanwhile. At most MAX_PLACES: the first
-    ones are used again.
+    """Places of a tier that are left alone for a while: a slot, or a key where slots only count, whose move failed or
+    is late, or that a mover most likely died of. A mover that reads one bad sector again after each restart would die
+    for ever. For twice as long if it happens again, unless it has been moved well meanwhile. At most MAX_PLACES: the
+    first ones are used again.
     """
 
     __slots__ = ("_lasted_s", "_next_s", "until_s")
@@ -124,10 +124,18 @@ class SetAside:
         self.until_s[place] = now + lasted_s
         self._next_s = min(self._next_s, now + lasted_s)
 
+    def hold(self, place: Place, until_s: float) -> None:
+        """Its load is late: leave it alone until that has ended, which tells whether it was a failure."""
+        if place not in self.until_s:
+            self.until_s[place] = until_s
+            self._next_s = min(self._next_s, until_s)
+            if place in self._lasted_s:
+                self._lasted_s[place] *= 2
+
     @property
     def known(self) -> bool:
         """Whether any was ever set aside, and nothing shows that nothing is wrong with it."""
-        return bool(self._lasted_s)
+        return bool(self._lasted_s or self.until_s)
 
     def moved(self, place: Place) -> None:
         """A move of it has succeeded: nothing is wrong with it."""

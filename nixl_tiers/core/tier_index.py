@@ -169,12 +169,14 @@ class TierIndex:
 
     def set_aside(self, moves: Iterable[PlannedMove], least_s: float, now: float) -> None:
         """Their places are not loaded from, probed or handed out for a while (`SetAside`), also if their medium is
-        opened again meanwhile. A slot that has another row by now, or none, is left as it is."""
-        for move in moves:
-            if not self._spec.physical_slots:
-                self.aside.add(move.key, least_s, now)
-            elif self.has(move.key, move.id):
-                self.aside.add(move.slot, least_s, now)
+        opened again meanwhile."""
+        for place in self._places(moves):
+            self.aside.add(place, least_s, now)
+
+    def hold(self, moves: Iterable[PlannedMove], until_s: float) -> None:
+        """The same while their loads are late."""
+        for place in self._places(moves):
+            self.aside.hold(place, until_s)
 
     def moved(self, moves: Iterable[PlannedMove]) -> None:
         """Nothing is wrong with their places."""
@@ -355,6 +357,12 @@ class TierIndex:
             return False
         row = Found(*found)
         return row.stored and not row.pins and not self._members[self.place_of_slot(row.slot)].readable
+
+    def _places(self, moves: Iterable[PlannedMove]) -> Iterable[Place]:
+        """A slot that has another row by now, or none, is left as it is."""
+        if not self._spec.physical_slots:
+            return [move.key for move in moves]
+        return [move.slot for move in moves if self.has(move.key, move.id)]
 
     def _is_pinned(self, key: Key) -> bool:
         """Whether a row of the index is being loaded or stored."""

@@ -103,6 +103,21 @@ def test_timeout_follows_the_slower_jobs() -> None:
     assert estimate.timeout_s(1_000_000_000, 1.0, 1e9) == 400.0
 
 
+def test_a_place_whose_load_is_late_has_not_failed_yet() -> None:
+    aside = SetAside()
+    aside.hold(7, 30.0)
+    assert aside.known
+    assert not aside.end(29.0)
+    aside.add(7, 5.0, 29.0)
+    assert aside.end(34.0) == [7]
+    aside.hold(7, 70.0)
+    aside.add(7, 5.0, 60.0)
+    assert aside.end(69.0) == []
+    assert aside.end(70.0) == [7]
+    aside.hold(7, 90.0)
+    assert aside.end(90.0) == [7]
+
+
 def test_a_place_is_set_aside_for_twice_as_long_each_time() -> None:
     aside = SetAside()
     at = 0.0

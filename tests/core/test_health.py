@@ -304,6 +304,27 @@ def test_row_that_has_just_failed_is_no_probe() -> None:
     assert tier.readable
 
 
+@pytest.mark.parametrize("answer", [Outcome.OK, Outcome.FAILED])
+def test_a_row_whose_load_was_late_is_loaded_again_soon_after_its_mover_has_answered(answer: Outcome) -> None:
+    """Of a server that was slow for a while: a mover that answers does not hang at it."""
+    core = of_a_disk(8)
+    opened(core, 0, 8)
+    core.events.listed(0, [(0, KEYS[0], 1)], last=True)
+    tier, now = core.tiers[0], 0.0
+    for _ in range(2):
+        assert look_up_key(core, KEYS[0], f"request at {now}", None, now) is Lookup.PENDING
+        (job,) = core.turn(now, now)
+        now = job.soft_deadline_s + 1.0
+        assert core.turn(now, now) == []
+        assert tier.index.is_aside(KEYS[0])
+        core.events.finished(0, job.id, [answer], now)
+        core.turn(now, now)
+        assert tier.index.is_aside(KEYS[0]) is (answer is Outcome.FAILED)
+        now += 2 * core.limits.retry_s + 1.0
+        core.turn(now, now)
+        assert not tier.index.is_aside(KEYS[0])
+
+
 class Disk:
     """Of which one slot hangs whoever reads, or writes, it, and its core, for an hour."""
 
