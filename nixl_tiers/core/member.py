@@ -6,9 +6,8 @@ speed, and jobs that died with its mover, so that one that fails takes nothing f
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Final, Literal
 
 from nixl_tiers.base.chunk import Key
@@ -89,70 +88,6 @@ class Breaker:
         if self._good >= self.limits.probes_to_close:
             self.state = BreakerState.CLOSED
             self._closed_at = now
-
-
-NEVER: Final = float("inf")
-MAX_PLACES: Final = 4096
-MOST_ASIDE_S: Final = 86400.0
-
-Place = int | Key
-
-
-class SetAside:
-    """Places of a tier that are left alone for a while: a slot, or a key where slots only count, whose move failed or
-    is late, or that a mover most likely died of. A mover that reads one bad sector again after each restart would die
-    for ever. For twice as long if it happens again, unless it has been moved well meanwhile. At most MAX_PLACES: the
-    first ones are used again.
-    """
-
-    __slots__ = ("_lasted_s", "_next_s", "until_s")
-
-    def __init__(self) -> None:
-        # By place, those set aside first in front. Public to be asked for its truth, which costs less than a call.
-        self.until_s: dict[Place, float] = {}
-        self._lasted_s: OrderedDict[Place, float] = OrderedDict()  # also of places that are used again
-        self._next_s = NEVER
-
-    def add(self, place: Place, least_s: float, now: float) -> None:
-        """Leave it alone for `least_s`; longer, if it was before."""
-        again = 1 if place in self.until_s else 2
-        lasted_s = min(MOST_ASIDE_S, max(least_s, again * self._lasted_s.pop(place, 0.0)))
-        self._lasted_s[place] = lasted_s
-        if len(self._lasted_s) > MAX_PLACES:
-            self._lasted_s.popitem(last=False)
-        self.until_s.pop(place, None)
-        self.until_s[place] = now + lasted_s
-        self._next_s = min(self._next_s, now + lasted_s)
-
-    def hold(self, place: Place, until_s: float) -> None:
-        """Its load is late: leave it alone until that has ended, which tells whether it was a failure."""
-        if place not in self.until_s:
-            self.until_s[place] = until_s
-            self._next_s = min(self._next_s, until_s)
-            if place in self._lasted_s:
-                self._lasted_s[place] *= 2
-
-    @property
-    def known(self) -> bool:
-        """Whether any was ever set aside, and nothing shows that nothing is wrong with it."""
-        return bool(self._lasted_s or self.until_s)
-
-    def moved(self, place: Place) -> None:
-        """A move of it has succeeded: nothing is wrong with it."""
-        self._lasted_s.pop(place, None)
-        if place in self.until_s:
-            self.until_s[place] = self._next_s = -NEVER
-
-    def end(self, now: float) -> list[Place]:
-        """Those that may be used again from now on, of those that are set aside."""
-        if now < self._next_s and len(self.until_s) <= MAX_PLACES:
-            return []
-        first = set(islice(self.until_s, max(0, len(self.until_s) - MAX_PLACES)))
-        ended = [place for place, until_s in self.until_s.items() if until_s <= now or place in first]
-        for place in ended:
-            del self.until_s[place]
-        self._next_s = min(self.until_s.values(), default=NEVER)
-        return ended
 
 
 UNLIMITED: Final = 1 << 62

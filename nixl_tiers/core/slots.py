@@ -59,6 +59,10 @@ class SlotCount:
         assert self._used, "a free slot is released"
         self._used -= 1
 
+    def part_of(self, slot: int) -> tuple[SlotCount, int]:
+        """The slots of the member that has this one, and its number there."""
+        return self, slot
+
     def retire(self) -> None:
         """The row of one of them is gone, and it stays allocated, to nobody, before `restore`."""
         self._idle += 1
@@ -198,6 +202,10 @@ class MemberSlots(SlotCount):
                 self._next = place + 1
                 return place * self.span + slot
         return None
+
+    def part_of(self, slot: int) -> tuple[SlotCount, int]:
+        place, slot = divmod(slot, self.span)
+        return self.parts[place], slot
 
     def claim(self, slot: int) -> bool:
         place, slot = divmod(slot, self.span)

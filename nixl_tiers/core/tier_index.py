@@ -7,16 +7,16 @@ from typing import Final
 
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
+from nixl_tiers.core.aside import MAX_PLACES, IdleSlots, Place, SetAside
 from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import rows_of_share
-from nixl_tiers.core.member import MAX_PLACES, Member, Place, SetAside
+from nixl_tiers.core.member import Member
 from nixl_tiers.core.rows import ALL_SLOTS, NO_ID, Found, make_rows, room_for_victims
 from nixl_tiers.core.slots import MemberSlots, SlotCount, Slots
 from nixl_tiers.core.stats import Counters, EvictionHistory, Gone, tag_of
 from nixl_tiers.core.types import Columns, PlannedMove, TierSpec, TierState
 
 MAX_SURPLUS: Final = 256  # rows above a quota that are evicted at once
-FAILED_ONE_IN: Final = 100  # slots; never all
 _REMOVED: Final = -1  # the slot of a row that the medium does not hold any more
 
 
@@ -53,7 +53,7 @@ class TierIndex:
             self.slots = self._parts = MemberSlots(len(members))
         self.rows = make_rows(uses=spec.physical_slots)
         self.aside = SetAside()
-        self._idle: dict[Place, bool] = {}  # slots that are set aside and have no row; whether their write failed
+        self._idle = IdleSlots(self.slots, self.aside)
         self.changed: Callable[[Key], None] | None = None
         """Called with the key of each row that is stored or goes, but for resets and for rows listed in columns."""
         self.newest_listed = 0
@@ -158,9 +158,9 @@ class TierIndex:
 
     def set_limit(self, member: Member, limit: int) -> None:
         """Allocate no slot from `limit` on any more; rows in them stay until they are listed as removed."""
-        beyond = member.first_slot + limit
-        self._forgive([slot for slot in self._idle_of(member) if slot >= beyond])  # they are no slots any more
-        self.slots_of(member).limit = limit
+        part = self.slots_of(member)
+        self._idle.cut(part, limit)
+        part.limit = limit
 
     def slots_of(self, member: Member) -> SlotCount:
         return self._parts.parts[member.place] if self._divided else self.slots
@@ -193,11 +193,11 @@ class TierIndex:
 
     def watch(self, now: float) -> None:
         """Call at every turn: what was set aside for long enough is used again."""
-        self._use_again([place for place in self.aside.end(now) if place in self._idle])
+        self._idle.end(now)
 
     def write_again(self, member: Member, most: int = MAX_PLACES) -> None:
         """Slots of this member whose write failed may be written again, those that failed first in front."""
-        self._forgive([slot for slot in self._idle_of(member) if self._idle[slot]][: max(0, most)])
+        self._idle.write_again(self.slots_of(member), most)
 
     # --- uses --------------------------------------------------------------------------------------------------
 
@@ -336,7 +336,8 @@ class TierIndex:
         self._garbage.add(self.rows)
         self.rows = make_rows(uses=self._spec.physical_slots)
         self.slots.clear(self._garbage)
-        self.aside, self._idle = SetAside(), {}
+        self.aside = SetAside()
+        self._idle = IdleSlots(self.slots, self.aside)
         self.newest_listed = 0
         self.listing = set()
         self.clears += 1
@@ -386,38 +387,11 @@ class TierIndex:
             self.changed(key)
 
     def _free(self, slot: int, *, unwritten: bool = False) -> None:
-        """Its row is gone. One that is set aside is free at the end of that. Of those whose write failed at most one in
-        FAILED_ONE_IN waits for it, lest failures shrink the tier."""
-        if slot not in self.aside.until_s:
+        """Its row is gone. One that is set aside is free at the end of that."""
+        if slot in self.aside.until_s:
+            self._idle.add(slot, unwritten=unwritten)
+        else:
             self.slots.release(slot)
-            return
-        member = self._members[self.place_of_slot(slot)]
-        slots = self.slots_of(member)
-        slots.retire()
-        self._idle[slot] = unwritten
-        if slot >= member.first_slot + slots.limit:
-            self._forgive([slot])
-            return
-        if unwritten:
-            failed = sum(self._idle[each] for each in self._idle_of(member))
-            self.write_again(member, failed - -(-(slots.limit - 1) // FAILED_ONE_IN))
-
-    def _forgive(self, idle: Sequence[Place]) -> None:
-        """As if nothing had failed in these slots, which are set aside."""
-        for slot in idle:
-            self.aside.moved(slot)
-        self._use_again(idle)
-
-    def _use_again(self, idle: Sequence[Place]) -> None:
-        """These slots, which are set aside, are free."""
-        for slot in idle:
-            assert isinstance(slot, int)
-            del self._idle[slot]
-            self.slots_of(self._members[self.place_of_slot(slot)]).restore()
-            self.slots.release(slot)
-
-    def _idle_of(self, member: Member) -> list[int]:
-        return [each for each in self._idle if isinstance(each, int) and self.place_of_slot(each) == member.place]
 
     def _forgotten(self, key: Key) -> None:
         """The medium does not hold it any more."""

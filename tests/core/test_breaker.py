@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_tiers.core.member import MAX_PLACES, Breaker, SetAside
+from nixl_tiers.core.aside import MAX_PLACES, SetAside
+from nixl_tiers.core.member import Breaker
 from nixl_tiers.core.pricing import ThroughputEstimate
 from nixl_tiers.core.types import BreakerLimits, BreakerState
 
