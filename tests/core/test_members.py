@@ -303,3 +303,16 @@ def test_a_bad_row_keeps_its_slot_while_another_job_reads_it(machine: Machine) -
     assert key not in machine.tier.index
     machine.core.health.watch(machine.now + machine.core.limits.retry_s)
     assert machine.tier.index.slots.free == free + 1
+
+
+def test_slots_that_a_dead_member_was_writing_have_not_failed(machine: Machine) -> None:
+    """The others serve on, so that the tier is up: for a crash that nobody explains they would wait for ten minutes."""
+    machine.hang = {0}
+    machine.store(OTHER)
+    aside = machine.tier.index.aside
+    machine.die(0)
+    machine.turn()
+    assert {round(until_s - machine.now) for until_s in aside.until_s.values()} == {round(machine.core.limits.retry_s)}
+    machine.now += machine.core.limits.retry_s
+    machine.turn()
+    assert not aside.until_s
