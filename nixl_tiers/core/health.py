@@ -18,8 +18,8 @@ from nixl_tiers.core.writeback import WriteBack
 class Health:
     """Keeps requests away from tiers and places that fail or hang, and finds out when they work again.
 
-    A job has two deadlines. After the soft one it is abandoned: its rows are misses, the mover is left alone. After the
-    hard one its mover must be killed, since nothing else ends its access to the host rows.
+    A job has two deadlines. After the soft one it is abandoned: rows of loads are misses, the mover is left alone.
+    After the hard one its mover must be killed, since nothing else ends its access to the host rows.
     """
 
     def __init__(self, state: CascadeState, jobs: Jobs, promotion_jobs: PromotionJobs, writeback: WriteBack) -> None:

@@ -88,7 +88,7 @@ class Jobs:
         jobs = []
         moves, tier.ending_moves = tier.ending_moves, []
         for move in moves:
-            if tier.index.place_of_slot(move.slot) != member.place:
+            if tier.index.member_place_of_slot(move.slot) != member.place:
                 tier.ending_moves.append(move)
                 continue
             self.last_id += 1
@@ -109,5 +109,5 @@ def _by_member(tier: Tier, moves: list[PlannedMove]) -> Iterable[tuple[Member, l
         return ((tier.members[0], moves),)
     parts: dict[int, list[PlannedMove]] = {}
     for move in moves:
-        parts.setdefault(tier.index.place_of_slot(move.slot), []).append(move)
+        parts.setdefault(tier.index.member_place_of_slot(move.slot), []).append(move)
     return [(tier.members[place], part) for place, part in parts.items()]

@@ -111,7 +111,7 @@ class Chains:
             tier = self._state.tiers[number]
             tier.counters.missed_slower += len(keys)
             self._measurements.declined(tier, keys, now)
-        waits = self._ask(request, decision, now)
+        waits = self._promote(request, decision, now)
         if len(look.found) > 1:
             self._note_refused(look.found, limit)
         open_end = (
@@ -123,7 +123,7 @@ class Chains:
             places = [(n, self._place_in_queue(n, queued)) for n, queued in sorted(decision.places.items())]
             request.wait = Wait(now + decision.wait_s, chain.step_tokens, end, places)
         if not (waits or open_end):
-            if request.waiting and not request.pinned and not request.asked:
+            if request.waiting and not request.pinned and not request.wanted:
                 self._promotion.release(request)  # it has waited for an existence check, which found nothing
             if decision.end < look.known:
                 request.chosen = decision.end
@@ -136,13 +136,13 @@ class Chains:
         it waits for is on its way, and the wait was judged a moment ago. A long queue of such requests is looked up at
         every step."""
         wait = request.wait
-        if wait is None or now >= wait.idle_until_s or request.rescan or self._promotion.has_expired(request, now):
+        if wait is None or now >= wait.idle_until_s or request.rescan or self._promotion.expire_if_due(request, now):
             return False
         if not request.waiting:
             return False
         place, last = request.missing[-1]
         row = self._host.index.get(last)
-        return (place or 0) > start and (row.state is not READY if row is not None else last in request.asked)
+        return (place or 0) > start and (row.state is not READY if row is not None else last in request.wanted)
 
     def _prices(self, found: list[ChainRows], end: int, now: float) -> Prices:
         """Of all tiers now. The chain's own rows that are being loaded are counted with the others of the chain."""
@@ -171,7 +171,7 @@ class Chains:
         still to come, or all that are alive. Those that wait for storage lose nothing."""
         if self._state.prefer == "throughput":
             return len(self._requests.by_name)
-        return 1 + len(self._requests.queued)
+        return 1 + len(self._requests.before_turn)
 
     def _reaches(self, request: Request, chain: Chain, start: int) -> list[Reach]:
         if self._checks.tiers:  # other engines may have stored what is not known here
@@ -189,14 +189,14 @@ class Chains:
     def _place_in_queue(self, number: int, queued: bool) -> int:
         """Behind which rows of all that this tier ever queued the request's last one is; not `queued`: under way."""
         tier = self._state.tiers[number]
-        return tier.queued - (0 if queued else tier.rows_to_load)
+        return tier.ever_queued - (0 if queued else tier.rows_to_load)
 
-    def _ask(self, request: Request, decision: Decision, now: float) -> bool:
+    def _promote(self, request: Request, decision: Decision, now: float) -> bool:
         """Promote what the request is going to load, as far as it is not in host memory; whether it has to wait. What
         is there is kept for it."""
         missing, ready = decision.missing, decision.ready
         request.missing.clear()
-        if missing and self._promotion.has_expired(request, now):
+        if missing and self._promotion.expire_if_due(request, now):
             missing = []
         if missing:
             request.missing.extend(missing)
@@ -212,9 +212,8 @@ class Chains:
 
     def _queue(self, request: Request, wanted: dict[int, Ends]) -> None:
         """Have these rows, by the tier that holds them, promoted, as far as they were not asked for before."""
-        asked = request.asked
         for number, some in wanted.items():
-            if keys := [key for _, key in some if key not in asked]:
+            if keys := [key for _, key in some if key not in request.wanted]:
                 self._state.tiers[number].queue_loads(request, keys)
 
     def _ask_for_unknown(self, request: Request, found: ChainRows, limit: int, now: float) -> bool:
@@ -223,7 +222,7 @@ class Chains:
         for place in range(found.stop, limit // group.chunk_tokens):
             key = group.keys[place]
             row = self._host.index.get(key)
-            if (row is not None and row.state is READY) or self._promotion.has_expired(request, now):
+            if (row is not None and row.state is READY) or self._promotion.expire_if_due(request, now):
                 break
             if not (
                 self._promotion.enqueue(key, request)  # a circuit that is open: noted there
@@ -307,14 +306,14 @@ class KeyLookups:
             else:
                 request.scan.hits.append(row)
             return Lookup.HIT
-        if self._promotion.has_expired(request, now):
+        if self._promotion.expire_if_due(request, now):
             return Lookup.MISS
         if row is not None and row.state is LOADING and not row.mover_refs:
             self._host.invalidate(row)  # an error has ended its load
             row = None
         if (
             row is not None
-            or key in request.asked
+            or key in request.wanted
             or self._promotion.enqueue(key, request)
             or (check and self._checks.should_wait(key, request, now))
             or (request.wishes.patient and self._promotion.may_be_listed(key, request, now))
@@ -322,6 +321,6 @@ class KeyLookups:
             self._promotion.wait(request, now)
             request.note_missing(key)
             return Lookup.PENDING
-        if request.waiting and not request.pinned and not request.asked:
+        if request.waiting and not request.pinned and not request.wanted:
             self._promotion.release(request)  # it has waited for an existence check, which found nothing
         return Lookup.MISS

@@ -4,8 +4,8 @@ Callers report what happened (a look-up, a finished job, a dead mover) and when 
 clock), and carry out the jobs that it plans. The same code runs in the engine, in the stateful tests and in trace
 replays. Rows come up in `promotion.py` and `promotion_jobs.py`, go down in `writeback.py`, and are copied to and from
 the engine in `copies.py`; movers report to `turn.py`, which also plans all that they are sent; `health.py` keeps what
-fails or hangs out of the way. A *load* is a copy from host memory to the engine in `copies.py`, and from a medium to
-host memory everywhere else.
+fails or hangs out of the way. A *load* of a request is a copy from host memory to the engine (`copies.py`), a load of a
+tier one from its medium to host memory.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class TierManager:
         if wishes != NO_WISHES:
             self._requests.wishes[name] = wishes
         if self.tiers:
-            self._requests.queued.add(name)
+            self._requests.before_turn.add(name)
 
     def set_tenant(self, name: str, tenant: int) -> None:
         """Of a request that has arrived, before its first look-up."""
@@ -142,7 +142,7 @@ class TierManager:
         Without keys it only says whether the request would be one of the next in line: for others it brings nothing.
         None, and nothing: its turn has come, or it has ended."""
         line = self._promotion.prefetch_queue
-        if name not in self._requests.queued:
+        if name not in self._requests.before_turn:
             return None
         if not keys:
             return line.has_room(rank)
@@ -201,7 +201,7 @@ class TierManager:
         self.host.end_step()
         self.checks.end_step()
         for name in began:
-            self._requests.queued.discard(name)
+            self._requests.before_turn.discard(name)
             request = self._requests.by_name.get(name)
             if request is None:
                 continue

@@ -183,7 +183,7 @@ class PrefetchQueue:
         while place.arrived < min(place.at, len(place.keys)):
             key = place.keys[place.arrived]
             row = request.pinned.get(key)
-            if key in request.asked or (row is not None and row.state is LOADING and not row.removed):
+            if key in request.wanted or (row is not None and row.state is LOADING and not row.removed):
                 return
             if key in place.queued and (row is None or row.removed):
                 self._go_back(place)
@@ -193,7 +193,7 @@ class PrefetchQueue:
 
     def _go_back(self, place: QueuedPrefetch) -> None:
         request, pinned = place.request, place.request.pinned
-        queued = [key for key in place.queued if key not in request.asked]
+        queued = [key for key in place.queued if key not in request.wanted]
         lost = [key for key in queued if (row := pinned.get(key)) is None or row.removed]
         request.forget_dead(lost)
         for key in lost:
@@ -220,7 +220,7 @@ class PrefetchQueue:
             place.keys = ()  # a tier lacked a row of its chain
             return True
         row = self._host.index.get(key)
-        if key in request.asked or (row is not None and request.pinned.get(key) is row):
+        if key in request.wanted or (row is not None and request.pinned.get(key) is row):
             place.at += 1  # it has this one already, or it is queued
             return True
         if row is not None and place.prefetch:

@@ -78,7 +78,7 @@ class Measurements:
             plan.keys = ()
             self.to_come.discard(tier.number)
             return []
-        idle = not (self._requests.by_name or self._requests.queued)
+        idle = not (self._requests.by_name or self._requests.before_turn)
         waits_s = 0.0 if idle and not measured else limits.measure_busy_s
         if now < max(plan.declined_s, plan.measured_s) + waits_s:
             return []
@@ -151,9 +151,9 @@ class Probes:
 def _row_to_load(tier: Tier, member: Member) -> Key | None:
     """A stored row that is not set aside, which would say nothing of its medium: the one asked for
     last while the circuit was not closed, or any other. Each call goes on from where the last one ended."""
-    is_aside, place_of = tier.index.is_aside, tier.index.place_of_slot
+    is_aside, place_of = tier.index.is_aside, tier.index.member_place_of_slot
     last = tier.last_refused
-    if last is not None and tier.index.place_of(last) == member.place and not is_aside(last):
+    if last is not None and tier.index.member_place_of(last) == member.place and not is_aside(last):
         return last
     tier.looked_at, keys = tier.index.rows.some(tier.looked_at, min(MAX_SOUGHT, len(tier.index)))
     rows = ((key, tier.index.rows.get(key)) for key in keys if not is_aside(key))

@@ -25,7 +25,7 @@ MAX_ARRIVED: Final = 1024  # rows that have come for one request; for more, it l
 
 
 class Promotion:
-    """Queues keys for the tiers that hold them (`enqueue`), and keeps the waits of requests: `wait` and `has_expired`
+    """Queues keys for the tiers that hold them (`enqueue`), and keeps the waits of requests: `wait` and `expire_if_due`
     their deadline, `release` their end. `PromotionJobs` loads what is queued.
     """
 
@@ -87,8 +87,9 @@ class Promotion:
             request.deadline_s = now + self._state.limits.wait_s
             self._waiting[request.name] = request
 
-    def has_expired(self, request: Request, now: float) -> bool:
-        """Whether the request's deadline has passed. What is pinned for it stays so: it may load that."""
+    def expire_if_due(self, request: Request, now: float) -> bool:
+        """End the request's wait if its deadline has passed. Whether it gets nothing more, for whatever reason. What is
+        pinned for it stays so: it may load that."""
         if not request.gave_up and request.deadline_s is not None and now > request.deadline_s:
             self._end_wait(request)
             self._blame_slow_tiers(request, now)
@@ -112,8 +113,8 @@ class Promotion:
                 request.pin(row)
             elif place is None or position is None or place >= position:
                 known = key in request.unknown
-                return not self.has_expired(request, now) and (
-                    row is not None or key in request.asked or (known and self._checks.should_wait(key, request, now))
+                return not self.expire_if_due(request, now) and (
+                    row is not None or key in request.wanted or (known and self._checks.should_wait(key, request, now))
                 )
             request.missing.popleft()
         return False
@@ -191,13 +192,13 @@ class Promotion:
         """A request has expired: a failure for the breaker of each tier that it waited for, even if none of that tier's
         jobs is late."""
         loading = [(key, row.source) for key, row in request.pinned.items() if row.state is LOADING and not row.removed]
-        queued = request.asked and not self.host_full  # then it waited for room, and not for a tier
+        queued = request.wanted and not self.host_full  # then it waited for room, and not for a tier
         for tier in self._state.tiers:
             keys = [key for key, source in loading if source == tier.spec.name]
             slow = self._state.movers_that_move(tier, keys)
             if not loading and queued and tier.to_load:
-                first = next(iter(request.asked))
-                key = next((key for key in request.asked if tier.index.place_of(key) is not None), first)
+                first = next(iter(request.wanted))
+                key = next((key for key in request.wanted if tier.index.member_place_of(key) is not None), first)
                 slow = [tier.member_of(key)]
             for member in slow:
                 member.loads.record(False, now)
@@ -215,7 +216,7 @@ class RequestIndex:
         self._savings = savings
         self.by_name: dict[str, Request] = {}
         self.wishes: dict[str, RequestWishes] = {}  # of those that have any
-        self.queued: set[str] = set()  # requests that wait for their turn
+        self.before_turn: set[str] = set()  # requests that wait for their turn, whether or not they are in line
 
     def get(self, name: str) -> Request:
         request = self.by_name.get(name)
@@ -227,7 +228,7 @@ class RequestIndex:
 
     def looked_up(self, name: str, now: float) -> Request:
         """The request, whose turn has come if it was in line."""
-        self.queued.discard(name)
+        self.before_turn.discard(name)
         request = self.get(name)
         if request.queued:
             self._promotion.first_looked_up(request, now)
@@ -240,7 +241,7 @@ class RequestIndex:
     def finish(self, name: str) -> None:
         """The request has ended: unpin its rows."""
         self.wishes.pop(name, None)
-        self.queued.discard(name)
+        self.before_turn.discard(name)
         self._savings.forget(name)
         request = self.by_name.pop(name, None)
         if request is not None:

@@ -244,9 +244,7 @@ class PromotionJobs:
                     self._writeback.write_through((row,), self._state.tiers[: tier.number])
         else:
             read = tier.index.is_read(move.key, move.id)
-            if (
-                read
-            ):  # by another job, too: nothing may be stored there yet, so whoever ends last, or loads next, judges
+            if read:  # by another job, too: nothing may be stored there yet; whoever ends last, or loads next, judges
                 tier.index.set_aside((move,), self._state.limits.retry_s, now)
             if read or outcome in (Outcome.FAILED, Outcome.NO_SPACE):
                 tier.counters.failed_loads += 1
@@ -312,5 +310,5 @@ class PromotionJobs:
 
 def _still_wanted(wanted: dict[Key, list[Request]]) -> dict[Key, list[Request]]:
     """Without the requests that ask for nothing any more, as they have given way."""
-    asking = {key: [request for request in requests if key in request.asked] for key, requests in wanted.items()}
+    asking = {key: [request for request in requests if key in request.wanted] for key, requests in wanted.items()}
     return {key: requests for key, requests in asking.items() if requests}

@@ -50,10 +50,10 @@ NO_WISHES: Final = RequestWishes()
 class RequestState(Enum):
     QUEUED = "queued"  # its turn is to come: rows come up for it in the line (prefetch_queue.py)
     OPEN = "open"  # it waits for nothing
-    WAITING = "waiting"  # for rows, or for a check; its deadline runs
-    GAVE_UP = "gave up"  # too late, or computing is quicker, or it has ended: it gets nothing more, and keeps its pins
+    WAITING = "waiting"  # for rows, or for a check, or all has come and is not loaded yet; its deadline runs
+    GAVE_UP = "gave up"  # too late, or computing is quicker: it gets nothing more, and keeps its pins; or it has ended
     RUNNING = "running"  # it loads what it found, or it computes
-    FAILED = "failed"  # one of its loads failed: it computes everything itself
+    FAILED = "failed"  # a copy to the engine failed: it computes everything itself
 
     __hash__ = object.__hash__  # that of an enum takes as long as all that a request's end does
 
@@ -99,7 +99,6 @@ class Request:
 
     __slots__ = (
         "_counted_as_waiting",
-        "asked",
         "check_deadline_s",
         "chosen",
         "deadline_s",
@@ -119,6 +118,7 @@ class Request:
         "unknown",
         "wait",
         "waited",
+        "wanted",
         "wishes",
     )
 
@@ -132,7 +132,7 @@ class Request:
         self.deadline_s: float | None = None
         self.waited = Waited()
         self.lost: int | None = None  # the tier that lacked one of its rows: what is behind it there is not loaded
-        self.asked: dict[Key, None] = {}  # keys queued for promotion on its behalf, until their loads begin
+        self.wanted: dict[Key, None] = {}  # keys queued for promotion on its behalf, until their loads begin
         self.refused: set[Key] = set()  # keys for whose rows the host had no room
         self.rows_come = 0  # how many have come, of all that it has ever asked for
         self.pinned: dict[Key, Row] = {}
@@ -173,7 +173,7 @@ class Request:
 
     def leave_line(self) -> None:
         """Its turn has come, or it has ended: it waits for what it has asked for meanwhile."""
-        self.become(WAITING if self.asked or self.pinned else OPEN)
+        self.become(WAITING if self.wanted or self.pinned else OPEN)
 
     def weigh_anew(self, state: RequestState) -> None:
         """Its load is prepared (RUNNING), or it has lost what it had computed (OPEN): when it comes back after that, it
@@ -192,11 +192,11 @@ class Request:
             self._forget_choice()
 
     def release(self) -> None:
-        """It waits no longer: unpin its rows, forget what it asked for."""
+        """It waits no longer: unpin its rows, forget what it wanted."""
         self.lost = None
         if self.pinned:
             self.generation.unpin(self.pinned.values())
-        for collection in (self.pinned, self.asked, self.refused, self.scan.hits):
+        for collection in (self.pinned, self.wanted, self.refused, self.scan.hits):
             collection.clear()
         if self.waiting:
             self.become(OPEN)
@@ -236,17 +236,17 @@ class Request:
 
     def wants(self, key: Key) -> bool:
         """Whether a row that was queued for it is still to be loaded."""
-        return key in self.asked and (self.waiting or self.queued)
+        return key in self.wanted and (self.waiting or self.queued)
 
-    def ask(self, keys: Collection[Key], tier: int) -> None:
+    def want(self, keys: Collection[Key], tier: int) -> None:
         """Rows of `keys` are queued to be promoted on its behalf from this tier."""
-        self.asked.update(dict.fromkeys(keys))
+        self.wanted.update(dict.fromkeys(keys))
         self.waited.lowest = max(self.waited.lowest, tier)
         self._count()
 
     def begin_load(self, row: Row) -> None:
         """A row that it has asked for is on its way, or is in host memory by now."""
-        self.asked.pop(row.key, None)
+        self.wanted.pop(row.key, None)
         self.pin(row)
         self._count()
 
@@ -258,12 +258,12 @@ class Request:
     def rows_to_come(self) -> int:
         """For how many rows it waits that are queued or loaded for it."""
         coming = [row for row in self.pinned.values() if row.state is LOADING and not row.removed]
-        return len(self.asked) + len(coming)
+        return len(self.wanted) + len(coming)
 
     def withdraw(self, keys: Iterable[Key]) -> None:
         """It asks for these rows no more: their tier cannot load them now."""
         for key in keys:
-            self.asked.pop(key, None)
+            self.wanted.pop(key, None)
         self._count()
         self.judge_again()
 
@@ -310,7 +310,7 @@ class Request:
 
     def _count(self) -> None:
         """What it pins counts as pinned by a waiting request for as long as it asks for more."""
-        counted = len(self.pinned) if self.asked and self.waiting else 0
+        counted = len(self.pinned) if self.wanted and self.waiting else 0
         if counted != self._counted_as_waiting:
             self.generation.pinned_by_waiting += counted - self._counted_as_waiting
             self._counted_as_waiting = counted

@@ -1,4 +1,5 @@
-"""A row of the host region: what it holds, and what keeps it there."""
+"""Rows: `TierRows` is the table of a tier's, the host's too: which keys it has, and what goes next. `Row` is one of the
+host region, and what keeps it there."""
 
 from __future__ import annotations
 

@@ -36,13 +36,14 @@ class Tier:
     garbage: DeferredFree = field(default_factory=DeferredFree)
     gone: EvictionHistory = field(default_factory=EvictionHistory)
     first_mover: int | None = None  # the number of its first member's; None: its own
-    ending_moves: list[PlannedMove] = field(default_factory=list)  # they pin rows and are in no job: only in a call
+    ending_moves: list[PlannedMove] = field(default_factory=list)
+    """Moves that a call is starting or ending, in no job meanwhile: what an error leaves here ends with its mover."""
     # Key -> tick, first in, first out. Not pinned in host memory; what is dropped is not queued again.
     to_store: OrderedDict[Key, int] = field(default_factory=OrderedDict)
     waiting_for_seal: dict[Key, int] = field(default_factory=dict)  # the same while another tier's mover seals the row
     to_load: OrderedDict[Request, deque[Key]] = field(default_factory=OrderedDict)  # for each, first in, first out
     rows_to_load: int = 0  # in all of these
-    queued: int = 0  # rows that were ever put there
+    ever_queued: int = 0  # rows that were ever put there
     loaded: int = 0  # rows whose load has ended, however
     burst: Burst | None = None  # the last one
     to_demote: deque[Key] = field(default_factory=deque)  # victims to load, for the tier below
@@ -142,7 +143,7 @@ class Tier:
         """The member that has the key's row; any, if there is none."""
         if self._only is not None:
             return self._only
-        return self.members[self.index.place_of(key) or 0]
+        return self.members[self.index.member_place_of(key) or 0]
 
     def has_room(self, key: Key, rooms: list[int] | None) -> bool:
         """Whether the member that has the key's row takes one more (`rooms`); if so, this is it."""
@@ -176,10 +177,10 @@ class Tier:
 
     def queue_loads(self, request: Request, keys: Sequence[Key]) -> None:
         """Queue rows to be promoted for a request, which has not asked for them yet."""
-        request.ask(keys, self.number)
+        request.want(keys, self.number)
         self.to_load.setdefault(request, deque()).extend(keys)
         self.rows_to_load += len(keys)
-        self.queued += len(keys)
+        self.ever_queued += len(keys)
 
     def next_load(self) -> tuple[Request, Key]:
         """Take the first row out of the queue, which is not empty."""
@@ -205,7 +206,7 @@ class Tier:
 
     def rows_before(self, queued: int) -> int:
         """How many rows are queued or being loaded of those before the place `queued` of its queue of all times."""
-        return max(0, queued - (self.queued - self.rows_to_load - self.rows_loading))
+        return max(0, queued - (self.ever_queued - self.rows_to_load - self.rows_loading))
 
     def start_load(self, row: Row) -> PlannedMove:
         """Pin a row's own row here and its host row for a load."""

@@ -84,15 +84,15 @@ class TierIndex:
         found = self.rows.has_many(keys, True)
         readable = [member.readable for member in self._members]
         if False in readable:
-            return [each and readable[self.place_of(key) or 0] for key, each in zip(keys, found, strict=True)]
+            return [each and readable[self.member_place_of(key) or 0] for key, each in zip(keys, found, strict=True)]
         return found
 
-    def place_of(self, key: Key) -> int | None:
+    def member_place_of(self, key: Key) -> int | None:
         """Which member has the key's row."""
         found = self.rows.get(key)
-        return None if found is None else self.place_of_slot(found[0])
+        return None if found is None else self.member_place_of_slot(found[0])
 
-    def place_of_slot(self, slot: int) -> int:
+    def member_place_of_slot(self, slot: int) -> int:
         return slot // self._parts.span if self._divided else 0
 
     def begin_listing(self, member: Member) -> bool:
@@ -202,8 +202,7 @@ class TierIndex:
     # --- uses --------------------------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[Key], tick: int) -> None:
-        """Rows were used, here or in a tier above, in prefix order; those that are not here do not matter. To an asked
-        tier uses do not matter: its janitor knows of none."""
+        """Rows were used, here or in a tier above, in prefix order; not all need be here. Asked tiers count no uses."""
         if self._spec.asked:
             return
         self.rows.touch_many(list(keys), tick)
@@ -284,7 +283,7 @@ class TierIndex:
         self._counters.found += added
         if taken is not None:
             for slot, key in left_out:
-                if self.place_of_slot(slot) == member.place:  # else a defect's: it is no slot of this member
+                if self.member_place_of_slot(slot) == member.place:  # else a defect's: it is no slot of this member
                     self.queue_delete(slot, key)
 
     def forget(self, key: Key) -> None:
@@ -327,7 +326,7 @@ class TierIndex:
         """Have the medium delete a row, unless it is not this engine's to delete, as it only reads there or the tier is
         asked: such a tier deletes by itself what it cannot load."""
         if self._spec.write is not Write.OFF and not self._spec.asked:
-            member = self._members[self.place_of_slot(slot)]
+            member = self._members[self.member_place_of_slot(slot)]
             if not self._divided or member.state is not TierState.DOWN:  # then all that it has is listed first
                 member.to_delete.append((slot - member.first_slot, key))
 
@@ -357,7 +356,7 @@ class TierIndex:
         if found is None or not self._some_away:
             return False
         row = Found(*found)
-        return row.stored and not row.pins and not self._members[self.place_of_slot(row.slot)].readable
+        return row.stored and not row.pins and not self._members[self.member_place_of_slot(row.slot)].readable
 
     def _places(self, moves: Iterable[PlannedMove]) -> Iterable[Place]:
         """A slot that has another row by now, or none, is left as it is."""

@@ -89,7 +89,7 @@ class Events:
             if slot >= 0:
                 if slot + first < end:  # else a defect's: it is no slot of this member
                     listed.index.add_listed(slot + first, key, used)
-            elif listed.index.place_of(key) == member.place:  # another member's row of the same key stays
+            elif listed.index.member_place_of(key) == member.place:  # another member's row of the same key stays
                 listed.index.add_listed(slot, key, used)
             if not listed.spec.asked:
                 listed.index.newest_listed = max(listed.index.newest_listed, used)

@@ -184,7 +184,7 @@ class Job:
     mover: int
     direction: Direction
     moves: list[PlannedMove]
-    nbytes: int  # under way in its direction when it started, its own included
+    nbytes: int  # under way in its direction when it started, its own and those of the next turns included
     started_s: float
     soft_deadline_s: float  # no request waits for it after that
     hard_deadline_s: float  # its mover is killed then

@@ -248,7 +248,7 @@ class WriteBack:
             else:
                 full = outcome is Outcome.NO_SPACE
                 counters.failed_stores += not full
-                member = tier.members[tier.index.place_of_slot(move.slot)]
+                member = tier.members[tier.index.member_place_of_slot(move.slot)]
                 # Of a mover that has died it is not known.
                 if failed := not full and member.state is TierState.UP and tier.spec.physical_slots:
                     tier.index.set_aside((move,), self._state.limits.aside_s, now)

@@ -57,6 +57,6 @@ def _by_member(tier: Tier, used: list[tuple[int, int]]) -> list[tuple[Member, li
         return [(tier.members[0], used)]
     parts: dict[int, list[tuple[int, int]]] = {}
     for slot, tick in used:
-        member = tier.members[tier.index.place_of_slot(slot)]
+        member = tier.members[tier.index.member_place_of_slot(slot)]
         parts.setdefault(member.place, []).append((slot - member.first_slot, tick))
     return [(tier.members[place], part) for place, part in parts.items()]

@@ -333,13 +333,13 @@ SWEEP_S: Final = 60.0
 SWEEPS_PER_AGE: Final = 10
 
 
-def has_expired(sealed_at: float, now_s: float, max_age_s: float | None) -> bool:
+def expire_if_due(sealed_at: float, now_s: float, max_age_s: float | None) -> bool:
     """Whether a row sealed then is too old now (Unix seconds). A seal without a time (0) is, if there is a maximum."""
     return max_age_s is not None and sealed_at <= now_s - max_age_s
 
 
 def expired(sealed_at: NDArray[np.uint32], now_s: float, max_age_s: float) -> NDArray[np.bool_]:
-    """`has_expired` for many rows, as flags."""
+    """`expire_if_due` for many rows, as flags."""
     flags: NDArray[np.bool_] = sealed_at <= now_s - max_age_s
     return flags
 

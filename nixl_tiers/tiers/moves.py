@@ -113,18 +113,18 @@ class MovePipeline:
         copy: NDArray[np.uint8] | None = None,
         *,
         name: Callable[[], str],
-        has_expired: Callable[[int], bool],
+        expire_if_due: Callable[[int], bool],
         forget: Callable[[Outcome], None],
         last_try: bool = True,
     ) -> Outcome | None:
         """What a load has brought. OK: the region holds the bytes whose seal was verified, and they are not too old.
 
         `row`: uint8, (row_bytes,), where the medium put it; `copy`: the region's row, if that is another: it is copied
-        in the same pass. `name`: of the row, for the log. `has_expired`: whether a row that was sealed then (Unix
+        in the same pass. `name`: of the row, for the log. `expire_if_due`: whether a row that was sealed then (Unix
         seconds) is too old. `forget` has the medium drop it, lest it is loaded again and again: it is CORRUPT, or
         expired, which is MISSING. A corrupt one before the `last_try` stays, and has no outcome yet.
         """
-        expired = has_expired(sealer.sealed_at(row))
+        expired = expire_if_due(sealer.sealed_at(row))
         verdict = sealer.verify(row, key, None if expired else copy)
         return self.judge(verdict, expired=expired, name=name, forget=forget, last_try=last_try)
 

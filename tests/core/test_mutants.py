@@ -165,7 +165,7 @@ class FailedCopyIsAHit(Copies):
 
 
 class RequestNeverExpires(Promotion):
-    def has_expired(self, request: Request, now: float) -> bool:
+    def expire_if_due(self, request: Request, now: float) -> bool:
         return False
 
 
@@ -187,9 +187,9 @@ class DeadlineRearmedByARetry(Chains):
 
 
 class DeadlineIgnoredForRowsBeingFilled(Promotion):
-    def has_expired(self, request: Request, now: float) -> bool:
+    def expire_if_due(self, request: Request, now: float) -> bool:
         filling = any(row.state is RowState.FILLING for row in self._state.host.index.values())
-        return not filling and super().has_expired(request, now)
+        return not filling and super().expire_if_due(request, now)
 
 
 class DemotionWithoutBounds(WriteBack):
@@ -395,8 +395,8 @@ class WaitIsNotJudgedAgain(Chains):
 class HitsAreNotKept(Chains):
     """What is in host memory is not kept for the request that waits for the rest of its chain."""
 
-    def _ask(self, request, decision, now):  # type: ignore[no-untyped-def]
-        waits = super()._ask(request, decision, now)
+    def _promote(self, request, decision, now):  # type: ignore[no-untyped-def]
+        waits = super()._promote(request, decision, now)
         request.generation.unpin(request.pinned.values())
         request.pinned.clear()
         request._count()

@@ -62,7 +62,7 @@ class MeasurementJudge:
         self._require(len(keys) <= inside.state(core).rows_per_job, "a measurement of more than a job")
         denied = any(tier.index.is_aside(key) for key in keys)
         self._require(not denied, "a tier is measured with a row that failed")
-        alive = bool(inside.requests(core).by_name or inside.requests(core).queued)
+        alive = bool(inside.requests(core).by_name or inside.requests(core).before_turn)
         latest = now - limits.measure_busy_s if alive else now
         for key in keys:
             times = [when for when, declined in self._declined[tier.number] if key in declined]

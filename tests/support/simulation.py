@@ -476,7 +476,7 @@ class Simulation:
                 keys = {row.slot: key for key, row in rows_of(tier).items()}
                 require(tier.spec.physical_slots, "a tier without places is sent slots")
                 for member in tier.members:
-                    mine = [each for each in used if tier.index.place_of_slot(each[0]) == member.place]
+                    mine = [each for each in used if tier.index.member_place_of_slot(each[0]) == member.place]
                     self._send(member.number, Uses([(s - member.first_slot, keys[s], tick) for s, tick in mine]))
         if self.now >= self._uses_due_s:
             self._uses_due_s = self.now + USES_S
@@ -782,7 +782,7 @@ class Simulation:
             elif done is Outcome.MISSING and self._tier(tier).index.has(move.key, move.id):
                 for request in inside.loading_for(self.core, move.row):
                     if request.scan.ascending and request.pinned.get(move.key) is move.row:
-                        self._lost.setdefault((request.name, self._tier(tier).number), set()).update(request.asked)
+                        self._lost.setdefault((request.name, self._tier(tier).number), set()).update(request.wanted)
 
     def kill(self, tier: int) -> None:
         """The mover dies in the middle of its job, is reaped, and another one opens the same medium."""
@@ -964,12 +964,14 @@ class Simulation:
         self._check_uses()
         promotion = inside.promotion(core)
         for request in promotion._waiting.values():
-            require(not request.refused & request.asked.keys(), "a row is to come for which there is no room")
+            require(not request.refused & request.wanted.keys(), "a row is to come for which there is no room")
             for key, row in request.pinned.items():
                 coming = core.host.index.get(key, row)
                 kept = coming is row or request not in inside.loading_for(core, coming)
                 require(kept, "a request does not pin the row that comes up in a dead one's place")
-        stuck = sum(len(request.pinned) for request in promotion._waiting.values() if request.waiting and request.asked)
+        stuck = sum(
+            len(request.pinned) for request in promotion._waiting.values() if request.waiting and request.wanted
+        )
         counted = core.host.generation.pinned_by_waiting
         require(counted == stuck, f"requests that wait for more hold {stuck} rows, and {counted} are counted")
         for shared in core.checks.tiers.values():
@@ -1068,7 +1070,7 @@ class Simulation:
                 mover, slot = self.movers[member.number], rows_of(tier)[key].slot - member.first_slot
                 recorded = mover.ticks.get((mover.epoch, slot), 0) >= tick
                 require(recorded or self.now < self._uses_due_s, "a use is never recorded")
-        require(not inside.requests(self.core).queued, "a request waits for its turn for ever")
+        require(not inside.requests(self.core).before_turn, "a request waits for its turn for ever")
         require(
             self.core.writeback.backlog() == 0 and not any(tier.jobs for tier in self.core.tiers), "a job never ends"
         )

@@ -374,7 +374,7 @@ class Arrival:
             self.row,
             self.region_row,
             name=lambda: "row 1",
-            has_expired=lambda sealed_at: sealed_at <= now_s - max_age_s,
+            expire_if_due=lambda sealed_at: sealed_at <= now_s - max_age_s,
             forget=self.forgotten.append,
             last_try=last_try,
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from nixl_tiers.tiers.base import SWEEPS_PER_AGE, has_expired
+from nixl_tiers.tiers.base import SWEEPS_PER_AGE, expire_if_due
 from nixl_tiers.tiers.rowfile.budget import Budget
 from nixl_tiers.tiers.rowfile.evict import Row, rotated
 
@@ -48,10 +48,10 @@ class Expiry:
             yield
 
     def _check(self, rows: Sequence[Row], server_s: float) -> None:
-        used = [row for row in rows if not has_expired(row.used_ns / 1e9, server_s, self._max_age_s)]
+        used = [row for row in rows if not expire_if_due(row.used_ns / 1e9, server_s, self._max_age_s)]
         begins = {row: age_from(at, row.used_ns) for row, at in zip(used, self._files.sealed_at(used), strict=False)}
         self._delete(
-            [row for row in rows if has_expired(begins.get(row, row.used_ns / 1e9), server_s, self._max_age_s)]
+            [row for row in rows if expire_if_due(begins.get(row, row.used_ns / 1e9), server_s, self._max_age_s)]
         )
         self._files.touch([row for row, at in begins.items() if at > server_s + MAX_AHEAD_S])
 

@@ -35,7 +35,7 @@ from nixl_tiers.tiers.base import (
     StorageTier,
     TierDown,
     TierRefused,
-    has_expired,
+    expire_if_due,
 )
 from nixl_tiers.tiers.disk import (
     FileIdentity,
@@ -260,7 +260,7 @@ class RowFileTier(StorageTier):
         if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != self.geometry.row_bytes:
             return 0
         # It was not used since, so it is older yet.
-        expired = has_expired(status.st_mtime, self.directory.server_time.now_s(), self.config.max_age)
+        expired = expire_if_due(status.st_mtime, self.directory.server_time.now_s(), self.config.max_age)
         return 0 if expired else _now_s()
 
     # --- for its transfers ------------------------------------------------------------------------------------------

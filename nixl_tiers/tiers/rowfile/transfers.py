@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.mounts import memory_at
 from nixl_tiers.memory.seal import Sealer, Verdict
-from nixl_tiers.tiers.base import Move, has_expired
+from nixl_tiers.tiers.base import Move, expire_if_due
 from nixl_tiers.tiers.disk import FULL_ERRORS, HealthMonitor
 from nixl_tiers.tiers.manifests import ManifestMedium
 from nixl_tiers.tiers.move_queue import MoveQueue, Steps, Unit
@@ -175,7 +175,7 @@ class RowTransfers:
             begins_s, now_s = age_from(moved.sealed_at, moved.mtime_ns), self._directory.server_time.now_s()
             outcome = self.pipeline.judge(
                 verdict,
-                expired=has_expired(begins_s, now_s, self._max_age_s),
+                expired=expire_if_due(begins_s, now_s, self._max_age_s),
                 name=lambda: self._name_of(move),
                 forget=lambda _: self._delete(move, moved),
             )

@@ -31,7 +31,7 @@ from nixl_tiers.tiers.base import (
     FinishedBatch,
     Move,
     StorageTier,
-    has_expired,
+    expire_if_due,
     seal_row,
 )
 from nixl_tiers.tiers.manifests import ManifestKeeper, ManifestMedium
@@ -224,7 +224,7 @@ class S3Tier(StorageTier):
             row,
             self._region.rows_view[move.row],
             name=lambda: f's3 bucket "{self._config.bucket}": {self._rows.name(move.key)}',
-            has_expired=lambda sealed_at: has_expired(sealed_at, now_s, age_s),
+            expire_if_due=lambda sealed_at: expire_if_due(sealed_at, now_s, age_s),
             forget=lambda _: self._rows.is_unusable(move.key),
             last_try=last_try,
         )

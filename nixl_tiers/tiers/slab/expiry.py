@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nixl_tiers.base.log_once import LogOnce
-from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry, expired, has_expired, sweep_s
+from nixl_tiers.tiers.base import GONE, MAX_ENTRIES, Entry, expire_if_due, expired, sweep_s
 from nixl_tiers.tiers.disk import describe
 from nixl_tiers.tiers.move_queue import T
 from nixl_tiers.tiers.slab.journal import EMPTY
@@ -51,12 +51,12 @@ class Expiry:
         self._closing = False
         self._log_once = LogOnce(logger)
 
-    def has_expired(self, slot: int, sealed_at: int) -> bool:
+    def expire_if_due(self, slot: int, sealed_at: int) -> bool:
         """Whether the row in that slot, sealed then by its seal, is too old."""
         now = self._clock()
         if sealed_at > now:  # counts from when it was first seen, if an expiry round has seen it
             sealed_at = int(self._journal.sealed_at[slot]) or sealed_at
-        return has_expired(sealed_at, now, self._max_age_s)
+        return expire_if_due(sealed_at, now, self._max_age_s)
 
     def expire(self, in_use: Callable[[], set[int]]) -> Iterator[list[Entry]]:
         """If it is due: erase the bytes of rows that are too old, and delete expired shards that no process holds.
@@ -106,7 +106,7 @@ class Expiry:
         try:
             rows, young = list[SealedRow](), list[SealedRow]()
             for row in self._shard.read_seals(slots):
-                keep = row.sealed_at <= now_s and not has_expired(row.sealed_at, now_s, self._max_age_s)
+                keep = row.sealed_at <= now_s and not expire_if_due(row.sealed_at, now_s, self._max_age_s)
                 (young if keep else rows).append(row)
             if not self._closing:
                 old = sorted({*slots}.difference(row.slot for row in young))

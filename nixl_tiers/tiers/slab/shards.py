@@ -20,7 +20,7 @@ from typing import Final
 
 from nixl_tiers.base.chunk import NAMESPACE_NAME
 from nixl_tiers.base.log_once import LogOnce
-from nixl_tiers.tiers.base import TierDown, has_expired
+from nixl_tiers.tiers.base import TierDown, expire_if_due
 from nixl_tiers.tiers.disk import PROBE, FreeSpace, describe
 from nixl_tiers.tiers.folder import NotOwned, taken_bytes
 from nixl_tiers.tiers.slab.layout import SLAB
@@ -215,7 +215,7 @@ class Shards(Parts):
             for part in filter(None, [self.own, *(part for _, part in self.others())]):
                 for shard in self._shards(part):
                     with suppress(OSError):
-                        if has_expired(first_seen_ns(shard, int(now_s * 1e9)) / 1e9, now_s, max_age_s):
+                        if expire_if_due(first_seen_ns(shard, int(now_s * 1e9)) / 1e9, now_s, max_age_s):
                             self.delete_shard(shard)
 
     def delete_shard(self, directory: Path, nbytes: float = math.inf) -> bool:

@@ -127,7 +127,7 @@ class Transfers(ABC):
             return Outcome.FAILED
         return self.moves.judge(
             verdict,
-            expired=served.expiry.has_expired(move.slot, sealed_at),
+            expired=served.expiry.expire_if_due(move.slot, sealed_at),
             name=lambda: f"{served.path}: slot {move.slot}",
             forget=lambda _: served.journal.remove(move.slot, move.key),  # its bytes stay, for the next sweep
         )

@@ -38,7 +38,7 @@ def held(store: nixl_tiers.TieredStore) -> list[int]:
     """How many rows each member holds."""
     tier = store.coordinator._core.tiers[0]
     with store.coordinator.core():
-        places = [tier.index.place_of(key) for key in rows_of(tier)]
+        places = [tier.index.member_place_of(key) for key in rows_of(tier)]
     return [places.count(place) for place in range(len(tier.members))]
 
 

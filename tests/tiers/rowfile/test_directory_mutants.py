@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.tiers.base import has_expired
+from nixl_tiers.tiers.base import expire_if_due
 from nixl_tiers.tiers.rowfile.budget import Budget, Swept
 from nixl_tiers.tiers.rowfile.evict import Row
 from nixl_tiers.tiers.rowfile.expire import Expiry
@@ -207,7 +207,7 @@ PROCESSES = (
 
 class AgeBeginsAtTheLastUse(Expiry):
     def _check(self, rows: Sequence[Row], server_s: float) -> None:
-        super()._check([row for row in rows if has_expired(row.used_ns / 1e9, server_s, self._max_age_s)], server_s)
+        super()._check([row for row in rows if expire_if_due(row.used_ns / 1e9, server_s, self._max_age_s)], server_s)
 
 
 class AllSealsAreRead(Expiry):

@@ -482,7 +482,7 @@ def test_file_that_takes_no_direct_read_is_read_without(rig: Rig, call: str, err
     assert rig.load(direct=True)[:2] == (Trouble.NOT_MOVED, error), "it is tried once without"
 
 
-def test_good_row_is_touched_unless_it_was_used_lately_or_has_expired_or_its_seal_is_ahead(rig: Rig) -> None:
+def test_good_row_is_touched_unless_it_was_used_lately_or_expire_if_due_or_its_seal_is_ahead(rig: Rig) -> None:
     rig.store()
     used_s = NOW + 1000
     later = {"now_s": NOW + 5000, "touch_before_s": used_s + 1}

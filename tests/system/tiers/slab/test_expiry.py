@@ -11,7 +11,7 @@ import pytest
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Listed, Load
-from nixl_tiers.tiers.base import Entry, Move, expired, has_expired, sweep_s
+from nixl_tiers.tiers.base import Entry, Move, expire_if_due, expired, sweep_s
 from nixl_tiers.tiers.slab import expiry, slabs
 from nixl_tiers.tiers.slab.tier import SlabTier
 from tests.mover.harness import NAMESPACE, MoverProcess, key_of, payload, shard_dir, wait_until
@@ -38,13 +38,13 @@ def on_disk(path: Path, number: int) -> bool:
     return any(part in file.read_bytes() for file in path.rglob("*") if file.is_file())
 
 
-def test_has_expired_and_sweep_interval() -> None:
+def test_expire_if_due_and_sweep_interval() -> None:
     now = 1_800_000_000.0
     ages = [0.0, now - AGE_S - 1, now - AGE_S, now - AGE_S + 1, now, now + 1e8]
     old = [True, True, True, False, False, False]
-    assert [has_expired(sealed_at, now, AGE_S) for sealed_at in ages] == old
+    assert [expire_if_due(sealed_at, now, AGE_S) for sealed_at in ages] == old
     assert expired(np.array(ages, np.uint32), now, AGE_S).tolist() == old
-    assert not has_expired(0.0, now, None)
+    assert not expire_if_due(0.0, now, None)
     assert [sweep_s(age_s) for age_s in (1.0, 600.0, 86400.0)] == [0.1, 60.0, 60.0]
 
 
