@@ -8,10 +8,10 @@ Each tier has one mover with a latency and a bandwidth, and does its jobs one af
 compute is known to the core (a speed and a term for its length), so that nothing here depends on learning it.
 
 Arms: `off`: no tiers; `always`: what is stored is always loaded; `alone`: load or recompute, each request weighed
-alone; `queue`: what computing costs those in the queue is counted (with vLLM's own connector); `ahead`: each weighed
-alone, and promotion at arrival; `ours`: both (the default, with NixlTiersConnector); `through`: that, with
-`prefer: throughput`. Figures: mean and 99th percentile of the time to first token, the share of promoted rows that was
-evicted unused. Needs no vLLM; some minutes. Writes bench-out/queueing.json.
+alone; `queue`: what computing costs those in the queue is counted (with vLLM's own connector); `ours`: that, and
+promotion at arrival (the default, with NixlTiersConnector); `through`: that, with `prefer: throughput`. Figures: mean
+and 99th percentile of the time to first token, the share of promoted rows that was evicted unused. Needs no vLLM; some
+minutes. Writes bench-out/queueing.json.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ ARMS: Final = (
     Arm("always", priced=False, ahead=False),
     Arm("alone", queue=False, ahead=False),
     Arm("queue", ahead=False),
-    Arm("ahead", queue=False),
     Arm("ours"),
     Arm("through", prefer="throughput"),
 )
