@@ -41,7 +41,7 @@ class ExistenceCheck:
     chain: bool
     sent_s: float
     late_s: float
-    requests: list[Request] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list, repr=False)
 
 
 class _TierChecks:

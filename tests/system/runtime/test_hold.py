@@ -18,7 +18,6 @@ OF_A_STORE: dict[str, Callable[[nixl_tiers.TieredStore, list[bytes], Any], objec
     "get of none": lambda store, keys, rows: store.get([b"no " + key for key in keys], rows),
     "prefetch": lambda store, keys, _: store.prefetch(keys),
     "stats": lambda store, *_: store.stats(),
-    "flush": lambda store, *_: store.flush(300),
 }
 
 
