@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from typing import Final
 
 from nixl_tiers.base.chunk import Key
@@ -82,45 +82,52 @@ class IdleSlots:
     def __init__(self, slots: SlotCount, aside: SetAside) -> None:
         self._slots = slots
         self._aside = aside
-        self.unwritten: dict[Place, bool] = {}  # whether the write of each failed
+        # By part, as each member's are counted apart; those that failed first in front.
+        self._unwritten: dict[SlotCount, dict[int, None]] = {}  # whose write failed
+        self._others: dict[SlotCount, dict[int, None]] = {}
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable((*self._unwritten.values(), *self._others.values()))
 
     def add(self, slot: int, *, unwritten: bool) -> None:
         """The row of this slot, which is set aside, is gone."""
         part, number = self._slots.part_of(slot)
         part.retire()
-        self.unwritten[slot] = unwritten
+        idle = (self._unwritten if unwritten else self._others).setdefault(part, {})
+        idle[slot] = None
         if number >= part.limit:
             self._forgive([slot])
         elif unwritten:
-            failed = sum(self.unwritten[each] for each in self._of(part))
-            self.write_again(part, failed - -(-(part.limit - 1) // FAILED_ONE_IN))
+            self.write_again(part, len(idle) - -(-(part.limit - 1) // FAILED_ONE_IN))
 
     def write_again(self, part: SlotCount, most: int = MAX_PLACES) -> None:
         """Slots of this part whose write failed may be written again, those that failed first in front."""
-        self._forgive([slot for slot in self._of(part) if self.unwritten[slot]][: max(0, most)])
+        self._forgive([*islice(self._unwritten.get(part, ()), max(0, most))])
 
     def cut(self, part: SlotCount, limit: int) -> None:
         """Those of this part from `limit` on are no slots any more."""
-        self._forgive([slot for slot in self._of(part) if self._slots.part_of(slot)[1] >= limit])
+        idle = chain(self._unwritten.get(part, ()), self._others.get(part, ()))
+        self._forgive([slot for slot in idle if self._slots.part_of(slot)[1] >= limit])
 
     def end(self, now: float) -> None:
         """Call at every turn: what was set aside for long enough is used again."""
-        self._use_again([place for place in self._aside.end(now) if place in self.unwritten])
+        for place in self._aside.end(now):
+            if isinstance(place, int):
+                self._use_again(place)
 
     # --- inside ------------------------------------------------------------------------------------------------
-
-    def _of(self, part: SlotCount) -> list[int]:
-        return [each for each in self.unwritten if isinstance(each, int) and self._slots.part_of(each)[0] is part]
 
     def _forgive(self, slots: Iterable[int]) -> None:
         """As if nothing had failed in them."""
         for slot in slots:
             self._aside.moved(slot)
-        self._use_again(slots)
+            self._use_again(slot)
 
-    def _use_again(self, slots: Iterable[Place]) -> None:
-        for slot in slots:
-            assert isinstance(slot, int)
-            del self.unwritten[slot]
-            self._slots.part_of(slot)[0].restore()
-            self._slots.release(slot)
+    def _use_again(self, slot: int) -> None:
+        """If nobody has it."""
+        part, _ = self._slots.part_of(slot)
+        for idle in (self._unwritten.get(part, {}), self._others.get(part, {})):
+            if slot in idle:
+                del idle[slot]
+                part.restore()
+                self._slots.release(slot)

@@ -138,7 +138,7 @@ class Chains:
         wait = request.wait
         if wait is None or now >= wait.idle_until_s or request.rescan or self._promotion.expire_if_due(request, now):
             return False
-        if not request.waiting:
+        if not (request.waiting and request.missing):
             return False
         place, last = request.missing[-1]
         row = self._host.index.get(last)

@@ -194,7 +194,7 @@ class Promotion:
         loading = [(key, row.source) for key, row in request.pinned.items() if row.state is LOADING and not row.removed]
         queued = request.wanted and not self.host_full  # then it waited for room, and not for a tier
         for tier in self._state.tiers:
-            keys = [key for key, source in loading if source == tier.spec.name]
+            keys = {key for key, source in loading if source == tier.spec.name}
             slow = self._state.movers_that_move(tier, keys)
             if not loading and queued and tier.to_load:
                 first = next(iter(request.wanted))

@@ -189,7 +189,8 @@ class PromotionJobs:
             if not request.wants(key):
                 continue  # it has loaded, expired or ended since it asked
             if request.lost == tier.number:
-                tier.index.forget(key)
+                if key not in wanted:  # it is there again, and is loaded for another
+                    tier.index.forget(key)
                 request.withdraw((key,))
                 continue
             row = self._host.index.get(key)

@@ -46,7 +46,7 @@ class Tier:
     ever_queued: int = 0  # rows that were ever put there
     loaded: int = 0  # rows whose load has ended, however
     burst: Burst | None = None  # the last one
-    to_demote: deque[Key] = field(default_factory=deque)  # victims to load, for the tier below
+    to_demote: dict[Key, None] = field(default_factory=dict)  # victims to load, for the tier below
     staged: dict[Key, Row] = field(default_factory=dict)  # their host rows until they are written there
     last_refused: Key | None = None  # the last key asked for while its circuit was not closed
     looked_at: int = 0  # up to which place of its rows one was sought that may be tried
@@ -231,7 +231,7 @@ class Tier:
         self.garbage.add(self.to_load, self.to_store, self.waiting_for_seal, self.to_demote, self.staged)
         self.to_load, self.rows_to_load = OrderedDict(), 0
         self.to_store, self.waiting_for_seal = OrderedDict(), {}
-        self.to_demote, self.staged = deque(), {}
+        self.to_demote, self.staged = {}, {}
         self.index.drop_victims()
 
     def clear(self) -> None:

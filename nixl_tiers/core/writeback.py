@@ -189,7 +189,7 @@ class WriteBack:
             return []  # they wait: to cancel them would be to select them again at the next turn
         victims: list[Key] = []
         while tier.to_demote and len(victims) < most and self._state.take():
-            key = tier.to_demote.popleft()
+            del tier.to_demote[key := next(iter(tier.to_demote))]
             if not tier.index.rows.is_evicting(key) or self._needs_no_load(tier, target, key):
                 continue
             if key not in self._host.index and tier.can_load(key) and tier.has_room(key, rooms):
@@ -286,7 +286,7 @@ class WriteBack:
         """The tier's victims cannot be brought up, or not be written below, now: they stay. As many as the
         slice has room for."""
         while tier.to_demote and self._state.take():
-            tier.index.cancel_eviction(tier.to_demote.popleft(), self._state.tick)
+            tier.index.cancel_eviction(tier.to_demote.popitem()[0], self._state.tick)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -326,7 +326,7 @@ class WriteBack:
             return
         for key in source.index.select_victims(missing):
             if not self._needs_no_load(source, target, key):
-                source.to_demote.append(key)
+                source.to_demote[key] = None
 
     def _needs_no_load(self, source: Tier, target: Tier, key: Key) -> bool:
         """Whether a victim of `source` is in `target` or in the host already: then it is evicted, or queued, here."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_tiers.core.aside import MAX_PLACES, SetAside
+from nixl_tiers.core.aside import MAX_PLACES, IdleSlots, SetAside
 from nixl_tiers.core.member import Breaker
 from nixl_tiers.core.pricing import ThroughputEstimate
+from nixl_tiers.core.slots import Slots
 from nixl_tiers.core.types import BreakerLimits, BreakerState
 
 EVENTS = st.lists(
@@ -153,3 +155,19 @@ def test_of_too_many_places_the_first_ones_are_used_again() -> None:
         aside.add(number, 600.0, 0.0)
     assert aside.end(0.0) == [*range(10)]
     assert len(aside.until_s) == MAX_PLACES
+
+
+def test_one_more_failed_write_looks_at_no_other_idle_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = Slots(1_000_000)
+    aside = SetAside()
+    idle = IdleSlots(slots, aside)
+    asked: list[int] = []
+    part_of = Slots.part_of
+    monkeypatch.setattr(Slots, "part_of", lambda part, slot: asked.append(slot) or part_of(part, slot))
+    for _ in range(1000):
+        slot = slots.allocate()
+        assert slot is not None
+        aside.add(slot, 600.0, 0.0)
+        asked.clear()
+        idle.add(slot, unwritten=True)
+        assert set(asked) == {slot}

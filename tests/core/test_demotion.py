@@ -11,6 +11,7 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
 from tests.support import inside
@@ -502,3 +503,20 @@ def test_promotion_that_waited_for_a_full_host_waits_for_writeback_too() -> None
     assert look_up_key(core, b"old", "request", 0, 0.3) is Lookup.HIT
     assert core.tiers[1].counters.dropped == 0
     assert all(place for place in core.where(filling))
+
+
+def test_a_victim_that_is_selected_again_before_it_is_brought_up_comes_once() -> None:
+    """A use that is no later than its last one ends its eviction, and has it stay the next victim."""
+    core = manager(64, (Write.THROUGH, Write.ON_EVICT), (40, 100))
+    core.events.listed(0, [(slot, key, slot) for slot, key in enumerate(keys(40))], last=True)
+    file = core.tiers[0]
+    core.movers[0].send_credits = 0  # its socket is full for a moment
+    core.arrive("low", RequestWishes(evict_first=True))
+    for now in range(3):
+        assert core.turn(now, now) == []
+        assert len(file.to_demote) == 10
+        core.used("low", [keys(40)[2]])
+    core.movers[0].send_credits = 100
+    settle(core)
+    assert core.host.used == len(core.host.index)
+    assert not file.to_demote

@@ -10,6 +10,7 @@ import pytest
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
+from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.existence import ExistenceCheck
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
@@ -585,3 +586,23 @@ def test_more_checks_are_open_where_the_medium_is_far_away(round_trip_s: float, 
     for number in range(100):
         core.scan(f"r-{number}", [b"other-%d" % number])
     assert len(core.asked()) == most
+
+
+def test_a_row_that_is_there_again_is_loaded_for_another_though_one_request_has_missed_it() -> None:
+    keys = [b"0", b"1"]
+    core = TierManager(16, 4096, [TierSpec("s3", Write.THROUGH, physical_slots=False, asked=True)])
+    opened(core, 0, 100)
+    core.events.listed(0, [(0, key, 1) for key in keys], last=True)
+
+    def look_up(name: str, count: int) -> None:
+        assert core.look_up(name, Chain((Group(keys[:count], 16),)), 0, 0.0).waits
+        core.end_step()
+
+    look_up("missed", 2)
+    (job,) = core.turn(0.0, 0.0)
+    core.events.finished(0, job.id, [Outcome.MISSING, Outcome.FAILED], 0.1)
+    core.events.listed(0, [(0, keys[0], 1)], last=False)  # another engine has stored it meanwhile
+    look_up("other", 1)
+    look_up("missed", 2)
+    (job,) = core.turn(0.2, 0.2)
+    assert [move.key for move in job.moves] == keys[:1]

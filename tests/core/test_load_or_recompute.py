@@ -864,3 +864,17 @@ def test_choice_is_the_best_of_all_ends(
     # What a tier has loaded before another begins to count is a whole number of rows: one row more or less.
     slack_s = max(price.row_s for price in prices) + TOKENS * (token_s + context_s * tokens)
     assert wait_s(mine) + compute_s(choice.end) <= best_s + slack_s + 1e-9
+
+
+def test_a_wait_of_which_keys_behind_it_are_asked_for_goes_on() -> None:
+    """As an engine does that drops the last block of a hit: the key behind it is looked up too, and is there."""
+    engine = Engine()
+    engine.put([b"tail"])
+    engine.store(FILE, KEYS, row_s=0.01)
+    for tail in (False, True, False, True, False):
+        assert engine.core.look_up("r", Chain((Group(KEYS, TOKENS),)), 0, engine.now).waits
+        if tail:
+            look_up_key(engine.core, b"tail", "r", END + 3, engine.now, check=False)
+        engine.core.end_step()
+        engine.now += 0.001
+        engine.plan()

@@ -169,7 +169,7 @@ WRITTEN = TierSpec("file", Write.THROUGH, physical_slots=True)
         (lacks_clean_rows, SOON, DEMOTED),
         (cannot_clean, NO, DEMOTED),
         (lacks_room, NOW, DEMOTED),
-        (lambda core: core.tiers[0].to_demote.append(b"key"), SOON, WRITTEN),
+        (lambda core: core.tiers[0].to_demote.setdefault(b"key"), SOON, WRITTEN),
         (lambda core: core.movers[0].to_delete.append((0, b"key")), SOON, WRITTEN),
         (lambda core: inside.measurements(core).to_come.add(0), SOON, WRITTEN),
         (lambda core: core.garbage.add({b"key": 1}), SOON, WRITTEN),

@@ -927,7 +927,7 @@ class Simulation:
             else:
                 budget = max(tier.index.slots.limit, 0)
                 require(len(rows) == len(tier.index.slots) <= budget, "slots leak, or above the budget")
-            require(tier.index._idle.unwritten.keys() <= tier.index.aside.until_s.keys(), "a slot stays aside for ever")
+            require(set(tier.index._idle) <= tier.index.aside.until_s.keys(), "a slot stays aside for ever")
             moving = [move for job in tier.jobs for move in job.moves]
             dead = [job for member in tier.members for dead in member.dead for job in dead.to_end]
             moving += [move for job in dead for move in job.moves]
