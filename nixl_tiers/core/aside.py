@@ -13,6 +13,7 @@ from nixl_tiers.core.slots import SlotCount
 FAILED_ONE_IN: Final = 100  # slots; never all
 NEVER: Final = float("inf")
 MAX_PLACES: Final = 4096
+A_TURN: Final = 256  # places that are used again, in one turn
 MOST_ASIDE_S: Final = 86400.0
 
 Place = int | Key
@@ -64,11 +65,12 @@ class SetAside:
             self.until_s[place] = self._next_s = -NEVER
 
     def end(self, now: float) -> list[Place]:
-        """Those that may be used again from now on, of those that are set aside."""
+        """Those that may be used again from now on, of those that are set aside; at most A_TURN of them."""
         if now < self._next_s and len(self.until_s) <= MAX_PLACES:
             return []
         first = set(islice(self.until_s, max(0, len(self.until_s) - MAX_PLACES)))
-        ended = [place for place, until_s in self.until_s.items() if until_s <= now or place in first]
+        over = (place for place, until_s in self.until_s.items() if until_s <= now or place in first)
+        ended = [*islice(over, A_TURN)]
         for place in ended:
             del self.until_s[place]
         self._next_s = min(self.until_s.values(), default=NEVER)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_tiers.core.aside import MAX_PLACES, IdleSlots, SetAside
+from nixl_tiers.core.aside import A_TURN, MAX_PLACES, IdleSlots, SetAside
 from nixl_tiers.core.member import Breaker
 from nixl_tiers.core.pricing import ThroughputEstimate
 from nixl_tiers.core.slots import Slots
@@ -155,6 +155,7 @@ def test_of_too_many_places_the_first_ones_are_used_again() -> None:
         aside.add(number, 600.0, 0.0)
     assert aside.end(0.0) == [*range(10)]
     assert len(aside.until_s) == MAX_PLACES
+    assert [len(aside.end(600.0)) for _ in range(MAX_PLACES // A_TURN + 1)] == [A_TURN] * (MAX_PLACES // A_TURN) + [0]
 
 
 def test_one_more_failed_write_looks_at_no_other_idle_slot(monkeypatch: pytest.MonkeyPatch) -> None:
