@@ -32,7 +32,15 @@ CHUNK = 64 * KIB
 HOST = 3 * MIB
 CAPACITY = 48 * MIB
 PROMPTS = 12  # of 8 chunks: twice as many chunks as the host tier holds
-LIMITS = replace(Limits(), wait_s=1.0, pin_s=3.0, hard_deadline_min_s=3.0, hard_deadline_max_s=6.0, retry_s=0.3)
+LIMITS = replace(
+    Limits(),
+    wait_s=1.0,
+    pin_s=3.0,
+    hard_deadline_min_s=3.0,
+    hard_deadline_max_s=6.0,
+    retry_s=0.3,
+    aside_s=10.0,
+)
 TIMES = changed(
     heartbeat_timeout_s=4.0, start_timeout_s=20.0, restart_backoff_s=(0.05, 0.2, 0.5, 1.0, 2.0), s3_ready_s=1.0
 )
