@@ -85,12 +85,12 @@ def _histogram(text: str, name: str, has: Has, buckets: tuple[float, ...]) -> Me
 METRICS: Final[Mapping[str, Metric]] = {
     # --- requests ----------------------------------------------------------------------------------------------
     "hits": _counter(
-        "Chunks that requests loaded and that came from this tier: from host memory, or promoted from storage.",
+        "Chunks that requests loaded from this tier: from host memory, or promoted from storage.",
         number="hits",
     ),
     "hit_tokens": _counter("Tokens of these chunks.", number="hit_tokens"),
     "misses": _reasons(
-        "Chunks of requests' prefixes that had to be computed, each counted once per request.",
+        "Chunks of requests' prefixes that had to be computed, once per request.",
         REASON,
         missed_never_stored=Series(host, ("never_stored",), "no tier is known to have held it recently", tier=NO_TIER),
         missed_evicted=Series(every, ("evicted",), "this tier's budget was too small: it was the last to hold it"),
@@ -106,7 +106,7 @@ METRICS: Final[Mapping[str, Metric]] = {
     ),
     "wait_seconds": Metric(
         Kind.HISTOGRAM,
-        "How long a request waited for chunks to be promoted, by the lowest tier that it waited for.",
+        "How long a request waited for promotions, by the lowest tier that it waited for.",
         {
             "wait_loaded": Series(storage, ("loaded",), "and then loaded all it waited for"),
             "wait_partial": Series(storage, ("partial",), "and then loaded what had come by then"),
@@ -120,7 +120,7 @@ METRICS: Final[Mapping[str, Metric]] = {
     ),
     "kv_hint_requests": Metric(Kind.COUNTER, "Requests that carried vLLM's kv_hints.", {"kv_hints": Series(host)}, ()),
     "hint_actions": _reasons(
-        "Hints of requests, in kv_hints or in kv_transfer_params, by what became of them.",
+        "Hints in kv_hints or kv_transfer_params, by what became of them.",
         ("outcome",),
         hints_accepted=Series(host, ("accepted",), "acted upon"),
         hints_clipped=Series(host, ("clipped",), "acted upon for a shorter time or fewer chunks: the share was full"),
@@ -129,8 +129,8 @@ METRICS: Final[Mapping[str, Metric]] = {
     ),
     # --- what it brought (core/stats.py) ------------------------------------------------------------------
     "saved_first_token_seconds": _counter(
-        "Seconds by which first tokens came earlier: expected time to compute what was loaded, less the time that "
-        "loading took, waiting included.",
+        "Seconds by which first tokens came earlier: expected time to compute what was loaded, less that of loading "
+        "and waiting.",
         number="saved_first_token_s",
     ),
     "saved_prefill_seconds": _counter(
@@ -152,7 +152,7 @@ METRICS: Final[Mapping[str, Metric]] = {
     ),
     # --- moves -------------------------------------------------------------------------------------------------
     "promotion_seconds": _histogram(
-        "From the time that a request began to wait for a chunk of this tier until it was a hit, observed per job.",
+        "From when a request began to wait for a chunk of this tier until it was a hit.",
         "promotion_seconds",
         storage,
         SECONDS,
@@ -211,7 +211,7 @@ METRICS: Final[Mapping[str, Metric]] = {
         found=Series(storage, ("found",), "on the medium: from before it was opened, or stored by other engines"),
     ),
     "unused_chunks": _counter(
-        "Chunks promoted to this tier and evicted to make room before any request loaded them.",
+        "Chunks promoted to this tier and evicted before any request loaded them.",
         promoting,
         number="unused",
     ),
@@ -229,11 +229,10 @@ METRICS: Final[Mapping[str, Metric]] = {
         ),
         reset=Series(every, ("reset",), "the weights may have changed"),
     ),
-    "chunks": _gauge("Chunks that this tier is known to hold: what a look-up can hit.", number="rows"),
+    "chunks": _gauge("Chunks that this tier is known to hold.", number="rows"),
     QUOTA_CHUNKS: Metric(
         Kind.GAUGE,
-        "Of these, chunks that count against a quota, in tiers where quotas hold: those found at a start count against "
-        "none.",
+        "Of these, chunks that count against a quota: those found at a start do not.",
         {QUOTA_CHUNKS: Series(shared_out, ("*",))},
         ("tier", "quota"),
     ),
@@ -241,32 +240,30 @@ METRICS: Final[Mapping[str, Metric]] = {
         "Chunks that hints keep in host memory (retain).", host, number="retained_rows", labels=()
     ),
     "used_bytes": _gauge(
-        "Bytes used on this tier's medium by all engines that share it, which report the same `place`; of slabs, "
-        "in the engine's part.",
+        "Bytes used on this tier's medium, by all engines with the same `place`; of slabs, in the engine's part.",
         number="used_bytes",
         labels=PLACE,
     ),
     "capacity_bytes": _gauge("Bytes that may be used there.", number="capacity_bytes", labels=PLACE),
     "ready_bytes": _gauge(
-        "Bytes of the host tier whose memory is allocated, and page-locked for a GPU: others are not used yet.",
+        "Bytes of the host tier that are allocated, and page-locked for a GPU: only these are used.",
         host,
         number="ready_bytes",
     ),
     "huge_page_bytes": _gauge("Bytes of the host tier's memory in pages of 2 MiB.", host, number="huge_page_bytes"),
     "listed_chunks": _gauge(
-        "Chunks listed by the tier's medium since it was opened: the progress of a long listing.",
+        "Chunks listed since the tier was opened.",
         storage,
         number="listed_rows",
     ),
     # --- health ------------------------------------------------------------------------------------------------
     "up": _gauge(
-        "1 while the tier's medium is open, also while it is being listed; 0: the tier is down. Of several directories "
-        "while any is.",
+        "1 while the tier's medium, or one of its directories, is open, also while it is being listed; 0: it is down.",
         storage,
         number="up",
     ),
     "listing": _gauge(
-        "1 while the tier's medium is being listed: what is listed already can be hit, and nothing is written yet.",
+        "1 while the tier's medium is being listed: what is listed can be hit, and nothing is written yet.",
         storage,
         number="listing",
     ),
@@ -277,12 +274,12 @@ METRICS: Final[Mapping[str, Metric]] = {
         number="breaker",
     ),
     "denials": _gauge(
-        "Kinds of requests that the tier's medium denies now, while it is up: the log has the reasons.",
+        "Kinds of requests that the tier's medium denies now: the log has the reasons.",
         storage,
         number="denials",
     ),
     "full": _gauge(
-        "1 while a directory may not grow although the tier has not reached its capacity: it evicts to store.",
+        "1 while a directory below its capacity may not grow: it evicts to store.",
         storage,
         number="full",
     ),
@@ -301,7 +298,7 @@ METRICS: Final[Mapping[str, Metric]] = {
         ("tier", "direction"),
     ),
     "existence_checks": _counter(
-        "Existence checks on this tier's medium for chunks that another engine may have stored a moment ago.",
+        "Existence checks on this tier's medium, for chunks that another engine may have stored.",
         checked,
         number="probes",
     ),
@@ -313,16 +310,10 @@ METRICS: Final[Mapping[str, Metric]] = {
 
 INFO: Final = "info"
 INFO_LABELS: Final = ("version", "kv_namespace", "chunk_bytes", "chunk_tokens", "places")
-INFO_TEXT: Final = (
-    "1. The labels say what runs: the version, the tiers' namespace, bytes and tokens of a chunk, where each tier is. "
-    "The model is vLLM's own label."
-)
+INFO_TEXT: Final = "1. Labels: the version, the tiers' namespace, bytes and tokens of a chunk, where each tier is."
 PROBLEM: Final = "problem"
 PROBLEM_LABELS: Final = ("tier", "problem")
-PROBLEM_TEXT: Final = (
-    "1 while that is wrong with the tier, in the words of the log: why it is down, or what its medium does not do; 0: "
-    "it was."
-)
+PROBLEM_TEXT: Final = "1 while that is wrong with the tier, in the words of the log; 0: it was."
 
 
 def number_of_quota(quota: str) -> str:

@@ -24,9 +24,9 @@ class FileConfig(StorageConfig):
 
     type: Literal["file"] = Field(description="kind of the tier")
     path: Annotated[Path, BeforeValidator(fields.absolute, json_schema_input_type=str | list[str])] = Field(
-        description="directory of the tier; created with mode 0700 if it does not exist, and so are its parents. Or a "
-        "list of directories, as a rule one a drive: one tier over all of them, each with a mover of its own and an "
-        "equal part of the `capacity`"
+        description="directory of the tier; if missing, it and its parents are created with mode 0700. Or a list of "
+        "directories, as a rule one a drive: one tier over all of them, with a mover and an equal part of the "
+        "`capacity` for each"
     )
     capacity: Size = Field(description="budget of all rows under `path`, of all namespaces ever stored there")
     layout: Literal["slabs", "files"] = Field(
@@ -36,8 +36,7 @@ class FileConfig(StorageConfig):
     )
     min_free: Annotated[int | str | None, BeforeValidator(fields.parse_min_free)] = Field(
         None,
-        description="how much of the file system must stay free: with less, the tier stops growing, and still serves "
-        "what it holds",
+        description="how much of the file system must stay free: with less, the tier stops growing, and still serves",
         json_schema_extra=when_unset("5 % of the file system, at most 50 GiB"),
     )
     require_mount: bool = Field(
@@ -48,9 +47,9 @@ class FileConfig(StorageConfig):
     )
     backend: Annotated[Literal["auto", "posix", "gds_mt"], BeforeValidator(fields.file_backend)] = Field(
         "auto",
-        description="what moves rows between host memory and slabs; `auto`: native threads (Linux AIO) where they can "
-        "be had, which take least processor time, else `posix`; `posix`: NIXL's plugin POSIX (Linux AIO); `gds_mt`: "
-        "NIXL's GDS_MT, which calls cuFile of GPUDirect Storage; with `layout: files`, `auto` alone: native threads",
+        description="what moves rows between host memory and slabs; `auto`: native threads (Linux AIO), or `posix` "
+        "where they cannot start; `posix`: NIXL's plugin POSIX (Linux AIO); `gds_mt`: NIXL's GDS_MT (cuFile). With "
+        "`layout: files` only `auto`: native threads",
     )
     max_age: Age = None
 

@@ -95,7 +95,7 @@ class TiersConfig(Model):
     """A whole, validated configuration."""
 
     tiers: tuple[TierConfig, ...] = Field(
-        description="one cpu tier, then the storage tiers in the order in which they are searched",
+        description="one cpu tier, then storage tiers in the order of search",
     )
     model_id: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
         None,
@@ -113,12 +113,11 @@ class TiersConfig(Model):
     )
     on_reset: Literal["new_epoch", "keep"] = Field(
         "new_epoch",
-        description="what becomes of stored chunks after a reset (sleep, pause): `new_epoch`: they are never hits "
-        "again; `keep`: they stay valid",
+        description="stored chunks after a reset (sleep, pause): `new_epoch`: are never hits again; `keep`: stay valid",
     )
     wait_s: Annotated[Seconds, Field(gt=0, le=3600)] = Field(
         DEFAULT_WAIT_S,
-        description="maximum time that a request waits for chunks to be loaded from storage into host memory",
+        description="maximum time that a request waits for chunks from storage",
     )
     prefer: Prefer = Field(
         "latency",
@@ -128,7 +127,7 @@ class TiersConfig(Model):
     probe_s: Annotated[Seconds, Field(ge=0, le=60)] = Field(
         DEFAULT_PROBE_S,
         description="maximum time that a request waits for existence checks in a bucket or a directory with "
-        "`layout: files`; 0 is withdrawn: with no checks an engine finds only what it stored itself, since it started",
+        "`layout: files`; with 0, which is withdrawn, an engine finds only what it stored since it started",
     )
     flush_on_exit_s: Annotated[Seconds, Field(ge=0, le=3600)] = Field(
         0.0,
@@ -137,7 +136,7 @@ class TiersConfig(Model):
     replicas: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = Field(
         None,
         description="number of engines of this node that share the `capacity` of the cpu tier and of file tiers with "
-        "`layout: slabs`, whose paths so many may use at once",
+        "`layout: slabs`, and may use these paths at once",
         json_schema_extra=when_unset("taken from vLLM"),
     )
 

@@ -43,7 +43,7 @@ WriteField = Annotated[
     BeforeValidator(fields.bare_off, json_schema_input_type=Write | Literal[False]),
     Field(
         description="`through`: every chunk is written (write-through); `on_evict`: when the tier above evicts "
-        "it (write-back); `off`: read only, all that is there, whatever the `capacity` (not with `layout: slabs`)"
+        "it (write-back); `off`: read only, whatever the `capacity` (not with `layout: slabs`)"
     ),
 ]
 Age = Annotated[
@@ -71,7 +71,7 @@ class CpuConfig(Model):
         HugePages, BeforeValidator(fields.bare_off, json_schema_input_type=HugePages | Literal[False])
     ] = Field(
         HugePages.AUTO,
-        description="`auto`: transparent huge pages, where the kernel provides them for shared memory; `hugetlb`: the "
+        description="`auto`: transparent huge pages, where the kernel has them for shared memory; `hugetlb`: the "
         "machine's pool of 2 MiB pages, or as `auto` if it has too few; `off`: 4 KiB pages",
     )
 
