@@ -31,6 +31,7 @@ from typing import Any, Final, Self, TypeVar
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
 
 ACCESS_KEY: Final = "tiers-test-access"
 SECRET_KEY: Final = "tiers-test-not-a-secret"
@@ -225,7 +226,7 @@ class SeaweedServer(S3Server):
         self._identities.write_text(json.dumps({"identities": [identity]}))
         self._data = self.directory / "data"
         self._data.mkdir()
-        self._ports = free_ports(7)
+        self._ports = [each for each in free_ports(8) if each != self.port][:7]  # that one is free, too
 
     def _command(self) -> Sequence[str]:
         scripts = Path(sysconfig.get_path("scripts")) / "weed"
@@ -259,6 +260,8 @@ class SeaweedServer(S3Server):
             client.delete_object(Bucket="readiness", Key="probe")
         except (BotoCoreError, ClientError):
             return False
+        except ResponseParserError as error:
+            raise PortTakenError(f"another server answers on port {self.port}") from error
         return True
 
 
