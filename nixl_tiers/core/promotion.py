@@ -131,7 +131,7 @@ class Promotion:
         )
 
     def release(self, request: Request) -> None:
-        """The request waits no longer: unpin its rows, forget what it asked for."""
+        """The request waits no longer (`Request.release`)."""
         request.release()
         self._waiting.pop(request.name, None)
 

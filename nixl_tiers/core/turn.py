@@ -324,7 +324,7 @@ class Events:
     @property
     def busy(self) -> bool:
         """Whether deadlines run, or anything is due."""
-        return self._checks.busy or any(tier.jobs for tier in self._state.tiers) or self.due is not NO
+        return self._checks.busy or any(member.jobs for member in self._state.movers) or self.due is not NO
 
     # --- inside ------------------------------------------------------------------------------------------------
 
