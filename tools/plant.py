@@ -7,6 +7,7 @@ the same promises.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -106,7 +107,8 @@ def plant(tree: Path, test: str, bug: dict[str, str]) -> str | None:
         if native:
             subprocess.run(build, cwd=tree, check=True, capture_output=True)
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", test]
-        ran = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=900, check=False)
+        wide = os.environ | {"COLUMNS": "1000"}  # else pytest leaves out how a test with a long name has failed
+        ran = subprocess.run(command, cwd=tree, env=wide, capture_output=True, text=True, timeout=900, check=False)
     finally:
         file.write_text(honest)
         if native:

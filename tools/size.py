@@ -72,8 +72,9 @@ def belongs(name: str, pattern: str) -> bool:
 
 
 def measured(name: str, text: str) -> Counter[str]:
-    """Lines, words, and of Python the tokens, without comments, strings and layout."""
-    return Counter(lines=text.count("\n"), words=len(text.split()), tokens=tokens(text) if name.endswith(".py") else 0)
+    """Lines, words that a reader of a page sees, and of Python the tokens, without comments, strings and layout."""
+    words = len(re.sub(r"<!--.*?-->", "", text).split())
+    return Counter(lines=text.count("\n"), words=words, tokens=tokens(text) if name.endswith(".py") else 0)
 
 
 def tokens(text: str) -> int:
