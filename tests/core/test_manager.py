@@ -8,7 +8,8 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.lookup import Lookup
+from nixl_tiers.core.chain_rows import Chain, Group
+from nixl_tiers.core.lookup import Lookup, Scan
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
@@ -236,6 +237,16 @@ def test_a_load_of_rows_that_are_not_ready_is_an_error() -> None:
     core.events.plan(0.0)
     with pytest.raises(AssertionError, match="not ready"):
         core.prepare_load("r", CHAIN[:1], 0.0)
+
+
+@pytest.mark.parametrize(("first", "found"), [(0, 1), (1, 1), (2, 2)])
+def test_row_that_lacks_what_a_load_reads_is_a_miss(first: int, found: int) -> None:
+    core = manager(tiers=())
+    put(core, CHAIN[:2])
+    core.host.index[CHAIN[1]].missing = 2  # sub-blocks at its beginning
+    assert core.look_up("chain", Chain((Group(CHAIN[:2], 16),)), 0, 0.0, first) == Scan(False, 16 * found)
+    answers = [look_up_key(core, key, "keys", place, 0.0, first) for place, key in enumerate(CHAIN[:2])]
+    assert answers == [HIT] * found + [MISS] * (2 - found)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.MISSING, Outcome.FAILED])

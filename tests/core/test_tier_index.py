@@ -13,6 +13,7 @@ from nixl_tiers.core.listing import add_columns, begin_listing, end_listing, tak
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import MAX_USES, MOST_TICK
+from nixl_tiers.core.slots import SlotCount, Slots
 from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Limits, TierSpec, TierState
 from tests.support import inside
@@ -171,6 +172,34 @@ def test_a_reset_between_two_steps_ends_the_listing(spec: TierSpec, steps: int) 
     while tier.garbage:
         tier.garbage.drop(1)
     assert sys.getrefcount(old) == 2, "the old table is freed"
+
+
+def test_slots_are_within_the_limit_and_each_is_given_once() -> None:
+    places, count = Slots(4), SlotCount(2)
+    assert [places.claim(slot) for slot in (2, 2, 4, -1)] == [True, False, False, False]
+    assert [places.allocate() for _ in range(4)] == [0, 1, 3, None]
+    for slot in (1, 0):
+        places.release(slot)
+    assert [places.allocate() for _ in range(3)] == [0, 1, None]
+    assert [count.allocate() for _ in range(3)] == [0, 0, None]
+
+
+@pytest.mark.parametrize("physical", [True, False])
+def test_core_has_nothing_deleted_that_it_only_reads(physical: bool) -> None:
+    core = TierManager(4, 4096, [TierSpec("file", Write.OFF, physical_slots=physical)])
+    (tier,) = core.tiers
+    opened(core, 0, 4)
+    rows = [(n % 5, b"%d" % n, n) for n in range(8)]  # more than fit, and some in slots that are taken
+    core.events.listed(0, rows, last=True)
+    assert tier.index.make_room(4) == []
+    assert len(tier.index.slots) == 4
+    look_up_key(core, b"1", "request", None, 1.0)
+    (job,) = core.turn(1.0, 1.0)
+    core.events.finished(0, job.id, [Outcome.CORRUPT], 1.0)
+    assert b"1" not in tier.index
+    core.events.listed(0, [(-1, b"2", 9)], last=False)
+    assert b"2" not in tier.index
+    assert not tier.members[0].to_delete
 
 
 # --- uses that the medium's journal hears of ----------------------------------------------------------------------
