@@ -12,11 +12,9 @@ from hypothesis.stateful import initialize, rule
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.announced import KEYS_A_HOLD, Announced, What
-from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import TierSpec, TierState
-from tests.support import inside
 from tests.support.columns import PlainColumns
 from tests.support.core import opened, put
 from tests.support.replay import examples
@@ -197,37 +195,6 @@ class Followed:
 A, B, C = b"a", b"ab", b"abc"
 
 
-def test_what_is_listed_is_told_when_a_request_finds_it() -> None:
-    followed = Followed()
-    followed.list(0, [(0, A, 1)])
-    followed.list(1, [(0, A, 1)])
-    assert not followed.announced.due
-    put(followed.core, [A, B])
-    assert followed.told() == [(STORED, None, [A, B]), (STORED, 0, [A]), (STORED, 1, [A])]
-    assert not followed.announced.due
-
-
-def test_what_the_host_has_and_a_tier_lists_later_is_told_when_all_is_listed() -> None:
-    followed = Followed()
-    put(followed.core, [A])
-    assert followed.told() == [(STORED, None, [A])]
-    followed.core.events.down(0, 0.0)
-    opened(followed.core, 0, 100)
-    take_all(followed.core.events.columns_listed(0, PlainColumns([(0, A, 1)])))
-    assert followed.told() == []
-    followed.list(0, [], last=True)
-    assert followed.told() == [(STORED, 0, [A])]
-
-
-def test_what_has_come_and_gone_is_told_at_once_and_once() -> None:
-    """Whoever keeps a chunk's tokens until it is removed could not forget them otherwise."""
-    followed = Followed()
-    put(followed.core, [A])
-    followed.core.host.invalidate(followed.core.host.index[A])
-    assert followed.told() == [(PASSED, None, [A])]
-    assert followed.told() == []
-
-
 def test_a_row_that_others_wrote_is_told_when_the_chunk_leaves_host_memory() -> None:
     followed = Followed()
     put(followed.core, [A])
@@ -257,20 +224,6 @@ def test_what_a_listing_does_not_confirm_is_removed_and_what_it_adds_is_told() -
     assert followed.told() == [(STORED, 0, [C]), (REMOVED, 0, [B])]
 
 
-def test_of_too_many_keys_the_first_are_withdrawn_and_told_again_when_they_are_found() -> None:
-    followed = Followed(most_stored=2)
-    for slot, key in enumerate((A, B, C)):
-        followed.list(0, [(slot, key, 1)])
-    put(followed.core, [A, B])
-    assert len(followed.told()) == 2
-    put(followed.core, [C])
-    assert followed.told() == [(STORED, None, [C]), (STORED, 0, [C]), (REMOVED, 0, [A])]
-    followed.core.host.invalidate(followed.core.host.index[B])
-    assert followed.told() == [(REMOVED, None, [B])]
-    followed.core.host.invalidate(followed.core.host.index[A])
-    assert followed.told() == [(STORED, 0, [A]), (REMOVED, None, [A]), (REMOVED, 0, [C])]
-
-
 def test_a_withdrawal_spares_what_is_about_to_be_looked_at() -> None:
     """Its tokens, which a removal would have forgotten, are needed again."""
     keys = [b"%04d" % number for number in range(KEYS_A_HOLD + 1)]
@@ -285,30 +238,3 @@ def test_a_withdrawal_spares_what_is_about_to_be_looked_at() -> None:
     assert A not in stored[2]
     assert (REMOVED, 0, [A]) not in others
     assert followed.told() == [(STORED, None, [keys[-1], A]), (REMOVED, 0, [B])]
-
-
-def test_a_reset_removes_all_and_keeps_nothing_to_be_told_later() -> None:
-    followed = Followed()
-    followed.list(0, [(0, A, 1)])
-    put(followed.core, [A, B])
-    followed.told()
-    put(followed.core, [C])
-    followed.core.reset(keep_tiers=True)
-    expected = [(REMOVED, None, [A, B]), (REMOVED, 0, [A]), (PASSED, None, [C])]
-    assert followed.told() == expected
-    assert not followed.announced.due
-
-
-def test_one_hold_looks_at_a_bounded_number_of_keys() -> None:
-    keys = [b"%04d" % number for number in range(2 * KEYS_A_HOLD)]
-    followed = Followed(rows=len(keys))
-    put(followed.core, keys)
-    assert followed.told() == [(STORED, None, keys[:KEYS_A_HOLD])]
-    assert followed.told() == [(STORED, None, keys[KEYS_A_HOLD:])]
-
-
-def test_without_followers_nothing_is_kept() -> None:
-    core = TierManager(4, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)])
-    assert core.host.changed is None
-    assert core.tiers[0].index.changed is None
-    assert inside.state(core).announced is None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_tiers.core.aside import A_TURN, MAX_PLACES, IdleSlots, SetAside
+from nixl_tiers.core.aside import A_TURN, MAX_PLACES, SetAside
 from nixl_tiers.core.member import Breaker
 from nixl_tiers.core.pricing import ThroughputEstimate
-from nixl_tiers.core.slots import Slots
 from nixl_tiers.core.types import BreakerLimits, BreakerState
 
 EVENTS = st.lists(
@@ -47,13 +45,6 @@ def test_circuit_closes_after_good_probes_whatever_happened_before(events: list[
     assert breaker.closed
 
 
-def test_one_failure_in_three_does_not_open_the_circuit() -> None:
-    breaker = Breaker()
-    for number in range(100):
-        breaker.record(number % 3 != 0, float(number))
-    assert breaker.closed
-
-
 def test_results_older_than_the_window_do_not_count() -> None:
     breaker = Breaker()
     for number in range(20):
@@ -88,14 +79,6 @@ def test_one_probe_at_a_time_and_stale_probes_are_ignored() -> None:
     assert breaker.state is BreakerState.HALF_OPEN
 
 
-@given(st.lists(st.tuples(st.integers(1, 1 << 30), st.floats(0, 1000)), max_size=100), st.integers(1, 1 << 30))
-def test_timeout_has_a_minimum_and_a_maximum(jobs: list[tuple[int, float]], nbytes: int) -> None:
-    estimate = ThroughputEstimate(4e6)
-    for size, seconds in jobs:
-        estimate.record(size, seconds)
-    assert 5.0 <= estimate.timeout_s(nbytes, 5.0, 10.0) <= 10.0
-
-
 def test_timeout_follows_the_slower_jobs() -> None:
     estimate = ThroughputEstimate(4e6)
     for _ in range(18):
@@ -104,21 +87,6 @@ def test_timeout_follows_the_slower_jobs() -> None:
     for _ in range(18):
         estimate.record(10_000_000, 1.0)
     assert estimate.timeout_s(1_000_000_000, 1.0, 1e9) == 400.0
-
-
-def test_a_place_whose_load_is_late_has_not_failed_yet() -> None:
-    aside = SetAside()
-    aside.hold(7, 30.0)
-    assert aside.known
-    assert not aside.end(29.0)
-    aside.add(7, 5.0, 29.0)
-    assert aside.end(34.0) == [7]
-    aside.hold(7, 70.0)
-    aside.add(7, 5.0, 60.0)
-    assert aside.end(69.0) == []
-    assert aside.end(70.0) == [7]
-    aside.hold(7, 90.0)
-    assert aside.end(90.0) == [7]
 
 
 def test_a_place_is_set_aside_for_twice_as_long_each_time() -> None:
@@ -156,19 +124,3 @@ def test_of_too_many_places_the_first_ones_are_used_again() -> None:
     assert aside.end(0.0) == [*range(10)]
     assert len(aside.until_s) == MAX_PLACES
     assert [len(aside.end(600.0)) for _ in range(MAX_PLACES // A_TURN + 1)] == [A_TURN] * (MAX_PLACES // A_TURN) + [0]
-
-
-def test_one_more_failed_write_looks_at_no_other_idle_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = Slots(1_000_000)
-    aside = SetAside()
-    idle = IdleSlots(slots, aside)
-    asked: list[int] = []
-    part_of = Slots.part_of
-    monkeypatch.setattr(Slots, "part_of", lambda part, slot: asked.append(slot) or part_of(part, slot))
-    for _ in range(1000):
-        slot = slots.allocate()
-        assert slot is not None
-        aside.add(slot, 600.0, 0.0)
-        asked.clear()
-        idle.add(slot, unwritten=True)
-        assert set(asked) == {slot}

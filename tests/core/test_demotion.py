@@ -8,14 +8,13 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
 from tests.support import inside
-from tests.support.core import all_good, expire, look_up_key, opened, rows_of, set_aside
+from tests.support.core import all_good, expire, look_up_key, opened, rows_of
 
 
 def manager(rows: int, writes: Sequence[Write], slots: Sequence[int]) -> TierManager:
@@ -105,14 +104,6 @@ def test_victims_wait_while_the_host_is_full_of_pinned_rows() -> None:
     assert [move.key for _ in range(20) for job in core.turn(1.0, 1.0) for move in job.moves if job.tier == 0]
 
 
-def test_nothing_is_written_back_while_the_host_has_room() -> None:
-    core = manager(8, (Write.ON_EVICT,), (100,))
-    for key in keys(5):
-        put(core, key, 0.0)
-        settle(core)
-    assert core.tiers[0].counters.bytes_written == 0
-
-
 @pytest.mark.parametrize("first", [Write.THROUGH, Write.ON_EVICT])
 def test_victims_of_a_storage_tier_are_demoted_further_down(first: Write) -> None:
     core = manager(8, (first, Write.ON_EVICT), (12, 100))
@@ -147,39 +138,6 @@ def test_victims_that_cannot_be_written_stay() -> None:
     assert not core.host.evicting
 
 
-def test_victim_that_is_used_again_is_not_evicted_when_its_write_ends() -> None:
-    core = manager(8, (Write.ON_EVICT,), (100,))
-    for key in keys(8):
-        put(core, key, 0.0)
-    jobs = core.events.plan(0.0)
-    victim = inside.evicting(core.host.generation.table)[0]
-    look_up_key(core, victim, "again", 0, 0.0)
-    core.prepare_load("again", [victim], 0.0)
-    core.complete_load("again", 0.0)
-    core.end_step()
-    for job in jobs:
-        core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    assert core.where([victim])[0] == "cpu"
-
-
-def test_victim_that_is_pinned_when_its_write_ends_does_not_count_as_one_for_ever() -> None:
-    """Nothing was going to end its eviction any more, and the reserve was smaller by it."""
-    core = manager(8, (Write.ON_EVICT,), (100,))
-    for key in keys(8):
-        put(core, key, 0.0)
-    jobs = core.events.plan(0.0)
-    victim = inside.evicting(core.host.generation.table)[0]
-    assert look_up_key(core, victim, "again", 0, 0.0) is Lookup.HIT
-    for job in jobs:
-        core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    assert core.where([victim])[0] == "cpu"
-    core.finish("again")  # it does not load it
-    core.end_step()
-    settle(core)
-    assert core.host.free == 2
-    assert not core.host.evicting
-
-
 def test_shutdown_can_write_all_dirty_rows() -> None:
     core = manager(8, (Write.ON_EVICT,), (100,))
     for key in keys(6):
@@ -187,28 +145,6 @@ def test_shutdown_can_write_all_dirty_rows() -> None:
     core.writeback.demote(list(core.host.index.values()))
     settle(core)
     assert rows_of(core.tiers[0]).keys() == set(keys(6))
-
-
-def test_promotions_are_planned_before_demotions() -> None:
-    core = manager(8, (Write.THROUGH, Write.ON_EVICT), (20, 100))
-    core.events.listed(0, [(slot, key, slot) for slot, key in enumerate(keys(20))], last=True)
-    assert look_up_key(core, keys(20)[-1], "request", 0, 0.0) is Lookup.PENDING
-    first, *others = core.events.plan(0.0)
-    assert [move.key for move in first.moves] == [keys(20)[-1]], "in a job of its own"
-    assert [move.key for job in others for move in job.moves] == keys(2), "of five that leave, a quarter of the host"
-
-
-def test_victims_are_not_loaded_if_the_tier_below_is_down() -> None:
-    core = manager(8, (Write.THROUGH, Write.ON_EVICT), (20, 100))
-    core.events.listed(0, [(slot, key, slot) for slot, key in enumerate(keys(20))], last=True)
-    (job,) = core.events.plan(0.0)
-    core.events.down(1, 0.0)
-    assert core.events.plan(0.0) == []
-    core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    tier = core.tiers[0]
-    assert not any((tier.index.rows.evicting(), tier.to_demote, tier.staged))
-    assert not inside.pinned(core)
-    assert core.tiers[1].counters.dropped == 0
 
 
 def test_victims_evicted_unwritten_are_counted_as_dropped() -> None:
@@ -239,54 +175,6 @@ def test_row_that_came_up_to_be_demoted_is_not_written_to_the_tier_it_came_from(
     assert core.tiers[1].counters.stored == first.evictions > 0
 
 
-def test_row_that_is_used_while_it_is_demoted_stays_in_the_host() -> None:
-    core = manager(8, (Write.ON_EVICT, Write.ON_EVICT), (8, 100))
-    for key in keys(12):
-        put(core, key, 0.0)
-        settle(core)
-    put(core, b"one more", 0.0)
-    (store,) = core.events.plan(0.0)
-    (load,) = core.events.plan(0.0)
-    key = load.moves[0].key
-    core.events.finished(load.tier, load.id, [Outcome.OK], 0.0)
-    assert look_up_key(core, key, "request", 0, 0.0) is Lookup.HIT
-    core.prepare_load("request", [key], 0.0)
-    core.complete_load("request", 0.0)
-    core.finish("request")
-    core.end_step()
-    core.events.finished(store.tier, store.id, [Outcome.OK], 0.0)
-    settle(core)
-    assert key in core.tiers[1].index
-    assert core.where([key])[0] == "cpu"
-
-
-def test_victims_that_cannot_be_demoted_now_are_not_selected_again_at_once() -> None:
-    """Workers write the same chunks to the host: they were cancelled and selected again at every turn, which used up
-    its slice, so that the next came at once."""
-    specs = [TierSpec("above", Write.THROUGH, physical_slots=True), TierSpec("below", Write.ON_EVICT, True)]
-    core = TierManager(8, 4096, specs, Limits(load_share=1.0, store_share=1.0, reserve_share=0.25, rows_per_slice=1))
-    for tier in range(2):
-        opened(core, tier, 4)
-        core.events.listed(tier, [(slot, key, 1) for slot, key in enumerate(keys(4 - 4 * tier))], last=True)
-    core.prepare_store("request", keys(4))
-    assert not turns(core, 0.0)
-    core.complete_store(keys(4), all_good)
-    assert [job.tier for job in turns(core, 1.0)] == [1]
-
-
-def test_keys_that_are_set_aside_are_not_selected_again_at_once() -> None:
-    """They are not written before that has ended."""
-    specs = [TierSpec("below", Write.ON_EVICT, physical_slots=False)]
-    core = TierManager(4, 4096, specs, Limits(store_share=1.0, reserve_share=0.25, rows_per_slice=1))
-    opened(core, 0, 100)
-    core.events.listed(0, [], last=True)
-    set_aside(core.tiers[0], keys(4), core.limits.retry_s)
-    for key in keys(4):
-        put(core, key, 0.0)
-    assert not turns(core, 0.0)
-    assert sum(len(job.moves) for job in turns(core, core.limits.retry_s)) == 1
-
-
 def test_victims_from_before_a_reset_that_keeps_the_tiers_are_written_after_it() -> None:
     """As many victims as there had been were given up, the newest first. The others waited for ever for somebody to
     write them, and what was stored next took the slots of rows that had been written nowhere."""
@@ -310,24 +198,6 @@ def test_victims_from_before_a_reset_that_keeps_the_tiers_are_written_after_it()
     assert not above.index.rows.evicting()
     assert all(key in above.index or key in below.index for key in keys(1000))
     assert all(key in below.index for key in keys(250)), "those that were used longest ago"
-
-
-def test_room_is_made_of_victims_from_before_a_reset() -> None:
-    """Nothing else is in the tier, and there was no turn yet."""
-    core = manager(64, (Write.THROUGH, Write.ON_EVICT), (16, 100))
-    core.events.listed(0, [(slot, key, slot) for slot, key in enumerate(keys(16))], last=True)
-    above = core.tiers[0]
-    assert len(above.index.select_victims(16)) == 16
-    for _ in range(2):
-        above.drop_queues()
-    used = keys(1)[0]
-    above.index.touch([used], 100)
-    gone = above.index.make_room(4)
-    assert len(set(gone)) == len(gone) == 4
-    assert used not in gone
-    gone += above.index.make_room(16)
-    assert sorted(gone) == keys(16)
-    assert gone[-1] == used
 
 
 class SlowTierBelow:
@@ -392,16 +262,6 @@ class SlowTierBelow:
         return accepted, hits, self.now
 
 
-@pytest.mark.parametrize("put_s", [0.4, 1e9], ids=["slow", "hanging"])
-def test_demotion_to_a_slow_tier_does_not_slow_puts_and_gets(put_s: float) -> None:
-    through, on_evict = SlowTierBelow(Write.THROUGH, put_s), SlowTierBelow(Write.ON_EVICT, put_s)
-    expected, found = through.life(), on_evict.life()
-    assert expected[:2] == (2192, 216)
-    assert found[:2] == expected[:2]
-    assert found[2] <= 1.1 * expected[2]
-    assert on_evict.most_pinned <= through.most_pinned
-
-
 OLD: list[Key] = [b"old-%d" % number for number in range(100)]
 
 
@@ -427,37 +287,6 @@ def test_promotion_waits_for_writeback_only_briefly(put_s: float) -> None:
     assert waited_s < 2 * life.core.limits.clean_wait_s
     lost = life.core.tiers[1].counters.dropped
     assert lost == 0 if put_s < 0.1 else lost > 0, "rows are lost for what comes up where the cleaner keeps up"
-
-
-def test_promotion_waits_for_a_store_that_its_mover_holds_up() -> None:
-    """While the engine copies rows out of the host, a mover starts no store for `stores_held_s`. That took as long as
-    promotions waited: rows were lost though the disk was quick."""
-    life = life_over_old_rows(put_s=PRODUCTION.stores_held_s + 0.1)
-    life.put([b"first-%d" % number for number in range(life.core.host.rows)])
-    life.passes(1.0)
-    assert life.core.host.free == 1
-    assert life.get(OLD[:3]) == 3
-    assert life.core.tiers[1].counters.dropped == 0
-
-
-def test_promotion_waits_for_writeback_though_an_earlier_one_waited_in_vain() -> None:
-    """Only before write-back has freed a row again do others not wait, too: once that was so, it was as if they had."""
-    life = life_over_old_rows(put_s=2.0)
-    core, (_, below) = life.core, life.core.tiers
-    life.put([b"first-%d" % number for number in range(core.host.rows)])
-    assert life.get(OLD[:2]) == 2
-    began_s = life.now
-    assert life.get(OLD[2:4]) == 2
-    assert life.now - began_s < 0.1 * core.limits.clean_wait_s
-    dropped = below.counters.dropped
-    assert dropped == 4
-    life.passes(10.0)
-    assert core.host.free > 0
-    life.put([b"second-%d" % number for number in range(core.host.free)])
-    assert core.host.free == 0
-    life.took_s = (0.001, 0.001)
-    assert life.get(OLD[4:6]) == 2
-    assert below.counters.dropped == dropped
 
 
 def test_an_old_place_in_the_queue_ends_a_demotion_and_not_its_load() -> None:

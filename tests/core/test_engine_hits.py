@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.types import Limits, TierSpec
-from tests.support.core import all_good, opened, put, touched
+from tests.support.core import opened, put, touched
 
 KEYS = [b"key-%03d" % number for number in range(200)]
 LIMITS = Limits(rows_per_slice=16)
-
-
-def end_all_stores(core: TierManager) -> None:
-    while jobs := core.turn(0.0, 0.0):
-        for job in jobs:
-            core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
 
 
 def core_of(*, rows: int = len(KEYS), stored: int = 0) -> TierManager:
@@ -36,14 +29,6 @@ def test_what_the_engine_used_goes_last_and_the_deepest_of_it_first() -> None:
     assert core.tiers[0].index.select_victims(100) == [*KEYS[40:100], *reversed(KEYS[:40])]
 
 
-def test_of_several_reports_the_last_one_counts() -> None:
-    core = core_of(stored=6)
-    core.used("first", KEYS[:2])
-    core.used("second", KEYS[2:4])
-    core.used("third", KEYS[:1])
-    assert core.tiers[0].index.select_victims(6) == [KEYS[4], KEYS[5], KEYS[1], KEYS[3], KEYS[2], KEYS[0]]
-
-
 @pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
 def test_a_root_leaves_after_what_its_request_stores_behind_it(later: bool) -> None:
     core = core_of(rows=8)
@@ -55,19 +40,6 @@ def test_a_root_leaves_after_what_its_request_stores_behind_it(later: bool) -> N
         core.used("request", KEYS[:4])
     core.host.make_room(4)
     assert list(core.host.index) == KEYS[:4]
-
-
-def test_what_a_request_has_stored_and_then_hits_is_no_younger_than_what_another_stores_then() -> None:
-    """The report of a request that looked nothing up has all of its chunks."""
-    core = core_of()
-    core.prepare_store("request", KEYS[:1])
-    core.complete_store(KEYS[:1], all_good)
-    end_all_stores(core)
-    touched(core, KEYS[:1], "request")
-    put(core, KEYS[1:2], "another")
-    end_all_stores(core)
-    assert core.tiers[0].index.select_victims(1) == KEYS[:1]
-    assert [row.key for row in core.host.select_victims(1)] == KEYS[:1]
 
 
 def test_the_first_request_is_told_from_one_of_low_priority() -> None:

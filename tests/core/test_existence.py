@@ -14,11 +14,10 @@ from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.existence import ExistenceCheck
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.requests import Request, RequestWishes
-from nixl_tiers.core.rows import Generation
+from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.types import Direction, Limits, TierSpec
 from tests.support import inside
-from tests.support.core import all_good, anticipate, expire, look_up_key, opened, put, rows_of
+from tests.support.core import anticipate, expire, look_up_key, opened, put, rows_of
 
 CHAIN = [b"k%d" % i for i in range(8)]
 LIMITS = Limits(
@@ -169,16 +168,6 @@ def test_no_request_waits_for_a_slow_tier(core: CheckedCore) -> None:
     assert core.loading == [b"a"]
 
 
-def test_late_answer_still_serves_later_requests(core: CheckedCore) -> None:
-    core.scan("r")
-    (probe,) = core.asked()
-    core.now = 1.0
-    assert core.scan("r") == [MISS]
-    core.answer(probe, 1)
-    assert core.scan("later", CHAIN[:1]) == [PENDING]
-    assert core.loading == CHAIN[:1]
-
-
 def test_unanswered_check_is_given_up(core: CheckedCore) -> None:
     core.scan("r")
     core.asked()
@@ -203,18 +192,6 @@ def test_checks_are_shared_and_bounded(core: CheckedCore) -> None:
     for name in "abe":
         assert core.scan(name, CHAIN[:1]) == [PENDING]
     assert core.loading == CHAIN[:1]
-
-
-def test_hits_before_an_unknown_key_are_pinned_during_its_check(core: CheckedCore) -> None:
-    plan = core.core.prepare_store("w", CHAIN[:2])
-    core.core.complete_store(plan.keys, all_good)
-    core.core.finish("w")
-    assert core.scan("r", CHAIN[:4]) == [HIT, HIT, PENDING, MISS]
-    (probe,) = core.asked()
-    assert probe.keys == CHAIN[2:3]
-    assert inside.pinned(core.core) >= set(CHAIN[:2])
-    core.answer(probe, 0)
-    assert core.scan("r", CHAIN[:4]) == [HIT, HIT, MISS]
 
 
 def test_unordered_keys_are_checked_independently(core: CheckedCore) -> None:
@@ -249,20 +226,6 @@ def test_reset_clears_the_negative_cache_and_open_checks(core: CheckedCore) -> N
     assert len(core.asked()) == 2
 
 
-@pytest.mark.parametrize(
-    "core", [CheckedCore(shared=False), CheckedCore(limits=Limits(check_timeout_s=0.0))], ids=["private", "off"]
-)
-def test_private_tier_is_not_checked_nor_if_checks_are_off(core: CheckedCore) -> None:
-    assert core.scan("r") == [MISS]
-    assert core.asked() == []
-
-
-def test_known_row_that_is_not_loadable_is_not_checked(core: CheckedCore) -> None:
-    assert core.core.tiers[0].index.reserve(CHAIN[0], 0) is not None  # it is being stored
-    assert core.scan("r") == [MISS]
-    assert core.asked() == []
-
-
 def test_tier_with_open_circuit_is_neither_checked_nor_waited_for(core: CheckedCore) -> None:
     assert core.scan("r") == [PENDING, MISS]
     (probe,) = core.asked()
@@ -273,28 +236,6 @@ def test_tier_with_open_circuit_is_neither_checked_nor_waited_for(core: CheckedC
     assert core.scan("r") == [MISS], "what was found cannot be loaded now"
     assert core.asked() == []
     assert not core.loading
-
-
-def test_request_checks_only_its_allowed_tiers(core: CheckedCore) -> None:
-    core.core.arrive("r", RequestWishes(allowed=frozenset([1])))
-    assert core.scan("r") == [MISS]
-    core.core.arrive("s", RequestWishes(allowed=frozenset([0])))
-    assert core.scan("s") == [PENDING, MISS]
-    assert len(core.asked()) == 1
-
-
-@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.MISSING])
-def test_corrupt_or_missing_row_is_not_checked_again(core: CheckedCore, outcome: Outcome) -> None:
-    """Its reader may not be allowed to delete it; so every request would find, load and discard it again."""
-    core.scan("r", CHAIN[:1])
-    core.answer(core.asked()[0], 1)
-    assert core.scan("r", CHAIN[:1]) == [PENDING]
-    (job,) = core.core.events.plan(core.now)
-    core.core.events.finished(0, job.id, [outcome], core.now)
-    assert core.scan("r", CHAIN[:1]) == [MISS]
-    assert core.scan("s", CHAIN[:1]) == [MISS]
-    core.now = 31.0
-    assert core.scan("t", CHAIN[:1]) == [PENDING]
 
 
 class TestPatientRequests:
@@ -315,23 +256,6 @@ class TestPatientRequests:
         assert core.each("get", CHAIN[:2]) == [PENDING, MISS]
         assert core.loading == CHAIN[:1]
 
-    def test_but_not_for_ever(self, core: CheckedCore) -> None:
-        assert core.each("get", CHAIN[:2]) == [PENDING] * 2
-        core.asked()
-        core.now = core.core.limits.wait_s + 0.1
-        assert core.each("get", CHAIN[:2]) == [MISS] * 2
-
-    def test_it_waits_until_there_is_room_for_its_check(self, core: CheckedCore) -> None:
-        for name in "ab":
-            core.scan(name, [name.encode()])
-        first, _ = core.asked()
-        assert core.each("get", CHAIN[:2]) == [PENDING] * 2
-        assert core.asked() == []
-        assert core.each("get", CHAIN[:2]) == [PENDING] * 2
-        core.answer(first, 0)
-        (check,) = core.asked()
-        assert check.keys == CHAIN[:2]
-
     def test_it_is_told_of_more_keys_than_one_check_takes(self) -> None:
         core = CheckedCore(limits=replace(LIMITS, absent_keys=100))
         core.core.arrive("get", RequestWishes(patient=True))
@@ -346,20 +270,6 @@ class TestPatientRequests:
         core.core.events.listed(0, [(0, CHAIN[7], 0)], last=False)
         core.core.events.existence_checked(0, check.id, CHAIN[5:7], core.now)
         assert core.each("get", CHAIN) == [MISS] * 7 + [PENDING]
-
-    def test_it_waits_for_a_slow_tier_only_where_it_tries_it(self, core: CheckedCore) -> None:
-        core.scan("r", [b"x"])
-        core.asked()
-        core.now = 0.3
-        core.asked()
-        assert core.each("get", CHAIN[:2]) == [MISS] * 2, "a check is late already"
-        core.now = 21.0
-        core.asked()
-        core.now = 27.0
-        core.core.arrive("again", RequestWishes(patient=True))
-        assert core.each("again", CHAIN[:2]) == [PENDING] * 2
-        (check,) = core.asked()
-        assert check.keys == CHAIN[:2]
 
     def test_many_keys_are_not_late_for_their_number(self) -> None:
         core = CheckedCore(limits=replace(LIMITS, keys_per_check=64))
@@ -398,40 +308,6 @@ class TestAheadOfRequests:
         assert core.scan("r") == [PENDING] * 5 + [MISS], "no wait for a check at its turn"
         assert core.asked() == []
 
-    def test_a_request_whose_turn_comes_waits_for_the_check_that_is_open(self, core: CheckedCore) -> None:
-        self.arrive(core, "r")
-        _, (check,) = self.planned(core)
-        assert core.scan("r") == [PENDING, MISS]
-        assert core.asked() == []
-        core.answer(check, 2)
-        assert core.scan("r") == [PENDING, PENDING, MISS]
-
-    def test_they_leave_room_to_requests(self, core: CheckedCore) -> None:
-        for number in range(3):
-            self.arrive(core, f"r{number}", [b"%d" % number])
-        _, checks = self.planned(core)
-        assert len(checks) == 1, "half of two"
-        assert core.scan("now", [b"x"]) == [PENDING]
-        assert len(core.asked()) == 1
-        core.answer(checks[0], 0)
-        assert self.planned(core)[1] == [], "a request's check is open"
-
-    def test_a_check_without_an_answer_is_not_repeated(self, core: CheckedCore) -> None:
-        self.arrive(core, "r")
-        _, (check,) = self.planned(core)
-        core.core.events.existence_checked(0, check.id, [], core.now)
-        for core.now in (1.0, 6.0, 20.0):
-            assert self.planned(core)[1] == []
-        assert not inside.line_is_busy(core.core)
-
-    def test_a_slow_tier_is_asked_later(self, core: CheckedCore) -> None:
-        core.core.checks.tiers[0].mark_slow(core.now)
-        self.arrive(core, "r")
-        assert self.planned(core) == ([], [])
-        core.now = 6.0
-        _, (check,) = self.planned(core)
-        assert check.keys == CHAIN[:1]
-
     def test_a_prefetch_asks_for_each_of_its_keys(self, core: CheckedCore) -> None:
         core.core.prefetch(CHAIN)
         loads, (check,) = self.planned(core)
@@ -443,15 +319,6 @@ class TestAheadOfRequests:
         core.answer(check, 3)
         loads, checks = self.planned(core)
         assert (loads, checks) == (CHAIN[5:], [])
-
-    def test_nothing_is_asked_ahead_of_a_tier_that_is_down_or_if_checks_are_off(self, core: CheckedCore) -> None:
-        off = CheckedCore(limits=replace(LIMITS, check_timeout_s=0.0))
-        core.core.events.down(0, core.now)
-        for each in (core, off):
-            self.arrive(each, "r")
-            each.core.prefetch(CHAIN)
-            assert self.planned(each) == ([], [])
-            assert not inside.line_is_busy(each.core)
 
 
 class TestWhatOthersDelete:
@@ -475,15 +342,6 @@ class TestWhatOthersDelete:
         assert not core.core.events.unfinished
         assert core.core.tiers[0].counters.removed == 5
 
-    def test_a_row_that_is_found_again_is_there_whatever_was_deleted(self, core: CheckedCore) -> None:
-        core.core.events.gone_before(0, 105)
-        self.known(core, CHAIN[:2])
-        expire(core.core, core.now)
-        assert self.places(core) == CHAIN[:2]
-        core.core.events.gone_before(0, 106)
-        expire(core.core, core.now)
-        assert self.places(core) == []
-
     def test_a_use_makes_no_row_younger_and_a_later_write_does(self, core: CheckedCore) -> None:
         self.known(core, CHAIN[:3])
         core.core.tiers[0].index.touch(CHAIN[:1], 10**6)
@@ -497,14 +355,6 @@ class TestWhatOthersDelete:
         self.known(core)
         assert self.places(core) == CHAIN[5:]
         assert core.core.tiers[0].members[0].to_delete == deque()
-
-    def test_rows_stay_known_when_the_mover_is_restarted(self, core: CheckedCore) -> None:
-        self.known(core)
-        core.core.events.lost(0, core.now)
-        opened(core.core, 0, 100)
-        core.core.events.listed(0, [], last=True)
-        core.now = 100.0
-        assert len(core.core.tiers[0].index) == 8
 
     def test_a_row_that_is_missing_ends_its_chain(self, core: CheckedCore) -> None:
         """What was behind it was written at about the same time, and is worth nothing without it."""
@@ -521,25 +371,6 @@ class TestWhatOthersDelete:
         assert core.core.tiers[0].counters.missing == 1, "the others were not asked for"
         assert core.scan("other") == [HIT, MISS], "known to be absent"
         assert core.asked() == []
-
-    def test_unrelated_keys_are_not_lost_with_one(self, core: CheckedCore) -> None:
-        self.known(core)
-        inside.state(core.core).load_window = 2
-        assert core.each("r", CHAIN) == [PENDING] * 8
-        (job,) = core.core.events.plan(core.now)
-        core.core.events.finished(0, job.id, [Outcome.MISSING, Outcome.OK], core.now)
-        assert core.loading == CHAIN[2:4]
-        assert self.places(core) == CHAIN[1:]
-
-    def test_missing_rows_open_no_circuit(self, core: CheckedCore) -> None:
-        keys = [b"gone %d" % number for number in range(64)]
-        for key in keys:
-            self.known(core, [key])
-            core.scan(key.decode(), [key])
-            for job in core.core.events.plan(core.now):
-                core.core.events.finished(0, job.id, [Outcome.MISSING], core.now)
-        assert core.core.tiers[0].counters.missing == 64
-        assert core.core.tiers[0].members[0].breakers[Direction.LOAD].closed
 
     def test_a_row_that_the_medium_has_already_counts_as_found(self, core: CheckedCore) -> None:
         put(core.core, CHAIN[:2])
@@ -563,15 +394,6 @@ def test_tier_that_answers_about_no_key_is_not_waited_for(core: CheckedCore) -> 
     assert core.scan("t", [b"b"]) == [MISS]
     core.answer(core.asked()[0], 0)
     assert core.scan("u", [b"c"]) == [PENDING]
-
-
-def test_which_tier_lacked_a_row_is_forgotten_when_a_request_waits_no_more() -> None:
-    """Else the rows before the gap, which the tier has, were forgotten at its next look-up."""
-    for end in (lambda request: request.release(), lambda request: request.belongs_to(Generation(1))):
-        request = Request("r", Generation())
-        request.lost = 1
-        end(request)
-        assert request.lost is None
 
 
 @pytest.mark.parametrize(("round_trip_s", "most"), [(0.001, 4), (0.03, 15), (0.2, 32)])

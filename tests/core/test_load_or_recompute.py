@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Prefer, Write
-from nixl_tiers.core import pricing
 from nixl_tiers.core.chain_rows import Chain, Group
-from nixl_tiers.core.lookup import Lookup, Scan
+from nixl_tiers.core.lookup import Scan
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
-from nixl_tiers.core.pricing import HOST, Run, TierPrice, choose
 from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.types import BreakerState, Direction, Job, Limits, TierSpec
 from tests.support import inside
@@ -107,46 +102,6 @@ def test_chain_that_loads_sooner_than_it_computes_is_loaded() -> None:
     assert engine.core.prepare_load("r", KEYS, 0.0).rows
 
 
-def test_chain_that_computes_sooner_than_it_loads_is_computed() -> None:
-    engine = Engine()
-    engine.store(FILE, KEYS, row_s=0.5)
-    assert engine.scan() == Scan(False, 0)
-    assert engine.queued(FILE) == []
-    assert engine.core.tiers[FILE].counters.missed_slower == len(KEYS)
-
-
-def a_step_takes(step_s: float, token_s: float) -> PrefillEstimate:
-    """The estimate of an engine whose steps took that long, and so much longer for each token."""
-    prefill = PrefillEstimate()
-    prefill.restore([(tokens, tokens / 2, step_s + token_s * tokens) for tokens in (1, 16, 64, 256, 1024)])
-    return prefill
-
-
-def test_step_that_is_needed_anyway_is_no_reason_to_load() -> None:
-    """The engine computes the token behind the chain in any case: what computing the chain takes is its tokens."""
-    engine = Engine(prefill=a_step_takes(1.0, 0.001))  # a whole hit still takes 1 s, and the chain 0.13 s more
-    engine.store(FILE, KEYS, row_s=0.05)  # 0.4 s
-    assert engine.scan() == Scan(False, 0)
-
-
-def test_wait_is_not_longer_because_of_a_step_that_is_needed_anyway() -> None:
-    engine = Engine(prefill=a_step_takes(1.0, 0.005))  # the chain: 0.64 s
-    engine.store(FILE, KEYS, row_s=0.05)  # 0.4 s
-    assert engine.scan() == Scan(True, END)
-    engine.plan()
-    engine.now = 0.4 + 0.6
-    assert engine.scan() == Scan(True, END)
-    engine.now = 0.4 + 0.7
-    assert engine.scan() == Scan(False, 0)
-
-
-def test_latency_counts_for_short_chains_only() -> None:
-    engine = Engine()
-    engine.store(FILE, KEYS, row_s=0.01, latency_s=0.4)
-    assert engine.scan("short", keys=KEYS[:2]) == Scan(False, 0)
-    assert engine.scan("long") == Scan(True, END)
-
-
 def test_rows_queued_ahead_count() -> None:
     engine = Engine()
     engine.store(FILE, KEYS, row_s=0.05)
@@ -160,57 +115,6 @@ def test_rows_queued_ahead_count() -> None:
     assert engine.scan() == Scan(False, 0)
 
 
-def test_what_a_fast_tier_has_is_loaded_and_what_only_a_slow_one_has_is_computed() -> None:
-    engine = Engine()
-    engine.store(FILE, KEYS[:4], row_s=0.01)
-    engine.store(S3, KEYS[4:], row_s=0.5)
-    assert engine.scan() == Scan(True, 4 * TOKENS)
-    assert (engine.queued(FILE), engine.queued(S3)) == (KEYS[:4], [])
-    assert engine.core.tiers[S3].counters.missed_slower == 4
-    assert engine.core.tiers[FILE].counters.missed_slower == 0
-
-
-def test_slow_tier_loads_while_a_fast_one_does() -> None:
-    """Each of the slow tier's rows takes longer than to compute it, but two of them come while the others do."""
-    engine = Engine()
-    engine.store(FILE, KEYS[:4], row_s=0.08)
-    engine.store(S3, KEYS[4:], row_s=0.15)
-    assert engine.scan() == Scan(True, 6 * TOKENS)
-    assert engine.queued(S3) == KEYS[4:6]
-
-
-def test_rows_in_host_memory_are_always_loaded() -> None:
-    engine = Engine()
-    engine.put(KEYS[:4])
-    engine.store(S3, KEYS[4:], row_s=5.0)
-    inside.copied(engine.core, 1, 5.0, 0.0)
-    assert engine.scan() == Scan(False, 4 * TOKENS)
-
-
-def test_row_that_a_slow_tier_is_loading_is_not_there_yet() -> None:
-    """For another request, or for a measurement: it may take longer to come than to compute."""
-    engine = Engine()
-    engine.store(S3, KEYS, row_s=None)
-    assert engine.scan("other", keys=KEYS[:2]) == Scan(True, 2 * TOKENS)
-    engine.plan()
-    engine.speed(S3, row_s=5.0)
-    assert engine.scan() == Scan(False, 0)
-    assert engine.queued(S3) == []
-
-
-def test_rows_that_are_not_waited_for_do_not_end_a_wait() -> None:
-    """The host's rows are being written, and what of the chain a slow tier has is computed: others may load that."""
-    engine = Engine()
-    engine.core.prepare_store("writer", KEYS[:4])
-    engine.store(FILE, KEYS[4:], row_s=5.0)
-    assert engine.scan("other", keys=KEYS[4:]) == Scan(False, 0)
-    engine.core.tiers[FILE].queue_loads(inside.requests(engine.core).get("other"), KEYS[5:6])
-    for _ in range(2):
-        assert engine.scan() == Scan(True, 4 * TOKENS)
-    engine.now = 0.1
-    assert engine.scan() == Scan(True, 4 * TOKENS)
-
-
 def test_row_that_another_request_is_loading_is_waited_for_and_not_asked_for_again() -> None:
     engine = Engine()
     engine.store(FILE, KEYS, row_s=0.01)
@@ -222,20 +126,6 @@ def test_row_that_another_request_is_loading_is_waited_for_and_not_asked_for_aga
         engine.end(job)
     engine.load_all()
     assert engine.scan() == Scan(False, END)
-
-
-def copies_take(engine: Engine, row_s: float, times: int = 3) -> None:
-    """So many copies of a row to the engine, one after the other, took so long."""
-    for _ in range(times):
-        engine.now += row_s
-        inside.copied(engine.core, 1, row_s, engine.now)
-
-
-def test_copy_to_the_engine_counts() -> None:
-    engine = Engine()
-    engine.store(FILE, KEYS, row_s=0.01)
-    copies_take(engine, 0.2)
-    assert engine.scan() == Scan(False, 0)
 
 
 def test_one_slow_copy_at_the_beginning_does_not_have_tiers_declined() -> None:
@@ -254,45 +144,6 @@ def test_one_slow_copy_at_the_beginning_does_not_have_tiers_declined() -> None:
         engine.core.finish(name)
         engine.core.host.make_room(256)
         engine.now += 3.6
-
-
-def test_copies_that_were_slow_are_tried_again_now_and_then() -> None:
-    engine = Engine()
-    engine.store(FILE, KEYS, row_s=0.01)
-    copies_take(engine, 0.6)
-    loads = [0.0]
-    for number in range(1000):
-        if engine.scan(f"request {number}").waits:
-            loads.append(engine.now)
-            engine.load_all()
-            copies_take(engine, 0.6, times=1)
-        engine.core.finish(f"request {number}")
-        engine.core.host.make_room(256)
-        engine.now += 3.6
-    assert all(40 < after - before < 120 for before, after in pairwise(loads)), "they still are"
-    assert len(loads) > 30
-    copies_take(engine, 0.001)
-    assert engine.scan().waits
-
-
-def test_copy_that_is_reported_late_does_not_make_slow_ones_last() -> None:
-    """An engine that computes all the time reports all of them late."""
-    engine = Engine()
-    engine.store(FILE, KEYS, row_s=0.01)
-    copies_take(engine, 0.6)
-    assert not engine.scan("first").waits
-    for _ in range(300):
-        engine.now += 1.0
-        inside.copied(engine.core, 1, 0.4, engine.now, at_most=True)
-    assert engine.scan("second").waits
-
-
-def test_copy_of_no_rows_says_nothing() -> None:
-    engine = Engine()
-    engine.store(FILE, KEYS, row_s=0.01)
-    inside.copied(engine.core, 0, 0.2, 0.0)
-    copies_take(engine, 0.2)
-    assert engine.scan() == Scan(False, 0)
 
 
 def test_copy_that_is_reported_late_does_not_count_but_a_quicker_one_does() -> None:
@@ -324,15 +175,6 @@ def test_choice_is_kept_while_the_request_waits() -> None:
     engine.load_all()
     assert engine.scan() == Scan(False, 4 * TOKENS)
     assert engine.queued(S3) == []
-
-
-def test_choice_is_kept_by_a_request_that_is_not_scheduled_at_once() -> None:
-    engine = Engine()
-    engine.store(S3, KEYS, row_s=0.5)
-    assert engine.scan() == Scan(False, 0)
-    engine.speed(S3, row_s=0.001)
-    assert engine.scan() == Scan(False, 0)
-    assert engine.scan("other") == Scan(True, END)
 
 
 def test_preempted_request_is_weighed_anew() -> None:
@@ -376,36 +218,6 @@ def test_wait_ends_when_computing_is_quicker_and_what_has_come_is_used() -> None
     engine.end(second)
 
 
-def test_wait_ends_when_the_tier_turns_out_to_be_slower() -> None:
-    """The request's rows are not late yet, but others' show that they are going to be."""
-    engine = Engine(chunk_s=0.5)
-    engine.store(FILE, KEYS, row_s=0.1)
-    assert engine.scan() == Scan(True, END)
-    engine.speed(FILE, row_s=1.0)
-    engine.now = 0.2
-    assert engine.scan() == Scan(False, 0)
-
-
-def test_wait_is_judged_again_when_an_eighth_of_what_it_may_last_is_over() -> None:
-    engine = Engine(chunk_s=0.02)  # all of it: 0.16 s
-    engine.store(FILE, KEYS, row_s=0.01)  # 0.08 s
-    assert engine.scan() == Scan(True, END)
-    assert not inside.rests(engine.core, "r", engine.now), "it was not judged yet"
-    assert engine.scan() == Scan(True, END)
-    assert inside.rests(engine.core, "r", 0.009)
-    assert not inside.rests(engine.core, "r", 0.011)
-
-
-def test_wait_that_may_last_long_is_judged_again_soon() -> None:
-    """What it is judged by may change: the speed of the tier or of prefill, or the queue of requests."""
-    engine = Engine(chunk_s=5.0)
-    engine.store(FILE, KEYS, row_s=0.01)
-    for _ in range(2):
-        assert engine.scan() == Scan(True, END)
-    assert inside.rests(engine.core, "r", 0.04)
-    assert not inside.rests(engine.core, "r", 0.06)
-
-
 @pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.MISSING, Outcome.FAILED])
 def test_wait_is_judged_at_once_when_a_row_will_not_come_or_all_have(outcome: Outcome) -> None:
     engine = Engine(chunk_s=5.0)
@@ -436,37 +248,6 @@ def test_request_that_was_released_preempted_or_reset_is_scanned_anew() -> None:
         assert not inside.rests(engine.core, "r", 0.0)
 
 
-def test_wait_with_a_windowed_group_is_judged_at_every_step() -> None:
-    """Its keys are looked up one by one after the scan, and belong to the same step."""
-    engine = Engine(chunk_s=5.0)
-    window = Group([b"w%d" % number for number in range(len(KEYS))], TOKENS, window=2)
-    engine.store(FILE, [*KEYS, *window.keys], row_s=0.01)
-    for _ in range(2):
-        assert engine.scan("r", window).waits
-    assert not inside.rests(engine.core, "r", 0.0)
-
-
-def test_wait_goes_on_while_little_is_left() -> None:
-    """The last row is late, and to compute it would take less than loading all did: but it is due at any moment."""
-    engine = Engine(chunk_s=0.2, limits=Limits(wait_s=10.0, moves_per_job=7))
-    engine.store(FILE, KEYS, row_s=0.1, latency_s=0.15)
-    assert engine.scan() == Scan(True, END)
-    engine.now = 0.9
-    engine.end(engine.plan()[0])
-    assert engine.scan() == Scan(True, END)
-
-
-def test_queued_rows_of_a_request_that_ended_its_wait_are_not_promoted() -> None:
-    engine = Engine(chunk_s=0.2)
-    engine.store(FILE, KEYS, row_s=0.1)
-    engine.scan()
-    assert engine.queued(FILE) == KEYS
-    engine.now = 5.0
-    assert engine.scan() == Scan(False, 0)
-    assert engine.plan() == []
-    assert engine.queued(FILE) == []
-
-
 def test_request_that_computes_after_all_keeps_no_rows_and_has_none_promoted() -> None:
     """The engine's own cache has what it waited for, as another request with the same prompt has computed it."""
     engine = Engine()
@@ -480,24 +261,6 @@ def test_request_that_computes_after_all_keeps_no_rows_and_has_none_promoted() -
     engine.load_all()
     assert not engine.core.events.busy
     assert not inside.pinned(engine.core)
-
-
-def test_seconds_that_were_waited_for_nothing_are_counted() -> None:
-    engine = Engine(chunk_s=0.2)
-    engine.store(FILE, KEYS, row_s=0.1)
-    lost = engine.core.tiers[FILE].counters
-    engine.scan()
-    engine.now = 4.0
-    assert engine.scan() == Scan(False, 0)
-    engine.core.finish("r")
-    assert lost.lost_vain_s == pytest.approx(4.0)
-    engine.scan("another")
-    engine.load_all()
-    engine.now += 1.0
-    assert engine.scan("another") == Scan(False, END)
-    engine.core.prepare_load("another", KEYS, 0.0)
-    engine.core.finish("another")
-    assert lost.lost_vain_s == pytest.approx(4.0), "that wait has brought something"
 
 
 def verdicts_on_loads(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -548,23 +311,6 @@ def test_tier_that_hangs_is_found_although_no_request_waits_for_it() -> None:
     pytest.fail("the tier is still in use")
 
 
-def test_no_wait_is_longer_than_wait_s() -> None:
-    engine = Engine(chunk_s=1000.0)
-    engine.store(FILE, KEYS, row_s=0.1)
-    engine.scan()
-    engine.now = 9.9
-    assert engine.scan() == Scan(True, END)
-    engine.now = 10.1
-    assert engine.scan() == Scan(False, 0)
-
-
-def test_load_that_takes_longer_than_wait_s_is_cut_there() -> None:
-    for chunk_s in (1000.0, None):
-        engine = Engine(chunk_s)
-        engine.store(FILE, KEYS, row_s=3.0)
-        assert engine.scan() == Scan(True, 3 * TOKENS)
-
-
 def test_without_a_prefill_estimate_all_is_loaded() -> None:
     engine = Engine(chunk_s=None)
     engine.store(FILE, KEYS[:4], row_s=0.01)
@@ -574,100 +320,6 @@ def test_without_a_prefill_estimate_all_is_loaded() -> None:
     assert engine.scan() == Scan(True, END)
     engine.now = 10.1
     assert engine.scan() == Scan(False, 0)
-
-
-def test_tier_that_was_never_measured_is_tried_for_as_long_as_computing_takes() -> None:
-    engine = Engine(chunk_s=0.1)
-    engine.store(FILE, KEYS, row_s=None)
-    assert engine.scan() == Scan(True, END)
-    engine.now = 0.7
-    assert engine.scan() == Scan(True, END)
-    engine.now = 0.9
-    assert engine.scan() == Scan(False, 0)
-
-
-def test_slow_tier_is_measured_again_and_no_request_waits_for_that() -> None:
-    engine = Engine()
-    engine.store(FILE, KEYS, row_s=0.5)
-    assert engine.scan() == Scan(False, 0)
-    engine.now = 11.0
-    assert engine.scan("second") == Scan(False, 0)
-    assert engine.scan("third") == Scan(False, 0)
-    assert engine.plan() == [], "it would take something from the requests that are alive"
-    engine.now += 1.0
-    (job,) = engine.plan()
-    assert [move.key for move in job.moves] == KEYS[:2]
-    engine.now += 0.02
-    engine.end(job)
-    engine.core.finish("second")
-    assert engine.scan("fourth").end >= 2 * TOKENS, "the rows are there"
-    assert engine.core.host.make_room(256) != [], "nothing pins them"
-
-
-class Medium:
-    """An engine whose file tier does its jobs one after the other, in virtual time: 16 rows of 1 MB a request, one
-    request every two seconds, which computes in 0.8 s."""
-
-    ROWS = 16
-
-    def __init__(self, bytes_per_s: float, latency_s: float = 0.005) -> None:
-        self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
-        prefill = PrefillEstimate(self.ROWS * TOKENS / 0.8)
-        self.core = TierManager(64, 10**6, [TierSpec("file", Write.THROUGH, True)], prefill=prefill)
-        opened(self.core, 0, 10000)
-        self.keys = [b"m%d" % number for number in range(8000)]
-        self.core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(self.keys)], last=True)
-        self.now = self.free_s = self.busy_s = 0.0
-        self.asked = 0
-        self.jobs: list[tuple[float, Job]] = []
-
-    def request(self) -> bool:
-        """The next request, and what follows up to the one after it; whether it loads."""
-        self.asked += 1
-        first = self.ROWS * self.asked % len(self.keys)
-        chain, name = Chain((Group(self.keys[first : first + self.ROWS], TOKENS),)), f"m{self.asked}"
-        end_s = self.now + 2.0
-        scan = self.core.look_up(name, chain, 0, self.now)
-        loads = scan.waits
-        self.core.end_step()
-        while self.now < end_s:
-            self.turn()
-            self.now += 0.02
-            if scan.waits:
-                scan = self.core.look_up(name, chain, 0, self.now)
-                self.core.end_step()
-        self.core.finish(name)
-        return loads
-
-    def turn(self) -> None:
-        expire(self.core, self.now)
-        for job in self.core.events.plan(self.now):
-            seconds = len(job.moves) * 1e6 / self.bytes_per_s
-            self.free_s = max(self.free_s, self.now) + seconds
-            self.busy_s += seconds
-            self.jobs.append((self.free_s + self.latency_s, job))
-        while self.jobs and self.jobs[0][0] <= self.now:
-            at_s, job = self.jobs.pop(0)
-            self.core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), at_s)
-
-
-def test_tier_that_was_slow_for_long_and_has_become_fast_is_loaded_from_again() -> None:
-    medium = Medium(bytes_per_s=15e6)
-    answers = [medium.request() for _ in range(100)]
-    assert answers.count(True) <= 2, "loading takes longer than computing"
-    medium.bytes_per_s = 2e9
-    answers = [medium.request() for _ in range(20)]
-    assert answers.index(True) <= 6, "within 12 s"
-    assert all(answers[6:])
-
-
-def test_tier_that_was_fast_for_long_and_has_become_slow_is_not_waited_for() -> None:
-    medium = Medium(bytes_per_s=2e9)
-    assert all(medium.request() for _ in range(100))
-    medium.bytes_per_s = 15e6
-    answers = [medium.request() for _ in range(20)]
-    assert answers.index(False) <= 4, "within 8 s"
-    assert answers[5:].count(True) <= 1
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -698,36 +350,6 @@ def test_jobs_that_start_together_show_what_all_of_them_take(shared: bool) -> No
     assert loads.seconds(10**6) == pytest.approx(0.035, rel=0.2)
 
 
-def test_tier_is_not_measured_while_it_loads_for_requests() -> None:
-    """Beside others a row takes longer, and what the tier does is measured by those."""
-    engine = Engine()
-    engine.store(FILE, KEYS[:2], row_s=None)
-    assert engine.scan("first", keys=KEYS[:2]) == Scan(True, 2 * TOKENS)
-    (job,) = engine.plan()
-    engine.store(FILE, KEYS, row_s=0.5)
-    engine.now = 11.0
-    assert engine.scan("second", keys=KEYS[2:]) == Scan(False, 0)
-    engine.now = 12.0
-    assert engine.plan() == []
-    engine.end(job)
-    assert engine.plan() == []
-    engine.speed(FILE, row_s=0.5)
-    engine.now = 22.0
-    assert engine.scan("third", keys=KEYS[2:]) == Scan(False, 0)
-    engine.now = 23.0
-    assert engine.plan() != []
-
-
-def test_measuring_a_slow_tier_takes_little_of_its_time() -> None:
-    for bytes_per_s, share in ((15e6, 0.025), (1e6, 0.05)):
-        medium = Medium(bytes_per_s)
-        for _ in range(30):
-            medium.request()
-        before_s, medium.busy_s = medium.now, 0.0
-        assert not any(medium.request() for _ in range(100))
-        assert 0 < medium.busy_s / (medium.now - before_s) <= share
-
-
 @pytest.mark.parametrize(("prefer", "end"), [("latency", 0), ("throughput", END)])
 def test_throughput_counts_the_requests_that_wait_while_one_computes(prefer: Prefer, end: int) -> None:
     engine = Engine(prefer=prefer)
@@ -735,17 +357,6 @@ def test_throughput_counts_the_requests_that_wait_while_one_computes(prefer: Pre
     for number in range(4):
         engine.core.look_up(f"other{number}", Chain((Group([b"x"], TOKENS),)), 0, 0.0)
     assert engine.scan() == Scan(end > 0, end)
-
-
-def test_requests_whose_turn_is_still_to_come_are_counted_while_one_computes() -> None:
-    engine = Engine()
-    engine.store(FILE, KEYS, row_s=0.15)
-    assert engine.scan("alone") == Scan(False, 0)
-    engine.core.arrive("next")
-    assert engine.scan("first") == Scan(True, END)
-    engine.core.finish("first")
-    engine.core.end_step(began=["next"])
-    assert engine.scan("second") == Scan(False, 0)
 
 
 def test_wait_lasts_longer_while_others_wait_for_their_turn() -> None:
@@ -758,23 +369,6 @@ def test_wait_lasts_longer_while_others_wait_for_their_turn() -> None:
     engine.now = 0.08 + 1.5
     assert engine.scan() == Scan(True, END)
     engine.now = 0.08 + 1.7
-    assert engine.scan() == Scan(False, 0)
-
-
-def test_requests_that_wait_for_storage_lose_nothing_while_another_computes() -> None:
-    engine = Engine()
-    engine.store(FILE, [*KEYS, b"x"], row_s=0.02)
-    for number in range(4):
-        assert engine.scan(f"other{number}", keys=[b"x"]).waits
-    engine.plan()
-    engine.speed(FILE, row_s=0.15)
-    assert engine.scan() == Scan(False, 0)
-
-
-def test_prefetch_is_no_request_that_waits() -> None:
-    engine = Engine()
-    engine.store(FILE, KEYS, row_s=0.15)
-    engine.core.prefetch([b"x"])
     assert engine.scan() == Scan(False, 0)
 
 
@@ -807,14 +401,6 @@ def test_load_ends_where_all_full_groups_are() -> None:
     assert engine.scan("r", coarse) == Scan(False, 6 * TOKENS)
 
 
-def test_store_without_an_engine_never_prices() -> None:
-    engine = Engine(chunk_s=0.0001)
-    engine.store(FILE, KEYS, row_s=1.0)
-    for engine.now in (0.0, 9.9):
-        assert look_up_key(engine.core, KEYS[0], "call", None, engine.now) is Lookup.PENDING
-        engine.core.end_step()
-
-
 def test_part_that_the_engine_has_is_neither_loaded_nor_computed() -> None:
     engine = Engine()
     engine.store(FILE, KEYS, row_s=0.01)
@@ -828,42 +414,6 @@ def test_request_that_may_not_use_a_tier_computes_what_only_that_has() -> None:
     engine.store(S3, KEYS[4:], row_s=0.01)
     engine.core.arrive("r", RequestWishes(allowed=frozenset([FILE])))
     assert engine.scan() == Scan(True, 4 * TOKENS)
-
-
-SECONDS = st.floats(0.0, 2.0)
-PRICES = st.builds(TierPrice, SECONDS, st.floats(0.001, 1.0), st.integers(0, 20))
-
-
-@given(
-    runs=st.lists(st.builds(Run, st.integers(HOST, 1), st.integers(1, 6)), max_size=6),
-    prices=st.tuples(PRICES, PRICES),
-    token_s=st.floats(0.0, 0.1),
-    context_s=st.floats(0.0, 0.001),
-    most_s=st.floats(0.1, 20.0),
-)
-def test_choice_is_the_best_of_all_ends(
-    runs: list[Run], prices: tuple[TierPrice, TierPrice], token_s: float, context_s: float, most_s: float
-) -> None:
-    """Against all ends one by one."""
-    chain = pricing.Chain(0, TOKENS, 1)
-    sources = [run.source for run in runs for _ in range(run.steps)]
-    tokens = TOKENS * len(sources)
-
-    def compute_s(at: int) -> float:
-        return (tokens - at) * (token_s + context_s * (at + tokens) / 2)
-
-    def wait_s(steps: int) -> float:
-        return max(price.seconds(sources[:steps].count(tier)) for tier, price in enumerate(prices))
-
-    choice = choose(runs, chain, prices, compute_s, copy=TierPrice(0.0, 0.0, 0), most_s=most_s)
-    first = next((step for step, source in enumerate(sources) if source != HOST), len(sources))
-    ends = [steps for steps in range(first, len(sources) + 1) if steps == first or wait_s(steps) <= most_s]
-    best_s = min(wait_s(steps) + compute_s(TOKENS * steps) for steps in ends)
-    mine = choice.end // TOKENS
-    assert mine in ends
-    # What a tier has loaded before another begins to count is a whole number of rows: one row more or less.
-    slack_s = max(price.row_s for price in prices) + TOKENS * (token_s + context_s * tokens)
-    assert wait_s(mine) + compute_s(choice.end) <= best_s + slack_s + 1e-9
 
 
 def test_a_wait_of_which_keys_behind_it_are_asked_for_goes_on() -> None:

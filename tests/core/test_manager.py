@@ -51,95 +51,12 @@ def scan(core: TierManager, keys: Sequence[Key], request: str, now: float = 0.0)
     return answers
 
 
-def test_deepest_chunk_of_the_oldest_prefix_is_evicted_first() -> None:
-    core = manager(rows=6, tiers=())
-    put(core, CHAIN[:3], "old")
-    put(core, CHAIN[3:6], "new")
-    put(core, CHAIN[6:8], "newer")
-    assert [place is not None for place in core.where(CHAIN)] == [
-        True,
-        False,
-        False,
-        True,
-        True,
-        True,
-        True,
-        True,
-    ]
-
-
-def test_used_prefix_outlives_a_newer_one() -> None:
-    core = manager(rows=6, tiers=())
-    put(core, CHAIN[:3], "old")
-    put(core, CHAIN[3:6], "new")
-    assert scan(core, CHAIN[:3], "again") == [HIT] * 3
-    core.prepare_load("again", CHAIN[:3], 0.0)
-    core.complete_load("again", 0.0)
-    core.end_step()
-    put(core, CHAIN[6:8], "newer")
-    assert [place is not None for place in core.where(CHAIN[:6])] == [True, True, True, True, False, False]
-
-
-def test_full_host_accepts_a_prefix_of_a_store() -> None:
-    core = manager(rows=4, tiers=())
-    first = core.prepare_store("a", CHAIN[:3])
-    assert len(first.keys) == 3
-    second = core.prepare_store("b", CHAIN[3:6])
-    assert second.keys == CHAIN[3:4]
-    assert core.prepare_store("c", CHAIN[6:8]).keys == []
-
-
-def test_first_scan_collects_and_later_scans_stop_at_the_first_pending_key() -> None:
-    core = only_stored(CHAIN)
-    assert scan(core, CHAIN, "r") == [PENDING] * 8
-    core.end_step()
-    assert scan(core, CHAIN, "r") == [PENDING, MISS]
-    jobs = core.events.plan(0.0)
-    assert sum(len(job.moves) for job in jobs) == 8
-    run(core, jobs[:1])
-    core.end_step()
-    assert scan(core, CHAIN, "r") == [HIT] * 8
-
-
 def test_windowed_group_gets_no_miss_while_it_waits() -> None:
     core = only_stored(CHAIN)
     for _ in range(3):
         answers = [look_up_key(core, CHAIN[i], "r", i, 0.0) for i in reversed(range(8))]
         assert answers == [PENDING] * 8
         core.end_step()
-
-
-def test_request_has_one_deadline_for_all_keys() -> None:
-    core = only_stored(CHAIN)
-    assert scan(core, CHAIN, "r", now=0.0)[0] is PENDING
-    core.events.plan(0.0)
-    core.end_step()
-    assert scan(core, CHAIN, "r", now=core.limits.wait_s)[0] is PENDING
-    core.end_step()
-    assert scan(core, CHAIN, "r", now=core.limits.wait_s + 0.1) == [MISS]
-
-
-def test_hit_is_not_evicted_before_its_step_ends() -> None:
-    core = only_stored(CHAIN[2:3], rows=2)
-    put(core, CHAIN[:1], "oldest")
-    put(core, CHAIN[1:2], "newer")
-    run(core, core.events.plan(0.0))
-    assert look_up_key(core, CHAIN[0], "r", 0, 0.0) is HIT
-    assert look_up_key(core, CHAIN[2], "other", 0, 0.0) is PENDING
-    assert [move.key for job in core.events.plan(0.0) for move in job.moves] == [CHAIN[2]]
-    assert core.where([CHAIN[0]])[0] == "cpu"  # although it was the oldest
-    assert len(core.prepare_load("r", CHAIN[:1], 0.0).rows) == 1
-
-
-def test_promotions_do_not_evict_rows_pinned_by_their_request() -> None:
-    core = only_stored(CHAIN[2:6], rows=4)
-    put(core, CHAIN[:2], "first")
-    run(core, core.events.plan(0.0))
-    assert scan(core, CHAIN[:6], "r") == [HIT, HIT, PENDING, PENDING, PENDING, PENDING]
-    run(core, core.events.plan(0.0))
-    assert core.events.plan(0.0) == []
-    core.end_step()
-    assert scan(core, CHAIN[:6], "r") == [HIT, HIT, HIT, HIT, MISS]  # the host has four rows
 
 
 def waiting_and_loading(core: TierManager, prefixes: dict[str, list[Key]], steps: int) -> dict[str, int]:
@@ -178,31 +95,6 @@ def test_prefix_that_is_longer_than_the_host_ends_without_waiting() -> None:
     assert waiting_and_loading(core, {"r": CHAIN}, steps=3) == {"r": 4}
 
 
-def test_requests_whose_rows_fill_the_host_do_not_wait_for_each_other() -> None:
-    """Neither has all that it asked for, and neither can have it while the other one waits."""
-    core = only_stored(CHAIN, rows=4, tiers=("file",))
-    for step in range(2):  # rows of both, in turns
-        for name, keys in (("a", CHAIN[:4]), ("b", CHAIN[4:])):
-            look_up_key(core, keys[step], name, step, 0.0)
-        run(core, core.events.plan(0.0))
-        core.end_step()
-    hits = waiting_and_loading(core, {"a": CHAIN[:4], "b": CHAIN[4:]}, steps=5)
-    assert sum(hits.values()) >= 4
-    assert len(hits) == 2
-
-
-@pytest.mark.parametrize("rows", [4, 5, 7, 8, 100])
-def test_one_slow_download_stops_no_other_load(rows: int) -> None:
-    core = TierManager(rows, 4096, [TierSpec("s3", Write.THROUGH, physical_slots=False)])
-    opened(core, 0, 100)
-    core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(CHAIN)], last=True)
-    assert scan(core, CHAIN[:1], "slow") == [PENDING]
-    assert len(core.events.plan(0.0)) == 1  # which never ends
-    assert scan(core, CHAIN[1:2], "other") == [PENDING]
-    run(core, core.events.plan(0.1))
-    assert scan(core, CHAIN[1:2], "other", now=0.1) == [HIT]
-
-
 def test_waiting_for_room_is_no_failure_of_a_tier() -> None:
     core = only_stored(CHAIN, rows=4)
     others = [f"other-{number}" for number in range(30)]
@@ -216,27 +108,6 @@ def test_waiting_for_room_is_no_failure_of_a_tier() -> None:
     late = core.limits.wait_s + 1.0
     assert all(scan(core, CHAIN[4:], name, late) == [MISS] for name in others)
     assert core.tiers[0].members[0].breakers[Direction.LOAD].closed
-
-
-def test_hit_counts_once_for_the_tier_it_was_promoted_from() -> None:
-    core = only_stored(CHAIN[:1])
-    scan(core, CHAIN[:1], "r")
-    run(core, core.events.plan(0.0))
-    core.end_step()
-    assert scan(core, CHAIN[:1], "r") == [HIT]
-    core.prepare_load("r", CHAIN[:1], 0.0)
-    assert core.sources(CHAIN[:1]) == ["file"]
-    core.complete_load("r", 0.0)
-    assert core.sources(CHAIN[:1]) == ["cpu"]
-    assert core.tiers[0].counters.hits == 1
-
-
-def test_a_load_of_rows_that_are_not_ready_is_an_error() -> None:
-    core = only_stored(CHAIN[:1], tiers=("file",))
-    assert scan(core, CHAIN[:1], "r") == [PENDING]
-    core.events.plan(0.0)
-    with pytest.raises(AssertionError, match="not ready"):
-        core.prepare_load("r", CHAIN[:1], 0.0)
 
 
 @pytest.mark.parametrize(("first", "found"), [(0, 1), (1, 1), (2, 2)])
@@ -280,21 +151,6 @@ def test_row_is_sealed_once_and_the_second_tier_waits() -> None:
     assert (second.tier, [move.seal for move in second.moves]) == (1, [False, False])
 
 
-def test_next_tier_seals_if_the_first_store_fails() -> None:
-    core = manager(tiers=("file", "s3"))
-    put(core, CHAIN[:1])
-    run(core, core.events.plan(0.0), Outcome.NO_SPACE)
-    (second,) = core.events.plan(0.0)
-    assert (second.tier, second.moves[0].seal) == (1, True)
-
-
-def test_write_through_keeps_prefix_order() -> None:
-    core = manager()
-    plan = core.prepare_store("r", CHAIN)
-    core.complete_store(set(plan.keys), all_good)
-    assert [move.key for job in core.events.plan(0.0) for move in job.moves] == CHAIN
-
-
 def test_promoted_row_is_written_to_the_tiers_above_its_source() -> None:
     core = manager(tiers=("file", "s3"))
     core.events.listed(1, [(0, CHAIN[0], 0)], last=True)
@@ -320,21 +176,6 @@ def test_tier_that_is_down_misses_at_once_and_keeps_its_rows() -> None:
     assert core.where(CHAIN[:2]) == [None, "file"], "what is not listed again is gone"
 
 
-def test_rows_of_a_late_job_are_loaded_again_once_it_has_ended() -> None:
-    """But for those of them that have failed."""
-    core = only_stored(CHAIN[:4])
-    assert scan(core, CHAIN[:4], "r") == [PENDING] * 4
-    (job,) = core.events.plan(0.0)
-    core.health.watch(6.0)
-    core.finish("r")
-    assert scan(core, CHAIN[:4], "too early", 7.0) == [MISS]
-    assert core.turn(7.0, 7.0) == []
-    outcomes = [Outcome.FAILED if move.key == CHAIN[2] else Outcome.OK for move in job.moves]
-    core.events.finished(0, job.id, outcomes, 8.0)
-    core.turn(8.0, 8.0)
-    assert scan(core, CHAIN[:4], "again", 8.0) == [PENDING, PENDING, MISS]
-
-
 def test_failing_storage_behaves_like_a_host_only_cascade() -> None:
     bare, failing = manager(rows=4, tiers=()), manager(rows=4, tiers=("file", "s3"))
     for n, keys in enumerate([CHAIN[:3], CHAIN[2:6], CHAIN[:2], CHAIN[5:8], CHAIN[:4]]):
@@ -346,40 +187,6 @@ def test_failing_storage_behaves_like_a_host_only_cascade() -> None:
             run(core, core.events.plan(float(n)), Outcome.FAILED)
         assert sorted(bare.host.index) == sorted(failing.host.index)
     assert not failing.tiers[0].index
-
-
-def test_results_of_unknown_jobs_are_ignored() -> None:
-    core = manager()
-    put(core, CHAIN[:1])
-    (job,) = core.events.plan(0.0)
-    core.events.lost(0, 0.0)
-    run(core, [job])
-    assert core.where([CHAIN[0]])[0] == "cpu"
-    assert CHAIN[0] not in core.tiers[0].index
-    assert core.host.index[CHAIN[0]].mover_refs == 0
-
-
-def test_smaller_budget_evicts_the_excess() -> None:
-    core = only_stored(CHAIN)
-    opened(core, 0, 3)
-    assert len(core.tiers[0].index) == 3
-    assert len(core.tiers[0].members[0].to_delete) == 5
-
-
-def test_root_touched_by_the_engine_outlives_older_leaves() -> None:
-    core = manager(rows=6, tiers=())
-    put(core, CHAIN[:4], "first")
-    put(core, CHAIN[4:6], "other")
-    touched(core, CHAIN[:2], "again")  # hits in the engine's own memory
-    assert scan(core, CHAIN[2:4], "again") == [HIT, HIT]
-    core.prepare_load("again", CHAIN[2:4], 0.0)
-    core.complete_load("again", 0.0)
-    core.end_step()
-    put(core, CHAIN[6:8], "new")
-    assert [place is not None for place in core.where(CHAIN)] == [True] * 4 + [False] * 2 + [True] * 2
-    put(core, [b"one more"], "newer")
-    assert core.where([CHAIN[3]])[0] is None  # the leaf
-    assert core.where([CHAIN[0]])[0] == "cpu"
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["closed", "half-open"])
@@ -426,19 +233,6 @@ def test_request_whose_load_failed_gets_no_more_hits() -> None:
     assert core.host.used == 1
     core.finish("r")
     assert scan(core, CHAIN[2:3], "r") == [HIT], "a name that comes again is another request"
-
-
-def test_row_whose_load_failed_stays_while_another_load_reads_it() -> None:
-    core = manager(tiers=())
-    put(core, CHAIN[:1])
-    for request in ("bad", "good"):
-        look_up_key(core, CHAIN[0], request, 0, 0.0)
-        core.prepare_load(request, CHAIN[:1], 0.0)
-    core.complete_load("bad", 0.0, failed=True)
-    core.complete_load("good", 0.0)
-    core.end_step()
-    core.reset(keep_tiers=False)
-    assert core.host.used == 0
 
 
 def test_request_loads_from_its_allowed_tiers_only() -> None:
@@ -494,41 +288,6 @@ def test_use_by_another_request_lifts_host_only(use: str) -> None:
         assert stored_keys(core) == (set() if other == "private too" else {CHAIN[0]})
 
 
-def test_host_only_row_that_is_still_being_filled_is_written_if_another_request_stores_it() -> None:
-    core = manager()
-    core.arrive("private", RequestWishes(host_only=True))
-    plan = core.prepare_store("private", CHAIN[:2])
-    assert core.prepare_store("other", CHAIN[:1]).keys == []
-    core.complete_store(plan.keys, all_good)
-    assert stored_keys(core) == {CHAIN[0]}
-
-
-def test_host_only_rows_are_no_probes_of_a_tier_whose_circuit_is_open() -> None:
-    core = manager()
-    core.arrive("private", RequestWishes(host_only=True))
-    put(core, CHAIN[:2], "private")
-    breaker = core.tiers[0].members[0].breakers[Direction.STORE]
-    breaker.trip(0.0)
-    expire(core, 100.0)
-    assert breaker.wants_probe
-    assert core.events.plan(100.0) == []
-    put(core, CHAIN[2:3])
-    assert [move.key for job in core.events.plan(100.0) for move in job.moves] == [CHAIN[2]]
-
-
-def test_host_only_rows_are_evicted_without_a_write() -> None:
-    core = TierManager(4, 4096, [TierSpec("file", Write.ON_EVICT, physical_slots=True)], Limits(reserve_share=0.5))
-    opened(core, 0, 100)
-    core.events.listed(0, [], last=True)
-    core.arrive("private", RequestWishes(host_only=True))
-    put(core, CHAIN[:2], "private")
-    core.writeback.demote(core.host.index.values())
-    put(core, CHAIN[2:6])
-    assert stored_keys(core) & {*CHAIN[:2]} == set()
-    assert core.tiers[0].counters.dropped == 0
-    assert all(place is None for place in core.where(CHAIN[:2]))
-
-
 def test_open_tier_is_resized_without_losing_rows() -> None:
     core = only_stored(CHAIN[:6])
     core.events.resized(0, 4)
@@ -572,19 +331,6 @@ def test_no_request_waits_beyond_its_deadline_for_a_row_being_filled() -> None:
     assert pending_s(core, CHAIN[:2], "reader") <= 2.5
 
 
-def test_no_request_waits_beyond_its_deadline_for_a_tier_that_hangs() -> None:
-    """Of a tier that freezes, what was asked for first is given up first; the rest was never begun."""
-    core = manager(rows=4, wait_s=2.0)
-    core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(CHAIN)], last=True)
-    now = 0.0
-    while PENDING in [look_up_key(core, key, "reader", None, now) for key in CHAIN]:
-        core.end_step()
-        now += 0.5
-        expire(core, now)
-        core.events.plan(now)
-        assert now <= 2.5
-
-
 @pytest.mark.parametrize("keep_tiers", [True, False])
 def test_reset_does_not_rearm_the_deadline(keep_tiers: bool) -> None:
     core = manager(wait_s=2.0)
@@ -597,21 +343,6 @@ def test_reset_does_not_rearm_the_deadline(keep_tiers: bool) -> None:
     core.finish("reader")
     core.prepare_store("writer", CHAIN[:1])
     assert scan(core, CHAIN[:1], "reader", now=3.0) == [PENDING]
-
-
-def test_preempted_request_may_wait_again_after_a_load() -> None:
-    core = only_stored(CHAIN)
-    assert scan(core, CHAIN[:2], "r") == [PENDING, PENDING]
-    run(core, core.events.plan(0.0))
-    core.end_step()
-    assert scan(core, CHAIN[:2], "r", now=1.0) == [HIT, HIT]
-    core.prepare_load("r", CHAIN[:2], 0.0)
-    core.complete_load("r", 0.0)
-    core.end_step()
-    late = 10 * core.limits.wait_s
-    assert scan(core, CHAIN[2:4], "r", now=late) == [PENDING, PENDING]
-    core.end_step()
-    assert scan(core, CHAIN[2:4], "r", now=late + core.limits.wait_s + 1) == [MISS]
 
 
 def test_expired_request_waits_again_only_after_a_load() -> None:
@@ -660,12 +391,3 @@ def test_end_of_a_call_does_not_release_rows_of_others() -> None:
     core.end_call("before", all_good)
     assert core.host.used == 2
     assert scan(core, CHAIN[2:4], "who") == [HIT, MISS]
-
-
-def test_down_tier_after_mover_death_leaves_the_core_idle() -> None:
-    core = manager()
-    put(core, CHAIN[:4])
-    assert core.events.plan(0.0)
-    core.events.killed(0, 1.0)
-    core.events.lost(0, 1.0)
-    assert not core.events.busy

@@ -11,7 +11,7 @@ from nixl_tiers.core.slots import slots_each
 from nixl_tiers.core.types import BreakerState, Direction, TierState
 from tests.support import inside
 from tests.support.columns import PlainColumns
-from tests.support.core import opened, put, rows_of
+from tests.support.core import opened, rows_of
 from tests.support.members import MEMBERS, PROMPT, SLOTS, TOKENS, Machine
 
 OTHER = [b"other-%02d" % number for number in range(16)]
@@ -62,12 +62,6 @@ def test_what_is_computed_again_goes_to_living_members_and_the_prompt_is_whole(m
     assert machine.load(PROMPT, "later") == len(PROMPT)
 
 
-def test_what_was_not_computed_again_is_there_when_a_member_returns(machine: Machine) -> None:
-    machine.open(2, machine.die(2))
-    assert machine.load(PROMPT, "request") == len(PROMPT)
-    assert machine.tier.counters.rows == len(PROMPT)
-
-
 def test_a_row_whose_member_fails_to_read_is_written_to_another_and_deleted_there(machine: Machine) -> None:
     """A drive that fails reads is not down: it is told what is not its row any more."""
     key = PROMPT[machine.first_at(1)]
@@ -78,14 +72,6 @@ def test_a_row_whose_member_fails_to_read_is_written_to_another_and_deleted_ther
     assert machine.tier.member_of(key).number != 1
     assert (1, slot, key) in machine.deleted
     assert machine.tier.counters.rows == len(PROMPT)
-
-
-def test_rows_go_nowhere_else_while_no_member_takes_any(machine: Machine) -> None:
-    for mover in range(MEMBERS):
-        machine.core.events.lost(mover, machine.now)
-    machine.store(PROMPT)
-    assert not machine.tier.to_store
-    assert len(machine.tier.index) == len(PROMPT), "they may be listed again"
 
 
 def test_a_hung_member_takes_neither_room_nor_messages_from_the_others(machine: Machine) -> None:
@@ -126,17 +112,6 @@ def test_a_hung_member_has_no_more_than_its_part_of_the_window() -> None:
     there = [key for key in PROMPT if key in machine.core.host.index and machine.tier.member_of(key).number != 3]
     assert len(there) == 12
     assert machine.tier.rows_loading == 1
-
-
-def test_each_member_is_sent_as_many_messages_as_it_takes() -> None:
-    machine = Machine(host=2048)
-    for member in machine.core.movers:
-        member.send_credits = 100
-    machine.core.movers[0].send_credits = 0
-    put(machine.core, PROMPT)
-    jobs = machine.core.turn(0.1, 0.1)
-    assert {job.mover for job in jobs} == {1, 2, 3}
-    assert sum(len(job.moves) for job in jobs) == len(PROMPT), "the others take its share"
 
 
 @pytest.mark.parametrize("single", [True, False])
@@ -180,40 +155,6 @@ def test_deletes_are_sent_by_the_number_that_the_medium_knows(machine: Machine) 
     assert all(0 <= slot < SLOTS for _, slot, _ in machine.deleted)
 
 
-def test_a_full_tier_evicts_its_oldest_rows_wherever_they_are() -> None:
-    machine = Machine()
-    old = [b"old-%03d" % number for number in range(MEMBERS * SLOTS)]
-    for start in range(0, len(old), 8):
-        machine.store(old[start : start + 8])
-    assert machine.tier.index.slots.free == 0
-    machine.store(PROMPT)
-    assert all(key in machine.tier.index for key in PROMPT)
-    assert len(machine.tier.index) <= MEMBERS * SLOTS
-    assert not any(key in machine.tier.index for key in old[:8])
-
-
-def test_nothing_is_evicted_for_a_full_member_while_another_has_room() -> None:
-    machine = Machine(host=40)  # its windows are of one row
-    machine.store(PROMPT)
-    machine.core.events.resized(1, 4)  # there is no room to grow
-    machine.store(OTHER)
-    assert machine.tier.counters.evictions == machine.tier.counters.dropped == 0
-    assert all(key in machine.tier.index for key in (*PROMPT, *OTHER))
-    assert len(machine.tier.index.slots_of(machine.tier.members[1])) == 4
-
-
-def test_a_full_tier_goes_on_storing_to_the_living() -> None:
-    machine = Machine()
-    old = [b"old-%03d" % number for number in range(MEMBERS * SLOTS)]
-    for start in range(0, len(old), 8):
-        machine.store(old[start : start + 8])
-    machine.die(0)
-    machine.store(PROMPT)
-    stored = [key for key in PROMPT if key in machine.tier.index]
-    assert stored == PROMPT
-    assert not any(machine.tier.member_of(key).number == 0 for key in PROMPT)
-
-
 @pytest.mark.parametrize("columns", [False, True], ids=["one by one", "in columns"])
 def test_two_members_that_list_at_once_confirm_their_own_rows(machine: Machine, columns: bool) -> None:
     first, second = machine.die(0), machine.die(1)
@@ -232,49 +173,6 @@ def test_two_members_that_list_at_once_confirm_their_own_rows(machine: Machine, 
     for member in machine.tier.members:
         slots = machine.tier.index.slots_of(member)
         assert len(slots) == sum(machine.tier.member_of(key) is member for key in kept)
-
-
-def test_what_one_member_has_listed_is_not_forgotten_when_another_begins(machine: Machine) -> None:
-    first, second = machine.die(0), machine.die(1)
-    opened(machine.core, 0, SLOTS)
-    machine.core.events.listed(0, first, last=False)
-    opened(machine.core, 1, SLOTS)
-    machine.core.events.listed(0, [], last=True)
-    assert machine.load([key for _, key, _ in first][:1], "first") == 1
-    machine.core.events.listed(1, second[1:], last=True)
-    assert len(machine.tier.index) == len(PROMPT) - 1
-    assert second[0][1] not in machine.tier.index
-
-
-def test_a_duplicate_in_columns_is_deleted_at_the_member_that_lists_it(machine: Machine) -> None:
-    held = machine.die(2)
-    machine.store(PROMPT)
-    machine.deleted.clear()
-    opened(machine.core, 2, SLOTS)
-    take_all(machine.core.events.columns_listed(2, PlainColumns(held)))
-    machine.core.events.listed(2, [], last=True)
-    machine.turn()
-    assert sorted(machine.deleted) == sorted((2, slot, key) for slot, key, _ in held)
-
-
-def test_a_circuit_is_probed_with_a_row_of_its_own_member(machine: Machine) -> None:
-    machine.core.events.killed(1, machine.now)
-    held = [
-        (row.slot - machine.tier.members[1].first_slot, key, row.tick)
-        for key, row in rows_of(machine.tier).items()
-        if machine.tier.member_of(key).number == 1
-    ]
-    machine.core.events.lost(1, machine.now)
-    machine.open(1, held)
-    machine.sent.clear()
-    for _ in range(40):
-        machine.now += 1.0
-        machine.turn()
-    probes = [job for job in machine.sent if job.probe_episode is not None and job.direction is Direction.LOAD]
-    assert probes
-    assert {job.mover for job in probes} == {1}
-    assert machine.tier.members[1].loads.closed
-    assert machine.load(PROMPT, "request") == len(PROMPT)
 
 
 def test_an_expired_request_blames_the_member_that_it_waited_for(machine: Machine) -> None:
@@ -303,16 +201,3 @@ def test_a_bad_row_keeps_its_slot_while_another_job_reads_it(machine: Machine) -
     assert key not in machine.tier.index
     machine.core.health.watch(machine.now + machine.core.limits.retry_s)
     assert machine.tier.index.slots.free == free + 1
-
-
-def test_slots_that_a_dead_member_was_writing_have_not_failed(machine: Machine) -> None:
-    """The others serve on, so that the tier is up: for a crash that nobody explains they would wait for ten minutes."""
-    machine.hang = {0}
-    machine.store(OTHER)
-    aside = machine.tier.index.aside
-    machine.die(0)
-    machine.turn()
-    assert {round(until_s - machine.now) for until_s in aside.until_s.values()} == {round(machine.core.limits.retry_s)}
-    machine.now += machine.core.limits.retry_s
-    machine.turn()
-    assert not aside.until_s

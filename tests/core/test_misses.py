@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
@@ -124,16 +122,6 @@ def test_a_chunk_that_the_host_has_no_room_for() -> None:
     assert miss(core, ONE, TWO) == {("cpu", "no_room"): 1}
 
 
-def test_a_chunk_that_is_there_behind_a_miss_has_the_reason_of_that_miss() -> None:
-    core = cascade(TWO, rows=1)
-    put(core, [ONE])
-    put(core, [b"another"])
-    answer = look_up_key(core, ONE, "get", 0, 0.0)
-    assert answer is Lookup.MISS
-    core.count_misses("get", [ONE, TWO], 0.0)
-    assert missed(core) == {("cpu", "evicted"): 2}
-
-
 def test_what_is_there_behind_a_miss_has_its_reason_up_to_the_next_miss() -> None:
     keys = [b"%d" % number for number in range(6)]
     core = cascade(keys[2], keys[3], keys[5], rows=1)
@@ -141,15 +129,6 @@ def test_what_is_there_behind_a_miss_has_its_reason_up_to_the_next_miss() -> Non
     put(core, [b"another"])
     core.count_misses("get", keys, 0.0)
     assert missed(core) == {("cpu", "never_stored"): 4, ("cpu", "evicted"): 2}
-
-
-def test_after_a_reset_nothing_was_ever_stored() -> None:
-    core = cascade(rows=1)
-    put(core, [ONE])
-    put(core, [TWO])
-    core.reset(keep_tiers=True)
-    core.flushed()
-    assert miss(core, ONE) == {("cpu", "never_stored"): 1}
 
 
 @pytest.mark.parametrize("why", Gone)
@@ -164,18 +143,6 @@ def test_a_key_that_has_left_is_remembered_with_its_tier_and_the_reason(tier: in
     assert not gone.find(ONE)
 
 
-def test_many_keys_are_found_as_each_of_them() -> None:
-    gone = EvictionHistory()
-    keys = [b"key %d" % number for number in range(300)]
-    places = {hash(key) % (1 << TABLE_BITS) for key in keys[::3]}  # of two keys with one place the newer is known
-    for _ in range(2):
-        for number, key in enumerate(keys[::3]):
-            gone.note(key, tag_of(number % 60 - 1, Gone.EXPIRED))
-        assert gone.find_many(keys) == [gone.find(key) for key in keys]
-        assert sum(tag != 0 for tag in gone.find_many(keys)) == len(places)
-        gone.clear()
-
-
 def test_most_of_the_last_keys_are_remembered_and_no_other_key_is_named() -> None:
     gone = EvictionHistory()
     count = 1 << (TABLE_BITS - 5)
@@ -184,28 +151,3 @@ def test_most_of_the_last_keys_are_remembered_and_no_other_key_is_named() -> Non
     known = sum(gone.find(b"key %d" % number) == tag_of(2, Gone.EVICTED) for number in range(count))
     assert known > 0.95 * count
     assert sum(gone.find(b"other %d" % number) != 0 for number in range(count)) <= 2
-
-
-def test_a_miss_costs_no_more_beside_many_others() -> None:
-    """What it takes is measured by the benches; this finds an accidental walk over rows."""
-    calls = 0
-
-    def count(*_: object) -> None:
-        nonlocal calls
-        calls += 1
-
-    def calls_for(number_of_keys: int) -> int:
-        nonlocal calls
-        core = cascade()
-        keys = [b"key %d" % number for number in range(number_of_keys)]
-        calls = 0
-        sys.setprofile(count)
-        try:
-            core.count_misses("get", keys, 0.0)
-        finally:
-            sys.setprofile(None)
-        assert missed(core) == {("cpu", "never_stored"): len(keys)}
-        return calls
-
-    few, many = calls_for(1_000), calls_for(20_000)
-    assert many < 30 * few

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from nixl_tiers.base.chunk import Key, Outcome
-from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefetch_queue import MAX_PREFETCHES
-from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.types import Direction
-from tests.core.test_manager import HIT, MISS, PENDING, manager, only_stored, run, scan
+from tests.core.test_manager import HIT, PENDING, manager, only_stored, run, scan
 from tests.support import inside
-from tests.support.core import all_good, anticipate, look_up_key, put
+from tests.support.core import all_good, anticipate, put
 
 FIRST = (0.0,)
 
@@ -75,36 +73,6 @@ def test_request_whose_turn_comes_at_once_gets_nothing_before_it_is_looked_up() 
     assert come_up(core) == a, "a step has passed it over"
 
 
-def test_request_waits_for_the_rest_of_what_is_coming_up() -> None:
-    a = chain("a")
-    core = stored(a, rows=8)
-    wait_in_line(core, "a", a, FIRST)
-    jobs = core.events.plan(0.0)
-    assert scan(core, a, "a") == [PENDING] * 4
-    run(core, jobs)
-    core.end_step()
-    assert scan(core, a, "a", now=core.limits.wait_s) == [HIT] * 4
-
-
-def test_request_whose_turn_has_come_goes_before_the_line() -> None:
-    a, b = chain("a", 8), chain("b", 2)
-    core = stored(a, b, rows=32, ahead_s=4 * 4096 / 4e6)
-    wait_in_line(core, "a", a, FIRST)
-    jobs = core.events.plan(0.0)
-    assert sum(len(job.moves) for job in jobs) == 4, "no more than the tier moves in ahead_s"
-    assert core.events.plan(0.0) == []
-    assert scan(core, b, "b") == [PENDING] * 2
-    assert [move.key for job in core.events.plan(0.0) for move in job.moves] == b
-
-
-def test_of_those_with_one_rank_the_first_to_arrive_comes_first() -> None:
-    a, b = chain("a"), chain("b")
-    core = stored(a, b, rows=16)
-    wait_in_line(core, "b", b, FIRST)
-    wait_in_line(core, "a", a, FIRST)
-    assert come_up(core) == [*b, *a]
-
-
 def test_line_queues_no_more_than_the_window_of_loads() -> None:
     """However fast the tier is: one whose turn comes is next when these have come."""
     a, b = chain("a", 16), chain("b", 2)
@@ -128,26 +96,6 @@ def test_line_holds_its_share_of_the_host_and_no_more() -> None:
     assert (in_host(core, a), in_host(core, b), in_host(core, other)) == (4, 2, 6), "and keeps them"
     core.finish("r0")
     assert come_up(core) == [*b[2:], *c[:2]]
-
-
-def test_rows_that_are_in_host_memory_are_kept_for_the_line() -> None:
-    a, b = chain("a"), chain("b", 16)
-    core = stored(a, rows=16)
-    put(core, a)
-    wait_in_line(core, "a", a, FIRST)
-    assert come_up(core) == []
-    put(core, b)
-    assert (in_host(core, a), in_host(core, b)) == (4, 12)
-
-
-def test_rows_come_up_for_the_requests_that_are_next_only() -> None:
-    a, b, c = chain("a"), chain("b"), chain("c")
-    core = stored(a, b, c, rows=64, line_requests=2)
-    for number, keys in enumerate((a, b, c)):
-        wait_in_line(core, f"r{number}", keys, (number,))
-    assert come_up(core) == [*a, *b]
-    core.finish("r0")
-    assert come_up(core) == c
 
 
 def test_last_in_line_gives_way_to_one_that_comes_before_it() -> None:
@@ -178,32 +126,6 @@ def test_line_gives_way_to_a_request_whose_turn_has_come() -> None:
     assert scan(core, a, "a") == [PENDING] * 4, "it gets them at its turn"
 
 
-def test_chain_ends_at_its_first_hole() -> None:
-    a = chain("a")
-    core = stored(a[:2], a[3:], rows=8)
-    wait_in_line(core, "a", a, FIRST)
-    assert come_up(core) == a[:2]
-
-
-def test_line_asks_only_the_tiers_that_a_request_may_load_from() -> None:
-    a = chain("a")
-    core = stored(a, rows=8)
-    core.arrive("a", RequestWishes(allowed=frozenset([])))
-    wait_in_line(core, "a", a, FIRST)
-    assert come_up(core) == []
-    assert scan(core, a, "a") == [MISS]
-
-
-def test_row_that_fails_to_come_up_is_looked_up_at_its_turn() -> None:
-    a = chain("a")
-    core = stored(a, rows=8)
-    wait_in_line(core, "a", a, FIRST)
-    come_up(core, Outcome.CORRUPT)
-    assert scan(core, a, "a") == [MISS]
-    core.finish("a")
-    assert not inside.pinned(core)
-
-
 def test_rows_that_fail_to_come_up_for_the_line_come_from_the_next_tier() -> None:
     """Nobody looks a request up whose turn is to come: the line itself finds out, and counts no row twice."""
     a = chain("a")
@@ -215,48 +137,6 @@ def test_rows_that_fail_to_come_up_for_the_line_come_from_the_next_tier() -> Non
     assert scan(core, a, "a") == [HIT] * 4
 
 
-def test_rows_whose_tier_is_lost_before_they_are_loaded_come_from_the_next_one() -> None:
-    a = chain("a")
-    core = only_stored(a, tiers=("file", "s3"))
-    inside.state(core).load_window = 2
-    wait_in_line(core, "a", a, FIRST)
-    jobs = core.events.plan(0.0)
-    core.events.down(0, 0.0)
-    run(core, jobs, Outcome.FAILED)
-    assert come_up(core) == a
-    assert [place.held for place in inside.line(core)] == [4]
-
-
-def test_rows_that_fail_to_come_up_for_a_prefetch_come_from_the_next_tier() -> None:
-    a = chain("a")
-    core = only_stored(a, tiers=("file", "s3"))
-    core.prefetch(a)
-    run(core, core.events.plan(0.0), Outcome.CORRUPT)
-    assert come_up(core) == a
-    assert not inside.pinned(core)
-    assert not inside.promotion(core).busy
-
-
-def test_aborted_request_leaves_the_line_and_unpins_its_rows() -> None:
-    a = chain("a")
-    core = stored(a, rows=8)
-    wait_in_line(core, "a", a, FIRST)
-    come_up(core)
-    core.finish("a")
-    assert not inside.pinned(core)
-    assert not inside.promotion(core).busy
-
-
-def test_reset_empties_the_line() -> None:
-    a = chain("a")
-    core = stored(a, rows=8)
-    wait_in_line(core, "a", a, FIRST)
-    core.events.plan(0.0)
-    core.reset(keep_tiers=True)
-    assert come_up(core) == []
-    assert scan(core, a, "a") == [PENDING] * 4
-
-
 def test_prefetch_brings_rows_up_and_leaves_them_unpinned() -> None:
     a = chain("a")
     core = stored(a, rows=8)
@@ -265,40 +145,6 @@ def test_prefetch_brings_rows_up_and_leaves_them_unpinned() -> None:
     assert not inside.pinned(core)
     assert not inside.promotion(core).busy
     assert scan(core, a, "get") == [HIT] * 4
-
-
-def test_prefetch_of_more_than_the_share_brings_its_beginning() -> None:
-    a = chain("a", 20)
-    core = stored(a, rows=16)
-    core.prefetch(a)
-    assert come_up(core) == a[:8]
-    assert not inside.promotion(core).busy
-
-
-def test_prefetch_goes_behind_every_request_in_line() -> None:
-    a, b = chain("a"), chain("b")
-    core = stored(a, b, rows=16)
-    core.prefetch(b)
-    wait_in_line(core, "a", a, (1e9,))
-    assert come_up(core) == [*a, *b]
-
-
-def test_rows_that_were_loaded_are_not_counted_as_promoted_in_vain() -> None:
-    a, b = chain("a"), chain("b")
-    core = stored(a, b, rows=8)
-    wait_in_line(core, "a", a, FIRST)
-    come_up(core)
-    core.prefetch(b)
-    assert come_up(core) == [], "others hold the line's share"
-    assert [look_up_key(core, key, "a", place, 0.0) for place, key in enumerate(a)] == [Lookup.HIT] * 4
-    core.prepare_load("a", a, 0.0)
-    core.complete_load("a", 0.0)
-    core.finish("a")
-    core.end_step()
-    assert come_up(core) == b
-    put(core, chain("other", 8))
-    assert in_host(core, [*a, *b]) == 0
-    assert core.host.counters.unused == 4
 
 
 def test_request_that_begins_without_a_look_up_leaves_the_line() -> None:
@@ -314,43 +160,6 @@ def test_request_that_begins_without_a_look_up_leaves_the_line() -> None:
     assert (in_host(core, a), in_host(core, b)) == (0, 4)
 
 
-def test_line_gives_way_although_promotions_wait_for_room() -> None:
-    a, b = chain("a"), chain("b")
-    core = stored(a, b, rows=8, line_share=1.0)
-    core.prepare_store("filling", chain("filling", 5))
-    wait_in_line(core, "b", b, (1.0,))
-    run(core, core.events.plan(0.0))
-    assert inside.promotion(core).host_full
-    assert scan(core, a, "a")[0] is PENDING
-    assert a[0] in come_up(core)
-
-
-def test_request_that_has_given_way_gets_nothing_that_was_queued_for_it() -> None:
-    line, turn = chain("line", 2), chain("turn", 1)
-    core = stored(line[1:], turn, rows=8)
-    put(core, line[:1])
-    wait_in_line(core, "line", line, FIRST)
-    core.tiers[0].members[0].send_credits = 0
-    assert core.events.plan(0.0) == []
-    assert len(core.tiers[0].to_load) == 1, "its mover takes nothing now"
-    assert len(core.prepare_store("busy", chain("busy", 7)).rows) == 7
-    assert scan(core, turn, "turn") == [PENDING]
-    core.tiers[0].members[0].send_credits = 10
-    loads = [job for job in core.events.plan(0.0) if job.direction is Direction.LOAD]
-    assert [move.key for job in loads for move in job.moves] == turn
-    run(core, loads)
-    assert not inside.pinned(core) & set(line)
-
-
-def test_line_without_anything_left_to_promote_is_not_busy() -> None:
-    a = chain("a")
-    core = stored(a, rows=8)
-    wait_in_line(core, "a", [*a[:2], b"nowhere", *a[2:]], FIRST)
-    come_up(core)
-    assert not inside.line_is_busy(core)
-    assert scan(core, a[:2], "a") == [HIT] * 2
-
-
 def test_line_that_can_only_wait_leaves_no_work() -> None:
     """The supervisor would go on at once with work that is left, and take a core."""
     chains = [chain(name) for name in "abcdef"]
@@ -362,36 +171,6 @@ def test_line_that_can_only_wait_leaves_no_work() -> None:
         turns += 1
         assert turns < 100, "it never rests"
     assert core.events.busy, "and there is something to promote when a load has ended"
-
-
-def test_request_waits_for_room_beside_one_that_has_got_all_it_will_get() -> None:
-    """The rows of that one become free as soon as it has loaded them: to wait for that is quicker than to compute."""
-    a, b = chain("a", 5), chain("b")
-    core = stored(a, b, rows=4)
-    assert scan(core, a, "a")[0] is PENDING
-    assert come_up(core) == a[:4]
-    core.end_step()
-    assert scan(core, a, "a") == [HIT] * 4 + [MISS], "for the last one there was no room"
-    assert scan(core, b, "b")[0] is PENDING
-    assert come_up(core) == []
-    core.prepare_load("a", a[:4], 0.0)
-    core.complete_load("a", 0.0)
-    core.finish("a")
-    core.end_step()
-    assert scan(core, b, "b")[0] is PENDING
-    assert come_up(core) == b
-
-
-def test_prefetch_that_found_no_room_ends_and_unpins_its_rows() -> None:
-    a, b = chain("a"), chain("b")
-    core = stored(a, b, rows=8, line_share=0.5)
-    core.prepare_store("filling", chain("filling", 5))
-    core.prefetch(a)
-    assert come_up(core) == a[:3]
-    assert not inside.pinned(core) & set(a)
-    core.complete_store(chain("filling", 5), all_good)
-    core.prefetch(b)
-    assert come_up(core) == b, "and the line goes on"
 
 
 def test_turn_with_a_host_full_of_pinned_rows_walks_over_no_queue() -> None:
@@ -428,41 +207,6 @@ def test_line_has_room_for_those_that_would_be_next() -> None:
     scan(core, a, "a")
     assert core.anticipate("a", (), FIRST) is None, "its turn has come"
     assert core.anticipate("c", (), (2.0,))
-
-
-def test_many_prefetches_of_one_key_each_come_up_together() -> None:
-    a, b = chain("a", 20), chain("b", 80)
-    core = stored(a, b, rows=400, ahead_s=1e3, rows_per_slice=1000, line_requests=8)
-    jobs = []
-    for key in a:
-        core.prefetch([key])
-        jobs += core.events.plan(0.0)
-    assert 0 < len(jobs) <= 8
-    for key in b:
-        core.prefetch([key])
-    rounds = 0
-    while jobs:
-        run(core, jobs)
-        jobs = core.events.plan(0.0)
-        rounds += 1
-    assert in_host(core, [*a, *b]) == 100
-    assert rounds == 2, "those that were under way, and all others"
-    assert not inside.promotion(core).busy
-
-
-def test_prefetches_that_hold_nothing_make_way_within_a_slice() -> None:
-    a = chain("a")
-    core = stored(a, rows=64, line_requests=2)
-    for number in range(10):
-        core.prefetch([b"%d nowhere %d" % (number, place) for place in range(32)])
-    core.prefetch(a)
-    assert core.events.plan(0.0) == []
-    assert core.events.unfinished, "a slice is bounded"
-    turns = 0
-    while not (jobs := core.events.plan(0.0)):
-        turns += 1
-        assert turns < 10
-    assert [move.key for job in jobs for move in job.moves] == a
 
 
 def test_line_of_prefetches_is_bounded() -> None:

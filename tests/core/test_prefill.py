@@ -57,30 +57,6 @@ def test_known_machine_is_learned_from_noisy_steps_though_some_are_far_off(machi
             assert estimate.seconds(start, end) == pytest.approx(true_seconds(machine, start, end), rel=error)
 
 
-def test_first_steps_that_compile_are_outweighed():
-    estimate = PrefillEstimate()
-    for seconds in (60.0, 0.1, 0.1, 0.1, 0.1):
-        estimate.observe(1000, 500, seconds)
-    assert estimate.seconds(0, 1000) == pytest.approx(0.1, rel=0.1)
-
-
-def test_slower_machine_is_noticed_within_some_steps():
-    draw, estimate = random.Random(1), learned(GPU, 1, count=200)
-    slower = (GPU[0] * 3, GPU[1] * 3, GPU[2] * 3)
-    for tokens, context in prompts(draw, 60):
-        estimate.observe(tokens, context, step_seconds(slower, tokens, context))
-    assert estimate.seconds(0, 6000) == pytest.approx(true_seconds(slower, 0, 6000), rel=0.25)
-
-
-def test_steps_far_too_fast_are_outweighed():
-    """Whose tokens were counted, and which did not compute them."""
-    draw, estimate = random.Random(4), PrefillEstimate(step_tokens=STEP)
-    for tokens, context in prompts(draw, 40):
-        seconds = step_seconds(CPU, tokens, context)
-        estimate.observe(tokens, context, seconds / 50 if draw.random() < 0.1 else seconds)
-    assert estimate.seconds(0, 4000) == pytest.approx(true_seconds(CPU, 0, 4000), rel=0.2)
-
-
 def test_slower_machine_is_noticed_though_only_one_kind_of_prompt_comes():
     estimate = learned(GPU, 6)
     for _ in range(400):
@@ -95,48 +71,11 @@ def test_no_term_is_negative_where_the_best_fit_would_have_one():
     assert 0 <= estimate.seconds(0, 1) <= estimate.seconds(0, 50) <= estimate.seconds(0, 100)
 
 
-def test_steps_of_one_shape_give_a_speed():
-    estimate = PrefillEstimate()
-    for _ in range(10):
-        estimate.observe(500, 250, 2.0)
-    assert estimate.seconds(0, 500) == pytest.approx(2.0, rel=0.05)
-    assert estimate.seconds(0, 250) == pytest.approx(1.0, rel=0.15)
-    assert estimate.seconds(0, 1000) == pytest.approx(4.0, rel=0.15)
-
-
 def test_a_run_of_short_prompts_does_not_make_it_forget_long_ones():
     estimate = learned(CPU, 5, count=20)
     for _ in range(100):
         estimate.observe(64, 32, step_seconds(CPU, 64, 32))
     assert estimate.seconds(0, 8000) == pytest.approx(true_seconds(CPU, 0, 8000), rel=0.25)
-
-
-def saved_share(machine, seed, noise, known):
-    """A service that starts with ten documents and is asked 60 more times, mostly again (with probability `known`), as
-    `bench.savings` asks it: the expected seconds saved, relative to what computing the same would have taken."""
-    draw, estimate = random.Random(seed), PrefillEstimate()
-    expected = without = 0.0
-
-    def take(tokens, context):
-        return step_seconds(machine, tokens, context) * draw.lognormvariate(0, noise)
-
-    for place in range(70):
-        tokens = 256 * draw.randint(2, 5)
-        if place < 10 or draw.random() >= known:  # the first steps compile
-            estimate.observe(tokens, tokens / 2, take(tokens, tokens / 2) * (4 if place == 0 else 1))
-            continue
-        last = take(1, tokens)
-        expected += estimate.seconds(0, tokens + 1) - estimate.seconds(tokens, tokens + 1)
-        without += step_seconds(machine, tokens, tokens / 2) - last
-        estimate.observe(1, tokens - 0.5, last)
-    return expected / without
-
-
-@pytest.mark.parametrize("machine", [GPU, (0.04, 9e-4, 1e-7)])
-@pytest.mark.parametrize("known", [0.6, 1.0])
-def test_seconds_saved_agree_with_computing_though_nearly_all_is_loaded(machine, known):
-    shares = [saved_share(machine, seed, 0.05, known) for seed in range(20)]
-    assert sum(abs(share - 1) < 0.15 for share in shares) >= 19, shares
 
 
 def test_sum_of_many_steps_is_right_though_some_are_slow():
@@ -149,23 +88,6 @@ def test_sum_of_many_steps_is_right_though_some_are_slow():
             estimate.observe(tokens, context, slow * step_seconds(CPU, tokens, context))
         shares.append(estimate.seconds(0, 6000) / true_seconds(CPU, 0, 6000))
     assert sum(shares) / len(shares) == pytest.approx(1.3, rel=0.08)
-
-
-def test_few_samples_of_the_first_steps_are_not_what_it_goes_by_for_long():
-    estimate = PrefillEstimate()
-    for seconds in (9.0, 8.0, 7.0, 6.0, 5.0) + (1.0,) * 5:  # warm-up
-        estimate.observe(1000, 500, seconds)
-    assert estimate.seconds(0, 1000) == pytest.approx(1.0, rel=0.05)
-
-
-def test_loads_of_all_lengths_do_not_make_it_forget_what_computing_takes():
-    estimate, draw = learned(CPU, 7, count=20), random.Random(7)
-    known = len(estimate.samples())
-    for place in range(400):
-        context = 2.0 ** (place % 20)
-        estimate.observe(1, context, step_seconds(CPU, 1, context) * draw.lognormvariate(0, 0.05))
-    assert len(estimate.samples()) >= known
-    assert estimate.seconds(0, 8000) == pytest.approx(true_seconds(CPU, 0, 8000), rel=0.25)
 
 
 def test_prompt_takes_as_many_steps_as_the_engine_says():
@@ -206,12 +128,6 @@ def test_another_process_goes_on_with_the_same_estimate(samples):
     assert (restored.seconds(0, 5000) is None) == (len(estimate.samples()) < MIN_SAMPLES)
 
 
-def test_restored_estimate_is_that_of_before():
-    estimate, restored = learned(GPU, 3), PrefillEstimate(step_tokens=STEP)
-    restored.restore(estimate.samples())
-    assert restored.seconds(0, 8000) == pytest.approx(estimate.seconds(0, 8000), rel=0.1)
-
-
 def test_unknown_until_some_steps_were_seen():
     estimate = PrefillEstimate()
     estimate.observe(512, 256, 1.0)
@@ -225,10 +141,3 @@ def test_speed_that_is_set_is_not_learned():
         estimate.observe(1000, 500, 60.0)
     assert estimate.seconds(500, 1500) == 1.0
     assert estimate.tokens_per_s == 1000
-
-
-def test_memory_is_bounded():
-    draw, estimate = random.Random(2), PrefillEstimate()
-    for _ in range(5000):
-        estimate.observe(draw.randint(1, 10**5), draw.randint(0, 10**6), draw.random() + 1e-3)
-    assert len(estimate.samples()) <= 128

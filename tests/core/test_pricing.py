@@ -21,15 +21,6 @@ def test_estimate_tells_latency_from_speed() -> None:
     assert estimate.seconds(100 * 10**6) == pytest.approx(1.05)
 
 
-def test_estimate_follows_a_tier_that_has_become_slower() -> None:
-    estimate = TransferEstimate()
-    for second in range(100):
-        estimate.record(MB, 0.01, now=second)
-    for second in range(20):
-        estimate.record(10**6, 1.0, now=100 + second)
-    assert estimate.seconds(10**6) > 0.8
-
-
 @given(st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e-6, 100.0)), min_size=1, max_size=30))
 def test_estimate_is_never_free_and_never_negative(transfers: list[tuple[int, float]]) -> None:
     estimate = TransferEstimate()
@@ -88,20 +79,6 @@ def test_three_transfers_show_that_a_tier_in_use_has_another_speed(before: float
     assert tier.error(64) == pytest.approx(1.0, rel=0.1)
 
 
-@pytest.mark.parametrize("before", [[3], [3, 3, 6, 3]])
-def test_measurements_that_grow_do_not_look_like_a_latency(before: list[int]) -> None:
-    """A tier in doubt is measured again with twice as many rows, and what the first were taken for is no evidence."""
-    tier = Tier(s_per_mb=0.05, latency_s=0.006)
-    for megabytes in before:
-        tier.transfer(megabytes)
-    tier.estimate.doubt()
-    tier.s_per_mb = 0.01
-    for megabytes in (3, 6, 12):
-        tier.transfer(megabytes)
-    assert tier.error(3) == pytest.approx(1.0, abs=0.15)
-    assert tier.error(33) == pytest.approx(1.0, abs=0.15)
-
-
 def test_one_stall_of_many_transfers_side_by_side_is_noise() -> None:
     tier = Tier(s_per_mb=0.01)
     for _ in range(100):
@@ -126,16 +103,6 @@ def test_small_transfers_between_do_not_hide_that_large_ones_have_become_slower(
     for megabytes in (16, 1, 4) * 4:
         tier.transfer(megabytes)
     assert tier.error(16) == pytest.approx(1.0, abs=0.25)
-
-
-def test_small_transfers_that_show_the_latency_do_not_make_large_ones_look_slow() -> None:
-    tier = Tier(s_per_mb=0.001, latency_s=0.03)
-    for _ in range(50):
-        tier.transfer(16)
-    for _ in range(10):
-        tier.transfer(1)
-    assert tier.error(16) == pytest.approx(1.0, abs=0.1)
-    assert tier.error(1) == pytest.approx(1.0, abs=0.1)
 
 
 def test_noise_does_not_make_the_estimate_flap() -> None:

@@ -63,21 +63,6 @@ def test_rows_in_use_are_not_evicted_for_their_tenant_and_nothing_else_is() -> N
     assert len(stored(core, 1, "later", 2)) == 2, "the tenant's cache is not frozen"
 
 
-def test_others_may_evict_a_tenants_rows_as_any() -> None:
-    core = TierManager(ROWS, 4096, [], quotas=(QUOTA / ROWS,))
-    stored(core, 1, "tenant", QUOTA)
-    assert len(stored(core, 0, "other", ROWS)) == ROWS
-    assert core.host.rows_of(1) == 0
-
-
-def test_a_reset_forgets_what_tenants_had() -> None:
-    core = TierManager(ROWS, 4096, [], quotas=(QUOTA / ROWS,))
-    stored(core, 1, "tenant", QUOTA)
-    core.reset(keep_tiers=True)
-    assert core.host.rows_of(1) == 0
-    assert len(stored(core, 1, "after", QUOTA)) == QUOTA
-
-
 def with_tier(quotas: tuple[float, ...] = (0.25, 1.0)) -> TierManager:
     spec = TierSpec("disk", Write.THROUGH, physical_slots=True, quotas=quotas)
     core = TierManager(40, 4096, [spec], quotas=(0.9, 0.9))
@@ -106,13 +91,6 @@ def test_a_tenant_at_its_quota_of_a_tier_evicts_its_own_rows_there() -> None:
     assert sorted(in_tier) == sorted([b"found", *keys_of("other", 5), *keys_of("third", 2)])
     assert {row.tenant for row in in_tier.values()} == {0, 1, 2}
     assert core.tiers[0].counters.evictions == 4
-
-
-def test_a_tier_that_others_use_too_has_no_quotas() -> None:
-    core = with_tier(quotas=())
-    stored(core, 1, "first", 6)
-    written(core)
-    assert len(rows_of(core.tiers[0])) == 7
 
 
 def test_a_promoted_row_counts_against_the_quota_of_who_asked_for_it() -> None:

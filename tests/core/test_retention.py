@@ -7,7 +7,7 @@ from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.turn import NO, NOW
 from nixl_tiers.core.types import Limits
-from tests.core.test_manager import HIT, MISS, PENDING, manager, scan
+from tests.core.test_manager import HIT, manager, scan
 from tests.core.test_prefetch_queue import chain, come_up, in_host, stored
 from tests.support import inside
 from tests.support.core import all_good, expire, put, rows_of, touched
@@ -39,17 +39,6 @@ def test_retained_rows_outlive_all_that_is_stored_after_them() -> None:
     assert in_host(core, kept) == 0, "they are rows like any other again"
 
 
-def test_beyond_the_share_the_front_of_the_prefix_is_retained() -> None:
-    core, kept, late = alone(8), chain("kept", 6), chain("late", 2)
-    put(core, kept)
-    put(core, late)
-    assert not retain(core, kept, 60.0)
-    assert not retain(core, late, 60.0), "over all requests"
-    for number in range(8):
-        put(core, chain(f"other{number}"))
-    assert core.where([*kept, *late]) == ["cpu"] * 4 + [None] * 4
-
-
 def test_a_longer_retention_counts_and_takes_no_more_room() -> None:
     core, kept = alone(8), chain("kept")
     put(core, kept)
@@ -75,56 +64,6 @@ def test_released_rows_go_by_their_last_use_and_leaf_first() -> None:
     assert gone == [*reversed(chain("older")), *reversed(chain("deeper", 2)), *kept[:0:-1]]
 
 
-def test_a_row_that_cannot_be_read_is_retained_no_more() -> None:
-    core, kept = alone(8), chain("kept", 2)
-    put(core, kept)
-    retain(core, kept, 60.0)
-    core.prepare_load("reader", kept[:1], 0.0)
-    core.complete_load("reader", 0.0, failed=True)
-    assert core.host.retained == 1
-    put(core, kept)
-    assert retain(core, kept, 90.0)
-    expire(core, 60.0)
-    assert core.host.retained == 2, "the row that took its place is retained for its own time"
-
-
-def test_a_retained_victim_stays() -> None:
-    core, kept = alone(8), chain("kept")
-    put(core, kept)
-    victims = core.host.select_victims(4)
-    retain(core, kept, 60.0)
-    assert not core.host.evicting
-    for row in victims:
-        core.host.finish_eviction(row)
-        core.host.evict(row)
-    assert in_host(core, kept) == 4
-
-
-def test_a_request_that_needs_more_than_the_rest_of_the_host_does_not_wait_for_retained_rows() -> None:
-    core, kept, long = stored(chain("long", 8), rows=8, retain_share=0.5), chain("kept"), chain("long", 8)
-    put(core, kept)
-    come_up(core)
-    core.retain(kept, 60.0)
-    assert scan(core, long, "r") == [PENDING] * 8
-    core.end_step()
-    assert come_up(core) == long[:4]
-    assert scan(core, long, "r", now=0.1) == [HIT] * 4 + [MISS]
-
-
-def test_a_reset_forgets_what_was_retained_and_what_was_to_be_promoted() -> None:
-    core = stored(chain("a"), rows=16)
-    put(core, chain("kept"))
-    retain(core, chain("kept"), 60.0)
-    core.prefetch(chain("a"), 5.0)
-    core.reset(keep_tiers=True)
-    assert not inside.retention_waits(core)
-    assert core.host.retained == 0
-    expire(core, 60.0)
-    assert come_up(core) == []
-    put(core, chain("kept"))
-    assert retain(core, chain("kept"), 90.0)
-
-
 def test_the_end_of_a_retention_is_a_use_in_tiers_below() -> None:
     core, kept, used = manager(16), chain("kept"), chain("used")
     put(core, kept)
@@ -135,18 +74,6 @@ def test_the_end_of_a_retention_is_a_use_in_tiers_below() -> None:
     expire(core, 10.0)
     assert set(rows_of(core.tiers[0])) == {*kept, *used}
     assert core.tiers[0].index.select_victims(8) == [*reversed(used), *reversed(kept)]
-
-
-def test_many_retentions_end_in_slices() -> None:
-    core, kept = alone(1000), chain("kept", 500)
-    put(core, kept)
-    retain(core, kept, 10.0)
-    expire(core, 10.0)
-    assert core.host.retained == 500 - core.limits.rows_per_slice
-    assert core.events.unfinished
-    while core.events.unfinished:
-        expire(core, 10.0)
-    assert core.host.retained == 0
 
 
 def test_a_host_without_storage_tiers_takes_turns_for_what_is_retained() -> None:
@@ -190,17 +117,6 @@ def test_what_a_request_of_low_priority_stores_goes_first() -> None:
     assert [in_host(core, chain(name)) for name in ("older", "low", "newer", "newest")] == [4, 0, 4, 4]
 
 
-def test_what_another_request_uses_goes_first_no_more() -> None:
-    core = alone(12)
-    put(core, chain("older"))
-    core.arrive("batch", RequestWishes(evict_first=True))
-    put(core, chain("low"), "batch")
-    put(core, chain("low"), "another")
-    put(core, chain("newer"))
-    put(core, chain("newest"))
-    assert [in_host(core, chain(name)) for name in ("older", "low", "newer", "newest")] == [0, 4, 4, 4]
-
-
 def test_a_request_of_low_priority_makes_nothing_younger() -> None:
     core = alone(13)
     put(core, chain("first", 1))
@@ -215,15 +131,6 @@ def test_a_request_of_low_priority_makes_nothing_younger() -> None:
     core.end_step()
     put(core, chain("newest", 9))
     assert [in_host(core, chain(name)) for name in ("older", "newer")] == [0, 4]
-
-
-def test_what_a_request_of_low_priority_stores_goes_first_below_too() -> None:
-    core = manager(16)
-    put(core, chain("older"))
-    core.arrive("batch", RequestWishes(evict_first=True))
-    put(core, chain("low"), "batch")
-    come_up(core)
-    assert core.tiers[0].index.select_victims(4) == list(reversed(chain("low")))
 
 
 def of_tenant(core: TierManager, keys: list[Key], name: str) -> None:
@@ -242,11 +149,3 @@ def test_a_tenant_retains_no_more_than_a_share_of_its_quota() -> None:
     assert all(retain(core, key, 60.0) for key in ([kept[0]], kept[:2]))
     expire(core, 60.0)
     assert list(core.host.retained_of) == [0, 0]
-
-
-def test_what_comes_up_again_counts_against_its_tenants_quota() -> None:
-    core = manager(16)
-    core.prefetch(chain("a"), 1.0, 1)
-    core.prefetch(chain("b"), 1.0, 2)
-    expire(core, 1.0)
-    assert [place.request.wishes.tenant for place in inside.line(core)] == [1, 2]

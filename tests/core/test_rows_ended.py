@@ -12,7 +12,7 @@ from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
-from tests.support.core import look_up_key, opened, put
+from tests.support.core import look_up_key, opened
 
 OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
 KEYS = [b"%d" % number for number in range(4)]
@@ -46,12 +46,6 @@ class Engine:
         assert job.direction is Direction.LOAD
         return job
 
-    def store(self) -> Job:
-        put(self.core, [b"a", b"b", b"c"])
-        (job,) = self.turn()
-        assert job.direction is Direction.STORE
-        return job
-
     def rows_end(self, job: Job, places: Sequence[int], outcome: Outcome = OK) -> None:
         rows = [job.moves[place].row.index for place in places]
         self.core.events.rows_ended(0, job.id, rows, [outcome] * len(rows), self.now)
@@ -70,20 +64,6 @@ def test_a_loaded_row_is_a_hit_before_its_job_has_ended() -> None:
     engine.core.events.finished(0, job.id, [OK, OK], 1.0)
     assert [engine.looks_up(key) for key in KEYS] == [Lookup.HIT] * 4
     assert (engine.tier.rows_loading, engine.tier.loaded) == (0, 4)
-
-
-def test_a_stored_row_is_there_before_its_job_has_ended() -> None:
-    engine = Engine()
-    job = engine.store()
-    engine.rows_end(job, [0])
-    host = engine.core.host
-    assert engine.tier.index.rows.is_stored(b"a")
-    assert not engine.tier.index.rows.is_stored(b"b")
-    assert [host.index[key].mover_refs for key in (b"a", b"b", b"c")] == [0, 1, 1]
-    assert [host.index[key].sealed for key in (b"a", b"b", b"c")] == [True, False, False]
-    engine.core.events.finished(0, job.id, [OK, FAILED], 1.0)
-    assert engine.tier.counters.stored == 2
-    assert engine.tier.rows_storing == 0
 
 
 def test_rows_that_were_reported_are_not_quarantined_when_the_mover_is_killed() -> None:
@@ -146,16 +126,6 @@ def test_a_report_that_does_not_fit_its_job_is_refused(
     assert engine.tier.rows_loading == 3
     with pytest.raises(ValueError, match=f"job {job.id}"):
         engine.core.events.finished(0, job.id, [OK] * 4, 0.0)  # with one that was reported
-
-
-def test_rows_of_a_job_that_has_ended_change_nothing() -> None:
-    engine = Engine()
-    job = engine.load()
-    rows = [move.row.index for move in job.moves]
-    engine.core.events.finished(0, job.id, [OK] * 4, 0.0)
-    engine.core.events.rows_ended(0, job.id, rows[:1], [CORRUPT], 0.0)
-    assert engine.looks_up(KEYS[0]) is Lookup.HIT
-    assert engine.tier.counters.corrupt == 0
 
 
 @pytest.mark.parametrize("first", [OK, FAILED])

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.host import HostTier
 from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.promotion import Promotion
-from nixl_tiers.core.turn import NO, NOW
 from nixl_tiers.core.types import Job, Limits, TierSpec, TierState
 from tests.support import inside
 from tests.support.core import all_good, expire, look_up_key, opened, put
@@ -115,92 +111,6 @@ def test_kill_is_worked_off_in_slices(most_work: Callable[..., int]) -> None:
     assert sorted(retried) == sorted(CHAIN), "the requests did not ask the next tier"
 
 
-def test_work_and_planning_take_turns_while_slices_are_used_up() -> None:
-    core = manager()
-    for number in range(20):
-        scan(core, f"request-{number}")
-    turns(core)
-    core.events.killed(0, 1.0)
-    scan(core, "other", 1.0)
-    core.events.lost(0, 1.0)
-    planned: list[int] = []
-    while core.tiers[0].members[0].dead:
-        planned.append(sum(len(job.moves) for job in core.turn(1.0, 1.0)))
-        assert planned[-1] <= SLICE
-    assert any(planned), "planning waits for all of the work"
-    assert all(0 in pair for pair in pairwise(planned[:-1])), "a hold of two slices"
-    turns(core, 1.0)
-
-
-def test_memory_of_an_emptied_dict_is_freed_without_the_lock() -> None:
-    garbage = DeferredFree()
-    emptied = Emptied.fromkeys(range(1000))
-    emptied.clear()
-    garbage.add(emptied)
-    freed = weakref.ref(emptied)
-    del emptied
-    assert freed() is not None
-    garbage.drop(1)
-    assert freed() is None
-    assert not garbage
-
-
-class Emptied(dict[int, None]):
-    """A dict that can be referred to weakly."""
-
-
-def test_mover_that_is_reaped_while_its_kill_is_worked_off_loses_no_row() -> None:
-    core = manager()
-    scan(core, "request")
-    turns(core)
-    core.events.killed(0, 1.0)
-    core.events.lost(0, 1.0)
-    opened(core, 0, 10_000)
-    core.events.listed(0, [], last=True)
-    assert not [job for job in core.events.plan(1.0) if job.tier == 0]
-    core.finish("request")
-    turns(core, 1.0)
-    assert not core.tiers[0].members[0].dead
-    assert core.tiers[0].index.is_aside(CHAIN[0])
-    assert core.tiers[0].rows_loading == 0
-
-
-def test_reset_while_a_kill_is_worked_off_sets_nothing_aside() -> None:
-    core = manager()
-    scan(core, "request")
-    turns(core)
-    core.events.killed(0, 1.0)
-    assert core.tiers[0].index.is_aside(CHAIN[0])
-    core.reset(keep_tiers=False, now=1.0)
-    turns(core, 1.0)
-    assert not core.tiers[0].index.aside.until_s
-
-
-def test_result_of_a_dead_job_is_ignored() -> None:
-    core = manager()
-    scan(core, "request")
-    jobs = turns(core)
-    core.events.killed(0, 1.0)
-    last = jobs[-1]
-    core.events.finished(0, last.id, [Outcome.OK] * len(last.moves), 1.0)
-    assert look_up_key(core, last.moves[-1].key, "other", 0, 1.0) is not Lookup.HIT
-
-
-def test_plan_starts_a_slice_of_moves() -> None:
-    core = manager()
-    scan(core, "request")
-    while jobs := core.events.plan(0.0):
-        assert sum(len(job.moves) for job in jobs) <= SLICE
-        assert core.events.unfinished
-    assert core.tiers[0].rows_loading == len(CHAIN)
-
-
-def test_jobs_of_later_slices_count_for_the_deadlines_of_the_first() -> None:
-    core = manager()
-    scan(core, "request")
-    assert {job.nbytes for job in turns(core)} == {len(CHAIN) * 4096}
-
-
 def test_reset_touches_a_slice_of_rows(most_work: Callable[..., int]) -> None:
     core = manager()
     fill(core, ROWS)
@@ -214,13 +124,6 @@ def test_reset_touches_a_slice_of_rows(most_work: Callable[..., int]) -> None:
     assert core.host.used == 0
 
 
-def test_rows_of_before_a_reset_are_free_as_soon_as_they_are_needed() -> None:
-    core = manager()
-    fill(core, ROWS)
-    core.reset(False, 0.0)
-    assert len(core.prepare_store("new", CHAIN).rows) == len(CHAIN)
-
-
 def test_row_in_use_at_a_reset_is_not_free_before_it_is_flushed() -> None:
     core = manager(rows=100)
     keys = [b"open-%d" % number for number in range(60)]
@@ -230,31 +133,6 @@ def test_row_in_use_at_a_reset_is_not_free_before_it_is_flushed() -> None:
     core.flushed()
     turns(core)
     assert core.host.used == 40
-
-
-def test_a_load_that_began_after_a_reset_ends_behind_all_jobs_of_before() -> None:
-    core = manager()
-    core.prepare_store("job", [b"open"])
-    core.reset(keep_tiers=True)
-    scan(core, "request")
-    for job in turns(core):
-        core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    core.prepare_load("request", CHAIN[:4], 0.0)
-    assert core.host.has_unflushed
-    core.complete_load("request", 0.0)
-    assert not core.host.has_unflushed
-    assert core.host.counters.bytes_read == 4 * inside.state(core).row_bytes
-
-
-def test_without_storage_tiers_a_step_has_turns_while_a_request_waits() -> None:
-    """Else its wait would have no end if the row that it waits for never comes."""
-    core = TierManager(4, 4096, [])
-    core.end_step()
-    assert core.events.take_due() is NO
-    core.prepare_store("writer", [b"filling"])
-    assert look_up_key(core, b"filling", "reader", 1, 0.0) is Lookup.PENDING
-    core.end_step()
-    assert core.events.take_due() is NOW
 
 
 def test_scan_of_a_waiting_request_ends_at_its_first_key() -> None:
@@ -267,39 +145,6 @@ def test_scan_of_a_waiting_request_ends_at_its_first_key() -> None:
     assert scan(core, "request") == [Lookup.PENDING, Lookup.MISS]
     core.events.finished(0, jobs[-1].id, [Outcome.OK] * len(jobs[-1].moves), 0.0)
     assert scan(core, "request") == [Lookup.HIT] * len(CHAIN)
-
-
-def test_scan_of_a_waiting_request_is_whole_after_its_deadline() -> None:
-    core = manager()
-    scan(core, "request")
-    jobs = turns(core)
-    for job in jobs[:5]:
-        core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    hits = 5 * SLICE
-    assert scan(core, "request", core.limits.wait_s) == [Lookup.PENDING, Lookup.MISS]
-    assert scan(core, "request", core.limits.wait_s + 0.1) == [Lookup.HIT] * hits + [Lookup.MISS]
-
-
-def test_scan_that_begins_behind_what_was_missing_finds_the_rest() -> None:
-    """The engine has computed the first chunks itself."""
-    core = manager()
-    scan(core, "request")
-    first, *jobs = turns(core)
-    for job in jobs:
-        core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    begins = len(first.moves)
-    answers = [look_up_key(core, key, "request", begins + place, 0.0) for place, key in enumerate(CHAIN[begins:])]
-    assert answers == [Lookup.HIT] * (len(CHAIN) - begins)
-
-
-def test_scan_of_a_waiting_request_goes_on_to_the_next_tier() -> None:
-    core = manager()
-    scan(core, "request")
-    first = turns(core)[0]
-    core.events.finished(0, first.id, [Outcome.MISSING] * len(first.moves), 0.0)
-    assert scan(core, "request") == [Lookup.PENDING] * len(CHAIN)
-    retried = [move.key for job in turns(core) for move in job.moves if job.tier == 1]
-    assert retried == CHAIN[: len(first.moves)]
 
 
 def test_what_a_listing_has_not_confirmed_is_swept_once_and_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,28 +226,6 @@ def test_many_resets_without_a_flush_leave_nothing_behind() -> None:
     assert not core.host.has_unflushed
     assert core.host.used == 0
     assert sum(len(each) for each in vars(core.host).values() if isinstance(each, (list, deque, dict))) == 0
-
-
-def test_promotion_that_waits_in_a_host_of_pinned_rows_is_no_work_that_is_left() -> None:
-    rows = 700
-    core = manager(rows)
-    fill(core, rows)
-    pinned = [b"filled-%d" % number for number in range(rows)]
-    for key in pinned:
-        assert look_up_key(core, key, "reader", None, 0.0) is Lookup.HIT
-    core.prepare_load("reader", pinned, 0.0)
-    core.end_step()
-    for queue in (tier.to_store for tier in core.tiers):
-        queue.clear()
-    assert Lookup.PENDING in scan(core, "waits")
-    for _ in range(20):
-        assert not turns(core)  # there is an end to what is done at once
-    assert Lookup.PENDING in scan(core, "waits")  # for the reader's rows
-    core.complete_load("reader", 0.0)
-    for _ in range(20):
-        if turns(core):
-            return
-    raise AssertionError("no load, though all rows of the host can be evicted")
 
 
 def test_requests_whose_deadlines_pass_together_are_released_in_slices() -> None:

@@ -213,29 +213,6 @@ def test_a_job_is_one_sample_of_its_tier() -> None:
     assert core.take_samples() == {}
 
 
-def test_a_job_without_any_row_moved_is_no_sample() -> None:
-    core = cascade()
-    plan = core.prepare_store("put", KEYS)
-    core.complete_store(plan.keys, all_good)
-    (job,) = core.events.plan(5.0)
-    core.events.finished(0, job.id, [Outcome.FAILED] * 3, 5.5)
-    assert core.take_samples() == {}
-
-
-def test_time_to_compute_is_no_wait_of_a_request_that_is_preempted() -> None:
-    core = cascade(*KEYS)
-    assert scan(core, 1.0) == [Lookup.PENDING] * 3
-    (job,) = core.events.plan(2.0)
-    assert scan(core, 11.5)[0] is Lookup.MISS, "its deadline has passed, so it computes"
-    core.events.finished(1, job.id, [Outcome.OK] * 3, 12.0)
-    core.end_step(preempted=["request"])
-    assert scan(core, 50.0) == [Lookup.HIT] * 3
-    core.prepare_load("request", KEYS, 0.0)
-    samples = core.take_samples()
-    assert samples["s3", "wait_vain"] == [10.5]
-    assert ("s3", "wait_loaded") not in samples
-
-
 def test_a_wait_is_one_sample_of_the_lowest_tier_that_was_asked() -> None:
     core = cascade(*KEYS)
     assert scan(core, 1.0) == [Lookup.PENDING] * 3
@@ -249,22 +226,6 @@ def test_a_wait_is_one_sample_of_the_lowest_tier_that_was_asked() -> None:
     assert samples["s3", "promotion_seconds"] == [2.0], "queue and load"
     assert samples["s3", "load_seconds"] == [1.0]
     assert len(samples) == 4
-
-
-def test_a_wait_after_which_nothing_was_loaded_was_in_vain() -> None:
-    core = cascade(*KEYS)
-    scan(core, 1.0)
-    scan(core, 11.5)
-    scan(core, 20.0)
-    core.finish("request")
-    assert core.take_samples() == {("s3", "wait_vain"): [10.5]}
-
-
-def test_a_request_that_never_waited_is_no_sample() -> None:
-    core = cascade()
-    assert scan(core, 1.0) == [Lookup.MISS] * 3
-    core.finish("request")
-    assert core.take_samples() == {}
 
 
 def test_samples_between_two_reports_are_bounded() -> None:
@@ -300,11 +261,6 @@ def books() -> Books:
     return Books()
 
 
-def test_first_token_comes_earlier_by_what_loading_did_not_take(books: Books) -> None:
-    books.load({"file": 4000}, 0.5, ("file", 1.5))
-    assert books.of("file") == (4.0, 2.0, 0.0, 0.0)
-
-
 def test_load_that_took_longer_than_computing_is_a_loss_and_still_prefill_not_spent(books: Books) -> None:
     books.load({"s3": 1000}, 0.5, ("s3", 3.0))
     assert books.of("s3") == (1.0, 0.0, 2.5, 0.0)
@@ -317,37 +273,12 @@ def test_wait_is_the_lower_tiers_and_the_copy_is_shared_by_tokens(books: Books) 
     assert books.of("file") == (0.0, 0.0, 0.0, 0.0)
 
 
-def test_wait_for_a_tier_that_brought_nothing_is_its_loss(books: Books) -> None:
-    books.load({CPU: 3000}, 0.0, ("s3", 2.0))
-    assert books.of(CPU) == (3.0, 3.0, 0.0, 0.0)
-    assert books.of("s3") == (0.0, 0.0, 2.0, 0.0)
-
-
 def test_load_that_fails_saves_nothing_and_its_time_is_lost_in_vain(books: Books) -> None:
     books.savings.load_began("r", Load(0, 4000, 50.0, ("file", 1.0), {"file": 4000}))
     books.savings.load_failed("r", 50.5)
     assert books.of("file") == (0.0, 0.0, 0.0, 1.5)
     books.savings.load_ended("r", 60.0)
     assert books.of("file") == (0.0, 0.0, 0.0, 1.5)
-
-
-def test_nothing_is_counted_while_the_speed_is_unknown() -> None:
-    books = Books(PrefillEstimate())
-    books.load({"file": 4000}, 0.5, ("file", 1.0))
-    assert books.of("file") == (0.0, 0.0, 0.0, 0.0)
-
-
-def test_end_of_a_long_prompt_is_worth_more_than_its_beginning() -> None:
-    learned = PrefillEstimate()
-    for start in (0, 2000, 4000, 6000) * 3:
-        learned.observe(2000, start + 1000.0, 2000 * (1e-3 + 1e-6 * (start + 1000)))
-    early, late = Books(learned), Books(learned)
-    early.savings.load_began("r", Load(0, 2000, 0.0, None, {CPU: 2000}))
-    late.savings.load_began("r", Load(6000, 8000, 0.0, None, {CPU: 2000}))
-    for books in (early, late):
-        books.savings.load_ended("r", 0.0)
-    assert early.tiers[CPU].saved_prefill_s == pytest.approx(4.0, rel=0.05)
-    assert late.tiers[CPU].saved_prefill_s == pytest.approx(16.0, rel=0.05)
 
 
 def stored(core: TierManager, *keys: bytes) -> None:
@@ -365,12 +296,3 @@ def test_load_of_a_request_that_ended_or_of_before_a_reset_is_not_counted() -> N
         end(core)
         core.complete_load("r", 2.0)
         assert core.host.counters.saved_prefill_s == 0
-
-
-def test_tokens_of_a_load_are_those_of_the_tier_that_they_came_from() -> None:
-    core = TierManager(8, 4096, [], prefill=PrefillEstimate(SPEED))
-    stored(core, b"a", b"b")
-    core.prepare_load("r", (b"a", b"b"), 1.0, tokens=(64, 64), end=128)
-    core.complete_load("r", 1.028)
-    assert core.host.counters.saved_prefill_s == pytest.approx(0.128)
-    assert core.host.counters.saved_first_token_s == pytest.approx(0.1)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
-
-import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
@@ -13,8 +11,6 @@ from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.member import UNLIMITED
 from nixl_tiers.core.rows import RowState
-from nixl_tiers.core.state import StoreThrottle
-from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
 from tests.support.core import all_good, look_up_key, opened
 
@@ -93,28 +89,6 @@ def test_no_store_of_any_tier_begins_while_a_promotion_is_queued_or_running() ->
     assert driver.stored() == [b"new"]
 
 
-def test_load_that_fails_holds_stores_up_no_longer() -> None:
-    driver = Driver()
-    driver.put(b"new")
-    driver.ask(STORED[0])
-    (load,) = driver.turn()
-    driver.core.events.finished(load.tier, load.id, [Outcome.FAILED], driver.now)
-    assert driver.stored() == [b"new"]
-
-
-def test_promotion_that_hangs_holds_stores_up_until_it_is_late() -> None:
-    driver = Driver()
-    driver.put(b"new")
-    driver.ask(STORED[0])
-    driver.turn()
-    driver.now = LIMITS.store_hold_s / 2
-    assert driver.stored() == []
-    driver.now = LIMITS.soft_deadline_min_s + 1.0
-    driver.put(*(b"later-%d" % each for each in range(2 * WINDOW)))  # more than go in spite of a promotion
-    written = [key for _ in range(6) for key in driver.stored()]
-    assert len(written) == 2 * (1 + 2 * WINDOW)
-
-
 def steady_stream(driver: Driver, seconds: float) -> Iterator[list[Key]]:
     """Each turn's stores, while one promotion ends and another begins all the time."""
     for number in range(round(seconds / TURN_S)):
@@ -141,17 +115,6 @@ def test_steady_stream_of_promotions_does_not_starve_stores() -> None:
     assert written_beside_promotions() == 20
 
 
-@pytest.mark.parametrize("bug", ["never", "always"])
-def test_planted_bug_in_the_bound_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    room: dict[str, Callable[[StoreThrottle, Tier], int]] = {
-        "never": lambda hold, _: 0 if hold._promoting else UNLIMITED,
-        "always": lambda *_: WINDOW,
-    }
-    monkeypatch.setattr(StoreThrottle, "room", room[bug])
-    with pytest.raises(AssertionError):
-        assert written_beside_promotions() == 20
-
-
 def test_tier_that_is_far_behind_is_not_held_up() -> None:
     driver = Driver((Write.OFF, Write.THROUGH))
     driver.ask(STORED[0])
@@ -175,36 +138,6 @@ def test_promotions_do_not_wait_for_stores_that_wait_for_them() -> None:
     rows = driver.core.host.index
     assert all(key in rows and rows[key].state is RowState.READY for key in STORED[:RESERVE])
     assert driver.core.tiers[0].counters.dropped == 0, "no row was evicted unwritten"
-
-
-def test_half_of_the_reserve_is_left_for_promotions() -> None:
-    driver = Driver((Write.ON_EVICT, Write.OFF))
-    driver.put(*new_keys(ROWS - RESERVE // 2 - 1))
-    assert driver.core.tiers[0].to_store, "the other half is to be free too"
-    driver.ask(STORED[0])
-    (load,) = driver.turn()
-    assert load.direction is Direction.LOAD
-    assert driver.stored() == []
-    driver.ask(STORED[1])
-    assert Direction.STORE in [job.direction for job in driver.turn()]
-    assert driver.core.host.free < RESERVE / 2
-
-
-def test_victims_of_a_storage_tier_wait_too() -> None:
-    driver = Driver((Write.THROUGH, Write.ON_EVICT))
-    core = driver.core
-    core.events.resized(0, 20)
-    listed = [b"upper-%d" % number for number in range(14)]
-    core.events.listed(0, [(0, key, 0) for key in listed], last=True)
-    driver.ask(STORED[0])
-    (load,) = driver.turn()
-    assert load.tier == 1
-    core.events.listed(0, [(0, b"upper-%d" % number, 0) for number in range(14, 19)], last=True)
-    core.writeback.clean()
-    assert core.tiers[0].to_demote
-    assert driver.turn() == []
-    driver.end(load)
-    assert [(job.tier, job.direction) for job in driver.turn()][:1] == [(0, Direction.LOAD)]
 
 
 def test_shutdown_does_not_wait_for_promotions() -> None:

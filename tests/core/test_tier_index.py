@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from nixl_tiers.base.chunk import Key, Outcome
+from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.listing import add_columns, begin_listing, end_listing, take_all
-from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import MAX_USES, MOST_TICK
 from nixl_tiers.core.slots import SlotCount, Slots
@@ -18,7 +17,7 @@ from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Limits, TierSpec, TierState
 from tests.support import inside
 from tests.support.columns import PlainColumns
-from tests.support.core import look_up_key, opened, put, rows_of, touched
+from tests.support.core import look_up_key, opened, rows_of, touched
 
 KEYS = [b"key-%02d" % number for number in range(40)]
 SLOTS = 100
@@ -103,16 +102,6 @@ def test_rows_being_read_and_victims_are_swept_like_others_once_they_may(spec: T
     assert (len(tier.index), len(tier.index.slots)) == (0, 0)
 
 
-@both
-def test_a_single_row_confirms_as_columns_do(spec: TierSpec) -> None:
-    tier = listed(spec, 1, 2)
-    take_all(begin_listing(tier, tier.members[0], SLOTS))
-    tier.index.add_listed(1, KEYS[1], 0)
-    take_all(end_listing(tier, tier.members[0]))
-    assert list(rows_of(tier)) == [KEYS[1]]
-    assert tier.counters.found == 2
-
-
 def test_rows_without_a_slot_of_their_own_are_deleted() -> None:
     tier = listed(PHYSICAL, 1, 2, slots=10)
     take_all(begin_listing(tier, tier.members[0], 10))
@@ -138,14 +127,6 @@ def test_tier_with_fewer_slots_is_down_until_the_rows_beyond_are_gone(spec: Tier
     assert tier.counters.evictions == 12
     assert len(tier.members[0].to_delete) == 12
     assert len(tier.index.slots) == 8
-
-
-@both
-def test_more_rows_than_the_limit_are_listed_and_the_coldest_go(spec: TierSpec) -> None:
-    tier = listed(spec, *range(20), slots=8)
-    assert len(tier.index) == len(tier.index.slots) == 8
-    if not spec.physical_slots:
-        assert sorted(rows_of(tier)) == KEYS[12:20]
 
 
 @both
@@ -212,48 +193,6 @@ def core_of(**changes: object) -> TierManager:
     return core
 
 
-def test_newest_use_of_a_row_counts_and_is_sent_once() -> None:
-    core = core_of()
-    for request in ("one", "two"):
-        touched(core, KEYS[:2], request)
-    tick = inside.state(core).tick - 1
-    index = core.tiers[0].index
-    assert index.take_uses(1) == [(0, tick - 1)] or index.newest_listed
-    assert index.take_uses(5) == [(1, tick)]
-    assert index.take_uses(5) == []
-
-
-def test_rows_that_wait_longest_go_first_and_those_without_row_are_left_out() -> None:
-    core = core_of()
-    touched(core, [KEYS[5], KEYS[3], KEYS[4], b"nowhere"], "request")
-    index = core.tiers[0].index
-    inside.evict(index, KEYS[3])
-    assert [slot for slot, _ in index.take_uses(9)] == [5, 4]
-
-
-def test_use_of_a_row_being_stored_waits_for_its_end() -> None:
-    core = core_of()
-    put(core, KEYS[30:31])
-    (job,) = core.turn(0.0, 0.0)
-    touched(core, KEYS[30:31], "request")
-    index = core.tiers[0].index
-    assert index.take_uses(9) == []
-    core.events.finished(0, job.id, [Outcome.OK], 0.0)
-    assert [slot for slot, _ in index.take_uses(9)] == [job.moves[0].slot]
-
-
-def test_use_is_of_the_slot_in_which_the_row_is_now() -> None:
-    """An entry of before in that slot says nothing of the row that is there now."""
-    core = core_of()
-    index = core.tiers[0].index
-    touched(core, KEYS[:1], "request")
-    inside.evict(index, KEYS[0])
-    reserved = index.reserve(b"another", 50)
-    assert reserved is not None
-    index.rows.stored(b"another", reserved[1])
-    assert index.take_uses(9) == []
-
-
 def test_uses_are_bounded() -> None:
     tier = tier_of(PHYSICAL, slots=2 * MAX_USES)
     many = [b"%d" % number for number in range(MAX_USES + 5)]
@@ -283,38 +222,3 @@ def test_tick_that_no_counter_reaches_does_not_use_up_the_numbers(single: bool) 
     assert inside.state(core).tick == MOST_TICK + 1
     row = rows_of(core.tiers[0])[b"defect"]
     assert row.tick == MOST_TICK, "nor is its row never evicted"
-
-
-def test_reset_forgets_uses_and_tiers_without_places_keep_none() -> None:
-    core = core_of()
-    touched(core, KEYS[:3], "request")
-    core.reset(keep_tiers=False)
-    assert core.tiers[0].index.take_uses(9) == []
-    core = core_of(physical_slots=False)
-    touched(core, KEYS[:3], "request")
-    assert core.tiers[0].index.take_uses(9) == []
-
-
-def test_victim_that_is_used_again_stays_and_its_use_is_sent() -> None:
-    core = core_of()
-    index = core.tiers[0].index
-    assert index.select_victims(2) == KEYS[:2]
-    touched(core, KEYS[:1], "request")
-    assert inside.evicting(index.rows) == KEYS[1:2]
-    assert [slot for slot, _ in index.take_uses(9)] == [0]
-    assert index.select_victims(18) == KEYS[2:20], "as a row that was used last"
-    assert index.select_victims(1) == KEYS[:1]
-
-
-def test_row_of_a_key_that_is_stored_anew_is_another_one() -> None:
-    """A load of before a reset ends, and says nothing about the row of after it."""
-    core = core_of()
-    assert look_up_key(core, KEYS[0], "request", None, 0.0) is Lookup.PENDING
-    (job,) = core.turn(0.0, 0.0)
-    core.reset(keep_tiers=False)
-    opened(core, 0, SLOTS)
-    core.events.listed(0, [(7, KEYS[0], 0)], last=True)
-    core.events.finished(0, job.id, [Outcome.CORRUPT], 0.0)
-    assert core.tiers[0].can_load(KEYS[0])
-    found: dict[Key, object] = dict(rows_of(core.tiers[0]))
-    assert list(found) == KEYS[:1]

@@ -207,21 +207,6 @@ def test_row_of_before_is_not_that_of_the_same_key_after(make: Callable[[], Tier
     assert rows.evict(2) == [(b"key", 2)]
 
 
-def test_tenants_rows_have_an_order_of_their_own_and_a_place_in_that_of_all(make: Callable[[], TierRows]) -> None:
-    rows = make()
-    for number, tenant in enumerate([1, 0, 2, 1, 2, 0]):
-        rows.add(b"%d" % number, number, number, True, tenant)
-    rows.touch_many([b"0"], 9)
-    assert rows.evict_of(1, 1) == [(b"3", 3)]
-    assert [rows.count_of(tenant) for tenant in (0, 1, 2)] == [2, 1, 2]
-    pinned = rows.pin(b"2")
-    assert pinned is not None
-    assert rows.evict_of(2, 5) == [(b"4", 4)]
-    rows.unpin(b"2", pinned[1])
-    assert [key for key, _ in rows.evict(9)] == [b"1", b"2", b"5", b"0"]
-    assert [rows.count_of(tenant) for tenant in (0, 1, 2)] == [0, 0, 0]
-
-
 def test_pinned_row_and_returned_victim_go_back_to_their_places(make: Callable[[], TierRows]) -> None:
     rows = make()
     for number in range(6):
@@ -255,18 +240,6 @@ def test_what_needs_room_takes_rows_that_are_being_evicted_first_and_none_that_i
     assert rows.evict(1) == [(b"0", 0)]
 
 
-def test_victim_that_is_used_again_stays_behind_what_the_same_use_had_before_it(make: Callable[[], TierRows]) -> None:
-    """In the order of the prefix, of which the leaf goes first."""
-    rows = make()
-    rows.add(b"root", 0, 1, True)
-    rows.add(b"leaf", 1, 5, True)
-    assert rows.select(2) == [b"root", b"leaf"]
-    assert rows.cancel(b"root", 1)
-    rows.touch_many([b"root", b"leaf"], 6)
-    assert rows.evicting() == 0
-    assert rows.evict(1) == [(b"leaf", 1)]
-
-
 def test_a_row_may_have_more_pins_than_16_bits(make: Callable[[], TierRows]) -> None:
     rows = make()
     rows.add(b"shared", 0, 1, True)
@@ -276,15 +249,6 @@ def test_a_row_may_have_more_pins_than_16_bits(make: Callable[[], TierRows]) -> 
         assert rows.evict(1) == []
         rows.unpin_many([b"shared"] * 1000)
     assert rows.evict(1) == [(b"shared", 0)]
-
-
-def test_use_at_an_older_tick_changes_nothing_and_rows_of_older_ticks_are_taken(make: Callable[[], TierRows]) -> None:
-    rows = make()
-    rows.add(b"new", 0, 9, True)
-    rows.add(b"old", 1, 3, True)
-    rows.touch_many([b"new"], 2)
-    assert rows.oldest() == 3
-    assert rows.evict(2) == [(b"old", 1), (b"new", 0)]
 
 
 def test_every_row_of_many_is_found(make: Callable[[], TierRows]) -> None:
@@ -364,17 +328,6 @@ def test_a_finalizer_that_calls_the_table_never_runs_within_a_call(call: str) ->
     assert len(answer[-1] if isinstance(answer, tuple) else answer) == count
     assert seen != [True]
     assert gc.isenabled()
-
-
-def test_a_key_whose_own_hash_is_code_is_found_by_its_bytes() -> None:
-    class Odd(bytes):
-        def __hash__(self) -> int:
-            raise ZeroDivisionError
-
-    rows = make_rows(True)
-    added = rows.add(Odd(b"key"), 1, 5, True)
-    assert rows.has_many([b"key", Odd(b"key"), Odd(b"other")], True) == [True, True, False]
-    assert rows.remove(b"key", added) == 1
 
 
 def trace() -> list[list[Key]]:

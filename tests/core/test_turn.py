@@ -185,46 +185,12 @@ def test_a_turn_is_due(happens: Callable[[TierManager], None], due: Due, spec: T
     assert core.events.take_due() is due
 
 
-def test_nothing_under_way_is_no_reason_for_a_pause() -> None:
-    core = core_of()
-    assert (core.events.due, core.events.pause_s) == (NO, 0)
-
-
-def test_the_ends_of_stores_may_wait() -> None:
-    core = core_of()
-    measured(core, seconds=10 * LIMITS.pause_s)
-    put(core, KEYS[ROWS : ROWS + WINDOW])
-    assert core.events.due is SOON
-    assert core.turn(1e4, 1e4)
-    assert core.events.pause_s == LIMITS.pause_s
-    assert core.events.busy
-    assert core.events.due is NO
-
-
 def test_a_quick_tier_does_not_idle_while_rows_are_queued() -> None:
     core = core_of()
     measured(core, seconds=0.04)
     put(core, KEYS[ROWS : ROWS + WINDOW + 1])
     core.turn(1e4, 1e4)
     assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
-
-
-def test_a_tier_that_was_slow_for_a_while_does_not_idle_either() -> None:
-    core = core_of()
-    measured(core, seconds=0.04)
-    for _ in range(ENOUGH_SAMPLES):
-        core.tiers[0].members[0].throughput[Direction.STORE].record(WINDOW * ROW, 10.0)
-    put(core, KEYS[ROWS : ROWS + WINDOW + 1])
-    core.turn(1e4, 1e4)
-    assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
-
-
-def test_the_ends_of_stores_may_wait_longer_than_they_take_while_none_is_queued() -> None:
-    core = core_of()
-    measured(core, seconds=0.04)
-    put(core, KEYS[ROWS : ROWS + WINDOW])
-    core.turn(1e4, 1e4)
-    assert core.events.pause_s == LIMITS.pause_s
 
 
 def test_a_quick_tier_does_not_idle_while_another_seals_its_rows() -> None:
@@ -260,13 +226,6 @@ def test_a_quick_tier_does_not_idle_while_victims_wait_to_be_brought_up_for_it()
     assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
 
 
-def test_a_tier_is_waited_for_while_it_is_not_known_how_quick_it_is() -> None:
-    core = core_of()
-    put(core, KEYS[: WINDOW + 1])
-    assert core.turn(0.0, 0.0)
-    assert core.events.pause_s == 0
-
-
 @pytest.mark.parametrize(("open_s", "mover_s"), [(50.0, 0.5), (0.5, 1e9)], ids=["a pause", "no honest mover"])
 def test_a_store_took_what_its_mover_says_but_no_longer_than_its_job_was_open(open_s: float, mover_s: float) -> None:
     core = core_of()
@@ -276,16 +235,6 @@ def test_a_store_took_what_its_mover_says_but_no_longer_than_its_job_was_open(op
         for job in core.turn(now, now):
             core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), now + open_s, seconds=mover_s)
     assert core.tiers[0].members[0].throughput[Direction.STORE].bytes_per_s == pytest.approx(WINDOW * ROW / 0.5)
-
-
-def test_a_full_window_is_no_work_for_a_turn() -> None:
-    core = core_of()
-    put(core, KEYS[: WINDOW + 1])
-    jobs = core.turn(0.0, 0.0)
-    assert core.tiers[0].to_store
-    assert core.events.due is NO
-    end(core, jobs, 1.0)
-    assert core.events.due is SOON
 
 
 def test_no_request_waits_for_a_pause_to_end() -> None:
@@ -317,52 +266,6 @@ def test_a_step_brings_no_turn_while_all_that_requests_wait_for_is_under_way() -
     assert core.events.due is NO
     end(core, loads, 1e4 + 0.1)
     assert look_up_key(core, b"stored", "request", 0, 1e4 + 0.1) is Lookup.HIT
-
-
-def test_no_answer_of_a_check_waits_for_a_pause_to_end() -> None:
-    core = TierManager(ROWS, ROW, [SHARED], LIMITS)
-    opened(core, 0, 4 * ROWS)
-    core.events.listed(0, [], last=True)
-    put(core, KEYS[:1])
-    assert core.turn(0.0, 0.0)
-    assert core.events.pause_s > 0
-    waits_for_an_answer(core)
-    core.finish("request")
-    assert core.events.pause_s == 0
-
-
-def test_a_listing_is_not_put_off() -> None:
-    core = TierManager(ROWS, ROW, [WRITTEN, SHARED], LIMITS)
-    opened(core, 0, 4 * ROWS)
-    core.events.listed(0, [], last=True)
-    put(core, KEYS[:1])
-    assert core.turn(0.0, 0.0)
-    assert core.events.pause_s > 0
-    opened(core, 1, 4 * ROWS)
-    assert core.events.pause_s == 0
-
-
-def test_no_allocation_waits_for_a_pause_to_end() -> None:
-    """Rows are free as soon as they are written, where the host has hardly any that are."""
-    core = core_of(Write.ON_EVICT)
-    for _ in range(ENOUGH_SAMPLES):
-        core.tiers[0].members[0].throughput[Direction.STORE].record(ROW, 1.0)
-    put(core, KEYS[: ROWS - RESERVE // 2])
-    core.turn(0.0, 0.0)
-    assert core.events.pause_s > 0
-    put(core, KEYS[ROWS : ROWS + 1])
-    assert core.tiers[0].jobs
-    assert core.events.pause_s == 0
-
-
-def test_an_allocation_that_leaves_hardly_any_room_ends_a_pause() -> None:
-    core = core_of(Write.ON_EVICT)
-    put(core, KEYS[: ROWS - RESERVE + 2])
-    core.turn(0.0, 0.0)
-    put(core, KEYS[ROWS : ROWS + 1])
-    assert core.events.due is SOON
-    put(core, KEYS[ROWS + 1 : ROWS + RESERVE // 2])
-    assert core.events.due is NOW
 
 
 def test_stores_that_may_have_ended_in_a_pause_end_it_when_allocations_leave_hardly_any_room() -> None:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
-_FUZZ: Final = "NIXL_TIERS_FUZZ" in os.environ
+FUZZ: Final = "NIXL_TIERSFUZZ" in os.environ
 
 # A machine may be many times slower than expected: neither an example nor the drawing of them has a wall-clock limit.
 # One failure is shrunk and printed, which is what is read. Hypothesis starts from another default where it sees a CI.
@@ -26,7 +26,7 @@ _BOTH: Final = settings(
 # Two, as hypothesis looks at no seed where `derandomize` is on.
 settings.register_profile("fixed", _BOTH, derandomize=True, database=None)
 settings.register_profile("fuzz", _BOTH, derandomize=False)
-settings.load_profile("fuzz" if _FUZZ else "fixed")
+settings.load_profile("fuzz" if FUZZ else "fixed")
 
 # Else it also draws constants of the project's modules that the process has imported by then: other examples beside
 # other tests.
@@ -37,7 +37,7 @@ _BLOB: Final = re.compile(r"@reproduce_failure\('[\d.]+', b'[^']*'\)")
 
 def examples(count: int) -> int:
     """Of the state machines that take longest: as many in `make fuzz`, and half in `make test`."""
-    return count if _FUZZ else count // 2
+    return count if FUZZ else count // 2
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
