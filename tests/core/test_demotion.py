@@ -14,7 +14,7 @@ from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
 from tests.support import inside
-from tests.support.core import all_good, expire, look_up_key, opened, rows_of
+from tests.support.core import all_good, look_up_key, opened, rows_of
 
 
 def manager(rows: int, writes: Sequence[Write], slots: Sequence[int]) -> TierManager:
@@ -198,95 +198,6 @@ def test_victims_from_before_a_reset_that_keeps_the_tiers_are_written_after_it()
     assert not above.index.rows.evicting()
     assert all(key in above.index or key in below.index for key in keys(1000))
     assert all(key in below.index for key in keys(250)), "those that were used longest ago"
-
-
-class SlowTierBelow:
-    """A small host over a file tier of 600 rows, whose evictions go to a server that takes 0.4 s for a PUT.
-
-    The file tier takes a millisecond a row. Media never fail; time passes by the millisecond.
-    """
-
-    def __init__(self, write: Write, put_s: float = 0.4, rows: int = 20, file: Write = Write.THROUGH) -> None:
-        specs = [TierSpec("file", file, physical_slots=True), TierSpec("s3", write, physical_slots=False)]
-        self.core = TierManager(rows, 1 << 21, specs)
-        self.took_s = (0.001, put_s)
-        self.now = 0.0
-        self.ends: list[tuple[float, Job]] = []
-        self.most_pinned = 0
-        for tier, slots in enumerate((600, 100_000)):
-            opened(self.core, tier, slots)
-            self.core.events.listed(tier, [], last=True)
-
-    def passes(self, seconds: float) -> None:
-        until = self.now + seconds
-        while self.now < until:
-            self.now += 0.001
-            for end in [end for end in self.ends if end[0] <= self.now]:
-                self.ends.remove(end)
-                job = end[1]
-                self.core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), self.now)
-            expire(self.core, self.now)
-            for job in self.core.events.plan(self.now):
-                self.ends.append((self.now + self.took_s[job.tier] * len(job.moves), job))
-            loading = {key for key, row in self.core.host.index.items() if row.mover_refs}
-            pinned = len(inside.pinned(self.core) | loading)
-            self.most_pinned = max(self.most_pinned, pinned)
-
-    def put(self, chunks: Sequence[Key]) -> int:
-        plan = self.core.prepare_store("put", chunks)
-        self.core.complete_store(plan.keys, all_good)
-        self.core.finish("put")
-        self.core.end_step()
-        return len(plan.keys)
-
-    def get(self, chunks: Sequence[Key]) -> int:
-        while True:
-            answers = [look_up_key(self.core, key, "get", place, self.now) for place, key in enumerate(chunks)]
-            if Lookup.PENDING not in answers:
-                break
-            self.core.end_step()
-            self.passes(0.005)
-        self.core.end_step()
-        self.core.finish("get")
-        return answers.count(Lookup.HIT)
-
-    def life(self) -> tuple[int, int, float]:
-        """274 prompts of 8 chunks, and 27 times an older one again: chunks accepted, chunks hit, seconds."""
-        prompts = [[b"%d-%d" % (prompt, chunk) for chunk in range(8)] for prompt in range(274)]
-        accepted = hits = 0
-        for number, prompt in enumerate(prompts):
-            accepted += self.put(prompt)
-            self.passes(0.05)
-            if number % 10 == 9:
-                hits += self.get(prompts[number - min(number, 40)])
-        return accepted, hits, self.now
-
-
-OLD: list[Key] = [b"old-%d" % number for number in range(100)]
-
-
-def life_over_old_rows(put_s: float) -> SlowTierBelow:
-    """The host's own rows are written on eviction, and the tier that is only read, and holds `OLD`, works well."""
-    life = SlowTierBelow(Write.ON_EVICT, put_s, file=Write.OFF)
-    life.core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(OLD)], last=True)
-    return life
-
-
-@pytest.mark.parametrize("put_s", [0.01, 2.0, 1e9], ids=["quick", "slow", "hanging"])
-def test_promotion_waits_for_writeback_only_briefly(put_s: float) -> None:
-    life, old = life_over_old_rows(put_s), OLD
-    hits, waited_s = 0, 0.0
-    for number in range(0, len(old), 2):
-        assert life.put([b"new-%d" % number]) == 1
-        life.passes(0.25)
-        began_s = life.now
-        hits += life.get(old[number : number + 2])
-        waited_s = max(waited_s, life.now - began_s)
-        life.passes(0.05)
-    assert hits == len(old)
-    assert waited_s < 2 * life.core.limits.clean_wait_s
-    lost = life.core.tiers[1].counters.dropped
-    assert lost == 0 if put_s < 0.1 else lost > 0, "rows are lost for what comes up where the cleaner keeps up"
 
 
 def test_an_old_place_in_the_queue_ends_a_demotion_and_not_its_load() -> None:

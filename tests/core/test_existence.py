@@ -17,7 +17,7 @@ from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.types import Direction, Limits, TierSpec
 from tests.support import inside
-from tests.support.core import anticipate, expire, look_up_key, opened, put, rows_of
+from tests.support.core import expire, look_up_key, opened, put, rows_of
 
 CHAIN = [b"k%d" % i for i in range(8)]
 LIMITS = Limits(
@@ -107,34 +107,6 @@ def test_existing_chain_is_checked_at_once_and_promoted(core: CheckedCore) -> No
     assert core.asked() == []
 
 
-def test_absent_key_is_not_checked_again_for_a_while(core: CheckedCore) -> None:
-    core.scan("r")
-    core.answer(core.asked()[0], 0)
-    core.now = 29.0
-    assert core.scan("other") == [MISS]
-    core.now = 31.0
-    assert core.scan("third") == [PENDING, MISS]
-    assert len(core.asked()) == 1
-
-
-def test_what_finds_no_room_is_asked_for_later(core: CheckedCore) -> None:
-    """As many as one wave takes in a check, the newest of them, and nothing that is known by then."""
-    limits = core.core.limits
-    for name in "ab":
-        core.scan(name, [name.encode()])
-    first, second = core.asked()
-    late = [b"late %d" % number for number in range(limits.later_keys + 2)]
-    for key in late:
-        assert core.scan(key.decode(), [key]) == [MISS]
-    assert core.asked() == []
-    core.core.events.listed(0, [(0, late[2], 0)], last=False)
-    core.answer(first, 0)
-    core.answer(second, 0)
-    (check,) = core.asked()
-    assert check.keys == late[3 : 3 + limits.keys_at_once]
-    assert core.scan("c", [b"c"]) == [PENDING], "requests have room beside it"
-
-
 def test_negative_cache_is_bounded(core: CheckedCore) -> None:
     for number in range(5):
         core.scan(f"r{number}", [b"x%d" % number])
@@ -179,21 +151,6 @@ def test_unanswered_check_is_given_up(core: CheckedCore) -> None:
     assert len(core.asked()) == 1
 
 
-def test_checks_are_shared_and_bounded(core: CheckedCore) -> None:
-    assert core.scan("a") == [PENDING, MISS]
-    assert core.scan("b") == [PENDING, MISS]
-    (probe,) = core.asked()
-    assert core.scan("c", [b"x"]) == [PENDING]
-    assert len(core.asked()) == 1
-    assert core.scan("d", [b"y"]) == [MISS], "two are under way"
-    assert core.scan("e") == [PENDING, MISS], "it joins one of them"
-    assert core.asked() == []
-    core.answer(probe, 1)
-    for name in "abe":
-        assert core.scan(name, CHAIN[:1]) == [PENDING]
-    assert core.loading == CHAIN[:1]
-
-
 def test_unordered_keys_are_checked_independently(core: CheckedCore) -> None:
     assert core.each("r", CHAIN[:3]) == [PENDING] * 3
     (probe,) = core.asked()
@@ -201,16 +158,6 @@ def test_unordered_keys_are_checked_independently(core: CheckedCore) -> None:
     core.core.events.listed(0, [(0, CHAIN[1], 0)], last=False)
     core.core.events.existence_checked(0, probe.id, [CHAIN[0], CHAIN[2]], core.now)
     assert core.each("r", CHAIN[:3]) == [MISS, PENDING, MISS]
-
-
-def test_tier_that_is_down_is_not_checked(core: CheckedCore) -> None:
-    core.scan("r")
-    core.asked()
-    core.core.events.down(0, core.now)
-    assert core.scan("r") == [MISS]
-    assert core.scan("s") == [MISS]
-    opened(core.core, 0, 100)
-    assert core.scan("t") == [PENDING, MISS]
 
 
 def test_reset_clears_the_negative_cache_and_open_checks(core: CheckedCore) -> None:
@@ -226,18 +173,6 @@ def test_reset_clears_the_negative_cache_and_open_checks(core: CheckedCore) -> N
     assert len(core.asked()) == 2
 
 
-def test_tier_with_open_circuit_is_neither_checked_nor_waited_for(core: CheckedCore) -> None:
-    assert core.scan("r") == [PENDING, MISS]
-    (probe,) = core.asked()
-    core.core.tiers[0].members[0].breakers[Direction.LOAD].trip(core.now)
-    assert core.scan("s") == [MISS], "not even for what is under way"
-    assert core.scan("t", [b"x"]) == [MISS]
-    core.answer(probe, 1)
-    assert core.scan("r") == [MISS], "what was found cannot be loaded now"
-    assert core.asked() == []
-    assert not core.loading
-
-
 class TestPatientRequests:
     """A store's `get` waits for checks as long as for rows."""
 
@@ -246,15 +181,6 @@ class TestPatientRequests:
         core = CheckedCore()
         core.core.arrive("get", RequestWishes(patient=True))
         return core
-
-    def test_it_waits_longer_than_others(self, core: CheckedCore) -> None:
-        assert core.each("get", CHAIN[:2]) == [PENDING] * 2
-        (check,) = core.asked()
-        core.now = core.core.limits.wait_s - 0.1
-        assert core.each("get", CHAIN[:2]) == [PENDING] * 2
-        core.answer(check, 1)
-        assert core.each("get", CHAIN[:2]) == [PENDING, MISS]
-        assert core.loading == CHAIN[:1]
 
     def test_it_is_told_of_more_keys_than_one_check_takes(self) -> None:
         core = CheckedCore(limits=replace(LIMITS, absent_keys=100))
@@ -285,28 +211,10 @@ class TestPatientRequests:
 class TestAheadOfRequests:
     """Requests that wait for their turn, and prefetches."""
 
-    def arrive(self, core: CheckedCore, name: str, keys: Sequence[bytes] = CHAIN) -> None:
-        anticipate(core.core, name, keys, (0.0,))
-        core.core.end_step()
-
     def planned(self, core: CheckedCore) -> tuple[list[bytes], list[ExistenceCheck]]:
         expire(core.core, core.now)
         loads = core.loading
         return loads, core.core.events.plan_checks(core.now)
-
-    def test_a_chain_is_asked_for_before_its_turn_and_then_promoted(self, core: CheckedCore) -> None:
-        self.arrive(core, "r")
-        loads, (check,) = self.planned(core)
-        assert (loads, check.keys, check.chain) == ([], CHAIN[:5], True)
-        assert self.planned(core) == ([], [])
-        core.answer(check, 5)
-        loads, (check,) = self.planned(core)
-        assert (loads, check.keys) == (CHAIN[:5], CHAIN[5:])
-        core.answer(check, 0)
-        assert self.planned(core) == ([], [])
-        core.now = 1.0
-        assert core.scan("r") == [PENDING] * 5 + [MISS], "no wait for a check at its turn"
-        assert core.asked() == []
 
     def test_a_prefetch_asks_for_each_of_its_keys(self, core: CheckedCore) -> None:
         core.core.prefetch(CHAIN)

@@ -13,7 +13,7 @@ from nixl_tiers.core.lookup import Scan
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefill import PrefillEstimate
 from nixl_tiers.core.requests import RequestWishes
-from nixl_tiers.core.types import BreakerState, Direction, Job, Limits, TierSpec
+from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
 from tests.support import inside
 from tests.support.core import all_good, expire, look_up_key, opened
 
@@ -177,30 +177,6 @@ def test_choice_is_kept_while_the_request_waits() -> None:
     assert engine.queued(S3) == []
 
 
-def test_preempted_request_is_weighed_anew() -> None:
-    """What it computed is in host memory."""
-    engine = Engine()
-    engine.store(S3, KEYS, row_s=0.5)
-    assert engine.scan() == Scan(False, 0)
-    engine.put(KEYS)
-    engine.core.end_step(preempted=["r"])
-    assert engine.scan() == Scan(False, END)
-
-
-def test_hits_of_a_request_that_was_not_scheduled_for_long_are_kept_for_their_load() -> None:
-    engine = Engine()
-    engine.store(FILE, KEYS, row_s=0.01)
-    assert engine.scan() == Scan(True, END)
-    engine.load_all()
-    engine.now += LIMITS.pin_s - 1.0
-    chain = Chain((Group(KEYS, TOKENS),))
-    assert engine.core.look_up("r", chain, 0, engine.now) == Scan(False, END)
-    engine.now += LIMITS.wait_s + 2.0  # its pins end within the step
-    expire(engine.core, engine.now)
-    engine.put([b"other%d" % number for number in range(256)])
-    assert engine.core.prepare_load("r", KEYS, 0.0).rows
-
-
 def test_wait_ends_when_computing_is_quicker_and_what_has_come_is_used() -> None:
     engine = Engine(chunk_s=0.5)
     engine.store(FILE, KEYS, row_s=0.1)
@@ -295,20 +271,6 @@ def test_wait_that_lasts_as_long_as_it_may_is_a_failure_of_the_tier(monkeypatch:
     engine.now = LIMITS.wait_s + 0.1
     assert engine.scan() == Scan(False, 0)
     assert verdicts == [False]
-
-
-def test_tier_that_hangs_is_found_although_no_request_waits_for_it() -> None:
-    engine = Engine(chunk_s=0.2)
-    engine.store(FILE, KEYS, row_s=0.1)
-    for number in range(20):
-        engine.scan(f"r{number}", keys=KEYS[number % 8 :])
-        engine.plan()
-        engine.now += 4.0
-        engine.scan(f"r{number}", keys=KEYS[number % 8 :])
-        engine.core.finish(f"r{number}")
-        if engine.core.tiers[FILE].circuit is not BreakerState.CLOSED or engine.core.health.overdue(engine.now):
-            return
-    pytest.fail("the tier is still in use")
 
 
 def test_without_a_prefill_estimate_all_is_loaded() -> None:

@@ -13,7 +13,7 @@ from nixl_tiers.core.lookup import Lookup, Scan
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
-from tests.support.core import all_good, expire, look_up_key, opened, put, rows_of, touched
+from tests.support.core import expire, look_up_key, opened, put, rows_of, touched
 
 HIT, PENDING, MISS = Lookup.HIT, Lookup.PENDING, Lookup.MISS
 CHAIN = [bytes([n]) * 8 for n in range(1, 9)]
@@ -51,14 +51,6 @@ def scan(core: TierManager, keys: Sequence[Key], request: str, now: float = 0.0)
     return answers
 
 
-def test_windowed_group_gets_no_miss_while_it_waits() -> None:
-    core = only_stored(CHAIN)
-    for _ in range(3):
-        answers = [look_up_key(core, CHAIN[i], "r", i, 0.0) for i in reversed(range(8))]
-        assert answers == [PENDING] * 8
-        core.end_step()
-
-
 def waiting_and_loading(core: TierManager, prefixes: dict[str, list[Key]], steps: int) -> dict[str, int]:
     """What requests with these prefixes hit, in turns of a step, a turn of the supervisor and the movers. Each request
     loads as soon as it waits for nothing, and its copy ends a step later."""
@@ -88,26 +80,6 @@ def test_promotions_wait_until_other_requests_have_loaded_from_a_full_host(lengt
     core = only_stored(stored, rows=4)
     prefixes = {str(n): stored[n * length : (n + 1) * length] for n in range(8)}
     assert waiting_and_loading(core, prefixes, steps=30) == dict.fromkeys(prefixes, length)
-
-
-def test_prefix_that_is_longer_than_the_host_ends_without_waiting() -> None:
-    core = only_stored(CHAIN, rows=4)
-    assert waiting_and_loading(core, {"r": CHAIN}, steps=3) == {"r": 4}
-
-
-def test_waiting_for_room_is_no_failure_of_a_tier() -> None:
-    core = only_stored(CHAIN, rows=4)
-    others = [f"other-{number}" for number in range(30)]
-    assert scan(core, CHAIN[:4], "a") == [PENDING] * 4
-    run(core, core.events.plan(0.0))
-    for _ in range(3):
-        assert all(scan(core, CHAIN[4:], name)[0] is PENDING for name in others)
-        core.end_step()
-        assert core.events.plan(0.0) == []
-        assert scan(core, CHAIN[:4], "a") == [HIT] * 4
-    late = core.limits.wait_s + 1.0
-    assert all(scan(core, CHAIN[4:], name, late) == [MISS] for name in others)
-    assert core.tiers[0].members[0].breakers[Direction.LOAD].closed
 
 
 @pytest.mark.parametrize(("first", "found"), [(0, 1), (1, 1), (2, 2)])
@@ -331,38 +303,6 @@ def test_no_request_waits_beyond_its_deadline_for_a_row_being_filled() -> None:
     assert pending_s(core, CHAIN[:2], "reader") <= 2.5
 
 
-@pytest.mark.parametrize("keep_tiers", [True, False])
-def test_reset_does_not_rearm_the_deadline(keep_tiers: bool) -> None:
-    core = manager(wait_s=2.0)
-    for half_second in range(6):
-        core.prepare_store("writer", CHAIN[:1])  # whose workers never end
-        late = half_second > 4
-        assert scan(core, CHAIN[:1], "reader", now=half_second / 2) == [MISS if late else PENDING]
-        core.end_step()
-        core.reset(keep_tiers)
-    core.finish("reader")
-    core.prepare_store("writer", CHAIN[:1])
-    assert scan(core, CHAIN[:1], "reader", now=3.0) == [PENDING]
-
-
-def test_expired_request_waits_again_only_after_a_load() -> None:
-    core = only_stored(CHAIN)
-    put(core, [b"root"])
-    late = 2 * core.limits.wait_s
-    chain = [b"root", *CHAIN[:2]]
-    assert scan(core, chain, "r") == [HIT, PENDING, PENDING]
-    core.end_step()
-    assert scan(core, chain, "r", now=late) == [HIT, MISS]
-    core.end_step()
-    assert scan(core, chain, "r", now=late + 1) == [HIT, MISS]
-    core.prepare_load("r", [b"root"], 0.0)
-    core.complete_load("r", 0.0)
-    core.end_step()
-    core.tiers[0].to_store.clear()
-    assert core.events.plan(late + 2) == [], "what it asked for before is no longer promoted"
-    assert scan(core, chain, "r", now=late + 3) == [HIT, PENDING, PENDING]
-
-
 def test_rows_of_jobs_before_a_reset_are_released_by_later_jobs() -> None:
     """vLLM up to 0.32: the first job of after a reset that ends says that all of before it have ended, too."""
     core = manager(rows=12, tiers=())
@@ -376,18 +316,3 @@ def test_rows_of_jobs_before_a_reset_are_released_by_later_jobs() -> None:
         assert core.host.used == 8, "a row is given away before the engine can know that it is quiet"
     put(core, CHAIN[:1])
     assert core.host.used == 1
-
-
-def test_end_of_a_call_does_not_release_rows_of_others() -> None:
-    core = manager(tiers=())
-    by_workers = core.prepare_store("workers", CHAIN[:2])
-    by_call = core.prepare_store("before", CHAIN[2:4], call=True)
-    core.reset(keep_tiers=False)
-    core.prepare_store("after", CHAIN[2:3], call=True)
-    core.end_call("after", all_good)
-    assert core.host.used == len(by_workers.rows) + len(by_call.rows) + 1
-    put(core, CHAIN[4:5])  # ends the workers' jobs
-    assert core.host.used == len(by_call.rows) + 2
-    core.end_call("before", all_good)
-    assert core.host.used == 2
-    assert scan(core, CHAIN[2:4], "who") == [HIT, MISS]

@@ -45,35 +45,6 @@ def test_a_dead_member_cuts_a_prompt_at_its_first_row_there_and_what_is_behind_i
     assert machine.tier.counters.missed_down == len(PROMPT) - gap
 
 
-def test_what_is_computed_again_goes_to_living_members_and_the_prompt_is_whole(machine: Machine) -> None:
-    held = machine.die(2)
-    machine.store(PROMPT)  # as the request that missed does
-    machine.forget_host()
-    assert machine.load(PROMPT, "again") == len(PROMPT)
-    assert not any(machine.tier.member_of(key).number == 2 for key in PROMPT)
-    # It returns: its rows are duplicates, and their slots are free again.
-    machine.deleted.clear()
-    machine.open(2, held)
-    machine.turn()
-    assert sorted(machine.deleted) == sorted((2, slot, key) for slot, key, _ in held)
-    assert len(machine.tier.index) == len(PROMPT)
-    assert machine.tier.index.slots.free == MEMBERS * SLOTS - len(PROMPT)
-    machine.forget_host()
-    assert machine.load(PROMPT, "later") == len(PROMPT)
-
-
-def test_a_row_whose_member_fails_to_read_is_written_to_another_and_deleted_there(machine: Machine) -> None:
-    """A drive that fails reads is not down: it is told what is not its row any more."""
-    key = PROMPT[machine.first_at(1)]
-    slot = rows_of(machine.tier)[key].slot - machine.tier.members[1].first_slot
-    machine.tier.members[1].loads.trip(machine.now)
-    assert not machine.tier.can_load(key)
-    machine.store([key])
-    assert machine.tier.member_of(key).number != 1
-    assert (1, slot, key) in machine.deleted
-    assert machine.tier.counters.rows == len(PROMPT)
-
-
 def test_a_hung_member_takes_neither_room_nor_messages_from_the_others(machine: Machine) -> None:
     machine.hang = {3}
     machine.store(OTHER)
@@ -153,26 +124,6 @@ def test_deletes_are_sent_by_the_number_that_the_medium_knows(machine: Machine) 
     want = [(held[key].number, slots[key] - held[key].first_slot, key) for key in PROMPT]
     assert sorted(machine.deleted) == sorted(want)
     assert all(0 <= slot < SLOTS for _, slot, _ in machine.deleted)
-
-
-@pytest.mark.parametrize("columns", [False, True], ids=["one by one", "in columns"])
-def test_two_members_that_list_at_once_confirm_their_own_rows(machine: Machine, columns: bool) -> None:
-    first, second = machine.die(0), machine.die(1)
-    for mover, gone in ((0, first.pop()), (1, second.pop())):
-        take_all(machine.core.events.opened(mover, SLOTS))
-        assert gone[1] in machine.tier.index.rows or mover == 1
-    for mover, rows in ((1, second), (0, first)):
-        if columns:
-            take_all(machine.core.events.columns_listed(mover, PlainColumns(rows)))
-        machine.core.events.listed(mover, [] if columns else rows, last=True)
-    assert len(machine.tier.index) == len(PROMPT) - 2
-    assert machine.tier.counters.rows == len(PROMPT) - 2
-    kept = [key for key in PROMPT if key in machine.tier.index]
-    for key in kept:
-        assert machine.load([key], f"load {key!r}") == 1
-    for member in machine.tier.members:
-        slots = machine.tier.index.slots_of(member)
-        assert len(slots) == sum(machine.tier.member_of(key) is member for key in kept)
 
 
 def test_an_expired_request_blames_the_member_that_it_waited_for(machine: Machine) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
@@ -41,74 +43,50 @@ def miss(core: TierManager, *keys: Key, now: float = 0.0) -> dict[tuple[str, str
     return missed(core)
 
 
-def test_a_new_chunk_was_never_stored() -> None:
-    assert miss(cascade(), ONE, TWO) == {("cpu", "never_stored"): 2}
+def evicts(core: TierManager) -> None:
+    for key in (ONE, b"another"):
+        put(core, [key])
 
 
-def test_a_chunk_that_the_host_evicted_is_counted_there() -> None:
-    core = cascade(rows=1)
-    put(core, [ONE])
-    put(core, [TWO])
-    assert miss(core, ONE) == {("cpu", "evicted"): 1}
-
-
-def test_a_chunk_that_was_last_in_storage_is_counted_there() -> None:
-    core = cascade(ONE)
+def evicts_from_storage(core: TierManager) -> None:
     core.tiers[0].index.set_limit(core.tiers[0].members[0], 0)
     inside.evict(core.tiers[0].index, ONE)
-    assert miss(core, ONE) == {("s3", "evicted"): 1}
 
 
-def test_a_chunk_that_the_medium_has_removed_is_expired() -> None:
-    core = cascade(ONE)
-    core.events.listed(0, [(-1, ONE, 0)], last=False)
-    assert miss(core, ONE) == {("s3", "expired"): 1}
-
-
-def test_a_corrupt_chunk_has_failed_there() -> None:
-    core = cascade(ONE)
+def finds_it_corrupt(core: TierManager) -> None:
     assert look_up_key(core, ONE, "get", 0, 0.0) is Lookup.PENDING
     core.end_step()
     (job,) = core.events.plan(0.0)
     core.events.finished(0, job.id, [Outcome.CORRUPT], 0.0)
-    assert miss(core, ONE) == {("s3", "failed"): 1}
 
 
-def test_a_chunk_whose_load_has_just_failed_is_counted_as_failed() -> None:
-    core = cascade(ONE)
-    set_aside(core.tiers[0], [ONE], 5.0)
-    assert miss(core, ONE) == {("s3", "failed"): 1}
-
-
-def test_a_chunk_of_a_tier_that_is_down_is_counted_there() -> None:
-    core = cascade(ONE)
-    core.events.down(0, 0.0)
-    assert miss(core, ONE, TWO) == {("s3", "down"): 1, ("cpu", "never_stored"): 1}
-
-
-def test_a_chunk_behind_an_open_circuit_is_counted_there() -> None:
-    core = cascade(ONE)
-    core.tiers[0].members[0].breakers[Direction.LOAD].trip(0.0)
-    assert miss(core, ONE) == {("s3", "open"): 1}
-
-
-def test_a_chunk_that_may_still_be_listed() -> None:
-    core = cascade()
-    opened(core, 0, 4)
-    assert miss(core, ONE) == {("s3", "listing"): 1}
-
-
-def test_a_chunk_of_a_tier_that_the_request_excludes() -> None:
-    core = cascade(ONE)
-    core.arrive("get", RequestWishes(allowed=frozenset(())))
-    assert miss(core, ONE) == {("s3", "excluded"): 1}
-
-
-def test_a_chunk_that_comes_too_late() -> None:
-    core = cascade(ONE, TWO)
-    assert look_up_key(core, ONE, "get", 0, 0.0) is look_up_key(core, TWO, "get", 1, 0.0) is Lookup.PENDING
+def waits(core: TierManager) -> None:
+    assert look_up_key(core, ONE, "get", 0, -11.0) is Lookup.PENDING
     core.end_step()
-    assert miss(core, ONE, TWO, now=11.0) == {("s3", "late"): 2}
+
+
+@pytest.mark.parametrize(
+    ("held", "happens", "reason"),
+    [
+        ([], lambda core: None, ("cpu", "never_stored")),
+        ([], evicts, ("cpu", "evicted")),
+        ([ONE], evicts_from_storage, ("s3", "evicted")),
+        ([ONE], lambda core: core.events.listed(0, [(-1, ONE, 0)], last=False), ("s3", "expired")),
+        ([ONE], finds_it_corrupt, ("s3", "failed")),
+        ([ONE], lambda core: set_aside(core.tiers[0], [ONE], 5.0), ("s3", "failed")),
+        ([ONE], lambda core: core.events.down(0, 0.0), ("s3", "down")),
+        ([ONE], lambda core: core.tiers[0].members[0].breakers[Direction.LOAD].trip(0.0), ("s3", "open")),
+        ([], lambda core: opened(core, 0, 4), ("s3", "listing")),
+        ([ONE], lambda core: core.arrive("get", RequestWishes(allowed=frozenset(()))), ("s3", "excluded")),
+        ([ONE], waits, ("s3", "late")),
+    ],
+)
+def test_a_miss_is_counted_at_the_tier_that_its_reason_is_about(
+    held: list[Key], happens: Callable[[TierManager], None], reason: tuple[str, str]
+) -> None:
+    core = cascade(*held, rows=1)
+    happens(core)
+    assert miss(core, ONE) == {reason: 1}
 
 
 def test_a_chunk_that_the_host_has_no_room_for() -> None:

@@ -9,7 +9,7 @@ from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.prefetch_queue import MAX_PREFETCHES
 from nixl_tiers.core.types import Direction
-from tests.core.test_manager import HIT, PENDING, manager, only_stored, run, scan
+from tests.core.test_manager import HIT, PENDING, manager, run, scan
 from tests.support import inside
 from tests.support.core import all_good, anticipate, put
 
@@ -98,18 +98,6 @@ def test_line_holds_its_share_of_the_host_and_no_more() -> None:
     assert come_up(core) == [*b[2:], *c[:2]]
 
 
-def test_last_in_line_gives_way_to_one_that_comes_before_it() -> None:
-    a, b = chain("a"), chain("b")
-    core = stored(a, b, rows=8)
-    wait_in_line(core, "b", b, (2.0,))
-    assert come_up(core) == b
-    wait_in_line(core, "a", a, (1.0,))
-    assert come_up(core) == a
-    put(core, chain("other", 8))
-    assert (in_host(core, a), in_host(core, b)) == (4, 0)
-    assert core.host.counters.unused == 4
-
-
 def test_line_gives_way_to_a_request_whose_turn_has_come() -> None:
     a, b = chain("a"), chain("b", 8)
     core = stored(a, b, rows=8)
@@ -124,17 +112,6 @@ def test_line_gives_way_to_a_request_whose_turn_has_come() -> None:
     core.finish("b")
     core.end_step()
     assert scan(core, a, "a") == [PENDING] * 4, "it gets them at its turn"
-
-
-def test_rows_that_fail_to_come_up_for_the_line_come_from_the_next_tier() -> None:
-    """Nobody looks a request up whose turn is to come: the line itself finds out, and counts no row twice."""
-    a = chain("a")
-    core = only_stored(a, tiers=("file", "s3"))
-    wait_in_line(core, "a", a, FIRST)
-    run(core, core.events.plan(0.0), Outcome.CORRUPT)
-    assert come_up(core) == a
-    assert [place.held for place in inside.line(core)] == [4]
-    assert scan(core, a, "a") == [HIT] * 4
 
 
 def test_prefetch_brings_rows_up_and_leaves_them_unpinned() -> None:
@@ -214,20 +191,6 @@ def test_line_of_prefetches_is_bounded() -> None:
     for number in range(1000):
         core.prefetch([b"%d-%d" % (number, place) for place in range(4)])
     assert len(inside.line(core)) == MAX_PREFETCHES
-
-
-def test_request_in_line_gets_the_beginning_of_its_chain_when_a_full_host_has_room() -> None:
-    a = chain("a", 8)
-    core = stored(a, rows=16, line_share=1.0)
-    core.prepare_store("filling", chain("filling", 13))
-    wait_in_line(core, "a", a, FIRST)
-    assert come_up(core) == a[:3]
-    core.complete_store(chain("filling", 13), all_good)
-    core.end_step()
-    assert come_up(core) == a[3:], "from where there was no room"
-    (place,) = inside.line(core)
-    assert place.held == sum(inside.pins(core, key) for key in core.host.index) == 8
-    assert scan(core, a, "a") == [HIT] * 8
 
 
 def test_line_rests_while_the_host_has_no_room() -> None:

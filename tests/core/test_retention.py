@@ -5,12 +5,11 @@ from __future__ import annotations
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.requests import RequestWishes
-from nixl_tiers.core.turn import NO, NOW
 from nixl_tiers.core.types import Limits
-from tests.core.test_manager import HIT, manager, scan
+from tests.core.test_manager import HIT, scan
 from tests.core.test_prefetch_queue import chain, come_up, in_host, stored
 from tests.support import inside
-from tests.support.core import all_good, expire, put, rows_of, touched
+from tests.support.core import expire, put, touched
 
 
 def alone(rows: int) -> TierManager:
@@ -37,53 +36,6 @@ def test_retained_rows_outlive_all_that_is_stored_after_them() -> None:
     for number in range(20, 24):
         put(core, chain(f"other{number}"))
     assert in_host(core, kept) == 0, "they are rows like any other again"
-
-
-def test_a_longer_retention_counts_and_takes_no_more_room() -> None:
-    core, kept = alone(8), chain("kept")
-    put(core, kept)
-    assert all(retain(core, kept, until_s) for until_s in (60.0, 10.0, 90.0, 60.0))
-    expire(core, 89.0)
-    assert core.host.retained == 4
-    expire(core, 90.0)
-    assert not inside.retention_waits(core)
-    assert core.host.retained == 0
-
-
-def test_released_rows_go_by_their_last_use_and_leaf_first() -> None:
-    core, kept = alone(16), chain("kept")
-    put(core, kept)
-    retain(core, kept, 10.0)
-    put(core, chain("older"))
-    core.prepare_store("again", [*kept, *chain("deeper", 2)])  # uses them, and goes on
-    core.complete_store(chain("deeper", 2), all_good)
-    core.end_step()
-    put(core, chain("newer"))
-    expire(core, 10.0)
-    gone = [row.key for row in core.host.make_room(2 + 4 + 2 + 3)]
-    assert gone == [*reversed(chain("older")), *reversed(chain("deeper", 2)), *kept[:0:-1]]
-
-
-def test_the_end_of_a_retention_is_a_use_in_tiers_below() -> None:
-    core, kept, used = manager(16), chain("kept"), chain("used")
-    put(core, kept)
-    put(core, used)
-    core.retain(kept, 10.0)
-    come_up(core)
-    touched(core, used, "later")
-    expire(core, 10.0)
-    assert set(rows_of(core.tiers[0])) == {*kept, *used}
-    assert core.tiers[0].index.select_victims(8) == [*reversed(used), *reversed(kept)]
-
-
-def test_a_host_without_storage_tiers_takes_turns_for_what_is_retained() -> None:
-    core = alone(8)
-    put(core, chain("kept"))
-    core.end_step()
-    assert core.events.take_due() is NO
-    retain(core, chain("kept"), 10.0)
-    core.end_step()
-    assert core.events.take_due() is NOW
 
 
 def test_chunks_come_up_again_when_they_are_to_be_needed() -> None:

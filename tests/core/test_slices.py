@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.host import HostTier
 from nixl_tiers.core.listing import take_all
@@ -122,29 +121,6 @@ def test_reset_touches_a_slice_of_rows(most_work: Callable[..., int]) -> None:
     while core.host.has_old:
         assert most_work(expire, core, 0.0) <= 3 * MOST
     assert core.host.used == 0
-
-
-def test_row_in_use_at_a_reset_is_not_free_before_it_is_flushed() -> None:
-    core = manager(rows=100)
-    keys = [b"open-%d" % number for number in range(60)]
-    core.prepare_store("store", keys)
-    core.reset(False, 0.0)
-    assert len(core.prepare_store("new", CHAIN).rows) == 40
-    core.flushed()
-    turns(core)
-    assert core.host.used == 40
-
-
-def test_scan_of_a_waiting_request_ends_at_its_first_key() -> None:
-    core = manager()
-    assert scan(core, "request") == [Lookup.PENDING] * len(CHAIN)
-    jobs = turns(core)
-    for job in jobs[:-1]:
-        assert scan(core, "request") == [Lookup.PENDING, Lookup.MISS]
-        core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    assert scan(core, "request") == [Lookup.PENDING, Lookup.MISS]
-    core.events.finished(0, jobs[-1].id, [Outcome.OK] * len(jobs[-1].moves), 0.0)
-    assert scan(core, "request") == [Lookup.HIT] * len(CHAIN)
 
 
 def test_what_a_listing_has_not_confirmed_is_swept_once_and_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

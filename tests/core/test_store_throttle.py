@@ -10,7 +10,6 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.member import UNLIMITED
-from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
 from tests.support.core import all_good, look_up_key, opened
 
@@ -124,26 +123,3 @@ def test_tier_that_is_far_behind_is_not_held_up() -> None:
     driver.put(b"one more")
     assert driver.stored() == new_keys(WINDOW)
     assert driver.stored() == []
-
-
-def test_promotions_do_not_wait_for_stores_that_wait_for_them() -> None:
-    driver = Driver((Write.ON_EVICT, Write.OFF))
-    driver.put(*new_keys(ROWS))
-    assert driver.core.host.free == 0, "and no row is written"
-    for key in STORED[:RESERVE]:
-        driver.ask(key)
-    for _ in range(8):
-        driver.stored()
-        driver.end_loads()
-    rows = driver.core.host.index
-    assert all(key in rows and rows[key].state is RowState.READY for key in STORED[:RESERVE])
-    assert driver.core.tiers[0].counters.dropped == 0, "no row was evicted unwritten"
-
-
-def test_shutdown_does_not_wait_for_promotions() -> None:
-    driver = Driver((Write.ON_EVICT, Write.OFF))
-    driver.put(*new_keys(WINDOW))
-    driver.ask(STORED[0])
-    driver.turn()
-    driver.core.writeback.demote(list(driver.core.host.index.values()))
-    assert driver.stored() == new_keys(WINDOW)

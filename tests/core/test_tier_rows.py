@@ -200,10 +200,13 @@ def test_row_of_before_is_not_that_of_the_same_key_after(make: Callable[[], Tier
     rows = make()
     new = rows.add(b"key", 2, 6, False)
     assert new not in {old, NO_ID}
+    assert rows.pin(b"key") == (2, new)
     rows.unpin(b"key", old)
     assert not rows.stored(b"key", old)
     assert rows.remove(b"key", old) == -1
     assert rows.stored(b"key", new)
+    assert rows.evict(2) == []
+    rows.unpin(b"key", new)
     assert rows.evict(2) == [(b"key", 2)]
 
 

@@ -33,7 +33,7 @@ LONG: Final = (
     "tests/system/integration/test_exits.py",
     "tests/system/tiers/rowfile/test_quota.py",
     "tests/system/tiers/gds/test_conformance.py",
-    "tests/core/test_order.py",
+    "tests/system/core/test_order.py",
     "tests/system/tiers/rowfile/test_conformance.py",
     "tests/vllm/test_compat.py",
     "tests/core/test_crossover.py",
