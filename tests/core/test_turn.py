@@ -193,37 +193,8 @@ def test_a_quick_tier_does_not_idle_while_rows_are_queued() -> None:
     assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
 
 
-def test_a_quick_tier_does_not_idle_while_another_seals_its_rows() -> None:
-    core = TierManager(ROWS, ROW, [WRITTEN, SHARED], LIMITS)
-    for tier in range(2):
-        opened(core, tier, 4 * ROWS)
-        core.events.listed(tier, [], last=True)
-    for _ in range(ENOUGH_SAMPLES):
-        core.tiers[0].members[0].throughput[Direction.STORE].record(ROW, 0.04)
-    put(core, KEYS[:1])
-    assert core.turn(0.0, 0.0)
-    assert core.tiers[1].waiting_for_seal
-    assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
 
 
-def test_a_quick_tier_does_not_idle_while_victims_wait_to_be_brought_up_for_it() -> None:
-    """As many of them as may come up are being written: the others are queued only when some of these are done."""
-    specs = [
-        TierSpec("file", Write.THROUGH, physical_slots=True),
-        TierSpec("s3", Write.ON_EVICT, physical_slots=False),
-    ]
-    core = TierManager(ROWS, ROW, specs, LIMITS)
-    opened(core, 0, 1000)
-    core.events.listed(0, [(slot, b"stored-%d" % slot, slot) for slot in range(970)], last=True)
-    opened(core, 1, 4 * ROWS)
-    core.events.listed(1, [], last=True)
-    file, s3 = core.tiers
-    for _ in range(ENOUGH_SAMPLES):
-        s3.members[0].throughput[Direction.STORE].record(WINDOW // 2 * ROW, 0.04)
-    for _ in range(3):
-        end(core, [job for job in core.turn(0.0, 0.0) if job.direction is Direction.LOAD], 0.0)
-    assert (len(file.to_demote), s3.rows_storing, len(s3.to_store)) == (10, WINDOW // 2, 0)
-    assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
 
 
 @pytest.mark.parametrize(("open_s", "mover_s"), [(50.0, 0.5), (0.5, 1e9)], ids=["a pause", "no honest mover"])
