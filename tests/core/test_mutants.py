@@ -1,4 +1,4 @@
-"""Mutation test of the state machine: each of these planted bugs must violate an invariant."""
+"""Mutation test of the state machine: each of these planted bugs violates an invariant, by stored steps (steps.toml)."""
 
 from __future__ import annotations
 
@@ -731,7 +731,7 @@ def original_of(mutant: type) -> type:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_planted_bug_in_the_core_is_caught(mutant: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the steps that have shown it once; in `make fuzz` by a search for others."""
+    """By the steps that have shown it once. `python tests/fuzz.py tests/core/test_mutants.py` searches for others."""
     if not issubclass(mutant, TierManager):
         monkeypatch.setattr(manager, original_of(mutant).__name__, mutant)
     machine = machine_for(mutant)

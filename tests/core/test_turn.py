@@ -193,10 +193,6 @@ def test_a_quick_tier_does_not_idle_while_rows_are_queued() -> None:
     assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
 
 
-
-
-
-
 @pytest.mark.parametrize(("open_s", "mover_s"), [(50.0, 0.5), (0.5, 1e9)], ids=["a pause", "no honest mover"])
 def test_a_store_took_what_its_mover_says_but_no_longer_than_its_job_was_open(open_s: float, mover_s: float) -> None:
     core = core_of()
