@@ -1,4 +1,4 @@
-"""Mutation test of the state machine: each of these planted bugs violates an invariant, by stored steps (steps.toml)."""
+"""Mutation test of the state machine: by the steps in steps.toml each of these planted bugs violates an invariant."""
 
 from __future__ import annotations
 
