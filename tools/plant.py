@@ -1,5 +1,5 @@
-"""Plants each bug of `tests/promises.toml` in a copy of the tree, and fails if the test named beside it does not fail by an
-assertion: `make planted`, ten minutes. `--check`, in `make lint`: all that the file names exists, and pages and file name
+"""Plants each bug of `tests/promises.toml` in a copy of the tree, and fails if the test that is named beside it does not
+fail by an assertion: `make planted`. `--check`, in `make lint`: all that the file names exists, and pages and file name
 the same promises.
 
     python tools/plant.py [--check | PROMISE...]
@@ -59,7 +59,8 @@ def check(promises: Sequence[dict[str, Any]]) -> Iterator[str]:
             if (ROOT / bug["file"]).read_text().count(bug["old"]) != 1:
                 yield f"{promise['id']}: {bug['file']} does not have this once: {bug['old']!r}"
             file, *names = test_of(promise, bug).partition("[")[0].split("::")
-            if not all(re.search(rf"\b(?:def|class) {name}\b|^{name} =", tests.get(ROOT / file, ""), re.M) for name in names):
+            text = tests.get(ROOT / file, "")
+            if not all(re.search(rf"\b(?:def|class) {name}\b|^{name} =", text, re.MULTILINE) for name in names):
                 yield f"{promise['id']}: there is no test {test_of(promise, bug)}"
 
 
