@@ -17,12 +17,11 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers.base.chunk import Geometry, Namespace, key_of_object, object_name
+from nixl_tiers.base.chunk import Geometry, Namespace, object_name
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore
-from tests.support.core import rows_of
 from tests.support.engines import least_s3_bytes
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, S3Server
 from tests.support.waiting import until, until_up
@@ -126,46 +125,3 @@ def test_two_engines_on_a_prefix_keep_one_budget_plus_one_upload_window(
             sampling.result()
     assert written >= 6 * WINDOW_ROWS * ROW
     assert (BUDGET_ROWS - WINDOW_ROWS) * ROW <= max(samples) <= (BUDGET_ROWS + WINDOW_ROWS) * ROW
-
-
-def test_engines_forget_what_was_deleted_for_room(fast_s3: S3Server, place: dict[str, Any]) -> None:
-    """Four engines write several times the budget, and find what the others have stored. What any of them thinks is
-    there then is there, but for the second up to which rows were deleted."""
-    client, root = fast_s3.client(), f"{place['prefix']}/"
-    seeds, written = itertools.count(1), list[bytes]()
-    deadline = time.monotonic() + TIMEOUT_S
-
-    def fill(store: TieredStore) -> None:
-        out = np.empty((8, SIZE), np.uint8)
-        while store.stats()["s3"]["bytes_written"] < BUDGET_ROWS * ROW and time.monotonic() < deadline:
-            keys, rows = chunks(8, SIZE, next(seeds))
-            store.put(keys, rows)
-            store.flush(30.0)
-            written.extend(keys)
-            store.get(written[-16:-8] if len(written) >= 16 else keys, out)
-
-    def is_gone(store: TieredStore) -> bool:
-        """Whether it promises nothing that is not there."""
-        with store.coordinator.core() as core:
-            promised = rows_of(core.tiers[0])
-            oldest = core.tiers[0].index.gone_before
-        pages = client.get_paginator("list_objects_v2").paginate(Bucket=place["bucket"], Prefix=root)
-        names = [each["Key"].split("/") for page in pages for each in page.get("Contents", ())]
-        there = {key_of_object("/".join(name[-2:])) for name in names}
-        return bool(oldest) and all(row.tick == oldest for key, row in promised.items() if key not in there)
-
-    with ExitStack() as stack, ThreadPoolExecutor(4) as threads:
-        stores = [stack.enter_context(store_of(place)) for _ in range(4)]
-        list(threads.map(fill, stores))
-        assert all(store.stats()["s3"]["bytes_written"] >= BUDGET_ROWS * ROW for store in stores)
-        assert sum(store.stats()["s3"]["found"] for store in stores) > 0
-
-        def is_nearly_full() -> bool:
-            """Then engines forget ahead of the record, as time passes: its `oldest` is exact, but what they have stored
-            seems up to two seconds younger to them than it is."""
-            stores[0].put(*chunks(1, SIZE, next(seeds)))
-            stores[0].flush(30.0)
-            return stores[0].stats()["s3"]["used_bytes"] > (BUDGET_ROWS - 2 * WINDOW_ROWS) * ROW
-
-        until(lambda: is_nearly_full() and all(map(is_gone, stores)), "the engines to forget", timeout_s=TIMEOUT_S)
-        assert all(store.stats()["s3"]["removed"] > 0 for store in stores)

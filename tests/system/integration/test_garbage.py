@@ -234,15 +234,6 @@ def claim(coordinator: Coordinator, region: HostRegion) -> list[int]:
     return list(plan.rows)
 
 
-def test_an_outcome_that_there_is_not_is_an_error_of_the_mover() -> None:
-    coordinator, region = coordinator_of(Path("/unused"))
-    try:
-        with pytest.raises(ValueError, match="238 is no outcome"):
-            coordinator._link.on_message(0, Finished(1, b"\0\xee", 0.1))
-    finally:
-        region.close()
-
-
 @settings(deadline=None)
 @given(data=st.data())
 def test_what_comes_from_a_mover_is_a_message_or_an_error(data: st.DataObject) -> None:

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.config.schema import load
-from nixl_tiers.runtime import here
 from tests.support.disks import hung_mount
 
 OPEN = """
@@ -51,13 +49,3 @@ def test_config_answers_and_says_what_it_did_not_look_at(config: str) -> None:
     shown, _ = run("-m", "nixl_tiers.cli", "config", config)
     assert "warning: file tier: it has not answered within 3 s, and was not checked\n" in shown
     assert shown.startswith("the configuration is valid, 1 warning\n")
-
-
-def test_child_that_is_late_is_no_hung_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a node whose caches are cold, Python itself may start for longer than a disk may take to answer."""
-    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(3)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    disk = {"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
-    config = load({"tiers": [{"type": "cpu", "capacity": "1MiB"}, disk]})
-    found = here.ask(config, starting=True, deadline_s=2.0)
-    assert (found.silent, [*found.identities]) == ({}, ["file"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import pytest
 import nixl_tiers
 from tests.support.checked_rows import SIZE, TIMEOUT_S, hits, put
 from tests.support.core import rows_of
-from tests.support.disks import disk_bytes, tmpfs
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
@@ -45,33 +42,6 @@ def held(store: nixl_tiers.TieredStore) -> list[int]:
 def until_all_up(store: nixl_tiers.TieredStore) -> None:
     members = store.coordinator._core.movers
     until(lambda: all(member.writable and member.readable for member in members), "all members", timeout_s=TIMEOUT_S)
-
-
-def test_after_a_kill_of_one_of_four_movers_all_is_whole_again(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in "abcd"]
-    with opened(paths) as store:
-        put(store, KEYS)
-        rows = held(store)
-        assert sum(rows) == len(KEYS)
-        assert min(rows) > len(KEYS) // 8, "it is spread over all of them"
-        assert hits(store, KEYS) == len(KEYS)
-        victim, others = store.coordinator.mover_pids[1], store.coordinator.mover_pids
-        assert victim is not None
-        os.kill(victim, signal.SIGSTOP)  # so that it stays away until it was seen
-        os.kill(victim, signal.SIGKILL)
-        until(lambda: store.coordinator.mover_pids[1] != victim, "its death", timeout_s=TIMEOUT_S)
-        assert hits(store, KEYS) >= len(KEYS) - rows[1] - HOST_ROWS
-        put(store, KEYS)  # what is missing is computed again
-        until_all_up(store)
-        assert hits(store, KEYS) == len(KEYS)
-        assert [pid for n, pid in enumerate(store.coordinator.mover_pids) if n != 1] == [
-            pid for n, pid in enumerate(others) if n != 1
-        ], "the others live on"
-        until(lambda: sum(held(store)) == len(KEYS), "duplicates to go", timeout_s=TIMEOUT_S)
-        assert store.stats()["file"]["deaths"] == 1
-    with opened(paths) as store:
-        assert sum(held(store)) == len(KEYS)
-        assert hits(store, KEYS) == len(KEYS)
 
 
 def test_a_directory_that_goes_away_takes_only_its_rows_and_is_named(tmp_path: Path) -> None:
@@ -108,31 +78,6 @@ def test_directories_are_added_and_removed_and_each_keeps_its_rows(tmp_path: Pat
     with opened(paths[:1]) as store:
         assert held(store) == rows[:1]
         assert hits(store, KEYS) == len(KEYS)
-
-
-def test_the_capacity_is_one_budget_of_equal_parts(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in "ab"]
-    with opened(paths, capacity=8 << 20) as store:
-        put(store, KEYS * 2)
-        assert len(KEYS) > sum(held(store)) > 80
-        for path in paths:
-            assert disk_bytes(path) <= 4 << 20
-        assert store.stats()["file"]["capacity_bytes"] == 8 << 20
-        assert hits(store, KEYS[-20:]) == 20, "the newest are kept"
-
-
-def test_a_directory_without_room_leaves_stores_to_the_others(tmp_path: Path) -> None:
-    """Its file system is smaller than its capacity."""
-    paths = [tmp_path / "a", tmp_path / "b"]
-    (paths[1]).mkdir(mode=0o700)
-    with tmpfs(paths[1], "3m"), opened(paths) as store:
-        put(store, KEYS)
-        put(store, KEYS)  # those that were refused before that was known
-        rows = held(store)
-        assert 0 < rows[1] < rows[0]
-        assert hits(store, KEYS) == sum(rows) == len(KEYS)
-        assert store.stats()["file"]["evictions"] == 0, "the other has room"
-        assert disk_bytes(paths[1]) <= 32 << 20
 
 
 def test_one_directory_that_cannot_be_used_refuses_the_start_in_one_sentence(tmp_path: Path) -> None:

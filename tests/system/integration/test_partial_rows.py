@@ -98,13 +98,6 @@ def check(bench: Bench) -> None:
         assert [core.host.index[key].missing for key in (b"whole", b"part")] == [0, 2]
 
 
-def test_missing_sub_blocks_are_misses_and_the_rest_are_hits_in_host_memory(bench: Callable[..., Bench]) -> None:
-    here = bench()
-    here.put(b"part", missing=2)
-    here.put(b"whole", missing=0)
-    check(here)
-
-
 def test_missing_sub_blocks_are_zeroed_and_stay_misses_in_storage(bench: Callable[..., Bench], tier: Tier) -> None:
     here = bench(tier)
     name = here.store.coordinator.counters().keys() - {"cpu"}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,10 @@ import pytest
 from nixl_tiers.base.chunk import Geometry, Key, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.runtime import tier_log
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.store import TieredStore, open_with
 from tests.support.file_tier import file_tier
 from tests.support.load import get, put
-from tests.support.servers import S3Server
 from tests.support.times import changed
 from tests.support.waiting import until
 
@@ -43,20 +40,6 @@ def test_stored_rows_are_hits_right_after_open(tmp_path: Path, ready_s: float) -
                 assert store.locate(KEYS) == ["file"] * len(KEYS)
             else:
                 until(lambda: store.coordinator._link.movers[0].answered, "the mover to have started")
-            assert get(store, KEYS) == ([True] * len(KEYS), [])
-
-
-def test_rows_of_a_bucket_are_hits_right_after_open(
-    any_s3: S3Server, s3_credentials: Callable[[S3Server], None], s3_bucket: Callable[[S3Server], str], s3_prefix: str
-) -> None:
-    s3_credentials(any_s3)
-    objects = {"type": "s3", "bucket": s3_bucket(any_s3), "endpoint": any_s3.endpoint, "prefix": s3_prefix}
-    tiers = [{"type": "cpu", "capacity": 4 << 20}, {**objects, "capacity": 64 << 20}]
-    with open_with(changed(ready_s=120.0), {"tiers": tiers}, SIZE, "n") as store:
-        put(store, KEYS)
-        assert store.flush(120)
-    for _ in range(3):
-        with open_with(changed(ready_s=120.0), {"tiers": tiers, "wait_s": 120, "probe_s": 60}, SIZE, "n") as store:
             assert get(store, KEYS) == ([True] * len(KEYS), [])
 
 
@@ -101,59 +84,6 @@ def test_get_waits_for_keys_that_may_still_be_listed(tmp_path: Path) -> None:
         asking.join(120.0)
         assert answers == [([True] * len(KEYS) + [False], [])]
         until(lambda: coordinator.counters()["file"]["listed_rows"] == len(KEYS), "the gauge")
-
-
-def test_an_unknown_key_is_a_miss_when_a_listing_takes_longer_than_wait_s(tmp_path: Path) -> None:
-    with held_up(tmp_path, wait_s=1.0) as (coordinator, store, _):
-        coordinator.start(120.0)
-        half = len(KEYS) // 2
-        # On a busy machine a row may take longer than that to come up, too.
-        until(lambda: sum(get(store, KEYS)[0]) == half, "what is listed to come up")
-        hits, wrong = get(store, [*KEYS, b"unknown"])
-        assert (sum(hits), wrong) == (half, [])
-
-
-def test_a_start_waits_for_the_listing_up_to_ready_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(tier_log, "LISTING_S", 0.0)
-    caplog.set_level(logging.INFO)
-    with held_up(tmp_path) as (coordinator, store, listed):
-        starting = threading.Thread(target=lambda: coordinator.start(0.0, ready_s=120.0))
-        starting.start()
-        until(lambda: "the file tier is still being listed: 4 rows so far" in caplog.text, "a line")
-        until(lambda: coordinator.counters()["file"]["listed_rows"] == len(KEYS) // 2, "the gauge")
-        assert starting.is_alive()
-        listed.touch()
-        starting.join(120.0)
-        assert not starting.is_alive()
-        assert store.wait_ready(0.0)
-        assert store.locate(KEYS) == ["file"] * len(KEYS)
-    listed.unlink()
-    with held_up(tmp_path) as (coordinator, store, _):
-        coordinator.start(120.0, ready_s=0.5)
-        assert not store.wait_ready(0.0)
-
-
-def test_tier_is_up_while_it_is_listed(tmp_path: Path) -> None:
-    """Half of its rows are hits: an alert that it is down would be false."""
-    with held_up(tmp_path) as (coordinator, store, listed):
-        coordinator.start(120.0)
-        until(lambda: store.locate(KEYS).count("file") == len(KEYS) // 2, "the first half")
-        assert (store.stats()["file"]["up"], store.stats()["file"]["listing"]) == (1.0, 1.0)
-        listed.touch()
-        assert store.wait_ready(120.0)
-        assert (store.stats()["file"]["up"], store.stats()["file"]["listing"]) == (1.0, 0.0)
-        coordinator._core.events.down(0, 0.0)
-        assert (store.stats()["file"]["up"], store.stats()["file"]["listing"]) == (0.0, 0.0)
-
-
-def test_a_tier_that_is_down_is_not_waited_for(tmp_path: Path) -> None:
-    with held_up(tmp_path) as (coordinator, store, _):
-        coordinator.start(120.0)
-        coordinator._core.events.down(0, 0.0)
-        assert store.wait_ready(0.0)
-        assert get(store, KEYS) == ([False] * len(KEYS), [])
 
 
 def test_close_flushes_to_a_tier_once_it_has_been_listed(tmp_path: Path) -> None:

@@ -14,15 +14,10 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from nixl_tiers.base.chunk import Geometry, Namespace
-from nixl_tiers.config import schema as configuration
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Touch
-from nixl_tiers.runtime import recent_uses
-from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.tiers.slab.shard import slots_within
 from nixl_tiers.tiers.slab.tier import SlabTier
-from tests.support.core import opened
 from tests.support.file_tier import file_config, file_tier
 from tests.support.waiting import until, until_up
 
@@ -86,22 +81,6 @@ def test_row_used_last_survives_a_restart(tmp_path: Path, promoted: bool, monkey
         assert on_file(store, SLOTS) == [0]
 
 
-def test_ticks_go_on_from_the_newest_row_listed(tmp_path: Path) -> None:
-    """Rows of the second process are more recent than any of the first, whatever was used when."""
-    with nixl_tiers.open(config(tmp_path), SIZE, "n") as store:
-        until_up(store)
-        put(store, *range(SLOTS))
-        for _ in range(20):
-            get(store, 1)
-    with nixl_tiers.open(config(tmp_path), SIZE, "n") as store:
-        until_listed(store)
-        put(store, SLOTS)
-    with nixl_tiers.open(config(tmp_path), SIZE, "n") as store:
-        until_listed(store)
-        put(store, *range(SLOTS + 1, 2 * SLOTS))
-        assert on_file(store, SLOTS + 1) == [SLOTS]
-
-
 def test_recency_is_in_the_journal_soon_without_a_restart(tmp_path: Path) -> None:
     """So that an engine that is killed loses the uses of the last second or two only."""
     engine = subprocess.Popen(
@@ -118,36 +97,6 @@ def test_recency_is_in_the_journal_soon_without_a_restart(tmp_path: Path) -> Non
         until_listed(store)
         put(store, *range(SLOTS, 2 * SLOTS - 1))
         assert on_file(store, SLOTS) == [0]
-
-
-def test_recent_uses_are_sent_once_a_second_and_all_of_them_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And within the messages that a mover takes."""
-    monkeypatch.setattr(recent_uses, "MAX_TOUCHED", 2)
-    monkeypatch.setattr(recent_uses, "USES_A_PART", 1)
-    now = 100.0
-    with HostRegion.create(GEOMETRY, 4) as region:
-        tiers = configuration.load(config(Path("/unused")))
-        coordinator = Coordinator(tiers, Namespace.of({"name": "n"}), region, clock=lambda: now)
-        link, core = coordinator._link, coordinator._core
-        opened(core, 0, SLOTS)
-        core.events.listed(0, [(n, key(n), 0) for n in range(SLOTS)], last=True)
-
-        def sent(messages: int = 100) -> list[int]:
-            found = link.on_tick(now, [messages])[0]
-            return [slot for _, message in found if isinstance(message, Touch) for slot, _ in message.entries]
-
-        core.used("request", [key(n) for n in range(5)])
-        assert sent(0) == []
-        assert sent() == [0, 1]
-        assert sent() == []
-        now += 1.0
-        assert sent() == [2, 3]
-        core.used("request", [key(5)])
-        link.flush_recent_uses()
-        assert sent(1) == [4, 5]
-        core.used("another", [key(n) for n in range(5)])
-        assert sent() == [0, 1, 2, 3, 4]
-        coordinator.close(0.0)
 
 
 _ENGINE = """

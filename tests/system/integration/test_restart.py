@@ -104,24 +104,6 @@ def dropped(tmp_path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def test_all_rows_are_hits(tmp_path: Path) -> None:
-    with coordinator_over_many_rows(tmp_path, slots=2 * ROWS) as coordinator:
-        assert locate(coordinator, [key(n) for n in (0, MANY, ROWS - 1)]) == ["stub"] * 3
-        assert locate(coordinator, [b"no row"]) == [None]
-        load(coordinator, 0)
-        load(coordinator, ROWS - 1)
-        assert coordinator.counters()["stub"]["rows"] == ROWS
-
-
-def test_evicted_rows_are_deleted_by_key_the_coldest_first(tmp_path: Path) -> None:
-    with coordinator_over_many_rows(tmp_path, slots=ROWS) as coordinator:
-        store(coordinator, b"new", b"newer")
-        until(lambda: len(dropped(tmp_path)) == 2, "the drops")
-        assert dropped(tmp_path) == [f"{n} row-{n}" for n in (0, 1)]
-        assert locate(coordinator, [key(0)]) == [None]
-        assert coordinator.counters()["stub"]["rows"] == ROWS
-
-
 def test_every_evicted_row_is_deleted_from_the_medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many times more than the queue of packets for a mover has room for; and no mover is taken for one that does not
     read."""
@@ -134,21 +116,6 @@ def test_every_evicted_row_is_deleted_from_the_medium(tmp_path: Path, monkeypatc
         until(lambda: len(dropped(tmp_path)) == 20_002, "two more")
         stats = coordinator.counters()["stub"]
         assert stats["kills"] == stats["dropped"] == 0
-
-
-def test_listed_rows_are_used_evicted_and_listed_again(tmp_path: Path) -> None:
-    with coordinator_over_many_rows(tmp_path, slots=ROWS + 2) as coordinator:
-        load(coordinator, 0)
-        load(coordinator, ROWS - 1)
-        store(coordinator, b"new", b"newer", b"newest")
-        until(lambda: dropped(tmp_path), "a drop")
-        assert dropped(tmp_path) == ["1 row-1"]  # row 0 was used since
-        (pid,) = coordinator.mover_pids
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: coordinator.mover_pids not in ([pid], [None]), "another mover")
-        until(lambda: serves(coordinator.counters()["stub"]), "all rows to be listed again")
-        assert locate(coordinator, [key(2), key(ROWS - 2)]) == ["stub"] * 2
 
 
 @pytest.mark.smoke

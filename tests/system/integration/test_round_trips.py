@@ -88,32 +88,6 @@ def test_each_tier_returns_what_was_put(size: int, tmp_path: Path, objects: dict
         assert store.stats()["file"]["rows"] == 10
 
 
-def test_rows_beyond_the_hosts_capacity_come_from_the_file_tier(tmp_path: Path) -> None:
-    keys, rows = chunks(120, 256 * KIB)
-    with open_patient(config(file_tier(tmp_path, 64 * MIB), host=8 * MIB), 256 * KIB, "n") as store:
-        until_up(store)
-        assert store.put(keys, rows) == 120
-        assert store.flush(300)
-        check(store, keys, rows)
-        assert 0 < store.stats()["cpu"]["used_bytes"] <= 8 * MIB
-
-
-def test_prefetched_rows_are_in_host_memory_before_anybody_gets_them(tmp_path: Path) -> None:
-    keys, rows = chunks(60, 256 * KIB)
-    with open_patient(config(file_tier(tmp_path, 64 * MIB), host=8 * MIB), 256 * KIB, "n") as store:
-        until_up(store)
-        assert store.put(keys, rows) == 60
-        assert store.flush(300)
-        assert store.locate(keys[:8]) == ["file"] * 8
-        store.prefetch([*keys[:8], b"nowhere"])
-        until(lambda: store.locate(keys[:8]) == ["cpu"] * 8, "the prefetched rows")
-        check(store, keys[:8], rows[:8])
-        with pytest.raises(TypeError):
-            store.prefetch("keys")  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="closed"):
-        store.prefetch(keys)
-
-
 @pytest.mark.smoke
 def test_another_namespace_salt_or_chunk_size_never_hits(tmp_path: Path) -> None:
     keys, rows = chunks(4, 64 * KIB)
@@ -155,21 +129,6 @@ def test_after_a_reset_nothing_is_a_hit_unless_kept(tmp_path: Path, on_reset: st
         assert store.flush(300)
         check(store, keys2, rows2)
         assert store.stats()["file"]["bytes_written"] > 0
-
-
-def test_put_accepts_buffers_and_names_the_error_of_bad_ones(tmp_path: Path) -> None:
-    with open_patient(config(host=4 * MIB), 64 * KIB, "n") as store:
-        assert store.put([b"a", b"b"], [bytes(64 * KIB), bytearray(64 * KIB)]) == 2
-        assert store.put([b"a"], [bytes(64 * KIB)]) == 1
-        with pytest.raises(ValueError, match=r"rows\[1\] has 5 bytes"):
-            store.put([b"c", b"d"], [bytes(64 * KIB), b"short"])
-        with pytest.raises(ValueError, match="2 keys but 1 rows"):
-            store.put([b"c", b"d"], [bytes(64 * KIB)])
-        with pytest.raises(ValueError, match="1 to 112 bytes"):
-            store.put([b""], [bytes(64 * KIB)])
-        with pytest.raises(ValueError, match="out must be uint8 of shape"):
-            store.get([b"a"], np.zeros((1, 5), np.uint8))
-        assert store.locate([b"a", b"c"]) == ["cpu", None]
 
 
 def test_a_tier_written_on_eviction_gets_evicted_rows_and_at_exit_the_rest(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,7 @@ import pytest
 
 import nixl_tiers
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Open
-from nixl_tiers.mover.supervisor import Supervisor
-from tests.support.file_tier import file_tier
 from tests.support.leaks import host_rows_in_use
-from tests.support.waiting import until_up
 
 SIZE = 4 << 10
 ROWS = 32
@@ -147,51 +142,3 @@ def test_concurrent_resets_puts_and_gets_give_no_wrong_byte_and_leak_no_row(
     keys = [b"after-%d" % n for n in range(ROWS)]
     assert sum(put(store, key) for key in keys) == ROWS
     assert all(holds(store, key) for key in keys)
-
-
-def test_of_two_concurrent_resets_the_last_one_is_sent_last(
-    tmp_path: Path, others: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else they serve an epoch that the store does not know, and the tier stays down for good."""
-    first, second_done = threading.Event(), threading.Event()
-    reopen = Supervisor.reopen
-
-    def held_up(self: Supervisor, message: Open) -> None:
-        if not first.is_set():
-            first.set()
-            second_done.wait(0.5)  # it cannot be done before this one is, or overtakes it
-        reopen(self, message)
-
-    tiers = [{"type": "cpu", "capacity": ROWS * 2 * SIZE}, file_tier(tmp_path, "8MiB")]
-    with nixl_tiers.open({"tiers": tiers}, SIZE, "threads") as store:
-        until_up(store)
-        monkeypatch.setattr(Supervisor, "reopen", held_up)
-        resets = [others.submit(store.reset)]
-        assert first.wait(TIMEOUT_S)
-        resets.append(others.submit(lambda: (store.reset(), second_done.set())))
-        for reset in resets:
-            reset.result(TIMEOUT_S)
-        until_up(store)
-
-
-def test_rows_held_by_workers_at_a_reset_are_reclaimed(
-    store: nixl_tiers.TieredStore,
-) -> None:
-    """vLLM up to 0.32 never completes jobs of before a reset, and gets no row for another one while none is free."""
-    coordinator = store.coordinator
-    keys = [b"%d" % n for n in range(ROWS + 4)]
-    for number in range(50):
-        plan = coordinator.prepare_store(f"before-{number}", keys)
-        rows = len(plan.rows)
-        assert rows == host_rows_in_use(store) >= ROWS
-        coordinator.reset()
-        assert coordinator.prepare_store("too early", keys[:1]).rows == []
-        coordinator.region.mark(plan.rows[:-1:2], 0, plan.store_seq, True)
-        coordinator.region.mark(plan.rows[1:-1:2], 0, plan.store_seq, False)
-        after = coordinator.prepare_store(f"after-{number}", keys)
-        assert sorted(after.rows) == sorted(plan.rows[:-1])
-        coordinator.region.mark(np.array(after.rows), 0, after.store_seq, True)
-        coordinator.complete_store(after.keys)
-        assert host_rows_in_use(store) == rows - 1
-        coordinator.reset()
-        assert host_rows_in_use(store) == 0
