@@ -76,22 +76,17 @@ before = state()
 
 
 class Case(NamedTuple):
-    """A program, and what its end must look like."""
+    """A program, and its exit status."""
 
     name: str
     code: str
     status: int = 0
-    last_words: str = ""  # the last line on stderr must contain this
 
 
 CASES = [
     Case("sys.exit", "store = opened(); sys.exit(3)", 3),
-    Case("exception", "store = opened(); raise ValueError('of the user')", 1, "ValueError: of the user"),
     Case("SIGTERM", "store = opened(); os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
     Case("SIGKILL", "store = opened(); os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
-    Case(
-        "Ctrl-C", "store = opened(); os.killpg(0, signal.SIGINT); time.sleep(600)", -signal.SIGINT, "KeyboardInterrupt"
-    ),
     Case("S3 that never answers", "store = opened(S3)"),
     Case(
         "Ctrl-C while the movers start",
@@ -106,51 +101,12 @@ CASES = [
         """,
     ),
     Case(
-        "refused when the movers have started",
-        """
-        opened().close()  # leaves slabs in that directory
-        try:
-            opened({**FILE, "layout": "files"}, {**FILE, "path": path + "-other"}, times=changed(ready_s=100.0))
-        except nixl_tiers.ConfigError as error:
-            assert "slabs" in str(error), error
-        else:
-            sys.exit("was not refused")
-        until(lambda: state() == before, "everything to be released")
-        """,
-    ),
-    Case(
         "collected",
         """
         store = opened()
         del store
         gc.collect()
         until(lambda: state() == before, "everything to be released")
-        """,
-    ),
-    Case(
-        "a thread that goes on",
-        """
-        store = opened()
-        def forever():
-            while True:
-                store.put(KEYS, ROWS)
-                store.get(KEYS, np.zeros_like(ROWS))
-        threading.Thread(target=forever, daemon=True).start()
-        time.sleep(0.2)
-        """,
-    ),
-    Case(
-        "a child that ends",
-        """
-        with opened() as store:
-            for end in (sys.exit, os._exit):
-                child = os.fork()
-                if child == 0:
-                    end(0)
-                assert os.waitpid(child, 0)[1] == 0
-            assert works(store)
-            assert store.put([b"another"], ROWS[:1]) == 1 and store.flush(300)
-            assert store.stats()["file"]["rows"] == 9
         """,
     ),
     Case(
@@ -210,11 +166,9 @@ def black_hole() -> Iterator[str]:
 SMOKE = ("sys.exit", "SIGTERM", "SIGKILL")
 
 
-def marks(case: Case) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.smoke] if case.name in SMOKE else []
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=marks(case)) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, id=each.name, marks=[pytest.mark.smoke] * (each.name in SMOKE)) for each in CASES]
+)
 def test_nothing_is_leaked(case: Case, tmp_path: Path, black_hole: str) -> None:
     mark = uuid.uuid4().hex
     temporary = tmp_path / "tmp"
@@ -242,7 +196,6 @@ def test_nothing_is_leaked(case: Case, tmp_path: Path, black_hole: str) -> None:
         )
     words = (tmp_path / "err").read_text()
     assert ended.returncode == case.status, words
-    assert case.last_words in (words.splitlines() or [""])[-1]
     assert "Fatal Python error" not in words
     until(lambda: not processes_with_mark(mark), f"{processes_with_mark(mark)} to end")
     assert list(temporary.iterdir()) == []

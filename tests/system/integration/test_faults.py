@@ -2,120 +2,128 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-import numpy as np
 import pytest
 
 import nixl_tiers
+from nixl_tiers.base.chunk import Key
+from nixl_tiers.store import TieredStore, open_with
+from tests.support.core import rows_of
+from tests.support.disks import hung_mount
 from tests.support.file_tier import file_tier
-from tests.support.servers import free_ports, moto_server
-from tests.support.times import open_patient
+from tests.support.leaks import reclaim_all_host_rows
+from tests.support.load import get, put
+from tests.support.servers import ACCESS_KEY, SECRET_KEY, free_ports, moto_server
+from tests.support.times import open_patient, patient, patient_config
 from tests.support.waiting import serves, until, until_up
 
-KIB, MIB = 1 << 10, 1 << 20
-SIZE = 64 * KIB
+SIZE = 64 << 10
+KEYS: list[Key] = [b"key-%06d" % n for n in range(120)]
+OPEN = """
+import json, logging, sys, nixl_tiers
+logging.basicConfig()
+with nixl_tiers.open(json.loads(sys.argv[1]), chunk_bytes=4096, namespace="n") as store:
+    assert store.put([b"k"], [bytes(4096)]) == 1
+    print(store.stats()["file"]["problem"])
+"""
 
 
-def content(key: bytes) -> np.ndarray:
-    """Every key's own bytes, so that any hit can be checked."""
-    return np.random.default_rng(list(key)).integers(0, 256, SIZE, np.uint8)
+def hits(store: TieredStore, keys: Sequence[Key] = KEYS) -> int:
+    """Of all these keys, each of which is checked."""
+    found, wrong = get(store, keys)
+    assert not wrong
+    return sum(found)
 
 
-def keys_of(start: int, stop: int) -> list[bytes]:
-    return [b"key-%06d" % n for n in range(start, stop)]
+def stored(store: TieredStore, keys: Sequence[Key] = KEYS) -> None:
+    for start in range(0, len(keys), 20):
+        put(store, keys[start : start + 20])
+        assert store.flush(300)
 
 
-def rows_of(keys: list[bytes]) -> np.ndarray:
-    return np.stack([content(key) for key in keys])
+def on(*tiers: dict[str, Any], wait_s: float = 120.0) -> dict[str, Any]:
+    return {"tiers": [{"type": "cpu", "capacity": "2MiB"}, *tiers], "wait_s": wait_s}
 
 
-def verified_hits(store: nixl_tiers.TieredStore, keys: list[bytes]) -> int:
-    out = np.full((len(keys), SIZE), 0xEE, np.uint8)
-    hits = store.get(keys, out)
-    for key, hit, row in zip(keys, hits, out, strict=True):
-        assert not hit or np.array_equal(row, content(key)), f"a wrong byte for {key!r}"
-    return sum(hits)
-
-
-def with_file(path: Path, host: int = 2 * MIB, **more: object) -> dict[str, object]:
-    return {
-        "tiers": [{"type": "cpu", "capacity": host}, file_tier(path, "64MiB")],
-        "wait_s": 120.0,
-        **more,
-    }
-
-
-def mover_pid(store: nixl_tiers.TieredStore) -> int:
+def mover_pid(store: TieredStore) -> int:
     pid = store.coordinator.mover_pids[0]
     assert pid is not None
     return pid
 
 
-def is_up(store: nixl_tiers.TieredStore, tier: str = "file") -> bool:
-    return serves(store.stats()[tier])
-
-
-@pytest.mark.parametrize(
-    "deadly", [pytest.param(signal.SIGKILL, marks=pytest.mark.smoke), signal.SIGSEGV, signal.SIGTERM]
-)
-def test_a_dead_mover_is_replaced_without_losing_stored_rows(tmp_path: Path, deadly: int) -> None:
-    keys = keys_of(0, 100)
-    with open_patient(with_file(tmp_path), SIZE, "n") as store:
+@pytest.mark.smoke
+def test_a_dead_mover_is_replaced_without_losing_stored_rows(tmp_path: Path) -> None:
+    with open_patient(on(file_tier(tmp_path, "64MiB")), SIZE, "n") as store:
         until_up(store)
-        assert store.put(keys, rows_of(keys)) == 100
-        assert store.flush(300)
+        stored(store)
         old = mover_pid(store)
-        os.kill(old, deadly)
-        verified_hits(store, keys)  # in the middle of it: whatever is a hit is right
-        until(lambda: is_up(store) and store.coordinator.mover_pids[0] not in (None, old), "another mover")
+        os.kill(old, signal.SIGKILL)
+        hits(store)  # in the middle of it: whatever is a hit is right
+        until(lambda: store.coordinator.mover_pids[0] not in (None, old), "another mover")
+        until_up(store)
         # Rows that were under way at the kill are not tried again for some seconds.
-        until(lambda: verified_hits(store, keys) == 100, "every row to be a hit again")
+        until(lambda: hits(store) == len(KEYS), "every row to be a hit again")
 
 
 @pytest.mark.smoke
 def test_a_stopped_mover_is_a_miss_within_wait_s(tmp_path: Path) -> None:
-    keys = keys_of(0, 60)
-    with open_patient(with_file(tmp_path, wait_s=3.0), SIZE, "n") as store:
+    with open_patient(on(file_tier(tmp_path, "64MiB"), wait_s=3.0), SIZE, "n") as store:
         until_up(store)
-        store.put(keys, rows_of(keys))
-        assert store.flush(300)
+        stored(store)
         os.kill(mover_pid(store), signal.SIGSTOP)
-        gone = [key for key, tier in zip(keys, store.locate(keys), strict=True) if tier == "file"]
+        gone = [key for key, tier in zip(KEYS, store.locate(KEYS), strict=True) if tier == "file"]
         assert gone
-        assert verified_hits(store, gone) == 0
+        assert hits(store, gone) == 0
         os.kill(mover_pid(store), signal.SIGCONT)
-        until(lambda: verified_hits(store, gone) == len(gone), "the mover to go on")
+        until(lambda: hits(store, gone) == len(gone), "the mover to go on")
 
 
-def test_s3_may_be_down_at_the_start_and_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.smoke
+def test_a_hung_mover_is_replaced_by_the_one_deadline_that_is_short(tmp_path: Path) -> None:
+    """The times of an engine reach its movers, which are processes of their own."""
+    times = patient(heartbeat_s=0.1, heartbeat_timeout_s=1.0)
+    with open_with(times, patient_config(on(file_tier(tmp_path, "16MiB"))), SIZE, "times") as store:
+        stored(store, KEYS[:4])
+        pid = store.coordinator.mover_pids[0]
+        with contextlib.suppress(ProcessLookupError, TypeError):  # a busy machine: it has been replaced before
+            os.kill(pid, signal.SIGSTOP)  # type: ignore[arg-type]
+        until(lambda: store.coordinator.mover_pids[0] not in {pid, None}, "another mover")
+        until(lambda: reclaim_all_host_rows(store), "every host row to be free")
+        until(lambda: hits(store, KEYS[:4]) == 4, "rows of the tier")
+
+
+def test_s3_may_be_down_at_the_start_and_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
     (port,) = free_ports(1)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tiers-test-access")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "tiers-test-not-a-secret")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
     objects = {"type": "s3", "bucket": "late-bucket", "endpoint": f"http://127.0.0.1:{port}", "capacity": "64MiB"}
-    config = {"tiers": [{"type": "cpu", "capacity": "2MiB"}, objects]}
-    keys = keys_of(0, 10)
-    with nixl_tiers.open(config, SIZE, "n") as store:
-        assert store.put(keys, rows_of(keys)) == 10
-        assert verified_hits(store, keys) == 10
-        assert not is_up(store, "s3")
+    with nixl_tiers.open(on(objects), SIZE, "n") as store:
+        assert put(store, KEYS[:10]) == hits(store, KEYS[:10]) == 10
+        assert not serves(store.stats()["s3"])
         with moto_server(port=port) as server:
             server.make_bucket("late-bucket")
-            until(lambda: is_up(store, "s3"), "the s3 tier to heal", timeout_s=300)
-            more = keys_of(10, 20)
-            assert store.put(more, rows_of(more)) == 10
+            until(lambda: serves(store.stats()["s3"]), "the s3 tier to heal", timeout_s=300)
+            assert put(store, KEYS[10:20]) == 10
             assert store.flush(300)
             assert store.stats()["s3"]["rows"] == 10
 
 
 def test_a_put_of_many_parts_above_a_stopped_mover_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that only waiting moves: however late a busy machine wakes this thread up."""
-    keys, now = keys_of(0, 64), 100.0
+    now = 100.0
 
     def wait(_: threading.Condition, timeout: float | None = None) -> bool:
         nonlocal now
@@ -123,15 +131,89 @@ def test_a_put_of_many_parts_above_a_stopped_mover_waits_once(monkeypatch: pytes
         now += timeout
         return False
 
-    with nixl_tiers.open({"tiers": [{"type": "cpu", "capacity": "2MiB"}], "wait_s": 1.0}, SIZE, "n") as store:
+    with nixl_tiers.open(on(wait_s=1.0), SIZE, "n") as store:
         for module in ("store", "runtime.blocking"):
             monkeypatch.setattr(f"nixl_tiers.{module}.time", SimpleNamespace(monotonic=lambda: now))
         monkeypatch.setattr(threading.Condition, "wait", wait)
         monkeypatch.setattr(store.coordinator._core, "pressure", lambda: 1000)
-        store.put(keys, rows_of(keys))
+        put(store, KEYS[:64])
         assert now == pytest.approx(101.0)
         backlog = itertools.count(1000, -1)
         monkeypatch.setattr(store.coordinator._core, "pressure", lambda: next(backlog))
-        store.put(keys[: 2 * store._batch], rows_of(keys[: 2 * store._batch]))
+        put(store, KEYS[: 2 * store._batch])
         assert now == pytest.approx(103.0, abs=0.1), "what makes progress is waited for, part by part"
         monkeypatch.undo()
+
+
+def test_store_opens_without_a_tier_on_a_hung_mount_and_a_command_says_so(tmp_path: Path) -> None:
+    """What waits in the kernel is a child or a mover."""
+    (tmp_path / "mnt").mkdir()
+    with hung_mount(tmp_path / "mnt") as place:
+        config = json.dumps(on(file_tier(place / "kv", "64MiB", max_age="7d")))
+
+        def run(*arguments: str) -> tuple[str, str]:
+            command = [sys.executable, *arguments, config]
+            # The product's own limit is 3 s.
+            done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, env=os.environ)
+            return done.stdout, done.stderr
+
+        shown, logged = run("-c", OPEN)
+        assert shown == "it has not answered within 3 s, and was not checked\n"
+        assert "is down: it has not answered within 3 s, and was not checked" in logged
+        shown, _ = run("-m", "nixl_tiers.cli", "config")
+        assert "warning: file tier: it has not answered within 3 s, and was not checked\n" in shown
+        assert shown.startswith("the configuration is valid, 1 warning\n")
+
+
+# --- a file tier over several directories ---
+
+
+def opened(*paths: Path) -> TieredStore:
+    store = nixl_tiers.open(on(file_tier("", "64MiB", path=[*map(str, paths)]), wait_s=60.0), SIZE, "members")
+    members = store.coordinator._core.movers
+    until(lambda: all(member.writable and member.readable for member in members), "all members")
+    return store
+
+
+def held(store: TieredStore) -> list[int]:
+    """How many rows each member holds."""
+    tier = store.coordinator._core.tiers[0]
+    with store.coordinator.core():
+        places = [tier.index.member_place_of(key) for key in rows_of(tier)]
+    return [places.count(place) for place in range(len(tier.members))]
+
+
+def test_a_directory_that_goes_away_takes_only_its_rows_and_is_named(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with opened(*paths) as store:
+        stored(store)
+        rows = held(store)
+        shutil.move(paths[1], tmp_path / "away")
+        paths[1].write_bytes(b"")  # else it is made again, and half a second later there is nothing to say
+        until(lambda: store.coordinator.problems()["file"], "a word")
+        assert str(paths[1]) in store.coordinator.problems()["file"]
+        assert str(paths[0]) not in store.coordinator.problems()["file"]
+        assert store.stats()["file"]["up"] == 1
+        assert hits(store) >= rows[0]
+        stored(store)
+        assert hits(store) == len(KEYS)
+    with pytest.raises(nixl_tiers.ConfigError, match=r"tiers\[1\]\.path: cannot write to .*/b"):
+        opened(*paths)
+
+
+def test_directories_are_added_and_removed_and_each_keeps_its_rows(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "abcd"]
+    with opened(paths[0]) as store:
+        stored(store)
+        assert held(store) == [len(KEYS)]
+    with opened(*paths) as store:  # its rows fit into a quarter
+        assert hits(store) == len(KEYS)
+        assert held(store) == [len(KEYS), 0, 0, 0]
+        stored(store, more := [b"more-%04d" % number for number in range(80)])
+        assert hits(store, more) == len(more)
+        rows = held(store)
+        assert min(rows[1:]) > 0, "new rows are spread"
+    for count in (2, 1):
+        with opened(*paths[:count]) as store:
+            assert held(store) == rows[:count]
+            assert hits(store) == len(KEYS)

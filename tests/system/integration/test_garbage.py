@@ -1,4 +1,4 @@
-"""Invalid packets, in both directions: they end the mover, and affect nothing else."""
+"""Invalid packets of movers: they end the mover, and affect nothing else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ from nixl_tiers.mover.protocol import (
     Opened,
     RowsEnded,
     Slots,
-    Store,
     ToCoordinator,
     decode_to_coordinator,
     encode,
@@ -66,14 +65,6 @@ FROM_MOVERS = {
     "columns without a descriptor": encode(ListedColumns(0)),
     "nothing, and a descriptor": b"",
 }
-TO_MOVERS = {
-    "noise": NOISE(300),
-    "half a message": encode(Store(1, [Move(0, 0, b"key")]))[:-3],
-    "too long": encode(Load(1, [Move(0, n, b"key-%05d" % n) for n in range(MAX_PACKET // 12)])),
-    "rows that there are not": encode(Load(1, [Move(ROWS, 0, b"key")])),
-    "rows before the first": encode(Store(1, [Move(-1, 0, b"key")])),
-}
-FEW = ("half a message",)
 
 
 def coordinator_of(tmp_path: Path, **fields: object) -> tuple[Coordinator, HostRegion]:
@@ -99,58 +90,29 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TieredSto
     store.close()
 
 
-def some(packets: dict[str, bytes]) -> list[Any]:
-    """In `make test` a few of them; `make test-all` has all."""
-    return [pytest.param([*packets], marks=pytest.mark.slow, id="all"), pytest.param([*FEW], id="few")]
-
-
-@pytest.mark.parametrize("names", some(FROM_MOVERS))
-def test_a_mover_that_sends_an_invalid_packet_is_replaced(store: TieredStore, tmp_path: Path, names: list[str]) -> None:
-    keys = stored(store)
-    fds = ResourceCount.take().fds
-    for number, name in enumerate(names, 1):
-        (tmp_path / "packet").write_bytes(FROM_MOVERS[name])
-        (tmp_path / "packet").rename(tmp_path / "packets" / "packet")
-        until(lambda number=number: stats(store)["kills"] == number, f"the end of a mover that sent {name}", TIMEOUT_S)
-        lives_on(store, keys, deaths=number)
-    until(lambda: ResourceCount.take().fds <= fds, "descriptors to be closed", TIMEOUT_S)
-
-
-@pytest.mark.parametrize("names", some(TO_MOVERS))
-def test_a_mover_that_gets_an_invalid_packet_exits_and_is_replaced(store: TieredStore, names: list[str]) -> None:
-    keys = stored(store)
-    for number, name in enumerate(names, 1):
-        mover = store.coordinator._link.supervisor._movers[0]
-        assert mover is not None
-        mover.socket.send(TO_MOVERS[name])
-        until(lambda number=number: stats(store)["deaths"] == number, f"its end, after {name}", TIMEOUT_S)
-        lives_on(store, keys, deaths=number)
-    assert stats(store)["kills"] == 0
-
-
-def stats(store: TieredStore) -> dict[str, float]:
-    return store.stats()["file"]
-
-
-def stored(store: TieredStore) -> list[bytes]:
-    until(lambda: serves(stats(store)), "the tier", TIMEOUT_S)
+def test_a_mover_that_sends_an_invalid_packet_is_replaced(store: TieredStore, tmp_path: Path) -> None:
+    """The store answers at once and rightly, and before long out of the tier again."""
+    until(lambda: serves(store.stats()["file"]), "the tier", TIMEOUT_S)
     keys = [b"key-%d" % n for n in range(2 * ROWS)]
     assert put(store, keys) == len(keys)
     assert store.flush(TIMEOUT_S)
-    return keys
+    fds = ResourceCount.take().fds
 
-
-def lives_on(store: TieredStore, keys: list[bytes], deaths: int) -> None:
-    """The store answers at once and rightly, and before long out of the tier again."""
-
-    def comes_back() -> bool:
-        hits, wrong = get(store, keys)
+    def hits() -> int:
+        found, wrong = get(store, keys)
         assert not wrong
-        return sum(hits) > ROWS
+        return sum(found)
 
-    assert not get(store, keys)[1]
-    until(comes_back, "more than the host holds", TIMEOUT_S)
-    assert stats(store)["deaths"] == deaths
+    for number, (name, packet) in enumerate(FROM_MOVERS.items(), 1):
+        (tmp_path / "packet").write_bytes(packet)
+        (tmp_path / "packet").rename(tmp_path / "packets" / "packet")
+        until(
+            lambda number=number: store.stats()["file"]["kills"] == number, f"the end of a mover that sent {name}", 120
+        )
+        hits()
+        until(lambda: hits() > ROWS, "more than the host holds", TIMEOUT_S)
+        assert store.stats()["file"]["deaths"] == number
+    until(lambda: ResourceCount.take().fds <= fds, "descriptors to be closed", TIMEOUT_S)
 
 
 # --- without a mover ------------------------------------------------------------------------------------------------

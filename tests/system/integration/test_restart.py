@@ -1,4 +1,4 @@
-"""A coordinator over a real mover whose tier holds thousands of rows."""
+"""What a restarted mover, or a store that is opened again, finds of what a tier held before: also thousands of rows."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import nixl_tiers
 from nixl_tiers.base.chunk import Geometry, Key, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.lookup import Lookup
-from nixl_tiers.core.types import Limits
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import child
 from nixl_tiers.runtime.coordinator import Coordinator
+from nixl_tiers.store import open_with
+from nixl_tiers.tiers.slab.shard import slots_within
 from tests.support.core import backlog, end_step, finish, locate, look_up
-from tests.support.times import PATIENT
-from tests.support.waiting import serves, until
+from tests.support.file_tier import file_tier
+from tests.support.load import get, put
+from tests.support.times import PATIENT, changed
+from tests.support.waiting import serves, until, until_up
 
 GEOMETRY = Geometry(1, 2000)
 HOST_ROWS = 16
@@ -34,9 +38,7 @@ def key(number: int) -> Key:
 
 
 @contextmanager
-def coordinator_over_many_rows(
-    tmp_path: Path, slots: int, rows: int = ROWS, more: int = 0, limits: Limits | None = None
-) -> Iterator[Coordinator]:
+def coordinator_over_many_rows(tmp_path: Path, slots: int, rows: int = ROWS, more: int = 0) -> Iterator[Coordinator]:
     """`more`: so many others are found later, for which the oldest must go."""
     config = configuration.load(
         {
@@ -56,7 +58,7 @@ def coordinator_over_many_rows(
         }
     )
     with HostRegion.create(GEOMETRY, HOST_ROWS) as region:
-        coordinator = Coordinator(config, Namespace.of({"name": "hoard"}), region, limits=limits, times=PATIENT)
+        coordinator = Coordinator(config, Namespace.of({"name": "hoard"}), region, times=PATIENT)
         try:
             coordinator.start(120.0)
             wait_until_listed(coordinator, rows)
@@ -146,3 +148,63 @@ def test_the_index_of_an_earlier_epoch_is_released(tmp_path: Path) -> None:
 
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+# --- stores ---
+
+
+@pytest.mark.parametrize("ready_s", [120.0, 0.0])
+def test_stored_rows_are_hits_right_after_open(tmp_path: Path, ready_s: float) -> None:
+    keys: list[Key] = [b"key-%d" % number for number in range(8)]
+    setting = {"tiers": [{"type": "cpu", "capacity": 4 << 20}, file_tier(tmp_path / "kv", 64 << 20)], "wait_s": 120}
+    with open_with(changed(ready_s=120.0), setting, 60_000, "n") as store:
+        put(store, keys)
+        assert store.flush(120)
+    for _ in range(3):
+        with open_with(changed(ready_s=ready_s), setting, 60_000, "n") as store:
+            if ready_s:
+                assert store.locate(keys) == ["file"] * len(keys)
+            else:
+                until(lambda: store.coordinator._link.movers[0].answered, "the mover to have started")
+            assert get(store, keys) == ([True] * len(keys), [])
+
+
+@pytest.mark.parametrize("promoted", [False, True], ids=["hit in host memory", "load from the tier"])
+def test_row_used_last_survives_a_restart(tmp_path: Path, promoted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A use in any tier counts, and so does one that moved no bytes."""
+    size, slots = 16 << 10, 6
+    row_bytes = Geometry(1, size).row_bytes
+    capacity = next(n for n in range(0, 1 << 30, 4096) if slots_within(n, row_bytes) >= slots)
+    setting = {"tiers": [{"type": "cpu", "capacity": 4 * slots * size}, file_tier(tmp_path, capacity)], "wait_s": 120.0}
+    keys: list[Key] = [b"%032d" % number for number in range(2 * slots)]
+
+    def opened() -> nixl_tiers.TieredStore:
+        store = nixl_tiers.open(setting, size, "n")
+        until_up(store)
+        return store
+
+    def put_one_by_one(store: nixl_tiers.TieredStore, some: list[Key]) -> None:
+        for each in some:
+            assert put(store, [each]) == 1
+            assert store.flush(60.0)
+
+    with opened() as store:
+        put_one_by_one(store, keys[:slots])
+        if not promoted:
+            sent: list[tuple[int, int]] = []
+            index = store.coordinator._core.tiers[0].index
+            take_uses = index.take_uses
+            monkeypatch.setattr(index, "take_uses", lambda count: sent.extend(some := take_uses(count)) or some)
+            assert get(store, keys[1:2]) == ([True], [])
+            until(lambda: sent, "the use to be sent")
+            assert get(store, keys[:1]) == (
+                [True],
+                [],
+            )  # within a second of the last message: the regular stop sends it
+    if promoted:
+        with opened() as store:
+            assert get(store, keys[:1]) == ([True], [])
+    with opened() as store:
+        assert store.stats()["file"]["rows"] == slots
+        put_one_by_one(store, keys[slots:-1])
+        assert [key for key in keys[:slots] if store.locate([key]) == ["file"]] == keys[:1]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ import numpy as np
 import pytest
 
 import nixl_tiers
-from tests.support import inside
+from tests.support import inside, load
 from tests.support.file_tier import file_tier
+from tests.support.leaks import host_rows_in_use
 from tests.support.servers import S3Server
 from tests.support.times import open_patient
 from tests.support.waiting import serves, until, until_up
@@ -153,3 +156,41 @@ def test_a_tier_written_on_eviction_gets_evicted_rows_and_at_exit_the_rest(tmp_p
     with open_patient(setting, 64 * KIB, "n") as store:
         known(store, "file", 100)
         check(store, keys, rows)
+
+
+def test_concurrent_resets_puts_and_gets_give_no_wrong_byte_and_leak_no_row() -> None:
+    rows, done = 32, threading.Event()
+
+    def checked(keys: list[bytes]) -> int:
+        hits, wrong = load.get(store, keys)
+        assert not wrong
+        return sum(hits)
+
+    def traffic(seed: int) -> int:
+        random = np.random.default_rng(seed)
+        hits = 0
+        while not done.is_set():
+            keys = [b"%d" % n for n in random.choice(3 * rows, rows // 2, replace=False)]
+            if random.random() < 0.5:
+                load.put(store, keys)
+            else:
+                hits += checked(keys)
+        return hits
+
+    # A page for the seal of each row.
+    with nixl_tiers.open(config(host=rows * 8 * KIB), 4 * KIB, "n") as store, ThreadPoolExecutor(4) as others:
+        threads = [others.submit(traffic, seed) for seed in range(4)]
+        try:
+            for number in range(2000):
+                if number % 10 == 0:
+                    store.reset()
+                key = b"%d" % (number % (3 * rows))
+                if not checked([key]):
+                    load.put(store, [key])
+        finally:
+            done.set()
+        assert sum(thread.result(120) for thread in threads) > 0
+        store.reset()
+        assert host_rows_in_use(store) == 0
+        keys = [b"after-%d" % n for n in range(rows)]
+        assert load.put(store, keys) == checked(keys) == rows

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers import cli
 from nixl_tiers.config import schema
 from nixl_tiers.config.warnings import warnings_of
-from tests.support.times import open_patient
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/writing-a-tier.md"
@@ -111,17 +109,6 @@ def test_conformance_suite_passes(package: Path, site: Path, tmp_path: Path) -> 
     assert re.search(r"\d\d passed", ended.stdout)
 
 
-def test_config_command_shows_its_fields(
-    site: Path, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(site)
-    assert cli.main(["config", str(file)]) == 0
-    text = capsys.readouterr().out
-    assert f"tiers[1] shelf: 64 MiB, {file.parent / 'kv'}" in text
-    assert re.search(rf"path +{file.parent / 'kv'}", text)
-    assert "every chunk is written" in text
-
-
 def test_kv_transfer_config_accepts_it(site: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(site)
     tiers = [{"type": "cpu", "capacity": "1GiB"}, {"type": "shelf", "path": "/mnt/kv", "capacity": "1MiB"}]
@@ -134,10 +121,3 @@ def test_kv_transfer_config_accepts_it(site: Path, file: Path, monkeypatch: pyte
     tiers[1]["path"] = "kv"
     with pytest.raises(schema.ConfigError, match=r'^tiers\[1\]\.path: must be an absolute path, and "kv" is relative'):
         schema.load(whole)
-
-
-def test_package_that_is_not_installed_is_refused(site: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(site)  # and not in PYTHONPATH, which its mover inherits
-    sentence = r'^tiers\[1\]\.type: "shelf" cannot be imported by its mover process, so its package must be installed'
-    with pytest.raises(schema.ConfigError, match=sentence):
-        open_patient(file, chunk_bytes=60_000, namespace="n")  # its mover may take long to say so
