@@ -37,7 +37,6 @@ LONG: Final = (
     "tests/system/test_monitoring.py",
     "tests/system/test_dist.py",
     "tests/system/tiers/s3/test_commands.py",
-    "tests/system/vllm/test_events.py",
     "tests/system/integration/test_corruption.py",
     "tests/vllm/test_worker.py",
     "tests/core/test_announced.py",

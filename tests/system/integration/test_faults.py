@@ -169,7 +169,8 @@ def test_store_opens_without_a_tier_on_a_hung_mount_and_a_command_says_so(tmp_pa
 
 
 def opened(*paths: Path) -> TieredStore:
-    store = nixl_tiers.open(on(file_tier("", "64MiB", path=[*map(str, paths)]), wait_s=60.0), SIZE, "members")
+    tier = file_tier("", "64MiB") | {"path": [*map(str, paths)]}
+    store = nixl_tiers.open(on(tier, wait_s=60.0), SIZE, "members")
     members = store.coordinator._core.movers
     until(lambda: all(member.writable and member.readable for member in members), "all members")
     return store

@@ -40,13 +40,6 @@ def layers(directory: str, options: dict[str, Any], ranks: int) -> dict[str, Any
     return {"layers": kept, "groups": groups}
 
 
-def digest(directory: str, options: dict[str, Any], ranks: int, rank: int) -> str:
-    from nixl_tiers.vllm.layers import digest_of_layers
-
-    with built(directory, options, ranks, "cpu", rank) as (config, model):
-        return digest_of_layers([model], config.compilation_config.static_forward_context).hex()
-
-
 @contextmanager
 def built(directory: str, options: dict[str, Any], ranks: int, device: str, rank: int = 0) -> Iterator[tuple[Any, Any]]:
     """vLLM's configuration for the model, and the model of that rank."""
@@ -89,7 +82,7 @@ def main() -> None:
         self.load_model_cls()
     )
     plans = json.loads(plan.read_text())
-    result.write_text(json.dumps([layers(*given) if len(given) == 3 else digest(*given) for given in plans]))
+    result.write_text(json.dumps([layers(*given) for given in plans]))
 
 
 if __name__ == "__main__":

@@ -93,19 +93,6 @@ def test_hints_and_quotas_without_the_engines_own_prefix_cache(
 
 
 @pytest.mark.slow
-def test_without_the_engines_own_prefix_cache_from_files(
-    engine: Engine, options: dict[str, Any], tmp_path: Path
-) -> None:
-    """Also for an engine that has it: the rows are the same."""
-    tiers = {"tiers": [CPU, file_tier(tmp_path / "kv", "64MiB")]}
-    cold, _ = engine(tiers, ASK, ["flush"], enable_prefix_caching=False, **options)
-    for enabled in (False, True):
-        file, stats = engine(tiers, ASK, ["stats"], enable_prefix_caching=enabled, **options)
-        assert tokens(file) == tokens(cold)
-        assert (file[0]["cached"], stats["file"]["hits"]) == (WHOLE, CHUNKS)
-
-
-@pytest.mark.slow
 def test_beside_another_connector_of_a_multi_connector(engine: Engine, options: dict[str, Any], tmp_path: Path) -> None:
     """The other one stores whole prompts in files, and loads what is not found here, or could not be copied."""
 

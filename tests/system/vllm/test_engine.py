@@ -162,19 +162,6 @@ def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: lis
     assert 0 == cached[0] < chunk <= cached_again[0]
 
 
-def test_steps_pause_while_a_request_waits_for_its_copy_and_none_computes(engine: Engine, small_model: Path) -> None:
-    """An engine in its caller's process runs thousands of empty steps a second otherwise, and starves the copy."""
-    stored, new = ([(7 * i * i + 3 * i + n) % 500 + 1 for i in range(300)] for n in range(2))
-    asks: list[Any] = [["generate", [stored], 1], ["forget"], ["hold", 50], ["generate", [stored, new], 8]]
-    options: dict[str, Any] = {"path": small_model, "skip_tokenizer_init": True}
-    *_, (hit, missed), steps = engine({"tiers": [CPU]}, *asks, ["steps"], **options)
-    assert (hit["cached"], missed["cached"]) == (2 * BLOCK, 0)
-    assert steps["empty, paused"] >= 50
-    assert steps.get("empty", 0) <= 2, "but for the step that prepares the load"
-    assert steps["computing"] >= 8
-    assert "computing, paused" not in steps
-
-
 @pytest.mark.skipif(len(vllm_cpu.all_cores()) < 2, reason="two ranks need two cores")
 def test_two_ranks_share_rows(engine: Engine, small_model: Path, tmp_path: Path) -> None:
     prompt = [(7 * i * i + 3 * i) % 500 + 1 for i in range(700)]
@@ -301,3 +288,35 @@ def test_a_bad_configuration_ends_the_engine_with_its_sentence(
     with pytest.raises(AssertionError) as raised:
         engine({"tiers": tiers}, ["stats"], path=small_model, skip_tokenizer_init=True, **settings)
     assert f"Error: {sentence}" in str(raised.value)
+
+
+def test_router_of_a_real_engine_knows_what_locate_says(engine: Engine, small_model: Path, tmp_path: Path) -> None:
+    """Chunks of two blocks, in a host that holds fewer than are stored, and files that do too; then a reset."""
+    ask = [["generate", [[(7 * i * i + 3 * i + 31 * number) % 500 + 1 for i in range(650)]], 2] for number in range(4)]
+    cpu = {"type": "cpu", "capacity": "4MiB"}
+    tiers = {
+        "blocks_per_chunk": 2,
+        "self_describing_kv_events": True,
+        "tiers": [cpu, file_tier(tmp_path / "kv", "7MiB")],
+    }
+    settings = {
+        "path": small_model,
+        "transfer": {"kv_connector": "NixlTiersConnector", "kv_load_failure_policy": "recompute"},
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "block_size": 32,
+        "max_num_seqs": 1,
+        "kv_events_config": {name: f"ipc://{tmp_path}/{name}" for name in ("endpoint", "replay_endpoint")},
+    }
+    _, _, first, *_, churned, _, _, reset, _, _, last = engine(
+        tiers,
+        *([ask[0], ["flush"], ["follow"]]),
+        *([ask[1], ["flush"], ask[2], ["flush"], ["forget"], ask[1], ask[3], ["flush"], ["follow"]]),
+        *([["reset"], ["flush"], ["follow"]]),
+        *([ask[0], ["flush"], ["follow"]]),
+        **settings,
+    )
+    assert first == {"cpu, file": 10}
+    assert churned.keys() >= {"cpu, file", "file", ""}, "host memory and files have evicted"
+    assert reset == {"": 40}
+    assert last == {"cpu, file": 10, "": 30}

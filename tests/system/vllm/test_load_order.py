@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, Protocol
@@ -24,16 +26,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     TransferJob,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.forward_context import override_forward_context
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.worker.gpu import kv_connector as of_v2
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from nixl_tiers.swap import kernels
-from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import Device
-from nixl_tiers.swap.stream import CopyStream, Fence
 from nixl_tiers.vllm.compat import KVConnectorTransferResults
 from nixl_tiers.vllm.connector import NixlTiersConnector
 from nixl_tiers.vllm.copy_jobs import RowsSpec
@@ -259,27 +258,35 @@ RUNNERS: Final[dict[str, Step]] = {
     "v2 with graphs": partial(v2, graph=True),
     "v2 with synchronous loads": partial(v2, sync=True),
 }
-runners = pytest.mark.parametrize("step", RUNNERS.values(), ids=RUNNERS)
 MACHINES: Final = {
     "copy_engine": ["copy_engine"],
     "staged": ["staged"],
     "two groups": ["copy_engine", "staged"],
     "MultiConnector": ["copy_engine"],
 }
+"""The strategies of its KV groups."""
 
 
-@pytest.fixture(params=MACHINES)
-def machine(fake_library: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+@pytest.fixture
+def made(fake_library: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], AbstractContextManager[Engine]]:
+    """made("staged"): one of MACHINES."""
     monkeypatch.setattr(kernels, "images", lambda *_: iter([("here", lambda: b"image\0")]))
     monkeypatch.setattr(of_v2, "set_forward_context", lambda *_: override_forward_context(CONTEXT))
-    rank = Rank(fake_library, *MACHINES[request.param], own_stream=True)
-    rank.region.rows_view[ROW : ROW + 2] = LOADED
-    machine = Engine(rank, multi=request.param == "MultiConnector")
-    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", machine.connector)
-    yield machine
-    machine.finish()
-    rank.worker.shutdown()
-    rank.fake.check()
+
+    @contextmanager
+    def make(kind: str) -> Iterator[Engine]:
+        rank = Rank(fake_library, *MACHINES[kind], own_stream=True)
+        rank.region.rows_view[ROW : ROW + 2] = LOADED
+        machine = Engine(rank, multi=kind == "MultiConnector")
+        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", machine.connector)
+        try:
+            yield machine
+        finally:
+            machine.finish()
+            rank.worker.shutdown()
+            rank.fake.check()
+
+    return make
 
 
 def holds(memory: list[NDArray[np.uint8]], value: int) -> bool:
@@ -330,32 +337,8 @@ def loads_of_two_steps(machine: Engine, step: Step, used: str, *, has_forward: b
     assert holds(machine.targets(0), LOADED), "what is launched behind it runs still"
 
 
-@runners
-@pytest.mark.parametrize("has_forward", [True, False], ids=["", "no forward"])
-@pytest.mark.parametrize("used", ["forward", "after", "prepare"])
-def test_a_load_begins_behind_the_step_before_and_not_behind_its_own(
-    machine: Engine, step: Step, used: str, has_forward: bool
-) -> None:
-    """The last step reads blocks that are freed while it runs: of a request that was preempted, or that ended one step
-    before the scheduler knew; state moves out of blocks that its own request gives up."""
-    loads_of_two_steps(machine, step, used, has_forward=has_forward)
-
-
-@runners
-@pytest.mark.parametrize("has_forward", [True, False], ids=["", "no forward"])
-@pytest.mark.parametrize("first", ["own", "sibling"])
-@pytest.mark.parametrize("machine", ["MultiConnector"], indirect=True)
-def test_a_load_is_ordered_with_what_another_connector_launches(
-    machine: Engine, step: Step, first: str, has_forward: bool
-) -> None:
-    """MultiConnector has all its connectors handle preemptions before it binds the metadata of any."""
-    if first == "sibling":
-        machine.connector._connectors.reverse()  # type: ignore[attr-defined]
-    loads_of_two_steps(machine, step, "sibling", has_forward=has_forward)
-
-
-@runners
-def test_a_block_that_is_stored_at_its_preemption_may_be_loaded_in_the_same_step(machine: Engine, step: Step) -> None:
+def block_is_stored_and_loaded_in_one_step(machine: Engine, step: Step) -> None:
+    """The store is that of a preemption."""
     step(machine, machine.loads(), forward=partial(machine.use, 0))
     meta = machine.loads(0)
     meta.jobs_to_flush = {machine.with_store(meta, 0)}
@@ -366,8 +349,7 @@ def test_a_block_that_is_stored_at_its_preemption_may_be_loaded_in_the_same_step
     assert holds(machine.targets(0), LOADED)
 
 
-@runners
-def test_a_store_of_a_step_with_loads_reads_what_that_step_computed(machine: Engine, step: Step) -> None:
+def store_reads_what_its_step_computed(machine: Engine, step: Step) -> None:
     ends: list[Launch] = []
 
     def forward() -> None:
@@ -386,8 +368,7 @@ def test_a_store_of_a_step_with_loads_reads_what_that_step_computed(machine: Eng
     assert holds([rows], COMPUTED)
 
 
-@runners
-def test_an_event_is_not_recorded_anew_while_copies_behind_it_are_queued(machine: Engine, step: Step) -> None:
+def event_is_not_recorded_anew_while_copies_behind_it_are_queued(machine: Engine, step: Step) -> None:
     """Few copies are handed to the GPU at once. The others are to begin behind what their event stood for when they
     were queued."""
     end_first = machine.kernel()
@@ -400,7 +381,7 @@ def test_an_event_is_not_recorded_anew_while_copies_behind_it_are_queued(machine
     machine.wait()
 
 
-def test_a_mark_is_of_its_own_step_only(machine: Engine) -> None:
+def mark_is_of_its_own_step_only(machine: Engine, _: Step) -> None:
     """A step whose loads were never submitted leaves none behind; what is loaded without one, as by vLLM's own
     connector, begins behind all that was launched when it is submitted."""
     rank = machine.rank
@@ -418,165 +399,54 @@ def test_a_mark_is_of_its_own_step_only(machine: Engine) -> None:
         assert np.array_equal(read, was)
 
 
-def test_a_step_without_loads_marks_nothing(machine: Engine) -> None:
-    v2(machine, machine.loads(0))
-    machine.wait()
-    before = machine.rank.fake.calls("cuEventRecord")
-    v2(machine, machine.loads())
-    assert machine.rank.fake.calls("cuEventRecord") == before
-    assert machine.rank.worker._swap._loads._marked is None  # type: ignore[attr-defined]
-
-
-def test_the_capture_of_graphs_gives_the_gpu_nothing_to_do(machine: Engine) -> None:
-    """An event that is recorded on a stream that captures would be the graph's."""
-    fake, names = machine.rank.fake, ("cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernel", "cuMemcpyBatchAsync")
-    before = [fake.calls(name) for name in names]
-    machine.of_v2.set_disabled(True)
-    machine.of_v2.pre_forward(SimpleNamespace(kv_connector_metadata=None))  # type: ignore[arg-type]
-    machine.connector.wait_for_layer_load("layer")
-    machine.connector.save_kv_layer("layer", None, None)  # type: ignore[arg-type]
-    machine.of_v2.finish_forward()
-    assert machine.of_v2.post_forward(set()) is None
-    machine.of_v2.set_disabled(False)
-    machine.of_v2.reset_capture_state()
-    assert [fake.calls(name) for name in names] == before
-    loads_of_two_steps(machine, RUNNERS["v2 with graphs"], "prepare")
-
-
-# --- planted mistakes ---
-
-Patch = pytest.MonkeyPatch
-
-
-def at_submission(patch: Patch, _: Engine) -> None:
-    patch.setattr(CudaSwap, "mark_loads", nothing)
-
-
-def of_an_older_step(patch: Patch, machine: Engine) -> None:
-    """Recorded at the end of the step before."""
-
-    def clear(self: NixlTiersConnector) -> None:
-        super(NixlTiersConnector, self).clear_connector_metadata()
-        self._worker.mark_loads()
-
-    _not_at_binding(patch)
-    patch.setattr(NixlTiersConnector, "clear_connector_metadata", clear)
-    machine.own._worker.mark_loads()
-
-
-def before_preemptions(patch: Patch, _: Engine) -> None:
-    def handle(self: NixlTiersConnector, meta: Any) -> None:
-        if meta.load_jobs:
-            self._worker.mark_loads()
-        honest(self, meta)
-
-    honest = NixlTiersConnector.handle_preemptions
-    _not_at_binding(patch)
-    patch.setattr(NixlTiersConnector, "handle_preemptions", handle)
-
-
-def behind_preemptions(patch: Patch, _: Engine) -> None:
-    def handle(self: NixlTiersConnector, meta: Any) -> None:
-        honest(self, meta)
-        if meta.load_jobs:
-            self._worker.mark_loads()
-
-    honest = NixlTiersConnector.handle_preemptions
-    _not_at_binding(patch)
-    patch.setattr(NixlTiersConnector, "handle_preemptions", handle)
-
-
-def kept_for_the_next_step(patch: Patch, _: Engine) -> None:
-    def mark(self: CopyStream, compute: int) -> None:
-        if self._marked is None:
-            honest(self, compute)
-
-    honest = CopyStream.mark
-    patch.setattr(CopyStream, "mark", mark)
-    patch.setattr(CopyStream, "unmark", lambda _: None)
-
-
-def used_without_a_step(patch: Patch, _: Engine) -> None:
-    patch.setattr(CopyStream, "unmark", lambda _: None)
-
-
-def for_one_copy_only(patch: Patch, _: Engine) -> None:
-    def start(self: CopyStream, *how: Any) -> Any:
-        transfer = honest(self, *how)
-        self.unmark()
-        return transfer
-
-    honest = CopyStream.start
-    patch.setattr(CopyStream, "start", start)
-
-
-def for_stores_too(patch: Patch, _: Engine) -> None:
-    def mark(self: CudaSwap) -> None:
-        honest(self)
-        self._stores._marked = self._loads._marked
-
-    honest = CudaSwap.mark_loads
-    patch.setattr(CudaSwap, "mark_loads", mark)
-
-
-def not_without_a_forward(patch: Patch, machine: Engine) -> None:
-    def bind(self: NixlTiersConnector, meta: Any) -> None:
-        (OffloadingConnector.bind_connector_metadata if machine.without_forward else honest)(self, meta)
-
-    honest = NixlTiersConnector.bind_connector_metadata
-    patch.setattr(NixlTiersConnector, "bind_connector_metadata", bind)
-
-
-def in_use_still(patch: Patch, _: Engine) -> None:
-    """The event is recorded anew whoever is still to wait for it."""
-
-    def recorded(self: CopyStream, compute: int) -> Fence:
-        if not self._fences:
-            return honest(self, compute)
-        assert self._submitter is not None
-        self._submitter.record(self._fences[0].event, compute)
-        return self._fences[0]
-
-    honest = CopyStream._recorded
-    patch.setattr(CopyStream, "_recorded", recorded)
-
-
-def _not_at_binding(patch: Patch) -> None:
-    patch.setattr(NixlTiersConnector, "bind_connector_metadata", OffloadingConnector.bind_connector_metadata)
-
-
-Mistake = Callable[[Patch, Engine], None]
 Shown = Callable[[Engine, Step], None]
-DURING_FORWARD: Final = partial(loads_of_two_steps, used="forward")
-IN_PREPARATION: Final = partial(loads_of_two_steps, used="prepare")
-BESIDE_ANOTHER: Final = test_a_load_is_ordered_with_what_another_connector_launches
-BOTH: Final = ("v1", "v1 with drafts", "v2", "v2 with graphs")
-CAUGHT: Final[list[tuple[Mistake, Shown, str, tuple[str, ...]]]] = [
-    (at_submission, DURING_FORWARD, "copy_engine", BOTH),
-    (of_an_older_step, IN_PREPARATION, "copy_engine", BOTH),
-    (before_preemptions, IN_PREPARATION, "copy_engine", BOTH[:2]),
-    (before_preemptions, partial(BESIDE_ANOTHER, first="own", has_forward=True), "MultiConnector", BOTH),
-    (behind_preemptions, IN_PREPARATION, "staged", BOTH[:2]),
-    (behind_preemptions, partial(BESIDE_ANOTHER, first="own", has_forward=True), "MultiConnector", BOTH),
-    (kept_for_the_next_step, DURING_FORWARD, "copy_engine", BOTH),
-    (used_without_a_step, lambda machine, _: test_a_mark_is_of_its_own_step_only(machine), "staged", BOTH[:1]),
-    (for_one_copy_only, DURING_FORWARD, "two groups", BOTH),
-    (for_stores_too, test_a_store_of_a_step_with_loads_reads_what_that_step_computed, "copy_engine", BOTH),
-    (not_without_a_forward, partial(BESIDE_ANOTHER, first="sibling", has_forward=False), "MultiConnector", BOTH),
-    (in_use_still, test_an_event_is_not_recorded_anew_while_copies_behind_it_are_queued, "copy_engine", BOTH),
+SHOWN: Final[list[Shown]] = [
+    # The last step reads blocks that are freed while it runs: of a request that was preempted, or that ended one step
+    # before the scheduler knew; state moves out of blocks that its own request gives up.
+    *(
+        partial(loads_of_two_steps, used=used, has_forward=has_forward)
+        for used, has_forward in product(("forward", "after", "prepare"), (True, False))
+    ),
+    block_is_stored_and_loaded_in_one_step,
+    store_reads_what_its_step_computed,
+    event_is_not_recorded_anew_while_copies_behind_it_are_queued,
+    mark_is_of_its_own_step_only,
 ]
+SMOKE: Final = ("v1", "v2 with graphs")
 
 
 @pytest.mark.parametrize(
-    ("mistake", "shown", "machine", "runner"),
-    [(mistake, shown, kind, runner) for mistake, shown, kind, each in CAUGHT for runner in each],
-    indirect=["machine"],
-    ids=[f"{mistake.__name__}-{kind}-{runner}" for mistake, _, kind, each in CAUGHT for runner in each],
+    "runner", [pytest.param(name, marks=[pytest.mark.smoke] * (name in SMOKE)) for name in RUNNERS]
 )
-def test_planted_mistake_in_the_order_is_caught(
-    machine: Engine, mistake: Mistake, shown: Shown, runner: str, monkeypatch: pytest.MonkeyPatch
+def test_a_load_begins_behind_the_step_before_and_not_behind_its_own(
+    runner: str, made: Callable[[str], AbstractContextManager[Engine]]
 ) -> None:
-    machine.patience_s = 0.3
-    mistake(monkeypatch, machine)
-    with pytest.raises(AssertionError):
-        shown(machine, RUNNERS[runner])
+    step = RUNNERS[runner]
+    for kind, shown in product(MACHINES, SHOWN):
+        with made(kind) as machine:
+            shown(machine, step)
+    # MultiConnector has all its connectors handle preemptions before it binds the metadata of any.
+    for first, has_forward in product(("own", "sibling"), (True, False)):
+        with made("MultiConnector") as machine:
+            if first == "sibling":
+                machine.connector._connectors.reverse()  # type: ignore[attr-defined]
+            loads_of_two_steps(machine, step, "sibling", has_forward=has_forward)
+
+
+def test_the_capture_of_graphs_gives_the_gpu_nothing_to_do(
+    made: Callable[[str], AbstractContextManager[Engine]],
+) -> None:
+    """An event that is recorded on a stream that captures would be the graph's."""
+    with made("copy_engine") as machine:
+        fake, names = machine.rank.fake, ("cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernel", "cuMemcpyBatchAsync")
+        before = [fake.calls(name) for name in names]
+        machine.of_v2.set_disabled(True)
+        machine.of_v2.pre_forward(SimpleNamespace(kv_connector_metadata=None))  # type: ignore[arg-type]
+        machine.connector.wait_for_layer_load("layer")
+        machine.connector.save_kv_layer("layer", None, None)  # type: ignore[arg-type]
+        machine.of_v2.finish_forward()
+        assert machine.of_v2.post_forward(set()) is None
+        machine.of_v2.set_disabled(False)
+        machine.of_v2.reset_capture_state()
+        assert [fake.calls(name) for name in names] == before
+        loads_of_two_steps(machine, RUNNERS["v2 with graphs"], "prepare")

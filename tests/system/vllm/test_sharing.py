@@ -17,7 +17,6 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.support import vllm_cpu
-from tests.support.disks import tmpfs
 from tests.support.file_tier import files_tier
 from tests.support.models import save_random
 from tests.support.servers import MotoServer
@@ -79,33 +78,6 @@ def test_chunks_stored_after_a_reset_are_not_shared(
     assert stats["file"]["hits"] == 0
 
 
-@pytest.mark.parametrize(
-    ("fields", "settings"),
-    [
-        ({}, {"dtype": "bfloat16"}),
-        ({}, {"block_size": 64}),
-        ({"blocks_per_chunk": 2}, {}),
-        ({"salt": "tenant"}, {}),
-        ({}, {"env": {"PYTHONHASHSEED": "7"}}),
-        ({}, {"prefix_caching_hash_algo": "sha256_cbor"}),
-        ({}, {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}}),
-        ({"model_id": "mine"}, {}),
-    ],
-    ids=["dtype", "layout", "chunk", "salt", "seed", "hash", "rope", "name"],
-)
-def test_another_option_misses_everything(
-    engine: Engine,
-    options: dict[str, Any],
-    stored: tuple[dict[str, Any], list[Any]],
-    fields: dict[str, Any],
-    settings: dict[str, Any],
-) -> None:
-    tiers, _ = stored
-    answer, stats = engine({**tiers, **fields}, ask(0), ["stats"], **{**options, **settings})
-    assert answer[0]["cached"] == 0
-    assert stats["file"]["hits"] == stats["file"]["corrupt"] == 0, "not even looked at"
-
-
 def test_another_revision_of_the_weights_misses_everything(
     engine: Engine, options: dict[str, Any], stored: tuple[dict[str, Any], list[Any]], small_model: Path, tmp_path: Path
 ) -> None:
@@ -159,22 +131,6 @@ def test_engines_find_each_others_chunks_while_both_run(
     assert [answer["cached"] for answer in [*cold, *hits]] == [0, 0, WHOLE, WHOLE]
     assert [answer["tokens"] for answer in hits] == [answer["tokens"] for answer in cold]
     assert stats["file" if medium == "files" else "s3"]["hits"] == 2 * CHUNKS
-
-
-def test_replicas_share_memory_that_outlives_them(engine: Engine, options: dict[str, Any], tmp_path: Path) -> None:
-    """Row files on a tmpfs, below cpu tiers that hold one prompt."""
-    memory = tmp_path / "memory"
-    memory.mkdir()
-    settings = {**options, "env": NO_BIND}
-    with tmpfs(memory, "64m") as mount:
-        shared = files_tier(mount / "kv", "48MiB")
-        tiers = {"tiers": [CPU | {"capacity": "4MiB"}, shared], "probe_s": 10}
-        cold, hits, _ = both(engine, tiers, tmp_path, **settings)
-        with ThreadPoolExecutor(2) as replicas:
-            again = [replicas.submit(engine, tiers, ask(0), ask(1), ["stats"], **settings) for _ in range(2)]
-        answers = [cold, hits, *([first[0], second[0]] for first, second, _ in (one.result() for one in again))]
-    assert [[each["cached"] for each in some] for some in answers] == [[0, 0], *([[WHOLE, WHOLE]] * 3)]
-    assert all([each["tokens"] for each in some] == [each["tokens"] for each in cold] for some in answers)
 
 
 def both(engine: Engine, tiers: dict[str, Any], place: Path, **settings: Any) -> tuple[list[Any], list[Any], Any]:

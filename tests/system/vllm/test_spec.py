@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,14 +19,12 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from nixl_tiers.base.chunk import Geometry, Namespace
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.config import schema as tiers_config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
 from nixl_tiers.vllm import compat, fingerprint, replicated
 from nixl_tiers.vllm.spec import NixlTiersSpec, agreed_namespace
-from tests.support.file_tier import file_tier
-from tests.support.times import PATIENT
 from tests.vllm.test_layers import LONG, Attention, model, rotary
 from tests.vllm.test_spec import CPU, Build
 
@@ -143,50 +139,6 @@ def test_stages_of_unequal_size_are_refused_in_one_sentence(
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("replicas", "pauses"), [(1, True), (2, False)])
-def test_an_engine_that_steps_with_others_never_waits_in_a_step(
-    replicas: int, pauses: bool, offloading_config: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    region = HostRegion.create(Geometry(cells=1, cell_payload=8192), 4)
-    monkeypatch.setattr(NixlTiersSpec, "_rendezvous", lambda _: region)
-    monkeypatch.setattr("nixl_tiers.vllm.spec.agreed_namespace", lambda *_, stages: Namespace.of({"test": 1}))
-    monkeypatch.setattr(NixlTiersSpec, "times", PATIENT)
-    manager = NixlTiersSpec(offloading_config(replicas=replicas)).get_manager()
-    assert bool(manager._pause.pause_s) is pauses
-    assert manager._coordinator.times == PATIENT
-    manager.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("connector", "fields", "said"),
-    [
-        ("OffloadingConnector", {}, True),
-        ("OffloadingConnector", {"prefill_tokens_per_s": 1000}, False),
-        ("NixlTiersConnector", {}, False),
-    ],
-)
-def test_with_vllms_own_connector_the_start_says_that_every_hit_is_loaded(
-    *,
-    connector: str,
-    fields: dict[str, Any],
-    said: bool,
-    offloading_config: Build,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-) -> None:
-    """Nor does it go by a speed of prefill that an engine with NixlTiersConnector has learned before."""
-    region = HostRegion.create(Geometry(cells=1, cell_payload=8192), 4)
-    monkeypatch.setattr(NixlTiersSpec, "_rendezvous", lambda _: region)
-    monkeypatch.setattr("nixl_tiers.vllm.spec.agreed_namespace", lambda *_, stages: Namespace.of({"test": 1}))
-    config = offloading_config({"tiers": [CPU, file_tier(tmp_path, "1MiB")], **fields})
-    with replicated.told(replicated.NONE) if connector == "NixlTiersConnector" else nullcontext():
-        manager = NixlTiersSpec(config).get_manager()
-    assert ("every hit is loaded" in caplog.text) is said
-    assert (manager._coordinator.prefill.cache is None) is (connector == "OffloadingConnector")
-    manager.shutdown()
-
-
 class TestAgreement:
     tiers = tiers_config.load({"tiers": [CPU]})
     with_storage = tiers_config.load({"tiers": [CPU, {"type": "s3", "bucket": "bucket", "capacity": "1MiB"}]})
@@ -195,20 +147,6 @@ class TestAgreement:
     def region(self) -> Any:
         with HostRegion.create(Geometry(2, 4096), 1) as region:
             yield region
-
-    def test_equal_fingerprints_are_a_namespace(self, region: HostRegion) -> None:
-        region.ranks.publish(0, b"a" * 16)
-        region.ranks.publish(1, b"a" * 16)
-        namespace = agreed_namespace(region, self.with_storage, 5)
-        region.ranks.publish(0, b"b" * 16)
-        region.ranks.publish(1, b"b" * 16)
-        assert agreed_namespace(region, self.with_storage, 5).digest != namespace.digest
-
-    def test_different_fingerprints_are_refused(self, region: HostRegion) -> None:
-        region.ranks.publish(0, b"a" * 16)
-        region.ranks.publish(1, b"b" * 16)
-        with pytest.raises(ValueError, match="do not run the same model"):
-            agreed_namespace(region, self.tiers, 5)
 
     def test_stages_of_a_pipeline_are_a_namespace_in_their_order(self, region: HostRegion) -> None:
         def namespace(first: bytes, second: bytes, stages: int = 2) -> bytes:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
-import weakref
 
 import pytest
 
@@ -18,7 +16,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.swap.step import Pairs
 from nixl_tiers.vllm.copy_jobs import ThreadedJobs
 from nixl_tiers.vllm.worker import NixlTiersWorker, worker_over
-from tests.vllm.test_worker import ROWS, Rank, Slow, caches_of, rank, rows_of
+from tests.vllm.test_worker import ROWS, Slow, caches_of, rank, rows_of
 
 __all__ = ["rank"]  # a fixture
 
@@ -72,30 +70,3 @@ def test_worker_that_is_collected_while_it_copies_closes_its_region() -> None:
     blocking.go.set()
     assert closed.wait(120)
     host.shutdown()
-
-
-def test_shutdown_ends_running_copies_before_the_region_is_closed(rank: Rank) -> None:
-    rank.worker.submit_store(5, GPULoadStoreSpec([1], [1], [0]), rows_of(0, counts=(1,)))
-    executors = [executor._thread for executor in rank.worker._jobs._threads.values()]
-    assert executors
-    rank.worker.shutdown()
-    (result,) = rank.worker.get_finished()
-    assert result.success
-    deadline = time.monotonic() + 120
-    while any(executor.is_alive() for executor in executors):
-        assert time.monotonic() < deadline
-
-
-def test_a_worker_without_shutdown_is_collected_with_threads_and_region() -> None:
-    rank = Rank([[512]])
-    rank.store(rows_of(0, counts=(1,)), GPULoadStoreSpec([1], [1], [0]))
-    executors = [executor._thread for executor in rank.worker._jobs._threads.values()]
-    region, worker = rank.region, weakref.ref(rank.worker)
-    del rank
-    gc.collect()
-    deadline = time.monotonic() + 120
-    while worker() is not None or any(executor.is_alive() for executor in executors):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-        gc.collect()
-    assert region._closed
