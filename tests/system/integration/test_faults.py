@@ -121,6 +121,7 @@ def test_s3_may_be_down_at_the_start_and_recovers(monkeypatch: pytest.MonkeyPatc
             assert store.stats()["s3"]["rows"] == 10
 
 
+@pytest.mark.smoke
 def test_a_put_of_many_parts_above_a_stopped_mover_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that only waiting moves: however late a busy machine wakes this thread up."""
     now = 100.0
