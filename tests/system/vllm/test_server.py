@@ -1,4 +1,4 @@
-"""A real `vllm serve` with tiers: its metrics, what it costs while idle, and how it ends."""
+"""A real `vllm serve` with tiers: its metrics, what it costs while idle, how it pauses, and how it ends."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import json
 import os
 import re
 import signal
+import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,12 +22,21 @@ from nixl_tiers import cli
 from tests.support import vllm_cpu
 from tests.support.dashboard import still_unchanged
 from tests.support.file_tier import file_tier
-from tests.support.leaks import command_line, process_tree
+from tests.support.leaks import (
+    MARK,
+    ProcessWatch,
+    command_line,
+    process_tree,
+    processes_with_mark,
+    shared_memory_names,
+)
 from tests.support.prometheus import Prometheus, program, prometheus
-from tests.support.vllm_server import MetricsPage, VllmServer
+from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
+from tests.support.servers import MotoServer
+from tests.support.vllm_server import Answer, MetricsPage, ServerFailure, VllmServer
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 HOST_ROWS = 8  # about 2.8 MiB each: little more than one prompt
 IDLE_S = 5.0
@@ -56,40 +68,26 @@ IDLE_SHARE = 0.05  # of one core, for all processes of the server together
 
 
 @contextmanager
-def serve(tmp_path: Path, *more: str, host: str = "128MiB") -> Iterator[VllmServer]:
+def serve(
+    place: Path, tiers: list[dict[str, Any]], *more: str, env: Mapping[str, str] | None = None, **fields: Any
+) -> Iterator[VllmServer]:
+    """`fields`: beside the tiers. Without tiers, vLLM alone."""
     model = vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
-    tiers = [
-        {"type": "cpu", "capacity": host},
-        # What this user has measured before about staging would be lines in the log.
-        file_tier(tmp_path / "kv", "256MiB", type="tests.mover.stub_tiers:DecidedConfig", staged=False),
-    ]
-    options = [
-        "--max-model-len",
-        "2048",
-        "--enable-prompt-tokens-details",
-        "--served-model-name",  # the first is that of metrics
-        "served",
-        str(model),
-        "--kv-transfer-config",
-        json.dumps(vllm_cpu.kv_transfer(tiers)),
-        *more,
-    ]
-    root = str(Path(__file__).parents[3])
-    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    with VllmServer(model, options, {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": paths}, tmp_path / "log") as server:
-        server.start(lambda: None)
+    transfer = ["--kv-transfer-config", json.dumps(vllm_cpu.kv_transfer(tiers, **fields))] if tiers else []
+    options = ["--max-model-len", "2048", "--enable-prompt-tokens-details", *transfer, *more]
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": paths, **(env or {})}
+    with VllmServer(model, options, environment, place / "log") as server:
+        server.start(nothing)
         yield server
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[VllmServer]:
-    with serve(tmp_path, host=f"{HOST_ROWS * 3}MiB") as server:
-        yield server
-
-
-@pytest.fixture
-def two_api_servers(tmp_path: Path) -> Iterator[VllmServer]:
-    with serve(tmp_path, "--api-server-count", "2") as server:
+@contextmanager
+def serve_from_files(place: Path, *more: str, host: str) -> Iterator[VllmServer]:
+    # What this user has measured before about staging would be lines in the log.
+    file = file_tier(place / "kv", "256MiB", type="tests.mover.stub_tiers:DecidedConfig", staged=False)
+    names = ["--served-model-name", "served", str(vllm_cpu.cache_directory() / "model")]  # the first: that of metrics
+    with serve(place, [{"type": "cpu", "capacity": host}, file], *names, *more) as server:
         yield server
 
 
@@ -126,8 +124,12 @@ def labels_of_vllm(page: MetricsPage) -> dict[str, str]:
     return {name: running.labels[name] for name in ("model_name", "engine")}
 
 
-def test_several_api_servers_show_each_gauge_once_and_as_it_is_now(two_api_servers: VllmServer, tmp_path: Path) -> None:
-    server = two_api_servers
+def test_several_api_servers_show_each_gauge_once_and_as_it_is_now(tmp_path: Path) -> None:
+    with serve_from_files(tmp_path, "--api-server-count", "2", host="128MiB") as server:
+        shows_each_gauge_once(server, tmp_path)
+
+
+def shows_each_gauge_once(server: VllmServer, tmp_path: Path) -> None:
     prompt = [(13 * i) % 3000 + 100 for i in range(300)]
     for _ in range(8):  # over both API servers
         server.ask(prompt, 2)
@@ -200,9 +202,12 @@ def load_and_faults(server: VllmServer, tmp_path: Path, scrape: Callable[[], Non
         until(lambda: total("up", tier="file"), "it to be up", timeout_s=300)
 
 
-def test_a_server_counts_hits_idles_without_cpu_and_exits_on_sigterm(
-    server: VllmServer, tmp_path: Path, subtests: pytest.Subtests
-) -> None:
+def test_a_server_counts_hits_idles_without_cpu_and_exits_on_sigterm(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    with serve_from_files(tmp_path, host=f"{HOST_ROWS * 3}MiB") as server:
+        counts_idles_and_exits(server, tmp_path, subtests)
+
+
+def counts_idles_and_exits(server: VllmServer, tmp_path: Path, subtests: pytest.Subtests) -> None:
     start = time.time()
     with watched_by_prometheus(server, tmp_path) as watcher:
         counts_hits(server, tmp_path)
@@ -298,3 +303,153 @@ def exits_on_sigterm(server: VllmServer, everyone: Mapping[int, str]) -> None:
     while any(command_line(pid) == line for pid, line in everyone.items()):
         assert time.monotonic() < deadline, "a process outlived the server"
         time.sleep(0.05)
+
+
+# --- S3 that does not answer ---
+
+
+@pytest.fixture
+def proxy(moto: MotoServer) -> Iterator[FaultProxy]:
+    with FaultProxy(moto.port) as proxy:
+        yield proxy
+
+
+def end(server: VllmServer, sent: signal.Signals) -> tuple[int, float, float]:
+    """Its exit code, and the seconds until it had ended, and everybody that it had started."""
+    process = server._process
+    assert process is not None
+    everyone = ProcessWatch(process_tree(process.pid))
+    begun = time.monotonic()
+    # All of a container is killed at once; movers, in sessions of their own, are left to see it for themselves.
+    (os.killpg if sent is signal.SIGKILL else os.kill)(process.pid, sent)
+    code = process.wait(300.0)
+    first_s = time.monotonic() - begun
+    assert everyone.wait_for_exit(300.0), server.log_tail()
+    return code, first_s, time.monotonic() - begun
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL], ids=lambda sent: sent.name)
+def test_a_server_whose_s3_does_not_answer_exits_in_time(
+    sent: signal.Signals, moto: MotoServer, proxy: FaultProxy, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    shared, prompt = shared_memory_names(), [(17 * i) % 3000 + 100 for i in range(1100)]
+    off, on = (tmp_path_factory.mktemp(name) for name in ("off", "on"))  # short names: vLLM makes sockets there
+    with serve(off, [], env={"TMPDIR": str(off)}) as server:
+        server.ask(prompt, 4)
+        off_code, off_s, off_all_s = end(server, sent)
+
+    mark = uuid.uuid4().hex
+    s3 = {"type": "s3", "bucket": moto.make_bucket(f"exits-{mark}"), "endpoint": proxy.endpoint, "capacity": "1GiB"}
+    tiers = [{"type": "cpu", "capacity": "256MiB"}, s3]
+    with serve(on, tiers, env={**moto.env, MARK: mark, "TMPDIR": str(on)}) as server:
+
+        def is_up() -> bool:
+            server.poke()
+            page = server.metrics()
+            return page.total("nixl_tiers:up", tier="s3") == 1 and not page.total("nixl_tiers:listing", tier="s3")
+
+        until(is_up, "the s3 tier", timeout_s=300.0)
+        proxy.inject(ProxyFault(FaultKind.BLACK_HOLE))
+        server.ask(prompt, 4)
+        until(lambda: proxy.injected[FaultKind.BLACK_HOLE], "an upload to be swallowed", timeout_s=300.0)
+        assert server._process is not None
+        assert any("nixl_tiers/mover" in line for line in process_tree(server._process.pid).values())
+        code, on_s, on_all_s = end(server, sent)
+        assert processes_with_mark(mark) == {}
+    print(f"{sent.name}: off {off_s:.2f} s, all of it {off_all_s:.2f} s; on {on_s:.2f} s, all of it {on_all_s:.2f} s")
+    assert code == off_code
+    # A mover gives what it is writing a second. What S3 is waited for would be minutes.
+    assert on_all_s < 3 * off_all_s + 30
+    assert shared_memory_names() <= shared
+    assert not [path for path in on.rglob("*") if "nixl" in path.name or "tiers" in path.name]
+
+
+WAIT_S = 120.0  # of a request for storage: what an operation that waited for it would need, and more than any needs
+PROMPT = [(17 * i) % 3000 + 100 for i in range(600)]
+FILLERS = [[(19 * i + 701 * n) % 3000 + 101 for i in range(600)] for n in range(1, 4)]
+CHUNKS = 4  # of each of them; the host has room for eight
+
+PAUSES = [
+    ("/pause?mode=abort", "/resume"),
+    ("/pause?mode=keep", "/resume"),
+    ("/sleep?level=0", "/wake_up"),
+    ("/sleep?level=1&mode=abort", "/wake_up"),
+]
+
+
+class Asking(threading.Thread):
+    """One request under way; afterwards its answer, or None where it was aborted."""
+
+    def __init__(self, server: VllmServer) -> None:
+        super().__init__(daemon=True)
+        self._server = server
+        self.answer: Answer | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.answer = self._server.ask(PROMPT, 4)
+        except ServerFailure:
+            self.answer = None
+
+
+def leave_in_s3(server: VllmServer) -> tuple[int, ...]:
+    """Have the chunks of PROMPT nowhere but in S3, and that ready to give them. Returns what the prompt's answer is.
+
+    A pause and a sleep are resets: what was stored before is not a hit any more.
+    """
+
+    def now(name: str) -> float:
+        server.poke()
+        return server.metrics().total(f"nixl_tiers:{name}", tier="s3")
+
+    until(lambda: now("breaker") == 0, "S3 to be in use", 120.0)
+    answer = server.ask(PROMPT, 4)
+    until(lambda: now("chunks") >= CHUNKS, "S3 to hold the prompt", 120.0)
+    for filler in FILLERS:
+        server.ask(filler, 1)
+    assert server.reset_prefix_cache()
+    return answer.token_ids
+
+
+@pytest.mark.slow
+def test_pausing_and_sleeping_wait_for_no_storage(moto: MotoServer, proxy: FaultProxy, tmp_path: Path) -> None:
+    bucket = moto.make_bucket(f"pause-{os.getpid()}")
+    # So large that a window holds all.
+    s3 = {"type": "s3", "bucket": bucket, "endpoint": proxy.endpoint, "capacity": "16GiB"}
+    tiers, exact = [{"type": "cpu", "capacity": "48MiB"}, s3], ("--dtype", "float32")
+    with serve(tmp_path, tiers, *exact, env=moto.env, wait_s=WAIT_S) as server:
+        waits_for_no_storage(server, proxy)
+
+
+def waits_for_no_storage(server: VllmServer, proxy: FaultProxy) -> None:
+    cold = leave_in_s3(server)
+    for pause, resume in PAUSES:
+        assert leave_in_s3(server) == cold
+        struck = proxy.injected[FaultKind.BLACK_HOLE]
+        proxy.inject(ProxyFault(FaultKind.BLACK_HOLE, methods=frozenset({"GET"})))
+        asking = Asking(server)
+        until(
+            lambda before=struck: proxy.injected[FaultKind.BLACK_HOLE] > before,
+            "a promotion to be under way",
+            120.0,
+        )
+        took = []
+        for path in (pause, resume):
+            began = time.monotonic()
+            server._send("POST", path)
+            took.append(time.monotonic() - began)
+            assert proxy.injected[FaultKind.BLACK_HOLE] > struck  # still black
+        # However long they take: S3 has not answered, and the request's own wait is not over.
+        print(f"{pause}: {took[0]:.3f} s, {resume}: {took[1]:.3f} s")
+        assert sum(took) < WAIT_S / 2
+        proxy.clear()
+        asking.join(WAIT_S + 120.0)
+        assert not asking.is_alive()
+        if asking.answer is not None and len(asking.answer.token_ids) == len(cold):
+            assert asking.answer.token_ids == cold
+    assert leave_in_s3(server) == cold
+    again = server.ask(PROMPT, 4)
+    assert again.token_ids == cold
+    assert again.cached_tokens == 512
