@@ -3,8 +3,7 @@
     python model_layers.py PLAN RESULT        both JSON files
 
 Plan: [[directory of a config.json, {"kv_cache_dtype": ...}, tensor-parallel ranks], ...]. Result: for each of them
-{"layers": [[bytes of a token on one rank, window or null], ...], "groups": [layers of each KV group, ...]}. With a
-fourth value in the plan, a rank, the digest of that rank's layers instead, made as in an engine.
+{"layers": [[bytes of a token on one rank, window or null], ...], "groups": [layers of each KV group, ...]}.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def layers(directory: str, options: dict[str, Any], ranks: int) -> dict[str, Any
     except ImportError:  # its place since 0.33
         from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
 
-    with built(directory, options, ranks, "meta") as (config, _):
+    with built(directory, options, ranks) as config:
         context = config.compilation_config.static_forward_context
         made = {name: layer for name, layer in context.items() if isinstance(layer, AttentionLayerBase)}
         specs = {name: spec for name, layer in made.items() if (spec := layer.get_kv_cache_spec(config))}
@@ -41,8 +40,8 @@ def layers(directory: str, options: dict[str, Any], ranks: int) -> dict[str, Any
 
 
 @contextmanager
-def built(directory: str, options: dict[str, Any], ranks: int, device: str, rank: int = 0) -> Iterator[tuple[Any, Any]]:
-    """vLLM's configuration for the model, and the model of that rank."""
+def built(directory: str, options: dict[str, Any], ranks: int) -> Iterator[Any]:
+    """vLLM's configuration for the model, while that of the first rank is there."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -59,16 +58,16 @@ def built(directory: str, options: dict[str, Any], ranks: int, device: str, rank
         parallel_state.initialize_model_parallel(1, 1)
         # The layers ask the group for its size and make their own part, without the others.
         parallel_state.get_tp_group().world_size = ranks
-        parallel_state.get_tp_group().rank_in_group = rank
         torch.set_default_dtype(config.model_config.dtype)
         try:
-            with torch.device(device):
+            with torch.device("meta"):
                 model = initialize_model(config)
         finally:
             torch.set_default_dtype(numbers)
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_distributed_environment()
-        yield config, model
+        yield config
+        del model
 
 
 def main() -> None:

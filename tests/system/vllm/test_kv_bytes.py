@@ -40,7 +40,7 @@ def configuration(kind: str, **changes: Any) -> dict[str, Any]:
     return {"model_type": kind, "architectures": [ARCHITECTURES[of]], **fields, **changes}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cases() -> dict[str, tuple[dict[str, Any], str, int]]:
     """Configuration, --kv-cache-dtype and ranks, by name."""
     said = ("head_dim", "sliding_window")
@@ -74,31 +74,19 @@ def cases() -> dict[str, tuple[dict[str, Any], str, int]]:
     }
 
 
-@pytest.fixture(scope="module")
-def of_vllm(
+def test_every_layer_keeps_what_vllm_keeps_in_its_groups(
     cases: dict[str, tuple[dict[str, Any], str, int]],
     run_script: Callable[..., Any],
     tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Any]:
+) -> None:
     plan = []
     for config, dtype, ranks in cases.values():
         place: Path = tmp_path_factory.mktemp("model")
         (place / "config.json").write_text(json.dumps(config))
         plan.append((str(place), {"kv_cache_dtype": dtype}, ranks))
-    return dict(zip(cases, run_script("model_layers.py", plan), strict=True))
-
-
-def test_every_layer_keeps_what_vllm_keeps(
-    cases: dict[str, tuple[dict[str, Any], str, int]], of_vllm: dict[str, Any]
-) -> None:
-    for name, (config, dtype, ranks) in cases.items():
+    for (name, (config, dtype, ranks)), theirs in zip(cases.items(), run_script("model_layers.py", plan), strict=True):
         kv = kv_of(config, dtype)
         of_rank = kv.layer_bytes * kv.copies(ranks) // ranks
         ours = +Counter({(of_rank, None): kv.full, (of_rank, kv.window): kv.windowed})
-        assert ours == Counter(map(tuple, of_vllm[name]["layers"])), name
-
-
-def test_groups_are_those_of_vllm(cases: dict[str, tuple[dict[str, Any], str, int]], of_vllm: dict[str, Any]) -> None:
-    for name, (config, dtype, _) in cases.items():
-        count, layers = kv_of(config, dtype).groups
-        assert (count, layers) == (len(of_vllm[name]["groups"]), max(of_vllm[name]["groups"])), name
+        assert ours == Counter(map(tuple, theirs["layers"])), name
+        assert kv.groups == (len(theirs["groups"]), max(theirs["groups"])), name

@@ -86,7 +86,8 @@ def serve(
 def serve_from_files(place: Path, *more: str, host: str) -> Iterator[VllmServer]:
     # What this user has measured before about staging would be lines in the log.
     file = file_tier(place / "kv", "256MiB", type="tests.mover.stub_tiers:DecidedConfig", staged=False)
-    names = ["--served-model-name", "served", str(vllm_cpu.cache_directory() / "model")]  # the first: that of metrics
+    model = vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
+    names = ["--served-model-name", "served", str(model)]  # the first: that of metrics
     with serve(place, [{"type": "cpu", "capacity": host}, file], *names, *more) as server:
         yield server
 

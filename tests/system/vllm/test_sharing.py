@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 BLOCK = vllm_cpu.BLOCK_TOKENS
 CPU = {"type": "cpu", "capacity": "64MiB"}
-NO_BIND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 Engine = Callable[..., list[Any]]
 
 
@@ -47,50 +46,25 @@ def options(small_model: Path) -> dict[str, Any]:
     return {"path": small_model, "skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 1}
 
 
-@pytest.fixture(scope="module")
-def stored(
-    engine: Engine, options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, Any], list[Any]]:
-    """The tiers in which an engine, gone by now, has stored one prompt before a reset and one after it; its answers."""
-    files = files_tier(tmp_path_factory.mktemp("kv"), "64MiB")
-    tiers = {"tiers": [CPU, files]}
-    first, _, _, second, _, stats = engine(tiers, ask(0), ["flush"], ["reset"], ask(1), ["flush"], ["stats"], **options)
-    assert stats["file"]["rows"] == CHUNKS, "rows stored after the reset are in another namespace"
-    return tiers, [first, second]
-
-
-def test_the_same_weights_hit_everything(
-    engine: Engine, options: dict[str, Any], stored: tuple[dict[str, Any], list[Any]]
-) -> None:
-    tiers, answers = stored
-    answer, stats = engine(tiers, ask(0), ["stats"], **options)
-    assert answer[0]["cached"] == WHOLE
-    assert answer[0]["tokens"] == answers[0][0]["tokens"]
-    assert stats["file"]["hits"] == CHUNKS
-
-
-def test_chunks_stored_after_a_reset_are_not_shared(
-    engine: Engine, options: dict[str, Any], stored: tuple[dict[str, Any], list[Any]]
-) -> None:
-    tiers, _ = stored
-    answer, stats = engine(tiers, ask(1), ["stats"], **options)
-    assert answer[0]["cached"] == 0
-    assert stats["file"]["hits"] == 0
-
-
-def test_another_revision_of_the_weights_misses_everything(
-    engine: Engine, options: dict[str, Any], stored: tuple[dict[str, Any], list[Any]], small_model: Path, tmp_path: Path
+def test_the_same_weights_hit_what_was_stored_before_a_reset_and_others_nothing(
+    engine: Engine, options: dict[str, Any], small_model: Path, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file, save_file
 
-    tiers, _ = stored
+    tiers = {"tiers": [CPU, files_tier(tmp_path / "kv", "64MiB")]}
+    first, _, _, _, _, stats = engine(tiers, ask(0), ["flush"], ["reset"], ask(1), ["flush"], ["stats"], **options)
+    assert stats["file"]["rows"] == CHUNKS, "rows stored after the reset are in another namespace"
+    again, after_reset, stats = engine(tiers, ask(0), ask(1), ["stats"], **options)
+    assert [again[0]["cached"], after_reset[0]["cached"]] == [WHOLE, 0]
+    assert again[0]["tokens"] == first[0]["tokens"]
+    assert stats["file"]["hits"] == CHUNKS
+
     revision = shutil.copytree(small_model, tmp_path / "revision")
     (file,) = revision.glob("*.safetensors")
-    tensors = load_file(file)
-    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, file, {"format": "pt"})
+    save_file({name: tensor * 1.01 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     answer, stats = engine(tiers, ask(0), ["stats"], **{**options, "path": revision})
     assert answer[0]["cached"] == 0
-    assert stats["file"]["hits"] == stats["file"]["corrupt"] == 0
+    assert stats["file"]["hits"] == stats["file"]["corrupt"] == 0, "not even looked at"
 
 
 def test_long_rope_that_was_made_for_a_longer_context_is_not_shared(engine: Engine, tmp_path: Path) -> None:
@@ -127,26 +101,20 @@ def test_engines_find_each_others_chunks_while_both_run(
             "capacity": "1GiB",  # an engine uploads a 64th of it before the prefix is counted again
         }
     tiers = {"tiers": [CPU, shared], "probe_s": 10}
-    cold, hits, stats = both(engine, tiers, tmp_path, **{**options, "env": {**moto.env, **NO_BIND}})
-    assert [answer["cached"] for answer in [*cold, *hits]] == [0, 0, WHOLE, WHOLE]
-    assert [answer["tokens"] for answer in hits] == [answer["tokens"] for answer in cold]
-    assert stats["file" if medium == "files" else "s3"]["hits"] == 2 * CHUNKS
-
-
-def both(engine: Engine, tiers: dict[str, Any], place: Path, **settings: Any) -> tuple[list[Any], list[Any], Any]:
-    """Two engines that run at the same time: what one computes, one prompt before the other starts and one after it,
-    the other is asked for. The answers of each, and the statistics of the other."""
-    stored, looked, more = (str(place / name) for name in ("stored", "looked", "more"))
+    settings: dict[str, Any] = {**options, "env": {**moto.env, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
+    stored, looked, more = (str(tmp_path / name) for name in ("stored", "looked", "more"))
     with ThreadPoolExecutor(1) as other:
         steps = [ask(0), ["flush"], ["touch", stored], ["await", looked], ask(1), ["flush"], ["touch", more]]
-        first = other.submit(engine, tiers, *steps, **settings)
+        running = other.submit(engine, tiers, *steps, **settings)
         try:
-            until(lambda: Path(stored).exists() or first.done(), "the first engine", timeout_s=500)
-            assert Path(stored).exists(), first.exception()
+            until(lambda: Path(stored).exists() or running.done(), "the first engine", timeout_s=500)
+            assert Path(stored).exists(), running.exception()
             one, _, _, two, stats = engine(
                 tiers, ask(0), ["touch", looked], ["await", more], ask(1), ["stats"], **settings
             )
         finally:
             Path(looked).touch()
-        cold = first.result()
-    return [cold[0][0], cold[4][0]], [one[0], two[0]], stats
+        cold = running.result()
+    assert [answer[0]["cached"] for answer in (cold[0], cold[4], one, two)] == [0, 0, WHOLE, WHOLE]
+    assert [one[0]["tokens"], two[0]["tokens"]] == [cold[0][0]["tokens"], cold[4][0]["tokens"]]
+    assert stats["file" if medium == "files" else "s3"]["hits"] == 2 * CHUNKS
