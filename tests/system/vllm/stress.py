@@ -4,7 +4,7 @@
 
 Plan: {"model": path, "transfer": fields of KVTransferConfig, "settings": arguments of LLM, "seed": n, "requests": n,
 "conversations": that are gone on with, "aborts", "resets": how likely before a step, "storm": resets in the end,
-"faults": how likely each of faults_beside.py is, in the tier in "folder"; without these there are none,
+"faults": how likely each of Faults is, in the tier in "folder"; without these there are none,
 "speed": the file that says how fast the tier loads (tests/support/slowed_file.py), and "speeds" to choose from; without
 these the tier is as it is}. Result: counts, how many host rows are lost, and what is wrong of which request.
 
@@ -16,24 +16,30 @@ order). Its log-probability must be the same, too, which shows wrong KV that cha
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
+import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nixl_tiers.store import TieredStore
 from tests.support import inside, vllm_cpu
 from tests.support.waiting import until_up
-from tests.system.vllm.faults_beside import Faults
 
 TIE = 1e-4
 SAME = 1e-4  # without tiers it is some 1e-6
 ALIVE = 12  # requests at a time
 ANSWER = 24  # tokens at most
 OTHER_SPEED = 0.02  # how likely before a step
+STOPPED_S = 2.0  # at most
+FLIPPED = 8  # of so many rows one
+
 RESET_AGAIN = 0.1  # how likely before a step, after a reset in vain: until one succeeds, longer chunks are not stored
 
 
@@ -56,6 +62,56 @@ class Load:
 
     def _tokens(self, count: int) -> list[int]:
         return [self._rng.randint(1, 500) for _ in range(count)]
+
+
+class Faults:
+    """What is done to the tier of a running engine: its mover is killed, or stopped for a while, and bits of stored rows
+    are flipped. `kinds`: how likely "kill", "stop" and "flip" are before a step. `folder`: of the tier."""
+
+    def __init__(self, coordinator: Any, rng: random.Random, kinds: Mapping[str, float], folder: Path) -> None:
+        self._coordinator, self._rng, self._kinds, self._folder = coordinator, rng, kinds, folder
+        self._stopped: tuple[int, float] | None = None  # the mover, and when it goes on
+        for backoff in coordinator._link.supervisor._backoff:
+            backoff._backoff_s = (0.05,)  # or there is no mover for most of the time
+        self.counts: Counter[str] = Counter()
+
+    def before_step(self) -> None:
+        if self._stopped is not None:
+            if time.monotonic() >= self._stopped[1]:
+                self.end()
+            return
+        mover = self._coordinator.mover_pids[0]
+        for kind, likely in self._kinds.items():
+            if mover is not None and self._rng.random() < likely:
+                self.counts[kind] += 1
+                self._strike(kind, mover)
+                return
+
+    def end(self) -> None:
+        """A mover that is stopped goes on."""
+        if self._stopped is not None:
+            with contextlib.suppress(ProcessLookupError):  # the supervisor has killed it
+                os.kill(self._stopped[0], signal.SIGCONT)
+            self._stopped = None
+
+    def _strike(self, kind: str, mover: int) -> None:
+        if kind == "flip":
+            self._flip()
+        elif kind == "kill":
+            os.kill(mover, signal.SIGKILL)
+        else:
+            os.kill(mover, signal.SIGSTOP)
+            self._stopped = mover, time.monotonic() + self._rng.uniform(0, STOPPED_S)
+
+    def _flip(self) -> None:
+        """A bit in one of FLIPPED rows, or in what has room for one."""
+        row_bytes = self._coordinator.region.geometry.row_bytes
+        for file in self._folder.rglob("slab-*.kv"):
+            with file.open("r+b") as rows:
+                for row in range(self._rng.randrange(FLIPPED), file.stat().st_size // row_bytes, FLIPPED):
+                    at = row * row_bytes + self._rng.randrange(row_bytes)
+                    (byte,) = os.pread(rows.fileno(), 1, at)
+                    os.pwrite(rows.fileno(), bytes([byte ^ 1]), at)
 
 
 def main(plan: dict[str, Any]) -> dict[str, Any]:

@@ -123,29 +123,19 @@ def fleets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleets]:
         thread.join()
 
 
-@pytest.mark.parametrize(
-    ("namespace", "storage"),
-    [
+def test_what_engines_share_counts_once_and_one_pod_can_be_chosen(fleets: Fleets) -> None:
+    for namespace, storage in (
         ("bucket", {"s3": 20 * 1024 * GIB}),
         ("replicas", {"file": 800 * GIB}),
         ("nodes", {"file": 7 * 100 * GIB}),  # one of eight has listed nothing
-    ],
-)
-def test_what_engines_share_counts_once(fleets: Fleets, namespace: str, storage: dict[str, float]) -> None:
-    used = fleets.shown("Used", namespace=namespace)
-    assert used == {"cpu": 7 * 64 * GIB, **storage}
-    of_all = {name: size * (8 / 7 if namespace == "nodes" else 1) for name, size in storage.items()}
-    assert fleets.shown("May be used", namespace=namespace) == {"cpu": 8 * 64 * GIB, **of_all}
-    in_use = fleets.shown("Budget in use", namespace=namespace)
-    assert in_use == {"": pytest.approx(7 / 8 if namespace == "nodes" else 1.0)}, "of storage, not of host memory"
-
-
-def test_all_fleets_add_up(fleets: Fleets) -> None:
-    """The two paths of one name are places of their own: on one node, and on eight others."""
+    ):
+        assert fleets.shown("Used", namespace=namespace) == {"cpu": 7 * 64 * GIB, **storage}
+        of_all = {name: size * (8 / 7 if namespace == "nodes" else 1) for name, size in storage.items()}
+        assert fleets.shown("May be used", namespace=namespace) == {"cpu": 8 * 64 * GIB, **of_all}
+        in_use = fleets.shown("Budget in use", namespace=namespace)
+        assert in_use == {"": pytest.approx(7 / 8 if namespace == "nodes" else 1.0)}, "of storage, not of host memory"
+    # The two paths of one name are places of their own: on one node, and on eight others.
     assert fleets.shown("Used") == {"cpu": 21 * 64 * GIB, "s3": 20 * 1024 * GIB, "file": 1500 * GIB}
-
-
-def test_one_pod_can_be_chosen(fleets: Fleets) -> None:
     assert fleets.shown("Used", namespace="nodes", pod="vllm-2") == {"cpu": 64 * GIB, "file": 100 * GIB}
     assert fleets.shown("Used", namespace="nodes", pod="vllm-3") == {"cpu": 0, "file": 0}
 
@@ -156,8 +146,3 @@ def test_no_label_of_ours_is_renamed(fleets: Fleets) -> None:
     assert not [label for labels in found for label in labels if label.startswith("exported_")]
     assert {labels["namespace"] for labels in found} == set(FLEETS)
     assert all(set(INFO_LABELS) <= set(labels) for labels in found if labels["__name__"] == "nixl_tiers:info")
-
-
-def test_what_runs_is_one_line_for_each_kind_of_engine(fleets: Fleets) -> None:
-    (query,) = (target["expr"] for panel in panels() if panel["title"] == "What runs" for target in panel["targets"])
-    assert list(fleets.values(chosen(query)).values()) in ([8.0, 16.0], [16.0, 8.0])
