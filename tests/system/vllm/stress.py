@@ -65,7 +65,7 @@ class Load:
 
 
 class Faults:
-    """What is done to the tier of a running engine: its mover is killed, or stopped for a while, and bits of stored rows
+    """What is done to the tier of an engine: its mover is killed, or stopped for a while, and bits of stored rows
     are flipped. `kinds`: how likely "kill", "stop" and "flip" are before a step. `folder`: of the tier."""
 
     def __init__(self, coordinator: Any, rng: random.Random, kinds: Mapping[str, float], folder: Path) -> None:
