@@ -161,6 +161,34 @@ class FaultRig:
         until(lambda: self.load.stats.gets >= goal or self.load.stats.errors, "gets to be answered", TIMEOUT_S)
         self._record_and_check()
 
+    def ride_out(
+        self,
+        begin: Callable[[], object],
+        end: Callable[[], object] | None = None,
+        *,
+        answers: int = 20,
+        warm: bool = True,
+        before: ResourceCount | None = None,
+    ) -> None:
+        """Under load: a fault that begins, lasts for so many answers, and ends, after which the tier heals. Without
+        `warm` it is there from the start."""
+        if not warm:
+            before = before or ResourceCount.take()
+            begin()
+        with self.under_load(warm=warm, before=before):
+            if warm:
+                self.wait_for_answers()
+                begin()
+            self.wait_for_answers(answers)
+            if end is not None:
+                end()
+            self.fault_ended()
+            self.wait_until_healed()
+
+    def kill(self, number: int, when: str = "idle") -> None:
+        """Send a signal to the mover, and return when there is another one."""
+        self.wait_for_restart(self.signal_mover(number, when))
+
     def fault_ended(self) -> None:
         """Start measuring the time to recovery."""
         self._fault_ended_s = time.monotonic()

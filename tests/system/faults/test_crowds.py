@@ -16,19 +16,18 @@ from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.types import BreakerLimits
 from nixl_tiers.mover.protocol import Delete, encode
 from tests.support.core import end_step, finish, look_up
-from tests.support.leaks import ResourceCount
 from tests.support.load import content, get, put
-from tests.support.waiting import serves, until
+from tests.support.waiting import until
 from tests.system.faults.rig import LIMITS, TIMEOUT_S, TIMES, FaultRig
 
 pytestmark = pytest.mark.timeout(900)
 
-TIERS = ("slabs", "files", "s3")
+TIERS = ("slabs", *(pytest.param(tier, marks=pytest.mark.faults) for tier in ("files", "s3")))
 MANY = 10_000
 LONG = msgspec.structs.replace(TIMES, heartbeat_timeout_s=60.0)
 
 
-@pytest.mark.parametrize("tier", ["slabs", pytest.param("files", marks=pytest.mark.faults)])
+@pytest.mark.parametrize("tier", TIERS[:2])
 def test_thousands_of_pending_keys_while_the_mover_is_stopped(make_rig: Callable[..., FaultRig], tier: str) -> None:
     """100 requests wait for 100 rows each, or 50. All are answered within their deadline."""
     # The requests end by their deadline, and neither by the end of the mover nor by its circuit: a slow machine asks
@@ -75,9 +74,7 @@ def test_thousands_of_pending_keys_while_the_mover_is_stopped(make_rig: Callable
         rig.wait_until_healed()
 
 
-@pytest.mark.parametrize(
-    "tier", [pytest.param("slabs"), *(pytest.param(t, marks=pytest.mark.faults) for t in TIERS[1:])]
-)
+@pytest.mark.parametrize("tier", TIERS)
 def test_full_socket(make_rig: Callable[..., FaultRig], tier: str) -> None:
     """No packet fits into the socket to the mover: messages queue up, and nothing else waits."""
     limits = replace(LIMITS, hard_deadline_min_s=60.0, hard_deadline_max_s=60.0)
@@ -100,9 +97,7 @@ def test_full_socket(make_rig: Callable[..., FaultRig], tier: str) -> None:
         rig.wait_until_healed()
 
 
-@pytest.mark.parametrize(
-    "tier", [pytest.param("slabs"), *(pytest.param(t, marks=pytest.mark.faults) for t in TIERS[1:])]
-)
+@pytest.mark.parametrize("tier", TIERS)
 def test_failed_worker_copies_are_no_hits(make_rig: Callable[..., FaultRig], tier: str) -> None:
     """Half of the copies of two workers fail: those chunks are misses in every tier, the others are hits."""
     rig = make_rig("workers fail half of their copies", tier)
@@ -159,25 +154,10 @@ def test_failed_worker_copies_are_no_hits(make_rig: Callable[..., FaultRig], tie
 @pytest.mark.parametrize("tier", TIERS)
 def test_reset_while_the_mover_is_stopped(make_rig: Callable[..., FaultRig], tier: str) -> None:
     rig = make_rig("reset while the mover is stopped", tier)
-    with rig.under_load():
-        rig.wait_for_answers()
+
+    def stop_and_reset() -> None:
         pid = rig.signal_mover(signal.SIGSTOP)
         rig.store.reset()
         rig.wait_for_restart(pid)
-        rig.fault_ended()
-        rig.wait_until_healed()
 
-
-@pytest.mark.faults
-@pytest.mark.parametrize("tier", TIERS)
-def test_close_while_the_mover_is_stopped(make_rig: Callable[..., FaultRig], tier: str) -> None:
-    rig = make_rig("close while the mover is stopped", tier)
-    before = ResourceCount.take()
-    store = rig.open()
-    until(lambda: serves(store.stats()[rig.name]), "the tier", TIMEOUT_S)
-    put(store, [b"key-%d" % n for n in range(40)])
-    pid = store.coordinator.mover_pids[0]
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    store.close(0.5)
-    until(lambda: before.covers(ResourceCount.take()), "nothing to be leaked", TIMEOUT_S)
+    rig.ride_out(stop_and_reset, answers=8)

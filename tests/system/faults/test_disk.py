@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import shutil
 import signal
@@ -46,16 +45,14 @@ def test_disk_fault(file_rig: Callable[..., FaultRig], disk: Interposer, fault: 
 
 def inject(rig: FaultRig, disk: Interposer, fault: str) -> None:
     """Inject one of FAULTS under load, end it, and wait for the tier to heal."""
-    with rig.under_load() as load:
-        rig.wait_for_answers()
+
+    def begin() -> None:
         before = disk.injected
         FAULTS[fault](disk)
         if "EIO" in fault or "full" in fault or "read-only" in fault:
-            until(lambda: disk.injected > before or load.stats.errors, "an I/O to fail", TIMEOUT_S)
-        rig.wait_for_answers(40)
-        disk.clear()
-        rig.fault_ended()
-        rig.wait_until_healed()
+            until(lambda: disk.injected > before or rig.load.stats.errors, "an I/O to fail", TIMEOUT_S)
+
+    rig.ride_out(begin, disk.clear, answers=40)
 
 
 def test_worker_that_is_stuck_is_ended_by_the_deadline_of_its_job(
@@ -81,41 +78,13 @@ def test_worker_that_is_stuck_is_ended_by_the_deadline_of_its_job(
 
 @pytest.mark.parametrize("layout", ["slabs", pytest.param("files", marks=pytest.mark.faults)])
 def test_io_errors_from_the_start(file_rig: Callable[..., FaultRig], disk: Interposer, layout: str) -> None:
-    rig = file_rig("I/O errors (EIO), from the start", layout)
-    disk.fail_with_eio()
-    with rig.under_load(warm=False):
-        rig.wait_for_answers(20)
-        disk.clear()
-        rig.fault_ended()
-        rig.wait_until_healed()
+    file_rig("I/O errors (EIO), from the start", layout).ride_out(disk.fail_with_eio, disk.clear, warm=False)
 
 
 @pytest.mark.parametrize("layout", [pytest.param("slabs", marks=pytest.mark.faults), pytest.param("files")])
 def test_deleted_directory(file_rig: Callable[..., FaultRig], tmp_path: Path, layout: str) -> None:
     rig = file_rig("directory deleted", layout)
-    with rig.under_load():
-        rig.wait_for_answers()
-        shutil.rmtree(tmp_path / "kv", ignore_errors=True)
-        rig.fault_ended()
-        rig.wait_for_answers(20)
-        rig.wait_until_healed()
-
-
-@pytest.mark.faults
-def test_lock_of_the_path_held_from_the_start(file_rig: Callable[..., FaultRig], tmp_path: Path) -> None:
-    """As by a mover that was stopped while it made room. The tier says so after 10 s."""
-    place = tmp_path / "kv"
-    place.mkdir()
-    with (place / ".ledger").open("w") as holder:
-        (place / ".ledger").chmod(0o600)
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        rig = file_rig("path's lock held, from the start", "slabs")
-        with rig.under_load(warm=False):
-            rig.wait_for_answers(20)
-            until(lambda: any(tier.log.problem for tier in rig.store.coordinator._link.movers), "a word", TIMEOUT_S)
-            fcntl.flock(holder, fcntl.LOCK_UN)
-            rig.fault_ended()
-            rig.wait_until_healed()
+    rig.ride_out(lambda: shutil.rmtree(tmp_path / "kv", ignore_errors=True))
 
 
 @pytest.mark.faults
@@ -125,17 +94,18 @@ def test_unmounted(file_rig: Callable[..., FaultRig], tmp_path: Path, layout: st
     Another file system takes its place at the end. Skipped where none can be mounted."""
     place = tmp_path / "kv"
     place.mkdir()
+
+    def unmount() -> None:
+        assert run("umount", "-l", place)
+        rig.signal_mover(signal.SIGKILL)
+
+    def mount() -> None:
+        assert list(place.iterdir()) == []
+        assert run("mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", place)
+
     with tmpfs(place, "64m"):
         rig = file_rig("unmounted, its mover killed", layout)
-        with rig.under_load():
-            rig.wait_for_answers()
-            assert run("umount", "-l", place)
-            rig.signal_mover(signal.SIGKILL)
-            rig.wait_for_answers(40)
-            assert list(place.iterdir()) == []
-            assert run("mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", place)
-            rig.fault_ended()
-            rig.wait_until_healed()
+        rig.ride_out(unmount, mount, answers=40)
 
 
 @pytest.mark.faults
@@ -146,11 +116,7 @@ def test_full_file_system(file_rig: Callable[..., FaultRig], tmp_path: Path, lay
     place.mkdir()
     with tmpfs(place, "8m"):
         rig = file_rig("disk full (8 MiB tmpfs)", layout)
-        with rig.under_load():
-            rig.wait_for_answers(60)
-            assert run("mount", "-o", "remount,size=64m", place)
-            rig.fault_ended()
-            rig.wait_until_healed()
+        rig.ride_out(lambda: None, lambda: run("mount", "-o", "remount,size=64m", place), answers=60)
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,7 @@ def down(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_mover_is_killed(file_rig: Callable[..., FaultRig], cufile: Callable[..., None], when: str) -> None:
     cufile()
     rig = file_rig(f"SIGKILL, {when}", "slabs", fields=BACKEND)
-    with rig.under_load():
-        rig.wait_for_answers()
-        old = rig.signal_mover(KILLS["SIGKILL"], when)
-        rig.wait_for_restart(old)
-        rig.fault_ended()
-        rig.wait_until_healed()
+    rig.ride_out(lambda: rig.kill(KILLS["SIGKILL"], when), answers=8)
 
 
 @pytest.mark.parametrize("fault", matrix(tuple(FAULTS), unmarked={("disk full",)}))

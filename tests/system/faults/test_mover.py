@@ -42,13 +42,7 @@ def matrix(*axes: tuple[str, ...], unmarked: set[tuple[str, ...]]) -> list[objec
 )
 def test_mover_dies_or_stops(make_rig: Callable[..., FaultRig], signal_name: str, when: str, tier: str) -> None:
     rig = make_rig(f"{signal_name}, {'during a ' if when != 'idle' else ''}{when}", tier)
-    with rig.under_load():
-        rig.wait_for_answers()
-        old = rig.signal_mover(KILLS[signal_name], when)
-        rig.wait_for_restart(old)
-        rig.wait_for_answers()
-        rig.fault_ended()
-        rig.wait_until_healed()
+    rig.ride_out(lambda: rig.kill(KILLS[signal_name], when), answers=8)
 
 
 @pytest.mark.parametrize(("signal_name", "tier"), matrix(tuple(KILLS), TIERS, unmarked={("SIGKILL", "slabs")}))
@@ -98,18 +92,6 @@ def test_mover_hangs_in_nixl(
         rig.wait_for_answers()
         rig.wait_for_restart(old)
         switch.unlink()
-        rig.fault_ended()
-        rig.wait_until_healed()
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("tier", TIERS)
-def test_repeated_kills(make_rig: Callable[..., FaultRig], tier: str) -> None:
-    rig = make_rig("SIGKILL, 6 times", tier)
-    with rig.under_load():
-        for _ in range(6):
-            rig.wait_for_restart(rig.signal_mover(signal.SIGKILL))
-            rig.wait_for_answers(2)
         rig.fault_ended()
         rig.wait_until_healed()
 

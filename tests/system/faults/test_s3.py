@@ -48,29 +48,20 @@ UNMARKED = {"black hole", "503 storm"}
     "fault", [pytest.param(name, marks=[] if name in UNMARKED else pytest.mark.faults) for name in S3_FAULTS]
 )
 def test_server_fault(s3_rig: Callable[..., FaultRig], proxy: FaultProxy, fault: str) -> None:
-    rig = s3_rig(fault)
-    proxy_fault = S3_FAULTS[fault]
-    with rig.under_load() as load:
-        rig.wait_for_answers()
+    rig, proxy_fault = s3_rig(fault), S3_FAULTS[fault]
+
+    def begin() -> None:
         proxy.inject(proxy_fault)
-        until(lambda: proxy.injected[proxy_fault.kind] or load.stats.errors, "a request to fail", TIMEOUT_S)
-        rig.wait_for_answers(30)
-        proxy.clear()
-        rig.fault_ended()
-        rig.wait_until_healed()
+        until(lambda: proxy.injected[proxy_fault.kind] or rig.load.stats.errors, "a request to fail", TIMEOUT_S)
+
+    rig.ride_out(begin, proxy.clear, answers=30)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("fault", ["connection refused", "black hole", "503 storm", "wrong credentials (403)"])
 def test_server_fault_from_the_start(s3_rig: Callable[..., FaultRig], proxy: FaultProxy, fault: str) -> None:
     rig = s3_rig(f"{fault}, from the start")
-    before = ResourceCount.take()  # while the proxy listens
-    proxy.inject(S3_FAULTS[fault])
-    with rig.under_load(warm=False, before=before):
-        rig.wait_for_answers(20)
-        proxy.clear()
-        rig.fault_ended()
-        rig.wait_until_healed()
+    rig.ride_out(lambda: proxy.inject(S3_FAULTS[fault]), proxy.clear, warm=False)
 
 
 DENIED = {
@@ -161,16 +152,13 @@ def test_fault_of_the_tier_below_delays_nothing(
 
 @pytest.mark.faults
 def test_deleted_bucket(s3_rig: Callable[..., FaultRig], moto: MotoServer, bucket: str) -> None:
-    fresh = moto.make_bucket("to-be-deleted")
+    fresh, client = moto.make_bucket("to-be-deleted"), moto.client()
     rig = s3_rig("bucket deleted and recreated", fields={"bucket": fresh})
-    client = moto.client()
-    with rig.under_load():
-        rig.wait_for_answers()
-        until(lambda: _delete(client, fresh), "the bucket to be empty", TIMEOUT_S)
-        rig.wait_for_answers(30)
-        moto.make_bucket(fresh)
-        rig.fault_ended()
-        rig.wait_until_healed()
+    rig.ride_out(
+        lambda: until(lambda: _delete(client, fresh), "the bucket to be empty", TIMEOUT_S),
+        lambda: moto.make_bucket(fresh),
+        answers=30,
+    )
 
 
 def _delete(client: Any, name: str) -> bool:
@@ -196,13 +184,8 @@ def test_expired_credentials_are_renewed(s3_rig: Callable[..., FaultRig], proxy:
 
     write("first-key")
     rig = s3_rig("credentials expire, new ones in the file", fields={"credentials_file": str(path)})
-    with rig.under_load():
-        rig.wait_for_answers()
-        proxy.inject(ProxyFault(FaultKind.ERROR_STATUS, status=403, code="ExpiredToken", authorization="first-key/"))
-        rig.wait_for_answers(20)
-        write("second-key")
-        rig.fault_ended()
-        rig.wait_until_healed()
+    expired = ProxyFault(FaultKind.ERROR_STATUS, status=403, code="ExpiredToken", authorization="first-key/")
+    rig.ride_out(lambda: proxy.inject(expired), lambda: write("second-key"))
 
 
 UNSUPPORTED = "this server does not support conditional writes"
@@ -210,7 +193,8 @@ UNSUPPORTED = "this server does not support conditional writes"
 
 @pytest.mark.faults
 def test_one_refused_conditional_write(s3_rig: Callable[..., FaultRig], proxy: FaultProxy) -> None:
-    """A gateway's answer to the first test write is no reason to do without conditions."""
+    """A gateway's answer to the first test write is no reason to do without conditions. The tier says that it doubts
+    them; it asks again, and stores."""
     rig = s3_rig("405 to one conditional write, from the start")
     before = ResourceCount.take()
     refusal = ProxyFault(
@@ -220,39 +204,11 @@ def test_one_refused_conditional_write(s3_rig: Callable[..., FaultRig], proxy: F
     with rig.under_load(warm=False, before=before):
         until(lambda: proxy.injected[refusal.kind], "a test write to be refused", TIMEOUT_S)
         proxy.clear()
-        _heals(rig)
-
-
-@pytest.mark.faults
-def test_test_object_deleted_between_two_writes(
-    s3_rig: Callable[..., FaultRig], proxy: FaultProxy, moto: MotoServer, bucket: str, s3_prefix: str
-) -> None:
-    """The second write is let through then, as by a server that ignores conditions."""
-    rig = s3_rig("test object of conditional writes deleted between two of them")
-    before, client = ResourceCount.take(), moto.client()
-    name = f"{s3_prefix}/{CONDITIONS_NAME}-"
-    # Both the answer of the first write and the second write take seconds, in which the object is deleted.
-    proxy.inject(ProxyFault(FaultKind.THROTTLE, PUT, target=name, bytes_per_s=400.0))
-    with rig.under_load(warm=False, before=before):
-        found: list[dict[str, Any]] = []
-
-        def written() -> bool:
-            found.extend(client.list_objects_v2(Bucket=bucket, Prefix=name).get("Contents", ()))
-            return bool(found)
-
-        until(written, "the first test write", TIMEOUT_S)
-        client.delete_object(Bucket=bucket, Key=found[0]["Key"])
-        proxy.clear()
-        _heals(rig)
-
-
-def _heals(rig: FaultRig) -> None:
-    """The tier says that it doubts conditional writes; it asks again, and stores."""
-    rig.fault_ended()
-    until(lambda: UNSUPPORTED in rig.stats()["problem"], "the problem", TIMEOUT_S)
-    assert not rig.stats()["stored"]
-    rig.wait_until_healed()
-    until(lambda: rig.stats()["problem"] == "", "the problem to clear", TIMEOUT_S)
+        rig.fault_ended()
+        until(lambda: UNSUPPORTED in rig.stats()["problem"], "the problem", TIMEOUT_S)
+        assert not rig.stats()["stored"]
+        rig.wait_until_healed()
+        until(lambda: rig.stats()["problem"] == "", "the problem to clear", TIMEOUT_S)
 
 
 @pytest.mark.faults
