@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import shutil
 import signal
@@ -85,6 +86,22 @@ def test_io_errors_from_the_start(file_rig: Callable[..., FaultRig], disk: Inter
 def test_deleted_directory(file_rig: Callable[..., FaultRig], tmp_path: Path, layout: str) -> None:
     rig = file_rig("directory deleted", layout)
     rig.ride_out(lambda: shutil.rmtree(tmp_path / "kv", ignore_errors=True))
+
+
+@pytest.mark.faults
+def test_lock_of_the_path_held_from_the_start(file_rig: Callable[..., FaultRig], tmp_path: Path) -> None:
+    """As by a mover that was stopped while it made room. The tier says so after 10 s."""
+    place = tmp_path / "kv"
+    place.mkdir()
+    with (place / ".ledger").open("w") as holder:
+        (place / ".ledger").chmod(0o600)
+        rig = file_rig("path's lock held, from the start", "slabs")
+
+        def let_go() -> None:
+            until(lambda: any(tier.log.problem for tier in rig.store.coordinator._link.movers), "a word", TIMEOUT_S)
+            fcntl.flock(holder, fcntl.LOCK_UN)
+
+        rig.ride_out(lambda: fcntl.flock(holder, fcntl.LOCK_EX), let_go, warm=False)
 
 
 @pytest.mark.faults

@@ -98,6 +98,19 @@ def test_mover_hangs_in_nixl(
 
 @pytest.mark.faults
 @pytest.mark.parametrize("tier", TIERS)
+def test_repeated_kills(make_rig: Callable[..., FaultRig], tier: str) -> None:
+    rig = make_rig("SIGKILL, 6 times", tier)
+
+    def kill() -> None:
+        for _ in range(6):
+            rig.kill(signal.SIGKILL)
+            rig.wait_for_answers(2)
+
+    rig.ride_out(kill, answers=2)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("tier", TIERS)
 def test_stopped_mover_without_requests(make_rig: Callable[..., FaultRig], tier: str) -> None:
     """The mover is killed and restarted, and the load breaker closes, all without one request."""
     rig = make_rig("SIGSTOP, no requests", tier)

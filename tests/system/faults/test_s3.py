@@ -192,17 +192,33 @@ UNSUPPORTED = "this server does not support conditional writes"
 
 
 @pytest.mark.faults
-def test_one_refused_conditional_write(s3_rig: Callable[..., FaultRig], proxy: FaultProxy) -> None:
-    """A gateway's answer to the first test write is no reason to do without conditions. The tier says that it doubts
-    them; it asks again, and stores."""
-    rig = s3_rig("405 to one conditional write, from the start")
-    before = ResourceCount.take()
-    refusal = ProxyFault(
-        FaultKind.ERROR_STATUS, PUT, target=f"/{CONDITIONS_NAME}-", status=405, code="MethodNotAllowed"
-    )
-    proxy.inject(refusal)
+@pytest.mark.parametrize("how", ["refused", "deleted"])
+def test_conditional_writes_are_doubted(
+    s3_rig: Callable[..., FaultRig], proxy: FaultProxy, moto: MotoServer, bucket: str, s3_prefix: str, how: str
+) -> None:
+    """A gateway's answer to the first test write is no reason to do without conditions; nor is a second write that is
+    let through because the object was deleted meanwhile. The tier says that it doubts them, asks again, and stores."""
+    before, client, name = ResourceCount.take(), moto.client(), f"{s3_prefix}/{CONDITIONS_NAME}-"
+    if how == "refused":
+        rig = s3_rig("405 to one conditional write, from the start")
+        fault = ProxyFault(FaultKind.ERROR_STATUS, PUT, target=name, status=405, code="MethodNotAllowed")
+    else:
+        rig = s3_rig("test object of conditional writes deleted between two of them")
+        # Both the answer of the first write and the second write take seconds, in which the object is deleted.
+        fault = ProxyFault(FaultKind.THROTTLE, PUT, target=name, bytes_per_s=400.0)
+    found: list[dict[str, Any]] = []
+
+    def struck() -> bool:
+        if how == "refused":
+            return bool(proxy.injected[fault.kind])
+        found.extend(client.list_objects_v2(Bucket=bucket, Prefix=name).get("Contents", ()))
+        return bool(found)
+
+    proxy.inject(fault)
     with rig.under_load(warm=False, before=before):
-        until(lambda: proxy.injected[refusal.kind], "a test write to be refused", TIMEOUT_S)
+        until(struck, "the first test write", TIMEOUT_S)
+        for each in found[:1]:
+            client.delete_object(Bucket=bucket, Key=each["Key"])
         proxy.clear()
         rig.fault_ended()
         until(lambda: UNSUPPORTED in rig.stats()["problem"], "the problem", TIMEOUT_S)
