@@ -194,7 +194,7 @@ UNSUPPORTED = "this server does not support conditional writes"
 @pytest.mark.faults
 @pytest.mark.parametrize("how", ["refused", "deleted"])
 def test_conditional_writes_are_doubted(
-    s3_rig: Callable[..., FaultRig], proxy: FaultProxy, moto: MotoServer, bucket: str, s3_prefix: str, how: str
+    s3_rig: Callable[..., FaultRig], proxy: FaultProxy, moto: MotoServer, bucket: str, *, s3_prefix: str, how: str
 ) -> None:
     """A gateway's answer to the first test write is no reason to do without conditions; nor is a second write that is
     let through because the object was deleted meanwhile. The tier says that it doubts them, asks again, and stores."""

@@ -14,8 +14,8 @@ when all tiers are up; ["kill", n] kills the n-th mover;
 a "load" behind its back;
 ["touch", file] creates a file and ["await", file] waits for one; ["break", n] has the next n copies of loads put wrong
 bytes into the engine's blocks and fail; ["hold", n] has copies of loads wait until n more steps computed nothing, and
-counts steps from then on; ["steps"] how many there were so far, by whether they computed something and whether they
-paused, and how many drafted tokens they checked;
+counts steps from then on; ["steps"] how many there were so far, by whether they computed something, and how many
+drafted tokens they checked;
 ["offline"] asks what examples/offline.py asks;
 ["wipe"] fills the engine's blocks with zeros, and ["pages"] gives digests of each rank's blocks with anything else;
 ["queue"] has steps that compute wait until what requests in the queue are to load is in host memory, and ["turns"] says
@@ -215,20 +215,17 @@ class Steps:
         self._may_copy = threading.Event()
         if not empty:
             self._may_copy.set()
-        self._pauses = 0
         swap = get_kv_transfer_group().connector_worker.worker._swap
-        changed = core.scheduler.connector.connector_scheduler.manager._coordinator.changed
-        self._schedule, self._copy, self._wait = core.scheduler.schedule, swap.copy, changed.wait
-        core.scheduler.schedule, swap.copy, changed.wait = self.schedule, self.copy, self.wait
+        self._schedule, self._copy = core.scheduler.schedule, swap.copy
+        core.scheduler.schedule, swap.copy = self.schedule, self.copy
 
     def seen(self) -> dict[str, int]:
         return dict(self.counts)
 
     def schedule(self, *arguments: Any) -> Any:
-        pauses = self._pauses
         output = self._schedule(*arguments)
         kind = "computing" if output.total_num_scheduled_tokens else "empty"
-        self.counts[f"{kind}, paused" if self._pauses > pauses else kind] += 1
+        self.counts[kind] += 1
         self.counts["drafted"] += sum(map(len, output.scheduled_spec_decode_tokens.values()))
         if kind == "empty":
             self._left -= 1
@@ -239,10 +236,6 @@ class Steps:
     def copy(self, *arguments: Any, to_host: bool) -> Any:
         assert to_host or self._may_copy.wait(300)
         return self._copy(*arguments, to_host=to_host)
-
-    def wait(self, timeout_s: float) -> bool:
-        self._pauses += 1
-        return self._wait(timeout_s)
 
 
 class Queue:
