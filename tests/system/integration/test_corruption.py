@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import nixl_tiers
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.seal import read
 from nixl_tiers.tiers.s3.names import RowNames
-from tests.support.file_tier import file_tier, files_tier
+from tests.support.file_tier import file_tier
 from tests.support.servers import S3Server
 from tests.support.times import open_patient
 from tests.support.waiting import until, until_up
@@ -24,61 +23,29 @@ SIZE = 60_000
 ROW = Geometry(1, SIZE).row_bytes
 
 
-class Medium(ABC):
-    """Where the rows are on the medium, without the tier. `tier`: its configuration."""
+class Medium:
+    """Rows in files, seen without the tier. `tier`: its configuration."""
 
-    tier: dict[str, Any]
+    def __init__(self, tier: dict[str, Any]) -> None:
+        self.tier = tier
 
-    @abstractmethod
     def places(self) -> list[Any]:
         """Every place at which there may be a row."""
+        files = [*Path(self.tier["path"]).rglob("slab-*"), *Path(self.tier["path"]).rglob("*.row")]
+        return [(file, at) for file in files for at in range(0, file.stat().st_size, ROW)]
 
-    @abstractmethod
-    def read(self, place: Any) -> bytes: ...
+    def read(self, place: Any) -> bytes:
+        return bytes(place[0].read_bytes()[place[1] : place[1] + ROW])
 
-    @abstractmethod
-    def write(self, place: Any, row: bytes) -> None: ...
-
-
-class Slabs(Medium):
-    def __init__(self, path: Path) -> None:
-        self.tier = file_tier(path, 16 * MIB)
-        self._path = path
-
-    def places(self) -> list[tuple[Path, int]]:
-        slabs = list(self._path.rglob("slab-*"))
-        return [(slab, at) for slab in slabs for at in range(0, slab.stat().st_size, ROW)]
-
-    def read(self, place: tuple[Path, int]) -> bytes:
-        with place[0].open("rb") as file:
-            file.seek(place[1])
-            return file.read(ROW)
-
-    def write(self, place: tuple[Path, int], row: bytes) -> None:
+    def write(self, place: Any, row: bytes) -> None:
         with place[0].open("r+b") as file:
             file.seek(place[1])
             file.write(row)
 
 
-class Files(Medium):
-    def __init__(self, path: Path) -> None:
-        self.tier = files_tier(path, 16 * MIB)
-        self._path = path
-
-    def places(self) -> list[Path]:
-        return list(self._path.rglob("*.row"))
-
-    def read(self, place: Path) -> bytes:
-        return place.read_bytes()
-
-    def write(self, place: Path, row: bytes) -> None:
-        place.write_bytes(row)
-
-
 class Objects(Medium):
-    def __init__(self, server: S3Server, bucket: str, prefix: str) -> None:
-        self.tier = {"type": "s3", "bucket": bucket, "prefix": prefix, "endpoint": server.endpoint}
-        self.tier["capacity"] = 16 * MIB
+    def __init__(self, server: S3Server, tier: dict[str, Any]) -> None:
+        super().__init__(tier)
         self._client = server.client()
 
     def places(self) -> list[str]:
@@ -102,14 +69,13 @@ def rows_on(medium: Medium, but_of: bytes | None = None) -> dict[bytes, Any]:
 
 @pytest.fixture(params=["slabs", "files", pytest.param("s3", marks=pytest.mark.s3)])
 def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
-    if request.param == "slabs":
-        return Slabs(tmp_path / "kv")
-    if request.param == "files":
-        return Files(tmp_path / "kv")
+    if request.param != "s3":
+        return Medium(file_tier(tmp_path / "kv", 16 * MIB, layout=request.param))
     server: S3Server = request.getfixturevalue("fast_s3")
     bucket: Callable[[S3Server], str] = request.getfixturevalue("s3_bucket")
     request.getfixturevalue("s3_credentials")(server)
-    return Objects(server, bucket(server), request.getfixturevalue("s3_prefix"))
+    place = {"bucket": bucket(server), "prefix": request.getfixturevalue("s3_prefix"), "endpoint": server.endpoint}
+    return Objects(server, {"type": "s3", "capacity": 16 * MIB, **place})
 
 
 def open_store(medium: Medium, salt: str = "") -> nixl_tiers.TieredStore:
@@ -148,7 +114,7 @@ def test_any_corruption_is_a_counted_miss(medium: Medium) -> None:
         medium.write(places[key], row)
 
     with open_store(medium) as store:
-        if isinstance(medium, Slabs):  # shared media are asked
+        if medium.tier.get("layout") == "slabs":  # shared media are asked
             until(lambda: store.stats()[name]["rows"] == 6, "the tier's listing")
         out = np.zeros_like(rows)
         assert store.get(keys, out) == [False] * 4 + [True] * 2
