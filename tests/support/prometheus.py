@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,8 +32,7 @@ def program(name: str) -> str | None:
 
 
 class Prometheus:
-    def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
+    def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/api/v1/"
 
     def ready(self) -> bool:
@@ -42,15 +40,6 @@ class Prometheus:
             return bool(self.series("up", 0, 1) is not None)
         except (URLError, ConnectionError):
             return False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """It scrapes nothing meanwhile."""
-        self._process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self._process.send_signal(signal.SIGCONT)
 
     def scrape(self) -> None:
         """Return when it has what the target shows now."""
@@ -89,7 +78,7 @@ def prometheus(
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([program, *flags], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder)
     try:
-        server = Prometheus(port, process)
+        server = Prometheus(port)
         until(server.ready, "Prometheus", 120)
         yield server
     finally:

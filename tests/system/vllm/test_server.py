@@ -9,8 +9,8 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ pytest.importorskip("vllm")
 
 from nixl_tiers import cli
 from tests.support import vllm_cpu
-from tests.support.dashboard import still_unchanged
 from tests.support.file_tier import file_tier
 from tests.support.leaks import (
     MARK,
@@ -30,7 +29,6 @@ from tests.support.leaks import (
     processes_with_mark,
     shared_memory_names,
 )
-from tests.support.prometheus import Prometheus, program, prometheus
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 from tests.support.servers import MotoServer
 from tests.support.vllm_server import Answer, MetricsPage, ServerFailure, VllmServer
@@ -40,30 +38,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 HOST_ROWS = 8  # about 2.8 MiB each: little more than one prompt
 IDLE_S = 5.0
-WINDOW_S = 60  # of Prometheus' rates
-# What no request and no fault of this test can bring about: what such a query asks for. test_monitoring.py does.
-NOT_SHOWN = {
-    "existence_checks_total": "a shared prefix",
-    "huge_page_bytes": "a machine that has huge pages",
-    "staged": "rows that are staged",
-    "denials": "rights that are missing",
-    "nixl_tiers:full": "a disk that is full",
-    "unused_chunks_total": "promotions that nobody uses",
-    "failures_total": "moves that fail",
-    "mover_kills_total": "a mover that hangs",
-    "quarantined_chunks": "a mover that cannot be ended",
-    "prefill_tokens_per_s": "another speed than the one that is set",
-    "waiting_requests": "a moment, that a scrape may miss",
-    "queued_chunks": "a moment",
-    "moving_chunks": "a moment",
-    "nixl_tiers:used_bytes) / max by": "a tier over its budget",
-    "May be used: ": "another capacity",
-    "absent(": "an engine that is gone",
-    "vllm:num_requests_running": "an engine without tiers",
-    'misses_total{reason="evicted"}[30m]': "a storage tier that is full",
-    "NixlTiersWastedWaits": "waits in vain that take longer than others: how long those take is the machine's",
-    "model_name) (increase(nixl_tiers:saved": "loads that are slower than computing",
-}
 IDLE_SHARE = 0.05  # of one core, for all processes of the server together
 
 
@@ -167,86 +141,13 @@ def nothing() -> None:
     pass
 
 
-def load_and_faults(server: VllmServer, tmp_path: Path, scrape: Callable[[], None]) -> None:
-    """Hits from the file tier, rows that are corrupt there, and movers that are killed. `scrape`: by who watches, who
-    would see less on a quick machine."""
-
-    def total(name: str, **labels: str) -> float:
-        server.poke()
-        return server.metrics().total(f"nixl_tiers:{name}", **labels)
-
-    def ask(seed: int) -> None:
-        """And then forget it: the engine at once, the host when the next one needs the room."""
-        until(server.reset_prefix_cache, "no block to be in use", timeout_s=300)
-        server.ask(prompt_of(seed), 2)
-        until(lambda: not total("queued_chunks") + total("moving_chunks"), "quiet", timeout_s=300)
-
-    scrape()
-    for seed in (19, 23, 17):
-        ask(seed)
-        scrape()
-    until(lambda: total("hits_total", tier="file"), "a hit from the file tier", timeout_s=300)
-    for slab in (tmp_path / "kv").rglob("slab-*"):
-        size = slab.stat().st_size
-        with slab.open("r+b") as file:
-            for at in range(0, size, 1 << 20):
-                file.seek(at)
-                file.write(b"damaged")
-    ask(19)
-    scrape()
-    until(lambda: total("removed_chunks_total", reason="corrupt"), "rows that are corrupt", timeout_s=300)
-    for _ in range(2):
-        before = movers_of(server)
-        for pid in before:
-            os.kill(pid, signal.SIGKILL)
-        until(lambda old=before: set(movers_of(server)) - set(old), "another mover", timeout_s=300)  # type: ignore[misc]
-        until(lambda: total("up", tier="file"), "it to be up", timeout_s=300)
-
-
-def test_a_server_counts_hits_idles_without_cpu_and_exits_on_sigterm(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_a_server_counts_hits_idles_without_cpu_and_exits_on_sigterm(tmp_path: Path) -> None:
     with serve_from_files(tmp_path, host=f"{HOST_ROWS * 3}MiB") as server:
-        counts_idles_and_exits(server, tmp_path, subtests)
-
-
-def counts_idles_and_exits(server: VllmServer, tmp_path: Path, subtests: pytest.Subtests) -> None:
-    start = time.time()
-    with watched_by_prometheus(server, tmp_path) as watcher:
         counts_hits(server, tmp_path)
         assert cli.main(["report", server.url]) == 0
-        everyone = idles_without_cpu(server, watcher)
-        load_and_faults(server, tmp_path, scrape=nothing if watcher is None else watcher.scrape)
+        everyone = idles_without_cpu(server)
         file_tier_fails_while_idle(server, tmp_path)
-        with subtests.test("what a Prometheus has seen"):
-            if watcher is None:
-                pytest.skip("needs Prometheus (Debian's package prometheus)")
-            for seed in (29, 31):  # of which the tier takes nothing. Counters come with the engine's steps
-                server.ask(prompt_of(seed), 2)
-            shows_load_and_faults(watcher, start)
-    exits_on_sigterm(server, everyone)
-
-
-@contextmanager
-def watched_by_prometheus(server: VllmServer, tmp_path: Path) -> Iterator[Prometheus | None]:
-    """A real one, which scrapes the server, where there is one."""
-    found = program("prometheus")
-    if found is None:
-        yield None
-        return
-    (tmp_path / "prometheus").mkdir()
-    with prometheus(found, tmp_path / "prometheus", server._port) as watcher:
-        yield watcher
-
-
-def shows_load_and_faults(watcher: Prometheus, start: float) -> None:
-    """Each query of the dashboard and each alert that this load and these faults can change has changed."""
-
-    def missing() -> list[str]:
-        unchanged = still_unchanged(watcher, start, WINDOW_S)
-        return [query for query in unchanged if not any(asked in query for asked in NOT_SHOWN)]
-
-    with suppress(AssertionError):
-        until(lambda: not missing(), "every query", timeout_s=30)
-    assert missing() == []
+        exits_on_sigterm(server, everyone)
 
 
 def counts_hits(server: VllmServer, tmp_path: Path) -> None:
@@ -279,7 +180,7 @@ def counts_hits(server: VllmServer, tmp_path: Path) -> None:
     assert log.count("nixl_tiers: ") == 2, [line for line in log.splitlines() if "nixl_tiers: " in line]
 
 
-def idles_without_cpu(server: VllmServer, watcher: Prometheus | None) -> dict[int, str]:
+def idles_without_cpu(server: VllmServer) -> dict[int, str]:
     """Returns its processes."""
     assert server._process is not None
     everyone = process_tree(server._process.pid)
@@ -287,11 +188,10 @@ def idles_without_cpu(server: VllmServer, watcher: Prometheus | None) -> dict[in
     # vLLM's processes spin for a while after the last step, and pages are still being supplied: wait for the quiet.
     deadline = time.monotonic() + 300
     share = 1.0
-    with watcher.paused() if watcher is not None else nullcontext():
-        while share >= IDLE_SHARE and time.monotonic() < deadline:
-            before = processor_s(everyone)
-            time.sleep(IDLE_S)
-            share = (processor_s(everyone) - before) / IDLE_S
+    while share >= IDLE_SHARE and time.monotonic() < deadline:
+        before = processor_s(everyone)
+        time.sleep(IDLE_S)
+        share = (processor_s(everyone) - before) / IDLE_S
     assert share < IDLE_SHARE
     return everyone
 
