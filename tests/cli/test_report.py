@@ -9,6 +9,7 @@ import urllib.error
 from collections.abc import Callable
 from email.message import Message
 from pathlib import Path
+from typing import Self
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -59,7 +60,7 @@ class InOrder:
     def __init__(self, most: int) -> None:
         self.map = map
 
-    def __enter__(self) -> InOrder:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.mover import child
-
 ROOT = Path(__file__).parents[3]
 # Modules that a mover or Python itself imports early; our own package, and one that the checkout's root could shadow.
 TRAPS = ("msgspec", "xxhash", "argparse", "numpy", "nixl_tiers", "sitecustomize", "nixl")
@@ -148,21 +146,3 @@ def test_the_mover_uses_the_schedulers_copy_when_another_one_is_installed(
 
 def test_movers_of_an_isolated_interpreter_are_isolated(python: Callable[..., Path], trap_dir: Path) -> None:
     run_scheduler(python(ROOT), trap_dir, str(trap_dir), option="-I")
-
-
-def test_only_absolute_entries_of_pythonpath_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f":/one:relative:.:{os.pathsep}/two:")
-    assert child.environment({})["PYTHONPATH"] == "/one:/two"
-    monkeypatch.setenv("PYTHONPATH", ":")
-    assert "PYTHONPATH" not in child.environment({})
-
-
-@pytest.mark.parametrize(("inherited", "first"), [(None, "0"), ("3,5", "3"), ("GPU-1234", "GPU-1234"), ("", "")])
-def test_only_cufile_gets_a_gpu(monkeypatch: pytest.MonkeyPatch, inherited: str | None, first: str) -> None:
-    if inherited is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", inherited)
-    assert child.environment({"backend": "auto"})["CUDA_VISIBLE_DEVICES"] == ""
-    assert child.environment({"type": "s3"})["CUDA_VISIBLE_DEVICES"] == ""
-    assert child.environment({"backend": "gds_mt"})["CUDA_VISIBLE_DEVICES"] == first

@@ -1,15 +1,19 @@
-"""A mover's standard error, as the supervisor reads it."""
+"""A mover as its supervisor has it: what is read of it, without secrets, and where it may import from."""
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from nixl_tiers.base.clock import COUNTED_S, RunningClock
+from nixl_tiers.mover import child
 from nixl_tiers.mover.child import LAST_LINES, LINE_BYTES, Redactor, Stderr, secrets_of
-from nixl_tiers.mover.protocol import LOG_FORMAT
+from nixl_tiers.mover.protocol import LOG_FORMAT, MAX_PACKET, Down, Heartbeat, Refused, ToCoordinator, encode
 
 SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
 
@@ -114,3 +118,76 @@ def test_eof_ends_the_last_line() -> None:
     assert [stderr.read(), stderr.read()] == [[], [(logging.DEBUG, "last word")]]
     assert stderr.eof
     os.close(read_fd)
+
+
+# --- its messages, and its clock
+
+
+def test_time_while_the_process_did_not_run_barely_counts() -> None:
+    moments = [0.0, 1.0, 3601.0, 3602.0, 7200.0]
+    clock = RunningClock(iter(moments).__next__)
+    assert [clock() for _ in moments[1:]] == pytest.approx([1.0, 1.0 + COUNTED_S, 2.0 + COUNTED_S, 2.0 + 2 * COUNTED_S])
+
+
+def reading(end: socket.socket, *secrets: str) -> child.Child:
+    """Of a mover as much as reads its messages."""
+    end.setblocking(False)
+    mover = object.__new__(child.Child)
+    mover.socket, mover.eof, mover.killed_s, mover._clock = end, False, None, lambda: 0.0
+    mover._buffer, mover._redact = bytearray(MAX_PACKET), Redactor(secrets)
+    return mover
+
+
+def test_packets_queued_before_a_reset_are_received() -> None:
+    """A mover that leaves with unread packets in its socket resets the connection; its last words are queued before
+    that, as when it is refused at once and has not read `Open` yet."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        ours.send(b"not read")
+        theirs.send(encode(Refused("bucket: there is no such thing")))
+        theirs.close()
+        mover = reading(ours)
+        assert [message for message, _ in mover.receive()] == [Refused("bucket: there is no such thing")]
+        assert mover.eof
+
+
+def test_secrets_in_the_texts_of_a_movers_messages_are_redacted() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        mover = reading(ours, "my-secret")
+        for message in _with_texts("no my-secret"):
+            theirs.send(encode(message))
+        assert [message for message, _ in mover.receive()] == _with_texts("no ***")
+
+
+def _with_texts(text: str) -> list[ToCoordinator]:
+    return [Down(text, 7), Refused(text), Heartbeat(1, {"put": text, text: "denied"})]
+
+
+# --- where it may import from, and which GPUs it sees
+
+
+def test_only_absolute_entries_of_pythonpath_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f":/one:relative:.:{os.pathsep}/two:")
+    assert child.environment({})["PYTHONPATH"] == "/one:/two"
+    monkeypatch.setenv("PYTHONPATH", ":")
+    assert "PYTHONPATH" not in child.environment({})
+
+
+@pytest.mark.parametrize(("inherited", "first"), [(None, "0"), ("3,5", "3"), ("GPU-1234", "GPU-1234"), ("", "")])
+def test_only_cufile_gets_a_gpu(monkeypatch: pytest.MonkeyPatch, inherited: str | None, first: str) -> None:
+    if inherited is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", inherited)
+    assert child.environment({"backend": "auto"})["CUDA_VISIBLE_DEVICES"] == ""
+    assert child.environment({"type": "s3"})["CUDA_VISIBLE_DEVICES"] == ""
+    assert child.environment({"backend": "gds_mt"})["CUDA_VISIBLE_DEVICES"] == first
+
+
+def test_options_of_the_interpreter_are_at_least_as_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """-P: not the directory of the program, -E and -s: as this process, which may have been started by -I."""
+    for ignores, options in ((0, ["-P"]), (1, ["-P", "-E", "-s"])):
+        flags = SimpleNamespace(ignore_environment=ignores, no_user_site=ignores)
+        monkeypatch.setattr(child, "sys", SimpleNamespace(flags=flags))
+        assert child.options() == options
