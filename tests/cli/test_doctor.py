@@ -21,7 +21,7 @@ import nixl_tiers
 from nixl_tiers.base import mounts
 from nixl_tiers.cli import BAD_INPUT, disk_room, main
 from nixl_tiers.cli.checks import bucket, directory, machine, probe, tiers
-from nixl_tiers.cli.checks.finding import Finding, Status, advise, broken, exit_code, not_tried, ok, warning
+from nixl_tiers.cli.checks.finding import Finding, Status, advise, ok, warning
 from nixl_tiers.cli.checks.trial import NAME
 from nixl_tiers.config.schema import S3Config, load
 from nixl_tiers.memory.cgroup import Room
@@ -55,19 +55,6 @@ def test_quotas_without_effect_are_found(connector: str, code: int, capsys: pyte
     for command in ("doctor", "config"):
         assert main([command, json.dumps(transfer)]) == (code if command == "doctor" else 0)
         assert ("have no effect with OffloadingConnector" in capsys.readouterr().out) == bool(code)
-
-
-def test_refused_configuration_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", '{"tiers": []}']) == BAD_INPUT
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_exit_code_is_that_of_the_worst_finding() -> None:
-    findings = [ok("a", ""), not_tried("b", "")]
-    assert exit_code(findings) == 0
-    assert exit_code([*findings, advise("c", "")]) == 0
-    assert exit_code([advise("c", ""), warning("d", "")]) == 1
-    assert exit_code([warning("c", ""), broken("d", ""), ok("e", "")]) == 2
 
 
 def test_library_that_is_missing_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,12 +196,6 @@ def test_other_layout_is_broken(tmp_path: Path) -> None:
     assert named(directory.examine(file_config(tmp_path, "1GiB"), "token"))["layout"].status is Status.BROKEN
 
 
-def test_capacity_beyond_the_file_system_is_a_warning(tmp_path: Path) -> None:
-    found = named(directory.examine(file_config(tmp_path, "1EiB", layout="files", write="off"), "token"))
-    assert found["file system"].status is Status.WARNING
-    assert found["file system"].change
-
-
 def test_directory_on_the_root_file_system_is_said_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for root, said in ((tmp_path, True), (Path("/proc"), False)):
         monkeypatch.setattr(mounts, "ROOT", root)
@@ -341,17 +322,6 @@ def test_gpu_direct_storage_is_examined_without_a_configuration(
     """It was ignored, and an operator believed that its tiers were examined."""
     assert main(["doctor", "--gds", str(tmp_path), "tiers.yaml"]) == BAD_INPUT
     assert capsys.readouterr().err.startswith("nixl-tiers: --gds: examines a directory, and no tier")
-
-
-def test_delete_that_is_denied_in_an_answer_of_success_is_an_error() -> None:
-    """AWS denies the delete of an object so."""
-
-    class Server:
-        def delete_objects(self, **_: Any) -> dict[str, Any]:
-            return {"Errors": [{"Key": "k", "Code": "AccessDenied"}]}
-
-    with pytest.raises(ClientError, match="AccessDenied"):
-        bucket._delete(Server(), "bucket", "k")
 
 
 @pytest.mark.parametrize(("ahead_s", "alive"), [(240, True), (600, False)])

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers import cli
-from nixl_tiers.base import mounts
 from nixl_tiers.cli.checks import directory
 from nixl_tiers.cli.checks.finding import Status
-from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, Write, load
+from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, load
 from tests.support.file_tier import file_config
 
 
@@ -21,30 +20,6 @@ def write(folder: Path, text: str, name: str = "tiers.yaml") -> Path:
     path = folder / name
     path.write_text(text)
     return path
-
-
-def test_valid_configuration_is_summarised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(
-        tmp_path,
-        f"""
-        tiers:
-          - {{type: cpu, capacity: 64GiB}}
-          - {{type: file, path: {tmp_path / "kv"}, capacity: 1TiB}}
-          - {{type: s3, bucket: kv-cache, endpoint: "http://127.0.0.1:9000", capacity: 10TiB, write: "off"}}
-        model_id: llama@3
-        """,
-    )
-    assert cli.main(["config", str(file)]) == 0
-    text = capsys.readouterr().out
-    for part in (
-        "64 GiB",
-        str(tmp_path / "kv"),
-        "kv-cache/nixl-tiers at http://127.0.0.1:9000",
-        "read only",
-        "llama@3",
-    ):
-        assert part in text
-    assert not (tmp_path / "kv").exists(), "a check changes nothing"
 
 
 def test_every_set_field_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,13 +48,6 @@ def test_every_set_field_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[
             expected = others.get(str(block[name]), str(block[name]))
             assert shown[kind][name].splitlines()[0] == expected, name
     assert "credentials" not in shown["s3"]
-
-
-def test_quotas_are_shown_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    quotas = {"tenant-a": {"share": "2.5%", "salt_sha256": "ab" * 32}, "*": {"share": "10%"}}
-    config = {"tiers": [{"type": "cpu", "capacity": "64GiB"}], "quotas": quotas}
-    assert cli.main(["config", json.dumps(config)]) == 0
-    assert "tenant-a: 2.5%, *: 10%\n" in capsys.readouterr().out
 
 
 def test_every_relevant_default_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,20 +102,6 @@ def test_file_for_another_machine_is_checked_without_looking_at_this_one(
     assert cli.main(["config", "--elsewhere", str(file)]) == cli.BAD_INPUT
 
 
-def test_directory_on_the_root_file_system_is_said_to_be_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its disk may not be mounted."""
-    file = write(tmp_path, f"tiers: [{{type: cpu, capacity: 1Gi}}, {{type: file, path: {tmp_path}/kv, capacity: 2Gi}}]")
-    heads = []
-    for root in (tmp_path, Path("/proc")):
-        monkeypatch.setattr(mounts, "ROOT", root)
-        assert cli.main(["config", str(file)]) == 0
-        heads += re.findall(r"^tiers\[1\].*", capsys.readouterr().out, re.MULTILINE)
-    head = f"tiers[1] file: 2 GiB, {tmp_path}/kv"
-    assert heads == [f"{head}, on the root file system", head]
-
-
 def test_verdict_and_warnings_come_first_and_exit_code_is_zero(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,12 +148,6 @@ def test_invalid_configuration_is_refused_in_one_sentence(
     assert output.out == ""
     assert output.err.count("\n") == 1
     assert sentence in output.err
-
-
-@pytest.mark.parametrize("write_policy", Write)
-def test_every_write_policy_is_explained(tmp_path: Path, write_policy: str) -> None:
-    tier = f"{{type: file, path: {tmp_path}, capacity: 1TiB, layout: files, write: '{write_policy}'}}"
-    assert cli.main(["config", str(write(tmp_path, f"tiers: [{{type: cpu, capacity: 64}}, {tier}]"))]) == 0
 
 
 def test_kv_transfer_config_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,8 +199,3 @@ def test_command_that_starts_vllm_has_the_same_configuration(
 def test_command_line_without_tiers_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "--", *words]) == cli.BAD_INPUT
     assert capsys.readouterr().err.startswith("nixl-tiers: --kv-transfer-config: ")
-
-
-def test_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["config", str(tmp_path / "none.yaml")]) == cli.BAD_INPUT
-    assert "none.yaml: cannot be read" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from nixl_tiers.cli import BAD_INPUT, main
 from nixl_tiers.cli.output import InputError
 from nixl_tiers.cli.places import _tiers
 from nixl_tiers.config.schema import S3Config
@@ -79,3 +80,23 @@ def test_tiers_that_have_stored_nothing_yet_are_named_and_the_others_looked_at(
 def test_credentials_of_one_server_are_never_sent_to_another() -> None:
     with pytest.raises(InputError, match=f'--config: no tier in it has the bucket "kv-cache" at {B}'):
         looked_at("s3://kv-cache/old", bucket("old", profile="mine"), endpoint=B)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["inspect"], "give a PATH"),
+        (["inspect", "{}/none"], "does not exist: an engine makes it"),
+        (["inspect", "--verify", "{}"], "was never a file tier's path"),
+        (["inspect", "s3://no"], "s3://no: "),
+        (["inspect", "{}", "--endpoint", "http://127.0.0.1:1"], "--endpoint: is for s3"),
+    ],
+)
+def test_wrong_places_are_one_sentence(
+    given: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([text.format(tmp_path) for text in given]) == BAD_INPUT
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert sentence in output.err
+    assert output.err.count("\n") == 1

@@ -166,14 +166,6 @@ def test_hub_model_is_that_of_the_default_branch(hub: Path, capsys: pytest.Captu
     assert capsys.readouterr().out.startswith("131,072 bytes")
 
 
-def test_hub_model_is_the_only_one_there(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved(hub / "snapshots", LLAMA_8B, "only")
-    assert main(["plan", "an-owner/a-model"]) == OK
-    saved(hub / "snapshots", LLAMA_8B, "another")
-    assert main(["plan", "an-owner/a-model"]) == BAD_INPUT
-    assert "nothing is downloaded" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("name", "value", "below"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.config.kinds import import_object
 from nixl_tiers.config.schema import FileConfig, S3Config, Size, StorageConfig
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, FinishedBatch, Move, StorageTier, TierDown, TierRefused
+from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, FinishedBatch, Move, StorageTier
 from nixl_tiers.tiers.s3.takeover import Terms
 from tests.support.times import KEEPS_ITS_RECORD
 
@@ -221,45 +220,11 @@ class InstantTier(StorageTier):
         self.config.closed.write_text("closed")
 
 
-class SlowToOpen(InstantTier):
-    """The first open fails, the second takes until the file `wake` exists."""
-
-    def open(self, namespace: bytes, epoch: int) -> int:
-        super().open(namespace, epoch)
-        if self.opened == 1:
-            raise TierDown("the medium sleeps")
-        while not self.config.wake.exists():
-            threading.Event().wait(0.01)
-        return 7
-
-
-class RefusingTier(InstantTier):
-    def open(self, namespace: bytes, epoch: int) -> int:
-        raise TierRefused("bucket: there is no such thing")
-
-
 class CrashingTier(InstantTier):
     def poll(self) -> list[FinishedBatch]:
         if self._done:
             raise ZeroDivisionError("a bug")
         return []
-
-
-class NeverFinishes(InstantTier):
-    """Its transfers never end."""
-
-    def poll(self) -> list[FinishedBatch]:
-        return []
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._done)
-
-
-class NeedsNoPolls(NeverFinishes):
-    """And it knows that they will not for long."""
-
-    poll_s = 3600.0
 
 
 class HangsWithInterpreterLock(InstantTier):

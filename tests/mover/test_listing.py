@@ -114,11 +114,6 @@ class TestIndexPublisher:
         assert rig.run(1.0) == [("columns", entries(0, 9)), ("end", [])]
         rig.close()
 
-    def test_an_empty_listing_ends(self) -> None:
-        rig = PublisherRig(ListingTier())
-        assert rig.run(1.0) == [("end", [])]
-        rig.close()
-
     def test_keys_may_have_any_length_and_slots_and_ticks_any_value(self) -> None:
         rows = [Entry(n, key, 1 << 33) for n, key in enumerate([b"\0", b"a" * 112, b"bc\0", b"\xff"])]
         far = Entry(1 << 40, b"far", -1)

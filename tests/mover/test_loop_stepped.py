@@ -285,12 +285,6 @@ class TestTheMediumFails:
         with pytest.raises(TierDown):
             rig.turn()
 
-    def test_an_error_of_the_tier_ends_the_process(self, rig: Rig) -> None:
-        rig.open()
-        rig.tier.poll_raises = ZeroDivisionError("a bug")
-        with pytest.raises(ZeroDivisionError):
-            rig.turn()
-
 
 class TestBackPressure:
     def test_a_coordinator_that_does_not_read_loses_no_result(self, rig: Rig) -> None:
@@ -400,12 +394,6 @@ class TestWhatEndsTheLoop:
         with pytest.raises(msgspec.MsgspecError):
             rig.turn()
 
-    def test_a_job_with_rows_outside_the_region_is_an_error_that_ends_the_process(self, rig: Rig) -> None:
-        rig.open()
-        rig.send(Load(1, moves(8)))
-        with pytest.raises(ValueError, match="outside the region"):
-            rig.turn()
-
 
 class Waits:
     """In place of the loop's `select.poll`: waiting is time that passes."""
@@ -485,12 +473,6 @@ class TestItsExit:
 
         monkeypatch.setattr(process_module, "time", SimpleNamespace(monotonic=clock, sleep=passes))
         return clock
-
-    def test_after_stop_the_tier_writes_what_is_pending(self, rig: Rig, limits: list[float], clock: Clock) -> None:
-        rig.open()
-        process_module._exit(rig.mover, orphaned=False)
-        assert rig.closed.exists()
-        assert limits == [TIMES.stop_exit_s]
 
     @pytest.mark.parametrize("beside_loads", [False, True])
     @pytest.mark.parametrize("orphaned", [False, True])

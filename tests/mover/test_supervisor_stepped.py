@@ -33,7 +33,7 @@ from nixl_tiers.mover.protocol import (
     ToMover,
 )
 from nixl_tiers.mover.restarts import KILLS_AN_HOUR
-from nixl_tiers.mover.supervisor import IDLE_S, REAP_TIMEOUT_S, TICK_S, UNREAPED_S, Supervisor
+from nixl_tiers.mover.supervisor import IDLE_S, REAP_TIMEOUT_S, TICK_S, Supervisor
 from tests.support.fake_movers import Clock, FakeMovers, FakeProcess, SteppedSupervisor
 from tests.support.times import changed
 
@@ -333,15 +333,6 @@ class TestUntilItIsQuiet:
         rig.step(BACKOFF_S[0])
         assert len(rig.movers.started) == 2
 
-    def test_the_problem_is_told_a_while_after_the_kill(self, rig: Rig) -> None:
-        rig.alive[0].hangs = True
-        rig.handler.overdue = {0: "it hangs"}
-        rig.step()
-        rig.step(UNREAPED_S)
-        assert len(rig.handler.problems) == 1
-        rig.step(0.1)
-        assert len(rig.handler.problems) == 2
-
     @pytest.mark.parametrize("killed", [False, True])
     def test_one_whose_memory_is_not_gone_is_not_reaped(self, rig: Rig, killed: bool) -> None:
         """As while a monitor reads its page tables: what it has begun to read may still land in its rows."""
@@ -478,12 +469,6 @@ class TestAnErrorOfTheSupervisorItself:
         two.step(BACKOFF_S[0])
         assert len(two.movers.started) == 4
 
-    def test_is_logged_once(self, two: Rig, caplog: pytest.LogCaptureFixture) -> None:
-        for _ in range(5):
-            two.handler.fails.append("tick")
-            two.step(100.0)
-        assert len([record for record in caplog.records if "the supervisor" in record.getMessage()]) == 1
-
 
 class TestClose:
     def test_movers_are_told_to_stop_and_waited_for(self, two: Rig) -> None:
@@ -532,14 +517,3 @@ class TestClose:
         movers.release()
         movers.started.clear()
         assert set(Path("/proc/self/fd").iterdir()) <= before
-
-
-def test_secrets_in_the_last_lines_of_a_mover_are_redacted(
-    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "0123456789abcdef")
-    rig = make_rig()
-    rig.alive[0].log("cannot sign with 0123456789abcdef")
-    rig.alive[0].exit(1)
-    rig.step()
-    assert rig.handler.problems == [(0, "its mover ended with 1; its last lines: cannot sign with ***")]

@@ -7,10 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from nixl_tiers.cli import OK
-
 ROOT = Path(__file__).parents[3]
 
 
@@ -20,15 +16,6 @@ def test_shells_complete_commands() -> None:
     command = [sys.executable, "-m", "nixl_tiers.cli"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | words, capture_output=True, text=True, check=False)
     assert (done.stdout.split(), done.stderr) == (["report"], "")
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_installed(shell: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "nixl_tiers.cli", "--install-completion", shell]
-    environment = os.environ | {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (OK, "")
-    assert any("_NIXL_TIERS_COMPLETE" in file.read_text() for file in tmp_path.rglob("*") if file.is_file())
 
 
 def test_generated_reference_is_alike_on_every_terminal() -> None:

@@ -22,7 +22,6 @@ from nixl_tiers.swap.driver import Driver, NoDriver
 from nixl_tiers.tiers.s3.budget import COUNTER_NAME, USAGE_NAME
 from nixl_tiers.tiers.s3.compat import JANITOR_NAME, OWNER_NAME
 from tests.cli.test_doctor import named, objects, quiet_machine, s3_tier, scratch_in
-from tests.support.disks import tmpfs
 from tests.support.file_tier import file_config, file_tier
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 from tests.support.servers import S3Server, SeaweedServer, free_ports
@@ -100,15 +99,6 @@ def test_directory_is_tried_and_left_as_it_was(layout: str, tmp_path: Path) -> N
     assert scratch_in(tmp_path) == []
 
 
-def test_memory_is_tried_and_nothing_is_said_of_direct_io(tmp_path: Path) -> None:
-    """Which newer kernels accept there."""
-    with tmpfs(tmp_path, "256m"):
-        config = file_config(tmp_path / "kv", "192MiB", layout="files")
-        found = {each.name: each.status for each in directory.examine(config, 16 * "0")}
-    assert set(found) == {"file system", trial.NAME}
-    assert found[trial.NAME] in {Status.OK, Status.ADVICE}
-
-
 def test_trial_sees_one_wrong_byte_of_any_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which the tier has verified before: here it is put wrong behind its back."""
     regions: list[HostRegion] = []
@@ -168,23 +158,6 @@ def test_bucket_is_tried_and_left_as_it_was(place: S3Config, s3_server: S3Server
     assert found[NAME].status in (Status.OK, Status.ADVICE), found
     assert "16 rows of 1 MiB written" in found[NAME].text
     assert objects(s3_server, place) == []
-
-
-def test_bucket_is_tried_with_rows_of_an_engine(place: S3Config, s3_server: S3Server, tmp_path: Path) -> None:
-    found = named(tiers.examine(tmp_path, place, SLOW_MACHINE_S, Geometry(cells=2, cell_payload=1 << 18)))
-    assert "31 rows of 512 KiB written" in found[NAME].text
-    assert objects(s3_server, place) == []
-
-
-def test_versioning_of_a_real_bucket_is_found(
-    s3_server: S3Server, s3_credentials: Callable[[S3Server], None], s3_prefix: str
-) -> None:
-    s3_credentials(s3_server)
-    name = s3_server.make_bucket("kv-versions")
-    status = {"Status": "Enabled"}
-    s3_server.client().put_bucket_versioning(Bucket=name, VersioningConfiguration=status)
-    found = named(bucket.examine(s3_tier(s3_server.endpoint, name, s3_prefix, write="off"), "token"))
-    assert found["versioning"].status is Status.WARNING
 
 
 @pytest.fixture

@@ -106,15 +106,6 @@ def failing(objects: dict[str, Any], method: str, failed: Path) -> dict[str, Any
     }
 
 
-@pytest.mark.faults
-def test_an_error_on_the_control_thread_of_an_s3_tier_ends_its_mover(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, objects: dict[str, Any]
-) -> None:
-    tier = failing(objects, "nixl_tiers.tiers.s3.control:S3Control._next", tmp_path / "failed")
-    with open_with(changed(ready_s=0.0), {"tiers": [CPU, tier]}, SIZE, "n") as store:
-        _ends(store, caplog, "nixl_tiers-s3-control")
-
-
 def test_budget_thread_of_an_s3_tier_goes_on_after_an_unexpected_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, objects: dict[str, Any]
 ) -> None:

@@ -48,13 +48,6 @@ def test_verdict_follows_what_cufile_did(behaviour: str, cufile: Behave, doctor:
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
-def test_what_the_machine_has_is_left_to_the_tools_of_nvidia(cufile: Behave, doctor: Doctor, tmp_path: Path) -> None:
-    cufile("no_vmm")
-    _, text = doctor(tmp_path)
-    assert "`gdscheck -p`" in text
-    assert "`nvidia-smi topo -m`" in text
-
-
 def test_open_that_spins_is_killed_and_reported(cufile: Behave, tmp_path: Path) -> None:
     cufile("spin")
     found = inspect(tmp_path)
