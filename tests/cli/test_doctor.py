@@ -57,14 +57,6 @@ def test_quotas_without_effect_are_found(connector: str, code: int, capsys: pyte
         assert ("have no effect with OffloadingConnector" in capsys.readouterr().out) == bool(code)
 
 
-def test_library_that_is_missing_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not [*machine._libraries()]
-    missing = machine.native.ROW_WORKER._replace(path="/nonexistent/_row_worker.abi3.so")
-    monkeypatch.setattr(machine.native, "ALL", (missing,))
-    (found,) = machine._libraries()
-    assert (found.status, missing.path in found.text) == (Status.BROKEN, True)
-
-
 @pytest.mark.usefixtures("quiet_machine")
 @pytest.mark.parametrize(
     ("findings", "code", "verdict"),
@@ -120,25 +112,6 @@ def test_pages_that_shared_memory_gets_are_found_out(value: str) -> None:
     else:
         assert (found.status, found.details["huge_bytes"]) == (Status.ADVICE, 0)
         assert "write `advise`" in found.change
-
-
-@pytest.mark.parametrize(("free", "status"), [(2 << 30, Status.OK), (1 << 20, Status.BROKEN)])
-def test_memory_out_of_a_pool_need_not_fit_into_other_limits(
-    free: int, status: Status, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The pool's pages are not charged to them, unlike those that the region gets where the pool has too few."""
-    config = load({"tiers": [{"type": "cpu", "capacity": "1GiB", "huge_pages": "hugetlb"}]})
-    monkeypatch.setattr(machine, "hugetlb_rooms", lambda: [Room("the pool", free)])
-    monkeypatch.setattr(machine, "rooms", lambda: [Room("the memory cgroup", 64 << 20, 64 << 20)])
-    (memory,) = machine._memory(config)
-    assert memory.status is status
-
-
-def test_memory_that_is_taken_now_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that runs has taken it."""
-    monkeypatch.setattr(machine, "rooms", lambda: [Room("the machine", 0)])
-    config = load({"tiers": [{"type": "cpu", "capacity": "64MiB"}]})
-    assert next(machine._memory(config)).status is Status.WARNING
 
 
 def test_memory_that_replicas_share_is_to_fit_beside_the_cpu_tier(

@@ -102,19 +102,6 @@ def test_file_for_another_machine_is_checked_without_looking_at_this_one(
     assert cli.main(["config", "--elsewhere", str(file)]) == cli.BAD_INPUT
 
 
-def test_verdict_and_warnings_come_first_and_exit_code_is_zero(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = write(tmp_path, f"tiers: [{{type: cpu, capacity: 64}}, {{type: file, path: {tmp_path}, capacity: 1Mi}}]")
-    assert cli.main(["config", str(file)]) == 0
-    output = capsys.readouterr()
-    verdict, warning, blank, *_ = output.out.splitlines()
-    assert verdict == "the configuration is valid, 1 warning"
-    assert warning.startswith("warning: tiers[0].capacity: 64 B holds no chunk")
-    assert blank == ""
-    assert output.err == ""
-
-
 def test_capacity_that_the_file_system_cannot_hold_is_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,15 +135,6 @@ def test_invalid_configuration_is_refused_in_one_sentence(
     assert output.out == ""
     assert output.err.count("\n") == 1
     assert sentence in output.err
-
-
-def test_kv_transfer_config_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
-    extra = '{"spec_name": "NixlTiersSpec", "blocks_per_chunk": 2, "tiers": [{"type": "cpu", "capacity": "64G"}]}'
-    whole = f'{{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {extra}}}'
-    assert cli.main(["config", whole]) == 0
-    assert "59.6 GiB" in capsys.readouterr().out
-    assert cli.main(["config", whole.replace("NixlTiersSpec", "CPUOffloadingSpec")]) == cli.BAD_INPUT
-    assert capsys.readouterr().err.startswith("nixl-tiers: not valid: kv_connector_extra_config.spec_name: must")
 
 
 TIERS = {"tiers": [{"type": "cpu", "capacity": "64GiB"}, {"type": "file", "path": "/mnt/it's kv", "capacity": "1TiB"}]}

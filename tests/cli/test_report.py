@@ -91,14 +91,6 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
     return start
 
 
-def test_seconds_that_are_not_known_yet_are_not_called_zero(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    text = f'nixl_tiers:hit_tokens_total{{{LABELS},tier="file"}} 1664\n'
-    assert main(["report", serve(text)]) == OK
-    (rate, sentence, *_) = capsys.readouterr().out.splitlines()
-    assert rate == "hit rate: no prompts"
-    assert sentence.startswith("since start: 1,664 tokens saved (seconds count from when a few prompts were computed")
-
-
 def test_report_says_what_was_saved_lost_and_missed(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", serve(page())]) == OK
     lines = said(capsys)

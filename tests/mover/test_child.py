@@ -85,11 +85,6 @@ def test_each_line_of_a_secret_is_redacted() -> None:
     assert redact(f"it is {key!r}") == r"it is '***\n***\n  ***\n***\n'"
 
 
-def test_short_values_are_ordinary_words() -> None:
-    environment = {"TOKENIZERS_PARALLELISM": "false", "USE_KEY": "yes\nno\n"}
-    assert Redactor(secrets_of(environment, []))("false, yes or no") == "false, yes or no"
-
-
 def test_a_secret_longer_than_a_line_is_never_shown_in_part() -> None:
     secret = SECRET * (LINE_BYTES // len(SECRET) + 20)
     read_fd, write_fd = os.pipe()
@@ -108,16 +103,6 @@ def test_password_in_a_url_is_redacted(pipe: tuple[Stderr, int]) -> None:
     line = LOG_FORMAT % "s3" % {"levelname": "WARNING", "message": "no answer of http://me:hunter2@proxy:3128 in 3 s"}
     os.write(write_fd, f"{line}\n".encode())
     assert stderr.read() == [(logging.WARNING, "no answer of http://***@proxy:3128 in 3 s")]
-
-
-def test_eof_ends_the_last_line() -> None:
-    read_fd, write_fd = os.pipe()
-    stderr = Stderr(read_fd, Redactor([]))
-    os.write(write_fd, b"last word")
-    os.close(write_fd)
-    assert [stderr.read(), stderr.read()] == [[], [(logging.DEBUG, "last word")]]
-    assert stderr.eof
-    os.close(read_fd)
 
 
 # --- its messages, and its clock

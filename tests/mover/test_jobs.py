@@ -13,7 +13,7 @@ from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover.jobs import REPORT_S, RunningJobs
 from nixl_tiers.mover.loop import Mover
-from nixl_tiers.mover.protocol import Configure, Finished, Load, RowsEnded, Store
+from nixl_tiers.mover.protocol import Configure, Finished, Load, RowsEnded
 from nixl_tiers.tiers.base import EndedMoves, FinishedBatch, Move
 from tests.mover.harness import NAMESPACE, key_of
 from tests.mover.stub_tiers import InstantTier, StubConfig
@@ -83,16 +83,6 @@ def test_the_loop_wakes_to_report_them(rig: Rig) -> None:
         rig.moves_ended.append(EndedMoves(2, {0: OK}))
         mover._jobs.report([], 100.0)
         assert mover.wait_s(100.0) == pytest.approx(REPORT_S)
-
-
-def test_other_jobs_wait_for_their_own_time(rig: Rig) -> None:
-    rig.jobs.begin(Store(8, [Move(row, row, key_of(row)) for row in (0, 1)]), 10.0)
-    rig.report(10.0, _0=OK)
-    rig.moves_ended.append(EndedMoves(2, {1: OK}))
-    rig.report(10.0 + REPORT_S / 2)
-    assert rig.report(10.0 + REPORT_S) == [RowsEnded(7, [5], bytes([OK]))]
-    assert rig.jobs.report_at_s == 10.0 + REPORT_S / 2 + REPORT_S
-    assert rig.report(rig.jobs.report_at_s) == [RowsEnded(8, [1], bytes([OK]))]
 
 
 def test_missing_sub_blocks_are_named_by_their_place_in_each_report(rig: Rig) -> None:

@@ -196,9 +196,6 @@ class TestReading:
         with pytest.raises(Exception, match=r"not a memfd|decode|Expected|malformed|Input|trailing"):
             _read(memoryview(packet), [os.open("/dev/null", os.O_RDONLY)])
 
-    def test_an_unexpected_descriptor_is_closed(self) -> None:
-        _read(memoryview(encode(Finished(1, b"", 0.0))), [os.open("/dev/null", os.O_RDONLY)])
-
     def test_columns_without_a_descriptor_are_an_error(self) -> None:
         with pytest.raises(ColumnsError, match="no descriptor"):
             _read(memoryview(encode(ListedColumns(1))), [])

@@ -20,13 +20,14 @@ from unittest import mock
 import msgspec
 import pytest
 
-from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import MAX_KEY_BYTES, Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover import loop as loop_module
 from nixl_tiers.mover import process as process_module
 from nixl_tiers.mover.loop import MAX_QUEUED, RETRY_S, Mover, run_loop, turn
 from nixl_tiers.mover.protocol import (
     MAX_PACKET,
+    MAX_TOUCHED,
     CheckExistence,
     Configure,
     Down,
@@ -42,10 +43,11 @@ from nixl_tiers.mover.protocol import (
     Store,
     ToCoordinator,
     ToMover,
+    Touch,
     decode_to_coordinator,
     encode,
 )
-from nixl_tiers.tiers.base import FinishedBatch, Move, TierDown, TierRefused
+from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, FinishedBatch, Move, TierDown, TierRefused
 from tests.mover.stub_tiers import InstantTier, StubConfig
 from tests.support.by_hand import HandPool
 from tests.support.fake_movers import Clock
@@ -228,28 +230,23 @@ class TestOpening:
         rig.turns()
         assert rig.received()[0] == Opened(3, 7)
 
-    def test_a_refusal_ends_the_mover_unless_the_configuration_was_good_before(self, rig: Rig) -> None:
-        def refuse() -> int:
-            raise TierRefused("bucket: there is no such thing")
+    @pytest.mark.parametrize("good_before", [False, True])
+    def test_a_refusal_ends_the_mover_unless_the_configuration_was_good_before(
+        self, rig: Rig, good_before: bool
+    ) -> None:
+        why = "bucket: there is no such thing"
 
-        rig.open()
+        def refuse() -> int:
+            raise TierRefused(why)
+
+        if good_before:
+            rig.open()
         rig.tier.opens = refuse
         rig.send(Open(NAMESPACE, 1))
         rig.turns(1)
         rig.opener.run()
-        rig.turns()
-        assert rig.received() == [Down("bucket: there is no such thing", 1)]
-
-    def test_a_first_refusal_is_reported_and_ends_the_mover(self, rig: Rig) -> None:
-        def refuse() -> int:
-            raise TierRefused("bucket: there is no such thing")
-
-        rig.tier.opens = refuse
-        rig.send(Open(NAMESPACE, 0))
-        rig.turns(1)
-        rig.opener.run()
-        assert rig.turn() is True
-        assert rig.received() == [Refused("bucket: there is no such thing")]
+        assert rig.turn() is (None if good_before else True)
+        assert rig.received() == [Down(why, 1) if good_before else Refused(why)]
 
     def test_it_waits_for_the_jobs_of_the_namespace_before(self, rig: Rig) -> None:
         rig.open()
@@ -643,3 +640,9 @@ class TestItsProcess:
         _, loops = start(encode(Configure(tier, 1, 4096, 1, 4)))
         assert len(loops) == 1
         assert (tmp_path / "closed").exists()
+
+
+def test_a_full_batch_of_entries_fits_a_packet() -> None:
+    entries = [Entry(2**40, bytes(MAX_KEY_BYTES), 2**60)] * MAX_ENTRIES
+    assert len(encode(Listed(2**60, entries, last=False))) <= MAX_PACKET
+    assert len(encode(Touch([(2**32 - 1, 2**62)] * MAX_TOUCHED))) <= MAX_PACKET

@@ -13,12 +13,11 @@ import pytest
 import nixl_tiers
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.cli import main
-from nixl_tiers.cli.checks import bucket, directory, machine, tiers, trial
+from nixl_tiers.cli.checks import bucket, directory, tiers, trial
 from nixl_tiers.cli.checks.finding import Status
 from nixl_tiers.cli.checks.trial import NAME
 from nixl_tiers.config.schema import S3Config, load
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.swap.driver import Driver, NoDriver
 from nixl_tiers.tiers.s3.budget import COUNTER_NAME, USAGE_NAME
 from nixl_tiers.tiers.s3.compat import JANITOR_NAME, OWNER_NAME
 from tests.cli.test_doctor import named, objects, quiet_machine, s3_tier, scratch_in
@@ -32,21 +31,6 @@ SLOW_MACHINE_S = 300.0
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
-
-
-def no_driver() -> Driver:
-    raise NoDriver("there is no CUDA driver here: it was hidden")
-
-
-def test_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "open_driver", no_driver)
-    monkeypatch.setattr(tiers, "_PLUGIN_S", SLOW_MACHINE_S)
-    assert main(["doctor"]) in (0, 1)
-    output = capsys.readouterr().out
-    assert "memlock" in output
-    assert "there is no CUDA driver here: it was hidden\n" in output
-    assert "NIXL POSIX" in output
-    assert "opens\n" in output
 
 
 @pytest.mark.usefixtures("quiet_machine")
@@ -196,15 +180,6 @@ def test_denied_right_is_named(
     assert action in found[right].change
     assert config.bucket in found[right].change
     assert found[NAME].status is Status.NOT_TRIED
-
-
-def test_request_that_fails_is_not_taken_for_a_missing_right(proxied: tuple[S3Config, FaultProxy]) -> None:
-    config, proxy = proxied
-    fault = replace(DENIED, status=500, code="InternalError", methods=frozenset({"PUT"}), target=SCRATCH)
-    proxy.inject(fault)
-    found = named(bucket.examine(config, "token"))["put"]
-    assert (found.status, found.text) == (Status.BROKEN, "fails (InternalError)")
-    assert "s3:PutObject" not in found.change
 
 
 def test_corrupted_rows_are_broken(proxied: tuple[S3Config, FaultProxy]) -> None:

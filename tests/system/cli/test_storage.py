@@ -25,9 +25,7 @@ from nixl_tiers.cli import BAD_INPUT, FAILED, INCOMPLETE, OK, main
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers import manifests
 from nixl_tiers.tiers.rowfile.stored import FileNamespace
-from nixl_tiers.tiers.slab import parts
 from nixl_tiers.tiers.slab.journal import RECORD_BYTES
-from nixl_tiers.tiers.slab.shards import Shards
 from nixl_tiers.tiers.stored import Problems, find_stored
 from tests.support.file_tier import file_config, file_tier
 from tests.support.times import changed
@@ -166,16 +164,6 @@ def test_verify_finds_each_damaged_row_and_deletes_none(
     assert "1 corrupt" in capsys.readouterr().out
 
 
-def test_verify_reports_rows_whose_slab_has_gone(
-    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write("slabs", tmp_path, region)
-    slab = next(iter(tmp_path.rglob("slab-*.kv")))
-    os.truncate(slab, 2 * GEOMETRY.row_bytes)
-    code, shown = run(capsys, "inspect", "--verify", tmp_path)
-    assert (code, shown["namespaces"][0]["ok"], shown["namespaces"][0]["missing"]) == (FAILED, 2, ROWS - 2)
-
-
 @pytest.mark.parametrize("state", ["held", "closed", "crashed"])
 def test_unknown_slots_are_named_only_after_a_crash(
     state: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
@@ -221,17 +209,6 @@ def test_rows_without_a_journal_are_verified_by_their_seals(
     assert run(capsys, "inspect", tmp_path)[1]["namespaces"][0]["unknown_slots"] >= ROWS
 
 
-def test_shard_without_a_description_is_reported(
-    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write("slabs", tmp_path, region)
-    next(iter(tmp_path.rglob("namespace.json"))).write_text("{")
-    code, shown = run(capsys, "inspect", "--verify", tmp_path)
-    assert code == INCOMPLETE
-    assert "namespace.json is damaged" in shown["namespaces"][0]["problem"]
-    assert "namespace.json is damaged" in run(capsys, "inspect", tmp_path)[1]["namespaces"][0]["problem"]
-
-
 @LAYOUTS
 def test_purge_deletes_what_is_chosen_and_proves_it(
     layout: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
@@ -273,33 +250,6 @@ def test_purge_leaves_what_no_tier_has_made(
     assert {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()} == left
 
 
-def test_only_plain_files_are_rows(tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]) -> None:
-    write("files", tmp_path, region)
-    (home,) = [path.parent for path in tmp_path.rglob("about.json")]
-    link, pipe, folder = [home / f"{object_name(b'%d' % number)}.row" for number in range(3)]
-    for path in (link, pipe, folder):
-        path.parent.mkdir(exist_ok=True)
-    link.symlink_to(next(home.rglob("*.row")))
-    os.mkfifo(pipe)
-    folder.mkdir()
-    assert run(capsys, "inspect", "--verify", tmp_path)[1]["namespaces"][0]["ok"] == ROWS
-    code, shown = run(capsys, "purge", tmp_path, "--all", "--yes")
-    assert (code, shown["namespaces"][0]["rows"], shown["namespaces"][0]["left"]) == (OK, ROWS, 0)
-    assert sorted(path for path in home.rglob("*.row")) == sorted([link, pipe, folder])
-
-
-def test_part_is_not_tried_while_a_mover_takes_one(
-    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would take the command for the part's holder."""
-    write("slabs", tmp_path, region)
-    monkeypatch.setattr(parts, "_LOOK_S", 0.02)
-    with Shards(tmp_path, 1 << 30).locked():
-        (found,) = run(capsys, "inspect", tmp_path)[1]["namespaces"]
-    assert found["held_by"] == f"an unknown process ({tmp_path / '.ledger'} is locked)"
-    assert run(capsys, "inspect", tmp_path)[1]["namespaces"][0]["held_by"] is None
-
-
 def test_purge_refuses_slabs_that_an_engine_holds_and_deletes_free_parts(
     tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -331,17 +281,6 @@ def test_rows_purged_under_an_open_tier_are_misses(
         assert load(tier, region, range(ROWS)) == [Outcome.MISSING] * ROWS
         assert store(tier, region, range(ROWS)) == [Outcome.OK] * ROWS
         assert load(tier, region, range(ROWS)) == [Outcome.OK] * ROWS
-
-
-def test_old_row_files_are_purged_one_by_one(
-    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write("files", tmp_path, region)
-    for path in sorted(tmp_path.rglob("*.row"))[:2]:
-        os.utime(path, (time.time() - 7200,) * 2)
-    code, shown = run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes")
-    assert (code, shown["namespaces"][0]["rows"], shown["namespaces"][0]["left"]) == (OK, 2, 0)
-    assert len(list(tmp_path.rglob("*.row"))) == ROWS - 2
 
 
 def test_rows_stored_after_a_purge_has_begun_stay(tmp_path: Path, region: HostRegion) -> None:
@@ -381,27 +320,6 @@ def at_age(path: Path, age_s: float) -> None:
         os.utime(file, (then_s, then_s))
 
 
-def test_slabs_that_were_served_for_hours_are_not_purged(
-    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if nothing was stored or used meanwhile: its end counts."""
-    offset_s, real = 0.0, time.time
-    monkeypatch.setattr(time, "time", lambda: real() + offset_s)
-    about = tmp_path / "part-0" / NAMESPACE.hex() / "about.json"
-
-    def last_used() -> float:
-        return float(json.loads(about.read_text())["last_used"])
-
-    with opened("slabs", tmp_path, region) as tier:
-        run_until(tier, about.exists)
-        offset_s += 3 * 3600
-    assert last_used() > time.time() - 60, "it is written at close too"
-    assert run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes") == (OK, {"deleted": True, "namespaces": []})
-    offset_s += 4000
-    assert run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes")[0] == OK
-    assert not about.exists()
-
-
 @pytest.mark.parametrize("written", ["manifest.journal", "namespace.json", "about.json"])
 def test_slabs_are_as_young_as_what_their_engine_wrote_last(
     written: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
@@ -412,17 +330,6 @@ def test_slabs_are_as_young_as_what_their_engine_wrote_last(
     os.utime(tmp_path / "part-0" / NAMESPACE.hex() / written)
     assert run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes") == (OK, {"deleted": True, "namespaces": []})
     assert list(tmp_path.rglob("*.kv"))
-
-
-def test_old_slabs_are_purged_as_a_whole(
-    tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write("slabs", tmp_path, region)
-    assert run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes") == (OK, {"deleted": True, "namespaces": []})
-    shard = next(tmp_path.glob(f"part-0/{NAMESPACE.hex()}"))
-    at_age(shard, 7200)
-    assert run(capsys, "purge", tmp_path, "--older-than", "1h", "--yes")[0] == OK
-    assert not shard.exists()
 
 
 @LAYOUTS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -15,11 +14,8 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.base.times import PRODUCTION, Times
-from nixl_tiers.memory.address_space import AddressSpace
-from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import (
     Heartbeat,
-    Listed,
     Stop,
     Store,
 )
@@ -70,13 +66,6 @@ def test_an_exception_of_a_tier_is_logged_and_ends_the_process(tmp_path: Path) -
 
 
 # --- exit -------------------------------------------------------------------------------------------------------------
-
-
-def test_sigint_is_ignored(tmp_path: Path) -> None:
-    with stub("InstantTier", tmp_path) as mover:
-        mover.open()
-        mover.process.send_signal(signal.SIGINT)
-        assert mover.store(range(2)) == [Outcome.OK] * 2
 
 
 @pytest.mark.parametrize("end", ["sigterm", "hang up", "stop"])
@@ -158,26 +147,3 @@ def test_it_exits_when_the_parent_is_killed_though_a_child_of_it_holds_the_socke
     with MoverProcess(file_tier(tmp_path, 16 << 20), GEOMETRY, 8) as mover:
         mover.open()
         assert len(mover.listed_rows()) == 8
-
-
-def test_it_exits_at_start_if_the_parent_is_dead() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", ""])
-    parent.wait()
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs, HostRegion.create(GEOMETRY, 2) as region:
-        command = [sys.executable, "-m", "nixl_tiers.mover", "--tier", "one", "--parent", str(parent.pid)]
-        memory = AddressSpace()
-        command += ["--socket", str(theirs.fileno()), "--region", str(region.fd), "--mark", str(memory.fd)]
-        root = Path(__file__).parents[3]
-        subprocess.run(command, pass_fds=(theirs.fileno(), region.fd, memory.fd), cwd=root, timeout=120, check=True)
-        memory.close()
-
-
-def test_a_full_batch_of_entries_fits_a_packet() -> None:
-    from nixl_tiers.base.chunk import MAX_KEY_BYTES
-    from nixl_tiers.mover.protocol import MAX_PACKET, MAX_TOUCHED, Touch, encode
-    from nixl_tiers.tiers.base import MAX_ENTRIES
-
-    entries = [Entry(2**40, bytes(MAX_KEY_BYTES), 2**60)] * MAX_ENTRIES
-    assert len(encode(Listed(2**60, entries, last=False))) <= MAX_PACKET
-    assert len(encode(Touch([(2**32 - 1, 2**62)] * MAX_TOUCHED))) <= MAX_PACKET

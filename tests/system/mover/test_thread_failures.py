@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import pytest
 import nixl_tiers
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.turn import Events
-from nixl_tiers.mover.child import Child, Stderr
 from nixl_tiers.store import TieredStore, open_with
 from tests.mover.stub_tiers import FailingFileConfig, FailingS3Config
 from tests.support.core import backlog
@@ -39,11 +38,6 @@ def _levels(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "nixl_tiers")
 
 
-def some_marked(names: Iterable[str], unmarked: set[str]) -> list[object]:
-    """All, marked `faults` (run by `make faults` only) unless in `unmarked`: each starts two movers."""
-    return [pytest.param(name, marks=[] if name in unmarked else pytest.mark.faults) for name in names]
-
-
 def is_down(caplog: pytest.LogCaptureFixture, reason: str) -> bool:
     return any(message.startswith("nixl_tiers: the") and reason in message for message in caplog.messages)
 
@@ -57,10 +51,6 @@ def serves(store: TieredStore) -> bool:
 
 # --- threads of movers ------------------------------------------------------------------------------------------------
 
-FILE_THREADS = {
-    "seal-scan": ("slabs", "nixl_tiers.tiers.slab.slabs:SealScan._run"),
-}
-
 
 def _ends(store: TieredStore, caplog: pytest.LogCaptureFixture, thread: str) -> None:
     reason = f"its mover ended with 1; its last lines: the thread {thread} failed: ZeroDivisionError"
@@ -68,22 +58,18 @@ def _ends(store: TieredStore, caplog: pytest.LogCaptureFixture, thread: str) -> 
     assert serves(store)
 
 
-@pytest.mark.parametrize("thread", some_marked(FILE_THREADS, unmarked={"seal-scan"}))
-def test_an_error_on_a_thread_of_a_file_tier_ends_its_mover(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, thread: str
-) -> None:
-    layout, method = FILE_THREADS[thread]
-    tier = file_tier(tmp_path / "kv", 64 << 20, layout=layout)
-    if thread == "seal-scan":  # it runs where the journal is lost
-        with nixl_tiers.open({"tiers": [CPU, tier]}, SIZE, "n") as store:
-            assert serves(store)
-        for journal in (tmp_path / "kv").rglob("*journal*"):
-            journal.unlink()
+def test_an_error_on_a_thread_of_a_file_tier_ends_its_mover(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It runs where the journal is lost."""
+    tier = file_tier(tmp_path / "kv", 64 << 20, layout="slabs")
+    with nixl_tiers.open({"tiers": [CPU, tier]}, SIZE, "n") as store:
+        assert serves(store)
+    for journal in (tmp_path / "kv").rglob("*journal*"):
+        journal.unlink()
     kind = f"{FailingFileConfig.__module__}:{FailingFileConfig.__name__}"
-    tier |= {"type": kind, "fails": method, "failed": str(tmp_path / "failed")}
+    tier |= {"type": kind, "fails": "nixl_tiers.tiers.slab.slabs:SealScan._run", "failed": str(tmp_path / "failed")}
     with open_with(changed(ready_s=0.0), {"tiers": [CPU, tier]}, SIZE, "n") as store:
         put(store, KEYS)
-        _ends(store, caplog, thread)
+        _ends(store, caplog, "seal-scan")
 
 
 @pytest.fixture
@@ -132,15 +118,8 @@ def test_budget_thread_of_an_s3_tier_goes_on_after_an_unexpected_error(
 FAILED = "its mover is killed: the supervisor failed (ZeroDivisionError)"
 NOT_APPLIED = "its mover is killed: its message could not be applied"
 SUPERVISED: dict[str, tuple[type, str, str]] = {
-    "deadlines": (Events, "expire", FAILED),
     "a plan": (Events, "plan", FAILED),
-    "existence checks": (Events, "plan_checks", FAILED),
     "the end of a job": (Events, "finished", NOT_APPLIED),
-    "a listing": (Events, "listed", NOT_APPLIED),
-    "an opened tier": (Events, "opened", NOT_APPLIED),
-    "log lines": (Stderr, "read", NOT_APPLIED),
-    "the start of a mover": (Child, "__init__", "its mover cannot be started: "),
-    "a kill": (Events, "killed", NOT_APPLIED),
     "a death": (Events, "lost", "its mover ended with -9"),
 }
 
@@ -164,7 +143,7 @@ def fails_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[type, str]
     return plant
 
 
-@pytest.mark.parametrize("what", some_marked(SUPERVISED, unmarked={"a plan", "the end of a job", "a death"}))
+@pytest.mark.parametrize("what", SUPERVISED)
 def test_an_error_on_the_supervisors_thread_ends_its_movers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fails_once: Callable[[type, str], list[bool]], what: str
 ) -> None:
@@ -173,12 +152,10 @@ def test_an_error_on_the_supervisors_thread_ends_its_movers(
     with nixl_tiers.open({"tiers": [CPU, tier], "wait_s": 600}, SIZE, "n") as store:
         assert serves(store)
         failed = fails_once(owner, method)
-        if what in {"the start of a mover", "a death", "an opened tier", "a listing", "log lines"}:
+        if what == "a death":
             pid = store.coordinator.mover_pids[0]
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-        elif what == "a kill":
-            fails_once(Events, "finished")
         put(store, [b"another"])
         until(lambda: failed, "the error")
         until(lambda: is_down(caplog, reason), "the sentence")

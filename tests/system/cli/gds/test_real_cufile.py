@@ -72,12 +72,3 @@ def test_real_cufile_that_spins_is_unavailable(doctor: Doctor) -> None:
     code, found = doctor("-m", "nixl_tiers.cli", modules=False)
     assert (code, found["verdict"]) == (EXIT_CODES[Kind.UNAVAILABLE], Kind.UNAVAILABLE)
     assert found["reason"] == "cuFileDriverOpen did not return within 10 s"
-
-
-def test_missing_udev_record_is_named(doctor: Doctor, cufile_place: Path) -> None:
-    if not os.major(cufile_place.stat().st_dev):
-        pytest.skip("no block device here")
-    code, found = doctor(udev=False)
-    assert code == EXIT_CODES[Kind.UNAVAILABLE]
-    assert "error 5027 (the file could not be looked at: a udev record is missing)" in found["reason"]
-    assert any("udev property not found" in line for line in found["steps"]["host"]["log"])

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.cli import BAD_INPUT, main
-from nixl_tiers.cli.gds import report
 from nixl_tiers.cli.gds.report import inspect
 from nixl_tiers.cli.gds.verdict import EXIT_CODES, Kind
 from tests.mover.harness import has_exited
@@ -78,23 +77,6 @@ def test_without_a_gpu_only_host_memory_is_tried(
     code, text = doctor(tmp_path)
     assert text.splitlines()[-1] == "verdict: compatibility: host memory only, as there is no GPU"
     assert code == EXIT_CODES[Kind.COMPATIBILITY]
-
-
-def test_missing_libcufile_says_what_to_install(
-    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(report, "_LOADER_NAME", "libcufile-not-here.so.0")
-    code, text = doctor(tmp_path)
-    assert code == EXIT_CODES[Kind.UNAVAILABLE]
-    last = text.splitlines()[-1]
-    assert last.startswith("verdict: unavailable: libcufile cannot be loaded: ")
-    assert "install the package nvidia-cufile-cu12 (CUDA 12) or nvidia-cufile (CUDA 13)" in last
-
-
-def test_directory_that_cannot_be_used_is_wrong_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    missing = tmp_path / "none"
-    assert main(["doctor", "--gds", str(missing)]) == BAD_INPUT
-    assert capsys.readouterr().err == f"nixl-tiers: --gds {missing}: No such file or directory\n"
 
 
 def test_gpu_that_does_not_exist_is_wrong_input(
