@@ -58,23 +58,6 @@ def test_every_documented_configuration_agrees(validator: jsonschema.Draft202012
 @pytest.mark.parametrize(
     "given",
     [
-        {"tiers": [CPU, FILE | {"path": ["/mnt/a", "/mnt/b"], "write": False, "max_age": "7d"}]},
-        {
-            "tiers": [CPU, FILE | {"min_free": "5%", "max_age": "60s"}],
-            "wait_s": "2m",
-            "quotas": {"*": {"share": "20%"}},
-        },
-        {"tiers": [CPU | {"huge_pages": False}, {"type": "package.module:Tier", "capacity": 1, "depth": 3}]},
-        {"tiers": [CPU], "wait_s": 2.5, "replicas": None},
-    ],
-)
-def test_every_form_of_a_value_agrees(given: Any, validator: jsonschema.Draft202012Validator) -> None:
-    validator.validate(given)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
         {},
         {"tiers": CPU},
         {"tiers": [CPU], "wait": 1},

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import time
 from collections.abc import Iterable
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -295,28 +293,6 @@ def test_gpu_direct_storage_is_examined_without_a_configuration(
     """It was ignored, and an operator believed that its tiers were examined."""
     assert main(["doctor", "--gds", str(tmp_path), "tiers.yaml"]) == BAD_INPUT
     assert capsys.readouterr().err.startswith("nixl-tiers: --gds: examines a directory, and no tier")
-
-
-@pytest.mark.parametrize(("ahead_s", "alive"), [(240, True), (600, False)])
-@pytest.mark.parametrize(
-    ("name", "body"),
-    [("p/.owner", b'{"engine": "engine-7", "since": 0, "lease": 60}'), ("p/.janitor", b"engine-7 12")],
-)
-def test_engine_of_an_older_release_is_alive_to_a_date_that_is_minutes_ahead(
-    name: str, body: bytes, ahead_s: float, alive: bool
-) -> None:
-    """A gateway's Date, and a Last-Modified of the storage behind it."""
-    written = datetime(2026, 1, 1, tzinfo=UTC)
-    date = format_datetime(written + timedelta(seconds=ahead_s))
-
-    class Server:
-        def get_object(self, **request: Any) -> dict[str, Any]:
-            if request["Key"] != name:
-                raise ClientError({"ResponseMetadata": {"HTTPStatusCode": 404}}, "GetObject")
-            headers = {"ResponseMetadata": {"HTTPHeaders": {"date": date}}}
-            return {"ETag": "1", "Body": io.BytesIO(body), "LastModified": written, **headers}
-
-    assert ("engine-7" in bucket._old_engine(Server(), s3_tier("http://127.0.0.1:1", "bucket", "p"))) == alive
 
 
 def test_rows_of_replicas_of_an_older_release_are_named() -> None:

@@ -100,15 +100,6 @@ def test_windows_have_a_row_for_each_group(answer: Callable[..., dict[str, Any]]
     assert found["tiers"][0]["tokens"] == (64 << 30) // 8192 // 6 * 16
 
 
-def test_text_says_what_windows_and_ranks_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", saved(tmp_path, GEMMA), "--tp", "4", "--prefill", "1000000"]) == OK
-    text = capsys.readouterr().out
-    assert "1,280 of these bytes only of the last 512 tokens (sliding windows)\n" in text
-    assert "768 bytes on each of 4 ranks; 2 of them hold the same, which is stored once\n" in text
-    assert "a chunk of 16 tokens: 6 rows, each of " in text
-    assert "break-even at 1,000,000 tokens/s: none for prompts of 7,000 tokens, 0.26 GB/s for very long ones" in text
-
-
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
@@ -148,33 +139,6 @@ def test_hub_model_is_that_of_the_default_branch(hub: Path, capsys: pytest.Captu
     (hub / "refs" / "main").write_text("new")
     assert main(["plan", "an-owner/a-model"]) == OK
     assert capsys.readouterr().out.startswith("131,072 bytes")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "below"),
-    [
-        ("HF_HOME", "$SCRATCH/hf", "scratch/hf/hub"),
-        ("HUGGINGFACE_HUB_CACHE", "${SCRATCH}/hub", "scratch/hub"),
-        ("XDG_CACHE_HOME", "~/cache", "cache/huggingface/hub"),
-    ],
-)
-def test_hubs_cache_is_where_the_hub_keeps_it(
-    name: str | None, value: str, below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for each in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(each, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
-    if name is not None:
-        monkeypatch.setenv(name, value)
-    saved(tmp_path / below / "models--an-owner--a-model" / "snapshots", LLAMA_8B, "only")
-    assert main(["plan", "an-owner/a-model"]) == OK
-
-
-def test_model_that_is_nowhere_is_not_downloaded(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "an-owner/a-model"]) == BAD_INPUT
-    sentence = f"an-owner/a-model is no directory with a config.json, and not in {hub.parent}; nothing is downloaded"
-    assert capsys.readouterr().err == f"nixl-tiers: {sentence}\n"
 
 
 def test_quantisation_in_a_file_of_its_own_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from nixl_tiers.base.metrics import METRICS
 from nixl_tiers.cli import BAD_INPUT, FAILED, OK, main, report
-from nixl_tiers.cli.report import OTHER_NAMESPACES, Scrapes
+from nixl_tiers.cli.report import Scrapes
 from nixl_tiers.cli.tally import BY_TIER, GAUGES, NEW, Tally
 
 Serve = Callable[..., str]
@@ -167,18 +167,6 @@ def test_report_says_what_was_not_written_which_movers_exited_and_what_is_wrong(
     assert found["not_written"] == [{"reason": "unreachable", "tier": "s3", "chunks": 14_000}]
     assert found["tiers"]["s3"]["mover_exits"] == 6
     assert {each["problem"] for each in found["state"] if each["tier"] == "s3"} == {"http://s:1 does not answer"}
-
-
-def test_other_namespaces_are_mentioned_only_where_they_may_explain_misses(
-    serve: Serve, capsys: pytest.CaptureFixture[str]
-) -> None:
-    new = f'nixl_tiers:misses_total{{{LABELS},reason="never_stored",tier="none"}} 3\n'
-    assert main(["report", serve(new)]) == OK
-    assert said(capsys)[-1] == OTHER_NAMESPACES
-    assert main(["report", serve(new.replace("never_stored", "evicted"))]) == OK
-    assert OTHER_NAMESPACES not in capsys.readouterr().out
-    assert main(["report", serve(page())]) == OK, "with new prompts, and hits"
-    assert OTHER_NAMESPACES not in capsys.readouterr().out
 
 
 def test_servers_are_added_up_and_an_address_may_be_short(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,9 +24,8 @@ from nixl_tiers.base.manifest import Description
 from nixl_tiers.cli import BAD_INPUT, FAILED, INCOMPLETE, OK, main
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers import manifests
-from nixl_tiers.tiers.rowfile.stored import FileNamespace
 from nixl_tiers.tiers.slab.journal import RECORD_BYTES
-from nixl_tiers.tiers.stored import Problems, find_stored
+from nixl_tiers.tiers.stored import find_stored
 from tests.support.file_tier import file_config, file_tier
 from tests.support.times import changed
 from tests.system.tiers.file_tiers import FileTier, load, make_tier, run_until, store
@@ -197,18 +196,6 @@ def test_unknown_slots_are_named_only_after_a_crash(
     assert ("slots unknown after a crash)" in capsys.readouterr().out) == (state == "crashed")
 
 
-@pytest.mark.parametrize("header", [None, b"?" * PAGE], ids=["no journal", "damaged"])
-def test_rows_without_a_journal_are_verified_by_their_seals(
-    header: bytes | None, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write("slabs", tmp_path, region)
-    (journal,) = tmp_path.rglob("manifest.journal")
-    journal.unlink() if header is None else journal.write_bytes(header + journal.read_bytes()[PAGE:])
-    code, shown = run(capsys, "inspect", "--verify", tmp_path)
-    assert (code, shown["namespaces"][0]["ok"]) == (OK, ROWS)
-    assert run(capsys, "inspect", tmp_path)[1]["namespaces"][0]["unknown_slots"] >= ROWS
-
-
 @LAYOUTS
 def test_purge_deletes_what_is_chosen_and_proves_it(
     layout: str, tmp_path: Path, region: HostRegion, capsys: pytest.CaptureFixture[str]
@@ -291,24 +278,6 @@ def test_rows_stored_after_a_purge_has_begun_stay(tmp_path: Path, region: HostRe
         found.delete(lambda _: None)
         assert [each.rows for each in find_stored(tier_config)] == [2]
         assert len(list(tmp_path.rglob("*.row"))) == 2
-
-
-def test_row_that_is_used_while_it_is_purged_stays(
-    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write("files", tmp_path, region)
-    real = FileNamespace.counted
-
-    def use_some(found: FileNamespace, problems: Problems) -> Iterator[Any]:
-        for number, row in enumerate(real(found, problems)):
-            if number < 2:
-                os.utime(row.name)
-            yield row
-
-    monkeypatch.setattr(FileNamespace, "counted", use_some)
-    (found,) = find_stored(file_config(tmp_path, 1 << 30, layout="files"), math.inf)
-    found.delete(lambda _: None)
-    assert len(list(tmp_path.rglob("*.row"))) == 2
 
 
 def at_age(path: Path, age_s: float) -> None:

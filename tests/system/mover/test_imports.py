@@ -111,7 +111,3 @@ def test_the_mover_uses_the_schedulers_copy_when_another_one_is_installed(
     other.mkdir(parents=True)
     (other / "__init__.py").write_text("raise SystemExit('another copy')\n")
     run_scheduler(python(other.parent), trap_dir, "", first=[ROOT])
-
-
-def test_movers_of_an_isolated_interpreter_are_isolated(python: Callable[..., Path], trap_dir: Path) -> None:
-    run_scheduler(python(ROOT), trap_dir, str(trap_dir), option="-I")

@@ -19,7 +19,7 @@ from nixl_tiers.mover.protocol import (
     Stop,
     Store,
 )
-from nixl_tiers.tiers.base import Entry, Move
+from nixl_tiers.tiers.base import Move
 from tests.mover.harness import MoverProcess, has_exited, key_of, wait_until
 from tests.support.file_tier import file_tier
 from tests.support.times import changed
@@ -38,18 +38,6 @@ def stub(name: str, tmp_path: Path, times: Times = PRODUCTION) -> MoverProcess:
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_custom_tier_is_loaded_by_name_and_closed_at_stop(tmp_path: Path) -> None:
-    with stub("InstantTier", tmp_path) as mover:
-        assert mover.open() == 100
-        assert mover.listed_rows() == [Entry(1, b"one", 1)]
-        assert mover.store(range(3)) == [Outcome.OK] * 3
-        beat = mover.expect(lambda m: isinstance(m, Heartbeat))
-        assert isinstance(beat, Heartbeat)
-        assert beat.used_bytes == 42
-        mover.stop()
-    assert (tmp_path / "closed").exists()
 
 
 def test_an_exception_of_a_tier_is_logged_and_ends_the_process(tmp_path: Path) -> None:

@@ -57,18 +57,6 @@ def test_open_that_spins_is_killed_and_reported(cufile: Behave, tmp_path: Path) 
     assert skipped == ["host memory", "GPU, cuMemAlloc", "GPU, cuMemCreate", "NIXL GDS_MT"], "it hangs only once"
 
 
-def test_every_size_is_verified_for_every_kind_of_memory(cufile: Behave, doctor: Doctor, tmp_path: Path) -> None:
-    cufile("no_vmm")
-    found = json.loads(doctor(tmp_path, "--json")[1])
-    assert (found["verdict"], found["directory"]) == ("native", str(tmp_path))
-    checks = {check["name"]: check["details"] for check in found["checks"]}
-    for name in ("host memory", "GPU, cuMemAlloc", "GPU, cuMemCreate"):
-        assert checks[name]["sizes"] == [4096 << i for i in range(13)], name
-    assert [checks[f"GPU, {name}"]["registered"] for name in ("cuMemAlloc", "cuMemCreate")] == [True, False]
-    assert checks["GPU 0"]["name"] == "Fake H100"
-    assert found["steps"]["allocated"]["error"] == ""
-
-
 def test_without_a_gpu_only_host_memory_is_tried(
     cufile: Behave, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
