@@ -201,7 +201,9 @@ class Mutated(Memory):
 
 
 @pytest.mark.parametrize("kind", SUITE, ids=lambda kind: kind.__name__)
-def test_a_bug_is_caught(kind: type[MemoryTier]) -> None:
+def test_a_bug_is_caught(kind: type[MemoryTier], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(medium_module, "TIMEOUT_S", 0.2)
+
     def run(tier: type[MemoryTier]) -> None:
         with Rig(Mutated(kind=tier), SMALL, 40) as rig:
             rig.open()

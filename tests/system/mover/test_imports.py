@@ -67,14 +67,12 @@ def run_scheduler(
     python_path: str,
     first: Sequence[Path] = (),
     last: Sequence[Path] = (),
-    *,
-    option: str = "-P",
 ) -> tuple[list[str], Path]:
     """The command line of a mover, and where the scheduler imported our package. `first`, `last` extend its path."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     arguments = json.dumps([str(trap_dir.parent / "kv"), python_path, [*map(str, first)], [*map(str, last)]])
     ended = subprocess.run(
-        [python, option, "-c", PROGRAM, arguments],
+        [python, "-P", "-c", PROGRAM, arguments],
         cwd=trap_dir,
         env=environment,
         capture_output=True,
