@@ -98,6 +98,20 @@ def test_unaligned_memory(way: str, skew: int) -> None:
     check(300_000, 65536, from_skew=skew)
 
 
+def test_digests_are_those_of_the_copy_though_the_source_changes_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that writes to a row that is being stored must not give its new bytes the old ones' digest."""
+    source, target = noise(3 * 1024 + 200), aligned(3 * 1024 + 200)
+
+    def scribble_and_digest(piece: memoryview) -> bytes:
+        source[:] += 1
+        return xxh3_64_digest(piece)
+
+    monkeypatch.setattr(module, "_library", NoAvx2)
+    monkeypatch.setattr(module, "xxh3_64_digest", scribble_and_digest)
+    digests = hash_copy(target, source, 1024)
+    assert digests == b"".join(xxh3_64_digest(target[at : at + 1024].tobytes()) for at in range(0, len(target), 1024))
+
+
 @settings(max_examples=60, deadline=None)
 @given(nbytes=st.integers(0, 300_000), piece_log2=st.sampled_from([10, 11, 16, 18, 40]))
 def test_any_length_and_piece(library: ctypes.CDLL, nbytes: int, piece_log2: int) -> None:

@@ -354,6 +354,12 @@ def test_it_has_no_name_in_any_file_system(made: HostRegion) -> None:
         assert not any(directory in line for line in lines)
 
 
+def test_core_dumps_leave_it_out(made: HostRegion) -> None:
+    """They would hold gigabytes of prompts."""
+    of_the_region = Path("/proc/self/smaps").read_text().partition("/memfd:nixl_tiers (deleted)")[2]
+    assert " dd " in next(line for line in of_the_region.split("\n") if line.startswith("VmFlags:"))
+
+
 def test_time_of_a_step_is_seen_by_other_processes_until_it_is_overwritten() -> None:
     with HostRegion.create(GEOMETRY, 2) as region, HostRegion.attach(os.dup(region.fd)) as other:
         assert other.step_seconds(0) is None

@@ -24,11 +24,16 @@ def sanitizer_flags(compiler: str, folder: Path, sanitizers: str = "address,unde
 
 
 def shared_library(name: str, folder: Path, optimise: str) -> str:
-    """Path of csrc/NAME.c, compiled into `folder`, where warnings are errors. Skips without a compiler."""
+    """Path of csrc/NAME.c, compiled into `folder`."""
+    return library_of(CSRC / f"{name}.c", optimise, folder / f"{name}.so")
+
+
+def library_of(source: Path, optimise: str, path: Path | None = None) -> str:
+    """Path of a C file as a library, by default beside it, where warnings are errors. Skips without a compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("no C compiler here")
-    path = folder / f"{name}.so"
+    path = path or source.with_suffix(".so")
     flags = [optimise, "-std=c11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, "-o", str(path), str(CSRC / f"{name}.c")], check=True)
+    subprocess.run([compiler, *flags, "-o", str(path), str(source)], check=True)
     return str(path)
