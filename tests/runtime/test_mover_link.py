@@ -14,7 +14,7 @@ from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.rows import Row
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Down, Heartbeat, Opened, decode_to_mover, packet_of
+from nixl_tiers.mover.protocol import Down, Heartbeat, Listed, Opened, decode_to_mover, packet_of
 from nixl_tiers.runtime.coordinator import Coordinator
 from tests.support import inside
 from tests.support.core import all_good
@@ -61,6 +61,20 @@ def test_core_is_told_why_a_medium_takes_no_rows(
     link.on_reaped(0)
     link.on_tick(0.0, [0])
     assert link._core.movers[0].refusal == "", "the next mover finds out again"
+
+
+def test_a_down_of_before_a_reset_says_nothing_of_the_new_epoch(coordinator: Coordinator) -> None:
+    """Else `wait_ready` would return before the new namespace is listed."""
+    link = coordinator._link
+    link.on_message(0, Opened(0, 10))
+    link.on_message(0, Listed(0, [], last=True))
+    coordinator.reset()
+    link.on_message(0, Down("no disk", 0))
+    assert not coordinator.ready
+    assert coordinator.problems()["file"] == ""
+    link.on_message(0, Down("no disk", coordinator.namespace.epoch))
+    assert coordinator.ready
+    assert "no disk" in coordinator.problems()["file"]
 
 
 def test_mover_whose_existence_checks_are_stuck_is_killed(coordinator: Coordinator) -> None:

@@ -16,7 +16,7 @@ from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import Device, Driver
 from nixl_tiers.swap.kernels import Kernels
 from nixl_tiers.swap.pinned import PinnedRegion
-from nixl_tiers.swap.plan import Share
+from nixl_tiers.swap.plan import CopyPlan, Share
 from nixl_tiers.swap.self_check import choose
 from nixl_tiers.swap.strategies import BATCHES, NAMES
 from tests.swap.fake_gpu import FakeGpu, leftovers
@@ -78,6 +78,19 @@ def test_a_rank_without_a_row_to_try_starts_with_the_copy_engine(start: Callable
         assert choose(device, here.plan, pinned, loaded, here.plan.rows) == ("copy_engine",)
     assert_same(here.region, before, "region")
     fake.check()
+
+
+def test_a_rank_tries_only_the_rows_of_its_turn(start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another may be trying its own at the same time."""
+    here = scenario()
+    here.plan.share = Share.of(1, 2)
+    fake, tried = start(here), list[int]()
+    pairs = CopyPlan.pairs
+    monkeypatch.setattr(CopyPlan, "pairs", lambda *how: (tried.extend(how[3] // 3), pairs(*how))[1])
+    with parts(fake, here) as (device, pinned, loaded):
+        assert choose(device, here.plan, pinned, loaded, here.plan.rows) == ("staged", "staged")
+    assert tried
+    assert all(row % 2 == 1 for row in tried)
 
 
 def test_a_strategy_that_copies_wrong_bytes_is_not_used(

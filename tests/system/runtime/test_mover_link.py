@@ -42,20 +42,6 @@ def _opens_a_circuit(link: MoverLink) -> None:
     link.on_tick(0.0, [0])
 
 
-def test_a_down_of_before_a_reset_says_nothing_of_the_new_epoch(coordinator: Coordinator) -> None:
-    """Else `wait_ready` would return before the new namespace is listed."""
-    link = coordinator._link
-    link.on_message(0, Opened(0, 10))
-    link.on_message(0, Listed(0, [], last=True))
-    coordinator.reset()
-    link.on_message(0, Down("no disk", 0))
-    assert not coordinator.ready
-    assert coordinator.problems()["file"] == ""
-    link.on_message(0, Down("no disk", coordinator.namespace.epoch))
-    assert coordinator.ready
-    assert "no disk" in coordinator.problems()["file"]
-
-
 LOGGED: dict[str, Callable[[MoverLink], object]] = {
     "down: no disk": lambda link: link.on_message(0, Down("no disk", 0)),
     "down: no such path": lambda link: link.on_message(0, Refused("no such path")),
