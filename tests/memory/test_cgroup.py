@@ -63,16 +63,3 @@ def test_a_container_sees_its_own_cgroup_as_the_root(path: str, tmp_path: Path) 
 def test_unreadable_files_are_no_bound(tmp_path: Path) -> None:
     assert rooms(tmp_path) == []
     assert shortage(1 << 60, []) is None
-
-
-def test_this_process_has_a_bound() -> None:
-    assert any(room.whose == "the machine" and 0 < room.free_bytes < 1 << 50 for room in rooms())
-
-
-def test_the_tightest_bound_is_named() -> None:
-    bounds = [Room("the machine", 8 * GiB), Room("the memory cgroup /pod", 3 * GiB, 16 * GiB)]
-    assert shortage(3 * GiB, bounds) is None
-    assert shortage(4 * GiB, bounds) == (
-        "the region needs 4.00 GiB, but the memory cgroup /pod has 3.00 GiB left of its limit of 16.00 GiB"
-    )
-    assert shortage(9 * GiB, bounds[:1]) == "the region needs 9.00 GiB, but the machine has 8.00 GiB left"

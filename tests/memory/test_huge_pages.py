@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from pathlib import Path
@@ -11,12 +10,11 @@ import pytest
 
 from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.base.policies import HugePages
-from nixl_tiers.memory import pages, region
 from nixl_tiers.memory.cgroup import Room
-from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, advice, found, hugetlb_rooms, transparent_bytes
+from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, advice, hugetlb_rooms, transparent_bytes
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import Layout
-from tests.support.machine import NR_HUGEPAGES, SHMEM_ENABLED, setting, tree
+from tests.support.machine import NR_HUGEPAGES, setting, tree
 
 GEOMETRY = Geometry(cells=1, cell_payload=1 << 20)
 ROWS = 9
@@ -46,29 +44,6 @@ def test_an_exhausted_pool_falls_back_with_a_sentence(free: int, caplog: pytest.
         "huge_pages: hugetlb is not possible, other pages are used: the region needs 0.01 GiB, but the pool of 2 MiB "
         "pages has 0.0"
     )
-
-
-def test_pages_that_others_take_meanwhile_fall_back_with_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(region, "hugetlb_rooms", list)
-    with setting(NR_HUGEPAGES, "2"), HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.HUGETLB) as made:
-        made.rows_view[:] = 1
-        assert free_pages() == 2
-    assert f"while {PAGES} pages of 2 MiB were taken" in caplog.text
-
-
-def test_a_kernel_without_huge_pages_falls_back(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(name: str, flags: int = 0) -> int:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-    monkeypatch.setattr(region, "hugetlb_rooms", list)
-    monkeypatch.setattr(pages, "memfd", refuse)
-    with HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.HUGETLB) as made:
-        made.rows_view[:] = 1
-    assert "Invalid argument" in caplog.text
 
 
 # --- what there is for this process, from made-up trees ---------------------------------------------------------------
@@ -109,23 +84,6 @@ def test_hugetlb_limits_of_cgroups_v1_count(tmp_path: Path) -> None:
         f"{base}/hugetlb.2MB.rsvd.usage_in_bytes": 0,
     })  # fmt: skip
     assert hugetlb_rooms(root)[1:] == [Room("hugetlb.2MB of the cgroup /a", 3 * GiB // 4, GiB)]
-
-
-def test_a_pod_without_huge_pages_falls_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    limited = [Room("the pool of 2 MiB pages", GiB), Room("hugetlb.2MB of the cgroup /", 0, 0)]
-    monkeypatch.setattr(region, "hugetlb_rooms", lambda: limited)
-    HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.HUGETLB).close()
-    assert "but hugetlb.2MB of the cgroup / has 0.00 GiB left of its limit of 0.00 GiB" in caplog.text
-
-
-@pytest.mark.parametrize("value", ["always", "within_size", "advise", "never"])
-@pytest.mark.parametrize("mode", [HugePages.AUTO, HugePages.OFF])
-def test_region_is_made_and_shared_whatever_the_kernel_gives_shared_memory(value: str, mode: HugePages) -> None:
-    with setting(SHMEM_ENABLED, value), HostRegion.create(GEOMETRY, ROWS, huge_pages=mode) as made:
-        assert os.fstat(made.fd).st_size % HUGE_PAGE_BYTES
-        with HostRegion.attach(os.dup(made.fd)) as other:
-            other.rows_view[ROWS - 1, -1] = 77
-            assert made.rows_view[ROWS - 1, -1] == 77
 
 
 def test_memfd_is_not_in_a_pool_because_its_block_size_is_2_mib(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,12 +130,6 @@ def test_advice_names_the_setting_and_what_it_brings(tmp_path: Path) -> None:
     assert not advice(root)
     assert "hugetlb" in advice(tmp_path / "none")
     assert "no staging buffer" in advice(tmp_path / "none")
-
-
-def test_a_sentence_says_how_much_is_huge_and_what_to_do_about_the_rest() -> None:
-    assert found(4 * GiB, 4 * GiB, "do this") == "4.00 GiB of 4.00 GiB lie in pages of 2 MiB"
-    assert found(4 * GiB, GiB, "do this") == "1.00 GiB of 4.00 GiB lie in pages of 2 MiB; do this"
-    assert "no more free memory in one piece" in found(4 * GiB, GiB, "")
 
 
 def test_rows_are_at_the_same_place_with_and_without() -> None:

@@ -68,21 +68,6 @@ def test_its_size_cannot_change_and_its_descriptor_is_not_inherited(made: HostRe
     assert not os.get_inheritable(made.fd)
 
 
-def test_an_attached_region_reads_what_another_wrote(made: HostRegion) -> None:
-    with HostRegion.attach(os.dup(made.fd)) as other:
-        assert (other.geometry, other.rows, other.identity) == (GEOMETRY, ROWS, made.identity)
-        assert other.address != made.address
-        made.rows_view[3] = 42
-        made.mark([3], 0, 9, ok=True)
-        made.ranks.publish(1, b"f" * 16, "why")
-        assert (other.rows_view[3] == 42).all()
-        assert not other.rows_view[[0, 1, 2, 4]].any()
-        assert other.ranks.published() == [None, (b"f" * 16, "why"), None]
-        other.mark([3], 1, 9, ok=True)
-        other.mark([3], 2, 9, ok=True)
-        assert made.written([3], 9).tolist() == [True]
-
-
 def test_ranks_that_share_cells_have_records_of_their_own() -> None:
     """Control words are one a cell: the rank whose turn a row is writes it."""
     with HostRegion.create(Geometry(2, 8192), ROWS, copies=3) as made, HostRegion.attach(os.dup(made.fd)) as other:
@@ -101,12 +86,6 @@ def test_ranks_that_share_cells_have_records_of_their_own() -> None:
         assert not other.written([1], 7).any()
         made.mark([1], 1, 7, ok=True)
         assert other.written([1], 7).all()
-
-
-def test_two_regions_have_different_identities(made: HostRegion) -> None:
-    with HostRegion.create(GEOMETRY, ROWS) as other:
-        assert other.identity != made.identity
-        assert len(made.identity) == 16
 
 
 def header_with(made: HostRegion, **changes: int) -> bytes:
@@ -264,15 +243,6 @@ def test_a_row_lacks_what_any_of_its_cells_lacks(made: HostRegion) -> None:
     assert made.missing(np.array([], np.int64)).tolist() == []
 
 
-def test_control_words_are_not_the_rows(made: HostRegion) -> None:
-    made.rows_view[:] = 255
-    made.ranks.publish(2, b"\xff" * 16, "x" * 400)
-    assert not made.written(np.arange(ROWS), (1 << 40) - 1).any()
-    made.mark(np.arange(ROWS), 2, 5, ok=False)
-    assert (made.rows_view == 255).all()
-    assert made.ranks.published() == [None, None, (b"\xff" * 16, "x" * 400)]
-
-
 def test_fingerprints_may_be_republished_and_notes_are_cut_at_a_character(made: HostRegion) -> None:
     assert made.ranks.published() == [None] * 3
     made.ranks.publish(0, bytes(16))
@@ -334,15 +304,6 @@ def test_close_releases_everything_and_may_be_repeated() -> None:
     assert made.rows_view.shape == (0, GEOMETRY.row_bytes)
     with pytest.raises(IndexError):
         made.mark([0], 0, 1, ok=True)
-
-
-def test_a_view_stays_readable_after_close() -> None:
-    made = HostRegion.create(GEOMETRY, ROWS)
-    made.rows_view[1] = 5
-    kept = made.rows_view[1]
-    made.close()
-    assert (kept == 5).all()
-    assert not is_open(made.fd)
 
 
 def test_it_has_no_name_in_any_file_system(made: HostRegion) -> None:

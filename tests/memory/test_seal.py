@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -50,19 +51,19 @@ int verify(const struct shape *shape, const struct space *space, const uint8_t *
     return verify_row(shape, space, row, copy, key, size, (struct scratch){{seal, digests}});
 }}
 """
-_library: ctypes.CDLL
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
-    global _library  # examples of Hypothesis take no fixtures
     source: Path = tmp_path_factory.mktemp("seal") / "seal.c"
     source.write_text(_EXPORTED)
-    _library = ctypes.CDLL(library_of(source, "-O2"))
+    InC.library = ctypes.CDLL(library_of(source, "-O2"))
 
 
 class InC:
     """As `Sealer`, by csrc/seal.h."""
+
+    library: ClassVar[ctypes.CDLL]
 
     def __init__(self, geometry: Geometry, namespace: bytes, epoch: int) -> None:
         sizes = geometry.row_bytes, geometry.cell_payload, geometry.cell_bytes, geometry.seal_bytes
@@ -73,12 +74,12 @@ class InC:
     def seal(self, row: np.ndarray, key: bytes, missing: int, sealed_at: int, copy: np.ndarray | None = None) -> None:
         where = ctypes.c_void_p(row.ctypes.data), None if copy is None else ctypes.c_void_p(copy.ctypes.data)
         how = key.ljust(112, b"\0"), ctypes.c_size_t(len(key)), missing, ctypes.c_uint64(sealed_at)
-        _library.seal(self._shape, self._space, *where, *how, *self._scratch)
+        self.library.seal(self._shape, self._space, *where, *how, *self._scratch)
 
     def verify(self, row: np.ndarray, key: bytes, copy: np.ndarray | None = None) -> Verdict:
         where = ctypes.c_void_p(row.ctypes.data), None if copy is None else ctypes.c_void_p(copy.ctypes.data)
         known = key.ljust(112, b"\0"), ctypes.c_size_t(len(key))
-        return Verdict(_library.verify(self._shape, self._space, *where, *known, *self._scratch))
+        return Verdict(self.library.verify(self._shape, self._space, *where, *known, *self._scratch))
 
 
 def noise(geometry: Geometry, seed: int = 0) -> np.ndarray:

@@ -9,7 +9,7 @@ import pytest
 
 from nixl_tiers.base import native
 from nixl_tiers.base.chunk import Geometry, Namespace
-from nixl_tiers.base.clock import COUNTED_S, RunningClock
+from nixl_tiers.base.clock import RunningClock
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.config.tier import EnvironmentName
 from nixl_tiers.memory.region import HostRegion
@@ -65,23 +65,6 @@ def test_what_is_configured_reaches_the_core() -> None:
     coordinator.close()
 
 
-def test_copies_during_which_the_machine_was_stopped_took_no_time_meanwhile() -> None:
-    moments = {"now": 0.0}
-    config = configuration.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
-    with HostRegion.create(GEOMETRY, 4) as region:
-        clock = RunningClock(lambda: moments["now"])
-        coordinator = Coordinator(config, Namespace.of({"name": "n"}), region, clock=clock)
-        for _ in range(3):
-            began_s = coordinator.now()
-            moments["now"] += 3600.0
-            now = coordinator.now()
-            with coordinator.core() as core:
-                inside.copied(core, 1, now - began_s, now)
-        price = inside.state(core).price_of_copies(now)
-        assert 0.0 < price.seconds(1) < 2 * COUNTED_S
-        coordinator.close(0.0)
-
-
 def test_without_storage_tiers_the_time_of_an_idle_engine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """No supervisor reads the clock once a second then, which tells an idle engine from a stopped machine."""
     moments = {"now": 0.0}
@@ -113,18 +96,4 @@ def test_rows_are_used_as_far_as_their_memory_is_there() -> None:
         assert len(given) <= ready
         assert coordinator.counters()["cpu"]["ready_bytes"] == ready * GEOMETRY.row_bytes
     assert sorted(given) == list(range(6)), "the lowest first"
-    coordinator.close(0.0)
-
-
-def test_memory_that_has_not_come_since_costs_no_search_for_free_rows() -> None:
-    """To set the limit of the rows begins that search anew, under the lock that the engine's step waits for."""
-    config = configuration.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
-    region = HostRegion.create(GEOMETRY, 8)
-    region.ranks.publish_ready(0, 4)
-    coordinator = Coordinator(config, Namespace.of({}), region)
-    coordinator.prepare_store("r", [b"a", b"b"])
-    slots = coordinator._core.host._slots
-    assert slots._searched == 2
-    assert not coordinator.has_memory(3)
-    assert slots._searched == 2
     coordinator.close(0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 
@@ -50,11 +49,6 @@ def test_stores_are_held_until_the_last_open_load_has_ended(region: HostRegion) 
     assert region.stores_held_until_s == 0
 
 
-def test_load_without_rows_holds_nothing(region: HostRegion) -> None:
-    OpenLoads(region).begin(0, "request")
-    assert region.stores_held_until_s == 0
-
-
 def test_loads_of_before_a_reset_hold_nothing_and_may_end_late(region: HostRegion) -> None:
     loads = OpenLoads(region)
     loads.begin(2, "before")
@@ -65,13 +59,6 @@ def test_loads_of_before_a_reset_hold_nothing_and_may_end_late(region: HostRegio
     assert region.stores_held_until_s > 0
     loads.end("behind")
     assert region.stores_held_until_s == 0
-
-
-def test_movers_see_it_in_their_own_mapping(region: HostRegion) -> None:
-    with HostRegion.attach(os.dup(region.fd)) as other:
-        assert other.stores_held_until_s == 0
-        region.stores_held_until_s = 12.5
-        assert other.stores_held_until_s == 12.5
 
 
 @pytest.mark.parametrize("end", ["complete", "fail", "reset"])

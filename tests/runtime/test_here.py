@@ -55,13 +55,6 @@ def test_child_without_an_answer_costs_the_tiers_that_it_was_to_look_at(
     assert found.silent == {"file": f"it has not answered within {within}, and was not checked"}
 
 
-def test_every_directory_of_a_tier_is_looked_at(tmp_path: Path) -> None:
-    config = load({"tiers": [CPU, file(tmp_path) | {"path": [str(tmp_path / "a"), str(tmp_path / "b")]}]})
-    found = here.ask(config, starting=True, deadline_s=3.0)
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
-    assert found.identities == {"file": config.storage[0].identity}
-
-
 COMMON = {"write": "on_evict", "capacity": "3GiB", "max_age": "90m"}
 FILE = {"path": ["/a", "/b"], "layout": "slabs", "min_free": "7%", "require_mount": True, "backend": "posix"}
 S3 = {"bucket": "kv-cache", "prefix": "p", "endpoint": "https://s:1", "region": "r", "ca_file": "/c"}

@@ -58,22 +58,6 @@ def test_end_of_a_step_with_work_wakes_the_supervisor_and_its_look_ups_do_not(co
     assert wakes(coordinator) == 0
 
 
-def test_end_of_a_step_without_work_wakes_nobody(coordinator: Coordinator) -> None:
-    with coordinator.core() as core:
-        look_up_key(core, b"unknown", "request", None, coordinator.now())
-        core.end_step()
-    assert wakes(coordinator) == 0
-
-
-def test_stored_and_prefetched_rows_wake_the_supervisor(coordinator: Coordinator) -> None:
-    with coordinator.core() as core:
-        put(core, [b"new"])
-    assert wakes(coordinator) == 1
-    with coordinator.core() as core:
-        core.prefetch(KEYS)
-    assert wakes(coordinator) == 1
-
-
 def test_a_hold_that_raises_lets_go_and_wakes(coordinator: Coordinator) -> None:
     def fail() -> None:
         with coordinator.core() as core:

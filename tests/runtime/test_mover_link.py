@@ -89,19 +89,6 @@ def test_mover_whose_existence_checks_are_stuck_is_killed(coordinator: Coordinat
     assert link.on_tick(0.0, [0]).overdue == {}, "the next one may find an answer"
 
 
-def test_each_mover_is_told_among_how_many_it_is(tmp_path: Path) -> None:
-    paths = [str(tmp_path / name) for name in "abc"]
-    tiers = [{"type": "cpu", "capacity": "1MiB"}, file_tier(tmp_path, "48MiB") | {"path": paths}]
-    tiers.append({"type": "s3", "bucket": "kv-cache", "capacity": "1GiB"})
-    coordinator = Coordinator(
-        configuration.load({"tiers": tiers, "replicas": 2}), Namespace.of({}), HostRegion.create(GEOMETRY, 4)
-    )
-    told = coordinator._link.supervisor._configures
-    assert [(each.movers, each.replicas) for each in told] == [(3, 2), (3, 2), (3, 2), (1, 2)]
-    assert [mover.name for mover in coordinator._link.movers] == ["file[0]", "file[1]", "file[2]", "s3"]
-    coordinator._end()
-
-
 def test_movers_are_given_the_times_of_their_engine(tmp_path: Path) -> None:
     config = configuration.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}, file_tier(tmp_path, "16MiB")]})
     coordinator = Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, 4), times=PATIENT)

@@ -25,7 +25,6 @@ from nixl_tiers.core.types import Direction, TierState
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import (
     CheckExistence,
-    ExistenceChecked,
     Finished,
     Heartbeat,
     Listed,
@@ -293,20 +292,6 @@ class TestAKilledMover:
         assert rig.free_rows() == set(range(ROWS))
 
     @KILLED
-    def test_has_no_say_any_more(self, rig: Rig, provoke: Callable[[Rig], None]) -> None:
-        rig.open(KEYS)
-        rig.begin_load(KEYS[:1])
-        rig.mover.hangs = True
-        provoke(rig)
-        rig.end_jobs(Outcome.OK)
-        rig.step()
-        assert rig.look_up(KEYS[0], "another") is Lookup.MISS
-        rig.mover.exit(-9)
-        rig.step()
-        assert rig.look_up(KEYS[0], "another") is Lookup.MISS
-        assert rig.store.stats()["file"]["promoted"] == 0
-
-    @KILLED
     def test_that_cannot_be_reaped_leaves_its_tier_without_one_and_requests_do_not_wait(
         self, rig: Rig, provoke: Callable[[Rig], None]
     ) -> None:
@@ -345,25 +330,6 @@ class TestAKilledMover:
         rig.open()
         too_many_slots(rig)
         assert rig.mover.kills == 1
-
-
-class TestWhatAMoverFinds:
-    @pytest.mark.parametrize(
-        ("outcome", "count"), [(Outcome.CORRUPT, "corrupt"), (Outcome.MISSING, "missing")], ids=["corrupt", "missing"]
-    )
-    def test_a_row_that_is_not_the_expected_one_is_a_miss_counted_and_dropped(
-        self, rig: Rig, outcome: Outcome, count: str
-    ) -> None:
-        rig.open(KEYS)
-        rig.begin_load(KEYS[:2])
-        (mover, job) = rig.open_jobs.pop(0)
-        places = [move.key for move in job.moves]
-        codes = bytes([outcome if key == KEYS[0] else Outcome.OK for key in places])
-        mover.send(Finished(job.job, codes, 0.1))
-        rig.steps()
-        assert [rig.look_up(key) for key in KEYS[:2]] == [Lookup.MISS, Lookup.HIT]
-        assert rig.store.stats()["file"][count] == 1
-        assert locate(rig.coordinator, KEYS[:2]) == [None, "cpu"]
 
 
 class TestBlockingCalls:
@@ -475,32 +441,9 @@ class TestAReset:
         assert locate(rig.coordinator, KEYS[:1]) == [None]
         assert rig.store.stats()["file"]["rows"] == 0
 
-    def test_a_row_that_is_being_loaded_is_not_given_to_others_until_that_has_ended(self, rig: Rig) -> None:
-        rig.open(KEYS)
-        rows = rig.begin_load(KEYS[:1])
-        rig.coordinator.reset()
-        finish(rig.coordinator, "request")
-        rig.step()
-        assert rig.free_rows() == set(range(ROWS)).difference(rows)
-        rig.end_jobs()
-        rig.step()
-        assert rig.free_rows() == set(range(ROWS))
-        assert locate(rig.coordinator, KEYS[:1]) == [None]
-
 
 class TestQuestions:
     """Of a medium that others write to."""
-
-    def test_a_request_waits_probe_s_for_one_and_no_longer(self, asked: Rig) -> None:
-        asked.open()
-        assert asked.look_up(KEYS[0]) is Lookup.PENDING
-        asked.steps()
-        assert len(asked.checks) == 1
-        asked.pass_time(PROBE_S - 0.25)
-        assert asked.look_up(KEYS[0]) is Lookup.PENDING
-        asked.pass_time(1.0)
-        assert asked.look_up(KEYS[0]) is Lookup.MISS
-        assert asked.mover.kills == 0
 
     def test_a_get_waits_for_one_until_its_own_deadline(self, asked: Rig, waits: Callable[[Rig], None]) -> None:
         asked.open()
@@ -508,21 +451,6 @@ class TestQuestions:
         began_s = asked.clock.now
         assert asked.store.get(KEYS[:1], np.zeros((1, CHUNK_BYTES), np.uint8)) == [False]
         assert asked.clock.now - began_s <= WAIT_S + 2 * POLL_S
-
-    @pytest.mark.parametrize("absent", [True, False])
-    def test_an_answer_that_knows_nothing_is_no_absence(self, asked: Rig, absent: bool) -> None:
-        """What is absent is not asked for again for a while, what is unknown is."""
-        asked.open()
-        asked.look_up(KEYS[0])
-        asked.steps()
-        asked.mover.send(ExistenceChecked(asked.checks[0].check_id, KEYS[:1] if absent else []))
-        asked.steps()
-        assert asked.look_up(KEYS[0]) is Lookup.MISS
-        finish(asked.coordinator, "request")
-        asked.pass_time(10.0)
-        asked.look_up(KEYS[0], "another")
-        asked.steps()
-        assert (len(asked.checks) == 1) is absent
 
 
 class TestClose:

@@ -9,7 +9,7 @@ import pytest
 from nixl_tiers.core.member import Breaker
 from nixl_tiers.core.types import Direction
 from nixl_tiers.runtime.mover_status import MoverStatus, gauges
-from nixl_tiers.runtime.tier_log import LINES, REASONS, STEADY_S, TierLog
+from nixl_tiers.runtime.tier_log import LINES, STEADY_S, TierLog
 from tests.support.file_tier import file_config
 
 
@@ -22,13 +22,6 @@ def caplog_info(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 @pytest.fixture
 def tier() -> TierLog:
     return TierLog("s3", "s3://bucket/prefix", "10TiB", logging.getLogger("nixl_tiers.runtime.tier_log").log)
-
-
-def test_a_start_logs_one_line(tier: TierLog, caplog_info: pytest.LogCaptureFixture) -> None:
-    tier.up(1.0)
-    for _ in range(3):
-        tier.listed(7)
-    assert caplog_info.messages == ["nixl_tiers: the s3 tier (s3://bucket/prefix, 10TiB) is up, 7 rows found"]
 
 
 def test_an_outage_is_logged_when_it_begins_and_when_it_ends(
@@ -45,21 +38,6 @@ def test_an_outage_is_logged_when_it_begins_and_when_it_ends(
     assert [record.levelname for record in caplog_info.records] == ["WARNING", "INFO"], "good news is no warning"
 
 
-def test_what_is_no_longer_denied_is_no_warning(tier: TierLog, caplog_info: pytest.LogCaptureFixture) -> None:
-    tier.denied({"put": "uploads are denied"})
-    tier.denied({})
-    assert [(record.levelname, record.message) for record in caplog_info.records] == [
-        ("WARNING", "nixl_tiers: the s3 tier: uploads are denied"),
-        ("INFO", "nixl_tiers: the s3 tier: put is no longer denied"),
-    ]
-
-
-def test_further_reasons_are_few_and_less_severe(tier: TierLog, caplog_info: pytest.LogCaptureFixture) -> None:
-    for now in range(100):
-        tier.down(f"reason {now}", float(now))
-    assert [record.levelname for record in caplog_info.records] == ["WARNING", *["INFO"] * REASONS]
-
-
 def test_a_crash_loop_is_one_outage(tier: TierLog, caplog_info: pytest.LogCaptureFixture) -> None:
     """A mover that comes up and dies with its first job, once a minute, for a day."""
     for minute in range(24 * 60):
@@ -72,22 +50,6 @@ def test_a_crash_loop_is_one_outage(tier: TierLog, caplog_info: pytest.LogCaptur
     end = 60.0 * 24 * 60
     tier.watch({}, end + STEADY_S)
     assert caplog_info.messages[-1].startswith("nixl_tiers: the s3 tier is up again after")
-
-
-def test_a_lasting_recovery_is_logged_at_once_again(tier: TierLog, caplog_info: pytest.LogCaptureFixture) -> None:
-    for start in (0.0, 10_000.0, 20_000.0):
-        tier.down("no route", start)
-        tier.up(start + 5)
-    assert len(caplog_info.records) == 6
-
-
-def test_flapping_is_logged_less_and_less_often(tier: TierLog, caplog_info: pytest.LogCaptureFixture) -> None:
-    for start in range(0, 86_400, 120):
-        tier.down("no route", float(start))
-        tier.up(start + 5.0)
-        for now in range(start + 5, start + 120, 5):
-            tier.watch({}, float(now))
-    assert len(caplog_info.records) < 10
 
 
 def test_an_open_circuit_is_logged_once(tier: TierLog, caplog_info: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,6 @@ from nixl_tiers.swap import kernels, stream
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import CudaError
 from nixl_tiers.swap.strategies import NAMES
-from tests.support.places import places_of
 from tests.swap.fake_gpu import FakeGpu, leftovers
 from tests.swap.scenario import (
     LAYOUTS,
@@ -118,28 +117,6 @@ def test_layouts_of_engines(machine: Callable[..., FakeGpu], layout: str, strate
         launched = fake.calls("cuLaunchKernel")
         assert (launched > 0) == (strategy != "copy_engine")
         swap.close()
-
-
-def test_neighbouring_blocks_are_one_copy(machine: Callable[..., FakeGpu]) -> None:
-    """Without batches every copy is a call, so that calls count copies."""
-    scenario = scenario_of(np.random.default_rng(1), [[2048] * 6], blocks=16, rows=4, sub_blocks=4, together=True)
-    fake = machine(1, OLD)
-    swap = swap_of(fake, scenario, "copy_engine")
-    swap.store(0, range(3, 11), places_of(scenario.plan, [2, 0], 0, 8)).wait()
-    assert fake.calls("cuMemcpyAsync") == 2
-    swap.store(0, [3, 4, 9, 8], places_of(scenario.plan, [2], 0, 4)).wait()
-    assert fake.calls("cuMemcpyAsync") == 2 + 3
-    swap.close()
-
-
-def test_staged_copies_are_whole_runs_of_places(machine: Callable[..., FakeGpu]) -> None:
-    scenario = scenario_of(np.random.default_rng(1), [[2048] * 6], blocks=16, rows=4, sub_blocks=4)
-    fake = machine(1, OLD)
-    swap = swap_of(fake, scenario, "staged")
-    swap.store(0, [5, 9, 1, 3, 0, 2, 8, 7], places_of(scenario.plan, [2, 0], 0, 8)).wait()
-    assert fake.calls("cuMemcpyAsync") == 2
-    assert fake.calls("cuLaunchKernel") == 1
-    swap.close()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -452,20 +429,6 @@ def test_memory_that_cannot_be_pinned_is_still_copied(
     assert "could not be page-locked" in caplog.text
     move_all(scenario, swap, rng)
     assert fake.calls("cuMemcpyBatchAsync") == 0
-    swap.close()
-
-
-def test_out_of_range_raises_before_a_byte_moves(machine: Callable[..., FakeGpu]) -> None:
-    scenario = scenario_of(np.random.default_rng(3), [[512] * 3], blocks=8, rows=2, sub_blocks=4)
-    fake = machine()
-    swap = swap_of(fake, scenario, "copy_engine")
-    before = scenario.region.copy()
-    with pytest.raises(ValueError, match="block 8 is out of range"):
-        swap.store(0, [0, 8], [0, 1])
-    with pytest.raises(ValueError, match="place 8 is out of range"):
-        swap.load(0, [0, 1], [0, 8])
-    fake.finish()
-    assert_same(scenario.region, before, "region")
     swap.close()
 
 

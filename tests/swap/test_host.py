@@ -7,11 +7,61 @@ import pytest
 
 from nixl_tiers.swap import host
 from nixl_tiers.swap.host import HostSwap
-from tests.support.places import places_of
 from tests.swap.scenario import (
+    LAYOUTS,
+    CopyScenario,
     assert_same,
+    layout_of,
+    move_parts_of_chunks,
+    random_scenario,
     scenario_of,
 )
+
+
+def check_both_ways(scenario: CopyScenario, rng: np.random.Generator) -> None:
+    """A store and a load of every group against the oracle, everything around them poisoned with random bytes."""
+    swap = HostSwap(scenario.plan)
+    for group in range(len(scenario.layers)):
+        blocks, places = scenario.transfer(rng)
+        expected_region, memory_before = scenario.store(group, blocks, places), [m.copy() for m in scenario.memory]
+        swap.store(group, np.array(blocks), np.array(places, dtype=np.uint32))
+        assert_same(scenario.region, expected_region, f"region after a store of group {group}")
+        for tensor, before in zip(scenario.memory, memory_before, strict=True):
+            assert_same(tensor, before, "engine memory, which a store only reads")
+
+        blocks, places = scenario.transfer(rng)
+        expected_memory, region_before = scenario.load(group, blocks, places), scenario.region.copy()
+        swap.load(group, np.array(blocks, dtype=np.int32), np.array(places, dtype=np.uint32))
+        assert_same(scenario.region, region_before, "region, which a load only reads")
+        for tensor, expected in zip(scenario.memory, expected_memory, strict=True):
+            assert_same(tensor, expected, f"engine memory after a load of group {group}")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_geometry(kernel: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    check_both_ways(random_scenario(rng), rng)
+
+
+ODD = {
+    "large and small layers": {"page_bytes": [[65536, 512, 65536, 512, 300000]]},
+    "odd sizes at odd addresses": {"page_bytes": [[777] * 9], "misaligned": True, "gap": 5},
+}
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *ODD])
+def test_layouts_of_engines(kernel: str, layout: str) -> None:
+    """In chunks of any number of blocks: whole ones, and from the middle of one to the middle of another."""
+    rng = np.random.default_rng(1)
+    for sub_blocks in (1, 3, 8):
+        if layout in ODD:
+            scenario = scenario_of(rng, blocks=16, rows=3, sub_blocks=sub_blocks, cells=2, cell=1, **ODD[layout])
+        else:
+            scenario = layout_of(layout, rng, sub_blocks)
+        check_both_ways(scenario, rng)
+        swap = HostSwap(scenario.plan)
+        for group in range(len(scenario.layers)):
+            move_parts_of_chunks(scenario, group, rng, swap.store, swap.load)
 
 
 def test_a_transfer_large_enough_to_stream(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,29 +79,6 @@ def test_a_transfer_large_enough_to_stream(library: ctypes.CDLL, monkeypatch: py
         HostSwap(scenario.plan).load(group, blocks, places)
         for tensor, wanted in zip(scenario.memory, expected_memory, strict=True):
             assert_same(tensor, wanted, "engine memory")
-
-
-def test_partial_first_and_last_chunk(kernel: str) -> None:
-    rng = np.random.default_rng(3)
-    scenario = scenario_of(rng, [[640] * 3], blocks=32, rows=9, sub_blocks=4)
-    blocks = rng.permutation(32)[:10].tolist()
-    places = places_of(scenario.plan, np.array([8, 0, 3, 5]), first=3, count=10)
-    expected = scenario.store(0, blocks, [35, 0, 1, 2, 3, 12, 13, 14, 15, 20])
-    HostSwap(scenario.plan).store(0, blocks, places)
-    assert_same(scenario.region, expected, "region")
-
-
-def test_a_store_and_a_load_round_trip(kernel: str) -> None:
-    rng = np.random.default_rng(4)
-    scenario = scenario_of(rng, [[4096] * 6], blocks=24, rows=6, sub_blocks=4)
-    swap, before = HostSwap(scenario.plan), [tensor.copy() for tensor in scenario.memory]
-    blocks, places = scenario.transfer(rng, 24)
-    swap.store(0, blocks, places)
-    for tensor in scenario.memory:
-        tensor[192:-192] = 0xEE
-    swap.load(0, blocks, places)
-    for tensor, wanted in zip(scenario.memory, before, strict=True):
-        assert_same(tensor, wanted, "engine memory")
 
 
 @pytest.mark.parametrize(

@@ -58,11 +58,6 @@ def test_nvrtc_compiles_the_kernels_and_the_disk_caches_them(compiler: Nvrtc, tm
     assert kept.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_nvrtc_errors_carry_the_compilers_log(compiler: Nvrtc) -> None:
-    with pytest.raises(CompileError, match=r"NVRTC cannot compile for sm_90: swap.cu\(1\): error"):
-        compiler.compile("this is not C++", {}, "sm_90")
-
-
 def test_a_gpu_that_is_newer_than_nvrtc_gets_ptx(compiler: Nvrtc) -> None:
     newest = compiler.architectures()[-1]
     source = 'extern "C" __global__ void one(int *out) { *out = 1; }'
@@ -116,12 +111,6 @@ def test_compiled_images_are_cached_and_corruption_is_detected(tmp_path: Path) -
     assert kernels.compile_cached(compiler, "sm_90", folder) == wanted  # type: ignore[arg-type]
     assert kernels.compile_cached(compiler, "sm_80", folder) == b"machine code for sm_80"  # type: ignore[arg-type]
     assert compiler.compiled == ["sm_90", "sm_90", "sm_80"]
-
-
-def test_an_unwritable_cache_is_ignored(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    compiled = kernels.compile_cached(OneCompiler(), "sm_90", tmp_path / "file" / "cache")  # type: ignore[arg-type]
-    assert compiled == b"machine code for sm_90"
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nixl_tiers.base.chunk import PIECE_BYTES, Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.pages import cpus_of, node_of
 from nixl_tiers.swap import pinned as pinned_module
 from nixl_tiers.swap.driver import Device
@@ -49,17 +49,6 @@ def test_rows_are_locked_piece_by_piece(pin: Pin) -> None:
     pinned.release()
     assert not pinned.complete
     assert not pinned.lock(0, 4), "the region is about to be unmapped"
-
-
-def test_no_piece_is_larger_than_what_kernels_lock_at_once(pin: Pin, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux 6.11 to 6.13: less than 2 GiB."""
-    assert PIECE_BYTES < 2 << 30
-    fake, plan, make = pin
-    monkeypatch.setattr(pinned_module, "PIECE_BYTES", 4 * plan.geometry.row_bytes - 1)
-    pinned = make()
-    pinned.lock_first(ROWS)
-    assert fake.live()["registrations"] == 4
-    pinned.release()
 
 
 def test_a_first_piece_that_fails_leaves_copies_slow_and_says_why(pin: Pin, caplog: pytest.LogCaptureFixture) -> None:

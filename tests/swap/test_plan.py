@@ -90,11 +90,3 @@ def test_the_block_limit_is_the_smallest_of_a_group() -> None:
     assert plan.pairs(0, [6], [0]).tolist() == [[6, 0]]
     with pytest.raises(ValueError, match="block 7 is out of range: there are 7"):
         plan.pairs(0, [0, 7], [0, 1])
-
-
-@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint32, np.uint64])
-def test_pairs_take_any_integers(kind: type[np.integer]) -> None:
-    pairs = plan_of(Segment(0, 3000, 3000, 0)).pairs(0, np.array([3, 1], dtype=kind), np.array([31, 0], dtype=kind))
-    assert pairs.dtype == np.uint32
-    assert pairs.flags.c_contiguous
-    assert pairs.tolist() == [[3, 31], [1, 0]]

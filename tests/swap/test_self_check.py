@@ -18,7 +18,7 @@ from nixl_tiers.swap.kernels import Kernels
 from nixl_tiers.swap.pinned import PinnedRegion
 from nixl_tiers.swap.plan import CopyPlan, Share
 from nixl_tiers.swap.self_check import choose
-from nixl_tiers.swap.strategies import BATCHES, NAMES
+from nixl_tiers.swap.strategies import BATCHES
 from tests.swap.fake_gpu import FakeGpu, leftovers
 from tests.swap.scenario import CopyScenario, assert_same, scenario_of
 
@@ -106,14 +106,6 @@ def test_a_strategy_that_copies_wrong_bytes_is_not_used(
     assert "the copy strategy staged is not used: stores of 60 blocks by staged moved wrong bytes" in caplog.text
 
 
-def test_identical_groups_are_checked_once(start: Callable[..., FakeGpu]) -> None:
-    here = scenario_of(np.random.default_rng(1), [[2048] * 2] * 3, blocks=20, rows=10, sub_blocks=2)
-    fake = start(here)
-    with parts(fake, here) as (device, pinned, loaded):
-        assert choose(device, here.plan, pinned, loaded, here.plan.rows) == ("staged",) * 3
-    assert fake.calls("cuLaunchKernel") == 2
-
-
 def test_large_pages_are_for_the_copy_engine(start: Callable[..., FakeGpu]) -> None:
     here = scenario_of(np.random.default_rng(1), [[512 << 10], [4096] * 2], blocks=4, rows=4)
     fake = start(here)
@@ -163,28 +155,6 @@ def test_an_unknown_setting_of_batches_is_refused_without_leaks(
     assert list(leftovers(fake)) == []
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_environment_sets_the_strategy(
-    start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    here = scenario()
-    fake = start(here)
-    monkeypatch.setenv(self_check.ENVIRONMENT, name)
-    with parts(fake, here) as (device, pinned, loaded):
-        assert choose(device, here.plan, pinned, loaded, here.plan.rows) == (name, name)
-
-
-def test_an_unknown_strategy_in_the_environment_is_refused_without_leaks(
-    start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = scenario()
-    fake = start(here)
-    monkeypatch.setenv(self_check.ENVIRONMENT, "fastest")
-    with pytest.raises(ValueError, match="NIXL_TIERS_SWAP is 'fastest'; it can be auto, copy_engine, staged"):
-        CudaSwap(here.plan, compute_stream=lambda: 0, driver=fake.driver)
-    assert list(leftovers(fake)) == []
-
-
 def test_an_installation_without_the_library_is_refused_without_leaks(
     start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,14 +178,6 @@ def test_a_swap_checks_by_itself(start: Callable[..., FakeGpu]) -> None:
     assert_same(here.region, expected, "region")
     swap.close()
     assert list(leftovers(fake)) == []
-
-
-def test_memory_that_is_not_pinned_is_checked_too(start: Callable[..., FakeGpu]) -> None:
-    here = scenario()
-    fake = start(here)
-    fake.fail("cuMemHostRegister_v2", 2)
-    with parts(fake, here) as (device, pinned, loaded):
-        assert choose(device, here.plan, pinned, loaded, here.plan.rows) == ("staged", "staged")
 
 
 def test_without_gpu_memory_the_copy_engine_copies(

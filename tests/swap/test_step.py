@@ -158,18 +158,6 @@ def test_a_load_may_begin_and_end_inside_a_row() -> None:
 
 
 @pytest.mark.usefixtures("backend")
-def test_pairs_of_a_group_follow_each_other_job_by_job() -> None:
-    rank = Rank(groups=2)
-    step = rank.plan([Job([([0], [1], 0), ([2], [3], 0)]), Job([([4], [5], 0), ([6], [7], 0)])])
-    assert [(group, shown(pairs)) for group, pairs in step.of_groups()] == [
-        (0, [[1, 0], [5, 4]]),
-        (1, [[3, 2], [7, 6]]),
-    ]
-    assert pairs_of(step) == [(0, 0, (1, 0)), (1, 0, (5, 4)), (0, 1, (3, 2)), (1, 1, (7, 6))]
-    assert step.nbytes.tolist() == [64 + 48] * 2
-
-
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
     ("job", "verdict"),
     [

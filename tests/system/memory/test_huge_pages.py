@@ -5,12 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from pathlib import Path
 
-import numpy as np
 import pytest
 
-import nixl_tiers
 from nixl_tiers.base.policies import HugePages
 from nixl_tiers.memory import pages
 from nixl_tiers.memory.cgroup import Room
@@ -18,9 +15,7 @@ from nixl_tiers.memory.pages import HUGE_PAGE_BYTES
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
 from tests.memory.test_huge_pages import GEOMETRY, PAGES, ROWS, GiB, free_pages
-from tests.support.file_tier import file_tier
 from tests.support.machine import NR_HUGEPAGES, SHMEM_ENABLED, setting
-from tests.support.waiting import until, until_up
 
 # --- a pool -----------------------------------------------------------------------------------------------------------
 
@@ -55,13 +50,6 @@ def test_pages_that_are_denied_only_when_they_are_taken_fall_back_with_a_sentenc
     assert f"{os.strerror(errno.EFAULT)} while {PAGES} pages of 2 MiB were taken" in caplog.text
 
 
-def test_all_pages_are_taken_on_a_kernel_that_cannot_populate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "populate", lambda *_: errno.EINVAL)
-    with setting(NR_HUGEPAGES, str(PAGES)), HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.HUGETLB) as made:
-        assert made.hugetlb
-        assert free_pages() == 0
-
-
 def test_memory_limits_do_not_bound_a_pool_but_bound_the_fall_back() -> None:
     nothing = [Room("the memory cgroup /", 0, GiB)]
     with setting(NR_HUGEPAGES, str(PAGES)):
@@ -90,29 +78,6 @@ def test_a_fork_keeps_no_page_of_the_pool() -> None:
             os.close(end)
 
 
-def test_rows_go_to_files_and_back_through_a_pool(tmp_path: Path) -> None:
-    config = {
-        "tiers": [
-            {"type": "cpu", "capacity": "8MiB", "huge_pages": "hugetlb"},
-            file_tier(tmp_path / "kv", "64MiB"),
-        ],
-        "wait_s": 120.0,  # on a busy machine a load is late, and then no hit
-    }
-    keys = [bytes((i,)) for i in range(24)]
-    rows = np.random.default_rng(0).integers(0, 256, (24, 1 << 20), np.uint8)
-    with setting(NR_HUGEPAGES, "8"), nixl_tiers.open(config, 1 << 20, "test") as store:
-        taken = 8 - free_pages()
-        assert taken > 0
-        until_up(store)
-        until(lambda: store.stats()["cpu"]["huge_page_bytes"] == taken * HUGE_PAGE_BYTES, "the gauge to show them")
-        for key, row in zip(keys, rows, strict=True):
-            assert store.put([key], row[None]) == 1
-        assert store.flush(120)
-        out = np.zeros_like(rows)
-        assert store.get(keys, out) == [True] * len(keys)
-        assert np.array_equal(out, rows)
-
-
 # --- transparent ------------------------------------------------------------------------------------------------------
 
 
@@ -131,11 +96,3 @@ def test_transparent_pages_come_where_the_kernel_gives_them(
         assert (made.huge_bytes > 0) == huge
         assert f"the host region: {made.huge_bytes / GiB:.2f} GiB of 0.06 GiB lie in pages of 2 MiB" in caplog.text
         assert ("`huge_pages` is off" in caplog.text) == (mode is HugePages.OFF)
-
-
-def test_without_huge_pages_the_log_says_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    with setting(SHMEM_ENABLED, "never"), HostRegion.create(GEOMETRY, ROWS) as made:
-        made.prefault().wait()
-        assert made.huge_bytes == 0
-    assert "write `advise` to /sys/kernel/mm/transparent_hugepage/shmem_enabled (it is `never`)" in caplog.text

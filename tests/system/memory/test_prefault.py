@@ -85,23 +85,6 @@ def test_each_rank_allocates_its_own_cells_and_maps_the_others(region: HostRegio
         assert not region.rows_view.any()
 
 
-def test_no_row_is_ready_before_every_rank_has_its_memory(region: HostRegion) -> None:
-    first = Backing(region, 0)
-    assert region.ranks.ready_rows == 0
-    first.go_on()
-    until(lambda: cells_resident(region)[1][0], "the first rank to touch a piece")
-    assert region.ranks.ready_rows == 0
-    other = Backing(region, 1)
-    other.go_on()
-    assert first.wait(120)
-    assert other.wait(120)
-    assert (first.ready, other.ready, region.ranks.ready_rows) == (ROWS, ROWS, ROWS)
-
-
-def test_a_region_that_nobody_allocates_ahead_may_be_used(region: HostRegion) -> None:
-    assert region.ranks.ready_rows is None
-
-
 class Locks:
     """What a rank page-locks, in order."""
 
@@ -153,25 +136,6 @@ def test_drain_waits_for_the_piece_under_way() -> None:
         go_on.set()
         sleeps.join(120)
         assert seen == ["locked", "asleep"]
-
-
-def test_a_piece_is_locked_when_all_ranks_have_touched_theirs(region: HostRegion) -> None:
-    locks = [Locks(region), Locks(region)]
-    ranks = [Backing(region, rank) for rank in range(RANKS)]
-    for rank, lock in zip(ranks, locks, strict=True):
-        rank.go_on(lock)
-    assert all(rank.wait(120) for rank in ranks)
-    assert [lock.pieces for lock in locks] == [[(0, 2), (2, 4), (4, 6), (6, 8)]] * 2
-
-
-def test_rows_end_where_a_piece_cannot_be_locked(caplog: pytest.LogCaptureFixture) -> None:
-    with of_one_rank() as region, HostRegion.attach(os.dup(region.fd)) as other:
-        mapping = other.map_pages()
-        mine = Backing(region)
-        mine.go_on(lambda begin, _: begin < 4)
-        assert mine.wait(120)
-        assert region.ranks.ready_rows == 4
-        assert mapping.wait(120), "nobody waits for the rest"
 
 
 def test_a_rank_that_cannot_go_on_ends_the_rows_for_all(region: HostRegion) -> None:

@@ -12,17 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import nixl_tiers
 from nixl_tiers.base.chunk import Geometry
-from nixl_tiers.base.policies import HugePages
-from nixl_tiers.memory import region as region_module
 from nixl_tiers.memory import rendezvous as rendezvous_module
-from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
 from nixl_tiers.memory.rendezvous import address_of, rendezvous
@@ -180,18 +176,6 @@ def test_processes_share_one_region_in_any_order(
     mine.close()
 
 
-def test_one_process_may_call_it_more_than_once_and_from_many_threads(name: str) -> None:
-    for peers in (1, 2, 8):
-        with ThreadPoolExecutor(peers) as pool:
-            regions = list(pool.map(lambda _, n=peers: rendezvous(name, GEOMETRY, ROWS, n, TIMEOUT_S), range(peers)))
-        assert len({region.identity for region in regions}) == 1
-        assert len({region.address for region in regions}) == peers
-        regions[0].rows_view[2] = 77
-        assert all((region.rows_view[2] == 77).all() for region in regions)
-        wait_until(lambda: not is_bound(name))
-        close(*regions)
-
-
 def test_an_owner_killed_before_the_others_came_is_replaced(name: str, peer_process: StartPeer) -> None:
     owner, second, third = (peer_process(name, 2) for _ in range(3))
     owner.start()
@@ -218,19 +202,6 @@ def test_a_process_that_waits_for_a_dying_owner_becomes_the_owner(name: str, pee
     identities = {each.joined() for each in waiting}
     assert len(identities) == 1
     assert first not in identities
-
-
-def test_an_owner_killed_after_the_rendezvous_does_not_matter(name: str, peer_process: StartPeer) -> None:
-    owner, *others = (peer_process(name, 3) for _ in range(3))
-    for each in (owner, *others):
-        each.start()
-    assert len({each.joined() for each in (owner, *others)}) == 1
-    assert owner.ask("write 3 200") == "done"
-    wait_until(lambda: not is_bound(name))
-    owner.kill()
-    assert others[0].ask("read 3") == "200"
-    assert others[0].ask("write 4 9") == "done"
-    assert others[1].ask("read 4") == "9"
 
 
 @pytest.mark.parametrize("complete", [True, False])
@@ -266,50 +237,6 @@ def test_a_forked_child_of_the_owner_does_not_keep_its_name(name: str, peer_proc
         os.kill(child, signal.SIGKILL)
 
 
-def test_closing_the_owners_region_frees_the_name(name: str) -> None:
-    before = {entry.name for entry in Path("/proc/self/fd").iterdir()}
-    made = rendezvous(name, GEOMETRY, ROWS, 2)
-    assert is_bound(name)
-    made.close()
-    assert not is_bound(name)
-    assert {entry.name for entry in Path("/proc/self/fd").iterdir()} <= before
-
-
-@pytest.mark.parametrize(
-    ("asked", "differences"),
-    [
-        ((Geometry(3, 8192, 4), ROWS, 3), "cells is 3 here and 2 there"),
-        ((Geometry(2, 4096, 4), ROWS, 3), "cell_payload is 4096 here and 8192 there"),
-        ((Geometry(2, 8192, 8), ROWS, 3), "sub_blocks is 8 here and 4 there"),
-        ((GEOMETRY, 7, 3), "rows is 7 here and 6 there"),
-        ((GEOMETRY, ROWS, 2), "processes is 2 here and 3 there"),
-        ((GEOMETRY, ROWS, 3, 2), "copies is 2 here and 1 there"),
-        ((Geometry(2, 8192, 8), 7, 3), "sub_blocks is 8 here and 4 there, rows is 7 here and 6 there"),
-    ],
-)  # fmt: skip
-def test_another_geometry_is_refused_with_the_difference(
-    asked: tuple[Geometry, *tuple[int, ...]], differences: str, name: str, peer_process: StartPeer
-) -> None:
-    made = rendezvous(name, GEOMETRY, ROWS, 3)
-    geometry, rows, peers, *copies = asked
-    with pytest.raises(RegionError) as refusal:
-        rendezvous(name, geometry, rows, peers, TIMEOUT_S, copies=copies[0] if copies else 1)
-    assert str(refusal.value) == f"region {name!r} was created by process {os.getpid()} with other sizes: {differences}"
-    # The one that was refused does not count: two more may come, and a third then makes its own.
-    others = [rendezvous(name, GEOMETRY, ROWS, 3, TIMEOUT_S) for _ in range(2)]
-    assert {other.identity for other in others} == {made.identity}
-    wait_until(lambda: not is_bound(name))
-    close(made, *others)
-
-
-def test_a_refused_process_reports_the_reason(name: str, peer_process: StartPeer) -> None:
-    made = rendezvous(name, GEOMETRY, ROWS, 2)
-    other = peer_process(name, 2, rows=ROWS + 1)
-    other.start()
-    assert other.read().startswith("refused region ")
-    made.close()
-
-
 def test_an_owner_that_does_not_answer_times_out(name: str, peer_process: StartPeer) -> None:
     owner = peer_process(name, 2)
     owner.start()
@@ -334,83 +261,6 @@ def test_a_peer_that_says_nothing_is_hung_up_on(name: str) -> None:
     close(made)
 
 
-def test_peers_that_disconnect_or_send_garbage_do_not_count(name: str) -> None:
-    made = rendezvous(name, GEOMETRY, ROWS, 2)
-    request_bytes = rendezvous_module._REQUEST.pack(b"nixljoin", 2, 8192, 4, ROWS, 1, 2)
-    for sent in (b"", b"nonsense", request_bytes[:-1], request_bytes):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as odd:
-            odd.connect("\0" + address_of(name))
-            odd.send(sent)
-            if sent == request_bytes:  # takes the region, and dies before it confirms
-                _, fds, _, _ = socket.recv_fds(odd, 100, 1)
-                os.close(fds[0])
-    other = rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
-    assert other.identity == made.identity
-    wait_until(lambda: not is_bound(name))
-    close(made, other)
-
-
-def test_an_owner_may_die_right_after_the_handover(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = HostRegion.create(GEOMETRY, ROWS)
-    gone = threading.Event()
-    attach = rendezvous_module._attach
-
-    def attach_late(*arguments: object) -> HostRegion:
-        assert gone.wait(TIMEOUT_S)
-        return attach(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(rendezvous_module, "_attach", attach_late)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as owner:
-        owner.bind("\0" + address_of(name))
-        owner.listen()
-
-        def hand_over_and_die() -> None:
-            with owner.accept()[0] as peer:
-                socket.send_fds(peer, [peer.recv(100)], [made.fd])
-            gone.set()
-
-        thread = threading.Thread(target=hand_over_and_die)
-        thread.start()
-        other = rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
-        thread.join()
-    assert other.identity == made.identity
-    close(made, other)
-
-
-def test_a_region_of_another_size_than_announced_is_refused(name: str) -> None:
-    made = HostRegion.create(GEOMETRY, ROWS + 1)
-    before = descriptors_of(os.getpid()).count("memfd:nixl_tiers")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as owner:
-        owner.bind("\0" + address_of(name))
-        owner.listen()
-
-        def lie() -> None:
-            with owner.accept()[0] as peer:
-                socket.send_fds(peer, [peer.recv(100)], [made.fd])
-
-        thread = threading.Thread(target=lie)
-        thread.start()
-        with pytest.raises(RegionError, match="is not what its owner announced"):
-            rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
-        thread.join()
-    assert descriptors_of(os.getpid()).count("memfd:nixl_tiers") == before
-    made.close()
-
-
-def test_an_owner_without_memory_frees_the_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region_module, "rooms_of_this_process", lambda: [Room("the test", 1)])
-    with pytest.raises(RegionError, match="the test has") as refusal:
-        rendezvous(name, GEOMETRY, ROWS, 2)
-    assert not is_bound(name), refusal
-    monkeypatch.undo()
-    close(rendezvous(name, GEOMETRY, ROWS, 2))
-
-
-def test_a_rendezvous_needs_at_least_one_process(name: str) -> None:
-    with pytest.raises(RegionError, match="at least one process"):
-        rendezvous(name, GEOMETRY, ROWS, 0)
-
-
 DROP_PRIVILEGES = f"import os, socket, sys; os.setgroups([]); os.setgid({NOBODY_UID}); os.setuid({NOBODY_UID})\n"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may run a process of another user")
 
@@ -431,37 +281,3 @@ def test_another_user_does_not_get_the_region(name: str) -> None:
     assert other.identity == made.identity
     close(made, other)
     wait_until(lambda: not is_bound(name))
-
-
-@needs_root
-def test_another_users_region_is_refused(name: str) -> None:
-    program = DROP_PRIVILEGES + (
-        "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.bind('\\0' + sys.argv[1]); s.listen()\n"
-        "print('bound', flush=True); sys.stdin.readline()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, address_of(name)], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as squatter:
-        assert squatter.stdout
-        assert squatter.stdout.readline() == "bound\n"
-        with pytest.raises(RegionError, match=rf"process {squatter.pid} of another user \(uid {NOBODY_UID}\)"):
-            rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
-        squatter.kill()
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_region_is_made_with_the_pages_that_its_processes_ask_for(
-    processes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[HugePages] = []
-
-    def refuse(*_: object, huge_pages: HugePages, copies: int) -> HostRegion:
-        asked.append(huge_pages)
-        assert copies == 1
-        raise RegionError("refused")
-
-    monkeypatch.setattr(HostRegion, "create", refuse)
-    for pages in HugePages:
-        with pytest.raises(RegionError, match="refused"):
-            rendezvous(f"pages-{os.getpid()}", GEOMETRY, ROWS, processes, TIMEOUT_S, huge_pages=pages)
-    assert asked == list(HugePages)

@@ -84,11 +84,3 @@ def test_damaged_file_is_learned_anew(start: Start, text: str) -> None:
     path.parent.mkdir(parents=True)
     path.write_bytes(text.encode("latin1"))
     assert speed(start()) == 0
-
-
-def test_without_a_cache_directory_it_is_learned_at_every_start(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nixl_tiers.runtime.prefill_cache.cache_folder", lambda: None)
-    learner = start()
-    learn(learner)
-    assert speed(learner) > 0
-    assert speed(start()) == 0

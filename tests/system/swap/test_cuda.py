@@ -10,39 +10,11 @@ import pytest
 
 from tests.swap.fake_gpu import FakeGpu
 from tests.swap.scenario import (
-    assert_same,
     scenario_of,
 )
 from tests.swap.test_cuda import machine, swap_of, with_kernels
 
 __all__ = ["machine", "with_kernels"]  # fixtures
-
-
-def test_threads_may_wait_for_each_others_transfers(machine: Callable[..., FakeGpu]) -> None:
-    rng = np.random.default_rng(9)
-    scenario = scenario_of(rng, [[2048] * 2], blocks=32, rows=16, sub_blocks=2)
-    swap = swap_of(machine(9), scenario, "staged")
-    blocks, places = scenario.transfer(rng, 32)
-    expected = scenario.store(0, blocks, places)
-    failed: list[BaseException] = []
-
-    def move(index: int) -> None:
-        try:
-            part = slice(index * 8, index * 8 + 8)
-            transfer = swap.store(0, blocks[part], places[part])
-            transfer.done()
-            transfer.wait()
-        except Exception as error:  # noqa: BLE001 - looked at by the main thread
-            failed.append(error)
-
-    threads = [threading.Thread(target=move, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    assert_same(scenario.region, expected, "region")
-    swap.close()
 
 
 def test_a_stream_can_be_held_while_another_thread_waits(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from nixl_tiers.swap.plan import Segment
-from tests.swap.conftest import ROOT
 from tests.swap.scenario import CopyScenario, assert_same, random_scenario
 
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1"]
@@ -117,24 +115,3 @@ int main(void) {
 }
 #endif
 """
-
-
-@pytest.mark.parametrize(("name", "suffix", "standard"), [("gcc", "c", "-std=c11"), ("g++", "cpp", "-std=c++17")])
-def test_the_header_is_c_and_c_plus_plus(tmp_path: Path, name: str, suffix: str, standard: str) -> None:
-    if shutil.which(name) is None:
-        pytest.skip(f"no {name} here")
-    source, program = tmp_path / f"use.{suffix}", tmp_path / "use"
-    source.write_text(HEADER_USER)
-    flags = [standard, "-Wall", "-Wextra", "-Werror", "-pedantic", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([name, *flags, "-o", str(program), str(source)], check=True)
-    subprocess.run([str(program)], check=True)
-
-
-def test_the_header_is_cuda(tmp_path: Path) -> None:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("no nvcc here")
-    source = tmp_path / "use.cu"
-    source.write_text(HEADER_USER)
-    flags = ["-arch=sm_80", "--fatbin", f"-I{ROOT / 'csrc'}", "-o", str(tmp_path / "use.fatbin")]
-    subprocess.run([nvcc, *flags, str(source)], check=True)
