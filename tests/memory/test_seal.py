@@ -227,22 +227,6 @@ def test_truncated_and_shifted_rows_are_refused(geometry: Geometry) -> None:
     assert verdict(geometry, row.reshape(1, -1)) is Verdict.SHAPE
 
 
-def test_swapped_parts_are_refused() -> None:
-    row, other = sealed(PIECES, seed=1), sealed(PIECES, b"another chunk", seed=2)
-    cells = row.copy()
-    first, second = (slice(c * PIECES.cell_bytes, c * PIECES.cell_bytes + PIECES.cell_payload) for c in (0, 1))
-    cells[first], cells[second] = row[second], row[first]
-    assert verdict(PIECES, cells) is Verdict.DIGEST
-    pieces = row.copy()
-    pieces[:65536], pieces[65536 : 2 * 65536] = row[65536 : 2 * 65536], row[:65536]
-    assert verdict(PIECES, pieces) is Verdict.DIGEST
-    torn = row.copy()
-    torn[: PIECES.row_bytes // 2] = other[: PIECES.row_bytes // 2]
-    assert verdict(PIECES, torn) is Verdict.DIGEST
-    assert verdict(PIECES, other) is Verdict.KEY
-    assert verdict(PIECES, other, b"another chunk") is Verdict.OK
-
-
 @pytest.mark.parametrize("geometry", EACH_KIND, ids=str)
 def test_another_namespace_or_key_is_refused_with_its_verdict(geometry: Geometry) -> None:
     row = sealed(geometry)

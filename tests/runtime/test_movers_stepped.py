@@ -24,7 +24,6 @@ from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.types import Direction, TierState
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import (
-    CheckExistence,
     Finished,
     Heartbeat,
     Listed,
@@ -32,7 +31,6 @@ from nixl_tiers.mover.protocol import (
     Open,
     Opened,
     Slots,
-    Stop,
     Store,
 )
 from nixl_tiers.mover.supervisor import REAP_TIMEOUT_S, TICK_S
@@ -50,7 +48,6 @@ ROWS = 16
 WAIT_S, PROBE_S = 3.0, 1.0
 KEYS: list[Key] = [b"key-%d" % number for number in range(8)]
 OK = bytes([Outcome.OK])
-S3 = {"type": "s3", "bucket": "kv-cache", "capacity": "16MiB"}
 
 
 class Rig:
@@ -71,8 +68,6 @@ class Rig:
         self.outcome = Outcome.OK
         self.silent = False  # no heartbeats, no answers
         self.open_jobs: list[tuple[FakeProcess, Load | Store]] = []
-        self.checks: list[CheckExistence] = []
-        self.stopped: list[FakeProcess] = []
         self.stepped.meanwhile = self.serve
         self.coordinator._link.start()
         self.step()
@@ -95,10 +90,6 @@ class Rig:
                     self.open_jobs.append((self.mover, message))
                     if type(message) not in self.stalls:
                         self.end_jobs()
-                elif isinstance(message, CheckExistence):
-                    self.checks.append(message)
-                elif isinstance(message, Stop):
-                    self.stopped.append(self.mover)
 
     def end_jobs(self, outcome: Outcome | None = None) -> None:
         for mover, job in self.open_jobs:
@@ -178,14 +169,6 @@ def rig(movers: FakeMovers, tmp_path: Path) -> Iterator[Rig]:
 
 
 @pytest.fixture
-def asked(movers: FakeMovers) -> Iterator[Rig]:
-    """Over a medium that is asked what it holds."""
-    rig = Rig(movers, S3)
-    yield rig
-    rig.release()
-
-
-@pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rig], None]:
     """waits(rig): while a call waits for a change, time passes and the supervisor has its turns."""
 
@@ -200,39 +183,6 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rig], None]:
             monkeypatch.setattr(f"nixl_tiers.{module}.time", SimpleNamespace(monotonic=rig.clock))
 
     return use
-
-
-class TestALateJob:
-    """The first of two deadlines: its requests recompute, and the mover is left alone."""
-
-    def test_is_a_miss_after_wait_s_and_not_sooner(self, rig: Rig) -> None:
-        rig.open(KEYS)
-        rig.begin_load()
-        rig.pass_time(WAIT_S - 0.5)
-        assert rig.look_up(KEYS[0]) is Lookup.PENDING
-        rig.pass_time(1.0)
-        assert rig.look_up(KEYS[0]) is Lookup.MISS
-        assert rig.look_up(KEYS[0], "another") is Lookup.MISS, "nobody else waits for it"
-        assert rig.mover.kills == 0
-
-    def test_keeps_its_row_from_others_until_the_mover_is_done_with_it(self, rig: Rig) -> None:
-        rig.open(KEYS)
-        (row,) = rig.begin_load()
-        rig.pass_time(WAIT_S + 1.0)
-        finish(rig.coordinator, "request")
-        assert rig.free_rows() == set(range(ROWS)) - {row}
-        rig.end_jobs()
-        rig.steps()
-        assert row in rig.free_rows()
-        assert rig.mover.kills == 0
-
-    def test_that_fails_in_the_end_is_no_hit(self, rig: Rig) -> None:
-        rig.open(KEYS)
-        rig.begin_load()
-        rig.pass_time(WAIT_S + 1.0)
-        rig.end_jobs(Outcome.FAILED)
-        rig.steps()
-        assert rig.look_up(KEYS[0], "another") is not Lookup.HIT
 
 
 def hard_deadline(rig: Rig) -> None:
@@ -366,19 +316,6 @@ class TestBlockingCalls:
         assert len(ended) > 1
         assert rig.clock.now - began_s > 1.5 * WAIT_S
 
-    def test_a_get_from_a_mover_that_dies_ends_in_its_time(self, rig: Rig, waits: Callable[[Rig], None]) -> None:
-        rig.open(KEYS)
-        waits(rig)
-
-        def die() -> None:
-            rig.silent = True
-            rig.mover.exit(-11)
-
-        rig.stepped.meanwhile = die
-        began_s = rig.clock.now
-        assert rig.store.get(KEYS[:1], np.zeros((1, CHUNK_BYTES), np.uint8)) == [False]
-        assert rig.clock.now - began_s <= WAIT_S + 2 * POLL_S
-
     def test_a_flush_and_a_wait_for_listings_end_in_their_time(self, rig: Rig, waits: Callable[[Rig], None]) -> None:
         waits(rig)
         rig.silent = True
@@ -442,17 +379,6 @@ class TestAReset:
         assert rig.store.stats()["file"]["rows"] == 0
 
 
-class TestQuestions:
-    """Of a medium that others write to."""
-
-    def test_a_get_waits_for_one_until_its_own_deadline(self, asked: Rig, waits: Callable[[Rig], None]) -> None:
-        asked.open()
-        waits(asked)
-        began_s = asked.clock.now
-        assert asked.store.get(KEYS[:1], np.zeros((1, CHUNK_BYTES), np.uint8)) == [False]
-        assert asked.clock.now - began_s <= WAIT_S + 2 * POLL_S
-
-
 class TestClose:
     @pytest.mark.parametrize("hangs", [False, True], ids=["killed", "cannot be reaped"])
     def test_ends_in_its_time_while_the_tier_hangs(self, rig: Rig, waits: Callable[[Rig], None], hangs: bool) -> None:
@@ -466,32 +392,3 @@ class TestClose:
         assert rig.mover.kills == 1
         with pytest.raises(RuntimeError, match="closed"):
             rig.store.get(KEYS[:1], np.zeros((1, CHUNK_BYTES), np.uint8))
-
-    def test_has_its_mover_finish_what_runs(self, rig: Rig, waits: Callable[[Rig], None]) -> None:
-        rig.open(KEYS)
-        waits(rig)
-
-        def stop() -> None:
-            rig.serve()
-            if rig.stopped and rig.clock.now > began_s + 2.0:
-                rig.mover.exit(0)
-
-        began_s, rig.stepped.meanwhile = rig.clock.now, stop
-        rig.coordinator.close(10.0)
-        assert rig.stopped == [rig.mover]
-        assert rig.mover.kills == 0
-        assert rig.clock.now - began_s < 3.0
-
-
-class TestMemoryThatComes:
-    def test_rows_are_read_into_memory_as_it_comes(self, rig: Rig) -> None:
-        rig.open(KEYS)
-        rig.core.host.limit = 2
-        rig.region.ranks.publish_ready(0, 2)
-        assert set(rig.begin_load(KEYS[:2])) == {0, 1}
-        assert rig.look_up(KEYS[2], "other") is Lookup.PENDING
-        rig.steps()
-        assert len(rig.open_jobs) == 1, "no row is left for it"
-        rig.region.ranks.publish_ready(0, ROWS)
-        rig.steps()
-        assert [move.row for move in rig.open_jobs[1][1].moves] == [2]

@@ -430,32 +430,3 @@ def test_memory_that_cannot_be_pinned_is_still_copied(
     move_all(scenario, swap, rng)
     assert fake.calls("cuMemcpyBatchAsync") == 0
     swap.close()
-
-
-def test_an_empty_transfer_is_a_transfer(machine: Callable[..., FakeGpu]) -> None:
-    swap = swap_of(machine(), scenario_of(np.random.default_rng(3), [[512]], blocks=8, rows=2), "staged")
-    transfer = swap.store(0, [], [])
-    transfer.wait()
-    assert transfer.done()
-    swap.close()
-
-
-def test_events_are_reused(machine: Callable[..., FakeGpu]) -> None:
-    fake = machine()
-    swap = swap_of(fake, scenario_of(np.random.default_rng(3), [[512]], blocks=8, rows=2), "copy_engine")
-    swap.store(0, [1], [1]).wait()
-    swap.load(0, [1], [1]).wait()
-    made = fake.calls("cuEventCreate")
-    for _ in range(20):
-        swap.store(0, [1], [1]).wait()
-        swap.load(0, [1], [1]).wait()
-    assert fake.calls("cuEventCreate") <= made
-    swap.close()
-
-
-def test_closed_swap_has_nothing_to_wait_for(machine: Callable[..., FakeGpu]) -> None:
-    """vLLM's sleep waits for all swaps of the process, those of engines that have ended too."""
-    scenario = scenario_of(np.random.default_rng(1), [[2048] * 3], blocks=12, rows=4, sub_blocks=3)
-    swap = swap_of(machine(1), scenario, "staged")
-    swap.close()
-    swap.drain()

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nixl_tiers.base import native
 from nixl_tiers.swap import kernels, self_check, submit
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import Device, Driver
@@ -152,31 +151,6 @@ def test_an_unknown_setting_of_batches_is_refused_without_leaks(
     monkeypatch.setenv(BATCHES, "never")
     with pytest.raises(ValueError, match="NIXL_TIERS_SWAP_BATCHES is 'never'; it can be auto, on, off"):
         CudaSwap(here.plan, compute_stream=lambda: 0, driver=fake.driver)
-    assert list(leftovers(fake)) == []
-
-
-def test_an_installation_without_the_library_is_refused_without_leaks(
-    start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = scenario()
-    fake = start(here)
-
-    missing = native.SWAP_SUBMIT._replace(path="/nonexistent/_swap_submit.abi3.so")
-    monkeypatch.setattr(submit, "_library", lambda: submit._open(missing))
-    with pytest.raises(native.NotBuilt, match=r"/nonexistent/_swap_submit\.abi3\.so.*: install nixl_tiers again"):
-        CudaSwap(here.plan, compute_stream=lambda: 0, driver=fake.driver)
-    assert list(leftovers(fake)) == []
-
-
-def test_a_swap_checks_by_itself(start: Callable[..., FakeGpu]) -> None:
-    here = scenario()
-    fake = start(here)
-    swap = CudaSwap(here.plan, compute_stream=lambda: 0, driver=fake.driver)
-    blocks, places = here.transfer(np.random.default_rng(3))
-    expected = here.store(0, blocks, places)
-    swap.store(0, blocks, places).wait()
-    assert_same(here.region, expected, "region")
-    swap.close()
     assert list(leftovers(fake)) == []
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 
 import pytest
 
 from nixl_tiers.base.policies import HugePages
-from nixl_tiers.memory import pages
-from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.memory.pages import HUGE_PAGE_BYTES
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.region_layout import RegionError
 from tests.memory.test_huge_pages import GEOMETRY, PAGES, ROWS, GiB, free_pages
 from tests.support.machine import NR_HUGEPAGES, SHMEM_ENABLED, setting
 
@@ -36,26 +32,6 @@ def test_a_region_in_a_pool_is_all_taken_shared_and_given_back() -> None:
             assert made.written([3], 1).all()
         assert made.huge_bytes is None
         assert free_pages() == PAGES
-
-
-def test_pages_that_are_denied_only_when_they_are_taken_fall_back_with_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As by a cgroup: the pool has reserved them by then, and a page that is missing later is a SIGBUS."""
-    monkeypatch.setattr(pages, "populate", lambda *_: errno.EFAULT)
-    with setting(NR_HUGEPAGES, str(PAGES)), HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.HUGETLB) as made:
-        assert not made.hugetlb
-        made.rows_view[:] = 1
-        assert free_pages() == PAGES
-    assert f"{os.strerror(errno.EFAULT)} while {PAGES} pages of 2 MiB were taken" in caplog.text
-
-
-def test_memory_limits_do_not_bound_a_pool_but_bound_the_fall_back() -> None:
-    nothing = [Room("the memory cgroup /", 0, GiB)]
-    with setting(NR_HUGEPAGES, str(PAGES)):
-        HostRegion.create(GEOMETRY, ROWS, nothing, HugePages.HUGETLB).close()
-    with pytest.raises(RegionError, match=r"the memory cgroup / has 0\.00 GiB left"):
-        HostRegion.create(GEOMETRY, 1 << 30, nothing, HugePages.HUGETLB)
 
 
 def test_a_fork_keeps_no_page_of_the_pool() -> None:

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -132,22 +131,6 @@ def close(*regions: HostRegion) -> None:
         region.close()
 
 
-def test_owner_serves_for_as_long_as_others_are_missing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler asks when its workers have compiled, which may take any time."""
-    clock, calls = time.monotonic, iter(range(1000))
-
-    def monotonic() -> float:
-        owner = threading.current_thread().name.startswith("nixl_tiers region")
-        return clock() + (1e6 * next(calls) if owner else 0.0)
-
-    monkeypatch.setattr(rendezvous_module.time, "monotonic", monotonic)
-    first = rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
-    wait_until(lambda: is_bound(name))
-    second = rendezvous(name, GEOMETRY, ROWS, 2, TIMEOUT_S)
-    assert second.identity == first.identity
-    close(first, second)
-
-
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("one_by_one", [True, False])
 def test_processes_share_one_region_in_any_order(
@@ -187,21 +170,6 @@ def test_an_owner_killed_before_the_others_came_is_replaced(name: str, peer_proc
     again = second.joined()
     third.start()
     assert third.joined() == again != first
-
-
-def test_a_process_that_waits_for_a_dying_owner_becomes_the_owner(name: str, peer_process: StartPeer) -> None:
-    owner, *waiting = (peer_process(name, 3) for _ in range(4))
-    owner.start()
-    first = owner.joined()
-    owner.stop()
-    for each in waiting:
-        each.start()
-    # Each waits for an answer now: its end of the connection is in the kernel's table beside the listener.
-    wait_until(lambda: Path("/proc/net/unix").read_text().count(f"@{address_of(name)}") >= 1 + len(waiting))
-    owner.kill()
-    identities = {each.joined() for each in waiting}
-    assert len(identities) == 1
-    assert first not in identities
 
 
 @pytest.mark.parametrize("complete", [True, False])

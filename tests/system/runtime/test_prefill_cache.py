@@ -70,13 +70,6 @@ def test_engine_that_is_killed_has_kept_its_speed(start: Start, monkeypatch: pyt
     monkeypatch.undo()
 
 
-def test_speed_that_is_set_is_neither_learned_nor_kept(start: Start) -> None:
-    fixed = start(prefill_tokens_per_s=1234)
-    learn(fixed)
-    assert speed(fixed) == 1234
-    assert PrefillCache(ONE, "GPU").recall() == []
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"samples": [[1, 2]]}', '{"samples": [["a", 1, 1]]}', "\xff"])
 def test_damaged_file_is_learned_anew(start: Start, text: str) -> None:
     path = PrefillCache(ONE, "GPU").path
