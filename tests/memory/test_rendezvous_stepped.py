@@ -19,6 +19,8 @@ from nixl_tiers.memory.rendezvous import OtherSizes
 from tests.support.times import PATIENCE_S
 
 GEOMETRY = Geometry(1, 4096)
+Pair = tuple[socket.socket, socket.socket]
+Ask = Callable[[], HostRegion | None]
 SIZES = module._Sizes(GEOMETRY.cells, GEOMETRY.cell_payload, GEOMETRY.sub_blocks, 4, 1, 2)
 
 
@@ -33,7 +35,7 @@ def region() -> Iterator[HostRegion]:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+def pair() -> Iterator[Pair]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.setblocking(False)
     with ours, theirs:
@@ -49,9 +51,7 @@ def answer_to(end: socket.socket) -> tuple[bytes, list[int]]:
 
 
 class TestTheOwner:
-    def test_hands_the_region_to_one_who_asks_for_the_same(
-        self, pair: tuple[socket.socket, socket.socket], region: HostRegion
-    ) -> None:
+    def test_hands_the_region_to_one_who_asks_for_the_same(self, pair: Pair, region: HostRegion) -> None:
         peer, end = pair
         end.send(request_of(SIZES))
         end.send(module._ACK)
@@ -61,7 +61,7 @@ class TestTheOwner:
             assert attached.identity == region.identity
 
     def test_hands_nothing_to_another_user(
-        self, pair: tuple[socket.socket, socket.socket], region: HostRegion, monkeypatch: pytest.MonkeyPatch
+        self, pair: Pair, region: HostRegion, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         peer, end = pair
         uid = os.geteuid()
@@ -73,7 +73,7 @@ class TestTheOwner:
 
     @pytest.mark.parametrize("said", [b"", b"nothing", request_of(SIZES._replace(rows=5)), request_of(SIZES)[:-1]])
     def test_tells_its_sizes_to_one_who_asks_for_something_else(
-        self, pair: tuple[socket.socket, socket.socket], region: HostRegion, said: bytes
+        self, pair: Pair, region: HostRegion, said: bytes
     ) -> None:
         peer, end = pair
         end.send(said)
@@ -81,9 +81,7 @@ class TestTheOwner:
         assert answer_to(end) == (request_of(SIZES), [])
 
     @pytest.mark.parametrize("said", [b"", b"had it"])
-    def test_does_not_count_one_that_has_not_confirmed(
-        self, pair: tuple[socket.socket, socket.socket], region: HostRegion, said: bytes
-    ) -> None:
+    def test_does_not_count_one_that_has_not_confirmed(self, pair: Pair, region: HostRegion, said: bytes) -> None:
         """It may be dead: another process takes its place."""
         peer, end = pair
         end.send(request_of(SIZES))
@@ -100,16 +98,12 @@ class Joined(socket.socket):
 
 class TestOneWhoJoins:
     @pytest.fixture
-    def ask(
-        self, pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
-    ) -> Callable[[], HostRegion | None]:
+    def ask(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Ask:
         end = Joined(fileno=pair[0].detach())
         monkeypatch.setattr(module.socket, "socket", lambda *_: end)
         return lambda: module._ask_owner("name", SIZES, time.monotonic() + 60.0)
 
-    def test_takes_the_region_and_confirms_it(
-        self, ask: Callable[[], HostRegion | None], pair: tuple[socket.socket, socket.socket], region: HostRegion
-    ) -> None:
+    def test_takes_the_region_and_confirms_it(self, ask: Ask, pair: Pair, region: HostRegion) -> None:
         socket.send_fds(pair[1], [request_of(SIZES)], [region.fd])
         with ask() as attached:  # type: ignore[union-attr]
             assert attached.identity == region.identity
@@ -117,8 +111,8 @@ class TestOneWhoJoins:
 
     def test_takes_none_of_another_user(
         self,
-        ask: Callable[[], HostRegion | None],
-        pair: tuple[socket.socket, socket.socket],
+        ask: Ask,
+        pair: Pair,
         region: HostRegion,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
@@ -129,9 +123,7 @@ class TestOneWhoJoins:
             ask()
         assert answer_to(pair[1]) == (b"", []), "it is asked for nothing"
 
-    def test_takes_none_that_is_not_what_was_announced(
-        self, ask: Callable[[], HostRegion | None], pair: tuple[socket.socket, socket.socket]
-    ) -> None:
+    def test_takes_none_that_is_not_what_was_announced(self, ask: Ask, pair: Pair) -> None:
         before = len(list(Path("/proc/self/fd").iterdir()))
         with HostRegion.create(GEOMETRY, 5) as other:
             socket.send_fds(pair[1], [request_of(SIZES)], [other.fd])
@@ -139,15 +131,11 @@ class TestOneWhoJoins:
                 ask()
         assert len(list(Path("/proc/self/fd").iterdir())) < before, "its descriptor and that of the socket are closed"
 
-    def test_says_what_differs(
-        self, ask: Callable[[], HostRegion | None], pair: tuple[socket.socket, socket.socket]
-    ) -> None:
+    def test_says_what_differs(self, ask: Ask, pair: Pair) -> None:
         pair[1].send(request_of(SIZES._replace(rows=5)))
         with pytest.raises(OtherSizes, match="with other sizes: rows is 4 here and 5 there"):
             ask()
 
-    def test_tries_again_if_the_owner_dies_meanwhile(
-        self, ask: Callable[[], HostRegion | None], pair: tuple[socket.socket, socket.socket]
-    ) -> None:
+    def test_tries_again_if_the_owner_dies_meanwhile(self, ask: Ask, pair: Pair) -> None:
         pair[1].close()
         assert ask() is None

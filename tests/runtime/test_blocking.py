@@ -165,18 +165,3 @@ def test_an_interrupt_is_deferred_to_a_point_and_a_second_one_is_not(monkeypatch
             signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), Interrupts():
         signal.raise_signal(signal.SIGINT)
-
-
-def test_a_handler_that_does_not_raise_interrupts_nothing(store: TieredStore) -> None:
-    heard: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-    rows = np.arange(4, dtype=np.uint8)[:, None].repeat(SIZE, 1)
-    keys = [b"%d" % n for n in range(4)]
-    out = np.zeros_like(rows)
-    line = 0
-    while len(heard) == line:
-        line += 1
-        at_line(line, lambda: (store.put(keys, rows), store.get(keys, out)))
-        assert np.array_equal(out, rows)
-        out[:] = 0
-    assert line > 50

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.base.chunk import PAGE, Geometry, pieces_of
+from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.base.policies import HugePages
 from nixl_tiers.memory import backing
 from nixl_tiers.memory import region as region_module
@@ -88,14 +88,16 @@ def test_each_rank_allocates_its_own_cells_and_maps_the_others(region: HostRegio
 class Locks:
     """What a rank page-locks, in order."""
 
-    def __init__(self, region: HostRegion, fails_at: int = ROWS) -> None:
-        self.region, self.fails_at = region, fails_at
+    def __init__(self, region: HostRegion, fails_at: int = ROWS, *, raises: bool = False) -> None:
+        self.region, self.fails_at, self.raises = region, fails_at, raises
         self.pieces: list[tuple[int, int]] = []
 
     def __call__(self, begin: int, end: int) -> bool:
         assert self.region.ranks.fewest_touched * 2 >= end, "others' cells would be placed by this lock"
         assert all(all(row) for row in cells_resident(self.region)[begin:end])
         self.pieces.append((begin, end))
+        if self.raises and begin >= self.fails_at:
+            raise RuntimeError("can't start new thread")
         return begin < self.fails_at
 
 
@@ -138,9 +140,10 @@ def test_drain_waits_for_the_piece_under_way() -> None:
         assert seen == ["locked", "asleep"]
 
 
-def test_a_rank_that_cannot_go_on_ends_the_rows_for_all(region: HostRegion) -> None:
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_rank_that_cannot_go_on_ends_the_rows_for_all(region: HostRegion, raises: bool) -> None:
     """Behind a lock that fails, nobody locks, allocates or waits for what no rank may use."""
-    locks = [Locks(region, fails_at=2), Locks(region)]
+    locks = [Locks(region, fails_at=2, raises=raises), Locks(region)]
     ranks = [Backing(region, rank) for rank in range(RANKS)]
     for rank, lock in zip(ranks, locks, strict=True):
         rank.go_on(lock)
@@ -164,21 +167,6 @@ def test_rows_that_are_not_locked_are_given_out_by_nobody_once_others_are(
     other.go_on(Locks(region))
     assert other.wait(120)
     assert region.ranks.ready_rows == 2
-
-
-def test_an_error_that_nobody_expects_ends_the_rows_and_no_other_rank_waits(
-    region: HostRegion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*_: object) -> bool:
-        raise RuntimeError("can't start new thread")
-
-    first, other = Backing(region, 0), Backing(region, 1)
-    first.go_on(broken)
-    other.go_on(Locks(region))
-    assert first.wait(120)
-    assert other.wait(120)
-    assert region.ranks.ready_rows == 0
-    assert "is not allocated any further" in caplog.text
 
 
 def test_without_memory_for_a_page_all_rows_are_used_as_they_come(
@@ -251,12 +239,6 @@ def test_spans_of_ranks_are_whole_pages_of_their_own(
                 assert cell == rank
         share = len(owner) * PAGE / region.nbytes
         assert share > (0.5 if huge else 0.97), "the rest is mapped by whoever comes"
-
-
-def test_pieces_end_on_rows() -> None:
-    assert pieces_of(10, 3, 10) == [(0, 3), (3, 6), (6, 9), (9, 10)]
-    assert pieces_of(2, 100, 10) == [(0, 1), (1, 2)], "never less than a row"
-    assert pieces_of(3, 1, 10) == [(0, 3)]
 
 
 def test_threads_that_touch_run_near_the_gpu(region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
