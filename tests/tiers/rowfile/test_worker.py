@@ -7,7 +7,6 @@ import os
 import select
 import shutil
 import stat
-import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -27,7 +26,6 @@ from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.rowfile.names import RowPath, TempNames
 from nixl_tiers.tiers.rowfile.worker import Moved, Place, Trouble, Worker
 from tests.mover.harness import NAMESPACE, key_of
-from tests.support.compiled import CSRC, sanitizer_flags
 from tests.support.hooked_files import build, installed
 
 GEOMETRY = Geometry(2, 66_000, 4)
@@ -252,11 +250,11 @@ def test_threads_that_hang_hold_up_neither_the_loop_nor_other_rows(rig: Rig) -> 
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        *((call, error) for call in ("openat", "pwrite") for error in (errno.ENOSPC, errno.EDQUOT, errno.EIO)),
-        *(("close", -error) for error in (errno.ENOSPC, errno.EDQUOT, errno.EIO)),
-        *(("renameat", error) for error in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EXDEV, errno.EIO)),
-        *(("openat", error) for error in (errno.EMFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE)),
-        ("pwrite", errno.EFBIG),
+        ("openat", errno.ENOSPC),
+        ("openat", errno.ESTALE),
+        ("pwrite", errno.EIO),
+        ("close", -errno.EDQUOT),
+        ("renameat", errno.EROFS),
         ("fstat", errno.EIO),
     ],
 )
@@ -434,7 +432,7 @@ def test_nothing_is_missing_where_the_path_itself_is_stale(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("call", ["openat", "pread", "fstat"])
-@pytest.mark.parametrize("error", [errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.ETIMEDOUT])
+@pytest.mark.parametrize("error", [errno.EIO, errno.EACCES])
 def test_row_that_cannot_be_read_has_failed_and_is_not_missing(rig: Rig, call: str, error: int) -> None:
     rig.store()
     rig.answer = first(error, call, ".row")
@@ -528,102 +526,3 @@ def test_what_is_no_row_is_replaced_or_stays(rig: Rig, damage: str) -> None:
     verdict = Trouble.NOT_MOVED if error else Verdict.OK
     assert rig.store(keep=True)[:2] == (verdict, error)
     assert rig.load().verdict is (Trouble.FOREIGN if error else Verdict.OK)
-
-
-# --- planted bugs -----------------------------------------------------------------------------------------------------
-
-BUGS: dict[str, tuple[dict[str, str], Callable[[Rig, Path], object]]] = {
-    "error of close is lost": (
-        {"if (close(fd) && !error)": "if (close(fd) && 0)"},
-        lambda rig, _: test_store_that_fails_leaves_the_row_as_it_was(rig, "close", -errno.ENOSPC, replaced=False),
-    ),
-    "name of a row is opened to write": (
-        {"int error = renameat(": "close(openat(fanout, name, O_WRONLY | O_CREAT, 0600)); int error = renameat("},
-        lambda rig, _: test_name_of_a_row_is_only_read_and_gets_a_file_that_is_whole_and_closed(rig),
-    ),
-    "file is renamed before it is whole": (
-        {"if (got <= 0)\n            return got ? errno : EIO;": "if (got <= 0)\n            return 0;"},
-        lambda rig, _: test_store_that_fails_leaves_the_row_as_it_was(rig, "pwrite", errno.EIO, replaced=True),
-    ),
-    "unfinished file stays": (
-        {"if (error && error != EEXIST)": "if (0)"},
-        lambda rig, _: test_store_that_fails_leaves_the_row_as_it_was(rig, "pwrite", errno.EIO, replaced=False),
-    ),
-    "directory that has gone ends a store": (
-        {"continue; /* it is a directory": "return error; /* it is a directory"},
-        lambda rig, _: test_directories_that_others_remove_meanwhile_are_made_again(rig, "renameat", ""),
-    ),
-    "links are followed": (
-        {"BENEATH_NO_SYMLINKS = 0x08 | 0x04": "BENEATH_NO_SYMLINKS = 0"},
-        lambda rig, path: test_directory_that_may_be_foreign_is_neither_written_nor_read(
-            rig, path, PATH.namespace, "link"
-        ),
-    ),
-    "open directories are used": (
-        {"|| status.st_mode & (S_IWGRP | S_IWOTH)": ""},
-        lambda rig, path: test_directory_that_may_be_foreign_is_neither_written_nor_read(
-            rig, path, PATH.fanout, "open to all"
-        ),
-    ),
-    "what is no file is read": (
-        {"if (!S_ISREG(status.st_mode) || status.st_uid != order->uid)": "if (0)"},
-        test_what_is_no_file_of_this_user_is_a_miss_and_stays,
-    ),
-    "error is a miss": (
-        {"return error == ENOENT ||": "return error == ENOENT || error == EIO ||"},
-        lambda rig, _: test_row_that_cannot_be_read_has_failed_and_is_not_missing(rig, "pread", errno.EIO),
-    ),
-    "path that is stale is a miss": (
-        {"error == ESTALE && !fstat(order->base, &status)": "error == ESTALE"},
-        lambda rig, _: test_nothing_is_missing_where_the_path_itself_is_stale(rig),
-    ),
-    "rest of a file that was cut is taken for read": (
-        {"return got ? not_there(order, result, errno) : CUT;": "break;"},
-        lambda rig, _: test_file_that_is_cut_while_it_is_read_is_no_row(rig, 0),
-    ),
-    "row is read into the region": (
-        {"AGAIN(got, pread(fd, thread->buffer + done,": "AGAIN(got, pread(fd, thread->worker->region + done,"},
-        lambda rig, _: test_row_that_cannot_be_read_leaves_the_region_alone(rig),
-    ),
-    "seal is not looked at": (
-        {
-            "int64_t sealed_s = (int64_t)head": "verdict = V_OK;\n    int64_t sealed_s = (int64_t)head",
-        },
-        lambda rig, _: test_verdicts_are_those_of_python(rig, 66_001),
-    ),
-}
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_bugs_planted_in_the_c_are_caught(tmp_path: Path, bug: str) -> None:
-    replaced, check = BUGS[bug]
-    made: list[Rig] = []
-    with installed(build(tmp_path / "built", replaced), lambda *call: made[0].hook(*call) if made else 0):
-        made.append(Rig(tmp_path / "kv"))
-        try:
-            with pytest.raises((AssertionError, StopIteration)):
-                check(made[0], tmp_path)
-        finally:
-            made[0].answer = lambda *_: 0
-            made[0].close()
-
-
-# --- sanitizers -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
-def test_threads_move_random_units_under_sanitizers(sanitizers: str, tmp_path: Path) -> None:
-    compiler, program = shutil.which("gcc"), tmp_path / "driver"
-    if compiler is None:
-        pytest.skip("no gcc here")
-    flags = [*sanitizer_flags(compiler, tmp_path, sanitizers), "-std=c11", "-D_GNU_SOURCE", f"-I{CSRC}"]
-    source = Path(__file__).with_name("worker_driver.c")
-    warnings = ["-Wall", "-Wextra", "-Werror"]
-    subprocess.run([compiler, *flags, *warnings, "-o", program, source, "-lpthread"], check=True)
-    for seed in ("1", "2"):
-        folder = tmp_path / seed
-        folder.mkdir(mode=0o700)
-        ended = subprocess.run([program, folder, seed], check=False, capture_output=True, text=True)
-        if "unexpected memory mapping" in ended.stderr:
-            pytest.skip("ThreadSanitizer does not know this kernel's layout of addresses")
-        assert ended.stdout == "done\n", ended.stderr[-3000:]
