@@ -28,7 +28,6 @@ LONG: Final = (
     "tests/system/vllm/test_kv_bytes.py",
     "tests/system/tiers/rowfile/test_shared.py",
     "tests/system/integration/test_exits.py",
-    "tests/system/tiers/rowfile/test_quota.py",
     "tests/system/tiers/gds/test_conformance.py",
     "tests/system/core/test_order.py",
     "tests/system/tiers/rowfile/test_conformance.py",

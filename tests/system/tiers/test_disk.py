@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
@@ -101,39 +100,6 @@ def test_tier_without_its_mount_is_down_and_writes_nothing(
                 each.open(NAMESPACE, 0)
                 serves(each, region)
                 each.close()
-
-
-def test_mount_without_a_rename_is_down_and_says_so(
-    tmp_path: Path, region: HostRegion, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a bucket that is mounted: it would be up, and keep nothing."""
-    rename = os.rename
-
-    def refused(name: str, *others: str, **folders: int) -> None:
-        if name.startswith("probe-"):
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-        rename(name, *others, **folders)
-
-    tier = make_tier(layout, tmp_path / "kv", region)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", refused)
-        assert down(tier).endswith("does not work as a disk: no file can be renamed (Function not implemented)")
-    tier.open(NAMESPACE, 0)
-    serves(tier, region)
-    tier.close()
-
-
-def test_capacity_beyond_the_file_system_is_logged(
-    tmp_path: Path, region: HostRegion, layout: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with tmpfs(tmp_path, "64m"):
-        for capacity in (32 << 20, 65 << 20):
-            tier = make_tier(layout, tmp_path / "kv", region, capacity, require_mount=True)
-            tier.open(NAMESPACE, 0)
-            tier.open(NAMESPACE, 1)
-            tier.close()
-    warnings = [record.message for record in caplog.records if "capacity" in record.message]
-    assert warnings == [f"capacity: 65 MiB is more than the file system at {tmp_path / 'kv'} has (64 MiB)"]
 
 
 def test_below_min_free_row_files_are_only_replaced(tmp_path: Path) -> None:

@@ -129,15 +129,6 @@ def _delete(home: Path, pattern: str) -> None:
         path.unlink()
 
 
-def test_deleted_row_files_are_misses_and_the_tier_stays_up(tmp_path: Path) -> None:
-    with stored(mover_on(tmp_path, "files")) as mover:
-        shutil.rmtree(tmp_path / NAMESPACE.hex())
-        shutil.rmtree(tmp_path / ".incoming")
-        assert set(mover.load(range(ROWS))) == {Outcome.MISSING}
-        assert set(mover.store(range(ROWS))) == {Outcome.OK}
-        assert set(mover.load(range(ROWS))) == {Outcome.OK}
-
-
 def test_journal_damaged_while_open_costs_no_row(tmp_path: Path) -> None:
     journal = shard_dir(tmp_path) / "manifest.journal"
     with stored(mover_on(tmp_path), ROWS // 2) as mover:

@@ -14,7 +14,7 @@ import pytest
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.mover.protocol import Down, Opened
 from nixl_tiers.tiers.base import GONE
-from tests.mover.harness import MoverProcess, wait_until
+from tests.mover.harness import MoverProcess
 from tests.support.disks import Ext4, ext4, run, tmpfs
 from tests.support.file_tier import LAYOUTS
 from tests.system.tiers.test_file_faults import ROWS, mover_on, stored
@@ -112,17 +112,3 @@ def test_nothing_is_made_below_a_mount_that_has_gone(tmp_path: Path, layout: str
         else:
             assert mover.there(range(ROWS)) == []
         assert set(mover.store(range(ROWS))) == {Outcome.OK}
-
-
-def test_stores_work_again_after_a_read_only_remount(tmp_path: Path) -> None:
-    """Only with row files: a disk with files open for writing, as slabs are, cannot be remounted."""
-    with tmpfs(tmp_path, "64m") as disk, stored(mover_on(disk, "files")) as mover:
-        assert wait_until(lambda: run("mount", "-o", "remount,ro", disk))
-        for first in range(100, 100 + 4 * ROWS, ROWS):
-            assert set(mover.store(range(first, first + ROWS))) == {Outcome.FAILED}
-            assert set(mover.load(range(ROWS))) == {Outcome.OK}
-        assert run("mount", "-o", "remount,rw", disk)
-        assert wait_until(lambda: set(mover.store(range(100, 100 + ROWS))) == {Outcome.OK})
-        assert set(mover.load(range(100, 100 + ROWS))) == {Outcome.OK}
-        mover.stop()
-        assert mover.log().count(READ_ONLY) == 1

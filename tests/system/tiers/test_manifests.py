@@ -7,10 +7,8 @@ import os
 import stat
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,10 +16,8 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.manifest import MANIFEST_NAME, Description, Manifest
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers import manifests
-from nixl_tiers.tiers.manifests import ManifestKeeper
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.slab.parts import ShardDir
-from nixl_tiers.tiers.slab.shard import ShardManifests
 from tests.support.disks import assert_never_exceeds
 from tests.support.times import changed
 from tests.system.tiers.file_tiers import Clock, FileTier, load, make_tier, run_until, store
@@ -39,22 +35,6 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests, "RETRY_S", 0.01)
     monkeypatch.setattr(manifests, "CLOSE_S", 120.0)
     monkeypatch.setattr(manifests, "CHECK_S", 0.01)
-
-
-@pytest.fixture
-def judged(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Grows each time that a tier has written its manifest."""
-    found: list[bool] = []
-    step = ManifestKeeper.step
-
-    def judge(self: ManifestKeeper, *given: Any) -> float | None:
-        pause_s = step(self, *given)
-        if pause_s is None:
-            found.append(True)
-        return pause_s
-
-    monkeypatch.setattr(ManifestKeeper, "step", judge)
-    return found
 
 
 def start(layout: str, path: Path, region: HostRegion, clock: Clock | None = None, **fields: object) -> FileTier:
@@ -98,107 +78,6 @@ def test_manifest_is_written_beside_rows_for_its_owner_only(layout: str, tmp_pat
 
 
 @LAYOUTS
-def test_manifest_of_an_engine_that_ran_for_seconds_is_written_at_close(
-    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was not written at open: there were no rows, or no room."""
-    monkeypatch.setattr(manifests, "CHECK_S", 1e6)
-    monkeypatch.setattr(manifests, "RETRY_S", 1e6)
-    refused: list[bool] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(ShardManifests, "write", lambda *_: bool(refused.append(True)))
-        tier, about = start(layout, tmp_path, region), manifest_path(layout, tmp_path)
-        assert store(tier, region, range(3)) == [OK] * 3
-        run_until(tier, lambda: bool(refused) or layout == "files")
-    assert not about.exists()
-    tier.close()
-    found = read(about)
-    assert found is not None
-    assert found.description == ABOUT
-    again = start(layout, tmp_path, region)  # nothing was left locked
-    assert load(again, region, range(3)) == [OK] * 3
-    again.close()
-
-
-@LAYOUTS
-def test_medium_that_hangs_does_not_hang_the_close(
-    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(manifests, "CLOSE_S", 0.05)
-    hangs, goes_on = threading.Event(), threading.Event()
-
-    def hang(*_: object) -> None:
-        hangs.set()
-        goes_on.wait(300)
-
-    monkeypatch.setattr(manifests, "renewed", hang)
-    tier = start(layout, tmp_path, region)
-    assert store(tier, region, range(3)) == [OK] * 3
-    closing = threading.Thread(target=tier.close, daemon=True)
-    closing.start()
-    try:
-        assert hangs.wait(300)
-        closing.join(300)
-        assert not closing.is_alive()
-    finally:
-        goes_on.set()
-    assert read(manifest_path(layout, tmp_path)) is None
-
-
-@LAYOUTS
-def test_last_use_is_written_at_start_and_close(
-    layout: str, tmp_path: Path, region: HostRegion, judged: list[bool]
-) -> None:
-    clock = Clock()
-    about, began = manifest_path(layout, tmp_path), int(clock.now)
-
-    def last_use() -> float:
-        found = read(about)
-        assert found is not None
-        assert found.created == began
-        return found.last_used - began
-
-    tier = start(layout, tmp_path, region, clock)
-    store(tier, region, range(1))
-    run_until(tier, lambda: bool(judged))
-    assert last_use() == 0
-    clock.now += 7200
-    tier.close()
-    assert len(judged) == 2
-    assert last_use() == 7200
-
-
-@LAYOUTS
-@pytest.mark.parametrize("content", [b"", b"{", b"\0" * 70_000, b'{"format": 1, "namespace": 7}'])
-def test_damaged_manifest_is_replaced_and_the_rows_stay(
-    layout: str, content: bytes, tmp_path: Path, region: HostRegion
-) -> None:
-    about = manifest_path(layout, tmp_path)
-    tier = start(layout, tmp_path, region)
-    store(tier, region, range(3))
-    run_until(tier, about.exists)
-    tier.close()
-    about.write_bytes(content)
-    tier = start(layout, tmp_path, region)
-    run_until(tier, lambda: read(about) is not None)
-    assert load(tier, region, range(3)) == [OK] * 3
-    tier.close()
-
-
-@LAYOUTS
-def test_deleted_manifest_is_no_fault(layout: str, tmp_path: Path, region: HostRegion) -> None:
-    tier, about = start(layout, tmp_path, region), manifest_path(layout, tmp_path)
-    store(tier, region, range(3))
-    run_until(tier, about.exists)
-    about.unlink()
-    for _ in range(20):  # each a health check
-        tier.poll()
-        time.sleep(0.02)
-    assert load(tier, region, range(3)) == [OK] * 3
-    tier.close()
-
-
-@LAYOUTS
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_tier_works_where_no_manifest_can_be_written(
     layout: str, error: int, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
@@ -219,24 +98,6 @@ def test_tier_works_where_no_manifest_can_be_written(
     assert store(tier, region, range(3, 6)) == [OK] * 3
     assert not manifest_path(layout, tmp_path).exists()
     tier.close()
-
-
-def test_reader_writes_no_manifest(tmp_path: Path, region: HostRegion) -> None:
-    tier = make_tier("files", tmp_path, region, times=SOON)
-    tier.open(NAMESPACE, 0)
-    for batch in tier.list_rows():
-        time.sleep(0.0 if batch else 0.001)
-    store(tier, region, range(3))
-    tier.close()
-    tier = start("files", tmp_path, region, write="off")
-    for _ in range(20):
-        tier.poll()
-        for _ in tier.maintain():
-            time.sleep(0.001)
-        time.sleep(0.02)
-    assert load(tier, region, range(3)) == [OK] * 3
-    tier.close()
-    assert not manifest_path("files", tmp_path).exists()
 
 
 @LAYOUTS
@@ -287,19 +148,3 @@ def test_kill_while_a_manifest_is_written_leaves_the_old_one(layout: str, tmp_pa
     assert load(tier, region, range(3)) == [OK] * 3
     tier.close()
     assert not list(tmp_path.rglob("*.new"))
-
-
-def test_manifest_of_a_namespace_without_rows_goes_with_its_last_row(tmp_path: Path, region: HostRegion) -> None:
-    """Of row files: else each reset would leave one behind for ever."""
-    tier = start("files", tmp_path, region, capacity=2 << 20)
-    store(tier, region, range(8))
-    run_until(tier, manifest_path("files", tmp_path).exists)
-    tier.close()
-    other = make_tier("files", tmp_path, region, capacity=2 << 20)
-    other.open(bytes(16), 0)
-    for batch in other.list_rows():
-        time.sleep(0.0 if batch else 0.001)
-    for first in range(0, 64, 16):
-        store(other, region, range(first, first + 16))
-    other.close()
-    assert not (tmp_path / NAMESPACE.hex()).exists()

@@ -41,12 +41,6 @@ def layout(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel gives the region no huge pages, whatever this machine is set to."""
-    monkeypatch.setattr(module, "advice", lambda: "write `advise`")
-
-
-@pytest.fixture
 def tier(layout: str, tmp_path: Path, region: HostRegion) -> Iterator[SlabTier]:
     tier = slab_tier(layout, tmp_path / "kv", region, staged=True)
     serve(tier)
@@ -169,20 +163,6 @@ def test_rows_are_hashed_in_the_pass_that_copies_them(
     assert passes == [(False, True)] * ROWS * GEOMETRY.cells
 
 
-def test_sealed_rows_are_stored_unchanged(tier: SlabTier, region: HostRegion) -> None:
-    """Rows that came from another tier are written as they are."""
-    sealer = Sealer(GEOMETRY, NAMESPACE, 0)
-    for row in range(ROWS):
-        region.rows_view[row] = payload(row, GEOMETRY)
-        sealer.seal(region.rows_view[row], key_of(row), present=1, sealed_at=1_900_000_000)
-    before = region.rows_view.copy()
-    moves = [Move(row, row, key_of(row)) for row in range(ROWS)]
-    assert set(outcomes(tier, tier.store(moves))[0]) == {Outcome.OK}
-    region.rows_view[:] = 0
-    assert set(outcomes(tier, tier.load(moves))[0]) == {Outcome.OK}
-    assert np.array_equal(region.rows_view, before)
-
-
 def test_failed_transfers_are_tried_alone_and_give_their_places_back(
     tier: SlabTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,20 +221,6 @@ def test_units_wait_for_room_in_the_buffer(
     assert set(load(tier, region, range(ROWS // 2))) == {Outcome.OK}
     assert 2 <= most <= 3
     assert not in_use(tier)
-    tier.close()
-
-
-@pytest.mark.usefixtures("small_pages")
-def test_rows_are_staged_where_pages_are_small(
-    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = slab_tier(layout, tmp_path / "kv", region)
-    serve(tier)
-    assert tier.staged == (True, True)
-    outside = transfers_of(tier, region, monkeypatch)
-    assert store(tier, region, [0]) == [Outcome.OK]
-    assert load(tier, region, [0]) == [Outcome.OK]
-    assert outside == [True, True]
     tier.close()
 
 

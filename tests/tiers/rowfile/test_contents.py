@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -342,3 +343,14 @@ def test_directory_of_unfinished_files_is_made_again(
     contents.server_s()
     assert contents.sweep().nbytes == 0
     assert (tmp_path / INCOMING).is_dir()
+
+
+@pytest.mark.parametrize("ahead_s", [86_400.0, -86_400.0])
+def test_time_is_the_servers_whatever_this_machine_says(
+    directory: RowDirectory, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    real_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: real_s + ahead_s)
+    directory.server_time._read = None
+    directory.refresh_time()
+    assert abs(directory.server_time.now_s() - real_s) < 600

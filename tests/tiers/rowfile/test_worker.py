@@ -158,6 +158,7 @@ def test_rows_are_stored_and_loaded_as_python_seals_them(rig: Rig) -> None:
         file = rig.path / path.namespace / path.fanout / path.name
         assert file.read_bytes() == row.tobytes()
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert [stat.S_IMODE(parent.stat().st_mode) for parent in (file.parent, file.parents[1])] == [0o700] * 2
     rig.region.rows_view[:] = 0xEE
     loaded = rig.begin(moves, write=False)()
     assert [(each.verdict, each.sealed_at) for each in loaded] == [(Verdict.OK, NOW)] * ROWS
