@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Heartbeat
 from nixl_tiers.tiers.base import TierDown
-from nixl_tiers.tiers.disk import FreeSpace
 from tests.mover.harness import NAMESPACE, MoverProcess, wait_until
 from tests.support.disks import assert_never_exceeds, run, tmpfs, volume_bytes
 from tests.support.file_tier import files_tier
@@ -29,33 +27,6 @@ def down(tier: FileTier) -> str:
     with pytest.raises(TierDown) as error:
         tier.open(NAMESPACE, 0)
     return str(error.value)
-
-
-def test_free_space_is_asked_for_once_a_second_and_counted_down_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    status = os.statvfs(tmp_path)
-    free_bytes = status.f_bavail * status.f_frsize
-    asked: list[object] = []
-
-    def statvfs(path: object) -> os.statvfs_result:
-        asked.append(path)
-        return status
-
-    monkeypatch.setattr(os, "statvfs", statvfs)
-    now = [100.0]
-    free = FreeSpace(tmp_path, free_bytes - 1000, clock=lambda: now[0])
-    assert [bool(free.lacks(nbytes)) for nbytes in (400, 600, 1, 0)] == [False, False, True, False]
-    assert len(asked) == 1
-    assert free.lacks(1) == free.problem
-    assert f"{tmp_path} is full: min_free keeps" in free.problem
-    now[0] += 1
-    assert not free.lacks(1000)
-    assert not free.problem
-    assert len(asked) == 2
-    free.measure_again()
-    assert not free.lacks(1000)
-    assert len(asked) == 3
 
 
 @pytest.mark.parametrize("linked", [False, True])
@@ -94,9 +65,9 @@ def test_tier_without_its_mount_is_down_and_writes_nothing(
         assert down(again) == wanted
         assert list(place.iterdir()) == []
         with tmpfs(place, "64m"):
+            if linked:
+                (place / "deep" / "kv").mkdir(parents=True, exist_ok=True)
             for each in (tier, again):
-                if linked:
-                    (place / "deep" / "kv").mkdir(parents=True, exist_ok=True)
                 each.open(NAMESPACE, 0)
                 serves(each, region)
                 each.close()

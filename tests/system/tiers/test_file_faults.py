@@ -1,11 +1,14 @@
-"""Files and directories removed or damaged under a running file tier: it goes down once, and comes up with the rest."""
+"""Directories and real file systems that fail under a running file tier: it goes down once, and comes up with the rest."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import resource
 import shutil
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,12 +16,14 @@ import pytest
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.mover.protocol import Down, Heartbeat, Open, Opened, Refused
 from tests.mover.harness import NAMESPACE, MoverProcess, shard_dir, wait_until
-from tests.support.disks import disk_bytes
+from tests.support.disks import Ext4, disk_bytes, ext4
 from tests.support.file_tier import LAYOUTS
 
 GEOMETRY = Geometry(1, 120_000)
 CAPACITY = 24 << 20
 ROWS = 24
+EXT4_SHUTDOWN = 0x8004587D
+READ_ONLY = os.strerror(errno.EROFS)
 
 
 @pytest.fixture(params=list(LAYOUTS))
@@ -79,72 +84,6 @@ def _root(place: Path, layout: str) -> Path:
     return place if layout == "files" else shard_dir(place).parent
 
 
-def test_tier_is_down_until_a_missing_parent_is_back(tmp_path: Path, layout: str) -> None:
-    parent = tmp_path / "disk"
-    parent.mkdir()
-    with stored(mover_on(parent / "kv", layout)) as mover:
-        parent.rename(tmp_path / "elsewhere")
-        reasons = {mover.expect(lambda m: isinstance(m, Down)).reason for _ in range(2)}  # type: ignore[union-attr]
-        assert any("deleted" in reason for reason in reasons)
-        assert set(mover.store(range(ROWS))) == {Outcome.FAILED}
-        (tmp_path / "elsewhere").rename(parent)
-        mover.expect(lambda m: isinstance(m, Opened))
-        assert rows_of(mover, layout) == ROWS
-        assert set(mover.load(range(ROWS))) == {Outcome.OK}
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], object], str, bool]] = {
-    "slab deleted": (lambda home: (home / "slab-00000.kv").unlink(), "slab-00000.kv has been deleted", False),
-    "slab replaced": (lambda home: _copy_over(home / "slab-00000.kv"), "slab-00000.kv has been replaced", True),
-    "journal deleted": (lambda home: _delete(home, "manifest.*"), "manifest.journal has been deleted", True),
-    "lock deleted": (lambda home: _delete(home.parent, ".lock"), ".lock has been deleted", True),
-    "description deleted": (lambda home: _delete(home, "namespace.json"), "namespace.json has been deleted", True),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_remaining_rows_of_a_damaged_shard_are_hits(tmp_path: Path, damage: str) -> None:
-    destroy, reason, survive = DAMAGES[damage]
-    with stored(mover_on(tmp_path)) as mover:
-        destroy(shard_dir(tmp_path))
-        assert down_and_up(mover).endswith(reason)
-        assert set(mover.load(range(ROWS))) == {Outcome.OK if survive else Outcome.MISSING}
-        assert set(mover.store(range(ROWS))) == {Outcome.OK}
-        assert set(mover.load(range(ROWS))) == {Outcome.OK}
-        mover.stop()
-    with mover_on(tmp_path) as mover:
-        mover.open()
-        assert len(mover.listed_rows()) == ROWS
-        assert set(mover.load(range(ROWS))) == {Outcome.OK}
-
-
-def _copy_over(path: Path) -> None:
-    fresh = path.with_suffix(".copy")
-    shutil.copy(path, fresh)
-    fresh.rename(path)
-
-
-def _delete(home: Path, pattern: str) -> None:
-    for path in home.glob(pattern):
-        path.unlink()
-
-
-def test_journal_damaged_while_open_costs_no_row(tmp_path: Path) -> None:
-    journal = shard_dir(tmp_path) / "manifest.journal"
-    with stored(mover_on(tmp_path), ROWS // 2) as mover:
-        with journal.open("r+b") as file:
-            file.write(os.urandom(os.fstat(file.fileno()).st_size))
-        for start in range(ROWS // 2, ROWS, 2):
-            assert set(mover.store(range(start, start + 2))) == {Outcome.OK}
-            assert set(mover.load(range(ROWS // 2))) == {Outcome.OK}
-        mover.stop()
-        assert lines(mover, "is damaged") <= 1
-    with mover_on(tmp_path) as mover:
-        mover.open()
-        assert len(mover.listed_rows()) == ROWS
-        assert set(mover.load(range(ROWS))) == {Outcome.OK}
-
-
 def test_file_size_limit_fails_only_stores(tmp_path: Path, layout: str) -> None:
     with stored(mover_on(tmp_path, layout), ROWS // 2) as mover:
         pid, most = mover.process.pid, GEOMETRY.row_bytes // 2
@@ -179,3 +118,72 @@ def test_directory_of_the_other_layout_is_refused(tmp_path: Path, there: str) ->
     with mover_on(tmp_path, there) as mover:
         mover.open()
         assert rows_of(mover, there) == ROWS
+
+
+# --- file systems, where they may be mounted ---
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Ext4]:
+    with ext4(tmp_path) as disk:
+        yield disk
+
+
+def served_again(mover: MoverProcess, layout: str) -> None:
+    """The tier is up again with all its rows."""
+    mover.expect(lambda m: isinstance(m, Opened))
+    if layout == "slabs":
+        assert len(mover.listed_rows()) == ROWS
+    else:
+        assert mover.there(range(2 * ROWS)) == [*range(ROWS)]
+    assert set(mover.load(range(ROWS))) == {Outcome.OK}
+    assert set(mover.store(range(ROWS))) == {Outcome.OK if layout == "slabs" else Outcome.FOUND}
+
+
+def test_failed_disk_is_served_again_after_a_remount(disk: Ext4, layout: str) -> None:
+    """A real file system is shut down: every access fails with EIO."""
+    path = disk.place / "kv"
+    path.mkdir()
+    with stored(mover_on(path, layout)) as mover:
+        os.sync()
+        handle = os.open(disk.place, os.O_RDONLY)
+        try:
+            fcntl.ioctl(handle, EXT4_SHUTDOWN, struct.pack("I", 0))
+        except OSError:
+            pytest.skip("needs a file system that can be shut down")
+        finally:
+            os.close(handle)
+        for _ in range(3):
+            assert set(mover.store(range(ROWS))) == {Outcome.FAILED}
+            assert set(mover.load(range(ROWS))) <= {Outcome.OK, Outcome.FAILED}
+        assert disk.unmount()
+        mover.expect(lambda m: isinstance(m, Down) and "not mounted" in m.reason)
+        assert list(disk.place.iterdir()) == []  # and it does not fill the disk below the mount point
+        disk.remount()
+        served_again(mover, layout)
+        mover.stop()
+        log = mover.log()
+        assert len(log.splitlines()) < 12, log
+
+
+def test_disk_remounted_read_only_by_the_kernel_still_serves_loads(disk: Ext4, layout: str) -> None:
+    """As it does after an error: writes to open files fail too."""
+    path = disk.place / "kv"
+    path.mkdir()
+    with stored(mover_on(path, layout)) as mover:
+        os.sync()
+        disk.make_read_only()
+        refused = Outcome.NO_SPACE if layout == "slabs" else Outcome.FAILED  # no slab grows, which is no failed write
+        for first in range(100, 100 + 4 * ROWS, ROWS):
+            assert set(mover.store(range(first, first + ROWS), range(ROWS, 2 * ROWS))) == {refused}
+            assert set(mover.load(range(ROWS))) == {Outcome.OK}
+        assert disk.unmount()
+        mover.expect(lambda m: isinstance(m, Down) and "not mounted" in m.reason)
+        disk.remount()
+        served_again(mover, layout)
+        mover.stop()
+        log = mover.log()
+        lines = [line for line in log.splitlines() if READ_ONLY in line]
+        assert lines, log
+        assert len(lines) == len(set(lines)), log
+        assert len(log.splitlines()) < 12, log

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import stat
 import subprocess
 import sys
@@ -16,8 +14,6 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.manifest import MANIFEST_NAME, Description, Manifest
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers import manifests
-from nixl_tiers.tiers.rowfile.directory import RowDirectory
-from nixl_tiers.tiers.slab.parts import ShardDir
 from tests.support.disks import assert_never_exceeds
 from tests.support.times import changed
 from tests.system.tiers.file_tiers import Clock, FileTier, load, make_tier, run_until, store
@@ -75,29 +71,6 @@ def test_manifest_is_written_beside_rows_for_its_owner_only(layout: str, tmp_pat
     tier.close()
     assert not list(tmp_path.rglob("*.new"))
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-@LAYOUTS
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_tier_works_where_no_manifest_can_be_written(
-    layout: str, error: int, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attempts = []
-
-    def fail(*_: object) -> None:
-        attempts.append(1)
-        raise OSError(error, os.strerror(error), MANIFEST_NAME)
-
-    monkeypatch.setattr(RowDirectory, "write_manifest", fail)
-    write = ShardDir.write
-    monkeypatch.setattr(ShardDir, "write", lambda *a: fail() if a[1] == MANIFEST_NAME else write(*a))
-    tier = start(layout, tmp_path, region)
-    assert store(tier, region, range(3)) == [OK] * 3
-    run_until(tier, lambda: len(attempts) > 2)
-    assert load(tier, region, range(3)) == [OK] * 3
-    assert store(tier, region, range(3, 6)) == [OK] * 3
-    assert not manifest_path(layout, tmp_path).exists()
-    tier.close()
 
 
 @LAYOUTS

@@ -6,33 +6,23 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from nixl_tiers.base.chunk import Outcome
-from nixl_tiers.memory import seal
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.seal import Sealer, Verdict, hash_copy
-from nixl_tiers.store import open_with
+from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers import staging as module
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.move_queue import Steps
-from nixl_tiers.tiers.nixl_agent import Agent, Span, Transfer, TransferState
+from nixl_tiers.tiers.nixl_agent import Agent, Transfer, TransferState
 from nixl_tiers.tiers.slab.tier import SlabTier
 from nixl_tiers.tiers.slab.transfers import NixlTransfers, WorkerTransfers
 from nixl_tiers.tiers.slab.worker import Moved, Worker
-from nixl_tiers.tiers.staging import DirectRows
-from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
-from tests.support.file_tier import file_tier
-from tests.support.load import get, put
-from tests.support.pages import mapped
-from tests.support.times import changed
+from tests.mover.harness import NAMESPACE, key_of, wait_until
 from tests.system.tiers.file_tiers import GEOMETRY, ROWS, load, make_tier, outcomes, store
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 @pytest.fixture(params=["slabs", "slabs by NIXL"])
@@ -76,29 +66,6 @@ def agent_of(tier: SlabTier) -> Agent:
     return tier._transfers.agent
 
 
-def transfers_of(tier: SlabTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each transfer from here on, whether it leaves the region alone."""
-    outside: list[bool] = []
-    if (worker := worker_of(tier)) is not None:
-        move = worker.move
-
-        def noted(moves: Any, rows: DirectRows, *more: Any, **options: Any) -> Any:
-            outside.append(rows.staged)
-            return move(moves, rows, *more, **options)
-
-        monkeypatch.setattr(worker, "move", noted)
-        return outside
-    for name in ("read", "write"):
-        begin = getattr(agent_of(tier), name)
-
-        def checked(spans: Sequence[Span], begin: Any = begin) -> Transfer:
-            outside.append(all(not region.address <= address < region.address + region.nbytes for address, *_ in spans))
-            return begin(spans)  # type: ignore[no-any-return]
-
-        monkeypatch.setattr(agent_of(tier), name, checked)
-    return outside
-
-
 def fail_transfers(tier: SlabTier, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if (worker := worker_of(tier)) is not None:
 
@@ -115,6 +82,7 @@ def test_rows_are_the_same_as_without(tier: SlabTier, layout: str, tmp_path: Pat
     assert tier.staged == (True, True)
     assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
     assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
+    assert not in_use(tier)
     staged = region.rows_view.copy()
     sealer = Sealer(GEOMETRY, NAMESPACE, 0)
     assert all(sealer.verify(staged[row], key_of(row)) is Verdict.OK for row in range(ROWS))
@@ -125,42 +93,6 @@ def test_rows_are_the_same_as_without(tier: SlabTier, layout: str, tmp_path: Pat
     assert set(load(direct, region, range(ROWS))) == {Outcome.OK}
     assert np.array_equal(region.rows_view, staged)
     direct.close()
-
-
-def test_memory_for_the_first_loads_is_there_when_the_tier_is_open(tier: SlabTier) -> None:
-    loads, stores = tier._staging.loads._buffer, tier._staging.stores._buffer
-    assert loads is not None
-    assert stores is not None
-    assert all(mapped(loads.address, loads.rows.nbytes))
-    assert not any(mapped(stores.address, stores.rows.nbytes)), "no request waits for stores"
-
-
-def test_transfers_leave_the_region_alone(tier: SlabTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
-    outside = transfers_of(tier, region, monkeypatch)
-    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
-    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
-    assert set(outside) == {True}
-    assert not in_use(tier)
-
-
-def test_rows_are_hashed_in_the_pass_that_copies_them(
-    tier: SlabTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if worker_of(tier) is not None:
-        pytest.skip("the native worker has no other way")
-    passes: list[tuple[bool, bool]] = []  # whether it reads the region, and writes it
-
-    def noted(target: NDArray[np.uint8], source: NDArray[np.uint8], piece_bytes: int) -> bytes:
-        passes.append((np.may_share_memory(source, region.rows_view), np.may_share_memory(target, region.rows_view)))
-        return hash_copy(target, source, piece_bytes)
-
-    monkeypatch.setattr(seal, "hash_copy", noted)
-    monkeypatch.setattr(seal, "cell_digest", lambda *_: pytest.fail("a pass that only hashes"))
-    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
-    assert passes == [(True, False)] * ROWS * GEOMETRY.cells
-    passes.clear()
-    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
-    assert passes == [(False, True)] * ROWS * GEOMETRY.cells
 
 
 def test_failed_transfers_are_tried_alone_and_give_their_places_back(
@@ -174,23 +106,6 @@ def test_failed_transfers_are_tried_alone_and_give_their_places_back(
         assert not in_use(tier)
     assert wait_until(lambda: set(store(tier, region, range(ROWS))) == {Outcome.OK})
     assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
-
-
-def test_corrupt_row_is_not_served(tier: SlabTier, tmp_path: Path, region: HostRegion) -> None:
-    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
-    flipped = 0
-    for file in tmp_path.rglob("slab-*.kv"):
-        raw = bytearray(file.read_bytes())
-        at = raw.find(payload(3, GEOMETRY)[:64].tobytes())
-        if at >= 0:
-            raw[at + 20_000] ^= 1
-            flipped += 1
-            file.write_bytes(raw)
-    assert flipped == 1
-    ended = load(tier, region, range(ROWS))
-    assert ended.pop(3) is Outcome.CORRUPT
-    assert set(ended) == {Outcome.OK}
-    assert not in_use(tier)
 
 
 def test_units_wait_for_room_in_the_buffer(
@@ -242,16 +157,3 @@ def test_without_memory_for_the_buffer_rows_are_moved_directly(
     assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
     assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
     tier.close()
-
-
-@pytest.mark.parametrize("staged", [True, False])
-def test_gauges_show_what_is_staged(tmp_path: Path, *, staged: bool) -> None:
-    file = file_tier(tmp_path / "kv", 64 << 20, type="tests.mover.stub_tiers:DecidedConfig", staged=staged)
-    config = {"tiers": [{"type": "cpu", "capacity": 4 << 20}, file], "wait_s": 120}
-    with open_with(changed(ready_s=120.0), config, 60_000, "n") as store:
-        put(store, [b"one"])
-        assert store.flush(120)
-        gauges = store.stats()["file"]
-        assert (gauges["loads_staged"], gauges["stores_staged"]) == ((1, 1) if staged else (0, 0))
-    with open_with(changed(ready_s=120.0), config, 60_000, "n") as store:
-        assert get(store, [b"one"]) == ([True], [])

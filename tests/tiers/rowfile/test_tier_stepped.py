@@ -15,6 +15,7 @@ import pytest
 
 from nixl_tiers.base.chunk import FAILING, FULL, Outcome
 from nixl_tiers.base.manifest import MANIFEST_NAME
+from nixl_tiers.tiers import disk
 from nixl_tiers.tiers.base import MAX_SLOTS, TierDown, TierRefused
 from nixl_tiers.tiers.rowfile import tier as tier_module
 from nixl_tiers.tiers.rowfile import transfers
@@ -487,3 +488,32 @@ def test_sweep_that_hangs_is_the_tiers_problem(stored: SteppedFiles, monkeypatch
     assert not stored.tier.denials
     monkeypatch.setattr(Sweeper, "quiet_s", stuck_s + 1)
     assert "does not answer" in stored.tier.denials[FAILING]
+
+
+def test_mount_that_has_gone_is_missed_by_the_next_mover(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was mounted later is the one to miss from then on, and so is that of a disk that a link leads to."""
+    one = make()
+    mounts = {Path("/")}
+    monkeypatch.setattr(disk, "is_mount", lambda path: path in mounts)
+
+    def next_mover(before: SteppedFiles) -> SteppedFiles:
+        made = make()
+        made.tier.mount_point = before.tier.mount_point
+        return made.open()
+
+    one.open()
+    assert one.tier.mount_point == b"/"
+    mounts.add(one.path)
+    one = next_mover(one)
+    assert one.tier.mount_point == os.fsencode(one.path)
+    mounts.remove(one.path)
+    with pytest.raises(TierDown, match=f"{one.path} is not mounted any more"):
+        next_mover(one)
+    other = one.path.with_name("other")
+    one.path.rename(other)
+    one.path.symlink_to(other)
+    mounts |= {one.path, other}
+    one = next_mover(one)
+    assert one.tier.mount_point == os.fsencode(other)
+    mounts.remove(one.path)
+    next_mover(one)

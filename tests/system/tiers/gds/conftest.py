@@ -40,10 +40,10 @@ Run = Callable[..., Cases]
 def run(no_gpu: NoGpu, cufile_place: Path, tmp_path: Path) -> Run:
     """run("conformance_cases.py::TestSlabsThroughCuFile", "-k", "one_row", backend="gds_mt")"""
 
-    def run_cases(cases: str, *arguments: str, backend: str = "gds_mt", cuda: Path | None = None) -> Cases:
+    def run_cases(cases: str, *arguments: str, backend: str = "gds_mt") -> Cases:
         report = tmp_path / "report.xml"
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-        environment |= no_gpu.environment(cufile_place, cuda=cuda) | {"GDS_CASES_BACKEND": backend}
+        environment |= no_gpu.environment(cufile_place) | {"GDS_CASES_BACKEND": backend}
         command = [
             *(sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-q"),
             *("--junitxml", str(report), "--basetemp", str(cufile_place / "pytest"), *arguments),
