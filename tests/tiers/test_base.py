@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.config import schema
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.testing.config import with_faults
-from nixl_tiers.tiers.base import make_tier
+from nixl_tiers.tiers.base import expire_if_due, expired, make_tier, sweep_s
 from tests.support.file_tier import file_tier
 from tests.support.times import PATIENT
 
@@ -30,3 +31,13 @@ def test_a_tier_is_given_the_times_of_its_mover(tmp_path: Path, kind: str, fault
         held = vars(tier._control if kind == "s3" else tier)
         assert held.get("times", held.get("_times")) == PATIENT
         made.close()
+
+
+def test_what_is_too_old_and_how_often_to_look() -> None:
+    now, age_s = 1_800_000_000.0, 3600.0
+    ages = [0.0, now - age_s - 1, now - age_s, now - age_s + 1, now, now + 1e8]
+    old = [True, True, True, False, False, False]
+    assert [expire_if_due(sealed_at, now, age_s) for sealed_at in ages] == old
+    assert expired(np.array(ages, np.uint32), now, age_s).tolist() == old
+    assert not expire_if_due(0.0, now, None)
+    assert [sweep_s(age_s) for age_s in (1.0, 600.0, 86400.0)] == [0.1, 60.0, 60.0]

@@ -335,6 +335,25 @@ def test_orphan_of_a_crashed_deletion_is_deleted(tmp_path: Path) -> None:
     assert all((each / "slab-00000.kv").exists() for each in foreign)
 
 
+def test_shards_that_no_process_serves_expire(tmp_path: Path) -> None:
+    """One with times ahead of the clock ages from when it was first seen."""
+    age_s, now = 3600.0, time.time()
+    ages = {"served": (1, 9e6), "old": (2, age_s + 60), "young": (3, age_s - 60), "ahead": (4, -9e6)}
+    shards = {name: leave_shard(tmp_path, number, MIB, before_s) for name, (number, before_s) in ages.items()}
+    quota = Shards(tmp_path, 64 * MIB)
+    serve(quota, 1)
+
+    def left(after_s: float) -> list[str]:
+        quota.delete_expired(age_s, now + after_s)
+        return [name for name, shard in shards.items() if shard.exists()]
+
+    assert left(0) == ["served", "young", "ahead"]
+    assert left(61) == ["served", "ahead"]
+    assert left(age_s - 1) == ["served", "ahead"]
+    assert left(age_s + 1) == ["served"]
+    quota.release()
+
+
 @pytest.mark.parametrize("name", ["namespace.json", "manifest.journal", "about.json", "slab-00000.kv"])
 def test_shard_is_as_young_as_what_its_engine_wrote_last(name: str, tmp_path: Path) -> None:
     """It was killed, so it has marked no end of its use."""
