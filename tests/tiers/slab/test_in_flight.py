@@ -9,7 +9,6 @@ from nixl_tiers.tiers.slab.in_flight import (
     LOADS_BYTES,
     REQUEST_BYTES,
     REQUEST_ROOM,
-    STORES_BYTES,
     STORES_S,
     StoreWindow,
     request_bytes,
@@ -36,16 +35,6 @@ def test_loads_fill_fast_drives(row_bytes: int) -> None:
     assert rows * row_bytes >= LOADS_BYTES
     assert rows * requests >= 32
     assert (rows - 1) * row_bytes < LOADS_BYTES, "no more than that"
-
-
-@pytest.mark.parametrize(
-    ("bytes_per_s", "in_bytes"), [(1e8, STORES_BYTES[0]), (3e9, 3e9 * STORES_S), (1e12, STORES_BYTES[1])]
-)
-def test_stores_in_flight_are_what_is_written_in_a_while(bytes_per_s: float, in_bytes: float) -> None:
-    window = StoreWindow(MIB)
-    for _ in range(40):
-        window.written(window.rows, window.rows * MIB / bytes_per_s)
-    assert window.rows == int(in_bytes / MIB)
 
 
 def test_stores_in_flight_follow_a_medium_that_has_become_slower() -> None:

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from xxhash import xxh3_64_intdigest
 
-from nixl_tiers.base.chunk import PAGE
+from nixl_tiers.base.chunk import MAX_KEY_BYTES, PAGE
 from nixl_tiers.testing.medium import folder_bytes
-from nixl_tiers.tiers import disk
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry
-from nixl_tiers.tiers.folder import Folder, NotOwned
+from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab import journal as journal_module
-from nixl_tiers.tiers.slab.journal import EMPTY, NAME, RECORD_BYTES, Header, Journal, JournalFile, journal_bytes
-from tests.support.by_hand import HandPool
+from nixl_tiers.tiers.slab.journal import (
+    EMPTY,
+    NAME,
+    RECORD_BYTES,
+    ROW,
+    UNKNOWN,
+    Header,
+    Journal,
+    JournalFile,
+    decode,
+    journal_bytes,
+    tag_of,
+)
 from tests.support.hooked_worker import CUT, FLUSH, WRITE, build, installed
 from tests.support.journals import Record, encode, overwrite_record, records, rows
 
@@ -71,37 +83,6 @@ def k(count: int) -> list[bytes]:
     return [b"k%d" % slot for slot in range(count)]
 
 
-def test_newest_change_of_a_slot_counts(folder: Folder) -> None:
-    journal = opened(folder)
-    put(journal, (1, b"a", 1, NOW), (2, b"c", 3, NOW), (3, b"d", 4, NOW), (4, b"e", 5, NOW))
-    put(journal, (1, b"b", 2, NOW))
-    journal.remove(2, b"c")
-    journal.remove(3, b"not d")
-    journal.remove(SLOTS, b"beyond the end")
-    journal.touch([4, 2], [9, 9])
-    journal.close()
-    assert reopened(folder) == {1: (b"b", 2), 3: (b"d", 4), 4: (b"e", 9)}
-
-
-def test_records_of_stores_are_there_at_once_and_other_changes_after_a_write(folder: Folder) -> None:
-    file = folder.path / NAME
-    journal = opened(folder)
-    put(journal, *((slot, b"k%d" % slot, slot, NOW) for slot in range(6)))
-    assert rows(file) == dict(enumerate(k(6)))
-    journal.remove(0, b"k0")
-    journal.touch([0, 3, 5, SLOTS, -1], [60, 2, 70, 60, 60])  # deleted, an older tick, beyond the ends
-    journal.touch(np.array([5]), np.array([65]))
-    assert rows(file) == dict(enumerate(k(6)))
-    assert journal.write()
-    assert rows(file) == {slot: key for slot, key in enumerate(k(6)) if slot}
-    assert [record.tick for record in records(file).values()] == [0, 1, 2, 3, 4, 70]
-    journal.start_overwrite(1)
-    assert 1 in rows(file), "until whoever moves the row begins"
-    assert journal.forget([1]) == 0
-    assert 1 not in records(file)
-    journal.close()
-
-
 def test_a_delete_that_is_being_written_spares_what_is_stored_meanwhile(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,29 +105,6 @@ def test_a_delete_that_is_being_written_spares_what_is_stored_meanwhile(
     journal.close()
 
 
-def test_slots_erased_while_other_changes_are_written_are_empty_in_the_file(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of one that was used, the record would stay unknown; of one that was deleted, with a time, to be erased again."""
-    journal = opened(folder)
-    put(journal, (1, b"a", 1, NOW), (2, b"b", 1, NOW))
-    journal.touch([1], [5])
-    journal.remove(2, b"b")
-    amend = JournalFile.amend
-
-    def erase_first(file: JournalFile, *arguments: Any, **named: Any) -> int:
-        monkeypatch.setattr(JournalFile, "amend", amend)
-        assert journal.forget([1, 2]) == journal.forget([1, 2], EMPTY) == 0
-        journal.mark_erased([1, 2])
-        return amend(file, *arguments, **named)
-
-    monkeypatch.setattr(JournalFile, "amend", erase_first)
-    assert journal.write()
-    assert journal.write()
-    assert records(folder.path / NAME) == {slot: Record(b"", 0, 0) for slot in (1, 2)}
-    journal.close()
-
-
 def test_a_record_that_has_another_key_than_is_expected_becomes_unknown(folder: Folder) -> None:
     """As after an I/O error. The row is found by its seal then."""
     file = folder.path / NAME
@@ -161,26 +119,6 @@ def test_a_record_that_has_another_key_than_is_expected_becomes_unknown(folder: 
     journal.close()
 
 
-def test_all_uses_between_two_writes_are_recorded(folder: Folder) -> None:
-    """At a stop they are reported at once."""
-    journal = opened(folder)
-    put(journal, *((slot, b"k%d" % slot, 1, NOW) for slot in range(200)))
-    for slot in range(200):
-        journal.touch([slot, 0], [1000 + slot, 1])
-    journal.remove(7, b"k7")
-    put(journal, (7, b"new", 2, NOW))
-    journal.close()
-    assert reopened(folder) == {slot: (b"k%d" % slot, 1000 + slot) for slot in range(200)} | {7: (b"new", 2)}
-
-
-def test_tick_beyond_the_record_is_clamped(folder: Folder) -> None:
-    journal = opened(folder)
-    put(journal, (1, b"a", 2**62, NOW), (2, b"b", 1, NOW))
-    journal.touch([2], [2**62])
-    journal.close()
-    assert reopened(folder) == {1: (b"a", MAX_TICK), 2: (b"b", MAX_TICK)}
-
-
 def test_listing_is_ordered(folder: Folder) -> None:
     count = 3 * MAX_ENTRIES + 5
     journal = opened(folder)
@@ -191,18 +129,6 @@ def test_listing_is_ordered(folder: Folder) -> None:
     batches = [*journal.list_rows()]
     assert [len(batch) for batch in batches] == [MAX_ENTRIES] * 3 + [4]
     assert [entry.slot for batch in batches for entry in batch] == [*range(count - 1, 0, -1)]
-    journal.close()
-
-
-def test_slots_marked_as_empty_are_known_after_a_restart(folder: Folder) -> None:
-    journal = opened(folder, 8)
-    put(journal, (1, b"a", 1, NOW))
-    journal.mark_empty(np.arange(8) < 6, NOW + 1)
-    journal.close()
-    journal = opened(folder, 8)
-    assert [entry.slot for entry in listed(journal)] == [1]
-    assert (~journal.known).nonzero()[0].tolist() == [6, 7]
-    assert journal.sealed_at.tolist() == [NOW + 1, NOW, *[NOW + 1] * 4, 0, 0]
     journal.close()
 
 
@@ -236,24 +162,6 @@ def test_rows_without_room_in_a_slab_are_not_listed(folder: Folder) -> None:
     assert reopened(folder, 4).keys() == {0, 1}  # also when new slabs have room for the others
 
 
-def test_something_is_written_only_if_something_changed(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "ThreadPoolExecutor", lambda *_, **__: HandPool(at_once=True))
-    filled(folder, k(4), 4)
-    written = []
-    monkeypatch.setattr(Journal, "write", lambda journal: written.append(journal) or True)
-    journal = opened(folder, 4)
-    journal.touch([9], [5])
-    journal.mark_erased([])
-    journal.step()
-    assert not written
-    journal.close()
-    written.clear()
-    journal = opened(folder, 4, np.arange(4) < 2)
-    journal.step()
-    assert written, "the records of slots without room"
-    journal.close()
-
-
 def test_journal_stays_within_journal_bytes(folder: Folder, tmp_path: Path) -> None:
     slots = 4000
     journal = opened(folder, slots)
@@ -265,73 +173,6 @@ def test_journal_stays_within_journal_bytes(folder: Folder, tmp_path: Path) -> N
     journal.close()
     assert folder_bytes(tmp_path) <= journal_bytes(slots)
     assert len(reopened(folder, slots)) == slots
-
-
-def test_file_grows_with_the_slots_in_use(folder: Folder, tmp_path: Path) -> None:
-    journal = Journal(folder, 1 << 22)
-    journal.file.grow(10)
-    put(journal, (0, b"a", 1, NOW))
-    assert rows(tmp_path / NAME) == {0: b"a"}
-    assert (tmp_path / NAME).stat().st_size <= 2 << 20
-    journal.close()
-
-
-def test_file_that_cannot_grow_keeps_its_records(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(folder, SLOTS)
-    journal.file.grow(10)
-    put(journal, (1, b"a", 1, NOW))
-    with monkeypatch.context() as patch:
-        patch.setattr(disk, "fallocate", lambda *_: errno.ENOSPC)
-        with pytest.raises(OSError, match="No space"):
-            journal.file.grow(SLOTS)
-        assert put(journal, (9_000, b"far", 1, NOW)) == [0, 0], "there is no record that could be wrong"
-    journal.close()
-    assert reopened(folder) == {1: (b"a", 1)}
-
-
-def test_unwritable_file_is_an_os_error(folder: Folder, tmp_path: Path) -> None:
-    (tmp_path / NAME).mkdir()
-    with pytest.raises(OSError, match=r"manifest\.journal"):
-        Journal(folder, SLOTS)
-
-
-def test_link_in_place_of_the_file_is_refused(folder: Folder, tmp_path: Path) -> None:
-    target = tmp_path / "precious"
-    target.write_bytes(b"x" * 100_000)
-    (tmp_path / NAME).symlink_to(target)
-    with pytest.raises(NotOwned):
-        Journal(folder, SLOTS)
-    assert target.read_bytes() == b"x" * 100_000
-
-
-def test_sealing_times_are_kept_for_deleted_rows(folder: Folder) -> None:
-    journal = opened(folder, 8)
-    put(journal, *((slot, b"k%d" % slot, slot, NOW + slot) for slot in range(5)), (5, b"k5", 5, 0))
-    journal.remove(1, b"k1")
-    journal.remove(2, b"another")
-    journal.start_overwrite(3)
-    journal.mark_garbage(3, NOW + 33)  # a store that failed: bytes of the row before may be there
-    assert journal.forget([4], EMPTY) == 0
-    journal.mark_erased([4])
-    assert [journal.holds(slot, b"k%d" % slot) for slot in range(6)] == [True, False, True, False, False, True]
-    stamps = [NOW, NOW + 1, NOW + 2, NOW + 3, 0, 1, 0, 0]
-    assert journal.sealed_at.tolist() == stamps
-    for _ in range(2):
-        journal.close()
-        journal = opened(folder, 8)
-        assert [entry.slot for entry in listed(journal)] == [0, 2, 5]
-        assert journal.sealed_at.tolist() == stamps
-        journal.complete = True
-    journal.close()
-
-
-def test_clamped_times_are_in_the_file(folder: Folder, tmp_path: Path) -> None:
-    filled(folder, k(3), 8)
-    journal = opened(folder, 8)
-    journal.clamp_times(np.arange(8), NOW + 1)
-    journal.close()
-    assert [record.sealed_at for record in records(tmp_path / NAME).values()] == [NOW, NOW + 1, NOW + 1]
-    assert rows(tmp_path / NAME) == dict(enumerate(k(3)))
 
 
 # --- damage -------------------------------------------------------------------------------------------------------
@@ -357,33 +198,12 @@ def test_record_of_another_file_is_not_valid(folder: Folder, tmp_path: Path) -> 
     assert reopened(folder).keys() == {0}
 
 
-@pytest.mark.parametrize("header", [b"", b"\xa5" * 4096])
-def test_damaged_header_makes_every_slot_unknown(folder: Folder, tmp_path: Path, header: bytes) -> None:
-    filled(folder, k(2), 8)
-    with (tmp_path / NAME).open("r+b") as file:
-        file.write(header) if header else file.truncate(10)
-    journal = opened(folder, 8)
-    assert listed(journal) == []
-    assert (~journal.known).all()
-    put(journal, (1, b"b", 1, NOW))
-    journal.close()
-    assert reopened(folder) == {1: (b"b", 1)}
-
-
 def test_key_in_two_slots_is_listed_where_it_was_used_last(folder: Folder) -> None:
     journal = opened(folder, 8)
     put(journal, *((s, key, tick, NOW) for s, (key, tick) in enumerate([(b"a", 5), (b"b", 6), (b"a", 7), (b"a", 2)])))
     journal.close()
     for _ in range(2):
         assert reopened(folder, 8) == {1: (b"b", 6), 2: (b"a", 7)}
-
-
-def test_duplicates_of_held_and_of_later_keys_are_found(folder: Folder) -> None:
-    journal = opened(folder, 8)
-    put(journal, (3, b"a", 1, NOW))
-    assert journal.duplicates([b"b", b"a", b"c", b"b"]).tolist() == [True, True, False, False]
-    assert journal.duplicates([]).tolist() == []
-    journal.close()
 
 
 def killed(folder: Folder, journal: Journal) -> None:
@@ -506,17 +326,6 @@ def test_empty_slots_are_unknown_after_an_io_error(folder: Folder, errors: Error
     journal.close()
 
 
-def test_no_row_may_be_written_while_not_even_the_header_can_be(folder: Folder, errors: Errors) -> None:
-    journal = opened(folder, 4)
-    put(journal, (1, b"a", 1, NOW))
-    errors.records = errors.header = True
-    assert journal.forget([1]) == -errno.EIO
-    assert journal.forget([1]) == -errno.EIO, "it stays so"
-    errors.records = errors.header = False
-    assert journal.forget([1]) == 0
-    journal.close()
-
-
 def test_empty_slots_are_unknown_if_the_disk_has_lost_what_a_killed_process_wrote(
     folder: Folder, errors: Errors, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -556,21 +365,6 @@ def test_records_lost_at_the_close_are_not_trusted_though_the_header_cannot_say_
         assert not journal.known[1]
         journal.close()
         return
-    errors.flush = errors.header = False
-    journal = opened(folder, 4)
-    assert not journal.known[1], "bytes that nothing will erase"
-    journal.close()
-
-
-def test_lost_records_are_not_trusted_though_the_header_cannot_say_so(folder: Folder, errors: Errors) -> None:
-    """The process that saw the only error is killed before the header can be written."""
-    journal = opened(folder, 4)
-    journal.complete = True
-    assert journal.forget([1], EMPTY) == 0
-    killed(folder, journal)
-    errors.flush = errors.header = True
-    journal = Journal(folder, 4)
-    killed(folder, journal)
     errors.flush = errors.header = False
     journal = opened(folder, 4)
     assert not journal.known[1], "bytes that nothing will erase"
@@ -618,3 +412,45 @@ def test_a_record_lost_after_it_was_read_is_not_trusted_at_the_next_open(
     assert [entry.key for entry in listed(journal)] == [b"other"]
     assert not journal.known[1], "bytes that nothing will erase"
     journal.close()
+
+
+# --- the bytes of docs/reference/formats.md: to change them takes another version number there ------------------------
+
+SALT = 0x0123456789ABCDEF
+BOOT = bytes(range(16))
+
+
+def test_header_is_as_documented() -> None:
+    head = b"nixljrnl" + struct.pack("<IIQ", 1, 128, SALT) + BOOT + struct.pack("<Q", 1)
+    page = (head + struct.pack("<Q", xxh3_64_intdigest(head))).ljust(4096, b"\0")
+    assert Header(SALT, BOOT, flushed=True).pack() == page
+    assert Header.read(page) == Header(SALT, BOOT, flushed=True)
+    later = head.replace(struct.pack("<I", 1), struct.pack("<I", 2), 1)
+    assert Header.read(later + struct.pack("<Q", xxh3_64_intdigest(later))) is None
+
+
+def test_record_is_as_documented() -> None:
+    key, tick, sealed_at = b"key of this chunk", 0x12_3456_789A, 1_790_000_000
+    checksum = bytes.fromhex("819ad66b86a4")  # of version 1
+    rest = bytes([len(key), 0x12]) + struct.pack("<II", 0x3456789A, sealed_at) + key.ljust(112, b"\0")
+    assert encode(5, Record(key, tick, sealed_at), SALT) == checksum + rest
+    (found,) = decode(checksum + rest, 5, SALT)
+    assert found.tolist()[:7] == (tag_of(key), tick, 5, sealed_at, ROW, len(key), key.ljust(112, b"\0"))
+
+
+def test_every_flipped_bit_of_a_record_is_noticed() -> None:
+    raw = encode(7, Record(b"k" * 36, 5, 1_795_000_000), 99)
+    assert decode(raw, 7, 99)["what"] == ROW
+    for bit in range(1, 1024):  # the lowest one of a checksum is always 1
+        changed = bytearray(raw)
+        changed[bit // 8] ^= 1 << bit % 8
+        assert decode(bytes(changed), 7, 99)["what"] == UNKNOWN
+
+
+def test_key_of_any_length_has_the_tag_of_xxhash() -> None:
+    for key in (os.urandom(length) for length in range(1, MAX_KEY_BYTES + 1)):
+        for each in (key, key[:-1] + b"\0"):
+            (found,) = decode(encode(3, Record(each, 3, 4), 3), 3, 3)
+            assert found["key"].tobytes()[: found["key_bytes"]] == each
+            assert found["tag"] == tag_of(each)
+    assert len({tag_of(bytes(length)) for length in range(1, 113)}) == 112

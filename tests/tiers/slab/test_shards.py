@@ -154,14 +154,6 @@ class TestTheBudgetOfAll:
         assert not quota.surplus
         quota.release()
 
-    def test_more_replicas_have_smaller_parts(self, tmp_path: Path) -> None:
-        for number, part in ((1, 0), (2, 1)):
-            leave_shard(tmp_path, number, 7 * MIB, part=part)
-        quota = Shards(tmp_path, 16 * MIB, 4)
-        assert serve(quota, 1).parent.name == "part-0"
-        assert slab_bytes(tmp_path / "part-1") == 0
-        quota.release()
-
     def test_a_smaller_part_keeps_its_lowest_slabs(self, tmp_path: Path) -> None:
         shard = leave_shard(tmp_path, 2, 3 * MIB, part=1)
         (shard / "slab-00001.kv").write_bytes(b"x" * 3 * MIB)
@@ -179,21 +171,6 @@ class TestTheBudgetOfAll:
         assert not shard.exists()
         assert not quota.surplus
         quota.release()
-
-    def test_a_part_over_its_bound_that_is_held_is_trimmed_once_it_is_not(self, tmp_path: Path) -> None:
-        leave_shard(tmp_path, 1, 14 * MIB)
-        before = Shards(tmp_path, 16 * MIB, 1)
-        serve(before, 1)
-        after = Shards(tmp_path, 16 * MIB, 2)
-        serve(after, 2)
-        after.trim_again()
-        assert slab_bytes(tmp_path) == 14 * MIB
-        assert after.surplus
-        before.release()
-        after.trim_again()
-        assert slab_bytes(tmp_path) == 0
-        assert not after.surplus
-        after.release()
 
     def test_trouble_in_another_part_is_no_reason_not_to_serve(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -233,15 +210,6 @@ class TestTheBudgetOfAll:
         assert slab_bytes(tmp_path) == 8 * MIB
         assert room(quota, 12 * MIB)
         assert slab_bytes(tmp_path) == 0
-        quota.release()
-
-    def test_foreign_things_in_a_part_beyond_them_stay(self, tmp_path: Path) -> None:
-        foreign = leave_shard(tmp_path, 1, MIB, part=3) / "thesis.txt"
-        foreign.write_text("precious")
-        quota = Shards(tmp_path, 16 * MIB)
-        serve(quota, 1)
-        assert [each.name for each in foreign.parent.iterdir()] == ["thesis.txt"]
-        assert not quota.surplus
         quota.release()
 
 
@@ -284,12 +252,12 @@ def test_foreign_files_do_not_count_and_are_never_touched(tmp_path: Path) -> Non
     assert (tmp_path / "part-0" / ("a" * 31)).exists()
 
 
-@pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO, errno.EACCES])
 @pytest.mark.parametrize(("call", "where"), [("scandir", 1), ("read_bytes", 1), ("scandir", 2)])
 def test_what_cannot_be_measured_is_an_error_and_no_lack_of_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, call: str, where: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, where: int
 ) -> None:
     """`where`: in the shard that is served, or in another one of the part."""
+    error = errno.EMFILE
     served, other = leave_shard(tmp_path, 1, 6 * MIB), leave_shard(tmp_path, 2, MIB)
     quota = Shards(tmp_path, 16 * MIB)
     assert serve(quota, 1) == served
@@ -383,18 +351,6 @@ def test_foreign_things_in_a_shard_stay_when_it_is_deleted(tmp_path: Path) -> No
     assert not quota.delete_oldest()
 
 
-def test_foreign_things_of_a_crashed_deletion_go_back_to_where_they_were(tmp_path: Path) -> None:
-    gone = tmp_path / f".gone-part-0-{namespace(5).hex()}"
-    gone.mkdir(mode=0o700)
-    (gone / "slab-00000.kv").write_bytes(b"x")
-    (gone / "thesis.txt").write_text("precious")
-    quota = Shards(tmp_path, 4 * MIB)
-    serve(quota, 1)
-    quota.release()
-    assert not gone.exists()
-    assert [each.name for each in shard_dir(tmp_path, namespace(5), 0).iterdir()] == ["thesis.txt"]
-
-
 def test_shards_that_no_process_serves_are_deleted_before_min_free_is_touched(tmp_path: Path) -> None:
     spare = [3 * MIB]
     least = FreeSpace(tmp_path, 0)
@@ -441,13 +397,3 @@ def test_replicas_together_leave_min_free(tmp_path: Path, monkeypatch: pytest.Mo
     free[0] -= 6 * MIB
     assert not room(other, 6 * MIB)
     assert "min_free keeps" in spaces[1].problem
-
-
-def test_foreign_directory_with_the_name_of_a_slab_ends_the_search_for_room(tmp_path: Path) -> None:
-    shard = leave_shard(tmp_path, 1, 0)
-    (shard / "slab-00000.kv").unlink()
-    (shard / "slab-00000.kv").mkdir()
-    quota = Shards(tmp_path, 4 * MIB)
-    serve(quota, 2)
-    assert not room(quota, 4 * MIB)
-    assert [each.name for each in shard.iterdir()] == ["slab-00000.kv"]

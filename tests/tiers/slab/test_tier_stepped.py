@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import random
 import shutil
 import stat
@@ -17,15 +18,19 @@ import pytest
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.times import PRODUCTION
+from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers import disk
-from nixl_tiers.tiers.base import TierDown
+from nixl_tiers.tiers.base import TierDown, TierRefused
+from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab import journal as journal_module
+from nixl_tiers.tiers.slab import layout
 from nixl_tiers.tiers.slab import slabs as slabs_module
 from nixl_tiers.tiers.slab.in_flight import STORES_BYTES
-from nixl_tiers.tiers.slab.journal import WRITE_S
+from nixl_tiers.tiers.slab.journal import WRITE_S, Header
 from nixl_tiers.tiers.staging import BUFFER_BYTES, Direction
 from tests.mover.harness import NAMESPACE, key_of, shard_dir
 from tests.support.disks import disk_bytes
+from tests.support.journals import Record, encode, journal_in, overwrite_record
 from tests.support.staging import decide
 from tests.tiers.slab.stepped import GEOMETRY, ROWS, SteppedSlabs, Threads, flip, number_of
 
@@ -89,16 +94,6 @@ class TestRowsThatAreNotTheExpectedOnes:
             file.write(row)
         assert stored.load([2, 5]) == [CORRUPT, OK]
 
-    @pytest.mark.parametrize(("namespace", "epoch"), [(bytes(16), 0), (NAMESPACE, 7)], ids=["namespace", "epoch"])
-    def test_a_row_of_another_namespace_or_epoch_is_corrupt(
-        self, stored: SteppedSlabs, make: Callable[..., SteppedSlabs], tmp_path: Path, namespace: bytes, epoch: int
-    ) -> None:
-        other = make(tmp_path / "other")
-        other.open(namespace, epoch)
-        assert other.store(range(ROWS)) == [OK] * ROWS
-        shutil.copyfile(slab(other.path, namespace), slab(stored.path))
-        assert stored.load(range(ROWS)) == [CORRUPT] * ROWS
-
     def test_rows_behind_the_end_of_a_slab_that_was_cut_fail_alone(self, stored: SteppedSlabs) -> None:
         with slab(stored.path).open("r+b") as file:
             file.truncate(4 * ROW + 100)
@@ -152,10 +147,13 @@ class TestKills:
             after.close = lambda: None  # type: ignore[method-assign]
 
     @pytest.mark.parametrize("damage", ["deleted", "emptied", "zeroed", "noise", "header"])
-    def test_rows_outlive_their_journal(
-        self, stored: SteppedSlabs, make: Callable[..., SteppedSlabs], tmp_path: Path, damage: str
+    @pytest.mark.parametrize("described", [True, False])
+    def test_rows_outlive_their_journal_and_its_description(
+        self, stored: SteppedSlabs, make: Callable[..., SteppedSlabs], tmp_path: Path, damage: str, described: bool
     ) -> None:
         (found,) = stored.copy(tmp_path / "copy").rglob("*journal*")
+        if not described:
+            found.with_name("namespace.json").write_text("{")
         raw = found.read_bytes()
         match damage:
             case "deleted":
@@ -171,6 +169,54 @@ class TestKills:
         one, listed = again(make, tmp_path / "copy")
         assert listed == [*range(ROWS)]
         assert one.load(range(ROWS)) == [OK] * ROWS
+
+    @pytest.mark.parametrize("what", ["a later format", "no seal"])
+    def test_a_shard_of_which_nothing_is_known_is_emptied(
+        self, stored: SteppedSlabs, make: Callable[..., SteppedSlabs], tmp_path: Path, what: str
+    ) -> None:
+        description = slab(stored.copy(tmp_path / "copy")).with_name("namespace.json")
+        if what == "no seal":
+            description.unlink()
+            slab(tmp_path / "copy").write_bytes(b"x" * (8 * ROW))
+        else:
+            description.write_text(description.read_text().replace('"format": 2', '"format": 3'))
+        one, listed = again(make, tmp_path / "copy")
+        assert listed == []
+        assert one.store(range(ROWS)) == [OK] * ROWS
+        assert one.load(range(ROWS)) == [OK] * ROWS
+
+    def test_only_whole_seals_of_the_namespace_and_epoch_are_recovered(
+        self, stored: SteppedSlabs, make: Callable[..., SteppedSlabs], tmp_path: Path
+    ) -> None:
+        path = slab(stored.copy(tmp_path / "copy"))
+        flip(path, 4 * ROW - GEOMETRY.seal_bytes + 100)
+        with path.open("r+b") as file:
+            for slot, other in enumerate((Sealer(GEOMETRY, NAMESPACE, 1), Sealer(GEOMETRY, bytes(16), 0))):
+                row = np.zeros(ROW, np.uint8)
+                other.seal(row, key_of(slot))
+                file.seek(slot * ROW)
+                file.write(row.tobytes())
+            file.truncate((ROWS - 1) * ROW - 1)
+        journal_in(path.parent).unlink()
+        one, listed = again(make, tmp_path / "copy")
+        assert listed == [2, *range(4, ROWS - 2)]
+        assert one.load(range(ROWS - 4, ROWS)) == [OK] * 2 + [MISSING] * 2, "it ends before these"
+
+    def test_records_older_than_the_rows_are_corrected_after_a_power_failure(
+        self, stored: SteppedSlabs, make: Callable[..., SteppedSlabs], tmp_path: Path
+    ) -> None:
+        """One says that its slot is empty, one names the key of another slot, one another key."""
+        journal = journal_in(slab(stored.copy(tmp_path / "copy")).parent)
+        header = Header.read(journal.read_bytes())
+        assert header is not None
+        with journal.open("r+b") as file:
+            file.write(header._replace(boot=bytes(16), flushed=False).pack())
+        for slot, key in ((3, b""), (5, key_of(7)), (6, key_of(66))):
+            overwrite_record(journal, slot, encode(slot, Record(key, 0, 1), header.salt))
+        one, listed = again(make, tmp_path / "copy")
+        right = [number for number in range(ROWS) if number not in (5, 6)]
+        assert listed == [*right, 66]
+        assert one.load([*right, 66], [*right, 6]) == [OK] * len(right) + [CORRUPT]
 
 
 class TestTheBudget:
@@ -232,62 +278,6 @@ class TestTheBudget:
         _within(one.path, capacity)
         assert one.load(listed) == [OK] * len(listed)
 
-    def test_replicas_on_two_directories_stay_within_it_at_every_step(
-        self, make: Callable[..., SteppedSlabs], tmp_path: Path
-    ) -> None:
-        """Each directory is a member, with a capacity of its own that its replicas divide; one changes its model."""
-        capacity, paths = 8 << 20, (tmp_path / "one", tmp_path / "other")
-        engines = [make(path, capacity=capacity, replicas=2) for path in paths for _ in range(2)]
-        for each in engines:
-            each.on_step = lambda: [_within(path, capacity) for path in paths]
-        for turn in range(3):
-            for number, each in enumerate(engines):
-                each.open(bytes([turn if number % 2 else 0]) * 16)
-            for start in range(0, engines[0].slots - ROWS, ROWS):
-                for each in engines:
-                    assert set(each.store(range(start, start + ROWS))) == {OK}
-        for path in paths:
-            assert sorted(part.name for part in path.iterdir()) == [".ledger", "part-0", "part-1"]
-            assert disk_bytes(path) > 0.7 * capacity
-
-    def test_a_part_beyond_the_replicas_goes_soon_after_its_engine(self, make: Callable[..., SteppedSlabs]) -> None:
-        """As when engines are restarted one by one with fewer replicas."""
-        before = [make(replicas=2) for _ in range(2)]
-        for each in before:
-            each.open()
-            assert each.store(range(ROWS)) == [OK] * ROWS
-        before[0].close()
-        one = make()
-        assert len(one.open()) == ROWS
-        one.maintain()
-        assert before[1].load(range(ROWS)) == [OK] * ROWS
-        before[1].close()
-        one.maintain()
-        assert sorted(each.name for each in one.path.iterdir()) == [".ledger", "part-0"]
-        for each in before:
-            each.close = lambda: None  # type: ignore[method-assign]
-
-    def test_a_lower_capacity_holds_from_the_open_on(self, make: Callable[..., SteppedSlabs], tmp_path: Path) -> None:
-        """With rows of two models in each of two parts; then of one engine with half of it."""
-        before = [make(capacity=16 << 20, replicas=2) for _ in range(2)]
-        for namespace in (bytes(16), NAMESPACE):
-            for each in before:
-                each.open(namespace)
-                for start in range(0, each.slots // 2 - ROWS, ROWS):
-                    assert set(each.store(range(start, start + ROWS))) == {OK}
-        for each in before:
-            each.step()
-        path = before[0].copy(tmp_path / "copy")
-        capacity = disk_bytes(path) // 4
-        one = make(path, capacity=capacity)
-        listed = [number_of(entry) for entry in one.open()]
-        one.on_step = lambda: _within(path, capacity)
-        one.on_step()
-        assert listed
-        assert one.load(listed[:ROWS]) == [OK] * min(ROWS, len(listed))
-        for start in range(0, one.slots - ROWS, ROWS):
-            assert set(one.store(range(start, start + ROWS))) == {OK}
-
     def test_an_empty_tail_is_given_back(self, make: Callable[..., SteppedSlabs]) -> None:
         one = make(capacity=32 << 20)
         one.open()
@@ -300,6 +290,46 @@ class TestTheBudget:
         assert disk_bytes(one.path) < before / 2
         assert one.load(range(8)) == [OK] * 8
         assert one.store([200], [one.slots - 1]) == [OK], "it grows again"
+
+    def test_a_slab_that_cannot_be_cut_counts_and_the_others_are_cut(
+        self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(layout, "SLAB_BYTES", 32 * ROW)
+        one = make()
+        one.open()
+        for start in range(0, 128, ROWS):
+            assert one.store(range(start, start + ROWS)) == [OK] * ROWS
+        files = sorted(one.path.rglob("slab-*.kv"))
+        sizes = [file.stat().st_size for file in files]
+        used_bytes, unlink = one.tier.used_bytes, Folder.unlink
+        one.tier.delete([(slot, key_of(slot)) for slot in range(8, 128)])
+
+        def fail(folder: Folder, name: str) -> None:
+            if name == files[1].name:
+                raise OSError(errno.EIO, "Input/output error")
+            unlink(folder, name)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Folder, "unlink", fail)
+            one.maintain()
+        assert [file.exists() for file in files] == [True, True, False, False]
+        assert files[0].stat().st_size < sizes[0]
+        assert one.tier.used_bytes == used_bytes - sum(sizes) + sum(file.stat().st_size for file in files[:2])
+        assert one.store([32]) == [OK], "what was left is used again"
+        assert one.tier.used_bytes >= sum(file.stat().st_size for file in files[:2])
+
+    def test_growth_takes_no_lock_of_the_path(self, make: Callable[..., SteppedSlabs]) -> None:
+        """A process that stands still with it holds up no store."""
+        one = make()
+        one.open()
+        with (one.path / ".ledger").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert one.store([0, 1], [one.slots - 1, 1]) == [OK] * 2
+        assert one.tier.slots == one.slots
+
+    def test_a_capacity_below_one_row_is_refused(self, make: Callable[..., SteppedSlabs]) -> None:
+        with pytest.raises(TierRefused, match=r"^capacity: "):
+            make(capacity=ROW).open()
 
 
 def _within(path: Path, capacity: int) -> None:
@@ -391,24 +421,6 @@ class TestAFullDisk:
         one.maintain()
         assert one.store([50], [10_000]) == [OK]
 
-    def test_room_for_records_that_was_refused_at_open_is_made_later(
-        self, stored: SteppedSlabs, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        """Also where no slab grows any more."""
-        copy = stored.copy(tmp_path / "copy")
-        next(copy.rglob("*journal*")).unlink()
-        with monkeypatch.context() as patch:
-            patch.setattr(journal_module, "extend", no_space)
-            one, listed = again(make, copy)
-            one.maintain()
-        assert listed == [*range(ROWS)]
-        shard = one.tier._open
-        assert shard is not None
-        assert shard.journal.file.records == 0
-        one.clock.now += PRODUCTION.growth_retry_s + 0.1
-        one.maintain()
-        assert shard.journal.file.records >= shard.slabs.end
-
     def test_an_error_that_is_no_lack_of_room_is_a_problem_and_costs_no_slots(
         self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -424,20 +436,6 @@ class TestAFullDisk:
         assert one.store(range(4)) == [OK] * 4
         assert one.tier.denials == {}
 
-    def test_where_nothing_can_be_renamed_it_is_down_and_leaves_nothing(
-        self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def rename(*_: object, **__: object) -> None:
-            raise OSError(errno.ENOSYS, "not here")
-
-        one = make()
-        with monkeypatch.context() as patch:
-            patch.setattr("os.rename", rename)
-            with pytest.raises(TierDown, match=r"no file can be renamed \(not here\)$"):
-                one.open()
-        assert [*one.path.rglob("*")] == [one.path / ".ledger"]
-        assert one.open() == []
-
     def test_an_error_of_growth_that_lowers_the_slots_fails_no_store(
         self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -451,21 +449,6 @@ class TestAFullDisk:
         assert one.tier.slots == allocated
         assert one.tier.denials["writing"].endswith("Input/output error)"), "it is shown all the same"
         assert one.store([50], [2]) == [OK]
-
-    def test_an_error_of_making_room_is_no_lack_of_it(
-        self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """It reaches denials and the health check as what it is."""
-        one = make(capacity=64 << 20)
-        one.open()
-
-        def fail(*_: object) -> str:
-            raise OSError(errno.EIO, "Input/output error")
-
-        monkeypatch.setattr(slabs_module.Shards, "_measure", fail)
-        assert one.store(range(4)) == [FAILED] * 4
-        assert one.tier.denials["writing"].endswith("Input/output error)")
-        assert one.tier.slots == one.slots
 
     def test_a_growth_that_hangs_holds_up_only_what_needs_it_and_not_for_ever(
         self, make: Callable[..., SteppedSlabs], threads: Threads
@@ -512,6 +495,38 @@ class TestAFullDisk:
         one.step()
         assert one.tier.denials == {}
         assert one.tier.slots == one.slots
+
+
+def test_slots_beyond_the_tier_fail_alone(stored: SteppedSlabs) -> None:
+    beyond = [stored.slots, stored.slots + 10**9]
+    assert stored.store([50, 1, 51], [beyond[0], 1, beyond[1]]) == [FAILED, OK, FAILED]
+    assert stored.load([50, 1, 51], [beyond[0], 1, beyond[1]]) == [MISSING, OK, MISSING]
+
+
+def test_without_o_direct_and_fallocate_rows_are_served_with_two_warnings(
+    make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slabs_module, "direct_works", lambda _: False)
+    monkeypatch.setattr(disk, "fallocate", lambda *_: errno.EOPNOTSUPP)
+    one = make(capacity=4 << 20)
+    one.open()
+    for start in range(0, one.slots - ROWS, ROWS):
+        assert one.store(range(start, start + ROWS)) == [OK] * ROWS
+    assert one.load(range(ROWS)) == [OK] * ROWS
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"], "each is logged once"
+
+
+def test_a_path_that_is_a_file_is_refused_and_a_missing_parent_is_down(
+    make: Callable[..., SteppedSlabs], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TierRefused, match=r"^path: .*file"):
+        make(tmp_path / "file").open()
+    one = make(tmp_path / "not" / "mounted")
+    with pytest.raises(TierDown, match="mounted"):
+        one.open()
+    (tmp_path / "not").mkdir()
+    assert one.open() == []
 
 
 def test_files_are_private_to_the_user(stored: SteppedSlabs) -> None:

@@ -19,19 +19,17 @@ import pytest
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.loop import Mover
-from nixl_tiers.mover.protocol import Configure, Down, Open, Opened, Store
+from nixl_tiers.mover.protocol import Down, Open, Opened, Store
 from nixl_tiers.tiers.base import Move, TierDown
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab import tier as slab_tier
 from nixl_tiers.tiers.slab.parts import holder_now
 from nixl_tiers.tiers.slab.shards import Shards
-from tests.mover.harness import NAMESPACE, MoverProcess, key_of, shard_dir
-from tests.support.disks import assert_never_exceeds, disk_bytes
+from tests.mover.harness import NAMESPACE, MoverProcess, key_of
+from tests.support.disks import assert_never_exceeds
 from tests.support.file_tier import file_config, file_tier
 from tests.support.leaks import ResourceCount
 from tests.support.times import changed
-from tests.support.waiting import until
 from tests.tiers.slab.test_parts import CAPACITY
 
 GEOMETRY = Geometry(1, 120_000)
@@ -100,90 +98,6 @@ def test_second_engine_is_down_with_the_holders_name_and_adopts_its_rows_warm(tm
         new.expect(lambda m: isinstance(m, Opened))
         assert listed(new) == set(range(BATCH))
         assert set(new.load(range(BATCH))) == {Outcome.OK}
-
-
-def test_waiting_engine_tries_again_every_two_seconds_however_long_it_has_waited(tmp_path: Path) -> None:
-    config = file_config(tmp_path, CAPACITY)
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with HostRegion.create(GEOMETRY, 4) as region, ends[0], ends[1]:
-        first = slab_tier.SlabTier(config, GEOMETRY, region)
-        first.open(NAMESPACE, 0)
-        mover = Mover(slab_tier.SlabTier(config, GEOMETRY, region), ends[0], region, Configure({}, 1, 1, 1, 4))
-        mover.receive(Open(NAMESPACE, 0))
-        delays, now = list[float](), 0.0
-
-        def attempt_has_ended() -> bool:
-            mover.step(now)
-            return mover._opening is None
-
-        for _ in range(6):
-            until(attempt_has_ended, "the end of the attempt")
-            assert mover._retry is not None
-            retry_at_s, _open = mover._retry
-            delays.append(retry_at_s - now)
-            now = retry_at_s
-        assert delays == [0.5, 1, 2, 2, 2, 2]
-        mover.close()
-        first.close()
-
-
-def test_another_model_waits_too_and_keeps_the_rows_of_the_first(tmp_path: Path) -> None:
-    """Until it needs their room."""
-    other = bytes(reversed(NAMESPACE))
-    with mover_on(tmp_path) as first, mover_on(tmp_path) as second:
-        first.open()
-        assert set(first.store(range(BATCH))) == {Outcome.OK}
-        assert f"process {first.process.pid} " in down_reason(second, other)
-        first.stop()
-        second.expect(lambda m: isinstance(m, Opened))
-        assert set(second.store(range(4))) == {Outcome.OK}
-        second.stop()
-    assert shard_dir(tmp_path).parent == shard_dir(tmp_path, other).parent
-    with mover_on(tmp_path) as first:
-        first.open()
-        assert listed(first) == set(range(BATCH))
-
-
-def test_two_replicas_have_a_part_each_and_find_their_rows_again(tmp_path: Path) -> None:
-    """Rows of their own under the same slots; no more than half of the capacity each."""
-    with assert_never_exceeds(tmp_path, CAPACITY):
-        for life in range(2):
-            with mover_on(tmp_path, 2) as first, mover_on(tmp_path, 2) as second, mover_on(tmp_path, 2) as third:
-                for replica, mover in enumerate((first, second)):
-                    slots = mover.open()
-                    assert slots * GEOMETRY.row_bytes < CAPACITY // 2
-                    numbers = range(1000 * replica, 1000 * replica + 32)
-                    if life:
-                        assert {n for n in listed(mover) if n < 32 or n >= 1000} == set(numbers)
-                    else:
-                        assert set(mover.store(numbers, range(32))) == {Outcome.OK}
-                    assert set(mover.load(numbers, range(32))) == {Outcome.OK}
-                    for start in range(32, slots - BATCH, BATCH):
-                        assert set(mover.store(range(start, start + BATCH))) == {Outcome.OK}
-                reason = down_reason(third)
-                assert all(f"part-{n} by process {m.process.pid} " in reason for n, m in enumerate((first, second)))
-                first.stop()
-                second.stop()
-
-
-def test_smaller_part_keeps_its_lowest_slots(tmp_path: Path) -> None:
-    with mover_on(tmp_path) as mover:
-        before = mover.open()
-        for start in range(0, before - BATCH, BATCH):
-            assert set(mover.store(range(start, start + BATCH))) == {Outcome.OK}
-        mover.stop()
-    with assert_never_exceeds(tmp_path, CAPACITY), mover_on(tmp_path, 3) as mover:
-        slots = mover.open()
-        assert slots < before / 2
-        assert listed(mover) == set(range(slots))
-        assert disk_bytes(tmp_path) <= CAPACITY // 3
-        for start in range(0, slots, BATCH):
-            assert set(mover.load(range(start, min(start + BATCH, slots)))) == {Outcome.OK}
-        assert set(mover.load(range(slots, slots + 4))) == {Outcome.MISSING}
-        mover.stop()
-    with mover_on(tmp_path) as mover:  # a larger one keeps all
-        assert mover.open() == before
-        assert listed(mover) == set(range(slots))
 
 
 def test_reset_keeps_the_part_though_another_engine_waits_for_it(

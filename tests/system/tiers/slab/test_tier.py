@@ -1,140 +1,56 @@
-"""The slab tier inside the test process, with failing system calls and directories."""
+"""Slabs through real movers and on real file systems: sizes, kills, full disks, what is reported."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
+import random
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.base.times import PRODUCTION, Times
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers import disk
-from nixl_tiers.tiers.base import Move, TierDown, TierRefused
-from nixl_tiers.tiers.folder import Folder
-from nixl_tiers.tiers.slab import layout, slabs
+from nixl_tiers.mover.protocol import Delete, Down, Heartbeat, Listed, Opened, Store
+from nixl_tiers.tiers.base import Entry, Move
 from nixl_tiers.tiers.slab.tier import SlabTier
-from tests.mover.harness import NAMESPACE, key_of
-from tests.support.file_tier import file_config
-from tests.system.tiers.file_tiers import CAPACITY, GEOMETRY, ROWS, load, outcomes, store
+from tests.mover.harness import NAMESPACE, MoverProcess, key_of, payload, shard_dir, wait_until
+from tests.support.disks import disk_bytes, run, tmpfs
+from tests.support.file_tier import file_config, file_tier
+from tests.system.tiers.file_tiers import gone, outcomes
+
+GEOMETRY = Geometry(1, 120_000)
+BATCH = 64
 
 
-def make(path: Path, region: HostRegion, times: Times = PRODUCTION, **fields: Any) -> SlabTier:
-    return SlabTier(file_config(path, **{"capacity": CAPACITY, **fields}), GEOMETRY, region, times=times)
+SIZES = {
+    "64KiB": Geometry(1, 64 << 10),
+    "256KiB": Geometry(2, 128 << 10, 4),
+    "2.95MB": Geometry(1, 2_949_120, 16),
+    "8MiB": Geometry(4, 2 << 20, 8),
+}
 
 
-def test_without_o_direct_and_fallocate_rows_are_served_with_two_warnings(
-    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(slabs, "direct_works", lambda _: False)
-    monkeypatch.setattr(disk, "fallocate", lambda *_: errno.EOPNOTSUPP)
-    tier = make(tmp_path, region)
-    slots = tier.open(NAMESPACE, 0)
-    for start in range(0, slots, ROWS):
-        numbers = range(start, min(start + ROWS, slots))
-        assert set(store(tier, region, numbers)) == {Outcome.OK}
-    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
-    tier.close()
-    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]  # each logged once
-
-
-def test_used_bytes_are_never_negative(tmp_path: Path, region: HostRegion) -> None:
-    """As they would be if slabs are cut that no measurement has counted yet: a heartbeat with them ends the mover."""
-    tier = make(tmp_path, region)
-    tier.open(NAMESPACE, 0)
-    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
-    tier._quota.used_bytes = 0
-    slabs_open = tier.served.slabs
-    slabs_open.free(slabs_open.truncate(0))
-    assert tier.used_bytes == 0
-    tier.close()
-
-
-@pytest.mark.parametrize(("error", "outcome"), [(errno.ENOSPC, Outcome.NO_SPACE), (errno.EIO, Outcome.FAILED)])
-def test_failed_allocation_fails_stores_until_it_works_again(
-    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, error: int, outcome: Outcome
-) -> None:
-    tier = make(tmp_path, region)
-    tier.open(NAMESPACE, 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(disk, "fallocate", lambda *_: error)
-        assert set(store(tier, region, range(ROWS))) == {outcome}
-    assert sum(file.stat().st_size for file in tmp_path.rglob("slab-*")) == 0
-    deadline = time.monotonic() + 120
-    while set(store(tier, region, range(ROWS))) != {Outcome.OK}:
-        assert time.monotonic() < deadline
-    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
-    tier.close()
-
-
-def test_new_model_below_min_free_is_down_until_there_is_room(tmp_path: Path, region: HostRegion) -> None:
-    tier = make(tmp_path, region, min_free=1 << 60)
-    with pytest.raises(TierDown, match=r".* is full: min_free keeps 1 EiB of its file system free"):
-        tier.open(NAMESPACE, 0)
-    tier.close()
-    tier = make(tmp_path, region, min_free=0)
-    assert tier.open(NAMESPACE, 0) > 0
-    tier.close()
-
-
-def test_slab_that_cannot_be_cut_is_logged_and_the_others_are_cut(
-    tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    row_bytes = GEOMETRY.row_bytes
-    monkeypatch.setattr(layout, "SLAB_BYTES", 32 * row_bytes)
-    tier = make(tmp_path, region)
-    tier.open(NAMESPACE, 0)
-    while any(True for _ in tier.list_rows()):
-        pass
-    for first in range(0, 128, ROWS):
-        assert set(store(tier, region, range(first, first + ROWS))) == {Outcome.OK}
-    files = sorted(tmp_path.rglob("slab-*.kv"))
-    sizes = [file.stat().st_size for file in files]
-    assert len(files) == 4
-    used_bytes = tier.used_bytes
-    tier.delete([(slot, key_of(slot)) for slot in range(8, 128)])
-    with monkeypatch.context() as patch:
-        real = Folder.unlink
-        patch.setattr(Folder, "unlink", lambda self, name: _io_error() if name == files[1].name else real(self, name))
-        for _ in tier.maintain():
-            pass
-    assert [file.exists() for file in files] == [True, True, False, False]
-    freed_bytes = sum(sizes) - sum(file.stat().st_size for file in files[:2])
-    assert files[0].stat().st_size < sizes[0]
-    assert tier.used_bytes == used_bytes - freed_bytes
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{files[0].parent}: empty slabs cannot be freed (Input/output error)"
-    ]
-    assert store(tier, region, range(32, 33)) == [Outcome.OK]  # what was left is used again
-    assert tier.used_bytes >= sum(file.stat().st_size for file in files[:2])
-    for first in range(0, 128, ROWS):
-        assert set(store(tier, region, range(first, first + ROWS))) == {Outcome.OK}
-    tier.close()
-
-
-def test_process_that_stands_still_with_the_lock_holds_up_no_store(
-    tmp_path: Path, region: HostRegion, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Growth takes no lock of the path: who takes a part needs it."""
-    tier = make(tmp_path, region)
-    slots = tier.open(NAMESPACE, 0)
-    lock = os.open(tmp_path / ".ledger", os.O_RDWR)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    moves = [Move(slot % ROWS, slot, key_of(slot), seal=True) for slot in (slots - 1, 1)]
-    assert outcomes(tier, tier.store(moves)) == [[Outcome.OK, Outcome.OK]]
-    assert tier.slots == slots
-    assert caplog.records == []
-    os.close(lock)
-    tier.close()
-
-
-def _io_error(*_: object) -> int:
-    raise OSError(errno.EIO, "Input/output error")
+@pytest.mark.parametrize("geometry", SIZES.values(), ids=SIZES)
+def test_rows_round_trip_and_survive_reopening(tmp_path: Path, geometry: Geometry) -> None:
+    count = max(6, min(400, (24 << 20) // geometry.row_bytes))
+    capacity = (count + 4) * geometry.row_bytes + (4 << 20)
+    batch = min(count, 200)
+    with MoverProcess(file_tier(tmp_path, capacity), geometry, batch) as mover:
+        assert mover.open() >= count
+        assert mover.listed_rows() == []
+        for start in range(0, count, batch):
+            numbers = range(start, min(start + batch, count))
+            assert set(mover.store(numbers)) == {Outcome.OK}
+        for start in range(0, count, batch):
+            numbers = range(start, min(start + batch, count))
+            assert set(mover.load(numbers)) == {Outcome.OK}
+        mover.stop()
+    with MoverProcess(file_tier(tmp_path, capacity), geometry, batch) as mover:
+        mover.open()
+        assert mover.listed_rows() == [Entry(n, key_of(n), n + 1) for n in range(count)]
+        assert set(mover.load(range(count - batch, count))) == {Outcome.OK}
+    assert disk_bytes(tmp_path) <= capacity
 
 
 def test_loads_and_stores_run_at_once_with_more_rows_than_one_kernel_queue(tmp_path: Path) -> None:
@@ -156,20 +72,109 @@ def test_loads_and_stores_run_at_once_with_more_rows_than_one_kernel_queue(tmp_p
         tier.close()
 
 
-def test_path_that_is_a_file_is_refused_and_missing_parent_is_down(tmp_path: Path, region: HostRegion) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(TierRefused, match=r"path: .*file"):
-        make(tmp_path / "file", region).open(NAMESPACE, 0)
-    missing = make(tmp_path / "not" / "mounted", region)
-    with pytest.raises(TierDown, match="mounted"):
-        missing.open(NAMESPACE, 0)
-    (tmp_path / "not").mkdir()
-    assert missing.open(NAMESPACE, 0) > 0
-    missing.close()
+def test_kill_during_stores_gives_no_wrong_row(tmp_path: Path) -> None:
+    """Every mover overwrites, deletes and reads slots, and opens the journal that its killed predecessor left."""
+    geometry, count, capacity = Geometry(1, 250_000), 96, 32 << 20
+    rng = random.Random(20)
+    stored = 0  # keys are never used twice: an old key over new bytes would be a wrong hit
+    hits = 0
+    with HostRegion.create(geometry, count) as region:
+        for _ in range(8):
+            with MoverProcess(file_tier(tmp_path, capacity), geometry, count, region) as mover:
+                assert mover.open() >= count
+                listed = mover.listed_rows()
+                found = mover.load([int(entry.key[4:]) for entry in listed], [entry.slot for entry in listed])
+                assert set(found) <= {Outcome.OK, Outcome.CORRUPT}  # the bytes of what is OK are compared
+                hits += found.count(Outcome.OK)
+                for row in range(count):
+                    region.rows_view[row] = payload(stored + row, geometry)
+                slots = rng.sample(range(count), count)
+                jobs = []
+                for start in range(0, count, 16):
+                    moves = [
+                        Move(row, slots[row], key_of(stored + row), tick=stored + row, seal=True)
+                        for row in range(start, start + 16)
+                    ]
+                    jobs.append(mover.begin(Store, moves))
+                    mover.send(Delete([(slots[start], key_of(stored + start))]))
+                stored += count
+                # Anywhere in it, on any machine: by time alone, no round might store any where it is busy.
+                for job in jobs[: rng.randrange(len(jobs))]:
+                    mover.finished(job)
+                time.sleep(rng.uniform(0, 0.02))
+                mover.kill()
+    assert hits > 0
+    assert disk_bytes(tmp_path) <= capacity
 
 
-def test_empty_batch_is_reported(tmp_path: Path, region: HostRegion) -> None:
-    tier = make(tmp_path, region)
-    tier.open(NAMESPACE, 0)
-    assert outcomes(tier, tier.store([]), tier.load([])) == [[], []]
-    tier.close()
+def test_slab_truncated_under_a_running_mover_is_reported_and_reopened(tmp_path: Path) -> None:
+    slab = shard_dir(tmp_path) / "slab-00000.kv"
+    with MoverProcess(file_tier(tmp_path, 16 << 20), GEOMETRY, 24) as mover:
+        mover.open()
+        assert set(mover.store(range(24))) == {Outcome.OK}
+        os.truncate(slab, 10 * GEOMETRY.row_bytes)
+        assert set(mover.load(range(24))) <= {Outcome.OK, Outcome.FAILED}
+        down = mover.expect(lambda m: isinstance(m, Down))
+        assert isinstance(down, Down)
+        assert down.reason == f"{slab} has been cut short"
+        mover.expect(lambda m: isinstance(m, Opened))
+        assert mover.load(range(24)) == [Outcome.OK] * 10 + [Outcome.MISSING] * 14
+
+
+def test_expired_rows_are_reported_as_gone(tmp_path: Path) -> None:
+    with MoverProcess(file_tier(tmp_path, 16 << 20, max_age=1), GEOMETRY, 4) as mover:
+        mover.open()
+        mover.listed_rows()
+        assert set(mover.store(range(4))) == {Outcome.OK}
+        entries: list[Entry] = []
+        while len(entries) < 4:
+            message = mover.expect(lambda m: isinstance(m, Listed))
+            assert isinstance(message, Listed)
+            entries += message.entries
+        assert gone(entries) == [0, 1, 2, 3]
+
+
+def fill(mover: MoverProcess, slots: int) -> list[Outcome]:
+    found: list[Outcome] = []
+    for start in range(0, slots, BATCH):
+        found += mover.store(range(start, min(start + BATCH, slots)))
+    return found
+
+
+def test_min_free_stops_growth_and_rows_are_served_and_replaced(tmp_path: Path) -> None:
+    with tmpfs(tmp_path, "32m"):
+        tier = file_tier(tmp_path, 64 << 20, min_free="50%")
+        with MoverProcess(tier, GEOMETRY, BATCH) as mover:
+            mover.open()
+            found = fill(mover, 4 * BATCH)
+            assert set(found) == {Outcome.OK, Outcome.NO_SPACE}
+            free = os.statvfs(tmp_path)
+            assert free.f_bavail * free.f_frsize >= 16 << 20
+            kept = [number for number, outcome in enumerate(found) if outcome is Outcome.OK][:BATCH]
+            assert len(kept) > 32
+            assert set(mover.load(kept)) == {Outcome.OK}
+            assert set(mover.store(kept)) == {Outcome.OK}  # in slots that are allocated
+            heartbeat = mover.expect(lambda m: isinstance(m, Heartbeat) and bool(m.denials))
+            assert isinstance(heartbeat, Heartbeat)
+            assert heartbeat.denials["full"].startswith(f"{tmp_path} is full: min_free keeps 16 MiB of its file system")
+            assert disk_bytes(tmp_path) <= mover.used_bytes <= 64 << 20
+            assert run("mount", "-o", "remount,size=64m", tmp_path)
+            wanted = range(len(kept), len(kept) + BATCH)
+            assert wait_until(lambda: set(mover.store(wanted)) == {Outcome.OK})
+            mover.expect(lambda m: isinstance(m, Heartbeat) and not m.denials)
+            mover.stop()
+            assert "no room" not in mover.log()  # the coordinator logs the denial, once
+
+
+def test_stores_work_again_after_a_full_disk(tmp_path: Path) -> None:
+    with tmpfs(tmp_path, "12m"), MoverProcess(file_tier(tmp_path, 64 << 20), GEOMETRY, BATCH) as mover:
+        mover.open()
+        found = fill(mover, 2 * BATCH)
+        assert set(found) == {Outcome.OK, Outcome.NO_SPACE}
+        kept = [number for number, outcome in enumerate(found) if outcome is Outcome.OK]
+        assert len(kept) > 32
+        assert set(mover.load(kept[:BATCH])) == {Outcome.OK}
+        assert run("mount", "-o", "remount,size=64m", tmp_path)
+        assert wait_until(lambda: set(mover.store(range(BATCH, 2 * BATCH))) == {Outcome.OK})
+        mover.stop()
+        assert mover.log().count("no room for more rows") == 1

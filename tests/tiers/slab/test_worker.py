@@ -1,0 +1,277 @@
+"""The native worker: rows are sealed and verified as by memory/seal.py, and each has a verdict of its own."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from xxhash import xxh3_128_digest
+
+from nixl_tiers.base.chunk import Geometry
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.seal import Sealer, Verdict, cell_digest
+from nixl_tiers.tiers.base import Move
+from nixl_tiers.tiers.slab.tier import SlabTier
+from nixl_tiers.tiers.slab.worker import LEAST_THREADS, MOST_THREADS, Worker, threads_of
+from nixl_tiers.tiers.staging import BUFFER_BYTES, Buffer, DirectRows, StagedRows
+from tests.mover.harness import NAMESPACE, key_of
+from tests.support.file_tier import file_config
+
+GEOMETRIES = [
+    Geometry(1, 65_536),
+    Geometry(1, 50_000),
+    Geometry(3, 4096),
+    Geometry(2, 66_000, 4),  # a last piece of 464 bytes
+    Geometry(1, 65_600, 2),  # of 64
+    Geometry(1, 131_072 + 201),
+    Geometry(5, 1),
+    Geometry(1, 400 * 16, 400),  # a bitmap of several words
+    Geometry(1, 5 << 20, 4),  # three requests
+]
+ROWS = 8
+NOW = 1_900_000_000
+
+
+class Rig:
+    """A worker, a region and a file with a slot for each row of it."""
+
+    def __init__(self, geometry: Geometry, path: Path, threads: int = LEAST_THREADS) -> None:
+        self.geometry = geometry
+        self.region = HostRegion.create(geometry, ROWS)
+        self.worker = Worker(self.region, geometry, threads)
+        self.sealer = Sealer(geometry, NAMESPACE, 7)
+        with path.open("wb") as file:
+            file.truncate(ROWS * geometry.row_bytes)
+        self._file = self.worker.register_file(str(path), 0, direct=False)
+        self.fd = self._file.devices[0]
+        self.buffer = Buffer(self.worker, geometry.row_bytes, BUFFER_BYTES)
+
+    def move(
+        self, moves: Sequence[Move], *, write: bool, staged: bool = False, fd: int = 0
+    ) -> list[tuple[Verdict | None, int]]:
+        rows = StagedRows(self.region, self.buffer, moves) if staged else DirectRows(self.region)
+        with rows:
+            slots = [(fd or self.fd, move.slot * self.geometry.row_bytes) for move in moves]
+            steps = self.worker.move(moves, rows, slots, self.sealer, NOW + 0.5, write=write)
+            condition = next(steps)
+            while not condition():
+                assert select.select([self.worker.fd], [], [], 60.0)[0], "a unit does not end"
+                self.worker.poll()
+            try:
+                next(steps)
+            except StopIteration as ended:
+                return [(verdict, sealed_at) for verdict, sealed_at, _ in ended.value]
+        raise AssertionError("one step too many")
+
+    def slot(self, number: int) -> NDArray[np.uint8]:
+        size = self.geometry.row_bytes
+        return np.frombuffer(os.pread(self.fd, size, number * size), np.uint8)
+
+    def close(self) -> None:
+        self.worker.deregister(self._file)
+        self.worker.close()
+        self.worker.close()
+        self.buffer.close()
+        self.region.close()
+
+
+@pytest.fixture(params=GEOMETRIES, ids=str)
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(request.param, tmp_path / "rows")
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(Geometry(2, 66_000, 4), tmp_path / "rows")
+    yield rig
+    rig.close()
+
+
+def noise(geometry: Geometry, number: int) -> NDArray[np.uint8]:
+    return np.random.default_rng(number).integers(0, 256, geometry.row_bytes, np.uint8)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_rows_are_stored_and_loaded_as_python_seals_them(rig: Rig, *, staged: bool) -> None:
+    geometry, region = rig.geometry, rig.region
+    wanted = np.array([noise(geometry, row) for row in range(ROWS)])
+    moves = []
+    for row in range(ROWS):
+        region.rows_view[row] = wanted[row]
+        missing = row % (geometry.sub_blocks + 1)
+        rig.sealer.seal(wanted[row], key_of(row), present=geometry.present(missing), sealed_at=NOW)
+        moves.append(Move(row, (row + 1) % ROWS, key_of(row), seal=True, missing=missing))
+    assert rig.move(moves, write=True, staged=staged) == [(Verdict.OK, NOW)] * ROWS
+    assert np.array_equal(region.rows_view, wanted)
+    assert all(np.array_equal(rig.slot(move.slot), wanted[move.row]) for move in moves)
+    region.rows_view[:] = 0xEE
+    back = [Move(ROWS - 1 - move.row, move.slot, move.key) for move in moves]
+    assert rig.move(back, write=False, staged=staged) == [(Verdict.OK, NOW)] * ROWS
+    assert np.array_equal(region.rows_view[::-1], wanted)
+
+
+def _field(at: int, form: str, value: int) -> Callable[[bytearray, Geometry], None]:
+    """Another value in the head of a seal, whose digest is right."""
+
+    def change(raw: bytearray, geometry: Geometry) -> None:
+        start = len(raw) - geometry.seal_bytes
+        struct.pack_into(form, raw, start + at, value)
+        raw[-16:] = xxh3_128_digest(raw[start:-16])
+
+    return change
+
+
+def _flip(at: int) -> Callable[[bytearray, Geometry], None]:
+    def change(raw: bytearray, _: Geometry) -> None:
+        raw[at] ^= 1
+
+    return change
+
+
+def _other_pieces(raw: bytearray, geometry: Geometry) -> None:
+    start = len(raw) - geometry.seal_bytes
+    for cell in range(geometry.cells):
+        at = cell * geometry.cell_bytes
+        digest = cell_digest(memoryview(raw)[at : at + geometry.cell_payload], 1 << 12)
+        where = len(raw) - 16 * (geometry.cells + 1) + 16 * cell
+        raw[where : where + 16] = digest
+    _field(72, "<B", 12)(raw, geometry)
+    assert raw[start : start + 8] == b"nixltier"
+
+
+CHANGES: dict[str, Callable[[bytearray, Geometry], None]] = {
+    "nothing": lambda *_: None,
+    "pieces of 4 KiB": _other_pieces,
+    "zeroes": lambda raw, _: raw.__setitem__(slice(None), bytes(len(raw))),
+    "first byte": _flip(0),
+    "end of a cell": _flip(65_999),
+    "gap": _flip(66_001),
+    "gap before the seal": _flip(-300),
+    "digest of the seal": _flip(-1),
+    "digest of a cell": _flip(-20),
+    "bitmap": _flip(-64),
+    "key": _flip(-160),
+    **{
+        f"{name} {value}": _field(at, form, value)
+        for name, at, form, value in (
+            ("version", 8, "<H", 2), ("seal_bytes", 10, "<H", 8), ("flags", 12, "<I", 1), ("epoch", 16, "<Q", 8),
+            ("sealed_at", 24, "<Q", 9), ("namespace", 32, "<B", 99), ("payload", 48, "<Q", 1),
+            ("cell_payload", 56, "<Q", 65_999), ("cells", 64, "<I", 1), ("sub_blocks", 68, "<I", 1),
+            ("piece_log2", 72, "<B", 9), ("piece_log2", 72, "<B", 41), ("piece_log2", 72, "<B", 17),
+            ("hash", 73, "<B", 2), ("key_bytes", 74, "<H", 1), ("key_bytes", 74, "<H", 113), ("reserved", 76, "<I", 1),
+            ("key", 80, "<B", 0), ("after the key", 80 + 111, "<B", 1),
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_verdicts_are_those_of_python(one: Rig, change: str, *, staged: bool) -> None:
+    row = noise(one.geometry, 2)
+    one.sealer.seal(row, key_of(2), sealed_at=NOW)
+    raw = bytearray(row.tobytes())
+    CHANGES[change](raw, one.geometry)
+    os.pwrite(one.fd, raw, 2 * one.geometry.row_bytes)
+    wanted = one.sealer.verify(np.frombuffer(raw, np.uint8), key_of(2))
+    ((verdict, _),) = one.move([Move(4, 2, key_of(2))], write=False, staged=staged)
+    assert verdict is wanted
+    assert (verdict is Verdict.OK) == (change in ("nothing", "pieces of 4 KiB", "sealed_at 9", "reserved 1"))
+    if verdict is Verdict.OK:
+        assert np.array_equal(one.region.rows_view[4], np.frombuffer(raw, np.uint8))
+
+
+def test_a_row_that_cannot_be_moved_fails_alone(one: Rig) -> None:
+    for row in range(ROWS):
+        one.region.rows_view[row] = noise(one.geometry, row)
+    moves = [Move(row, row, key_of(row), seal=True) for row in range(ROWS)]
+    assert one.move(moves, write=True) == [(Verdict.OK, NOW)] * ROWS
+    os.ftruncate(one.fd, (ROWS - 1) * one.geometry.row_bytes)  # as by another process: it can only be noticed later
+    ended = one.move([*moves[:3], Move(3, ROWS + 5, key_of(3)), *moves[4:]], write=False)
+    assert [verdict for verdict, _ in ended] == [Verdict.OK] * 3 + [None] + [Verdict.OK] * 3 + [None]
+    assert {verdict for verdict, _ in one.move(moves[:1], write=True, fd=1 << 20)} == {None}
+    assert [verdict for verdict, _ in one.move(moves[:7], write=False)] == [Verdict.OK] * 7
+
+
+def test_rows_outside_region_and_buffer_are_refused(one: Rig) -> None:
+    with pytest.raises(OSError, match="Invalid argument"):
+        one.move([Move(0, 0, b"a"), Move(ROWS, 0, b"b")], write=False)
+    move = Move(0, 0, b"a")
+    staged = StagedRows(one.region, one.buffer, [move])
+    staged._taken[0] = len(one.buffer.rows)
+    with pytest.raises(OSError, match="Invalid argument"):
+        next(one.worker.move([move], staged, [(one.fd, 0)], one.sealer, NOW, write=False))
+
+
+def test_descriptor_is_readable_while_a_unit_has_ended_that_was_not_polled(one: Rig) -> None:
+    readable = select.poll()
+    readable.register(one.worker.fd, select.POLLIN)
+    for _ in range(3):
+        assert not readable.poll(0)
+        moves, rows = [Move(0, 0, b"a", seal=True)], DirectRows(one.region)
+        steps = [one.worker.move(moves, rows, [(one.fd, 0)], one.sealer, NOW, write=True) for _ in range(2)]
+        conditions = [next(step) for step in steps]
+        while not all(condition() for condition in conditions):
+            assert readable.poll(60_000)
+            one.worker.poll()
+
+
+@pytest.mark.parametrize("backend", ["auto", "posix"])
+def test_slabs_are_moved_by_the_worker_unless_nixl_is_chosen(tmp_path: Path, backend: str) -> None:
+    with HostRegion.create(GEOMETRIES[0], ROWS) as region:
+        tier = SlabTier(file_config(tmp_path, 64 << 20, backend=backend), GEOMETRIES[0], region)
+        assert (tier.wake_fd is None) == (backend == "posix")
+        tier.close()
+
+
+def test_where_the_worker_cannot_be_had_one_sentence_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NIXL moves the rows then."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EAGAIN, "no more")
+
+    monkeypatch.setattr(Worker, "__init__", refused)
+    with HostRegion.create(GEOMETRIES[0], ROWS) as region:
+        tier = SlabTier(file_config(tmp_path, 64 << 20), GEOMETRIES[0], region)
+        assert tier.wake_fd is None
+        (line,) = [text for text in caplog.messages if "native worker" in text]
+        assert line == "rows are moved by NIXL: the native worker cannot start (no more)"
+        tier.close()
+
+
+def test_as_many_threads_as_are_asked_for_share_a_unit(tmp_path: Path) -> None:
+    rig = Rig(Geometry(1, 400_000), tmp_path / "rows", MOST_THREADS)
+    tasks = len([*Path("/proc/self/task").iterdir()])
+    rows = [noise(rig.geometry, number) for number in range(ROWS)]
+    for number, row in enumerate(rows):
+        rig.region.rows_view[number] = row
+    moves = [Move(number, number, key_of(number), seal=True) for number in range(ROWS)]
+    assert {verdict for verdict, _ in rig.move(moves, write=True)} == {Verdict.OK}
+    rig.region.rows_view[:] = 0
+    assert {verdict for verdict, _ in rig.move(moves, write=False)} == {Verdict.OK}
+    payload = rig.geometry.cell_payload
+    assert all((rig.region.rows_view[number, :payload] == row[:payload]).all() for number, row in enumerate(rows))
+    rig.close()
+    assert tasks - len([*Path("/proc/self/task").iterdir()]) == MOST_THREADS
+    with pytest.raises(OSError, match="Invalid argument"):
+        Rig(rig.geometry, tmp_path / "rows", MOST_THREADS + 1)
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "threads"),
+    [(2, 1, 2), (8, 1, 2), (12, 1, 3), (16, 1, 4), (32, 1, 8), (64, 1, 8), (64, 4, 4), (64, 8, 2), (128, 16, 2)],
+)
+def test_threads_follow_from_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, workers: int, threads: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert threads_of(workers) == threads
